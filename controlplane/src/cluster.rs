@@ -21,10 +21,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use reprise_controlplane_core::{
-    Amounts, Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessSettings, Modes, NodeLiveness,
-    NodeRecord, NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus, member_parts,
+    Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessSettings, Modes, NodeLiveness, NodeRecord,
+    NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus, member_parts,
 };
-use reprise_policy::{Epoch, NodeId, SlotSet, Tick};
+use reprise_policy::{Amounts, Epoch, NodeId, SlotSet, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
 use tokio::sync::broadcast;
 use tonic::Status;

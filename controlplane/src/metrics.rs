@@ -12,9 +12,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use reprise_controlplane_core::{Amounts, DirectorySize, NodeLiveness};
+use reprise_controlplane_core::{DirectorySize, NodeLiveness};
 use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
-use reprise_policy::NodeMode;
+use reprise_policy::{Amounts, NodeMode};
 
 use crate::shards::Shards;
 pub use labels::{

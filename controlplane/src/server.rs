@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{Amounts, LivenessSettings};
+use reprise_controlplane_core::LivenessSettings;
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
-use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
+use reprise_policy::{Amounts, Epoch};
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;

@@ -13,11 +13,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use reprise_controlplane_core::store_writes::{ATTEMPTS_MAX, Unchanged, WriteAttempts, WriteRejection};
-use reprise_controlplane_core::{Amounts, Budget, RecordUpdate};
+use reprise_controlplane_core::{Budget, RecordUpdate};
 use reprise_controlplane_store::{KeyValue, Outcome, Store, StoreError, Transaction, Write};
-use reprise_policy::TenantName;
 use reprise_policy::quota::{self, Quota, QuotaError};
 use reprise_policy::tenant::TENANTS_MAX;
+use reprise_policy::{Amounts, TenantName};
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use reprise_daemon::exposition::Format;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, TenantId};
+use reprise_transport::{CompositeTransport, Transport};
 
 use axum::Router;
 use axum::extract::{Path, State};
@@ -41,7 +42,6 @@ use crate::core_loop::{Inbox, Input, Liveness};
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
-use crate::peer::Peers;
 use crate::slack::ActiveProfiles;
 
 /// Time limit for the core's response: microseconds, or at most 0.4 s behind a full inbox.
@@ -66,7 +66,7 @@ pub(crate) struct AdminContext {
     pub(crate) liveness: Liveness,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) directory: Arc<DirectoryClient>,
-    pub(crate) peers: Option<Peers>,
+    pub(crate) peers: Option<Arc<CompositeTransport>>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
     /// Maximum number of connections.

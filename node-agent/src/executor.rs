@@ -23,22 +23,24 @@ use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use reprise_agent_core::effect::{
-    DeviceId, Diagnostic, Effect, FillId, LoadId, Offer, PeerFetch, PlaceKind, ProgressEntry, ProgressUpdate,
-    QuotaResource, Reply,
+    DeviceId, Diagnostic, Effect, FetchRequest, FillId, LoadId, Offer, PlaceKind, ProgressEntry,
+    ProgressUpdate, QuotaResource, Reply,
 };
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerOffer, Request, RequestId};
+use reprise_agent_core::event::{
+    Event, FillError, FillUpdate, Integrity, PeerEvent, PeerOffer, Request, RequestId,
+};
 use reprise_agent_core::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::peer;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
+use reprise_policy::{NamespaceDigest, NodeId, SessionId, TenantId, TenantName};
+use reprise_transport::{CompositeTransport, Transport};
 
 use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::metrics::{Metrics, Phase};
-use crate::peer::Peers;
 use crate::session::{Peer, Session};
 use extents::SharedDevices;
 
@@ -70,7 +72,7 @@ pub(crate) struct ExecutorParts {
     pub(crate) deployment: Deployment,
     /// Whether all blocks of this node are known: only after the devices of the first spec were attempted.
     pub(crate) complete: Arc<AtomicBool>,
-    pub(crate) peers: Option<Peers>,
+    pub(crate) peers: Option<Arc<CompositeTransport>>,
     /// Names and numbers of tenants, shared with the sessions.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
@@ -263,7 +265,7 @@ impl Executor {
 
     /// Records latencies from events on their way to the core.
     pub(crate) fn record_latencies(&mut self, event: &Event) {
-        if let Event::Fill { fill, update } = event
+        if let Event::Peer(PeerEvent::Fill { fill, update }) = event
             && !self.fetches.is_empty()
         {
             let over = match update {
@@ -347,12 +349,12 @@ impl Executor {
             },
             Effect::Announce { changes } => self.parts.directory.announce(&changes),
             Effect::Inventory { slots, replicas } => self.parts.directory.inventory(&slots, &replicas),
-            Effect::PeerFetch(fetch) => self.fetch(&fetch),
+            Effect::PeerFetch { node, request } => self.fetch(node, request),
             Effect::Place { place, keys, slot_bytes, reason, timeout } => {
                 let deadline = Instant::now() + timeout;
                 self.place(PlacementRequest { place, keys, slot_bytes, reason, deadline });
             }
-            Effect::Offer(offer) => self.offer(offer),
+            Effect::Offer { node, offer } => self.offer(node, offer),
             Effect::AnswerOffer { offer, taken, retry_after } => {
                 self.with_peers(|peers| peers.answer_offer(offer, &taken, retry_after));
             }
@@ -478,38 +480,29 @@ impl Executor {
         entry.read_only = Some(reason);
     }
 
-    fn fetch(&mut self, fetch: &PeerFetch) {
-        let endpoints = self.parts.directory.peer_endpoints(fetch.node);
+    fn fetch(&mut self, NodeId(node): NodeId, request: FetchRequest) {
+        let (fetch, layers) = (request.fetch.0, request.layout.layers());
+        let fills: Vec<FillId> = request.blocks.iter().map(|block| block.fill).collect();
+        let endpoints = self.parts.directory.peer_endpoints(NodeId(node));
         let pending = match (&self.parts.peers, endpoints) {
-            (Some(peers), Some(endpoints)) => peers.fetch(&endpoints, fetch),
+            (Some(peers), Some(endpoints)) => {
+                peers.fetch(&endpoints[..], request).map_err(|error| error.to_string())
+            }
             (None, _) => Err("this agent has no peer transport".to_owned()),
             (_, None) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
         };
         match pending {
             Ok(()) => {
-                let (since, layers) = (Instant::now(), fetch.layout.layers());
-                let span = tracing::debug_span!(
-                    "fetch",
-                    fetch = fetch.fetch.0,
-                    node = fetch.node.0,
-                    blocks = fetch.blocks.len()
-                );
-                self.fetches.extend(
-                    fetch
-                        .blocks
-                        .iter()
-                        .map(|block| (block.fill, PendingFetch { since, layers, _span: span.clone() })),
-                );
+                let since = Instant::now();
+                let span = tracing::debug_span!("fetch", fetch, node, blocks = fills.len());
+                let pending = |fill| (fill, PendingFetch { since, layers, _span: span.clone() });
+                self.fetches.extend(fills.into_iter().map(pending));
             }
             Err(reason) => {
-                tracing::warn!(
-                    node = fetch.node.0,
-                    blocks = fetch.blocks.len(),
-                    reason,
-                    "cannot fetch blocks from a peer"
-                );
-                self.feedback
-                    .extend(fetch.blocks.iter().map(|block| failed(block.fill, FillError::PeerLost)));
+                tracing::warn!(node, blocks = fills.len(), reason, "cannot fetch blocks from a peer");
+                let update = FillUpdate::Failed(FillError::PeerLost);
+                let lost = |fill| Event::Peer(PeerEvent::Fill { fill, update: update.clone() });
+                self.feedback.extend(fills.into_iter().map(lost));
             }
         }
     }
@@ -525,12 +518,14 @@ impl Executor {
         }
     }
 
-    fn offer(&mut self, offer: Offer) {
-        let (id, node, tenant) = (offer.offer, offer.node, offer.tenant);
+    fn offer(&mut self, NodeId(node): NodeId, offer: Offer) {
+        let (id, tenant) = (offer.offer, offer.tenant);
         let name = lock(&self.parts.tenants).name(tenant).cloned();
-        let endpoints = self.parts.directory.peer_endpoints(node);
-        let resolve_offer = match (&self.parts.peers, endpoints, name) {
-            (Some(peers), Some(endpoints), Some(name)) => peers.offer(&endpoints, name, offer),
+        let endpoints = self.parts.directory.peer_endpoints(NodeId(node));
+        let sent = match (&self.parts.peers, endpoints, name) {
+            (Some(peers), Some(endpoints), Some(name)) => {
+                peers.offer(&endpoints[..], offer.of_tenant(name)).map_err(|error| error.to_string())
+            }
             (None, _, _) => Err("this agent has no peer transport".to_owned()),
             (_, None, _) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
             (_, _, None) => {
@@ -538,9 +533,9 @@ impl Executor {
                 Err("the name of the tenant is unknown".to_owned())
             }
         };
-        if let Err(reason) = resolve_offer {
-            tracing::debug!(node = node.0, reason, "cannot offer blocks to a peer");
-            self.feedback.push_back(Event::OfferFailed { offer: id });
+        if let Err(reason) = sent {
+            tracing::debug!(node, reason, "cannot offer blocks to a peer");
+            self.feedback.push_back(Event::Peer(PeerEvent::OfferFailed { offer: id }));
         }
     }
 
@@ -582,7 +577,7 @@ impl Executor {
     }
 
     /// Serving requires the transport, which received the peer's request.
-    fn with_peers(&self, serve: impl FnOnce(&Peers)) {
+    fn with_peers(&self, serve: impl FnOnce(&CompositeTransport)) {
         if let Some(peers) = &self.parts.peers {
             serve(peers);
         }

@@ -26,7 +26,7 @@ use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
-use reprise_transport::{CompositeTransport, TcpSettings, TcpTransport};
+use reprise_transport::{CompositeTransport, TcpSettings, TcpTransport, Transport};
 use serde::Serialize;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
@@ -44,7 +44,7 @@ use crate::executor::{Deployment, Executor, ExecutorParts, ReleasedDevice};
 use crate::in_cluster::{ClusterNode, ClusterSettings};
 use crate::metrics::Metrics;
 use crate::modes::Modes;
-use crate::peer::{self, Peers};
+use crate::peer;
 use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
 use crate::slack::ActiveProfiles;
 
@@ -68,7 +68,7 @@ pub(crate) struct Runtime {
     session_context: Arc<SessionContext>,
     core: JoinHandle<Executor>,
     directory: Arc<DirectoryClient>,
-    peers: Option<Peers>,
+    peers: Option<Arc<CompositeTransport>>,
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
     cluster: Option<ClusterNode>,
@@ -87,7 +87,7 @@ pub(crate) struct Ready {
 
 /// The peer transport and its addresses.
 struct PeerPort {
-    peers: Peers,
+    peers: Arc<CompositeTransport>,
     listening: String,
     advertised: PeerEndpoint,
 }
@@ -380,7 +380,7 @@ fn listen_for_peers(
     })?;
     let listening = tcp.local_address().to_string();
     let advertised = PeerEndpoint::tcp(peers.advertise.clone().unwrap_or_else(|| listening.clone()));
-    Ok(PeerPort { peers: Peers::new(transports.build()), listening, advertised })
+    Ok(PeerPort { peers: Arc::new(transports.build()), listening, advertised })
 }
 
 fn start_directory(

@@ -1,7 +1,7 @@
 //! Messages between the core of an agent and its transport: fetches, serves and offers of blocks.
 //!
 //! Memory is named by its place in the arena. Nodes and tenants have numbers in the core and names in the
-//! transport; [`Offer`] and [`PeerOffer`] are generic over them.
+//! transport; [`Offer`] and [`PeerOffer`] are generic over them. All other messages are the same for both.
 //!
 //! A node announces one [`PeerEndpoint`] for each protocol of its transport.
 
@@ -85,19 +85,30 @@ pub struct FetchBlock {
     pub into: ArenaSlot,
 }
 
-/// Objects of one block to send to a peer: bytes `offset .. offset + from.bytes` of its payload.
+/// Objects of one block to send to a peer: bytes `offset .. offset + bytes` of its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServeObjects {
     /// Request of the peer.
     pub serve: ServeId,
     /// Index of the block in the request.
     pub block: u32,
-    /// Exactly the bytes to send: whole objects.
-    pub from: ArenaSlot,
+    /// Arena slot of the block.
+    pub slot: ArenaSlot,
     /// Offset in the payload in bytes; a multiple of the object size.
     pub offset: u64,
+    /// Length in bytes, a multiple of the object size.
+    pub bytes: u64,
     /// Whether these are the block's last objects. `ServeDone` follows when they are in the socket.
     pub last: bool,
+}
+
+impl ServeObjects {
+    /// Returns the part of the slot to send; `None` if it ends behind the slot.
+    pub fn source(&self) -> Option<ArenaSlot> {
+        self.offset.checked_add(self.bytes).filter(|end| *end <= self.slot.bytes)?;
+        let offset = self.slot.offset.checked_add(self.offset)?;
+        Some(ArenaSlot { region: self.slot.region, offset, bytes: self.bytes })
+    }
 }
 
 /// Progress of a fill.
@@ -170,6 +181,14 @@ pub struct Offer<Tenant> {
     pub deadline: Duration,
 }
 
+impl<Tenant> Offer<Tenant> {
+    /// Names the tenant in another way.
+    pub fn of_tenant<Other>(self, tenant: Other) -> Offer<Other> {
+        let Offer { offer, layout, keys, deadline, .. } = self;
+        Offer { offer, tenant, layout, keys, deadline }
+    }
+}
+
 /// Blocks that a peer offers. This node fetches those it accepts and writes them to its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerOffer<Node, Tenant> {
@@ -183,4 +202,65 @@ pub struct PeerOffer<Node, Tenant> {
     pub layout: Layout,
     /// Keys of the offered blocks.
     pub keys: Vec<BlockKey>,
+}
+
+/// Event of a transport, except for the offers of peers: those name nodes and tenants ([`PeerOffer`]).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PeerEvent {
+    /// A block of a fetch made progress or failed. After its last layer or its failure, the transport no
+    /// longer uses the destination.
+    Fill {
+        /// Fill from the request.
+        fill: FillId,
+        /// Verified layers, or the failure.
+        update: FillUpdate,
+    },
+    /// A peer requests blocks: answer each with a header and objects, or as absent.
+    Request(PeerRequest),
+    /// All queued pieces of a block are in the socket or dropped, and its memory is no longer read. Sent once
+    /// for every block of a request (absent ones too), unless `ServeAborted` is sent instead.
+    ServeDone {
+        /// Number of the incoming request.
+        serve: ServeId,
+        /// Index of the block in it.
+        block: u32,
+    },
+    /// The connection of a request has ended, or the peer has cancelled the request: nothing more is sent,
+    /// and its memory is no longer read. The request's last event.
+    ServeAborted {
+        /// Number of the incoming request.
+        serve: ServeId,
+    },
+    /// A peer has answered an offer.
+    OfferAnswered {
+        /// Number of the offer.
+        offer: OfferId,
+        /// Indices of the accepted keys, ascending.
+        taken: Vec<u32>,
+        /// Time after which the other keys may be offered again.
+        retry_after: Duration,
+    },
+    /// The peer of an offer is unreachable, has stalled, violated the protocol, or missed the deadline.
+    OfferFailed {
+        /// Number of the offer.
+        offer: OfferId,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RegionId;
+
+    #[test]
+    fn objects_to_serve_lie_within_the_slot_of_their_block() {
+        let slot = ArenaSlot { region: RegionId(2), offset: 1 << 20, bytes: 8192 };
+        let source = |offset, bytes| {
+            ServeObjects { serve: ServeId(1), block: 0, slot, offset, bytes, last: false }.source()
+        };
+        let part = ArenaSlot { region: RegionId(2), offset: (1 << 20) + 4096, bytes: 4096 };
+        assert_eq!(source(4096, 4096), Some(part));
+        assert_eq!(source(4096, 4097), None);
+        assert_eq!(source(u64::MAX, 1), None);
+    }
 }

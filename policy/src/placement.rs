@@ -91,14 +91,14 @@ pub struct ReplicaLocation {
     pub tier: Tier,
 }
 
-/// Reason for a further replica.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Reason for a further replica; determines how many are enough.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PlacementReason {
-    /// Peers read the block often.
+    /// Peers read the block often: two durable replicas on nodes that are not draining.
     Hot,
-    /// The holder drains.
+    /// The holder drains: one durable replica on another node that is not draining.
     Drain,
-    /// The block moves from its holder to this node, which has more free capacity.
+    /// The block moves from its holder to this node, which has more free capacity: one durable replica there.
     Move(NodeId),
 }
 

@@ -30,6 +30,17 @@ pub const LOAD_STEP_BYTES: u64 = 64 << 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoadHint(pub u64);
 
+/// Replica of a block, as the directory reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Replica {
+    /// Node that holds the replica.
+    pub node: NodeId,
+    /// Tier of the replica on that node.
+    pub tier: Tier,
+    /// Load of that node, as last reported to the directory.
+    pub load: LoadClass,
+}
+
 /// Replica on another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {

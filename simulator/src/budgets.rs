@@ -19,8 +19,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::event::Grant;
-use reprise_controlplane_core::{Amounts, Budget};
-use reprise_policy::{Epoch, TenantId, Tick};
+use reprise_controlplane_core::Budget;
+use reprise_policy::{Amounts, Epoch, TenantId, Tick};
 
 use crate::membership::MemberStep;
 use crate::network::Host;

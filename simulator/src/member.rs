@@ -12,7 +12,6 @@ mod placement;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::{
     Changes, Directory, HeartbeatResult, LivenessSettings, LookupResult, MemberList, MemberParts, MemberView,
@@ -269,13 +268,7 @@ impl Member {
         self.expire(now);
         let mut found = LookupResult::default();
         self.directory.lookup(keys, &self.nodes.live(), requester, &mut found);
-        let of = |index| {
-            found
-                .of(index)
-                .iter()
-                .map(|replica| Replica { node: replica.node, tier: replica.tier, load: replica.load })
-                .collect()
-        };
+        let of = |index| found.of(index).to_vec();
         LookupAnswer {
             found: (0..keys.len()).map(of).collect(),
             elsewhere: found.elsewhere().to_vec(),

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{FetchId, OfferId, PlaceReason};
+use reprise_agent_core::effect::{FetchId, Offer, OfferId, PlacementReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
 use reprise_controlplane_core::{ModeRecord, NodeReport, QuotaGrant, ReportedTenant, SlotStatus};
-use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
+use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
 
 use crate::memory::Tag;
 use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Revision, TransactionError, Write};
@@ -117,7 +117,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) epoch: Epoch,
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) slot_bytes: u64,
-    pub(crate) reason: PlaceReason,
+    pub(crate) reason: PlacementReason,
 }
 
 /// Targets of replicas, as far as the member knows them.
@@ -181,7 +181,8 @@ pub(crate) enum StoreReply {
     Revoked,
 }
 
-/// A message between two agents; the requesting agent numbers the fetch.
+/// A message between two agents; the requesting agent numbers the fetch. Names and numbers of tenants are the same
+/// on all nodes.
 #[derive(Clone, Debug)]
 pub(crate) enum PeerMessage {
     Fetch { fetch: FetchId, keys: Vec<BlockKey>, layout: Layout, deadline: Duration },
@@ -189,17 +190,8 @@ pub(crate) enum PeerMessage {
     Header { fetch: FetchId, block: u32, tier: Tier, checksums: Box<[u32]> },
     Layers { fetch: FetchId, block: u32, first: u32, tags: Vec<Tag> },
     Absent { fetch: FetchId, block: u32 },
-    Offer { offer: OfferId, blocks: Box<OfferedBlocks> },
+    Offer(Box<Offer>),
     OfferAnswer { offer: OfferId, taken: Vec<u32>, retry_after: Duration },
-}
-
-/// Blocks that an agent offers to another.
-#[derive(Clone, Debug)]
-pub(crate) struct OfferedBlocks {
-    /// Names and numbers of tenants are the same on all nodes.
-    pub(crate) tenant: TenantId,
-    pub(crate) layout: Layout,
-    pub(crate) keys: Vec<BlockKey>,
 }
 
 impl Message {
@@ -299,7 +291,7 @@ impl PeerMessage {
                 24 + (fetch.0 << 8) + (u64::from(*first) << 32) + (tags[0] << 40)
             }
             PeerMessage::Absent { fetch, block } => 25 + (fetch.0 << 8) + (u64::from(*block) << 32),
-            PeerMessage::Offer { offer, .. } => 26 + (offer.0 << 8),
+            PeerMessage::Offer(offer) => 26 + (offer.offer.0 << 8),
             PeerMessage::OfferAnswer { offer, taken, .. } => {
                 27 + (offer.0 << 8) + ((taken.len() as u64) << 40)
             }

@@ -344,7 +344,7 @@ impl Simulation {
             Effect::Lookup { lookup, keys, timeout } => self.start_lookup(node, lookup, keys, timeout),
             Effect::Announce { changes } => self.announce(node, &changes),
             Effect::Inventory { slots, replicas } => self.inventory(node, &slots, &replicas),
-            Effect::PeerFetch(fetch) => self.fetch(node, fetch),
+            Effect::PeerFetch { node: from, request } => self.fetch(node, from, request),
             Effect::ServeHeader { serve, block, tier, checksums } => {
                 self.serve_header(node, (serve, block), tier, checksums);
             }
@@ -353,7 +353,7 @@ impl Simulation {
             Effect::Place { place, keys, slot_bytes, reason, timeout } => {
                 self.start_placement(node, place, (keys, slot_bytes, reason), timeout);
             }
-            Effect::Offer(offer) => self.offer(node, offer),
+            Effect::Offer { node: to, offer } => self.offer(node, to, offer),
             Effect::AnswerOffer { offer, taken, retry_after } => {
                 self.answer_offer(node, offer, (taken, retry_after));
             }

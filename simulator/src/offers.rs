@@ -10,11 +10,11 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{Offer, OfferId, PeerOfferId};
-use reprise_agent_core::event::{Event, PeerOffer};
+use reprise_agent_core::event::{Event, PeerEvent, PeerOffer};
 use reprise_agent_core::limits::{OFFER_RETRY_MAX, PLACE_KEYS_MAX};
-use reprise_policy::{TenantId, Tick};
+use reprise_policy::{NodeId, TenantId, Tick};
 
-use crate::messages::{Message, OfferedBlocks, PeerMessage};
+use crate::messages::{Message, PeerMessage};
 use crate::network::{Host, LineId};
 use crate::setup::Variant;
 use crate::simulation::{AgentStep, Simulation, take_where};
@@ -40,23 +40,24 @@ pub(crate) struct ReceivedOffer {
 impl Simulation {
     // ---- offering side ------------------------------------------------------------------------------------
 
-    pub(crate) fn offer(&mut self, node: usize, offer: Offer) {
-        let Offer { offer: id, node: to, tenant, layout, keys, deadline } = offer;
-        assert!(!keys.is_empty() && keys.len() <= PLACE_KEYS_MAX, "an offer has {} blocks", keys.len());
+    pub(crate) fn offer(&mut self, node: usize, to: NodeId, offer: Offer) {
+        let Offer { offer: id, tenant, layout, deadline, .. } = offer;
+        let keys = offer.keys.len();
+        assert!((1..=PLACE_KEYS_MAX).contains(&keys), "an offer has {keys} blocks");
         let process = self.process(node);
         let host = process.client.host_of(to).filter(|_| process.names.contains(&tenant));
         let Some(host) = host else {
             self.note_refusal(node, "refused in calm: no name");
-            return self.env.later(node, Duration::ZERO, AgentStep::Event(Event::OfferFailed { offer: id }));
+            let event = Event::Peer(PeerEvent::OfferFailed { offer: id });
+            return self.env.later(node, Duration::ZERO, AgentStep::Event(event));
         };
         let line = self.peer_line(node, host);
         let until = self.env.time(Host::Node(node)).after(deadline);
-        let bytes = layout.slot_bytes() * keys.len() as u64;
-        let open = OpenOffer { line, keys: keys.len(), bytes, deadline: until };
+        let bytes = layout.slot_bytes() * keys as u64;
+        let open = OpenOffer { line, keys, bytes, deadline: until };
         self.process(node).offers.insert(id, open);
         self.env.count("offers");
-        let blocks = OfferedBlocks { tenant, layout, keys };
-        self.env.send(line, 1, Message::Peer(PeerMessage::Offer { offer: id, blocks: Box::new(blocks) }));
+        self.env.send(line, 1, Message::Peer(PeerMessage::Offer(Box::new(offer))));
         self.env.later(node, deadline, AgentStep::OfferDeadline(id));
     }
 
@@ -70,14 +71,14 @@ impl Simulation {
             self.process(node).peer_lines.retain(|_, line| *line != offer.line);
         }
         self.env.count("offers unanswered");
-        self.apply(node, Event::OfferFailed { offer: id });
+        self.apply(node, Event::Peer(PeerEvent::OfferFailed { offer: id }));
     }
 
     pub(crate) fn offers_lost(&mut self, node: usize, line: LineId) {
         let process = self.process(node);
         process.received_offers.retain(|_, received| received.line != line);
         for (offer, _) in take_where(&mut process.offers, |offer| offer.line == line) {
-            self.apply(node, Event::OfferFailed { offer });
+            self.apply(node, Event::Peer(PeerEvent::OfferFailed { offer }));
         }
     }
 
@@ -93,13 +94,13 @@ impl Simulation {
             self.note_refusal(node, "refused in calm: not taken");
         }
         self.note_given(node, offer.bytes / offer.keys as u64 * taken.len() as u64);
-        self.apply(node, Event::OfferAnswered { offer: id, taken, retry_after });
+        self.apply(node, Event::Peer(PeerEvent::OfferAnswered { offer: id, taken, retry_after }));
     }
 
     // ---- receiving side -----------------------------------------------------------------------------------
 
-    pub(crate) fn offered(&mut self, node: usize, line: LineId, offer: OfferId, blocks: OfferedBlocks) {
-        let OfferedBlocks { tenant, layout, keys } = blocks;
+    pub(crate) fn offered(&mut self, node: usize, line: LineId, offer: Offer) {
+        let Offer { offer, tenant, layout, keys, .. } = offer;
         let from = self.env.network.line(line).map(|line| line.ends[0].host);
         let from = match from {
             Some(Host::Node(host)) => self.client(node).node_at(host),

@@ -6,9 +6,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{ArenaSlot, FetchId, FillId, PeerBlock, PeerFetch, ServeId, ServeObjects};
-use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerRequest};
-use reprise_policy::{BlockKey, Layout, Tier};
+use reprise_agent_core::effect::{ArenaSlot, FetchId, FetchRequest, FillId, ServeId, ServeObjects};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerEvent, PeerRequest};
+use reprise_policy::{BlockKey, Layout, NodeId, Tier, peer};
 
 use crate::memory::{Tag, is_damaged, verified};
 use crate::messages::{Message, PeerMessage};
@@ -85,19 +85,19 @@ impl Serve {
 impl Simulation {
     // ---- requesting side ----------------------------------------------------------------------------------
 
-    pub(crate) fn fetch(&mut self, node: usize, fetch: PeerFetch) {
-        let PeerFetch { fetch: id, node: from, layout, blocks, deadline } = fetch;
+    pub(crate) fn fetch(&mut self, node: usize, from: NodeId, request: FetchRequest) {
+        let FetchRequest { fetch: id, layout, blocks, deadline } = request;
         let Some(host) = self.client(node).host_of(from) else {
             // The node was never reported, or is no longer reported.
             return self.fail_unroutable_fetch(node, &blocks);
         };
-        blocks.iter().for_each(|block| self.assert_unused(node, block.slot));
+        blocks.iter().for_each(|block| self.assert_unused(node, block.into));
         let line = self.peer_line(node, host);
         let keys = blocks.iter().map(|block| block.key).collect();
         let waiting = blocks.iter().map(|block| FetchBlock {
             fill: block.fill,
             key: block.key,
-            slot: block.slot,
+            slot: block.into,
             header: None,
             layers: 0,
             over: false,
@@ -117,10 +117,11 @@ impl Simulation {
         line
     }
 
-    fn fail_unroutable_fetch(&mut self, node: usize, blocks: &[PeerBlock]) {
+    fn fail_unroutable_fetch(&mut self, node: usize, blocks: &[peer::FetchBlock]) {
         for block in blocks {
             let update = FillUpdate::Failed(FillError::PeerLost);
-            self.env.later(node, Duration::ZERO, AgentStep::Event(Event::Fill { fill: block.fill, update }));
+            let event = Event::Peer(PeerEvent::Fill { fill: block.fill, update });
+            self.env.later(node, Duration::ZERO, AgentStep::Event(event));
         }
     }
 
@@ -137,7 +138,7 @@ impl Simulation {
     fn fetch_failed(&mut self, node: usize, fetch: &Fetch) {
         for block in fetch.blocks.iter().filter(|block| !block.over) {
             let update = FillUpdate::Failed(FillError::PeerLost);
-            self.apply(node, Event::Fill { fill: block.fill, update });
+            self.apply(node, Event::Peer(PeerEvent::Fill { fill: block.fill, update }));
         }
     }
 
@@ -151,7 +152,7 @@ impl Simulation {
         self.process(node).serves_lost.extend(serves.iter().map(|(serve, _)| *serve));
         for (serve, _) in serves {
             self.process(node).serves_lost.remove(&serve);
-            self.apply(node, Event::ServeAborted { serve });
+            self.apply(node, Event::Peer(PeerEvent::ServeAborted { serve }));
         }
         self.offers_lost(node, line);
     }
@@ -170,7 +171,9 @@ impl Simulation {
                 let serves = &mut self.process(node).serves;
                 let of = |serve: &Serve| serve.line == line && serve.fetch == fetch;
                 let gone = take_where(serves, of);
-                gone.iter().for_each(|(serve, _)| self.apply(node, Event::ServeAborted { serve: *serve }));
+                for (serve, _) in gone {
+                    self.apply(node, Event::Peer(PeerEvent::ServeAborted { serve }));
+                }
             }
             PeerMessage::Header { fetch, block, tier, checksums } => {
                 if let Some(block) = self.fetch_block(node, fetch, block) {
@@ -180,7 +183,7 @@ impl Simulation {
             PeerMessage::Layers { fetch, block, first, tags } => {
                 self.receive_layers(node, (fetch, block), first, &tags);
             }
-            PeerMessage::Offer { offer, blocks } => self.offered(node, line, offer, *blocks),
+            PeerMessage::Offer(offer) => self.offered(node, line, *offer),
             PeerMessage::OfferAnswer { offer, taken, retry_after } => {
                 self.offer_answered(node, offer, (taken, retry_after));
             }
@@ -188,7 +191,8 @@ impl Simulation {
                 if let Some(block) = self.fetch_block(node, fetch, block) {
                     let fill = block.fill;
                     block.over = true;
-                    self.apply(node, Event::Fill { fill, update: FillUpdate::Failed(FillError::Absent) });
+                    let update = FillUpdate::Failed(FillError::Absent);
+                    self.apply(node, Event::Peer(PeerEvent::Fill { fill, update }));
                     self.forget_fetch(node, fetch);
                 }
             }
@@ -221,7 +225,7 @@ impl Simulation {
             }
             None => FillUpdate::Failed(FillError::Corrupt),
         };
-        self.apply(node, Event::Fill { fill, update });
+        self.apply(node, Event::Peer(PeerEvent::Fill { fill, update }));
         self.forget_fetch(node, fetch);
     }
 
@@ -242,7 +246,7 @@ impl Simulation {
         let blocks = request.keys.iter().map(|_| ServeBlock::default()).collect();
         process.serves.insert(id, Serve { line, fetch, layout: request.layout, blocks });
         self.env.count("serves");
-        self.apply(node, Event::PeerRequest(PeerRequest { serve: id, ..request }));
+        self.apply(node, Event::Peer(PeerEvent::Request(PeerRequest { serve: id, ..request })));
         self.forget_serve(node, id);
     }
 
@@ -335,7 +339,7 @@ impl Simulation {
             self.env.send(line, 0, Message::Peer(message));
         }
         if ends {
-            self.apply(node, Event::ServeDone { serve, block: number });
+            self.apply(node, Event::Peer(PeerEvent::ServeDone { serve, block: number }));
         }
         self.forget_serve(node, serve);
     }

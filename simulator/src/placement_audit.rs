@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use reprise_agent_core::TenantUsage;
 use reprise_agent_core::directives::{NewDirectives, REBALANCER_SLOT, ReplyDirectives};
-use reprise_agent_core::effect::PlaceReason;
+use reprise_agent_core::effect::PlacementReason;
 use reprise_agent_core::event::{Event, Grant, Move, Placement, Request};
 use reprise_agent_core::limits::PLACE_KEYS_MAX;
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
@@ -155,13 +155,13 @@ impl Simulation {
         let Some(holder) = running.host_of(request.holder) else { return };
         let Some(process) = self.nodes[holder].process.as_mut() else { return };
         match request.reason {
-            PlaceReason::Move(to) => {
+            PlacementReason::Move(to) => {
                 if let Some(host) = running.host_of(to) {
                     process.placed.moves_to.entry(to).or_default().insert(host);
                 }
             }
-            PlaceReason::Drain => process.placed.asked_to_drain = Some(self.env.now),
-            PlaceReason::Hot => {}
+            PlacementReason::Drain => process.placed.asked_to_drain = Some(self.env.now),
+            PlacementReason::Hot => {}
         }
     }
 
@@ -169,8 +169,8 @@ impl Simulation {
     fn assert_enough(&self, member: usize, request: &PlacementRequest, key: &BlockKey) {
         let running = self.members[member].as_ref().expect("the member answers");
         let durable = match request.reason {
-            PlaceReason::Move(to) => running.host_of(to).is_some_and(|host| self.was_durable(host, key)),
-            PlaceReason::Drain | PlaceReason::Hot => {
+            PlacementReason::Move(to) => running.host_of(to).is_some_and(|host| self.was_durable(host, key)),
+            PlacementReason::Drain | PlacementReason::Hot => {
                 let holder = running.host_of(request.holder);
                 let others = (0..self.nodes.len()).filter(|host| Some(*host) != holder);
                 others.into_iter().any(|host| self.was_durable(host, key))
@@ -194,11 +194,11 @@ impl Simulation {
     pub(crate) fn placed(
         &mut self,
         node: usize,
-        reason: PlaceReason,
+        reason: PlacementReason,
         enough: &BTreeSet<BlockKey>,
         event: Event,
     ) {
-        let PlaceReason::Move(to) = reason else { return self.apply(node, event) };
+        let PlacementReason::Move(to) = reason else { return self.apply(node, event) };
         let before: BTreeSet<BlockKey> =
             self.nodes[node].reported_durable.intersection(enough).copied().collect();
         self.process(node).placed.may_drop = before.len() as u64;

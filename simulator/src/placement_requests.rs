@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{PlaceId, PlaceReason};
+use reprise_agent_core::effect::{PlaceId, PlacementReason};
 use reprise_agent_core::event::{Event, Placement};
 use reprise_agent_core::owner_query::{Next, OwnerQuery, Part, PartAnswer};
 use reprise_policy::{BlockKey, Epoch, Tick};
@@ -22,7 +22,7 @@ use crate::simulation::{AgentStep, Simulation};
 pub(crate) struct PendingPlacement {
     query: OwnerQuery<LinkId, Placement>,
     slot_bytes: u64,
-    reason: PlaceReason,
+    reason: PlacementReason,
     /// By the agent's clock.
     pub(crate) deadline: Tick,
 }
@@ -32,7 +32,7 @@ impl Simulation {
         &mut self,
         node: usize,
         place: PlaceId,
-        (keys, slot_bytes, reason): (Vec<BlockKey>, u64, PlaceReason),
+        (keys, slot_bytes, reason): (Vec<BlockKey>, u64, PlacementReason),
         time: Duration,
     ) {
         let deadline = self.env.time(Host::Node(node)).after(time);

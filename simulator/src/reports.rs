@@ -11,9 +11,9 @@ use reprise_agent_core::event::Grant;
 use reprise_agent_core::quota_grants::{self, ReportNumber, SlotOwner};
 use reprise_agent_core::report_schedule::REPORT_TIMEOUT;
 use reprise_agent_core::{AgentCore, NodeUsage, TenantUsage};
-use reprise_controlplane_core::{Amounts, NodeReport, QuotaGrant, ReportedTenant, TenantReport};
+use reprise_controlplane_core::{NodeReport, QuotaGrant, ReportedTenant, TenantReport};
 use reprise_policy::placement::DrainProgress;
-use reprise_policy::{Epoch, Quota, TenantName};
+use reprise_policy::{Amounts, Epoch, Quota, TenantName};
 
 use crate::client::Routes;
 use crate::link::{Link, LinkCall, LinkId};
@@ -155,12 +155,11 @@ pub(crate) fn owner(routes: Option<&Routes>, id: LinkId, slot: u16) -> SlotOwner
 
 /// Converts a tenant's report to its message.
 fn reported_tenant(tenant: TenantName, report: quota_grants::TenantReport) -> ReportedTenant {
-    let amounts = |quota_grants::TierBytes { dram, nvme }| Amounts { dram, nvme };
     match report {
         quota_grants::TenantReport::NameOnly => ReportedTenant::Elsewhere(tenant),
         quota_grants::TenantReport::Full(held) => {
-            let (limit, used, limited) = (amounts(held.limit), amounts(held.used), amounts(held.limited));
-            ReportedTenant::Owned(TenantReport { tenant, version: held.version, limit, used, limited })
+            let quota_grants::GrantUsage { version, limit, used, limited, .. } = held;
+            ReportedTenant::Owned(TenantReport { tenant, version, limit, used, limited })
         }
     }
 }

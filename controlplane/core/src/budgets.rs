@@ -34,7 +34,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{Epoch, NodeId, TenantName};
+use reprise_policy::{Amounts, Epoch, NodeId, TenantName};
 
 /// Bits of a version below the epoch: 2³² changes of one grant, enough for 136 years at one a second. The
 /// upper half is the lower half of the node's epoch, which counts its registrations under one store.
@@ -46,15 +46,6 @@ const MIN_CHANGE_FRACTION: u64 = 64;
 /// Reports under a grant before it may be lowered: one second at four heartbeats a second. Usage follows a
 /// grant with a delay, and lowering it earlier would make grants oscillate.
 const REPORTS_BEFORE_LOWERING: u32 = 4;
-
-/// Amounts of DRAM and NVMe, usually in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Amounts {
-    /// Amount in arenas.
-    pub dram: u64,
-    /// Amount in pools, including header pages.
-    pub nvme: u64,
-}
 
 /// A node's report about its tenants, sent with each heartbeat.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,36 +135,6 @@ struct Share {
     /// Demand beyond the usage; halves with every rebalance, at most the budget.
     wanted: Amounts,
     limited: Amounts,
-}
-
-impl Amounts {
-    /// Limit that stands for unlimited.
-    pub const UNLIMITED: Amounts = Amounts { dram: u64::MAX, nvme: u64::MAX };
-
-    /// The same amount of DRAM and NVMe.
-    pub fn both(bytes: u64) -> Amounts {
-        Amounts { dram: bytes, nvme: bytes }
-    }
-
-    fn with(self, other: Amounts, act: impl Fn(u64, u64) -> u64) -> Amounts {
-        Amounts { dram: act(self.dram, other.dram), nvme: act(self.nvme, other.nvme) }
-    }
-
-    fn max(self, other: Amounts) -> Amounts {
-        self.with(other, u64::max)
-    }
-
-    fn min(self, other: Amounts) -> Amounts {
-        self.with(other, u64::min)
-    }
-
-    fn plus(self, other: Amounts) -> Amounts {
-        self.with(other, u64::saturating_add)
-    }
-
-    fn minus(self, other: Amounts) -> Amounts {
-        self.with(other, u64::saturating_sub)
-    }
 }
 
 impl Budgets {

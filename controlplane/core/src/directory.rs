@@ -39,7 +39,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 use crate::live_nodes::LiveNodes;
 pub use changes::{Changes, InvalidChanges, Operation};
 use inventory_progress::{IncompleteInventories, InventoryProgress};
-pub use lookup::{CONSIDERED_MAX, LookupResult, Replica, Requester};
+pub use lookup::{CONSIDERED_MAX, LookupResult, Requester};
 pub use ownership::SlotStatus;
 pub use scan::{Cursor, ReplicaEntry};
 use table::{Entry, Table};

@@ -15,9 +15,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_policy::shards::{MemberName, ShardMap};
-use reprise_policy::{Epoch, NodeId, TenantName, Tick};
+use reprise_policy::{Amounts, Epoch, NodeId, TenantName, Tick};
 
-use crate::budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
+use crate::budgets::{Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
 
 /// A node that ledgers wait for: number, newest registration, presence.
 pub type KnownNode = (NodeId, Epoch, Presence);

@@ -40,11 +40,11 @@ pub mod standing;
 pub mod store_writes;
 pub mod tenant_usage;
 
-pub use budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
+pub use budgets::{Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
 pub use change_log::{ChangeLog, LogId, Position, ReplicaChange, Run, Scope};
 pub use directory::{
     Changes, Cursor, Directory, DirectorySize, InvalidChanges, Invalidation, LookupResult, NodeReplicas,
-    Opening, Operation, Replica, ReplicaEntry, Requester, SlotStatus, Update, UpdateOutcome,
+    Opening, Operation, ReplicaEntry, Requester, SlotStatus, Update, UpdateOutcome,
 };
 pub use follower::{Follower, FollowerMessage, SnapshotReason, Source, Step};
 pub use ledgers::{KnownNode, LedgerState, Ledgers, MemberPlace, Presence, ReportedTenant, ShareState};

@@ -1,8 +1,6 @@
 //! Reports of nodes about their usage, load and drain progress, about once a second.
 
-use reprise_policy::DrainProgress;
-
-use crate::budgets::Amounts;
+use reprise_policy::{Amounts, DrainProgress};
 
 /// A node's last report, about a second old.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

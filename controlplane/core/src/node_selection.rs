@@ -137,11 +137,11 @@ impl RebalanceRound {
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::Epoch;
     use reprise_policy::peer::PeerEndpoint;
+    use reprise_policy::{Amounts, Epoch};
 
     use super::*;
-    use crate::{Amounts, LivenessSettings, NodeDetails, NodeRecord, NodeReport};
+    use crate::{LivenessSettings, NodeDetails, NodeRecord, NodeReport};
 
     fn table(nodes: &[(u16, u64)]) -> NodeTable {
         let second = Duration::from_secs(1);

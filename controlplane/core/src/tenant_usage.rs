@@ -14,9 +14,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use reprise_policy::{Epoch, NodeId, TenantName, Tick};
+use reprise_policy::{Amounts, Epoch, NodeId, TenantName, Tick};
 
-use crate::budgets::Amounts;
 use crate::ledgers::{KnownNode, MemberPlace, Presence};
 
 /// The last reports of all nodes.

@@ -4,10 +4,10 @@
 //! lists are compared, because two members may know one list under two epochs.
 
 use reprise_controlplane_core::{
-    Amounts, NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
+    NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
 };
 use reprise_policy::tenant::TENANTS_MAX;
-use reprise_policy::{DrainProgress, Epoch, TenantName};
+use reprise_policy::{Amounts, DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
 

@@ -11,15 +11,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::BlockKey;
+use reprise_policy::session::{Scope, Source, Ticket};
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 
 use crate::client::{Client, ConnectOptions};
 use crate::commit::{CommitOptions, CommitOutcome};
-use crate::durable::{DurableOutcome, Ticket};
+use crate::durable::DurableOutcome;
 use crate::error::ClientError;
 use crate::load::{LayerReady, Load, LoadRequest};
-use crate::matching::{Scope, Source};
 use crate::reservation::Reservation;
 
 /// Maximum number of calls of one client that occupy a thread at a time: an eighth of tokio's default pool of

@@ -10,17 +10,18 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Sender, bounded};
+use reprise_policy::session::{Scope, Source, Ticket};
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
 use crate::commit::{CommitOptions, CommitOutcome, commit_message, commit_outcome};
 use crate::connection::{Connection, PendingCall};
 use crate::deadline;
-use crate::durable::{DurableOutcome, Ticket};
+use crate::durable::DurableOutcome;
 use crate::error::ClientError;
 use crate::extents::{self, ExtentStatus, LeasedExtent, PinOutcome};
 use crate::load::{Load, LoadRequest, PendingLoad};
-use crate::matching::{PendingMatch, Scope, SendMode, Source};
+use crate::matching::{PendingMatch, SendMode};
 use crate::reservation::{Reservation, reservations};
 
 /// Default time that a call waits for its answer. Calls other than loads take microseconds; the limit covers

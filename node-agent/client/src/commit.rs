@@ -1,23 +1,11 @@
 //! Publishing filled reservations.
 
 use reprise_policy::BlockKey;
+use reprise_policy::session::{CommitStatus, Priority, Ticket};
 use reprise_proto::local;
 
-use crate::durable::Ticket;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
-
-/// Eviction priority of a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Priority {
-    /// Evicted before blocks of other priorities.
-    Low,
-    /// The default eviction priority.
-    #[default]
-    Normal,
-    /// Evicted last: prefixes that many prompts share.
-    High,
-}
 
 /// Properties of all blocks of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,19 +17,6 @@ pub struct CommitOptions {
     pub parent: Option<BlockKey>,
 }
 
-/// Result of one committed block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommitStatus {
-    /// Readable on the node from now on.
-    Committed,
-    /// The node had the block already; the slot was released.
-    Duplicate,
-    /// The agent does not know the lease.
-    NoLease,
-    /// Key or checksums do not fit the layout; the slot was released.
-    BadItem,
-}
-
 /// Answer to a commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommitOutcome {
@@ -51,32 +26,24 @@ pub struct CommitOutcome {
     pub statuses: Vec<CommitStatus>,
 }
 
-impl Priority {
-    pub(crate) fn to_wire(self) -> u32 {
-        match self {
-            Priority::Normal => 0,
-            Priority::High => 1,
-            Priority::Low => 2,
-        }
+/// Returns the number of a priority in the session protocol.
+pub(crate) fn priority_number(priority: Priority) -> u32 {
+    match priority {
+        Priority::Normal => 0,
+        Priority::High => 1,
+        Priority::Low => 2,
     }
 }
 
-impl CommitStatus {
-    /// Reports whether this commit stored the block.
-    pub fn is_committed(self) -> bool {
-        self == CommitStatus::Committed
-    }
-
-    fn from_wire(number: i32) -> Option<CommitStatus> {
-        match local::CommitStatus::try_from(number).ok()? {
-            local::CommitStatus::Committed => Some(CommitStatus::Committed),
-            local::CommitStatus::Duplicate => Some(CommitStatus::Duplicate),
-            local::CommitStatus::NoLease => Some(CommitStatus::NoLease),
-            local::CommitStatus::BadItem => Some(CommitStatus::BadItem),
-            // The others are of extents.
-            local::CommitStatus::Durable | local::CommitStatus::Failed => None,
-            local::CommitStatus::CommitUnspecified => None,
-        }
+fn commit_status(number: i32) -> Option<CommitStatus> {
+    match local::CommitStatus::try_from(number).ok()? {
+        local::CommitStatus::Committed => Some(CommitStatus::Committed),
+        local::CommitStatus::Duplicate => Some(CommitStatus::Duplicate),
+        local::CommitStatus::NoLease => Some(CommitStatus::NoLease),
+        local::CommitStatus::BadItem => Some(CommitStatus::BadItem),
+        // The others are of extents.
+        local::CommitStatus::Durable | local::CommitStatus::Failed => None,
+        local::CommitStatus::CommitUnspecified => None,
     }
 }
 
@@ -99,7 +66,7 @@ pub(crate) fn commit_message(
         })
         .collect::<Result<Vec<_>, ClientError>>()?;
     let parent = options.parent.map(|key| bytes::Bytes::copy_from_slice(&key.0)).unwrap_or_default();
-    Ok(local::Commit { items, priority: options.priority.to_wire(), parent })
+    Ok(local::Commit { items, priority: priority_number(options.priority), parent })
 }
 
 /// Decodes the agent's answer to a commit of `blocks` blocks.
@@ -108,7 +75,7 @@ pub(crate) fn commit_outcome(
     blocks: usize,
 ) -> Result<CommitOutcome, ClientError> {
     let statuses: Option<Vec<CommitStatus>> =
-        committed.statuses.iter().map(|number| CommitStatus::from_wire(*number)).collect();
+        committed.statuses.iter().map(|number| commit_status(*number)).collect();
     match statuses {
         Some(statuses) if statuses.len() == blocks => {
             Ok(CommitOutcome { ticket: Ticket(committed.ticket), statuses })

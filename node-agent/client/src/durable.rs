@@ -9,6 +9,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_policy::BlockKey;
+use reprise_policy::session::Ticket;
 use reprise_proto::local::Durable;
 
 use crate::deadline;
@@ -21,10 +22,6 @@ pub const OUTCOMES_MAX: usize = 16_384;
 /// Maximum number of kept keys of lost blocks, over all outcomes: 4 MiB. Without a pool every key is lost, up
 /// to 8,192 a commit. The latest outcome is always kept.
 pub const LOST_KEYS_MAX: usize = 1 << 18;
-
-/// Identifies a commit within its session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
 
 /// Outcome of a commit's blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -27,7 +27,7 @@ use reprise_policy::layout::PAGE_BYTES;
 use reprise_proto::local;
 
 use crate::client::Session;
-use crate::commit::CommitOptions;
+use crate::commit::{CommitOptions, priority_number};
 use crate::connection::Releasable;
 use crate::error::ClientError;
 
@@ -87,7 +87,7 @@ pub enum PinOutcome {
 pub enum ExtentStatus {
     /// The block is durable, and readable on the node.
     Durable,
-    /// The node had the block already.
+    /// The node had the block already; it may not be durable yet.
     Exists,
     /// The agent does not know the lease.
     NoLease,
@@ -306,7 +306,7 @@ pub(crate) fn commit_message(
     };
     let items = items.iter().map(item).collect::<Result<Vec<_>, _>>()?;
     let parent = options.parent.map(|key| Bytes::copy_from_slice(&key.0)).unwrap_or_default();
-    Ok(local::Commit { items, priority: options.priority.to_wire(), parent })
+    Ok(local::Commit { items, priority: priority_number(options.priority), parent })
 }
 
 /// Decodes the answer to a commit of `count` extents.

@@ -53,15 +53,16 @@ mod window;
 mod wire;
 
 pub use client::{Client, ConnectOptions};
-pub use commit::{CommitOptions, CommitOutcome, CommitStatus, Priority};
-pub use durable::{DurableOutcome, Ticket};
+pub use commit::{CommitOptions, CommitOutcome};
+pub use durable::DurableOutcome;
 pub use error::{ClientError, CopyError};
 pub use extents::{ExtentStatus, LeasedExtent, PinOutcome, PinnedExtent};
 pub use keeper::{KeeperStatus, SessionKeeper};
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
-pub use matching::{PendingMatch, Scope, Source};
+pub use matching::PendingMatch;
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
+pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket};
 pub use reservation::Reservation;
 pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};

@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use reprise_buffers::{Access, ProgressReader, Span, WaitOutcome};
 use reprise_policy::BlockKey;
+use reprise_policy::session::{Scope, Source};
 use reprise_proto::local::{self, request, response};
 
 use crate::client::Session;
 use crate::connection::PendingCall;
 use crate::deadline;
 use crate::error::ClientError;
-use crate::matching::{Scope, Source};
 
 mod copy;
 
@@ -169,7 +169,7 @@ impl PendingLoad {
             // 0 would mean the agent's default instead of "at once".
             deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX).max(1),
             read_bytes: request.read_bytes,
-            local_only: request.scope.is_local_only(),
+            local_only: request.scope == Scope::Local,
         };
         let timeout = request.deadline.saturating_add(session.call_timeout());
         let _span = session.span("load").entered();
@@ -443,7 +443,7 @@ fn loaded_block(
     if status != BlockStatus::Ok {
         return Ok(LoadedBlock { status, source: None, span: None, checksums: Bytes::new() });
     }
-    let source = Source::from_wire(block.source);
+    let source = Source::from_number(block.source);
     if source.is_none() || span.is_none() || block.checksums.len() != checksum_bytes {
         return Err(ClientError::Protocol("loaded block without source, place or checksums".into()));
     }

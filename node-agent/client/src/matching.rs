@@ -1,4 +1,4 @@
-//! Search scope and sources of blocks, and matches that are polled.
+//! Matches that are polled.
 //!
 //! An engine's scheduler must not wait: it starts a match, polls it for some milliseconds, and polls again in
 //! its next step.
@@ -12,35 +12,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use reprise_policy::BlockKey;
+use reprise_policy::session::{Scope, Source};
 use reprise_proto::local::{self, request, response};
 
 use crate::client::Session;
 use crate::connection::PendingCall;
 use crate::error::ClientError;
-
-/// Where the agent searches for blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Scope {
-    /// This node only; the agent sends no network request.
-    Local,
-    /// This node, then its peers.
-    #[default]
-    Cluster,
-}
-
-/// Location where a block was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Source {
-    /// DRAM of this node.
-    OwnDram = 1,
-    /// NVMe of this node.
-    OwnNvme = 2,
-    /// DRAM of a peer.
-    PeerDram = 3,
-    /// NVMe of a peer.
-    PeerNvme = 4,
-}
 
 /// A requested match. It holds no blocks, so it may be dropped at any time.
 #[derive(Debug)]
@@ -75,7 +52,7 @@ impl PendingMatch {
         sending: SendMode,
     ) -> Result<PendingMatch, ClientError> {
         let body =
-            local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope.is_local_only() };
+            local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope == Scope::Local };
         let span = session.span("match");
         let entered = span.enter();
         let timeout = session.call_timeout();
@@ -134,26 +111,10 @@ impl PendingMatch {
             return Err(ClientError::unexpected("match"));
         };
         let sources: Option<Vec<Source>> =
-            matched.sources.iter().map(|number| Source::from_wire(u32::from(*number))).collect();
+            matched.sources.iter().map(|number| Source::from_number(u32::from(*number))).collect();
         match sources {
             Some(sources) if sources.len() <= self.keys => Ok(sources),
             _ => Err(ClientError::Protocol("invalid sources in the answer to a match".into())),
         }
-    }
-}
-
-impl Source {
-    /// All sources, in order of expected latency.
-    pub const ALL: [Source; 4] = [Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
-
-    /// Decodes a source; `None` for an unknown number.
-    pub(crate) fn from_wire(number: u32) -> Option<Source> {
-        Source::ALL.into_iter().find(|source| *source as u32 == number)
-    }
-}
-
-impl Scope {
-    pub(crate) fn is_local_only(self) -> bool {
-        matches!(self, Scope::Local)
     }
 }

@@ -51,11 +51,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_policy::BlockKey;
+use reprise_policy::session::Scope;
 
 use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
-use crate::matching::Scope;
 use crate::paged::{
     LoadOptions, LoadedBlocks, Order, Pace, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled,
     check_blocks, check_layout,

@@ -41,8 +41,8 @@ use crate::cache::{
 };
 use crate::context::Caller;
 use crate::counters::Counters;
-use crate::effect::{DeviceId, Effect, PlaceKind, RegionId, Reply};
-use crate::event::{Event, Request, RequestId, SessionOpened};
+use crate::effect::{DeviceId, Effect, FillId, PlaceKind, RegionId, Reply};
+use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
@@ -367,9 +367,7 @@ impl AgentCore {
             Event::DeviceDetached { device } => self.cache.detach_device(device),
             Event::ExtentsReleased { holder } => self.extents.released(&mut self.cache, holder),
             Event::PoolFree { permille } => self.cache.set_pool_free(permille),
-            Event::Fill { fill, update } => {
-                self.transfer.update(&mut self.cache, context!(self), SlabId(fill.0), update);
-            }
+            Event::Fill { fill, update } => self.fill(fill, update),
             Event::LookupAnswered { lookup, found } => {
                 self.load.lookup_answered(&mut self.cache, context!(self), SlabId(lookup.0), found);
             }
@@ -379,9 +377,7 @@ impl AgentCore {
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
             }
-            Event::PeerRequest(request) => self.serve.begin(context!(self), request),
-            Event::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
-            Event::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
+            Event::Peer(event) => self.peer_event(event),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
             Event::PlaceAnswered { place, answers } => {
                 self.replicate.place_answered(&mut self.cache, context!(self), SlabId(place.0), &answers);
@@ -389,10 +385,6 @@ impl AgentCore {
             Event::PlaceFailed { place } => {
                 self.replicate.place_failed(&mut self.cache, context!(self), SlabId(place.0));
             }
-            Event::OfferAnswered { offer, taken, retry_after } => {
-                self.replicate.offer_answered(self.now, SlabId(offer.0), &taken, retry_after);
-            }
-            Event::OfferFailed { offer } => self.replicate.offer_failed(self.now, SlabId(offer.0)),
             Event::PeerOffer(offer) => self.replicate.peer_offer(&mut self.cache, context!(self), &offer),
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
@@ -400,6 +392,23 @@ impl AgentCore {
             Event::Flush => self.save.expedite(),
             Event::Tick => {}
         }
+    }
+
+    fn peer_event(&mut self, event: PeerEvent) {
+        match event {
+            PeerEvent::Fill { fill, update } => self.fill(fill, update),
+            PeerEvent::Request(request) => self.serve.begin(context!(self), request),
+            PeerEvent::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
+            PeerEvent::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
+            PeerEvent::OfferAnswered { offer, taken, retry_after } => {
+                self.replicate.offer_answered(self.now, SlabId(offer.0), &taken, retry_after);
+            }
+            PeerEvent::OfferFailed { offer } => self.replicate.offer_failed(self.now, SlabId(offer.0)),
+        }
+    }
+
+    fn fill(&mut self, FillId(fill): FillId, update: FillUpdate) {
+        self.transfer.update(&mut self.cache, context!(self), SlabId(fill), update);
     }
 
     fn request(&mut self, (session, request): (SessionId, RequestId), body: Request, received: Tick) {

@@ -8,7 +8,11 @@ use std::time::Duration;
 mod place;
 
 pub use place::{LeaseId, Place, PlaceKind};
-pub use reprise_policy::peer::{FetchId, FillId, OfferId, PeerOfferId, ServeId};
+pub use reprise_policy::peer::{
+    FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
+};
+pub use reprise_policy::placement::PlacementReason;
+pub use reprise_policy::session::{CommitStatus, Source, Ticket};
 pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
 
@@ -38,37 +42,9 @@ pub struct LookupId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PlaceId(pub u64);
 
-/// Number of a commit within its session; the durable notice names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
-
 /// Index of an entry in a session's progress page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProgressEntry(pub u16);
-
-/// Location where a block was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Source {
-    /// DRAM of this node.
-    OwnDram = 1,
-    /// NVMe of this node.
-    OwnNvme = 2,
-    /// DRAM of a peer.
-    PeerDram = 3,
-    /// NVMe of a peer.
-    PeerNvme = 4,
-}
-
-impl Source {
-    /// Source of a block that comes from a tier of a peer.
-    pub(crate) fn of_peer(tier: Tier) -> Source {
-        match tier {
-            Tier::Dram => Source::PeerDram,
-            Tier::Nvme => Source::PeerNvme,
-        }
-    }
-}
 
 /// Access of a session to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -158,8 +134,13 @@ pub enum Effect {
         /// All replicas of this node in the slots.
         replicas: Vec<(BlockKey, Tier)>,
     },
-    /// Fetches and verifies blocks of a peer; the results are `Event::Fill`.
-    PeerFetch(PeerFetch),
+    /// Fetches and verifies blocks of a peer; the results are `PeerEvent::Fill`.
+    PeerFetch {
+        /// Node to fetch from.
+        node: NodeId,
+        /// Keys, fills and destinations.
+        request: FetchRequest,
+    },
     /// Sends a peer the header of a block: its checksums and its tier.
     ServeHeader {
         /// Request of the peer.
@@ -192,12 +173,17 @@ pub enum Effect {
         /// target. 1 if the answer is used only as a filter.
         slot_bytes: u64,
         /// Reason for the replicas.
-        reason: PlaceReason,
+        reason: PlacementReason,
         /// Time after which to send `PlaceFailed`.
         timeout: Duration,
     },
     /// Offers blocks to a peer; the result is `OfferAnswered` or `OfferFailed`.
-    Offer(Offer),
+    Offer {
+        /// Node that receives the offer.
+        node: NodeId,
+        /// Offered blocks.
+        offer: Offer,
+    },
     /// Answers a peer's offer.
     AnswerOffer {
         /// Offer of the peer.
@@ -211,33 +197,8 @@ pub enum Effect {
     Diagnostic(Diagnostic),
 }
 
-/// Reason for a further replica; determines how many are enough.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum PlaceReason {
-    /// Peers read the block often: two durable replicas on nodes that are not draining.
-    Hot,
-    /// This node drains: one durable replica on another node that is not draining.
-    Drain,
-    /// The block moves: one durable replica on this node.
-    Move(NodeId),
-}
-
-/// Offer of blocks to a peer.
-#[derive(Clone, Debug)]
-pub struct Offer {
-    /// Number to repeat in the result.
-    pub offer: OfferId,
-    /// Node that receives the offer.
-    pub node: NodeId,
-    /// Tenant of the blocks, by its number on this node.
-    pub tenant: TenantId,
-    /// Layout of all blocks.
-    pub layout: Layout,
-    /// Keys of the offered blocks.
-    pub keys: Vec<BlockKey>,
-    /// Time after which to send `OfferFailed`.
-    pub deadline: Duration,
-}
+/// Offer of blocks to a peer, with the number of the tenant on this node.
+pub type Offer = reprise_policy::peer::Offer<TenantId>;
 
 /// Replies to a [`Request`](crate::event::Request).
 #[derive(Clone, Debug)]
@@ -303,23 +264,6 @@ pub enum Reply {
     Unpinned,
     /// Counters by name, in the order of `Counters::fields`.
     Stats(Vec<(&'static str, u64)>),
-}
-
-/// Result for one item of a commit. In every case, the lease has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommitStatus {
-    /// The block is readable on the node from now on.
-    Committed,
-    /// The block existed already, and may not be durable yet; the slot was released.
-    Duplicate,
-    /// The lease does not exist.
-    NoLease,
-    /// Key or checksums of the wrong length, or a key of another layout; the slot was released.
-    BadItem,
-    /// The block of an extent is durable, and readable on the node.
-    Durable,
-    /// The device could not make the block of an extent durable; the slot was released.
-    Failed,
 }
 
 /// Result for one block of a load.
@@ -429,49 +373,6 @@ pub struct BlockCheck {
     pub layout: Layout,
     /// CRC32C that each object must have.
     pub checksums: Box<[u32]>,
-}
-
-/// Blocks to fetch from one peer.
-#[derive(Clone, Debug)]
-pub struct PeerFetch {
-    /// Number of the fetch.
-    pub fetch: FetchId,
-    /// Node to fetch from.
-    pub node: NodeId,
-    /// Layout of all blocks.
-    pub layout: Layout,
-    /// Keys, fills and destinations.
-    pub blocks: Vec<PeerBlock>,
-    /// Time after which to give up.
-    pub deadline: Duration,
-}
-
-/// One block to fetch from a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeerBlock {
-    /// Fill that every update names.
-    pub fill: FillId,
-    /// Key of the block.
-    pub key: BlockKey,
-    /// Arena slot for the payload.
-    pub slot: ArenaSlot,
-}
-
-/// Objects to send to a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ServeObjects {
-    /// Request of the peer.
-    pub serve: ServeId,
-    /// Index of the block in the request.
-    pub block: u32,
-    /// Arena slot of the block.
-    pub slot: ArenaSlot,
-    /// Byte offset in the payload.
-    pub offset: u64,
-    /// Length in bytes, a multiple of the object size.
-    pub bytes: u64,
-    /// Whether these are the last objects of the block.
-    pub last: bool,
 }
 
 /// Change of this node's replicas.

@@ -2,16 +2,15 @@
 
 use std::time::Duration;
 
-pub use reprise_policy::peer::{FillError, FillUpdate, PeerRequest};
+pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 use reprise_policy::quota::Quota;
-use reprise_policy::routing::LoadClass;
+pub use reprise_policy::routing::Replica;
+pub use reprise_policy::session::{Priority, Scope};
 use reprise_policy::{
-    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick, Tier,
+    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick,
 };
 
-use crate::effect::{
-    CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, OfferId, PlaceId, PlaceKind, ServeId,
-};
+use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind};
 use crate::extents::{ExtentHolder, PinId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
@@ -96,7 +95,8 @@ pub enum Event {
         /// Share in thousandths of the pool.
         permille: u16,
     },
-    /// A fill made progress ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks) or `PeerFetch`).
+    /// The read of a block made progress ([`Effect::ReadBlocks`](crate::effect::Effect::ReadBlocks)). Fetches from
+    /// peers report with [`PeerEvent::Fill`].
     Fill {
         /// Fill that made progress.
         fill: FillId,
@@ -122,21 +122,9 @@ pub enum Event {
         /// Result of the comparison.
         integrity: Integrity,
     },
-    /// A peer requests blocks.
-    PeerRequest(PeerRequest),
-    /// All objects of a block were handed to the transport's socket, or dropped with the connection. The
-    /// block's lease ends.
-    ServeDone {
-        /// Request of the peer.
-        serve: ServeId,
-        /// Index of the block in the request.
-        block: u32,
-    },
-    /// The connection of a peer request is closed; the transport sends nothing more for the request.
-    ServeAborted {
-        /// Request of the peer.
-        serve: ServeId,
-    },
+    /// The transport reports progress of fetches, serves and offers, or a request of a peer. Unknown numbers and
+    /// invalid indices are ignored.
+    Peer(PeerEvent),
     /// The control plane answered where to place replicas ([`Effect::Place`](crate::effect::Effect::Place)).
     PlaceAnswered {
         /// Placement query that was answered.
@@ -148,20 +136,6 @@ pub enum Event {
     PlaceFailed {
         /// Placement query that failed.
         place: PlaceId,
-    },
-    /// A peer answered an offer ([`Effect::Offer`](crate::effect::Effect::Offer)).
-    OfferAnswered {
-        /// Offer that was answered.
-        offer: OfferId,
-        /// Indices of the keys that the peer accepts; invalid indices are ignored.
-        taken: Vec<u32>,
-        /// Time until the other keys may be offered again.
-        retry_after: Duration,
-    },
-    /// The peer did not answer an offer in time or is unreachable.
-    OfferFailed {
-        /// Offer that failed.
-        offer: OfferId,
     },
     /// A peer offers blocks; the core answers with
     /// [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
@@ -325,28 +299,6 @@ pub struct CommitItem {
     pub checksums: Box<[u32]>,
 }
 
-/// Eviction priority of a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Priority {
-    /// Evicted before all others.
-    Low = 0,
-    /// Default of commits without a priority.
-    #[default]
-    Normal = 1,
-    /// Evicted last, for prefixes that many prompts share.
-    High = 2,
-}
-
-/// Nodes to search for blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
-    /// This node only.
-    Local,
-    /// This node first, then its peers.
-    Cluster,
-}
-
 /// Parameters of a load of several blocks.
 #[derive(Clone, Debug)]
 pub struct LoadRequest {
@@ -369,15 +321,4 @@ pub enum Integrity {
     Damaged,
     /// The block could not be checked.
     Unknown,
-}
-
-/// Replica on another node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Replica {
-    /// Node that holds the replica.
-    pub node: NodeId,
-    /// Tier of the replica on that node.
-    pub tier: Tier,
-    /// Load of that node, as last reported to the directory.
-    pub load: LoadClass,
 }

@@ -15,19 +15,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use reprise_policy::TenantName;
+use reprise_policy::{Amounts, TenantName};
 
 use crate::event::Grant;
 use crate::{NodeUsage, TenantBlocks, TenantUsage};
-
-/// Bytes in DRAM and on NVMe.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierBytes {
-    /// Bytes of the arena.
-    pub dram: u64,
-    /// Bytes of the pool.
-    pub nvme: u64,
-}
 
 /// Number of a report; increases over all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -57,13 +48,13 @@ pub struct GrantUsage {
     /// Version of the newest grant in force; 0 without a grant.
     pub version: u64,
     /// Maximum bytes that the tenant may hold.
-    pub limit: TierBytes,
+    pub limit: Amounts,
     /// Bytes that the tenant holds.
-    pub used: TierBytes,
+    pub used: Amounts,
     /// Slots that the tenant holds.
     pub blocks: TenantBlocks,
     /// Bytes evicted or rejected because of the tenant's limit, since the agent started.
-    pub limited: TierBytes,
+    pub limited: Amounts,
 }
 
 /// Reports sent and grants accepted during the lifetime of an agent.
@@ -83,13 +74,7 @@ struct AcceptedGrant {
     /// Version of the newest grant.
     version: u64,
     /// Maximum over the grants' limits.
-    limit: TierBytes,
-}
-
-impl TierBytes {
-    fn max(self, other: TierBytes) -> TierBytes {
-        TierBytes { dram: self.dram.max(other.dram), nvme: self.nvme.max(other.nvme) }
-    }
+    limit: Amounts,
 }
 
 impl QuotaGrants {
@@ -122,7 +107,7 @@ impl QuotaGrants {
                     self.newest.insert(name.clone(), number);
                     let current =
                         tenants.get(&name).map_or(GrantUsage::default(), |usage| grant_usage(usage, node));
-                    let accepted = self.accepted.get(&name).map_or(TierBytes::default(), |grant| grant.limit);
+                    let accepted = self.accepted.get(&name).map_or(Amounts::default(), |grant| grant.limit);
                     TenantReport::Full(GrantUsage { limit: current.limit.max(accepted), ..current })
                 }
             };
@@ -142,7 +127,7 @@ impl QuotaGrants {
         let is_accepted = self.accepts(answer, tenant);
         if is_accepted {
             let accepted = self.accepted.entry(tenant.clone()).or_default();
-            let limit = TierBytes { dram: grant.dram.limit(), nvme: grant.nvme.limit() };
+            let limit = Amounts { dram: grant.dram.limit(), nvme: grant.nvme.limit() };
             *accepted = AcceptedGrant {
                 version: accepted.version.max(grant.version),
                 limit: accepted.limit.max(limit),
@@ -161,8 +146,8 @@ fn has_usage(usage: &TenantUsage) -> bool {
 
 fn grant_usage(usage: &TenantUsage, node: &NodeUsage) -> GrantUsage {
     let limit = match usage.grant {
-        Some(Grant { dram, nvme, .. }) => TierBytes { dram: dram.limit(), nvme: nvme.limit() },
-        None => TierBytes {
+        Some(Grant { dram, nvme, .. }) => Amounts { dram: dram.limit(), nvme: nvme.limit() },
+        None => Amounts {
             dram: usage.dram.quota.limit().min(node.dram_capacity),
             nvme: usage.nvme.quota.limit().min(node.nvme_capacity),
         },
@@ -171,9 +156,9 @@ fn grant_usage(usage: &TenantUsage, node: &NodeUsage) -> GrantUsage {
     GrantUsage {
         version: usage.grant.map_or(0, |grant| grant.version),
         limit,
-        used: TierBytes { dram: usage.dram.used, nvme: usage.nvme.used },
+        used: Amounts { dram: usage.dram.used, nvme: usage.nvme.used },
         blocks: usage.blocks,
-        limited: TierBytes { dram: counts.dram_limited_bytes, nvme: counts.nvme_limited_bytes },
+        limited: Amounts { dram: counts.dram_limited_bytes, nvme: counts.nvme_limited_bytes },
     }
 }
 
@@ -211,7 +196,7 @@ mod tests {
         grants.report([(&name(), usage)], &NODE, |_| to)
     }
 
-    fn limit(reports: &[(TenantName, TenantReport)]) -> (u64, TierBytes) {
+    fn limit(reports: &[(TenantName, TenantReport)]) -> (u64, Amounts) {
         match reports {
             [(_, TenantReport::Full(holding))] => (holding.version, holding.limit),
             other => panic!("{other:?}"),
@@ -241,7 +226,7 @@ mod tests {
         let mut grants = QuotaGrants::default();
         report(&mut grants, &usage(None, 5), SlotOwner::ThisMember);
         let (number, reports) = report(&mut grants, &usage(None, 0), SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (0, TierBytes { dram: 100, nvme: 1000 }));
+        assert_eq!(limit(&reports), (0, Amounts { dram: 100, nvme: 1000 }));
         assert!(grants.accept((number, SlotOwner::ThisMember), &name(), &grant(1, 50)));
     }
 
@@ -258,15 +243,15 @@ mod tests {
     fn reports_accepted_grant_at_once_and_lower_limit_after_core_applies_it() {
         let mut grants = QuotaGrants::default();
         let (number, reports) = report(&mut grants, &usage(Some(grant(1, 50)), 5), SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (1, TierBytes { dram: 50, nvme: 50 }));
+        assert_eq!(limit(&reports), (1, Amounts { dram: 50, nvme: 50 }));
         assert!(grants.accept((number, SlotOwner::ThisMember), &name(), &grant(2, 80)));
         let (number, reports) = report(&mut grants, &usage(Some(grant(1, 50)), 5), SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (1, TierBytes { dram: 80, nvme: 80 }), "the core may apply it already");
+        assert_eq!(limit(&reports), (1, Amounts { dram: 80, nvme: 80 }), "the core may apply it already");
         assert!(grants.accept((number, SlotOwner::ThisMember), &name(), &grant(3, 20)));
         let (_, reports) = report(&mut grants, &usage(Some(grant(2, 80)), 70), SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (2, TierBytes { dram: 80, nvme: 80 }));
+        assert_eq!(limit(&reports), (2, Amounts { dram: 80, nvme: 80 }));
         let (_, reports) = report(&mut grants, &usage(Some(grant(3, 20)), 70), SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (3, TierBytes { dram: 20, nvme: 20 }));
+        assert_eq!(limit(&reports), (3, Amounts { dram: 20, nvme: 20 }));
     }
 
     #[test]
@@ -275,7 +260,7 @@ mod tests {
         let (number, _) = grants.report([], &NODE, |_| SlotOwner::ThisMember);
         assert!(grants.accept((number, SlotOwner::ThisMember), &name(), &grant(1, 50)));
         let (_, reports) = grants.report([], &NODE, |_| SlotOwner::ThisMember);
-        assert_eq!(limit(&reports), (0, TierBytes { dram: 50, nvme: 50 }));
+        assert_eq!(limit(&reports), (0, Amounts { dram: 50, nvme: 50 }));
         let (_, reports) = grants.report([], &NODE, |_| SlotOwner::Another);
         assert_eq!(reports, [(name(), TenantReport::NameOnly)], "a new owner waits for this node's report");
     }

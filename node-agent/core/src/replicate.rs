@@ -31,7 +31,7 @@ use reprise_policy::{BlockKey, DrainProgress, NodeMode, Tick};
 use crate::cache::{Cache, FrameIndex, SizeClassId};
 use crate::context::Context;
 use crate::counters::{Counters, ReplicateCounters};
-use crate::effect::PlaceReason;
+use crate::effect::PlacementReason;
 use crate::limits::{HOT_BATCHES_MAX, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX};
 use crate::settings::Settings;
 use crate::slab::SlabId;
@@ -150,7 +150,7 @@ impl Replicate {
         }
         self.outbound.revision = revision;
         if std::mem::replace(&mut self.outbound.mode, mode) != mode {
-            self.outbound.forget(|reason| reason == PlaceReason::Drain);
+            self.outbound.forget(|reason| reason == PlacementReason::Drain);
             self.outbound.drain = Drain::of_mode(mode, now);
         }
     }
@@ -190,7 +190,8 @@ impl Replicate {
     }
 
     fn collect_hot(&mut self, cache: &Cache, now: Tick) {
-        let room = HOT_BATCHES_MAX.saturating_sub(self.outbound.count(|reason| reason == PlaceReason::Hot));
+        let room =
+            HOT_BATCHES_MAX.saturating_sub(self.outbound.count(|reason| reason == PlacementReason::Hot));
         if self.outbound.hot.is_empty() || room == 0 {
             return;
         }
@@ -198,7 +199,7 @@ impl Replicate {
         let keys = std::mem::take(&mut self.outbound.hot);
         for (at, (size_class, keys)) in group_by_size_class(cache, keys).into_iter().enumerate() {
             if at < room {
-                self.outbound.begin_batch(PlaceReason::Hot, size_class, keys, now);
+                self.outbound.begin_batch(PlacementReason::Hot, size_class, keys, now);
             } else {
                 left.extend(keys);
             }
@@ -240,7 +241,7 @@ impl Replicate {
             if !known {
                 return Err(format!("{id:?} is {:?}, with {waiting} offers", batch.stage));
             }
-            if batch.reason == PlaceReason::Drain && *mode != NodeMode::Draining {
+            if batch.reason == PlacementReason::Drain && *mode != NodeMode::Draining {
                 return Err(format!("{id:?} drains, but the node is {mode:?}"));
             }
         }

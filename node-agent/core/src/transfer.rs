@@ -18,7 +18,7 @@ use reprise_policy::{NodeId, Tier};
 use crate::cache::{Cache, EvictionPosition, Fill as Filling, FrameIndex, Lease, SizeClass, SizeClassId};
 use crate::context::Context;
 use crate::counters::{Counters, TransferCounters};
-use crate::effect::{DeviceId, LossReason, PeerBlock, Source};
+use crate::effect::{DeviceId, FetchBlock, LossReason, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::slab::{Slab, SlabId};
 use crate::transfer::peers::Peers;
@@ -39,7 +39,7 @@ pub(crate) struct Transfer {
     /// Number of fetches started.
     fetches: u64,
     /// Fetches of accepted blocks that were not sent yet.
-    pulls: BTreeMap<(NodeId, SizeClassId), Vec<PeerBlock>>,
+    pulls: BTreeMap<(NodeId, SizeClassId), Vec<FetchBlock>>,
     /// Slot bytes of the fills whose blocks will be saved.
     retained_bytes: u64,
     outcomes: Vec<TransferOutcome>,

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use reprise_agent_core::TenantUsage;
 use reprise_policy::{ByteSize, DrainProgress, Interval, NodeMode, quota};
+use reprise_transport::Transport;
 use serde::Serialize;
 
 use super::AdminContext;

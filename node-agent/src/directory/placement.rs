@@ -4,7 +4,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use reprise_agent_core::effect::{PlaceId, PlaceReason};
+use reprise_agent_core::effect::{PlaceId, PlacementReason};
 use reprise_agent_core::event::Placement;
 use reprise_agent_core::owner_query::{OwnerQuery, PartAnswer};
 use reprise_policy::{BlockKey, Epoch, NodeId};
@@ -32,7 +32,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) keys: Vec<BlockKey>,
     /// Bytes that each block occupies on a device.
     pub(crate) slot_bytes: u64,
-    pub(crate) reason: PlaceReason,
+    pub(crate) reason: PlacementReason,
     /// When the request fails with `PlacementFailed`.
     pub(crate) deadline: Instant,
 }
@@ -78,7 +78,7 @@ fn remove_unreachable(shared: &Shared, answers: &mut [Placement]) {
 async fn send_query(
     link: Arc<Link>,
     keys: Vec<BlockKey>,
-    request: (u64, PlaceReason),
+    request: (u64, PlacementReason),
 ) -> Result<PartAnswer<Placement>, Status> {
     let granted = *link.granted.borrow();
     let Some(granted) = granted.filter(|_| link.is_up()) else {
@@ -114,14 +114,14 @@ fn unpack(reply: &PlaceReply, keys: usize) -> Option<PartAnswer<Placement>> {
 /// Encodes a request for some keys.
 pub(super) fn request_of(
     (node, epoch): (NodeId, Epoch),
-    (slot_bytes, reason): (u64, PlaceReason),
+    (slot_bytes, reason): (u64, PlacementReason),
     keys: &[BlockKey],
 ) -> PlaceRequest {
     use reprise_proto::controlplane::PlaceReason as Wire;
     let (reason, to) = match reason {
-        PlaceReason::Hot => (Wire::Hot, 0),
-        PlaceReason::Drain => (Wire::Drain, 0),
-        PlaceReason::Move(to) => (Wire::Move, u32::from(to.0)),
+        PlacementReason::Hot => (Wire::Hot, 0),
+        PlacementReason::Drain => (Wire::Drain, 0),
+        PlacementReason::Move(to) => (Wire::Move, u32::from(to.0)),
     };
     PlaceRequest {
         holder: u32::from(node.0),
@@ -154,10 +154,10 @@ mod tests {
     fn request_contains_holder_reason_and_target_of_a_move() {
         let keys = [BlockKey([3; 16])];
         let own = (NodeId(4), Epoch(9));
-        let request = request_of(own, (8192, PlaceReason::Move(NodeId(6))), &keys);
+        let request = request_of(own, (8192, PlacementReason::Move(NodeId(6))), &keys);
         assert_eq!((request.holder, request.epoch, request.reason, request.to), (4, 9, 3, 6));
         assert_eq!((request.keys.as_ref(), request.slot_bytes), ([3; 16].as_slice(), 8192));
-        assert_eq!(request_of(own, (8192, PlaceReason::Hot), &keys).reason, 1);
-        assert_eq!(request_of(own, (8192, PlaceReason::Drain), &keys).reason, 2);
+        assert_eq!(request_of(own, (8192, PlacementReason::Hot), &keys).reason, 1);
+        assert_eq!(request_of(own, (8192, PlacementReason::Drain), &keys).reason, 2);
     }
 }

@@ -10,15 +10,13 @@ use std::sync::{Mutex, PoisonError};
 
 use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::event::{Grant, Move};
-use reprise_agent_core::quota_grants::{
-    QuotaGrants, ReportNumber, SlotOwner, TenantReport as AgentReport, TierBytes,
-};
+use reprise_agent_core::quota_grants::{QuotaGrants, ReportNumber, SlotOwner, TenantReport as AgentReport};
 use reprise_agent_core::registrar::Granted;
 use reprise_agent_core::report_schedule::{REPORT_TIMEOUT, ReportSchedule};
 use reprise_agent_core::{NodeUsage, TenantUsage};
 use reprise_policy::quota::Quota;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{DrainProgress, NodeId, TenantName};
+use reprise_policy::{Amounts, DrainProgress, NodeId, TenantName};
 use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder, TenantReport};
@@ -134,7 +132,7 @@ fn tenant_report(name: &TenantName, report: &AgentReport) -> TenantReport {
     let AgentReport::Full(held) = report else {
         return TenantReport { tenant, elsewhere: true, ..TenantReport::default() };
     };
-    let bytes = |TierBytes { dram, nvme }| Some(wire::Bytes { dram, nvme });
+    let bytes = |Amounts { dram, nvme }| Some(wire::Bytes { dram, nvme });
     let (limit, used, limited) = (bytes(held.limit), bytes(held.used), bytes(held.limited));
     let blocks = Some(wire::Blocks { dram: held.blocks.dram, nvme: held.blocks.nvme });
     TenantReport { tenant, version: held.version, limit, used, limited, elsewhere: false, blocks }

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, ServeObjects};
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, PeerEvent, ServeObjects};
 use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
 use reprise_transport::bare::stream_loop;
 use reprise_transport::{Congestion, EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
@@ -100,7 +100,9 @@ impl Pair {
         let layers_all = layout.layers();
         let sink: EventSink = Arc::new(move |event| {
             let message = match event {
-                TransportEvent::Fill { update: FillUpdate::Layers { layers, .. }, .. } => {
+                TransportEvent::Peer(PeerEvent::Fill {
+                    update: FillUpdate::Layers { layers, .. }, ..
+                }) => {
                     if layers < layers_all {
                         return;
                     }
@@ -178,7 +180,7 @@ fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>,
     let own: Arc<OnceLock<Weak<TcpTransport>>> = Arc::default();
     let serving = Arc::clone(&own);
     let sink: EventSink = Arc::new(move |event| {
-        let TransportEvent::Request(request) = event else { return };
+        let TransportEvent::Peer(PeerEvent::Request(request)) = event else { return };
         let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
         let serve = request.serve;
         let steps = if request.keys[0].0[1] == Pieces::Objects as u8 { layout.objects() } else { 1 };
@@ -191,8 +193,7 @@ fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>,
             for (block, key) in (0..).zip(&request.keys) {
                 let offset = u64::from(step) * bytes;
                 let slot = sources[usize::from(key.0[0])];
-                let from = ArenaSlot { offset: slot.offset + offset, bytes, ..slot };
-                transport.serve_objects(&ServeObjects { serve, block, from, offset, last });
+                transport.serve_objects(&ServeObjects { serve, block, slot, offset, bytes, last });
             }
         }
     });

@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, Span};
 use reprise_policy::peer::{
-    FetchBlock, FetchRequest, FillId, FillUpdate, Offer, OfferId, PeerOffer, PeerOfferId, PeerRequest,
-    ServeId, ServeObjects,
+    FetchBlock, FetchRequest, FillId, Offer, PeerEvent, PeerOffer, PeerOfferId, ServeId, ServeObjects,
 };
 use reprise_policy::{ArenaSlot, BlockKey, TenantName, Tier};
 
@@ -70,47 +69,17 @@ pub trait Transport<Peer: ?Sized = str>: Send + Sync {
 /// Event of a transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TransportEvent {
-    /// A block of a fetch made progress or failed. After its last layer or its failure, the transport no
-    /// longer uses the destination.
-    Fill {
-        /// Fill from the request.
-        fill: FillId,
-        /// Verified layers, or the failure.
-        update: FillUpdate,
-    },
-    /// A peer requests blocks: answer each with a header and objects, or as absent.
-    Request(PeerRequest),
-    /// All queued pieces of a block are in the socket or dropped, and its memory is no longer read. Sent once
-    /// for every block of a request (absent ones too), unless `ServeAborted` is sent instead.
-    ServeDone {
-        /// Number of the incoming request.
-        serve: ServeId,
-        /// Index of the block in it.
-        block: u32,
-    },
-    /// The connection of a request has ended, or the peer has cancelled the request: nothing more is sent,
-    /// and its memory is no longer read. The request's last event.
-    ServeAborted {
-        /// Number of the incoming request.
-        serve: ServeId,
-    },
+    /// Progress of fetches, serves and offers, or a request of a peer.
+    Peer(PeerEvent),
     /// A peer, named by its greeting, offers blocks: answer with [`Transport::answer_offer`]. No event reports
     /// that the peer no longer waits for the answer.
     Offer(PeerOffer<String, TenantName>),
-    /// A peer has answered an offer.
-    OfferAnswered {
-        /// Number of the offer.
-        offer: OfferId,
-        /// Indices of the accepted keys, ascending.
-        taken: Vec<u32>,
-        /// Time after which the other keys may be offered again.
-        retry_after: Duration,
-    },
-    /// The peer of an offer is unreachable, has stalled, violated the protocol, or missed the deadline.
-    OfferFailed {
-        /// Number of the offer.
-        offer: OfferId,
-    },
+}
+
+impl From<PeerEvent> for TransportEvent {
+    fn from(event: PeerEvent) -> TransportEvent {
+        TransportEvent::Peer(event)
+    }
 }
 
 /// Destinations of a checked [`FetchRequest`], in its order.

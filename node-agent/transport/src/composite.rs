@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::peer::{
-    FetchRequest, Offer, PEER_ENDPOINTS_MAX, PeerEndpoint, PeerOffer, PeerOfferId, PeerRequest, ServeId,
-    ServeObjects,
+    FetchRequest, Offer, PEER_ENDPOINTS_MAX, PeerEndpoint, PeerEvent, PeerOffer, PeerOfferId, PeerRequest,
+    ServeId, ServeObjects,
 };
 use reprise_policy::{TenantName, Tier};
 
@@ -129,23 +129,23 @@ fn numbering_sink(position: u64, sink: EventSink) -> EventSink {
     };
     let serve = move |ServeId(serve): ServeId| ServeId(number(serve));
     Arc::new(move |event| {
-        sink(match event {
-            TransportEvent::Request(request) => {
-                TransportEvent::Request(PeerRequest { serve: serve(request.serve), ..request })
-            }
-            TransportEvent::ServeDone { serve: done, block } => {
-                TransportEvent::ServeDone { serve: serve(done), block }
-            }
-            TransportEvent::ServeAborted { serve: aborted } => {
-                TransportEvent::ServeAborted { serve: serve(aborted) }
-            }
+        let event = match event {
+            TransportEvent::Peer(event) => event,
             TransportEvent::Offer(offer) => {
-                TransportEvent::Offer(PeerOffer { offer: PeerOfferId(number(offer.offer.0)), ..offer })
+                let id = PeerOfferId(number(offer.offer.0));
+                return sink(TransportEvent::Offer(PeerOffer { offer: id, ..offer }));
             }
-            event @ (TransportEvent::Fill { .. }
-            | TransportEvent::OfferAnswered { .. }
-            | TransportEvent::OfferFailed { .. }) => event,
-        });
+        };
+        sink(TransportEvent::Peer(match event {
+            PeerEvent::Request(request) => {
+                PeerEvent::Request(PeerRequest { serve: serve(request.serve), ..request })
+            }
+            PeerEvent::ServeDone { serve: done, block } => PeerEvent::ServeDone { serve: serve(done), block },
+            PeerEvent::ServeAborted { serve: aborted } => PeerEvent::ServeAborted { serve: serve(aborted) },
+            event @ (PeerEvent::Fill { .. }
+            | PeerEvent::OfferAnswered { .. }
+            | PeerEvent::OfferFailed { .. }) => event,
+        }));
     })
 }
 

@@ -22,10 +22,10 @@ mod arrival;
 use std::collections::HashMap;
 
 use reprise_buffers::Span;
-use reprise_policy::peer::{FillError, FillId, FillUpdate, OfferId};
+use reprise_policy::peer::{FillError, FillId, FillUpdate, OfferId, PeerEvent};
 use reprise_policy::{Layout, Tier};
 
-use crate::api::{Destination, TransportEvent};
+use crate::api::Destination;
 use crate::counters::{Counters, add};
 use crate::wire::{OfferAnswerBody, ProtocolError};
 use arrival::{Arrival, Outcome};
@@ -41,7 +41,7 @@ pub(crate) struct Inbound {
     burst: Vec<Place>,
     /// Payload bytes that have arrived since the first of them.
     burst_bytes: u64,
-    events: Vec<TransportEvent>,
+    events: Vec<PeerEvent>,
     ended: EndedStreams,
 }
 
@@ -146,11 +146,11 @@ impl Inbound {
             return Err(ProtocolError::Malformed("answer to an offer: wrong number of keys"));
         }
         let OfferAnswerBody { retry_after, taken, .. } = answer;
-        self.end_offer(stream, |offer| TransportEvent::OfferAnswered { offer, taken, retry_after });
+        self.end_offer(stream, |offer| PeerEvent::OfferAnswered { offer, taken, retry_after });
         Ok(())
     }
 
-    fn end_offer(&mut self, stream: u64, event: impl FnOnce(OfferId) -> TransportEvent) {
+    fn end_offer(&mut self, stream: u64, event: impl FnOnce(OfferId) -> PeerEvent) {
         if let Some(open) = self.offers.remove(&stream) {
             self.events.push(event(open.offer));
             self.ended.blocks += 1;
@@ -264,7 +264,7 @@ impl Inbound {
     pub(crate) fn expire(&mut self, stream: u64, counters: &Counters) {
         if self.offers.contains_key(&stream) {
             add(&counters.offers_failed, 1);
-            return self.end_offer(stream, |offer| TransportEvent::OfferFailed { offer });
+            return self.end_offer(stream, |offer| PeerEvent::OfferFailed { offer });
         }
         let blocks = self.fetches.get(&stream).map_or(0, |fetch| fetch.blocks.len());
         for block in 0..u32::try_from(blocks).expect("bounded by BLOCKS_PER_REQUEST_MAX") {
@@ -301,7 +301,7 @@ impl Inbound {
     }
 
     /// Takes the events since the last call, in order.
-    pub(crate) fn take_events(&mut self) -> std::vec::Drain<'_, TransportEvent> {
+    pub(crate) fn take_events(&mut self) -> std::vec::Drain<'_, PeerEvent> {
         self.events.drain(..)
     }
 
@@ -329,7 +329,7 @@ impl Inbound {
             }
             Some(Block::Ended) | None => return,
         };
-        self.events.push(TransportEvent::Fill { fill, update: FillUpdate::Failed(error) });
+        self.events.push(PeerEvent::Fill { fill, update: FillUpdate::Failed(error) });
         match error {
             FillError::Corrupt => add(&counters.blocks_corrupt, 1),
             FillError::Absent => add(&counters.blocks_absent, 1),

@@ -15,7 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use reprise_buffers::Arena;
-use reprise_policy::peer::{FetchRequest, Offer, PeerOffer, PeerOfferId, PeerRequest, ServeId, ServeObjects};
+use reprise_policy::peer::{
+    FetchRequest, Offer, PeerEvent, PeerOffer, PeerOfferId, PeerRequest, ServeId, ServeObjects,
+};
 use reprise_policy::{TenantName, Tier};
 
 use crate::api::{EventSink, Transport, TransportEvent, check_fetch, check_offer, span};
@@ -238,8 +240,8 @@ impl Transport for MemoryTransport {
     }
 
     fn serve_objects(&self, objects: &ServeObjects) {
-        let ServeObjects { serve, block, from, offset, last } = *objects;
-        let from = span(&self.arena, from).ok();
+        let ServeObjects { serve, block, offset, last, .. } = *objects;
+        let from = objects.source().and_then(|from| span(&self.arena, from).ok());
         self.hub.serve(serve, |outbound| outbound.objects((serve.0, block), from, (offset, last)));
     }
 
@@ -348,7 +350,7 @@ impl HubState {
                 add(&server.counters.requests, 1);
                 let RequestBody { layout, deadline, keys } = body;
                 let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
-                outbox.push((Arc::clone(&server.sink), TransportEvent::Request(request)));
+                outbox.push((Arc::clone(&server.sink), PeerEvent::Request(request).into()));
             }
             DeliveryOutcome::Offer { stream, body } => {
                 let offer = self.next_serve;
@@ -368,7 +370,7 @@ impl HubState {
                 if ended {
                     self.routes.remove(&done.serve);
                 }
-                let event = TransportEvent::ServeDone { serve: ServeId(done.serve), block: done.block };
+                let event = PeerEvent::ServeDone { serve: ServeId(done.serve), block: done.block }.into();
                 outbox.push((Arc::clone(&server.sink), event));
             }
             DeliveryOutcome::Aborted { serve } => self.abort(serve, server, outbox),
@@ -379,13 +381,13 @@ impl HubState {
     fn abort(&mut self, serve: u64, server: &Node, outbox: &mut Outbox) {
         self.routes.remove(&serve);
         add(&server.counters.serves_aborted, 1);
-        outbox.push((Arc::clone(&server.sink), TransportEvent::ServeAborted { serve: ServeId(serve) }));
+        outbox.push((Arc::clone(&server.sink), PeerEvent::ServeAborted { serve: ServeId(serve) }.into()));
     }
 
     /// Takes a channel's events for its requester.
     fn collect(&mut self, link: &Link, requester: &Node, outbox: &mut Outbox) {
         if let Some(channel) = self.channels.get_mut(link) {
-            outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event)));
+            outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event.into())));
         }
     }
 
@@ -395,7 +397,7 @@ impl HubState {
         self.offer_routes.retain(|_, of| of != link);
         if let Some(requester) = self.nodes.get(&link.requester) {
             channel.fail_all(&requester.counters);
-            outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event)));
+            outbox.extend(channel.take_events().map(|event| (Arc::clone(&requester.sink), event.into())));
         }
         let open = channel.outbound.abort_all();
         drop(channel);

@@ -151,8 +151,8 @@ impl Transport for TcpTransport {
     }
 
     fn serve_objects(&self, objects: &ServeObjects) {
-        let ServeObjects { serve, block, from, offset, last } = *objects;
-        let from = span(&self.common.arena, from).ok();
+        let ServeObjects { serve, block, offset, last, .. } = *objects;
+        let from = objects.source().and_then(|from| span(&self.common.arena, from).ok());
         self.serve(serve, |outbound| outbound.objects((serve.0, block), from, (offset, last)));
     }
 

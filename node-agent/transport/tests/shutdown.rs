@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use harness::{
     LATER, PATIENCE, Tracker, TransportHandle, arena, by_hand, key, recording_sink, small_layout, wanted,
 };
+use reprise_policy::peer::PeerEvent;
 use reprise_transport::{TcpSettings, TcpTransport, Transport};
 
 /// Returns the threads of this process whose name is one of the transport's.
@@ -65,7 +66,7 @@ fn shutdown_joins_all_waiting_threads() {
     let mut half = TcpStream::connect(transport.local_address()).expect("connected");
     half.write_all(b"RPRSP").expect("sent");
     let request = events.recv_timeout(PATIENCE).expect("our own request arrives");
-    assert!(matches!(request, reprise_transport::TransportEvent::Request(_)), "{request:?}");
+    assert!(matches!(request, reprise_transport::TransportEvent::Peer(PeerEvent::Request(_))), "{request:?}");
     assert!(!transport_threads().is_empty());
 
     let started = Instant::now();
@@ -77,7 +78,7 @@ fn shutdown_joins_all_waiting_threads() {
     let mut aborted = 0;
     for event in events.try_iter() {
         match event {
-            reprise_transport::TransportEvent::ServeAborted { .. } => aborted += 1,
+            reprise_transport::TransportEvent::Peer(PeerEvent::ServeAborted { .. }) => aborted += 1,
             event => tracker.take(&event),
         }
     }

@@ -2,11 +2,10 @@
 //! ([`PlacementCall`]), the choice of a target, modes ([`node_selection`]) and rebalancing. The order of
 //! the steps follows `controlplane/src/placement/places.rs`.
 
-use reprise_agent_core::effect::PlaceReason;
 use reprise_agent_core::event::{Move, Placement};
 use reprise_controlplane_core::placement_call::{self, PlaceCertainty, PlacementCall};
 use reprise_controlplane_core::{ModeRecord, node_selection};
-use reprise_policy::placement::{PlacementDecision, PlacementNode, PlacementReason, ReplicaLocation};
+use reprise_policy::placement::{PlacementDecision, PlacementNode, ReplicaLocation};
 use reprise_policy::{Epoch, NodeId, Tick, Tier};
 
 use super::{Member, machine_of};
@@ -26,11 +25,6 @@ impl Member {
             return None;
         }
         let map_epoch = self.map().epoch();
-        let reason = match reason {
-            PlaceReason::Hot => PlacementReason::Hot,
-            PlaceReason::Drain => PlacementReason::Drain,
-            PlaceReason::Move(to) => PlacementReason::Move(to),
-        };
         let mut call = PlacementCall::new(holder, reason, slot_bytes, self.placement_nodes(now));
         let certainty = if self.answers(now) { PlaceCertainty::Certain } else { PlaceCertainty::Uncertain };
         for key in keys.iter().filter(|_| certainty == PlaceCertainty::Certain) {

@@ -1,6 +1,6 @@
 //! Requests and results of lookups.
 
-use reprise_policy::routing::{Arrival, Domain, LoadClass, PeerTable};
+use reprise_policy::routing::{Arrival, Domain, PeerTable, Replica};
 use reprise_policy::{BlockKey, NodeId, Tier};
 
 use super::REPLICAS_PER_KEY_MAX;
@@ -18,17 +18,6 @@ pub struct Requester<'a> {
     pub node: Option<NodeId>,
     /// Load and failure domain of nodes, which determine the order of replicas.
     pub peers: &'a PeerTable,
-}
-
-/// A replica in a lookup result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Replica {
-    /// Node that holds the replica.
-    pub node: NodeId,
-    /// Tier of the replica on the node.
-    pub tier: Tier,
-    /// Load class of the node.
-    pub load: LoadClass,
 }
 
 /// Results of a lookup. Reusing it avoids allocations.

@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use reprise_controlplane_core::budgets::{Amounts, Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
-use reprise_policy::{Epoch, NodeId, TenantName};
+use reprise_controlplane_core::budgets::{Budget, Budgets, QuotaGrant, QuotaReport, TenantReport};
+use reprise_policy::{Amounts, Epoch, NodeId, TenantName};
 
 const BUDGET: u64 = 6400;
 

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use reprise_controlplane_core::{
-    Changes, Directory, Invalidation, LiveNodes, LookupResult, Opening, Replica, Update, UpdateOutcome,
+    Changes, Directory, Invalidation, LiveNodes, LookupResult, Opening, Update, UpdateOutcome,
 };
-use reprise_policy::routing::LoadClass;
+use reprise_policy::routing::{LoadClass, Replica};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tier};
 
 /// Hash slots of the test keys.

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use reprise_policy::BlockKey;
+use reprise_policy::session::{Scope, Source};
 
 use super::{
     Pace, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, Unpaced, cancelled, check, window_blocks,
@@ -12,7 +13,6 @@ use crate::client::Client;
 use crate::deadline;
 use crate::error::ClientError;
 use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, LoadTimeouts, PendingLoad, Verify};
-use crate::matching::{Scope, Source};
 
 /// Options of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

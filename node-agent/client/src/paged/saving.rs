@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use reprise_policy::BlockKey;
+use reprise_policy::session::{CommitStatus, Priority, Ticket};
 
 use super::{
     Pace, PagedMemory, PhysicalBlock, STALL_TIMEOUT_DEFAULT, Unpaced, cancelled, check, window_blocks,
 };
 use crate::client::Client;
-use crate::commit::{CommitOptions, CommitStatus, Priority};
-use crate::durable::Ticket;
+use crate::commit::CommitOptions;
 use crate::error::ClientError;
 use crate::reservation::Reservation;
 
@@ -88,6 +88,8 @@ impl From<CommitStatus> for SaveStatus {
             CommitStatus::Committed => SaveStatus::Committed,
             CommitStatus::Duplicate => SaveStatus::Duplicate,
             CommitStatus::NoLease | CommitStatus::BadItem => SaveStatus::Unsaved,
+            // Of extents only: slots of the arena do not get them.
+            CommitStatus::Durable | CommitStatus::Failed => SaveStatus::Unsaved,
         }
     }
 }

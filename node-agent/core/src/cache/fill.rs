@@ -14,7 +14,7 @@ use crate::cache::index::Dram;
 use crate::cache::lease::{Fill, Lease, Read};
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::context::Context;
-use crate::effect::{BlockRead, Change, DeviceId, FillId, LossReason, PeerBlock};
+use crate::effect::{BlockRead, Change, DeviceId, FetchBlock, FillId, LossReason};
 use crate::event::{FillError, Priority};
 use crate::pool::StoredBlock;
 use crate::slab::SlabId;
@@ -51,7 +51,7 @@ impl Cache {
         (key, size_class): (BlockKey, SizeClassId),
         fill: SlabId,
         origin: BlockOrigin,
-    ) -> Result<(Lease<Fill>, PeerBlock), LossReason> {
+    ) -> Result<(Lease<Fill>, FetchBlock), LossReason> {
         if self.index.find(&key).is_some() {
             // The block is here under another tenant or layout: it counts as missing, because a key can exist
             // only once.
@@ -62,8 +62,8 @@ impl Cache {
         let entry = self.insert_entry(key, size_class, Priority::Normal, origin);
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
-        let slot = self.frame_slot(frame);
-        Ok((Lease::new(frame), PeerBlock { fill: FillId(fill.0), key, slot }))
+        let into = self.frame_slot(frame);
+        Ok((Lease::new(frame), FetchBlock { fill: FillId(fill.0), key, into }))
     }
 
     /// Makes a verified block readable, and ends the read of a device. Returns the frame, and its position in

@@ -17,7 +17,7 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, Tick};
 
 use crate::cache::{Cache, SizeClassId};
-use crate::effect::PlaceReason;
+use crate::effect::PlacementReason;
 use crate::limits::{
     DRAIN_CONFIRM_DELAY, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
     WALK_INTERVAL_DRAINED, WALK_INTERVAL_NO_CAPACITY,
@@ -162,17 +162,17 @@ impl Replicate {
     }
 
     /// Counts blocks of a batch that are complete.
-    pub(crate) fn count_walked(&mut self, reason: PlaceReason, blocks: u64) {
-        if reason == PlaceReason::Drain {
+    pub(crate) fn count_walked(&mut self, reason: PlacementReason, blocks: u64) {
+        if reason == PlacementReason::Drain {
             self.outbound.drain.walked += blocks;
         }
     }
 
     /// Counts blocks of a batch for which no node has capacity, or which no node accepts.
-    pub(crate) fn count_unplaced(&mut self, reason: PlaceReason, blocks: u64) {
+    pub(crate) fn count_unplaced(&mut self, reason: PlacementReason, blocks: u64) {
         self.counters.place_keys_nowhere += blocks;
         self.count_walked(reason, blocks);
-        if reason == PlaceReason::Drain {
+        if reason == PlacementReason::Drain {
             self.outbound.drain.unplaced += blocks;
             self.outbound.drain.note_unfinished();
         }
@@ -183,7 +183,7 @@ impl Replicate {
         if matches!(self.outbound.drain.stage, DrainStage::Waiting { until } if until <= now) {
             self.outbound.drain.begin_walk(now);
         }
-        let room = self.outbound.room_for(|reason| reason == PlaceReason::Drain);
+        let room = self.outbound.room_for(|reason| reason == PlacementReason::Drain);
         let DrainStage::Walking(walk) = &self.outbound.drain.stage else { return };
         if room > 0 && walk.found.is_empty() && !walk.at_end && walk.step_at <= now {
             self.collect_durable(cache, now);
@@ -191,7 +191,7 @@ impl Replicate {
         for _ in 0..room {
             let DrainStage::Walking(walk) = &mut self.outbound.drain.stage else { return };
             let Some((size_class, keys)) = walk.found.pop_front() else { return };
-            self.outbound.begin_batch(PlaceReason::Drain, size_class, keys, now);
+            self.outbound.begin_batch(PlacementReason::Drain, size_class, keys, now);
         }
     }
 
@@ -214,7 +214,7 @@ impl Replicate {
 
     /// Ends a walk that has covered all blocks.
     pub(crate) fn end_walk_if_complete(&mut self, now: Tick) {
-        let open = self.outbound.count(|reason| reason == PlaceReason::Drain);
+        let open = self.outbound.count(|reason| reason == PlacementReason::Drain);
         let drain = &mut self.outbound.drain;
         let DrainStage::Walking(walk) = &drain.stage else { return };
         if !walk.at_end || !walk.found.is_empty() || open > 0 {
@@ -233,7 +233,7 @@ impl Replicate {
             DrainStage::Waiting { until } => Some(*until),
             // If all batches are in use, the end of one is an event.
             DrainStage::Walking(walk) => {
-                let room = self.outbound.room_for(|reason| reason == PlaceReason::Drain);
+                let room = self.outbound.room_for(|reason| reason == PlacementReason::Drain);
                 (room > 0 && !walk.at_end).then_some(walk.step_at)
             }
         }

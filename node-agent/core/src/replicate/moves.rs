@@ -11,7 +11,7 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, NodeId, Tick};
 
 use crate::cache::{Cache, Dram, SizeClassId, TenantIndex, nvme_bytes};
-use crate::effect::PlaceReason;
+use crate::effect::PlacementReason;
 use crate::event::Move;
 use crate::limits::{
     MOVE_PASSES_PERMILLE, OUTBOUND_STEP_ENTRIES, OUTBOUND_STEP_INTERVAL, PLACE_KEYS_MAX, WALK_INTERVAL,
@@ -51,7 +51,7 @@ impl Replicate {
         let to = order.map(|order| order.to);
         let known = self.outbound.moving.as_ref().map(|moving| moving.order.to);
         if known != to {
-            self.outbound.forget(|reason| matches!(reason, PlaceReason::Move(_)));
+            self.outbound.forget(|reason| matches!(reason, PlacementReason::Move(_)));
             self.outbound.moving = None;
         }
         let (pass_bytes, step_at) = (self.passed_bytes(cache, 0), now);
@@ -75,7 +75,7 @@ impl Replicate {
         for (size_class, keys) in self.collect_cold(cache, now, wanted) {
             for keys in keys.chunks(PLACE_KEYS_MAX) {
                 if room > 0 {
-                    self.outbound.begin_batch(PlaceReason::Move(to), size_class, keys.to_vec(), now);
+                    self.outbound.begin_batch(PlacementReason::Move(to), size_class, keys.to_vec(), now);
                     room -= 1;
                 }
             }
@@ -90,14 +90,14 @@ impl Replicate {
         }
         let of_move = self.outbound.batches.iter().map(|(_, batch)| batch);
         let pending: u64 = of_move
-            .filter(|batch| matches!(batch.reason, PlaceReason::Move(_)))
+            .filter(|batch| matches!(batch.reason, PlacementReason::Move(_)))
             .map(|batch| batch.blocks.len() as u64 * nvme_bytes(cache.slot_bytes(batch.size_class)))
             .sum();
         moving.order.bytes.saturating_sub(moving.moved + pending)
     }
 
     fn room_for_moves(&self) -> usize {
-        self.outbound.room_for(|reason| matches!(reason, PlaceReason::Move(_)))
+        self.outbound.room_for(|reason| matches!(reason, PlacementReason::Move(_)))
     }
 
     /// Scans the next blocks of the eviction order; returns blocks of about `wanted` bytes, at least one.
@@ -136,7 +136,7 @@ impl Replicate {
     }
 
     fn keys_being_moved(&self) -> BTreeSet<BlockKey> {
-        let of_move = |reason| matches!(reason, PlaceReason::Move(_));
+        let of_move = |reason| matches!(reason, PlacementReason::Move(_));
         let batches = self.outbound.batches.iter().filter(|(_, batch)| of_move(batch.reason));
         batches.flat_map(|(_, batch)| batch.blocks.iter().map(|block| block.key)).collect()
     }

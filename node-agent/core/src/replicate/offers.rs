@@ -7,7 +7,7 @@ use reprise_policy::{BlockKey, NodeId, Tick};
 
 use crate::cache::{Cache, SizeClass, nvme_bytes};
 use crate::context::Context;
-use crate::effect::{Effect, Offer, OfferId, PlaceReason};
+use crate::effect::{Effect, Offer, OfferId, PlacementReason};
 use crate::limits::{LOOKUP_GRACE, OFFER_RETRY_MAX, OFFER_TIMEOUT, PLACE_RETRY};
 use crate::replicate::outbound::{Acceptance, Batch, OpenOffer, Stage, is_replicable};
 use crate::replicate::{Replicate, ReplicateTimer};
@@ -38,7 +38,7 @@ impl Replicate {
         let id = self.outbound.offers.insert(open);
         self.timers.set(expires, ReplicateTimer::Offer(id));
         let (offer, deadline) = (OfferId(id.0), OFFER_TIMEOUT);
-        cx.emit(Effect::Offer(Offer { offer, node, tenant, layout, keys, deadline }));
+        cx.emit(Effect::Offer { node, offer: Offer { offer, tenant, layout, keys, deadline } });
         1
     }
 
@@ -59,7 +59,7 @@ impl Replicate {
         let bytes = offer.slot_bytes * taken.len() as u64;
         self.bandwidth.return_tokens(offer.slot_bytes * offer.keys.len() as u64 - bytes);
         self.counters.offer_keys_taken += taken.len() as u64;
-        if offer.reason == PlaceReason::Hot {
+        if offer.reason == PlacementReason::Hot {
             self.counters.hot_blocks_given += taken.len() as u64;
             self.outbound.replicated_bytes += nvme_bytes(offer.slot_bytes) * taken.len() as u64;
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use reprise_policy::{BlockKey, NodeId, NodeMode, Tick};
 
 use crate::cache::{Cache, SizeClassId};
-use crate::effect::PlaceReason;
+use crate::effect::PlacementReason;
 use crate::limits::{OUTBOUND_BATCHES_MAX, PARKED_AFTER_ROUNDS, PARKED_BATCHES_MAX, PULL_WAIT_MAX};
 use crate::replicate::drain::Drain;
 use crate::replicate::moves::MoveProgress;
@@ -36,7 +36,7 @@ pub(super) struct Outbound {
 /// Blocks of one size class that are replicated for one reason.
 #[derive(Debug)]
 pub(super) struct Batch {
-    pub(super) reason: PlaceReason,
+    pub(super) reason: PlacementReason,
     pub(super) size_class: SizeClassId,
     pub(super) blocks: Vec<OutboundBlock>,
     pub(super) stage: Stage,
@@ -86,7 +86,7 @@ pub(super) enum Stage {
 pub(super) struct OpenOffer {
     pub(super) batch: SlabId,
     pub(super) node: NodeId,
-    pub(super) reason: PlaceReason,
+    pub(super) reason: PlacementReason,
     pub(super) keys: Vec<BlockKey>,
     /// Slot bytes of each block.
     pub(super) slot_bytes: u64,
@@ -122,12 +122,12 @@ impl Outbound {
     }
 
     /// Number of batches with a kind of reason.
-    pub(super) fn count(&self, kind: impl Fn(PlaceReason) -> bool) -> usize {
+    pub(super) fn count(&self, kind: impl Fn(PlacementReason) -> bool) -> usize {
         self.batches.iter().filter(|(_, batch)| kind(batch.reason)).count()
     }
 
     /// Number of batches of a kind that may start. Batches without progress do not use the regular places.
-    pub(super) fn room_for(&self, kind: impl Fn(PlaceReason) -> bool) -> usize {
+    pub(super) fn room_for(&self, kind: impl Fn(PlacementReason) -> bool) -> usize {
         let all = self.count(&kind);
         let of_kind = self.batches.iter().filter(|(_, batch)| kind(batch.reason));
         let parked = of_kind.filter(|(_, batch)| batch.fruitless >= PARKED_AFTER_ROUNDS).count();
@@ -147,7 +147,7 @@ impl Outbound {
     }
 
     /// Drops the batches of a kind. Late answers find no batch.
-    pub(super) fn forget(&mut self, kind: impl Fn(PlaceReason) -> bool) {
+    pub(super) fn forget(&mut self, kind: impl Fn(PlacementReason) -> bool) {
         let gone: Vec<SlabId> =
             self.batches.iter().filter(|(_, batch)| kind(batch.reason)).map(|(id, _)| id).collect();
         for id in gone {
@@ -157,7 +157,7 @@ impl Outbound {
 
     pub(super) fn begin_batch(
         &mut self,
-        reason: PlaceReason,
+        reason: PlacementReason,
         size_class: SizeClassId,
         keys: Vec<BlockKey>,
         now: Tick,

@@ -16,7 +16,7 @@ use reprise_policy::{BlockKey, NodeId, Tick};
 
 use crate::cache::{Cache, SizeClassId, nvme_bytes};
 use crate::context::Context;
-use crate::effect::{Effect, PlaceId, PlaceReason};
+use crate::effect::{Effect, PlaceId, PlacementReason};
 use crate::event::Placement;
 use crate::limits::{
     FILTER_BYTES, FRUITLESS_ROUNDS_MAX, LOOKUP_GRACE, PARKED_AFTER_ROUNDS, PLACE_HOLD, PLACE_KEYS_MAX,
@@ -124,7 +124,7 @@ impl Replicate {
         let coming = batch.blocks.iter().filter(|block| block.is_pending(now)).count();
         let fresh = batch.blocks.len() - coming;
         let offered = usize::try_from((available / slot_bytes).max(1)).unwrap_or(usize::MAX).min(fresh);
-        let is_filtered = std::mem::take(&mut batch.filtered) || batch.reason == PlaceReason::Hot;
+        let is_filtered = std::mem::take(&mut batch.filtered) || batch.reason == PlacementReason::Hot;
         let (kind, blocks, fresh_bytes, bytes) =
             if fresh == 0 || (!is_filtered && offered < batch.blocks.len()) {
                 (QueryKind::Filter, batch.blocks.len(), 0, FILTER_BYTES)
@@ -173,7 +173,7 @@ impl Replicate {
         let answers = blocks.into_iter().zip(answers);
         let result = self.classify_answers(cache, cx, (query.kind, reason, size_class), answers);
         let QueryResult { kept, offers, answered, ended, paused } = result;
-        if !kept.is_empty() && reason == PlaceReason::Drain {
+        if !kept.is_empty() && reason == PlacementReason::Drain {
             self.outbound.drain.note_unfinished();
         }
         let open =
@@ -206,7 +206,7 @@ impl Replicate {
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        (kind, reason, size_class): (QueryKind, PlaceReason, SizeClassId),
+        (kind, reason, size_class): (QueryKind, PlacementReason, SizeClassId),
         answers: impl Iterator<Item = (OutboundBlock, Placement)>,
     ) -> QueryResult {
         let mut result = QueryResult::default();
@@ -233,7 +233,7 @@ impl Replicate {
                     self.count_unplaced(reason, 1);
                     result.ended += 1;
                 }
-                Placement::Unanswered if reason == PlaceReason::Hot => {}
+                Placement::Unanswered if reason == PlacementReason::Hot => {}
                 Placement::Unanswered => result.kept.push(block),
             }
         }
@@ -244,12 +244,12 @@ impl Replicate {
     fn finish(
         &mut self,
         cache: &mut Cache,
-        reason: PlaceReason,
+        reason: PlacementReason,
         size_class: SizeClassId,
         block: OutboundBlock,
     ) -> DropResult {
         let bytes = nvme_bytes(cache.slot_bytes(size_class));
-        if let PlaceReason::Move(to) = reason {
+        if let PlacementReason::Move(to) = reason {
             let dropped = self.drop_moved(cache, &block.key, size_class, to);
             if dropped == DropResult::NotNow {
                 return dropped;
@@ -268,7 +268,7 @@ impl Replicate {
         if !matches!(batch.stage, Stage::Due(_)) {
             return;
         }
-        if batch.reason == PlaceReason::Hot {
+        if batch.reason == PlacementReason::Hot {
             let mut left = std::mem::take(&mut batch.blocks);
             left.truncate(batch.unqueried);
             self.set_blocks(id, left);

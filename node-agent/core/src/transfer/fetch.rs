@@ -12,7 +12,7 @@ use reprise_policy::{BlockKey, Layout, NodeId, Tick};
 use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
 use crate::context::Context;
 use crate::effect::{
-    BlockRead, DeviceId, Effect, FetchId, LossReason, PeerBlock, PeerFetch, ReadBatch, ReadClass,
+    BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, LossReason, ReadBatch, ReadClass,
 };
 use crate::event::Replica;
 use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
@@ -60,9 +60,9 @@ impl Transfer {
         block: (BlockKey, SizeClassId),
         node: NodeId,
     ) -> Result<(), LossReason> {
-        let (fill, peer_block) = self.begin_fetch(cache, block, (node, None), BlockOrigin::Placed)?;
+        let (fill, started) = self.begin_fetch(cache, block, (node, None), BlockOrigin::Placed)?;
         self.retain(cache, fill);
-        self.pulls.entry((node, block.1)).or_default().push(peer_block);
+        self.pulls.entry((node, block.1)).or_default().push(started);
         Ok(())
     }
 
@@ -121,7 +121,7 @@ impl Transfer {
         remote: RemoteBlocks,
     ) {
         let RemoteBlocks { size_class, deadline, otherwise, blocks } = remote;
-        let mut groups: Vec<(NodeId, Vec<PeerBlock>)> = Vec::new();
+        let mut groups: Vec<(NodeId, Vec<FetchBlock>)> = Vec::new();
         let mut room = ArenaSpace::Maybe;
         for (block, key, replicas) in blocks {
             let waiter = WaiterId { object, block, owner };
@@ -140,7 +140,7 @@ impl Transfer {
                 }
                 ArenaSpace::None => Err(LossReason::NoSpace),
             };
-            let (fill, peer_block) = match begun {
+            let (fill, started) = match begun {
                 Ok(begun) => begun,
                 Err(reason) => {
                     if reason == LossReason::NoSpace {
@@ -152,8 +152,8 @@ impl Transfer {
             };
             self.attach(cache, fill, waiter, false);
             match groups.iter_mut().find(|(peer, _)| *peer == node) {
-                Some((_, blocks)) => blocks.push(peer_block),
-                None => groups.push((node, vec![peer_block])),
+                Some((_, blocks)) => blocks.push(started),
+                None => groups.push((node, vec![started])),
             }
         }
         for (node, blocks) in groups {
@@ -165,27 +165,27 @@ impl Transfer {
     fn begin_fetch(
         &mut self,
         cache: &mut Cache,
-        block: (BlockKey, SizeClassId),
+        wanted: (BlockKey, SizeClassId),
         (node, others): (NodeId, Option<Vec<Replica>>),
         origin: BlockOrigin,
-    ) -> Result<(u32, PeerBlock), LossReason> {
-        let (lease, peer_block) = cache.begin_fetch(block, self.fills.next_id(), origin)?;
-        self.peers.enqueue(node, peer_block.slot.bytes);
+    ) -> Result<(u32, FetchBlock), LossReason> {
+        let (lease, block) = cache.begin_fetch(wanted, self.fills.next_id(), origin)?;
+        self.peers.enqueue(node, block.into.bytes);
         let fill = self.fills.insert(Fill::new(lease, FillSource::Peer(node), others));
-        Ok((fill.slot(), peer_block))
+        Ok((fill.slot(), block))
     }
 
     /// Requests blocks from a peer.
     fn send_fetch(
         &mut self,
         cx: &mut Context,
-        (node, blocks): (NodeId, Vec<PeerBlock>),
+        (node, blocks): (NodeId, Vec<FetchBlock>),
         layout: Layout,
         deadline: Duration,
     ) {
         self.fetches += 1;
-        let fetch = FetchId(self.fetches);
-        cx.emit(Effect::PeerFetch(PeerFetch { fetch, node, layout, blocks, deadline }));
+        let request = FetchRequest { fetch: FetchId(self.fetches), layout, deadline, blocks };
+        cx.emit(Effect::PeerFetch { node, request });
     }
 
     /// Selects the peer to fetch a block from; returns it and the remaining replicas. The load of a peer is

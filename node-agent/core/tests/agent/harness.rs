@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Diagnostic, Effect, LoadId, PeerOfferId, PlaceKind, RegionId, ReplicaChange,
-    Reply, ServeId,
+    ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchBlock, LoadId, PeerOfferId, PlaceKind, RegionId,
+    ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, Event, LoadRequest, PeerOffer, PeerRequest, Priority, Request, RequestId,
-    Scope, SessionOpened,
+    CommitItem, CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request,
+    RequestId, Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -396,7 +396,7 @@ impl Harness {
         let serve = self.serve_ids.next();
         self.serves.insert(serve, PeerServe::new(keys.to_vec(), layout));
         let keys = keys.to_vec();
-        self.apply(Event::PeerRequest(PeerRequest { serve, keys, layout, deadline }));
+        self.apply(Event::Peer(PeerEvent::Request(PeerRequest { serve, keys, layout, deadline })));
         self.remove_ended_serves();
         serve
     }
@@ -410,14 +410,14 @@ impl Harness {
         });
         if !sent && state.is_sent(block) {
             state.blocks[block as usize].state = SendState::Ended;
-            self.apply(Event::ServeDone { serve, block });
+            self.apply(Event::Peer(PeerEvent::ServeDone { serve, block }));
         }
         self.remove_ended_serves();
     }
 
     pub(crate) fn abort_serve(&mut self, serve: ServeId) {
         self.serves.remove(&serve);
-        self.apply(Event::ServeAborted { serve });
+        self.apply(Event::Peer(PeerEvent::ServeAborted { serve }));
     }
 
     /// Offers blocks of a peer; returns the accepted indices and the delay.
@@ -482,11 +482,10 @@ impl Harness {
                 self.lost_devices.remove(&device);
                 assert!(self.released.insert(device), "a device is released once");
             }
-            Effect::PeerFetch(fetch) => {
-                for block in fetch.blocks {
-                    self.assert_unused(block.slot);
-                    let (fill, key, slot) = (block.fill, block.key, block.slot);
-                    let (node, layout) = (fetch.node, fetch.layout);
+            Effect::PeerFetch { node, request } => {
+                let layout = request.layout;
+                for FetchBlock { fill, key, into: slot } in request.blocks {
+                    self.assert_unused(slot);
                     self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: 0 });
                 }
             }
@@ -511,7 +510,7 @@ impl Harness {
             Effect::Place { place, keys, slot_bytes, reason, .. } => {
                 self.jobs.push(Job::Place { place, keys, slot_bytes, reason });
             }
-            Effect::Offer(offer) => self.jobs.push(Job::Offer(offer)),
+            Effect::Offer { node, offer } => self.jobs.push(Job::Offer { node, offer }),
             Effect::AnswerOffer { offer, taken, retry_after } => {
                 let answered = self.offer_answers.insert(offer, (taken, retry_after));
                 assert!(answered.is_none(), "an offer is answered at most once");
@@ -535,7 +534,7 @@ impl Harness {
             Job::Read { read, .. } => Some(read.slot),
             Job::Fetch { slot, .. } => Some(*slot),
             Job::Check(check) => Some(check.slot),
-            Job::Lookup { .. } | Job::Place { .. } | Job::Offer(_) => None,
+            Job::Lookup { .. } | Job::Place { .. } | Job::Offer { .. } => None,
             Job::ExtentWrite(_) | Job::AwaitExtents(_) => None,
         });
         let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));

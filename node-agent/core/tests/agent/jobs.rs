@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlaceReason,
+    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason,
 };
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Placement};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement};
 use reprise_agent_core::extents::ExtentHolder;
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
@@ -48,9 +48,12 @@ pub(crate) enum Job {
         place: PlaceId,
         keys: Vec<BlockKey>,
         slot_bytes: u64,
-        reason: PlaceReason,
+        reason: PlacementReason,
     },
-    Offer(Offer),
+    Offer {
+        node: NodeId,
+        offer: Offer,
+    },
     /// A client writes a payload.
     ExtentWrite(ExtentWrite),
     /// The runtime waits for the end of a holder's I/O.
@@ -59,7 +62,6 @@ pub(crate) enum Job {
 
 /// Progress of a fill.
 struct Progress {
-    fill: FillId,
     slot: ArenaSlot,
     layout: Layout,
     layers: std::ops::Range<u32>,
@@ -75,7 +77,7 @@ impl Harness {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
             Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) => 0,
-            Job::Place { .. } | Job::Offer(_) | Job::ExtentWrite(_) | Job::AwaitExtents(_) => 0,
+            Job::Place { .. } | Job::Offer { .. } | Job::ExtentWrite(_) | Job::AwaitExtents(_) => 0,
         };
         self.advance_to(job, to);
     }
@@ -90,7 +92,7 @@ impl Harness {
             }
             Job::Check(check) => self.end_check(&check),
             Job::Place { place, keys, reason, .. } => self.end_place(place, &keys, reason),
-            Job::Offer(offer) => self.end_offer(&offer),
+            Job::Offer { node, offer } => self.end_offer(node, &offer),
             Job::ExtentWrite(write) => self.end_extent_write(&write),
             Job::AwaitExtents(holder) => self.end_await_extents(holder),
             Job::Lookup { lookup, keys } => {
@@ -107,12 +109,12 @@ impl Harness {
 
     /// Fails a read or fetch with an error.
     pub(crate) fn fail(&mut self, job: usize, error: FillError) {
-        let fill = match self.jobs.swap_remove(job) {
-            Job::Read { read, .. } => read.fill,
-            Job::Fetch { fill, .. } => fill,
+        let update = FillUpdate::Failed(error);
+        match self.jobs.swap_remove(job) {
+            Job::Read { read, .. } => self.apply(Event::Fill { fill: read.fill, update }),
+            Job::Fetch { fill, .. } => self.apply(Event::Peer(PeerEvent::Fill { fill, update })),
             other => panic!("{other:?} is not a fill"),
-        };
-        self.apply(Event::Fill { fill, update: FillUpdate::Failed(error) });
+        }
     }
 
     /// Completes all jobs, and those that result from them.
@@ -159,15 +161,15 @@ impl Harness {
     }
 
     /// Answers a placement query: correctly, or at random with an unknown or full target.
-    fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlaceReason) {
+    fn end_place(&mut self, place: PlaceId, keys: &[BlockKey], reason: PlacementReason) {
         if self.is_unanswered() {
             return self.apply(Event::PlaceFailed { place });
         }
         let mut answers = Vec::new();
         for key in keys {
             let (on, to) = match reason {
-                PlaceReason::Move(to) => (Some(to), to),
-                PlaceReason::Hot | PlaceReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
+                PlacementReason::Move(to) => (Some(to), to),
+                PlacementReason::Hot | PlacementReason::Drain => (None, NodeId(1 + self.rng.below(3) as u16)),
             };
             let is_faulty = self.is_unanswered();
             answers.push(match self.peers.is_durable(key, on) {
@@ -181,9 +183,9 @@ impl Harness {
     }
 
     /// Answers an offer, with faults for some of its keys; the peer stores the accepted blocks at once.
-    fn end_offer(&mut self, offer: &Offer) {
+    fn end_offer(&mut self, node: NodeId, offer: &Offer) {
         if self.is_unanswered() {
-            return self.apply(Event::OfferFailed { offer: offer.offer });
+            return self.apply(Event::Peer(PeerEvent::OfferFailed { offer: offer.offer }));
         }
         let mut taken = Vec::new();
         for (at, key) in (0..).zip(&offer.keys) {
@@ -191,11 +193,11 @@ impl Harness {
             if !self.is_unanswered() {
                 taken.push(at);
                 let tag = *self.committed_tags[key].last().expect("only committed blocks are offered");
-                self.peers.held.entry(offer.node).or_default().insert(*key, (tag, Tier::Nvme));
+                self.peers.held.entry(node).or_default().insert(*key, (tag, Tier::Nvme));
             }
         }
         let retry_after = Duration::from_millis(self.rng.below(3) as u64 * 10);
-        self.apply(Event::OfferAnswered { offer: offer.offer, taken, retry_after });
+        self.apply(Event::Peer(PeerEvent::OfferAnswered { offer: offer.offer, taken, retry_after }));
     }
 
     /// Uses no random number if the fault is disabled.
@@ -273,7 +275,8 @@ impl Harness {
         if layers.end < layout.layers() {
             self.jobs.push(Job::Read { device, read, layout, layers: layers.end });
         }
-        self.progress(Progress { fill, slot: read.slot, layout, layers, tag, tier: Tier::Nvme });
+        let update = self.progress(Progress { slot: read.slot, layout, layers, tag, tier: Tier::Nvme });
+        self.apply(Event::Fill { fill, update });
     }
 
     fn fetch_on(
@@ -294,20 +297,23 @@ impl Harness {
             Some(_) => None,
         };
         if let Some(error) = error {
-            return self.apply(Event::Fill { fill, update: FillUpdate::Failed(error) });
+            let update = FillUpdate::Failed(error);
+            return self.apply(Event::Peer(PeerEvent::Fill { fill, update }));
         }
         let (tag, tier) = held.expect("held, or an error above");
         if layers.end < layout.layers() {
             self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: layers.end });
         }
-        self.progress(Progress { fill, slot, layout, layers, tag, tier });
+        let update = self.progress(Progress { slot, layout, layers, tag, tier });
+        self.apply(Event::Peer(PeerEvent::Fill { fill, update }));
     }
 
-    fn progress(&mut self, progress: Progress) {
-        let Progress { fill, slot, layout, layers, tag, tier } = progress;
+    /// Writes the layers of a fill and returns the update that reports them.
+    fn progress(&mut self, progress: Progress) -> FillUpdate {
+        let Progress { slot, layout, layers, tag, tier } = progress;
         let checksums = (layers.start == 0).then(|| checksums(tag, &layout));
         let update = FillUpdate::Layers { layers: layers.end, checksums, tier };
         self.memory.write(slot, &layout, layers, tag);
-        self.apply(Event::Fill { fill, update });
+        update
     }
 }

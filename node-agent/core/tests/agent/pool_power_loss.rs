@@ -288,7 +288,7 @@ fn crash_clients_after(steps: u64, seed: u64, coverage: &mut Coverage) -> bool {
     let mut harness = Harness::new(&params(DEVICE_BYTES), seed);
     let ended = client_script(&mut harness, steps);
     coverage.clients(&harness);
-    if seed % 2 == 0 {
+    if seed.is_multiple_of(2) {
         harness.kill()
     } else {
         harness.lose_power()

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::PlaceReason;
+use reprise_agent_core::effect::PlacementReason;
 use reprise_agent_core::event::{Event, Grant, Placement, Scope};
 use reprise_policy::{BlockKey, Quota, Tier};
 
@@ -22,7 +22,7 @@ fn moved_block_is_dropped_only_after_it_is_durable_on_the_target() {
     save_durably(&mut harness, session, &keys(0..4));
     move_to(&mut harness, ONE, 2);
     let (reason, moved) = queried(&harness).remove(0);
-    assert_eq!((reason, moved.len()), (PlaceReason::Move(ONE), 2));
+    assert_eq!((reason, moved.len()), (PlacementReason::Move(ONE), 2));
     answer(&mut harness, &[Placement::To(ONE); 2]);
     let offer = offered(&mut harness);
     take(&mut harness, &offer, &[0, 1], Duration::ZERO);

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::Settings;
-use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, Place, PlaceReason, Reply};
-use reprise_agent_core::event::{Event, Move, Placement, Priority, Scope};
+use reprise_agent_core::effect::{Diagnostic, LoadedBlock, Offer, Place, PlacementReason, Reply};
+use reprise_agent_core::event::{Event, Move, PeerEvent, Placement, Priority, Scope};
 use reprise_agent_core::limits::{
     DRAIN_CONFIRM_DELAY, FILTER_BYTES, FRUITLESS_ROUNDS_MAX, OUTBOUND_STEP_ENTRIES, PLACE_KEYS_MAX,
 };
@@ -69,7 +69,7 @@ fn confirm_drained(harness: &mut Harness, blocks: usize) {
 }
 
 /// Keys and reasons of the open placement queries.
-pub(crate) fn queried(harness: &Harness) -> Vec<(PlaceReason, Vec<BlockKey>)> {
+pub(crate) fn queried(harness: &Harness) -> Vec<(PlacementReason, Vec<BlockKey>)> {
     let queried = harness.jobs.iter().filter_map(|job| match job {
         Job::Place { keys, reason, .. } => Some((*reason, keys.clone())),
         _ => None,
@@ -103,15 +103,24 @@ fn wait_for_question(harness: &mut Harness) {
     assert!(!queried(harness).is_empty(), "no query was sent");
 }
 
-/// Removes and returns the only open offer.
+/// Removes an open offer; returns its receiver and the offer.
+pub(crate) fn offered_to(harness: &mut Harness) -> (NodeId, Offer) {
+    let at = harness.jobs.iter().position(|job| matches!(job, Job::Offer { .. })).expect("an offer");
+    let Job::Offer { node, offer } = harness.jobs.swap_remove(at) else { unreachable!("just seen") };
+    (node, offer)
+}
+
+/// Removes and returns an open offer.
 pub(crate) fn offered(harness: &mut Harness) -> Offer {
-    let at = harness.jobs.iter().position(|job| matches!(job, Job::Offer(_))).expect("an offer");
-    let Job::Offer(offer) = harness.jobs.swap_remove(at) else { unreachable!("just seen") };
-    offer
+    offered_to(harness).1
 }
 
 pub(crate) fn take(harness: &mut Harness, offer: &Offer, taken: &[u32], retry_after: Duration) {
-    harness.apply(Event::OfferAnswered { offer: offer.offer, taken: taken.to_vec(), retry_after });
+    harness.apply(Event::Peer(PeerEvent::OfferAnswered {
+        offer: offer.offer,
+        taken: taken.to_vec(),
+        retry_after,
+    }));
 }
 
 /// Reads a block as a peer, `times` times.
@@ -137,10 +146,10 @@ fn hot_block_is_offered_to_the_node_chosen_by_the_control_plane() {
     read_by_peer(&mut harness, key(0), 3);
     assert!(queried(&harness).is_empty(), "not hot yet");
     read_by_peer(&mut harness, key(0), 1);
-    assert_eq!(queried(&harness), [(PlaceReason::Hot, vec![key(0)])]);
+    assert_eq!(queried(&harness), [(PlacementReason::Hot, vec![key(0)])]);
     answer(&mut harness, &[Placement::To(TWO)]);
-    let offer = offered(&mut harness);
-    assert_eq!((offer.node, &offer.keys, offer.layout), (TWO, &vec![key(0)], large_layout()));
+    let (node, offer) = offered_to(&mut harness);
+    assert_eq!((node, &offer.keys, offer.layout), (TWO, &vec![key(0)], large_layout()));
     take(&mut harness, &offer, &[0], Duration::ZERO);
     read_by_peer(&mut harness, key(0), 8);
     harness.pass(LONG);
@@ -200,11 +209,11 @@ fn accepted_blocks_are_queried_until_durable_elsewhere() {
     harness.pass(Duration::from_millis(2900));
     assert!(queried(&harness).is_empty(), "the peer requested a delay");
     harness.pass(Duration::from_millis(200));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, vec![key(0)])]);
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, vec![key(0)])]);
     answer(&mut harness, &[Placement::Enough]);
     assert_eq!((progress(&harness).walked_blocks, progress(&harness).drained), (2, false));
     harness.pass(Duration::from_secs(2));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, keys(0..2))], "a second walk confirms");
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, keys(0..2))], "a second walk confirms");
     answer(&mut harness, &[Placement::Enough; 2]);
     confirm_drained(&mut harness, 2);
 }
@@ -219,7 +228,7 @@ fn full_peer_does_not_delay_other_peers() {
     take(&mut harness, &first, &[], Duration::from_secs(9));
     take(&mut harness, &second, &[0], Duration::ZERO);
     harness.pass(Duration::from_millis(1100));
-    assert_eq!(queried(&harness), [(PlaceReason::Drain, keys(0..2))]);
+    assert_eq!(queried(&harness), [(PlacementReason::Drain, keys(0..2))]);
 }
 
 #[test]
@@ -240,11 +249,11 @@ fn full_peer_gets_no_offers_for_its_requested_delay() {
                 keys.iter().map(|key| if first(key) { Placement::To(ONE) } else { Placement::Enough });
             answer(&mut harness, &answers.collect::<Vec<_>>());
         }
-        assert!(!harness.jobs.iter().any(|job| matches!(job, Job::Offer(_))), "the delay has not passed");
+        assert!(!harness.jobs.iter().any(|job| matches!(job, Job::Offer { .. })), "the delay has not passed");
     }
     harness.pass(Duration::from_millis(1100));
     answer(&mut harness, &[Placement::To(ONE)]);
-    assert_eq!(offered(&mut harness).node, ONE);
+    assert_eq!(offered_to(&mut harness).0, ONE);
     assert_eq!(progress(&harness).nowhere_blocks, 0);
 }
 
@@ -450,7 +459,7 @@ fn placement_query_covers_only_blocks_that_can_be_offered_now() {
         harness_of(with_settings(|settings| settings.placement_bandwidth = 2 * slot));
     save_durably(&mut harness, session, &keys(0..8));
     drain(&mut harness);
-    assert_eq!((queried(&harness), charged(&harness)), (vec![(PlaceReason::Drain, keys(0..8))], vec![]));
+    assert_eq!((queried(&harness), charged(&harness)), (vec![(PlacementReason::Drain, keys(0..8))], vec![]));
     answer(&mut harness, &[Placement::To(ONE); 8]);
     assert_eq!(charged(&harness), [keys(0..2)], "filtered blocks are queried for placement at once");
     answer(&mut harness, &[Placement::To(ONE); 2]);
@@ -463,7 +472,7 @@ fn placement_query_covers_only_blocks_that_can_be_offered_now() {
     assert_eq!(charged(&harness), [keys(2..4)], "the others were accepted recently");
     answer(&mut harness, &[Placement::To(ONE); 2]);
     assert_eq!(offered(&mut harness).keys, keys(2..4));
-    assert!(!harness.jobs.iter().any(|job| matches!(job, Job::Offer(_))));
+    assert!(!harness.jobs.iter().any(|job| matches!(job, Job::Offer { .. })));
 }
 
 #[test]
@@ -478,13 +487,13 @@ fn accepted_block_that_is_never_stored_is_offered_again() {
         harness.pass(Duration::from_millis(1010));
         answer(&mut harness, &[Placement::To(ONE)]);
         assert!(
-            !harness.jobs.iter().any(|job| matches!(job, Job::Offer(_))),
+            !harness.jobs.iter().any(|job| matches!(job, Job::Offer { .. })),
             "the peer may still be storing it"
         );
     }
     harness.pass(Duration::from_millis(1010));
     answer(&mut harness, &[Placement::To(TWO)]);
-    assert_eq!(offered(&mut harness).node, TWO);
+    assert_eq!(offered_to(&mut harness).0, TWO);
 }
 
 #[test]
@@ -543,7 +552,7 @@ fn few_blocks_without_a_replica_do_not_slow_the_walk() {
             answer(&mut harness, &answers.collect::<Vec<_>>());
             seen.extend(keys);
         }
-        while harness.jobs.iter().any(|job| matches!(job, Job::Offer(_))) {
+        while harness.jobs.iter().any(|job| matches!(job, Job::Offer { .. })) {
             let offer = offered(&mut harness);
             let all: Vec<u32> = (0..offer.keys.len() as u32).collect();
             take(&mut harness, &offer, &all, Duration::ZERO);
@@ -567,7 +576,7 @@ fn each_of_many_hot_blocks_is_queried_once() {
     let mut seen = Vec::new();
     for _ in 0..8 {
         while let Some((reason, keys)) = queried(&harness).first().cloned() {
-            assert!(reason == PlaceReason::Hot && keys.len() <= 2, "{} blocks", keys.len());
+            assert!(reason == PlacementReason::Hot && keys.len() <= 2, "{} blocks", keys.len());
             answer(&mut harness, &[Placement::To(ONE); 2]);
             let offer = offered(&mut harness);
             take(&mut harness, &offer, &[0, 1], Duration::ZERO);

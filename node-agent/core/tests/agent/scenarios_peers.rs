@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_agent_core::Settings;
 use reprise_agent_core::effect::{FillId, LoadedBlock, LookupId, LossReason, Reply, ServeId, Source};
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Priority, Replica, Request, Scope};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, PeerEvent, Priority, Replica, Request, Scope};
 use reprise_policy::routing::LoadClass;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
@@ -477,8 +477,8 @@ fn ignores_events_with_unknown_ids() {
     let events = [
         Event::LookupAnswered { lookup, found: vec![Vec::new()] },
         Event::LookupFailed { lookup },
-        Event::ServeDone { serve, block: 3 },
-        Event::ServeAborted { serve },
+        Event::Peer(PeerEvent::ServeDone { serve, block: 3 }),
+        Event::Peer(PeerEvent::ServeAborted { serve }),
         Event::Fill { fill, update: FillUpdate::Failed(FillError::Device) },
         Event::SessionClosed { session: SessionId(99) },
     ];

@@ -1,6 +1,6 @@
 //! Placement requests and the handling of their replies.
 
-use reprise_agent_core::effect::PlaceReason;
+use reprise_agent_core::effect::PlacementReason;
 use reprise_proto::controlplane::{MemberInfo, MemberList, PlaceReply};
 
 use super::fake::State;
@@ -16,7 +16,7 @@ fn query(agent: &Agent, keys: std::ops::Range<u32>) {
         place: PlaceId(5),
         keys: keys.map(key).collect(),
         slot_bytes: 8192,
-        reason: PlaceReason::Drain,
+        reason: PlacementReason::Drain,
         deadline: Instant::now() + LOOKUP_TIMEOUT,
     };
     agent.client.place(question).expect("there is room");

@@ -5,10 +5,9 @@
 
 use reprise_buffers::{Crc32c, Span};
 use reprise_policy::layout::OBJECTS_MAX;
-use reprise_policy::peer::{FillId, FillUpdate};
+use reprise_policy::peer::{FillId, FillUpdate, PeerEvent};
 use reprise_policy::{Layout, Tier};
 
-use crate::api::TransportEvent;
 use crate::wire::ProtocolError;
 
 const WORDS: usize = (OBJECTS_MAX as usize).div_ceil(64);
@@ -126,7 +125,7 @@ impl Arrival {
     }
 
     /// Creates the event for unreported layers, if there are any.
-    pub(super) fn report(&mut self) -> Option<TransportEvent> {
+    pub(super) fn report(&mut self) -> Option<PeerEvent> {
         self.in_burst = false;
         let layers = self.layers();
         if self.reported.unwrap_or(0) >= layers {
@@ -135,7 +134,7 @@ impl Arrival {
         let first = self.reported.replace(layers).is_none();
         let checksums = first.then(|| self.checksums.clone());
         let update = FillUpdate::Layers { layers, checksums, tier: self.tier };
-        Some(TransportEvent::Fill { fill: self.fill, update })
+        Some(PeerEvent::Fill { fill: self.fill, update })
     }
 
     /// Zeroes the bytes behind the payload: the padding of a slot must be zero (`policy::layout`).

@@ -5,9 +5,8 @@ use std::time::Duration;
 
 use reprise_buffers::{PIECE_BYTES, Span};
 use reprise_policy::TenantName;
-use reprise_policy::peer::Offer;
+use reprise_policy::peer::{Offer, PeerEvent};
 
-use crate::api::TransportEvent;
 use crate::counters::{Counters, add, raise};
 use crate::error::TransportError;
 use crate::inbound::{Inbound, NewFetch, NewOffer, NewStream};
@@ -266,7 +265,7 @@ impl Channel {
         self.account();
     }
 
-    pub(super) fn take_events(&mut self) -> std::vec::Drain<'_, TransportEvent> {
+    pub(super) fn take_events(&mut self) -> std::vec::Drain<'_, PeerEvent> {
         self.inbound.take_events()
     }
 

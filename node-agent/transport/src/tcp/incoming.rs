@@ -9,7 +9,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use reprise_policy::peer::{PeerOffer, PeerOfferId, PeerRequest, ServeId};
+use reprise_policy::peer::{PeerEvent, PeerOffer, PeerOfferId, PeerRequest, ServeId};
 
 use super::close::{Close, Ending};
 use super::frames::{Boundary, FrameReader};
@@ -211,7 +211,7 @@ impl Incoming {
     pub(super) fn report_aborted(&self, serve: u64) {
         add(&self.common.counters.serves_aborted, 1);
         self.common.unroute(serve);
-        (self.common.sink)(TransportEvent::ServeAborted { serve: ServeId(serve) });
+        (self.common.sink)(PeerEvent::ServeAborted { serve: ServeId(serve) }.into());
     }
 
     fn read(self: &Arc<Self>) -> Result<Never, Close> {
@@ -261,7 +261,7 @@ impl Incoming {
         add(&self.common.counters.requests, 1);
         let RequestBody { layout, deadline, keys } = body;
         let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
-        (self.common.sink)(TransportEvent::Request(request));
+        (self.common.sink)(PeerEvent::Request(request).into());
         Ok(())
     }
 

@@ -14,6 +14,7 @@ use super::close::{CONNECTION_LOST, Close, Ending};
 use super::frames::{Boundary, FrameReader};
 use super::outgoing::Outgoing;
 use super::socket::{Readiness, Socket, wait};
+use crate::api::TransportEvent;
 use crate::counters::add;
 use crate::inbound::Inbound;
 use crate::wire::{
@@ -296,7 +297,7 @@ impl Receiver<'_> {
         }
         self.connection.suspend_stall_clock();
         for event in events {
-            (self.connection.common.sink)(event);
+            (self.connection.common.sink)(TransportEvent::Peer(event));
         }
         self.connection.note_progress();
     }

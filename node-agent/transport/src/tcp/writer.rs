@@ -9,12 +9,11 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use reprise_buffers::{GATHER_MAX, Gather, Span};
-use reprise_policy::peer::ServeId;
+use reprise_policy::peer::{PeerEvent, ServeId};
 
 use super::close::Close;
 use super::incoming::{Incoming, State};
 use super::socket::{PendingSend, SendProgress};
-use crate::api::TransportEvent;
 use crate::counters::{add, raise};
 use crate::outbound::{BlockCompletion, BlockDone, Body, OutFrame, Step};
 use crate::wire::{FRAME_HEADER_BYTES, FrameHeader, Kind};
@@ -142,7 +141,7 @@ fn write(incoming: &Incoming, batch: &mut Batch) -> Option<Close> {
         if done.whole {
             add(&incoming.common.counters.blocks_served, 1);
         }
-        (incoming.common.sink)(TransportEvent::ServeDone { serve: ServeId(done.serve), block: done.block });
+        (incoming.common.sink)(PeerEvent::ServeDone { serve: ServeId(done.serve), block: done.block }.into());
     }
     for serve in batch.aborted.drain(..) {
         incoming.report_aborted(serve);

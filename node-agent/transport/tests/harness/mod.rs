@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span, crc32c};
 use reprise_policy::peer::{
-    FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerRequest, ServeId, ServeObjects,
+    FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent, PeerRequest, ServeId,
+    ServeObjects,
 };
 use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
 use reprise_transport::{EventSink, Transport, TransportEvent};
@@ -130,8 +131,8 @@ impl Block {
     }
 
     pub fn objects(&self, serve: ServeId, block: u32, range: (u64, u64), last: bool) -> ServeObjects {
-        let from = ArenaSlot { offset: self.place.offset + range.0, bytes: range.1, ..self.place };
-        ServeObjects { serve, block, from, offset: range.0, last }
+        let (offset, bytes) = range;
+        ServeObjects { serve, block, slot: self.place, offset, bytes, last }
     }
 }
 
@@ -207,7 +208,7 @@ pub fn recording_sink(handle: &TransportHandle, serve: Serve) -> (EventSink, Rec
     let handle = handle.clone();
     let sink: EventSink = Arc::new(move |event| {
         let request = match &event {
-            TransportEvent::Request(request) => Some(request.clone()),
+            TransportEvent::Peer(PeerEvent::Request(request)) => Some(request.clone()),
             _ => None,
         };
         // Recorded before it is served, because the serve may end on another thread at once. The test may
@@ -268,7 +269,7 @@ impl Tracker {
 
     /// Handles one event; panics when it violates the contract of `TransportEvent`.
     pub fn take(&mut self, event: &TransportEvent) {
-        let TransportEvent::Fill { fill: FillId(fill), update } = event else {
+        let TransportEvent::Peer(PeerEvent::Fill { fill: FillId(fill), update }) = event else {
             panic!("unexpected event of a requester: {event:?}")
         };
         match update {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use reprise_policy::peer::{
-    FetchRequest, Offer, OfferId, PeerEndpoint, PeerOfferId, ServeId, ServeObjects, TCP,
+    FetchRequest, Offer, OfferId, PeerEndpoint, PeerEvent, PeerOfferId, ServeId, ServeObjects, TCP,
 };
 use reprise_policy::{TenantName, Tier};
 use reprise_transport::{
@@ -175,7 +175,7 @@ impl Cluster {
         node.transport.fetch(from, fetch.request).expect("the fetch is accepted");
         while !tracker.is_over() {
             // The node also serves.
-            if let event @ TransportEvent::Fill { .. } = self.next(node) {
+            if let event @ TransportEvent::Peer(PeerEvent::Fill { .. }) = self.next(node) {
                 tracker.take(&event);
             }
         }
@@ -245,7 +245,7 @@ fn requests_and_offers_of_two_transports_have_different_numbers() {
     let (mut serves, mut offers) = (Vec::new(), BTreeMap::new());
     while serves.len() < 2 || offers.len() < 2 {
         match cluster.next(&c) {
-            TransportEvent::Request(request) => serves.push(request.serve),
+            TransportEvent::Peer(PeerEvent::Request(request)) => serves.push(request.serve),
             TransportEvent::Offer(offer) => {
                 offers.insert(offer.from, offer.offer);
             }
@@ -261,8 +261,8 @@ fn requests_and_offers_of_two_transports_have_different_numbers() {
         let (mut absent, mut answer) = (false, None);
         while !absent || answer.is_none() {
             match cluster.next(node) {
-                TransportEvent::Fill { .. } => absent = true,
-                TransportEvent::OfferAnswered { taken, .. } => answer = Some(taken),
+                TransportEvent::Peer(PeerEvent::Fill { .. }) => absent = true,
+                TransportEvent::Peer(PeerEvent::OfferAnswered { taken, .. }) => answer = Some(taken),
                 other => panic!("{other:?} instead of a failed fill or an answer"),
             }
         }

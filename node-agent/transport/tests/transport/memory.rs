@@ -9,7 +9,7 @@ use crate::harness::{
     recording_sink, serving, small_layout, wanted,
 };
 use reprise_policy::ArenaSlot;
-use reprise_policy::peer::{FillError, FillUpdate};
+use reprise_policy::peer::{FillError, FillUpdate, PeerEvent};
 use reprise_transport::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport, Transport, TransportEvent};
 
 const STALL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -85,7 +85,7 @@ fn a_cut_fails_transfers_in_flight_and_rejects_new_ones_until_it_is_cleared() {
     assert!(tracker.is_over());
     assert!(tracker.outcomes.values().any(|outcome| *outcome == FillOutcome::Failed(FillError::PeerLost)));
     let last = server.events.try_iter().last().expect("the serve was aborted");
-    assert!(matches!(last, TransportEvent::ServeAborted { .. }), "{last:?}");
+    assert!(matches!(last, TransportEvent::Peer(PeerEvent::ServeAborted { .. })), "{last:?}");
 
     let (mut tracker, places) = fetch(&requester, &blocks, 10);
     run(&hub, &requester, &mut tracker);
@@ -116,7 +116,10 @@ fn a_stall_is_a_lost_peer_after_the_stall_timeout_of_virtual_time() {
     drain(&requester, &mut tracker);
     assert!(tracker.is_over());
     assert!(all_lost(&tracker));
-    assert!(matches!(server.events.try_iter().last(), Some(TransportEvent::ServeAborted { .. })));
+    assert!(matches!(
+        server.events.try_iter().last(),
+        Some(TransportEvent::Peer(PeerEvent::ServeAborted { .. }))
+    ));
     assert_eq!(requester.transport.stats().stalls, 1);
 }
 
@@ -129,16 +132,16 @@ fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline
     let wanted = wanted(small_layout(), &[blocks[0].key], 0, deadline);
     requester.transport.fetch("server", wanted.request).expect("accepted");
     hub.run();
-    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Request(_))));
+    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Peer(PeerEvent::Request(_)))));
     hub.set_fault(&link(), Some(Fault::Stall));
     hub.advance(deadline + STALL_TIMEOUT - Duration::from_millis(1));
     assert!(matches!(
         requester.events.try_recv(),
-        Ok(TransportEvent::Fill { update: FillUpdate::Failed(_), .. })
+        Ok(TransportEvent::Peer(PeerEvent::Fill { update: FillUpdate::Failed(_), .. }))
     ));
     assert!(server.events.try_recv().is_err(), "it may still cancel");
     hub.advance(Duration::from_millis(1));
-    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::ServeAborted { .. })));
+    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Peer(PeerEvent::ServeAborted { .. }))));
     assert_eq!(server.transport.stats().serves_aborted, 1);
     hub.set_fault(&link(), None);
     hub.run();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use reprise_policy::peer::{FillId, FillUpdate};
+use reprise_policy::peer::{FillId, FillUpdate, PeerEvent};
 use reprise_policy::{Layout, Tier};
 use reprise_transport::TransportEvent;
 
@@ -68,7 +68,7 @@ pub(crate) fn ranges_may_come_in_any_order_of_offsets(fixture: &dyn Fixture) {
 pub(crate) fn layers_are_reported_as_a_leading_run(fixture: &dyn Fixture) {
     let layers = |layers, checksums| {
         let update = FillUpdate::Layers { layers, checksums, tier: Tier::Dram };
-        TransportEvent::Fill { fill: FillId(7), update }
+        PeerEvent::Fill { fill: FillId(7), update }.into()
     };
     let block = Block::new(1, small_layout());
     let (server, requester) = pair(fixture, by_hand());
@@ -130,7 +130,7 @@ pub(crate) fn every_block_of_a_request_is_reported_as_served_once(fixture: &dyn 
     assert!(request.deadline <= LATER && request.deadline > LATER / 2);
     let mut done: Vec<u32> = (0..6)
         .map(|_| match fixture.next(&server.events) {
-            TransportEvent::ServeDone { serve, block } if serve == request.serve => block,
+            TransportEvent::Peer(PeerEvent::ServeDone { serve, block }) if serve == request.serve => block,
             other => panic!("{other:?} instead of a served block"),
         })
         .collect();

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::Tier;
-use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillError, FillId, ServeId, ServeObjects};
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillError, FillId, PeerEvent, ServeId};
 use reprise_policy::{ArenaSlot, RegionId};
+use reprise_transport::ErrorKind;
 use reprise_transport::limits::BLOCKS_PER_REQUEST_MAX;
-use reprise_transport::{ErrorKind, TransportEvent};
 
 use crate::conformance::fixture::{Fixture, node, pair};
 use crate::harness::{
@@ -48,7 +48,7 @@ pub(crate) fn a_block_may_become_absent_after_its_first_objects(fixture: &dyn Fi
     let (tracker, _) = requester.fetch_all(fixture, &server, wanted);
     assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FillError::Absent));
     let serve = server.request(fixture).serve;
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeDone { serve, block: 0 }.into());
 }
 
 pub(crate) fn a_wrong_checksum_fails_that_block_alone(fixture: &dyn Fixture) {
@@ -76,7 +76,7 @@ pub(crate) fn a_passed_deadline_fails_the_block_and_aborts_the_serve(fixture: &d
     let serve = server.request(fixture).serve;
     requester.finish(fixture, &mut tracker);
     assert_eq!(tracker.outcomes[&3], FillOutcome::Failed(FillError::PeerLost));
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeAborted { serve }.into());
     assert!(is_untouched(&places[0]));
     let stats = requester.transport.stats();
     assert_eq!((stats.deadlines_passed, stats.stalls, stats.blocks_lost), (1, 0, 1));
@@ -95,7 +95,7 @@ pub(crate) fn memory_of_an_aborted_serve_is_released(fixture: &dyn Fixture) {
     // A part is in flight, and the deadline passes before the rest is sent.
     fixture.next(&requester.events);
     fixture.pass(SOON);
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeAborted { serve }.into());
     assert!(
         !arena().regions()[usize::from(SOURCES.0)].is_lent(),
         "the transport still holds memory of an aborted serve"
@@ -150,8 +150,8 @@ pub(crate) fn a_server_that_disappears_fails_all_unfinished_blocks(fixture: &dyn
     assert!(matches!(tracker.outcomes[&0], FillOutcome::Arrived { .. }));
     assert_eq!(tracker.outcomes[&1], FillOutcome::Failed(FillError::PeerLost));
     assert_eq!(tracker.outcomes[&2], FillOutcome::Failed(FillError::PeerLost));
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeDone { serve, block: 0 });
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeDone { serve, block: 0 }.into());
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeAborted { serve }.into());
 }
 
 pub(crate) fn a_requester_that_disappears_aborts_its_serves(fixture: &dyn Fixture) {
@@ -162,7 +162,7 @@ pub(crate) fn a_requester_that_disappears_aborts_its_serves(fixture: &dyn Fixtur
     requester.transport.shutdown();
     requester.finish(fixture, &mut tracker);
     assert_eq!(tracker.outcomes[&0], FillOutcome::Failed(FillError::PeerLost));
-    assert_eq!(fixture.next(&server.events), TransportEvent::ServeAborted { serve });
+    assert_eq!(fixture.next(&server.events), PeerEvent::ServeAborted { serve }.into());
     // The memory of an ended serve has no other owner.
     server.transport.serve_header(serve, 0, Tier::Dram, &block.checksums);
     server.transport.serve_objects(&block.objects(serve, 0, (0, 8 * 4096), true));
@@ -225,8 +225,7 @@ pub(crate) fn invalid_serve_calls_report_the_block_absent(fixture: &dyn Fixture)
             transport.serve_header(serve, 2, Tier::Dram, &serving.checksums);
             transport.serve_objects(&serving.objects(serve, 2, (0, 4000), true));
             transport.serve_header(serve, 3, Tier::Dram, &serving.checksums);
-            let outside = ServeObjects { serve, block: 3, from: serving.place, offset: 4096, last: true };
-            transport.serve_objects(&outside);
+            transport.serve_objects(&serving.objects(serve, 3, (4096, 8 * 4096), true));
             // 4: beyond the request; 5: valid, then more objects after the last.
             transport.serve_header(serve, 99, Tier::Dram, &serving.checksums);
             transport.serve_header(serve, 4, Tier::Dram, &serving.checksums);

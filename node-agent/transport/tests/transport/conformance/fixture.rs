@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-use reprise_policy::peer::{Offer, PeerOffer, PeerRequest, TCP};
+use reprise_policy::peer::{Offer, PeerEvent, PeerOffer, PeerRequest, TCP};
 use reprise_policy::{ArenaSlot, TenantName};
 use reprise_transport::{
     CompositeTransport, MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent,
@@ -96,7 +96,7 @@ impl Node {
     /// Waits for the next request of a peer.
     pub(crate) fn request(&self, fixture: &dyn Fixture) -> PeerRequest {
         match fixture.next(&self.events) {
-            TransportEvent::Request(request) => request,
+            TransportEvent::Peer(PeerEvent::Request(request)) => request,
             other => panic!("{other:?} instead of a request"),
         }
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reprise_policy::TenantName;
-use reprise_policy::peer::{Offer, OfferId, PeerOfferId};
+use reprise_policy::peer::{Offer, OfferId, PeerEvent, PeerOfferId};
 use reprise_transport::limits::{KEYS_PER_OFFER_MAX, REQUESTS_PER_CONNECTION_MAX};
 use reprise_transport::{ErrorKind, TransportEvent};
 
@@ -25,7 +25,7 @@ fn offer(number: u64, keys: u32, deadline: Duration) -> Offer<TenantName> {
 }
 
 fn answered(offer: u64, taken: &[u32], retry_after: Duration) -> TransportEvent {
-    TransportEvent::OfferAnswered { offer: OfferId(offer), taken: taken.to_vec(), retry_after }
+    PeerEvent::OfferAnswered { offer: OfferId(offer), taken: taken.to_vec(), retry_after }.into()
 }
 
 pub(crate) fn an_offer_and_its_answer_arrive_unchanged(fixture: &dyn Fixture) {
@@ -61,7 +61,7 @@ pub(crate) fn an_offer_without_an_answer_fails_at_its_deadline(fixture: &dyn Fix
     let (target, holder) = pair(fixture, by_hand());
     holder.offer(&target, offer(1, 3, SOON));
     target.incoming_offer(fixture);
-    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(1) });
+    assert_eq!(fixture.next(&holder.events), PeerEvent::OfferFailed { offer: OfferId(1) }.into());
     let stats = holder.transport.stats();
     assert_eq!((stats.offers_failed, stats.deadlines_passed, stats.stalls), (1, 1, 0));
 }
@@ -70,7 +70,7 @@ pub(crate) fn an_answer_after_the_deadline_is_discarded(fixture: &dyn Fixture) {
     let (target, holder) = pair(fixture, by_hand());
     holder.offer(&target, offer(1, 3, SOON));
     let late = target.incoming_offer(fixture).offer;
-    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(1) });
+    assert_eq!(fixture.next(&holder.events), PeerEvent::OfferFailed { offer: OfferId(1) }.into());
     target.transport.answer_offer(late, &[0], Duration::ZERO);
     holder.offer(&target, offer(2, 3, LATER));
     let next = target.incoming_offer(fixture).offer;
@@ -86,7 +86,7 @@ pub(crate) fn a_peer_that_disappears_fails_its_offers(fixture: &dyn Fixture) {
     }
     target.transport.shutdown();
     for number in 1..4 {
-        assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(number) });
+        assert_eq!(fixture.next(&holder.events), PeerEvent::OfferFailed { offer: OfferId(number) }.into());
     }
     target.transport.answer_offer(PeerOfferId(1), &[0], Duration::ZERO);
 }
@@ -94,7 +94,7 @@ pub(crate) fn a_peer_that_disappears_fails_its_offers(fixture: &dyn Fixture) {
 pub(crate) fn an_offer_to_an_absent_peer_fails(fixture: &dyn Fixture) {
     let holder = node(fixture, "holder", by_hand());
     holder.transport.offer(&fixture.nowhere(), offer(5, 1, LATER)).expect("the offer is accepted");
-    assert_eq!(fixture.next(&holder.events), TransportEvent::OfferFailed { offer: OfferId(5) });
+    assert_eq!(fixture.next(&holder.events), PeerEvent::OfferFailed { offer: OfferId(5) }.into());
 }
 
 pub(crate) fn offers_and_fetches_share_a_connection(fixture: &dyn Fixture) {

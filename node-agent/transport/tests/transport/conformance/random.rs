@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use reprise_policy::peer::FillError;
+use reprise_policy::peer::{FillError, PeerEvent};
 
 use crate::conformance::fixture::{Fixture, node};
 use crate::harness::{
@@ -103,6 +103,9 @@ fn play(fixture: &dyn Fixture, scene: &Scene) {
 }
 
 fn is_served(event: &reprise_transport::TransportEvent) -> bool {
-    use reprise_transport::TransportEvent as Event;
-    matches!(event, Event::Request(_) | Event::ServeDone { .. } | Event::ServeAborted { .. })
+    use reprise_transport::TransportEvent::Peer;
+    matches!(
+        event,
+        Peer(PeerEvent::Request(_) | PeerEvent::ServeDone { .. } | PeerEvent::ServeAborted { .. })
+    )
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::crc32c;
 use reprise_policy::Tier;
-use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, ServeId};
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, PeerEvent, ServeId};
 use reprise_transport::{TcpSettings, Transport, TransportEvent, limits::BLOCKS_PER_REQUEST_MAX};
 
 use crate::harness::{
@@ -34,9 +34,9 @@ fn serve_much(node: &Node, serve: ServeId, block: &Block) {
 fn assert_aborted(node: &Node, serve: ServeId, started: Instant) {
     loop {
         match node.events.recv_timeout(PATIENCE).expect("an event") {
-            TransportEvent::ServeDone { .. } => {}
+            TransportEvent::Peer(PeerEvent::ServeDone { .. }) => {}
             event => {
-                assert_eq!(event, TransportEvent::ServeAborted { serve });
+                assert_eq!(event, PeerEvent::ServeAborted { serve }.into());
                 assert!(started.elapsed() < IN_TIME, "{:?}", started.elapsed());
                 return;
             }

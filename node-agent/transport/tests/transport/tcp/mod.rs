@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use reprise_policy::peer::{FillError, ServeId};
+use reprise_policy::peer::{FillError, PeerEvent, ServeId};
 use reprise_policy::{ArenaSlot, Tier};
 use reprise_transport::{TcpSettings, TcpTransport, Transport, TransportEvent};
 
@@ -79,7 +79,7 @@ impl Node {
 
     pub(crate) fn serve_number(&self) -> ServeId {
         match self.next() {
-            TransportEvent::Request(request) => request.serve,
+            TransportEvent::Peer(PeerEvent::Request(request)) => request.serve,
             other => panic!("{other:?} instead of a request"),
         }
     }

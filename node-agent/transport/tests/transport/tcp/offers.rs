@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use reprise_policy::TenantName;
-use reprise_policy::peer::{Offer, OfferId};
+use reprise_policy::peer::{Offer, OfferId, PeerEvent};
 use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{LATER, by_hand, key, small_layout};
@@ -21,7 +21,7 @@ fn offer(keys: u32) -> Offer<TenantName> {
 }
 
 fn failed() -> TransportEvent {
-    TransportEvent::OfferFailed { offer: OfferId(3) }
+    PeerEvent::OfferFailed { offer: OfferId(3) }.into()
 }
 
 /// The body of an answer to an offer of `keys` keys.
@@ -69,7 +69,7 @@ fn a_slow_answer_to_an_offer_is_not_a_stall() {
     assert!(holder.events.recv_timeout(silence).is_err(), "nothing happens meanwhile");
     target.transport.answer_offer(incoming.offer, &[1], Duration::ZERO);
     let answered =
-        TransportEvent::OfferAnswered { offer: OfferId(3), taken: vec![1], retry_after: Duration::ZERO };
+        PeerEvent::OfferAnswered { offer: OfferId(3), taken: vec![1], retry_after: Duration::ZERO }.into();
     assert_eq!(holder.next(), answered);
 }
 
@@ -92,7 +92,7 @@ fn an_answer_without_an_offer_is_ignored() {
     stream.write_all(&with_body(OFFER_ANSWER, number + 7, 0, &answer(4))).expect("sent");
     stream.write_all(&with_body(OFFER_ANSWER, number, 0, &answer(4))).expect("sent");
     let none =
-        TransportEvent::OfferAnswered { offer: OfferId(3), taken: vec![], retry_after: Duration::ZERO };
+        PeerEvent::OfferAnswered { offer: OfferId(3), taken: vec![], retry_after: Duration::ZERO }.into();
     assert_eq!(node.next(), none);
 }
 

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use reprise_policy::peer::PeerEvent;
 use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{Block, FillOutcome, by_hand, key, serving, small_layout};
@@ -29,7 +30,7 @@ fn a_requester_that_returns_no_credit_gets_only_its_window() {
     // The server has closed the connection by now: no credit was returned for its stall timeout.
     assert_eq!(payload, window);
     assert!(received == block.bytes[..window as usize]);
-    assert_eq!(node.next(), TransportEvent::ServeAborted { serve });
+    assert_eq!(node.next(), PeerEvent::ServeAborted { serve }.into());
     let stats = node.transport.stats();
     assert_eq!((stats.in_flight_bytes_max, stats.stalls), (window, 1));
 }
@@ -53,7 +54,7 @@ fn returned_credit_releases_the_rest() {
         }
     }
     assert!(received == block.bytes[..]);
-    assert_eq!(node.next(), TransportEvent::ServeDone { serve, block: 0 });
+    assert_eq!(node.next(), PeerEvent::ServeDone { serve, block: 0 }.into());
     assert!(node.transport.stats().in_flight_bytes_max <= window);
 }
 
@@ -76,12 +77,14 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     let mut aborted = false;
     loop {
         match node.next() {
-            TransportEvent::Request(request) => {
+            TransportEvent::Peer(PeerEvent::Request(request)) => {
                 node.serve_block(request.serve, 0, &small);
                 requester.finish(&mut tracker);
             }
-            TransportEvent::ServeAborted { serve } if serve == stalled_serve => aborted = true,
-            TransportEvent::ServeDone { .. } => {}
+            TransportEvent::Peer(PeerEvent::ServeAborted { serve }) if serve == stalled_serve => {
+                aborted = true;
+            }
+            TransportEvent::Peer(PeerEvent::ServeDone { .. }) => {}
             other => panic!("{other:?}"),
         }
         if aborted && tracker.is_over() {
@@ -103,8 +106,8 @@ fn a_requester_that_dies_in_the_middle_aborts_its_serves() {
     node.serve_block(first, 0, &block);
     read_frame(&mut stream).expect("the block's header");
     drop(stream);
-    assert_eq!(node.next(), TransportEvent::ServeAborted { serve: first });
-    assert_eq!(node.next(), TransportEvent::ServeAborted { serve: second });
+    assert_eq!(node.next(), PeerEvent::ServeAborted { serve: first }.into());
+    assert_eq!(node.next(), PeerEvent::ServeAborted { serve: second }.into());
 }
 
 #[test]
@@ -139,12 +142,12 @@ fn a_cancelled_request_keeps_the_connection_open() {
     ];
     stream.write_all(&send.concat()).expect("sent");
     let (first, second) = (node.serve_number(), node.serve_number());
-    assert_eq!(node.next(), TransportEvent::ServeAborted { serve: first });
+    assert_eq!(node.next(), PeerEvent::ServeAborted { serve: first }.into());
     node.serve_block(first, 0, &block);
     node.serve_block(second, 0, &block);
     let frame = read_frame(&mut stream).expect("the second request's header");
     assert_eq!(frame.stream, 2);
-    assert_eq!(node.next(), TransportEvent::ServeDone { serve: second, block: 0 });
+    assert_eq!(node.next(), PeerEvent::ServeDone { serve: second, block: 0 }.into());
 }
 
 #[test]
@@ -155,6 +158,6 @@ fn served_memory_is_released_when_the_block_is_done() {
     let (mut tracker, _) = requester.fetch(&node.address(), 1);
     requester.finish(&mut tracker);
     let serve = node.serve_number();
-    assert_eq!(node.next(), TransportEvent::ServeDone { serve, block: 0 });
+    assert_eq!(node.next(), PeerEvent::ServeDone { serve, block: 0 }.into());
     assert_eq!(node.transport.stats().sent_bytes, block.layout.block_bytes());
 }

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use reprise_policy::peer::FillUpdate;
+use reprise_policy::peer::{FillUpdate, PeerEvent};
 use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{Block, FillOutcome, arena, by_hand, bytes_of, is_untouched, small_layout};
@@ -159,7 +159,10 @@ fn a_peer_that_dies_inside_a_payload_is_lost_at_once_and_verified_layers_remain(
     drop(stream);
     // Five objects are two and a half layers.
     match node.next() {
-        event @ TransportEvent::Fill { update: FillUpdate::Layers { layers: 1..=2, .. }, .. } => {
+        event @ TransportEvent::Peer(PeerEvent::Fill {
+            update: FillUpdate::Layers { layers: 1..=2, .. },
+            ..
+        }) => {
             tracker.take(&event);
         }
         other => panic!("{other:?} instead of layers"),

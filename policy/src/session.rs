@@ -1,0 +1,89 @@
+//! Options and results of requests in a session between an agent and its clients; both sides use these types.
+//!
+//! The messages around them differ. An agent gets lists of any length with the time of their receipt, and answers
+//! with places. A client adds what it holds: sessions, open files and mapped memory.
+
+use crate::Tier;
+
+/// Number of a commit within its session; the durable notice names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
+/// Nodes to search for blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// This node only; the agent sends no network request.
+    Local,
+    /// This node, then its peers.
+    #[default]
+    Cluster,
+}
+
+/// Location where a block was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Source {
+    /// DRAM of this node.
+    OwnDram = 1,
+    /// NVMe of this node.
+    OwnNvme = 2,
+    /// DRAM of a peer.
+    PeerDram = 3,
+    /// NVMe of a peer.
+    PeerNvme = 4,
+}
+
+impl Source {
+    /// All sources, in order of expected latency.
+    pub const ALL: [Source; 4] = [Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
+
+    /// Returns the source of a block that comes from a tier of a peer.
+    pub fn of_peer(tier: Tier) -> Source {
+        match tier {
+            Tier::Dram => Source::PeerDram,
+            Tier::Nvme => Source::PeerNvme,
+        }
+    }
+
+    /// Returns the source with a number; `None` for an unknown number.
+    pub fn from_number(number: u32) -> Option<Source> {
+        Source::ALL.into_iter().find(|source| *source as u32 == number)
+    }
+}
+
+/// Eviction priority of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Priority {
+    /// Evicted before all others.
+    Low = 0,
+    /// Default of commits without a priority.
+    #[default]
+    Normal = 1,
+    /// Evicted last, for prefixes that many prompts share.
+    High = 2,
+}
+
+/// Result for one item of a commit. In every case, the lease has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommitStatus {
+    /// The block is readable on the node from now on.
+    Committed,
+    /// The node had the block already, and it may not be durable yet; the slot was released.
+    Duplicate,
+    /// The lease does not exist.
+    NoLease,
+    /// Key or checksums do not fit the layout; the slot was released.
+    BadItem,
+    /// The block of an extent is durable, and readable on the node.
+    Durable,
+    /// The device could not make the block of an extent durable; the slot was released.
+    Failed,
+}
+
+impl CommitStatus {
+    /// Reports whether this commit stored the block.
+    pub fn is_committed(self) -> bool {
+        self == CommitStatus::Committed
+    }
+}
