@@ -77,6 +77,8 @@ pub enum EngineKind {
     IoUring,
     /// Positioned reads and writes on threads.
     Plain,
+    /// A driver in user space that has the whole controller.
+    UserNvme,
     /// A device in memory.
     Simulated,
 }
@@ -86,6 +88,7 @@ impl fmt::Display for EngineKind {
         f.write_str(match self {
             EngineKind::IoUring => "io_uring",
             EngineKind::Plain => "plain",
+            EngineKind::UserNvme => "user-nvme",
             EngineKind::Simulated => "simulated",
         })
     }

@@ -69,11 +69,11 @@ pub struct Completion {
 
 /// Limits of an engine, from its device.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
+pub struct Bounds {
     /// Size of the device in bytes.
-    pub(crate) size: u64,
+    pub size: u64,
     /// Access mode of the device.
-    pub(crate) access: FileAccess,
+    pub access: FileAccess,
 }
 
 impl Op {
@@ -104,7 +104,7 @@ impl Bounds {
     ///
     /// # Errors
     /// `Invalid` with the violated rule.
-    pub(crate) fn check(&self, op: &Op) -> Result<(), IoError> {
+    pub fn check(&self, op: &Op) -> Result<(), IoError> {
         let invalid = |text: String| Err(IoError::new(IoErrorKind::Invalid, text));
         let write = match op {
             Op::Sync => return Ok(()),

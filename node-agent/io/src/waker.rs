@@ -22,8 +22,8 @@ pub struct Waker {
     shared: Arc<Shared>,
 }
 
-/// The engine's side of its wakers.
-pub(crate) struct Doorbell {
+/// The side of a [`Waker`] that an engine has.
+pub struct Doorbell {
     shared: Arc<Shared>,
 }
 
@@ -47,17 +47,26 @@ impl fmt::Debug for Waker {
     }
 }
 
+impl fmt::Debug for Doorbell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Doorbell").field("rung", &self.shared.rung).finish_non_exhaustive()
+    }
+}
+
 impl Doorbell {
+    /// Creates the side of an engine.
+    ///
     /// # Errors
     /// `Unavailable` when the process is out of file descriptors.
-    pub(crate) fn new() -> Result<Doorbell, IoError> {
+    pub fn new() -> Result<Doorbell, IoError> {
         let event =
             sys::eventfd().map_err(|error| IoError::from_call(Call::Open, "creating an eventfd", error))?;
         let shared = Shared { event, rung: AtomicBool::new(false), sleeping: AtomicBool::new(false) };
         Ok(Doorbell { shared: Arc::new(shared) })
     }
 
-    pub(crate) fn waker(&self) -> Waker {
+    /// Returns a handle that ends a sleep.
+    pub fn waker(&self) -> Waker {
         Waker { shared: Arc::clone(&self.shared) }
     }
 
@@ -82,7 +91,7 @@ impl Doorbell {
     }
 
     /// Consumes a wake; returns whether there was one.
-    pub(crate) fn answer(&self) -> bool {
+    pub fn answer(&self) -> bool {
         self.shared.rung.swap(false, Ordering::SeqCst)
     }
 
@@ -92,7 +101,7 @@ impl Doorbell {
     }
 
     /// Blocks until rung or until `limit` has passed, for engines without a ring.
-    pub(crate) fn sleep(&self, limit: Duration) {
+    pub fn sleep(&self, limit: Duration) {
         if self.begin_sleep() {
             if sys::poll_readable(self.fd(), limit) {
                 sys::eventfd_take(self.fd());

@@ -27,6 +27,6 @@ pub(super) fn fallback(engine: FallbackEngine) -> Option<IoEngineChoice> {
 pub(super) fn reported(kind: EngineKind) -> Engine {
     match kind {
         EngineKind::IoUring => Engine::IoUring,
-        EngineKind::Plain | EngineKind::Simulated => Engine::Plain,
+        EngineKind::Plain | EngineKind::UserNvme | EngineKind::Simulated => Engine::Plain,
     }
 }

@@ -12,6 +12,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-daemon", &["reprise-policy"]),
     ("reprise-buffers", &["reprise-policy"]),
     ("reprise-io", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-nvme", &["reprise-buffers", "reprise-io"]),
     ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
     ("reprise-agent-core", &["reprise-policy"]),
     ("reprise-agent-kubernetes", &["reprise-crds", "reprise-policy"]),
@@ -85,8 +86,12 @@ const EDGES: &[(&str, &[&str])] = &[
 ];
 
 /// Dependencies that only the tests of a crate may have.
-const EDGES_OF_TESTS: &[(&str, &str)] =
-    &[("reprise-controlplane-store", "reprise-testkit"), ("reprise-controlplane", "reprise-testkit")];
+const EDGES_OF_TESTS: &[(&str, &str)] = &[
+    ("reprise-controlplane-store", "reprise-testkit"),
+    ("reprise-controlplane", "reprise-testkit"),
+    // The conformance suite of I/O engines holds for all of them.
+    ("reprise-io", "reprise-nvme"),
+];
 
 /// Crates that decide without doing: no async runtime, no clock, no I/O libraries.
 const PURE: &[&str] =

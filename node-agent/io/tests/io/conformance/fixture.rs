@@ -9,9 +9,14 @@ use std::time::Duration;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PageBuffer, Span};
 use reprise_io::simulated::{CrashMode, Fault, FaultKind, Image, SimulatedDevice, SimulatedSettings};
 use reprise_io::{
-    Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN, IfMissing,
-    IoEngine, Op, Reserve, Submission, Token, Wait, open_engine,
+    BlockDevice, Completion, DeviceFile, EngineChoice, EngineKind, EngineSettings, FileAccess, IO_ALIGN,
+    IfMissing, IoEngine, Op, Reserve, Submission, Token, Wait, open_engine,
 };
+use reprise_nvme::emulated::{
+    EmulatedController, Emulation, Fault as ControllerFault, FaultRule, Selection, Storage,
+};
+use reprise_nvme::spec::{Status, WRITE};
+use reprise_nvme::{DeviceSettings, NvmeDevice};
 use tempfile::TempDir;
 
 /// Size of the device under test in bytes.
@@ -30,6 +35,10 @@ const LIMITED_PROCESS: &str = "REPRISE_IO_TEST_LIMITED_PROCESS";
 pub(crate) enum Kind {
     IoUring,
     Plain,
+    /// The driver in user space on an emulated controller, whose namespace is the file.
+    UserNvme,
+    /// The same without SGLs, and with logical blocks of 4,096 bytes.
+    UserNvmePrp,
     Simulated,
 }
 
@@ -56,6 +65,7 @@ impl Fixture {
     pub(crate) fn open(&self) -> Box<dyn IoEngine> {
         match self.kind {
             Kind::Simulated => Box::new(self.simulated.open_engine().expect("a free device")),
+            Kind::UserNvme | Kind::UserNvmePrp => self.open_controller(FileAccess::ReadWrite, Vec::new()),
             _ => self.open_file(&self.path(), FileAccess::ReadWrite),
         }
     }
@@ -66,6 +76,7 @@ impl Fixture {
                 let device = simulated(self.simulated.image(), FileAccess::ReadOnly);
                 Box::new(device.open_engine().expect("a free device"))
             }
+            Kind::UserNvme | Kind::UserNvmePrp => self.open_controller(FileAccess::ReadOnly, Vec::new()),
             _ => self.open_file(&self.path(), FileAccess::ReadOnly),
         }
     }
@@ -77,6 +88,13 @@ impl Fixture {
         if self.kind == Kind::Simulated {
             self.simulated.inject(Fault::at(FaultKind::Full, DEVICE_BYTES / 2..DEVICE_BYTES));
             return Some(self.open());
+        }
+        if matches!(self.kind, Kind::UserNvme | Kind::UserNvmePrp) {
+            let block = 1 << self.block_power();
+            let blocks = Some((DEVICE_BYTES / 2 / block, DEVICE_BYTES / block - 1));
+            let on = Selection { opcode: Some(WRITE), blocks, ..Selection::default() };
+            let full = FaultRule { on, fault: ControllerFault::Status(Status::CAPACITY) };
+            return Some(self.open_controller(FileAccess::ReadWrite, vec![full]));
         }
         if std::env::var_os(LIMITED_PROCESS).is_some() {
             limit_file_size(DEVICE_BYTES / 2);
@@ -142,6 +160,31 @@ impl Fixture {
         let engine = open_engine(file, &settings)
             .unwrap_or_else(|error| panic!("this machine cannot run the suite for {kind}: {error}"));
         assert_eq!(engine.kind(), kind);
+        engine
+    }
+
+    /// Size of a logical block of the emulated controller, as a power of two.
+    fn block_power(&self) -> u8 {
+        if self.kind == Kind::UserNvmePrp { 12 } else { 9 }
+    }
+
+    /// Starts an emulated controller with small transfers, so that most operations have several commands.
+    fn open_controller(&self, access: FileAccess, faults: Vec<FaultRule>) -> Box<dyn IoEngine> {
+        let storage = Storage::file(self.raw_file()).expect("a size");
+        let emulation = Emulation {
+            transfer_max: Some(32 << 10),
+            sgl: self.kind == Kind::UserNvme,
+            block_power: self.block_power(),
+            faults,
+            ..Emulation::of(storage)
+        };
+        let controller = EmulatedController::start(emulation).expect("it starts");
+        let settings = DeviceSettings { access, ..DeviceSettings::default() };
+        let device = NvmeDevice::open(controller, &settings).expect("one namespace");
+        let regions = self.arena.regions().to_vec();
+        let settings = EngineSettings { queue_depth: CAPACITY as u32, regions, ..EngineSettings::default() };
+        let engine = Box::new(device).start_engine(&settings).expect("a queue pair");
+        assert_eq!(engine.kind(), EngineKind::UserNvme);
         engine
     }
 

@@ -1,4 +1,4 @@
-//! The conformance suite of [`reprise_io::IoEngine`]: every law of the trait, over all three engines.
+//! The conformance suite of [`reprise_io::IoEngine`]: every law of the trait, over all four engines.
 
 mod fixture;
 mod lifecycle;
@@ -11,6 +11,8 @@ macro_rules! conformance {
     ($($module:ident: $($law:ident),+ $(,)?);+ $(;)?) => {
         mod io_uring { conformance!(@engine Kind::IoUring; $($module: $($law),+);+); }
         mod plain { conformance!(@engine Kind::Plain; $($module: $($law),+);+); }
+        mod user_nvme { conformance!(@engine Kind::UserNvme; $($module: $($law),+);+); }
+        mod user_nvme_prp { conformance!(@engine Kind::UserNvmePrp; $($module: $($law),+);+); }
         mod simulated { conformance!(@engine Kind::Simulated; $($module: $($law),+);+); }
     };
     (@engine $kind:expr; $($module:ident: $($law:ident),+);+) => {

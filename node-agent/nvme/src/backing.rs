@@ -1,0 +1,61 @@
+//! What a driver needs of a controller and of the machine: registers, and memory that the controller accesses.
+
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use reprise_buffers::Region;
+
+use crate::error::NvmeError;
+
+/// Memory that the controller reads and writes, at a fixed address. It is zeroed at first.
+///
+/// Dropping it ends the access of the controller first, and then releases the memory: an access afterwards fails in the
+/// IOMMU. A controller that does not stop therefore never writes to memory that has another use.
+pub trait DmaMemory: Send + Sync {
+    /// Returns the address for the controller; a multiple of 4,096.
+    fn address(&self) -> u64;
+
+    /// Returns the size in bytes.
+    fn bytes(&self) -> usize;
+
+    /// Returns the aligned word of 8 bytes at an offset. Panics outside of the memory.
+    fn word(&self, offset: usize) -> &AtomicU64;
+
+    /// Returns the aligned word of 4 bytes at an offset. Panics outside of the memory.
+    fn half_word(&self, offset: usize) -> &AtomicU32;
+}
+
+/// A controller as a driver sees it: a VFIO device, or the emulated controller.
+pub trait Backing: Send + Sync + 'static {
+    /// Memory of queues and of descriptions of data.
+    type Memory: DmaMemory;
+
+    /// Reads a register of BAR 0. All ones if the controller is gone.
+    fn read(&self, offset: usize) -> u32;
+
+    /// Writes a register of BAR 0. All earlier stores to DMA memory are visible to the controller before.
+    fn write(&self, offset: usize, value: u32);
+
+    /// Allocates memory that the controller may access until it is dropped.
+    ///
+    /// # Errors
+    /// `Memory` if the machine has too little of it, or its limit of locked memory is too low.
+    fn allocate(&self, bytes: usize) -> Result<Self::Memory, NvmeError>;
+
+    /// Makes an arena region accessible for the controller; returns the address of its first byte. The region stays
+    /// mapped while the backing lives.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    fn map_region(&self, region: &Region) -> Result<u64, NvmeError>;
+}
+
+/// Reads a register of 8 bytes, low half first (Base 2.0, 3.1.3).
+pub(crate) fn read_u64(backing: &impl Backing, offset: usize) -> u64 {
+    u64::from(backing.read(offset)) | u64::from(backing.read(offset + 4)) << 32
+}
+
+/// Writes a register of 8 bytes, low half first.
+pub(crate) fn write_u64(backing: &impl Backing, offset: usize, value: u64) {
+    backing.write(offset, value as u32);
+    backing.write(offset + 4, (value >> 32) as u32);
+}

@@ -1,0 +1,137 @@
+//! The address space of an emulated controller, as an IOMMU provides it to a real one.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use reprise_buffers::{SharedMemory, Span};
+
+use crate::backing::DmaMemory;
+use crate::error::NvmeError;
+use crate::spec::PAGE_BYTES;
+
+/// First address; lower ones are never mapped.
+const FIRST: u64 = 0x1000_0000;
+/// Distance of two mappings at least, so that an overrun does not reach the next one.
+const GAP: u64 = 1 << 21;
+
+/// Memory that is mapped at an address.
+#[derive(Clone, Debug)]
+pub(super) enum Mapping {
+    /// Memory of queues and lists.
+    Words(Arc<SharedMemory>),
+    /// Memory of data.
+    Span(Span),
+}
+
+impl Mapping {
+    fn bytes(&self) -> u64 {
+        match self {
+            Mapping::Words(memory) => memory.len() as u64,
+            Mapping::Span(span) => span.len() as u64,
+        }
+    }
+}
+
+/// The mappings by address.
+pub(super) type Mappings = BTreeMap<u64, Mapping>;
+
+/// All mappings of a controller.
+#[derive(Debug, Default)]
+pub(super) struct AddressSpace {
+    state: Arc<RwLock<Mappings>>,
+    /// Address of the next mapping, as an offset from [`FIRST`].
+    next: AtomicU64,
+}
+
+impl AddressSpace {
+    /// Allocates memory that is mapped until it is dropped.
+    pub(super) fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
+        let memory = Arc::new(SharedMemory::create(bytes.next_multiple_of(PAGE_BYTES))?);
+        let address = self.add(Mapping::Words(Arc::clone(&memory)));
+        Ok(EmulatedMemory { memory, address, state: Arc::clone(&self.state) })
+    }
+
+    /// Maps a span while the address space lives.
+    pub(super) fn map(&self, span: Span) -> u64 {
+        self.add(Mapping::Span(span))
+    }
+
+    fn add(&self, mapping: Mapping) -> u64 {
+        let distance = mapping.bytes().next_multiple_of(GAP) + GAP;
+        let address = FIRST + self.next.fetch_add(distance, Ordering::Relaxed);
+        self.state.write().unwrap_or_else(PoisonError::into_inner).insert(address, mapping);
+        address
+    }
+
+    pub(super) fn read(&self) -> RwLockReadGuard<'_, Mappings> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns the mapping of a range, and the offset in it; `None` if a part of the range is not mapped.
+pub(super) fn resolve(mappings: &Mappings, address: u64, bytes: u64) -> Option<(&Mapping, usize)> {
+    let (base, mapping) = mappings.range(..=address).next_back()?;
+    let offset = address - base;
+    let end = offset.checked_add(bytes)?;
+    (end <= mapping.bytes()).then_some((mapping, offset as usize))
+}
+
+/// Reads whole words; false if they are not mapped or not aligned.
+pub(super) fn read_words(mappings: &Mappings, address: u64, into: &mut [u64]) -> bool {
+    let bytes = size_of_val(into) as u64;
+    if !address.is_multiple_of(8) {
+        return false;
+    }
+    match resolve(mappings, address, bytes) {
+        Some((Mapping::Words(memory), at)) => {
+            for (index, word) in into.iter_mut().enumerate() {
+                *word = u64::from_le(memory.atomic_u64(at + 8 * index).load(Ordering::Relaxed));
+            }
+            true
+        }
+        // Lists may lie in data memory too.
+        Some((Mapping::Span(span), at)) => {
+            let mut copy = vec![0; bytes as usize];
+            let Ok(part) = span.slice(at, copy.len()) else { return false };
+            part.copy_out(&mut copy);
+            for (word, bytes) in into.iter_mut().zip(copy.chunks_exact(8)) {
+                *word = crate::spec::le!(bytes, 0, u64);
+            }
+            true
+        }
+        None => false,
+    }
+}
+
+/// Memory that an emulated controller accesses.
+#[derive(Debug)]
+pub struct EmulatedMemory {
+    memory: Arc<SharedMemory>,
+    address: u64,
+    state: Arc<RwLock<Mappings>>,
+}
+
+impl DmaMemory for EmulatedMemory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        self.memory.atomic_u64(offset)
+    }
+
+    fn half_word(&self, offset: usize) -> &AtomicU32 {
+        self.memory.atomic_u32(offset)
+    }
+}
+
+impl Drop for EmulatedMemory {
+    fn drop(&mut self) {
+        self.state.write().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
+    }
+}

@@ -1,0 +1,34 @@
+//! NVMe controllers in user space.
+//!
+//! | module | part |
+//! |---|---|
+//! | [`spec`] | structures and constants of the specifications; no I/O |
+//! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
+//! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
+//! | [`emulated`] | a controller in this process, with faults on request |
+//!
+//! A driver resets the controller, identifies it, and creates queue pairs in memory that both access. Interrupts are
+//! off: completions are polled. Every command has a deadline. Data is described by SGLs if the controller has them, else
+//! by PRP lists ([`Controller::data_format`]).
+//!
+//! Not included: pools and their format, the choice of a device, retries.
+
+#![forbid(unsafe_code)]
+
+mod backing;
+mod controller;
+mod data;
+mod device;
+pub mod emulated;
+mod engine;
+mod error;
+mod queue;
+pub mod spec;
+
+pub use backing::{Backing, DmaMemory};
+pub use controller::{Controller, DeletedQueue, DriverSettings, Namespace, was_aborted};
+pub use data::{DataFormat, Piece};
+pub use device::{DeviceSettings, NvmeDevice};
+pub use engine::NvmeEngine;
+pub use error::NvmeError;
+pub use queue::{CommandId, Ended, QueuePair};

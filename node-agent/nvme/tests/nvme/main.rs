@@ -1,0 +1,9 @@
+//! The driver against the emulated controller: start, queues, transfers, faults, arbitrary answers.
+
+mod arbitrary;
+mod bench_rig;
+mod device;
+mod faults;
+mod queues;
+mod start;
+mod transfers;
