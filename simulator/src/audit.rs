@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use reprise_agent_core::event::Replica;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, Tier};
 
+use crate::budgets;
 use crate::member::incarnations;
 use crate::network::Host;
 use crate::store::{Key, Prefix, Revision, Value};
@@ -38,7 +39,7 @@ impl Simulation {
         self.cordon_all();
         self.run_until(self.env.now.after(FINISH_TIME));
         if self.env.setup.limits == Limits::Budgets {
-            self.share_out();
+            budgets::share_out(self);
         }
         for node in 0..self.nodes.len() {
             count_all(&mut self.env.seen, self.nodes[node].process.as_ref().expect("the agent runs"));
@@ -123,7 +124,7 @@ impl Simulation {
         }
         assert!(owned == SlotSet::ALL, "every slot has an owner");
         if self.env.setup.limits == Limits::Budgets {
-            self.assert_budgets_converged();
+            budgets::assert_budgets_converged(self);
         }
         let mut held = BTreeSet::new();
         for node in 0..self.nodes.len() {
@@ -175,7 +176,8 @@ impl Simulation {
     /// Returns the replicas in a member's directory.
     fn known_by(&mut self, member: usize) -> Vec<(NodeId, BlockKey, Tier)> {
         let (now, keys) = (self.env.time(Host::Member(member)), all_keys());
-        let answered = self.member(member).lookup(now, &keys, None);
+        let running = self.members[member].as_mut().expect("the member was restarted");
+        let answered = running.lookup(now, &keys, None);
         let of = |(key, replicas): (&BlockKey, Vec<Replica>)| {
             let named: Vec<_> = replicas.iter().map(|replica| (replica.node, *key, replica.tier)).collect();
             named

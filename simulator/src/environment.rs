@@ -1,7 +1,7 @@
-//! The environment of all simulated processes: time and what is scheduled, the hosts with their clocks, the network,
-//! and what is recorded.
+//! The environment of all simulated processes: time and the schedule, the hosts with their clocks, the network, and the
+//! record of the run.
 //!
-//! Steps of a process get the environment and their own process, and nothing else: what they need from other
+//! Steps of a process get the environment and their own process, and nothing else: everything that they need from other
 //! processes arrives in messages. Checks read the whole simulation, between steps.
 
 use std::collections::BTreeMap;
@@ -14,8 +14,10 @@ use reprise_policy::{Epoch, Tick};
 use crate::clock::Clock;
 use crate::hosts::Hosts;
 use crate::member::member_name;
+use crate::membership::MemberStep;
 use crate::messages::Message;
 use crate::network::{Host, Network};
+use crate::observation::Observation;
 use crate::queue::Queue;
 use crate::rng::Rng;
 use crate::setup::Setup;
@@ -40,6 +42,8 @@ pub(crate) struct Environment {
     pub(crate) calm: bool,
     /// Number of occurrences by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
+    /// Observations that the checks have not seen yet.
+    pub(crate) observations: Vec<Observation>,
 }
 
 impl Environment {
@@ -56,6 +60,7 @@ impl Environment {
             maps: BTreeMap::new(),
             calm: false,
             seen: BTreeMap::new(),
+            observations: Vec::new(),
             setup,
         }
     }
@@ -70,6 +75,13 @@ impl Environment {
         let host = Host::Node(node);
         let (at, life) = (self.in_time(host, delay), self.host(host).life);
         self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Schedules a step of a member's running process, by its clock.
+    pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
+        let host = Host::Member(member);
+        let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Member { member, life, what });
     }
 
     /// Returns the shard map of these members.

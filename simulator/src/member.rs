@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
+use reprise_controlplane_core::joining::Joining;
 use reprise_controlplane_core::{
     Changes, Directory, HeartbeatResult, LivenessSettings, LookupResult, MemberList, MemberParts, MemberView,
     ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable, Opening, RebalanceRound, RecordUpdate,
@@ -23,9 +24,10 @@ use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
+use crate::environment::Environment;
 use crate::membership::{Membership, StoreConnection};
 use crate::messages::{CallId, LookupAnswer, MemberListReply, NodeInfo};
-use crate::network::LineId;
+use crate::network::{Host, LineId};
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 use ledgers::Tenancy;
@@ -68,8 +70,6 @@ pub(crate) struct Member {
     pub(crate) tenancy: Tenancy,
     /// Start time of the member, by its clock.
     begun: Tick,
-    /// Number of directory changes since the last audit.
-    pub(crate) unaudited: u32,
     variant: Variant,
 }
 
@@ -110,7 +110,7 @@ impl Member {
             slots_epoch: Epoch(0),
             lease: None,
             joining: Membership::default(),
-            talk: StoreConnection::default(),
+            talk: StoreConnection::new(name),
             followers: Vec::new(),
             notifies_nodes: false,
             modes: Modes::default(),
@@ -121,9 +121,13 @@ impl Member {
             ended: BTreeMap::new(),
             tenancy: Tenancy::default(),
             begun,
-            unaudited: 0,
             variant,
         }
+    }
+
+    /// Reports whether the member serves, and is not stopped.
+    pub(crate) fn reachable(&self, env: &Environment) -> bool {
+        self.joining.serving && env.is_awake(Host::Member(self.name))
     }
 
     // ---- its place among the members ----------------------------------------------------------------------
@@ -132,7 +136,7 @@ impl Member {
     fn certain_incarnation(&self, now: Tick) -> Option<u64> {
         let lease = self.lease?;
         let certain = now < lease.schedule.deadline() || self.variant == Variant::AnswersAfterLease;
-        self.joining.incarnation().filter(|_| certain)
+        self.joining.entry.as_ref().and_then(Joining::incarnation).filter(|_| certain)
     }
 
     /// Returns the map if this member's place in it is certain: only then may the member answer for its

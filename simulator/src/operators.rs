@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, NodeMode};
 
-use crate::network::Host;
 use crate::node::Node;
 use crate::placement_audit::STALE_IN_CALM_MAX;
 use crate::simulation::{Action, Simulation};
@@ -36,8 +35,8 @@ impl Simulation {
             5..7 => NodeMode::Cordoned,
             _ => NodeMode::Draining,
         };
-        if self.serves(member) && self.env.is_awake(Host::Member(member)) {
-            self.set_mode(member, node, mode);
+        if self.members[member].as_ref().is_some_and(|running| running.reachable(&self.env)) {
+            self.at_member(member, |running, env| running.set_mode(env, node, mode));
         }
     }
 
@@ -46,7 +45,7 @@ impl Simulation {
         let Some(leaving) = self.env.setup.leaves_at_end else { return };
         for node in 0..self.nodes.len() {
             let mode = if leaving == node { NodeMode::Draining } else { NodeMode::Active };
-            self.set_mode(0, node, mode);
+            self.at_member(0, |running, env| running.set_mode(env, node, mode));
         }
         let began = self.env.now;
         while self.env.now.since(began) < DRAIN_TIME_MAX {
@@ -74,7 +73,9 @@ impl Simulation {
 
     /// Cordons all nodes: no further block is placed.
     pub(crate) fn cordon_all(&mut self) {
-        (0..self.nodes.len()).for_each(|node| self.set_mode(0, node, NodeMode::Cordoned));
+        for node in 0..self.nodes.len() {
+            self.at_member(0, |running, env| running.set_mode(env, node, NodeMode::Cordoned));
+        }
     }
 
     /// Checks that the durable blocks of a drained node are durable on others, or were at its last placement

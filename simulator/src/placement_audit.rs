@@ -10,15 +10,14 @@ use std::time::Duration;
 use reprise_agent_core::TenantUsage;
 use reprise_agent_core::directives::{NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::effect::PlaceReason;
-use reprise_agent_core::event::{Event, Grant, Move, Placement, Request};
-use reprise_agent_core::limits::PLACE_KEYS_MAX;
+use reprise_agent_core::event::{Event, Grant, Move, Request};
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
 
 use crate::link::LinkId;
-use crate::messages::{Direction, PlacementAnswer, PlacementRequest};
+use crate::messages::Direction;
 use crate::network::Host;
 use crate::reports::owner;
-use crate::setup::{DEAD_AFTER, Variant, large_layout};
+use crate::setup::{Variant, large_layout};
 use crate::simulation::Simulation;
 
 /// A deadline is detected when the clock shows the next microsecond.
@@ -52,7 +51,7 @@ pub(crate) struct PlacementAudit {
     inactive: bool,
     /// Hosts that members mean by the number of a move's target. After a replacement of the store, different
     /// members and the node itself may mean different hosts; the node offers to its own.
-    moves_to: BTreeMap<NodeId, BTreeSet<usize>>,
+    pub(crate) moves_to: BTreeMap<NodeId, BTreeSet<usize>>,
     /// Slot bytes that others have fetched since then.
     given: u64,
     since: Option<Tick>,
@@ -117,72 +116,11 @@ impl Simulation {
         assert!(placing.is_none(), "node {node}: a placement request exceeds its deadline: {placing:?}");
     }
 
-    // ---- placement requests -------------------------------------------------------------------------------
-
-    /// Checks a member's answer to a placement request.
-    pub(crate) fn audit_places(
-        &mut self,
-        member: usize,
-        request: &PlacementRequest,
-        answer: &PlacementAnswer,
-    ) {
-        assert!(request.keys.len() <= PLACE_KEYS_MAX, "{} keys in a placement request", request.keys.len());
-        let now = self.env.time(Host::Member(member));
-        self.note_asked(member, request);
-        let running = self.members[member].as_ref().expect("the member answers");
-        let mut seen: BTreeSet<NodeId> = BTreeSet::new();
-        for (key, answer) in request.keys.iter().zip(&answer.answers) {
-            match *answer {
-                Placement::To(to) if seen.insert(to) => {
-                    let host = running.host_of(to).expect("only known nodes are named");
-                    let mode = running.reported_modes.get(&host).copied().unwrap_or_default().mode;
-                    assert_eq!(mode, NodeMode::Active, "member {member} places blocks on node {host}");
-                    assert!(to != request.holder, "a block is placed on its holder");
-                    let silence = running.last_seen.get(&to).map(|seen_at| now.since(*seen_at));
-                    assert!(
-                        silence.is_some_and(|silence| silence < DEAD_AFTER),
-                        "{to} is named, silent for {silence:?}"
-                    );
-                }
-                Placement::Enough => self.assert_enough(member, request, key),
-                _ => {}
-            }
-        }
-    }
-
-    fn note_asked(&mut self, member: usize, request: &PlacementRequest) {
-        let running = self.members[member].as_ref().expect("the member answers");
-        let Some(holder) = running.host_of(request.holder) else { return };
-        let Some(process) = self.nodes[holder].process.as_mut() else { return };
-        match request.reason {
-            PlaceReason::Move(to) => {
-                if let Some(host) = running.host_of(to) {
-                    process.placed.moves_to.entry(to).or_default().insert(host);
-                }
-            }
-            PlaceReason::Drain => process.placed.asked_to_drain = Some(self.env.now),
-            PlaceReason::Hot => {}
-        }
-    }
-
-    /// Checks that there is another durable replica, or was one until recently.
-    fn assert_enough(&self, member: usize, request: &PlacementRequest, key: &BlockKey) {
-        let running = self.members[member].as_ref().expect("the member answers");
-        let durable = match request.reason {
-            PlaceReason::Move(to) => running.host_of(to).is_some_and(|host| self.was_durable(host, key)),
-            PlaceReason::Drain | PlaceReason::Hot => {
-                let holder = running.host_of(request.holder);
-                let others = (0..self.nodes.len()).filter(|host| Some(*host) != holder);
-                others.into_iter().any(|host| self.was_durable(host, key))
-            }
-        };
-        let reason = request.reason;
-        assert!(durable, "member {member} reports, for {reason:?}, that {key} is durable where it is not");
-    }
+    // ---- drops -------------------------------------------------------------------------------
 
     /// Reports whether a node has a block durably, or the directory may not know yet that the block was
     /// removed.
-    fn was_durable(&self, host: usize, key: &BlockKey) -> bool {
+    pub(crate) fn was_durable(&self, host: usize, key: &BlockKey) -> bool {
         let (node, stale) = (&self.nodes[host], if self.env.calm { STALE_IN_CALM_MAX } else { STALE_MAX });
         let settling = self.env.calm && self.env.now.since(self.env.setup.faults_until) < STALE_MAX;
         let stale = if settling { STALE_MAX } else { stale };

@@ -111,11 +111,11 @@ impl Simulation {
             Repair::StartAgent(_) => {}
             Repair::StartMember(member) if self.members[member].is_none() => self.start_member(member),
             Repair::StartMember(_) => {}
-            Repair::StartStore if !self.env.runs(Host::Store) => self.start_store(),
+            Repair::StartStore if !self.env.runs(Host::Store) => self.store_process.start(&mut self.env),
             Repair::StartStore => {}
             Repair::Resume(host, how) => {
                 if self.env.resume(host, how) && host == Host::Store {
-                    self.resume_store(how);
+                    self.store_process.resume(&mut self.env, how);
                 }
             }
             Repair::FastStore => self.store_process.slow = false,
@@ -232,7 +232,7 @@ impl Simulation {
     }
 
     fn restart_member(&mut self, member: usize) {
-        self.kill_member(member);
+        self.at_member(member, |running, env| running.kill(env));
         self.env.count("member restarts");
         let delay = self.env.rng.millis(20..5000);
         self.env.after(delay, Action::Repair(Repair::StartMember(member)));
@@ -242,7 +242,7 @@ impl Simulation {
         let delay = self.env.rng.millis(50..5000);
         match self.env.rng.below(100) {
             0..30 if self.env.runs(Host::Store) => {
-                self.kill_store();
+                self.store_process.kill(&mut self.env);
                 self.env.count("store restarts");
                 self.env.after(delay, Action::Repair(Repair::StartStore));
             }
@@ -264,7 +264,7 @@ impl Simulation {
                 self.env.after(delay, Action::Repair(Repair::KeepHistory));
             }
             90.. => {
-                self.wipe_store();
+                self.store_process.wipe(&mut self.env);
                 self.env.count("store wipes");
             }
             _ => {}

@@ -10,7 +10,7 @@ use reprise_agent_core::event::{Event, Grant, Request, RequestId};
 use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
 
 use crate::answer_audit::AnswerAudit;
-use crate::budgets::{BudgetAudit, FIRST_BUDGET_AFTER};
+use crate::budgets::{self, BudgetAudit, FIRST_BUDGET_AFTER};
 use crate::environment::Environment;
 use crate::link::LinkId;
 use crate::member::Member;
@@ -19,6 +19,7 @@ use crate::memory::Tag;
 use crate::messages::{CallId, Message};
 use crate::network::{End, Host, LineId};
 use crate::node::Node;
+use crate::observation;
 use crate::random_faults::Repair;
 use crate::rng::Rng;
 use crate::setup::{Limits, Setup, Variant};
@@ -181,7 +182,7 @@ impl Simulation {
     }
 
     fn begin(&mut self) {
-        self.start_store();
+        self.store_process.start(&mut self.env);
         (0..self.members.len()).for_each(|member| self.start_member(member));
         (0..self.nodes.len()).for_each(|node| self.start_agent(node));
     }
@@ -223,18 +224,109 @@ impl Simulation {
                     self.local(node, what);
                 }
             }
-            Action::Member { member, life, what } => self.member_step(member, life, what),
-            Action::Store { life, what } => self.store_step(life, what),
+            Action::Member { member, life, what } => {
+                if self.env.host(Host::Member(member)).life == life {
+                    self.at_member(member, |running, env| running.step(env, what));
+                }
+            }
+            Action::Store { life, what } => self.store_process.step(&mut self.env, life, what),
             Action::Engine { node, seat } => self.drive_engine(node, seat),
             Action::Grant => self.send_grant(),
             Action::Operate => self.operate(),
-            Action::Budget => self.change_budget(),
+            Action::Budget => budgets::change_budget(&mut self.env, &mut self.members),
             Action::Fault => self.fault(),
             Action::Domain => self.change_domain(),
             Action::Outage(node) => self.outage(node),
             Action::Repair(repair) => self.repair(repair),
         }
+        observation::check(self);
     }
+
+    /// Starts the process of a member.
+    pub(crate) fn start_member(&mut self, member: usize) {
+        self.members[member] = Some(Member::start(&mut self.env, member));
+    }
+
+    /// Runs a step of a member's process, if there is one. If it ends, its memory is lost.
+    pub(crate) fn at_member(&mut self, member: usize, step: impl FnOnce(&mut Member, &mut Environment)) {
+        let Some(running) = &mut self.members[member] else { return };
+        step(running, &mut self.env);
+        if !self.env.runs(Host::Member(member)) {
+            self.members[member] = None;
+        }
+    }
+
+    // ---- messages -----------------------------------------------------------------------------------------
+
+    fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
+        if self.env.network.is_cut(ends[0].host, ends[1].host) {
+            return self.env.network.hold(line, to, number, message);
+        }
+        for message in self.env.network.in_order(line, to, number, message) {
+            self.deliver(line, to, message);
+        }
+    }
+
+    fn deliver(&mut self, line: LineId, to: usize, message: Message) {
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
+        let (receiver, sender) = (ends[to], ends[1 - to]);
+        if !self.env.lives(sender) {
+            return;
+        }
+        if !self.env.lives(receiver) || !self.listens(receiver.host, to) {
+            // A running machine rejects the connection; one that is off does not answer.
+            if self.env.host(receiver.host).powered {
+                self.env.lose_end(line, sender, 40..600);
+            }
+            return;
+        }
+        match (receiver.host, message) {
+            (Host::Member(member), Message::Call { call, request }) => {
+                self.at_member(member, |running, env| running.serve_call(env, (line, call), request));
+            }
+            (Host::Node(node), Message::Reply { call, reply }) => self.on_answer(node, call, reply),
+            (Host::Node(node), Message::Peer(message)) => self.on_peer_message(node, line, message),
+            (Host::Store, Message::StoreRequest { call, request }) => {
+                self.store_process.serve(&mut self.env, (line, call), request);
+            }
+            (Host::Member(member), Message::StoreReply { call, reply }) => {
+                self.at_member(member, |running, env| running.on_store_reply(env, call, reply));
+            }
+            (host, message) => unreachable!("unexpected message for {host:?}: {message:?}"),
+        }
+        observation::check(self);
+    }
+
+    /// Reports whether a process accepts messages at this end of a connection: it has opened the connection,
+    /// or serves.
+    fn listens(&self, host: Host, end: usize) -> bool {
+        match host {
+            Host::Member(member) => {
+                end == 0 || self.members[member].as_ref().is_some_and(|running| running.joining.serving)
+            }
+            Host::Node(_) | Host::Store => true,
+        }
+    }
+
+    fn line_lost(&mut self, line: LineId, end: End) {
+        if !self.env.lives(end) {
+            return;
+        }
+        self.env.network.close(line);
+        match end.host {
+            Host::Node(node) => {
+                self.client_line_lost(node, line);
+                self.peer_line_lost(node, line);
+            }
+            Host::Member(member) => {
+                self.at_member(member, |running, env| running.line_lost(env, line));
+            }
+            Host::Store => self.store_process.line_lost(line),
+        }
+    }
+
+    // ---- agents -------------------------------------------------------------------------------------------
 
     fn local(&mut self, node: usize, what: AgentStep) {
         match what {

@@ -13,6 +13,7 @@ use reprise_agent_core::event::{Event, Grant};
 use reprise_agent_core::limits::LOOKUPS_MAX;
 use reprise_policy::{Epoch, Quota, TenantId, TenantName};
 
+use crate::budgets;
 use crate::setup::{Variant, large_layout};
 use crate::simulation::{Action, AgentStep, Simulation};
 
@@ -81,7 +82,7 @@ impl Simulation {
         let before = self.grant_of(node, tenant);
         self.apply_grant(node, grant);
         if before != self.grant_of(node, tenant) {
-            self.audit_order((node, tenant), epoch, before);
+            budgets::audit_order(self, (node, tenant), epoch, before);
         }
     }
 

@@ -6,23 +6,24 @@
 //! one request, and budgets are set without the joint check of reservations, which grants concurrent changes.
 
 use reprise_controlplane_core::store_writes::{
-    self, NodeRegistration, NumberCounter, StoreIdentity, Unchanged, WriteAttempts, WriteRejection,
+    self, NodeRegistration, NumberCounter, Unchanged, WriteAttempts, WriteRejection,
 };
-use reprise_controlplane_core::{Budget, ModeRecord, NodeDetails};
+use reprise_controlplane_core::{Budget, NodeDetails};
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeMode, TenantId};
 
+use super::identity::{Continuation, number_of};
+use super::store_connection::{Purpose, StoreConnection};
 use super::store_watch::{mode_record, node_record};
-use super::{Purpose, number_of};
+use crate::environment::Environment;
 use crate::member::node_name;
 use crate::messages::{CallId, Message, Reply, StoreRequest};
 use crate::network::LineId;
-use crate::simulation::Simulation;
-use crate::store::{Condition, Entry, Key, Revision, TransactionError, Value, Write};
+use crate::store::{Condition, Entry, Key, Value, Write};
 
 /// A registration in progress.
 #[derive(Clone, Debug)]
-pub(super) struct RegistrationAttempt {
+pub(crate) struct RegistrationAttempt {
     name: usize,
     /// Failure domain of the node.
     domain: String,
@@ -33,9 +34,9 @@ pub(super) struct RegistrationAttempt {
 
 /// An operator's request to set a node's mode.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ModeOrder {
-    node: usize,
-    mode: NodeMode,
+pub(crate) struct ModeOrder {
+    pub(crate) node: usize,
+    pub(crate) mode: NodeMode,
     attempts: WriteAttempts,
 }
 
@@ -46,56 +47,31 @@ fn condition(key: Key, unchanged: Unchanged) -> Condition {
     }
 }
 
-impl Simulation {
-    /// Returns the condition that the store still has the identity that a member knows.
-    pub(super) fn same_store(&mut self, member: usize) -> Condition {
-        let identity = self.identity(member);
-        Condition::Modified(Key::IdentityOf(identity.number), identity.revision)
+impl RegistrationAttempt {
+    pub(crate) fn new(name: usize, domain: String, (line, call): (LineId, CallId)) -> RegistrationAttempt {
+        RegistrationAttempt { name, domain, line, call, attempts: WriteAttempts::default() }
     }
 
-    /// Reads the identity of the store after a conflict.
-    pub(super) fn compare_store(&mut self, member: usize, of: Purpose) {
-        let key = Key::IdentityOf(self.identity(member).number);
-        self.ask_store(member, of, StoreRequest::Get(vec![key]));
+    /// Returns where the answer is expected.
+    pub(super) fn from(&self) -> (LineId, CallId) {
+        (self.line, self.call)
     }
 
-    pub(super) fn compared(&mut self, member: usize, identity: &Option<Entry>) -> StoreIdentity {
-        let revision = identity.as_ref().map(|entry| entry.modified);
-        let is_same = revision == Some(self.identity(member).revision);
-        if is_same { StoreIdentity::Same } else { StoreIdentity::Other }
+    pub(super) fn refuse(&self, env: &mut Environment) {
+        env.send(self.line, 0, Message::Reply { call: self.call, reply: Reply::Unavailable });
     }
 
-    // ---- nodes --------------------------------------------------------------------------------------------
-
-    pub(crate) fn register_node(
-        &mut self,
-        member: usize,
-        (name, domain): (usize, String),
-        (line, call): (LineId, CallId),
-    ) {
-        let attempts = WriteAttempts::default();
-        self.read_record(member, RegistrationAttempt { name, domain, line, call, attempts });
+    /// Reads the record of the node, and the counter of numbers.
+    pub(crate) fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+        let keys = vec![Key::Node(self.name), Key::NextNode];
+        talk.ask(env, Purpose::Registered(self), StoreRequest::Get(keys));
     }
 
-    pub(super) fn refuse(&mut self, of: &RegistrationAttempt) {
-        self.env.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
-    }
-
-    fn read_record(&mut self, member: usize, of: RegistrationAttempt) {
-        let keys = vec![Key::Node(of.name), Key::NextNode];
-        self.ask_store(member, Purpose::Registered(of), StoreRequest::Get(keys));
-    }
-
-    pub(super) fn register_in_store(
-        &mut self,
-        member: usize,
-        of: RegistrationAttempt,
-        entries: &[Option<Entry>],
-    ) {
-        let identity = self.identity(member);
+    /// Writes the record, after it was read.
+    pub(super) fn write(self, env: &mut Environment, talk: &mut StoreConnection, entries: &[Option<Entry>]) {
         let details = NodeDetails {
-            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(of.name)))],
-            failure_domain: of.domain.clone(),
+            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(self.name)))],
+            failure_domain: self.domain.clone(),
             ..NodeDetails::default()
         };
         let registration = match &entries[0] {
@@ -105,104 +81,79 @@ impl Simulation {
                     Some(NumberCounter { next: number_of(&entries[1])?, revision: entry.modified })
                 });
                 // Epochs begin at a number of the store's identity.
-                let base = Epoch(u64::from(identity.number) << 32);
-                NodeRegistration::first(&node_name(of.name), details, counter, base).expect("few nodes")
+                let base = Epoch(u64::from(talk.identity_number()) << 32);
+                NodeRegistration::first(&node_name(self.name), details, counter, base).expect("few nodes")
             }
         };
-        let key = Key::Node(of.name);
-        let mut conditions = vec![self.same_store(member), condition(key, registration.unchanged)];
+        let key = Key::Node(self.name);
+        let mut conditions = vec![talk.same_store(), condition(key, registration.unchanged)];
         let record = Value::Node(Box::new(registration.record.clone()));
         let mut writes = vec![Write { key, value: record, lease: None }];
         if let Some((unchanged, next)) = registration.counter {
             conditions.push(condition(Key::NextNode, unchanged));
             writes.push(Write { key: Key::NextNode, value: Value::Number(next), lease: None });
         }
-        let purpose = Purpose::Register(of, Box::new(registration));
-        self.ask_store(member, purpose, StoreRequest::Transact { conditions, writes });
-    }
-
-    pub(super) fn node_written(
-        &mut self,
-        member: usize,
-        (of, registration): (RegistrationAttempt, NodeRegistration),
-        result: Result<Revision, TransactionError>,
-    ) {
-        match result {
-            Ok(revision) => self.registered(member, registration.committed(revision), (of.line, of.call)),
-            Err(_) => self.compare_store(member, Purpose::IsOfStore(of)),
-        }
+        let purpose = Purpose::Register(self, Box::new(registration));
+        talk.ask(env, purpose, StoreRequest::Transact { conditions, writes });
     }
 
     /// Handles the comparison of the store after a registration that was not written.
-    pub(super) fn register_again(
-        &mut self,
-        member: usize,
-        mut of: RegistrationAttempt,
+    pub(super) fn again(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
         identity: &Option<Entry>,
-    ) {
-        let store = self.compared(member, identity);
-        match of.attempts.retry(store) {
-            Ok(()) => self.read_record(member, of),
-            Err(WriteRejection::Busy) => self.refuse(&of),
+    ) -> Continuation {
+        match self.attempts.retry(talk.compared(identity)) {
+            Ok(()) => self.read(env, talk),
+            Err(WriteRejection::Busy) => self.refuse(env),
             Err(WriteRejection::OtherStore) => {
-                self.refuse(&of);
-                self.end_member(member);
+                self.refuse(env);
+                return Continuation::Ends;
             }
         }
+        Continuation::Continues
+    }
+}
+
+impl ModeOrder {
+    pub(crate) fn new(node: usize, mode: NodeMode) -> ModeOrder {
+        ModeOrder { node, mode, attempts: WriteAttempts::default() }
     }
 
-    // ---- modes --------------------------------------------------------------------------------------------
-
-    /// `SetNode`, as in a member. A node that has never registered cannot be set.
-    pub(crate) fn set_mode(&mut self, member: usize, node: usize, mode: NodeMode) {
-        if self.member(member).knows_host(node) {
-            self.read_mode(member, ModeOrder { node, mode, attempts: WriteAttempts::default() });
-        }
+    pub(crate) fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+        talk.ask(env, Purpose::ModeBefore(self), StoreRequest::Get(vec![Key::Mode(self.node)]));
     }
 
-    fn read_mode(&mut self, member: usize, order: ModeOrder) {
-        self.ask_store(member, Purpose::ModeBefore(order), StoreRequest::Get(vec![Key::Mode(order.node)]));
-    }
-
-    pub(super) fn mode_read(&mut self, member: usize, order: ModeOrder, entry: &Option<Entry>) {
+    /// Writes the mode, after the record was read.
+    pub(super) fn write(self, env: &mut Environment, talk: &mut StoreConnection, entry: &Option<Entry>) {
         let known = entry.as_ref().map(mode_record);
-        let Some(unchanged) = store_writes::set_mode(known, order.mode) else { return };
-        let key = Key::Mode(order.node);
-        let conditions = vec![condition(key, unchanged), self.same_store(member)];
-        let writes = vec![Write { key, value: Value::Mode(order.mode), lease: None }];
-        self.ask_store(member, Purpose::ModePut(order), StoreRequest::Transact { conditions, writes });
-    }
-
-    pub(super) fn mode_put(
-        &mut self,
-        member: usize,
-        order: ModeOrder,
-        result: Result<Revision, TransactionError>,
-    ) {
-        match result {
-            Ok(revision) => {
-                self.env.count("modes set");
-                self.member(member).learn_mode(order.node, ModeRecord { mode: order.mode, revision });
-            }
-            Err(_) => self.compare_store(member, Purpose::ModeOfStore(order)),
-        }
+        let Some(unchanged) = store_writes::set_mode(known, self.mode) else { return };
+        let key = Key::Mode(self.node);
+        let conditions = vec![condition(key, unchanged), talk.same_store()];
+        let writes = vec![Write { key, value: Value::Mode(self.mode), lease: None }];
+        talk.ask(env, Purpose::ModePut(self), StoreRequest::Transact { conditions, writes });
     }
 
     /// Handles the comparison of the store after a mode that was not written. The operator gets an error if it
     /// is another one.
-    pub(super) fn set_mode_again(&mut self, member: usize, mut order: ModeOrder, identity: &Option<Entry>) {
-        let store = self.compared(member, identity);
-        if order.attempts.retry(store).is_ok() {
-            self.read_mode(member, order);
+    pub(super) fn again(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        identity: &Option<Entry>,
+    ) {
+        if self.attempts.retry(talk.compared(identity)).is_ok() {
+            self.read(env, talk);
         }
     }
+}
 
-    // ---- budgets ------------------------------------------------------------------------------------------
-
+impl StoreConnection {
     /// `SetTenant` or `RemoveTenant`, as in a member.
-    pub(crate) fn set_budget(&mut self, member: usize, tenant: TenantId, budget: Option<Budget>) {
+    pub(crate) fn set_budget(&mut self, env: &mut Environment, tenant: TenantId, budget: Option<Budget>) {
         let key = Key::Tenant(tenant);
-        let conditions = vec![self.same_store(member)];
+        let conditions = vec![self.same_store()];
         let request = match budget {
             Some(budget) => {
                 let writes = vec![Write { key, value: Value::Budget(budget), lease: None }];
@@ -210,6 +161,6 @@ impl Simulation {
             }
             None => StoreRequest::Delete { conditions, key },
         };
-        self.ask_store(member, Purpose::SetBudget, request);
+        self.ask(env, Purpose::SetBudget, request);
     }
 }
