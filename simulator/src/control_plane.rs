@@ -7,18 +7,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_agent_core::event::Move;
 use reprise_agent_core::outbox::Batch;
-use reprise_controlplane_core::{ModeRecord, NodeRecord};
+use reprise_controlplane_core::NodeRecord;
+use reprise_controlplane_core::agent_calls::ReportAnswer;
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode};
 
 use crate::environment::Environment;
 use crate::member::Member;
 use crate::membership::{MemberStep, ModeOrder, RegistrationAttempt};
-use crate::messages::{CallId, Message, NodeReportBody, NodeReportReply, PlacementRequest, Reply, Request};
+use crate::messages::{
+    CallId, Direction, Message, NodeReportBody, NodeReportReply, PlacementRequest, Reply, Request,
+};
 use crate::network::{Host, LineId};
 use crate::observation::Observation;
 use crate::setup::BEAT_EVERY;
-use crate::store::Revision;
 
 /// Maximum delay in microseconds until a member's task runs.
 const OWN_US_MAX: u64 = 500;
@@ -33,14 +36,14 @@ impl Member {
             // The registration is written to the store first; the member's memory follows when the store has
             // answered.
             Request::Register { name, domain } => {
-                return RegistrationAttempt::new(name, domain, from).read(env, &mut self.talk);
+                return RegistrationAttempt::begin(env, &mut self.talk, (name, domain), from);
             }
             Request::Beat { node, epoch } => self.handle_heartbeat(env, node, epoch),
             Request::Slots { node, epoch } => Reply::SlotStatus(self.slot_status(node, epoch).map(Box::new)),
             Request::Update(batch) => self.handle_update(env, &batch),
             Request::Lookup { keys, requester } => self.find(env, keys, requester),
             Request::Place(request) => self.answer_placement(env, request),
-            Request::Report(body) => self.handle_report(env, &body),
+            Request::Report(body) => self.handle_report(env, *body),
             Request::Members => self.members_now(env),
             Request::Watch => return self.follow(env, from),
         };
@@ -79,13 +82,14 @@ impl Member {
         Reply::Placed(answer)
     }
 
-    fn handle_report(&mut self, env: &mut Environment, body: &NodeReportBody) -> Reply {
+    fn handle_report(&mut self, env: &mut Environment, body: NodeReportBody) -> Reply {
         let now = env.time(Host::Member(self.name));
-        let grants = self.report(now, body);
+        let answer = self.report(now, body);
         env.observe(Observation::ReportAnswered { member: self.name });
-        Reply::Reported(
-            grants.map(|grants| NodeReportReply { grants, direction: self.direct(now, body.node) }),
-        )
+        Reply::Reported(answer.map(|ReportAnswer { grants, mode, planned }| {
+            let given = planned.map(|planned| Move { to: planned.to, bytes: planned.bytes });
+            NodeReportReply { grants, direction: mode.map(|set| Direction { set, given }) }
+        }))
     }
 
     fn members_now(&self, env: &Environment) -> Reply {
@@ -163,16 +167,12 @@ impl Member {
     /// `SetNode`, as in a member. A node that has never registered cannot be set.
     pub(crate) fn set_mode(&mut self, env: &mut Environment, node: usize, mode: NodeMode) {
         if self.knows_host(node) {
-            ModeOrder::new(node, mode).read(env, &mut self.talk);
+            ModeOrder::begin(env, &mut self.talk, node, mode);
         }
-    }
-
-    /// Handles a mode that was written to the store.
-    pub(crate) fn mode_written(&mut self, order: &ModeOrder, revision: Revision) {
-        self.learn_mode(order.node, ModeRecord { mode: order.mode, revision });
     }
 }
 
-fn send_reply(env: &mut Environment, to: (LineId, CallId), reply: Reply) {
+/// Sends an answer to a call of an agent.
+pub(crate) fn send_reply(env: &mut Environment, to: (LineId, CallId), reply: Reply) {
     env.send(to.0, 0, Message::Reply { call: to.1, reply });
 }

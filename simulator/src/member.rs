@@ -3,8 +3,7 @@
 //! The parts, the order in which they change ([`member_parts`]) and the rules are production code. Here are their
 //! memory, the flaws that are injected between them, and what the audits need to know. Calls to the store are in
 //! `membership.rs`, those of agents in `control_plane.rs`, placement, modes and moves in `member/placement.rs`.
-//! Following slots and looking up keys repeat the steps of `controlplane/src/server.rs` and
-//! `controlplane/src/directory.rs`. The binary's locks, partitions and streams are not reproduced.
+//! The binary's locks, partitions and streams are not reproduced.
 
 mod ledgers;
 mod placement;
@@ -16,9 +15,9 @@ use reprise_agent_core::event::Replica;
 use reprise_agent_core::outbox::{self, Answer, Batch};
 use reprise_controlplane_core::joining::Joining;
 use reprise_controlplane_core::{
-    Changes, Directory, HeartbeatResult, LivenessSettings, LookupResult, MemberList, MemberParts, MemberView,
-    ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable, Opening, RebalanceRound, RecordUpdate,
-    SlotStatus, Standing, Update, UpdateOutcome, member_parts,
+    AssignedSlots, Changes, Directory, HeartbeatResult, LivenessSettings, LookupCall, LookupResult,
+    MemberList, MemberParts, MemberView, ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable,
+    Opening, RebalanceRound, RecordUpdate, SlotStatus, Standing, Update, UpdateOutcome, member_parts,
 };
 use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
@@ -119,7 +118,7 @@ impl Member {
             requested_slots: BTreeMap::new(),
             last_seen: BTreeMap::new(),
             ended: BTreeMap::new(),
-            tenancy: Tenancy::default(),
+            tenancy: Tenancy::new(variant),
             begun,
             variant,
         }
@@ -157,10 +156,11 @@ impl Member {
 
     /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
     pub(crate) fn update_owned_slots(&mut self, now: Tick) {
-        let kept = self.standing(now, &member_name(self.name)).retained_slots(self.directory.owned());
-        self.slots_epoch = self.map().epoch();
-        self.directory.set_owned_slots(&kept);
-        self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
+        let name = member_name(self.name);
+        let AssignedSlots { slots, epoch } = self.standing(now, &name).assigned_slots(self.directory.owned());
+        self.slots_epoch = epoch;
+        self.directory.set_owned_slots(&slots);
+        self.ended.values_mut().for_each(|ended| *ended = ended.and(&slots));
     }
 
     pub(crate) fn member_list(&self, now: Tick) -> MemberListReply {
@@ -265,40 +265,46 @@ impl Member {
 
     /// Answers a lookup for its own slots, if its place is certain.
     pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], requester: Option<NodeId>) -> LookupAnswer {
-        let map_epoch = self.map().epoch();
-        if !self.answers(now) {
-            let elsewhere = (0..keys.len() as u32).collect();
-            return LookupAnswer { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
-        }
-        self.expire(now);
+        let mut call = LookupCall::begin(keys.len() as u32, self.answerable_map(now));
         let mut found = LookupResult::default();
-        self.directory.lookup(keys, &self.nodes.live(), requester, &mut found);
-        let of = |index| {
-            found
-                .of(index)
-                .iter()
-                .map(|replica| Replica { node: replica.node, tier: replica.tier, load: replica.load })
-                .collect()
+        if call.is_certain() {
+            let live = match self.variant {
+                Variant::LookupsNameDeadNodes => self.nodes.live(),
+                _ => member_parts::live_nodes(self, now),
+            };
+            self.directory.lookup(keys, &live, requester, &mut found);
+            call.add(&found);
+        }
+        let answer = call.end(self.answerable_map(now), self.map().epoch());
+        let replica = |replica: &reprise_controlplane_core::Replica| Replica {
+            node: replica.node,
+            tier: replica.tier,
+            load: replica.load,
+        };
+        let replicas = |index| match answer.is_certain {
+            true => found.of(index).iter().map(replica).collect(),
+            false => Vec::new(),
         };
         LookupAnswer {
-            found: (0..keys.len()).map(of).collect(),
-            elsewhere: found.elsewhere().to_vec(),
+            found: (0..keys.len()).map(replicas).collect(),
             partial: if self.variant == Variant::NewOwnerClaimsComplete {
                 0
             } else {
-                found.partial() as usize
+                answer.partial as usize
             },
-            map_epoch,
+            elsewhere: answer.elsewhere,
+            map_epoch: answer.map_epoch,
         }
     }
 
-    /// Reports whether this member may answer for its slots.
-    fn answers(&self, now: Tick) -> bool {
+    /// Returns the map, if this member may answer for its slots by it.
+    fn answerable_map(&self, now: Tick) -> Option<Arc<MemberView>> {
         let slots_epoch = match self.variant {
             Variant::AnswersBetweenMaps => self.map().epoch(),
             _ => self.slots_epoch,
         };
-        self.standing(now, &member_name(self.name)).answers(slots_epoch)
+        let answers = self.standing(now, &member_name(self.name)).answers(slots_epoch);
+        answers.then(|| self.list.view().clone())
     }
 
     /// Reports whether an expected node has not completed its inventory of a key's slot.

@@ -20,11 +20,14 @@ use std::time::Duration;
 
 use reprise_controlplane_core::joining::{JoinInput, Joining};
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall, RecordCall, WatchEnd};
+use reprise_controlplane_core::store_writes::{ModeInput, RegistrationInput};
+use reprise_controlplane_core::{ModeRecord, NodeRecord};
 use reprise_policy::Tick;
 
+use crate::control_plane::send_reply;
 use crate::environment::Environment;
 use crate::member::Member;
-use crate::messages::{CallId, StoreReply, StoreRequest};
+use crate::messages::{CallId, Reply, StoreReply, StoreRequest};
 use crate::network::{Host, LineId};
 use crate::observation::Observation;
 use crate::random_faults::Repair;
@@ -35,6 +38,7 @@ use identity::Continuation;
 pub(crate) use store_connection::StoreConnection;
 use store_connection::{Purpose, StoreCall};
 use store_watch::{RecordKind, Records, node_record};
+use writes::Progress;
 pub(crate) use writes::{ModeOrder, RegistrationAttempt};
 
 /// Progress of a member's start and registration.
@@ -183,7 +187,7 @@ impl Member {
             | Purpose::ModeBefore(_)
             | Purpose::ModePut(_)
             | Purpose::ModeOfStore(_) => {}
-            Purpose::Registered(ref of) | Purpose::Register(ref of, _) | Purpose::IsOfStore(ref of) => {
+            Purpose::Registered(ref of) | Purpose::Register(ref of) | Purpose::IsOfStore(ref of) => {
                 of.refuse(env);
             }
         }
@@ -269,33 +273,64 @@ impl Member {
     fn apply_write_reply(&mut self, env: &mut Environment, of: Purpose, reply: StoreReply) {
         match (of, reply) {
             (Purpose::Registered(of), StoreReply::Entries(entries)) => {
-                of.write(env, &mut self.talk, &entries);
+                let (from, talk) = (of.from(), &mut self.talk);
+                let progress = of.on_read(env, talk, &entries);
+                self.registration_advanced(env, from, progress);
             }
-            (Purpose::Register(of, registration), StoreReply::Transacted(Ok(revision))) => {
-                self.node_written(env, registration.committed(revision), of.from());
-            }
-            (Purpose::Register(of, _), StoreReply::Transacted(Err(_))) => {
-                self.talk.compare_store(env, Purpose::IsOfStore(of));
+            (Purpose::Register(of), StoreReply::Transacted(result)) => {
+                let input = result.map_or(RegistrationInput::Conflict, RegistrationInput::Committed);
+                let from = of.from();
+                let progress = of.on(env, &mut self.talk, input);
+                self.registration_advanced(env, from, progress);
             }
             (Purpose::IsOfStore(of), StoreReply::Entries(entries)) => {
-                let continuation = of.again(env, &mut self.talk, &entries[0]);
-                self.end_unless(env, continuation);
+                let (from, input) = (of.from(), RegistrationInput::Compared(self.talk.compared(&entries[0])));
+                let progress = of.on(env, &mut self.talk, input);
+                self.registration_advanced(env, from, progress);
             }
             (Purpose::ModeBefore(order), StoreReply::Entries(entries)) => {
-                order.write(env, &mut self.talk, &entries[0]);
+                let progress = order.on_read(env, &mut self.talk, &entries[0]);
+                self.mode_advanced(order.node, progress);
             }
-            (Purpose::ModePut(order), StoreReply::Transacted(Ok(revision))) => {
-                env.count("modes set");
-                self.mode_written(&order, revision);
-            }
-            (Purpose::ModePut(order), StoreReply::Transacted(Err(_))) => {
-                self.talk.compare_store(env, Purpose::ModeOfStore(order));
+            (Purpose::ModePut(order), StoreReply::Transacted(result)) => {
+                if result.is_ok() {
+                    env.count("modes set");
+                }
+                let input = result.map_or(ModeInput::Conflict, ModeInput::Committed);
+                let progress = order.on(env, &mut self.talk, input);
+                self.mode_advanced(order.node, progress);
             }
             (Purpose::ModeOfStore(order), StoreReply::Entries(entries)) => {
-                order.again(env, &mut self.talk, &entries[0]);
+                let input = ModeInput::Compared(self.talk.compared(&entries[0]));
+                let progress = order.on(env, &mut self.talk, input);
+                self.mode_advanced(order.node, progress);
             }
             (Purpose::SetBudget, StoreReply::Transacted(_)) => {}
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
+        }
+    }
+
+    fn registration_advanced(
+        &mut self,
+        env: &mut Environment,
+        from: (LineId, CallId),
+        progress: Progress<NodeRecord>,
+    ) {
+        match progress {
+            Progress::Waits => {}
+            Progress::Done(record) => self.node_written(env, record, from),
+            Progress::Rejected => send_reply(env, from, Reply::Unavailable),
+            Progress::OtherStore => {
+                send_reply(env, from, Reply::Unavailable);
+                self.end(env);
+            }
+        }
+    }
+
+    /// The operator gets an error if the mode was not set.
+    fn mode_advanced(&mut self, node: usize, progress: Progress<ModeRecord>) {
+        if let Progress::Done(set) = progress {
+            self.learn_mode(node, set);
         }
     }
 

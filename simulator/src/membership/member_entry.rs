@@ -1,13 +1,12 @@
 //! A member's entry in the list of members, and the lease to which it is bound.
 //!
-//! The production state machines decide ([`Joining`], [`LeaseSchedule`]). Here are the calls to the store, and the
-//! delays; they follow `controlplane/src/shards.rs` and `controlplane/store/src/lease_guard.rs`. Not reproduced: a list with the maximum number of members.
+//! The production state machines decide ([`Joining`], [`LeaseSchedule`]). Here are the calls to the store, and their
+//! delays. Not reproduced: a list with the maximum number of members.
 
 use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
 use reprise_controlplane_core::record_watch::STORE_RETRY_AFTER;
-use reprise_controlplane_core::store_writes::StoreIdentity;
 use reprise_policy::Tick;
-use reprise_policy::lease_schedule::{LeaseSchedule, LeaseStep};
+use reprise_policy::lease_schedule::{LeaseEnd, LeaseInput, LeaseSchedule, LeaseStep};
 
 use super::MemberStep;
 use super::store_connection::Purpose;
@@ -68,12 +67,8 @@ impl Member {
 
     /// Handles a rejected entry: the name is taken, or the store was replaced.
     pub(super) fn put_refused(&mut self, env: &mut Environment, identity: &Option<Entry>) {
-        let is_listed = self.list.view().find(&member_name(self.name)).is_some();
-        let refusal = match self.talk.compared(identity) {
-            StoreIdentity::Other => JoinRefusal::OtherStore,
-            StoreIdentity::Same if is_listed => JoinRefusal::NameTaken(ListedName::Listed),
-            StoreIdentity::Same => JoinRefusal::NameTaken(ListedName::Free),
-        };
+        let name = ListedName::of(self.list.view(), &member_name(self.name));
+        let refusal = JoinRefusal::after_conflict(self.talk.compared(identity), name);
         env.count(match refusal {
             JoinRefusal::NameTaken(_) => "member names taken",
             JoinRefusal::OtherStore | JoinRefusal::Full => "members of a store that was replaced",
@@ -92,67 +87,68 @@ impl Member {
         self.lease =
             Some(MemberLease { id, schedule: LeaseSchedule::new(TIME_TO_LIVE, counted_from), checks: 0 });
         self.join(env, JoinInput::Granted(id, TIME_TO_LIVE));
-        self.check_lease(env, id);
+        self.advance_lease(env, id, LeaseInput::Due);
     }
 
     /// Runs a scheduled check of the lease, unless a later one was scheduled.
     pub(super) fn lease_due(&mut self, env: &mut Environment, id: LeaseId, check: u64) {
         if self.lease.is_some_and(|lease| lease.id == id && lease.checks == check) {
-            self.check_lease(env, id);
+            self.advance_lease(env, id, LeaseInput::Due);
         }
     }
 
-    fn check_lease(&mut self, env: &mut Environment, id: LeaseId) {
-        let goes_on = env.setup.variant == Variant::AnswersAfterLease;
+    /// Gives an input to the schedule of the lease, and carries out its next action.
+    fn advance_lease(&mut self, env: &mut Environment, id: LeaseId, input: LeaseInput) {
         let now = env.time(Host::Member(self.name));
         let Some(lease) = self.lease.as_mut().filter(|lease| lease.id == id) else { return };
-        match lease.schedule.step(now) {
+        match lease.schedule.on(now, input) {
             LeaseStep::Wait(until) => {
                 lease.checks += 1;
                 let check = lease.checks;
                 env.member_later(self.name, until.since(now), MemberStep::Lease { id, check });
             }
             LeaseStep::KeepAlive => {
-                lease.schedule.ask();
                 self.talk.ask(env, Purpose::KeepAlive(id), StoreRequest::KeepAlive(id));
-                self.check_lease(env, id);
+                // Meanwhile the deadline may come.
+                self.advance_lease(env, id, LeaseInput::Due);
             }
-            LeaseStep::GiveUp if goes_on => {
-                if !lease.schedule.is_asking() {
-                    lease.schedule.ask();
-                    self.talk.ask(env, Purpose::KeepAlive(id), StoreRequest::KeepAlive(id));
-                }
+            LeaseStep::GiveUp(LeaseEnd::Unconfirmed) if env.setup.variant == Variant::AnswersAfterLease => {
+                self.keep_alive_after_deadline(env, id, input);
             }
-            LeaseStep::GiveUp => {
-                env.count("leases unconfirmed");
+            LeaseStep::GiveUp(end) => {
+                env.count(match end {
+                    LeaseEnd::Unconfirmed => "leases unconfirmed",
+                    LeaseEnd::Ended => "leases gone",
+                });
                 self.lose_lease(env, id);
             }
         }
     }
 
-    pub(super) fn kept_alive(&mut self, env: &mut Environment, id: LeaseId, requested_at: Tick, lives: bool) {
-        let now = env.time(Host::Member(self.name));
-        let from = if env.setup.variant == Variant::LeaseFromAnswer { now } else { requested_at };
-        let Some(lease) = self.lease.as_mut().filter(|lease| lease.id == id) else { return };
-        if !lives {
-            env.count("leases gone");
-            return self.lose_lease(env, id);
+    /// An injected flaw: continues with keep-alives after the deadline.
+    fn keep_alive_after_deadline(&mut self, env: &mut Environment, id: LeaseId, input: LeaseInput) {
+        let Some(lease) = self.lease.as_mut() else { return };
+        if input == LeaseInput::Failed {
+            lease.checks += 1;
+            let check = lease.checks;
+            return env.member_later(self.name, STORE_RETRY_AFTER, MemberStep::Lease { id, check });
         }
-        lease.schedule.confirm(now, from);
-        self.check_lease(env, id);
+        if !lease.schedule.is_asking() {
+            self.talk.ask(env, Purpose::KeepAlive(id), StoreRequest::KeepAlive(id));
+        }
+    }
+
+    pub(super) fn kept_alive(&mut self, env: &mut Environment, id: LeaseId, requested_at: Tick, lives: bool) {
+        let from = match env.setup.variant {
+            Variant::LeaseFromAnswer => env.time(Host::Member(self.name)),
+            _ => requested_at,
+        };
+        let input = if lives { LeaseInput::Confirmed(from) } else { LeaseInput::Ended };
+        self.advance_lease(env, id, input);
     }
 
     pub(super) fn keep_alive_failed(&mut self, env: &mut Environment, id: LeaseId) {
-        let goes_on = env.setup.variant == Variant::AnswersAfterLease;
-        let now = env.time(Host::Member(self.name));
-        let Some(lease) = self.lease.as_mut().filter(|lease| lease.id == id) else { return };
-        lease.schedule.fail(now);
-        if now < lease.schedule.deadline() || !goes_on {
-            return self.check_lease(env, id);
-        }
-        lease.checks += 1;
-        let check = lease.checks;
-        env.member_later(self.name, STORE_RETRY_AFTER, MemberStep::Lease { id, check });
+        self.advance_lease(env, id, LeaseInput::Failed);
     }
 
     fn lose_lease(&mut self, env: &mut Environment, id: LeaseId) {

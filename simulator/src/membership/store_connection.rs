@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use reprise_controlplane_core::store_writes::NodeRegistration;
 use reprise_policy::Tick;
 
 use super::MemberStep;
@@ -51,7 +50,7 @@ pub(super) enum Purpose {
     IdentityRange,
     IdentityWatch(Revision),
     Registered(RegistrationAttempt),
-    Register(RegistrationAttempt, Box<NodeRegistration>),
+    Register(RegistrationAttempt),
     IsOfStore(RegistrationAttempt),
     ModesAtStart,
     ModeBefore(ModeOrder),

@@ -1,18 +1,19 @@
 //! Writes of records: registrations of nodes, modes, and budgets of tenants.
 //!
-//! Production code decides what a transaction writes, and what follows a conflict
-//! ([`reprise_controlplane_core::store_writes`]). The loops of attempts follow `controlplane/src/registry.rs`,
-//! `controlplane/src/modes.rs` and `controlplane/src/tenants.rs`. Not reproduced: node numbers never run out, two keys are read by
-//! one request, and budgets are set without the joint check of reservations, which grants concurrent changes.
+//! Production state machines decide about registrations and modes, attempt by attempt
+//! ([`RegistrationWrite`], [`ModeWrite`]). Here are the calls to the store. Not reproduced: node numbers never run out, two
+//! keys are read by one request, and a budget is written by one transaction without a check of reservations, so
+//! that concurrent changes do not conflict.
 
 use reprise_controlplane_core::store_writes::{
-    self, NodeRegistration, NumberCounter, Unchanged, WriteAttempts, WriteRejection,
+    ModeInput, ModeStep, ModeWrite, NodeRegistration, NumberCounter, RegistrationInput,
+    RegistrationRejection, RegistrationStep, RegistrationWrite, Unchanged, WriteRejection,
 };
-use reprise_controlplane_core::{Budget, NodeDetails};
+use reprise_controlplane_core::{Budget, ModeRecord, NodeDetails, NodeRecord};
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeMode, TenantId};
 
-use super::identity::{Continuation, number_of};
+use super::identity::number_of;
 use super::store_connection::{Purpose, StoreConnection};
 use super::store_watch::{mode_record, node_record};
 use crate::environment::Environment;
@@ -25,19 +26,30 @@ use crate::store::{Condition, Entry, Key, Value, Write};
 #[derive(Clone, Debug)]
 pub(crate) struct RegistrationAttempt {
     name: usize,
-    /// Failure domain of the node.
-    domain: String,
     line: LineId,
     call: CallId,
-    attempts: WriteAttempts,
+    write: RegistrationWrite,
 }
 
 /// An operator's request to set a node's mode.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ModeOrder {
     pub(crate) node: usize,
-    pub(crate) mode: NodeMode,
-    attempts: WriteAttempts,
+    write: ModeWrite,
+}
+
+/// What follows a step of a write.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+pub(super) enum Progress<T> {
+    /// A call to the store has no answer yet.
+    Waits,
+    /// The record was written, or is as it should be.
+    Done(T),
+    /// The write was given up.
+    Rejected,
+    /// The write was given up because the store was replaced.
+    OtherStore,
 }
 
 fn condition(key: Key, unchanged: Unchanged) -> Condition {
@@ -48,11 +60,25 @@ fn condition(key: Key, unchanged: Unchanged) -> Condition {
 }
 
 impl RegistrationAttempt {
-    pub(crate) fn new(name: usize, domain: String, (line, call): (LineId, CallId)) -> RegistrationAttempt {
-        RegistrationAttempt { name, domain, line, call, attempts: WriteAttempts::default() }
+    /// Begins a registration of a node with a failure domain.
+    pub(crate) fn begin(
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        (name, domain): (usize, String),
+        (line, call): (LineId, CallId),
+    ) {
+        let details = NodeDetails {
+            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(name)))],
+            failure_domain: domain,
+            ..NodeDetails::default()
+        };
+        // Epochs begin at a number of the store's identity.
+        let base = Epoch(u64::from(talk.identity_number()) << 32);
+        let write = RegistrationWrite::new(&node_name(name), details, base);
+        RegistrationAttempt { name, line, call, write }.read(env, talk);
     }
 
-    /// Returns where the answer is expected.
+    /// Returns the receiver of the answer.
     pub(super) fn from(&self) -> (LineId, CallId) {
         (self.line, self.call)
     }
@@ -62,29 +88,59 @@ impl RegistrationAttempt {
     }
 
     /// Reads the record of the node, and the counter of numbers.
-    pub(crate) fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+    fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
         let keys = vec![Key::Node(self.name), Key::NextNode];
         talk.ask(env, Purpose::Registered(self), StoreRequest::Get(keys));
     }
 
-    /// Writes the record, after it was read.
-    pub(super) fn write(self, env: &mut Environment, talk: &mut StoreConnection, entries: &[Option<Entry>]) {
-        let details = NodeDetails {
-            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(self.name)))],
-            failure_domain: self.domain.clone(),
-            ..NodeDetails::default()
-        };
-        let registration = match &entries[0] {
-            Some(known) => NodeRegistration::again(node_record(known), details),
-            None => {
-                let counter = entries[1].as_ref().and_then(|entry| {
-                    Some(NumberCounter { next: number_of(&entries[1])?, revision: entry.modified })
-                });
-                // Epochs begin at a number of the store's identity.
-                let base = Epoch(u64::from(talk.identity_number()) << 32);
-                NodeRegistration::first(&node_name(self.name), details, counter, base).expect("few nodes")
+    /// Handles the record of the node and the counter, which are read together.
+    pub(super) fn on_read(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        entries: &[Option<Entry>],
+    ) -> Progress<NodeRecord> {
+        let mut step = self.write.on(RegistrationInput::Record(entries[0].as_ref().map(node_record)));
+        if step == RegistrationStep::ReadCounter {
+            let counter = entries[1].as_ref().and_then(|entry| {
+                Some(NumberCounter { next: number_of(&entries[1])?, revision: entry.modified })
+            });
+            step = self.write.on(RegistrationInput::Counter(counter));
+        }
+        self.carry_out(env, talk, step)
+    }
+
+    /// Handles another answer of the store.
+    pub(super) fn on(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        input: RegistrationInput,
+    ) -> Progress<NodeRecord> {
+        let step = self.write.on(input);
+        self.carry_out(env, talk, step)
+    }
+
+    fn carry_out(
+        self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        step: RegistrationStep,
+    ) -> Progress<NodeRecord> {
+        match step {
+            RegistrationStep::ReadRecord | RegistrationStep::ReadCounter => self.read(env, talk),
+            RegistrationStep::Write(registration) => self.transact(env, talk, &registration),
+            RegistrationStep::Compare => talk.compare_store(env, Purpose::IsOfStore(self)),
+            RegistrationStep::Done(record) => return Progress::Done(record),
+            RegistrationStep::Rejected(RegistrationRejection::Write(WriteRejection::OtherStore)) => {
+                return Progress::OtherStore;
             }
-        };
+            RegistrationStep::Rejected(_) => return Progress::Rejected,
+        }
+        Progress::Waits
+    }
+
+    fn transact(self, env: &mut Environment, talk: &mut StoreConnection, registration: &NodeRegistration) {
         let key = Key::Node(self.name);
         let mut conditions = vec![talk.same_store(), condition(key, registration.unchanged)];
         let record = Value::Node(Box::new(registration.record.clone()));
@@ -93,59 +149,51 @@ impl RegistrationAttempt {
             conditions.push(condition(Key::NextNode, unchanged));
             writes.push(Write { key: Key::NextNode, value: Value::Number(next), lease: None });
         }
-        let purpose = Purpose::Register(self, Box::new(registration));
-        talk.ask(env, purpose, StoreRequest::Transact { conditions, writes });
-    }
-
-    /// Handles the comparison of the store after a registration that was not written.
-    pub(super) fn again(
-        mut self,
-        env: &mut Environment,
-        talk: &mut StoreConnection,
-        identity: &Option<Entry>,
-    ) -> Continuation {
-        match self.attempts.retry(talk.compared(identity)) {
-            Ok(()) => self.read(env, talk),
-            Err(WriteRejection::Busy) => self.refuse(env),
-            Err(WriteRejection::OtherStore) => {
-                self.refuse(env);
-                return Continuation::Ends;
-            }
-        }
-        Continuation::Continues
+        talk.ask(env, Purpose::Register(self), StoreRequest::Transact { conditions, writes });
     }
 }
 
 impl ModeOrder {
-    pub(crate) fn new(node: usize, mode: NodeMode) -> ModeOrder {
-        ModeOrder { node, mode, attempts: WriteAttempts::default() }
+    /// Begins to set the mode of a node.
+    pub(crate) fn begin(env: &mut Environment, talk: &mut StoreConnection, node: usize, mode: NodeMode) {
+        ModeOrder { node, write: ModeWrite::new(mode) }.read(env, talk);
     }
 
-    pub(crate) fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+    fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
         talk.ask(env, Purpose::ModeBefore(self), StoreRequest::Get(vec![Key::Mode(self.node)]));
     }
 
-    /// Writes the mode, after the record was read.
-    pub(super) fn write(self, env: &mut Environment, talk: &mut StoreConnection, entry: &Option<Entry>) {
-        let known = entry.as_ref().map(mode_record);
-        let Some(unchanged) = store_writes::set_mode(known, self.mode) else { return };
-        let key = Key::Mode(self.node);
-        let conditions = vec![condition(key, unchanged), talk.same_store()];
-        let writes = vec![Write { key, value: Value::Mode(self.mode), lease: None }];
-        talk.ask(env, Purpose::ModePut(self), StoreRequest::Transact { conditions, writes });
+    /// Handles the record of the mode.
+    pub(super) fn on_read(
+        self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        entry: &Option<Entry>,
+    ) -> Progress<ModeRecord> {
+        self.on(env, talk, ModeInput::Record(entry.as_ref().map(mode_record)))
     }
 
-    /// Handles the comparison of the store after a mode that was not written. The operator gets an error if it
-    /// is another one.
-    pub(super) fn again(
+    /// Handles an answer of the store.
+    pub(super) fn on(
         mut self,
         env: &mut Environment,
         talk: &mut StoreConnection,
-        identity: &Option<Entry>,
-    ) {
-        if self.attempts.retry(talk.compared(identity)).is_ok() {
-            self.read(env, talk);
+        input: ModeInput,
+    ) -> Progress<ModeRecord> {
+        match self.write.on(input) {
+            ModeStep::Read => self.read(env, talk),
+            ModeStep::Write(unchanged) => {
+                let key = Key::Mode(self.node);
+                let conditions = vec![condition(key, unchanged), talk.same_store()];
+                let writes = vec![Write { key, value: Value::Mode(self.write.mode()), lease: None }];
+                talk.ask(env, Purpose::ModePut(self), StoreRequest::Transact { conditions, writes });
+            }
+            ModeStep::Compare => talk.compare_store(env, Purpose::ModeOfStore(self)),
+            ModeStep::Done(_, set) => return Progress::Done(set),
+            ModeStep::Rejected(WriteRejection::OtherStore) => return Progress::OtherStore,
+            ModeStep::Rejected(WriteRejection::Busy) => return Progress::Rejected,
         }
+        Progress::Waits
     }
 }
 
