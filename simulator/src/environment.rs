@@ -13,9 +13,10 @@ use reprise_policy::{Epoch, Tick};
 
 use crate::clock::Clock;
 use crate::hosts::Hosts;
-use crate::member::member_name;
 use crate::membership::MemberStep;
+use crate::memory::Tag;
 use crate::messages::Message;
+use crate::names::member_name;
 use crate::network::{Host, Network};
 use crate::observation::Observation;
 use crate::queue::Queue;
@@ -38,6 +39,8 @@ pub(crate) struct Environment {
     pub(crate) hosts: Hosts,
     /// Shard maps, which all processes compute with equal results.
     maps: BTreeMap<(Epoch, Vec<usize>), Arc<ShardMap>>,
+    /// Number of contents that blocks have had.
+    contents: Tag,
     /// The faults have ended.
     pub(crate) calm: bool,
     /// Number of occurrences by name.
@@ -58,11 +61,18 @@ impl Environment {
             network: Network::new(),
             hosts: Hosts::new(setup.nodes, setup.members, clock),
             maps: BTreeMap::new(),
+            contents: 0,
             calm: false,
             seen: BTreeMap::new(),
             observations: Vec::new(),
             setup,
         }
+    }
+
+    /// Returns content that no block has had yet.
+    pub(crate) fn new_content(&mut self) -> Tag {
+        self.contents += 1;
+        self.contents
     }
 
     /// Schedules an action after a delay.
@@ -74,6 +84,13 @@ impl Environment {
     pub(crate) fn later(&mut self, node: usize, delay: Duration, what: AgentStep) {
         let host = Host::Node(node);
         let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Schedules a step of a node's running process, when its clock shows `shown`.
+    pub(crate) fn at(&mut self, node: usize, shown: Tick, what: AgentStep) {
+        let host = Host::Node(node);
+        let (at, life) = (self.when(host, shown), self.host(host).life);
         self.queue.push(at, Action::Agent { node, life, what });
     }
 

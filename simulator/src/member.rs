@@ -26,6 +26,7 @@ use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 use crate::environment::Environment;
 use crate::membership::{Membership, StoreConnection};
 use crate::messages::{CallId, LookupAnswer, MemberListReply, NodeInfo};
+use crate::names::{member_name, number_of_member};
 use crate::network::{Host, LineId};
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
@@ -81,19 +82,9 @@ pub(crate) struct MemberLease {
     pub(crate) checks: u64,
 }
 
-/// Returns the name of a member in maps.
-pub(crate) fn member_name(member: usize) -> MemberName {
-    MemberName::new(&format!("m{member:03}")).expect("a printable name")
-}
-
 /// Returns the incarnations of the members in a view.
 pub(crate) fn incarnations(view: &MemberView) -> BTreeMap<usize, Revision> {
     view.members.iter().map(|member| (number_of_member(&member.name), member.incarnation)).collect()
-}
-
-/// Returns the member with a name.
-pub(crate) fn number_of_member(name: &MemberName) -> usize {
-    name.as_str()[1..].parse().expect("the name of a member contains its number")
 }
 
 impl Member {

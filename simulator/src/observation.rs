@@ -3,16 +3,18 @@
 //! A step knows its own process and the environment. It notes what the checks need, and the checks run after the step,
 //! with the whole simulation at hand.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use reprise_policy::{BlockKey, NodeId};
+use reprise_agent_core::event::Grant;
+use reprise_policy::{BlockKey, Epoch, NodeId, TenantId};
 
 use crate::environment::Environment;
+use crate::memory::Tag;
 use crate::messages::{LookupAnswer, PlacementAnswer, PlacementRequest};
 use crate::simulation::Simulation;
 use crate::store::Revision;
-use crate::{answer_audit, budgets, placement_answers};
+use crate::{answer_audit, block_audit, budgets, placement_answers};
 
 /// An observation of a step.
 #[derive(Debug)]
@@ -33,6 +35,16 @@ pub(crate) enum Observation {
     StoreRequested,
     /// The store has lost its data.
     StoreWiped,
+    /// An engine commits this content under a key.
+    BlockCommitted { key: BlockKey, content: Tag },
+    /// An engine has read this content under a key.
+    BlockRead { key: BlockKey, content: Tag },
+    /// An agent has accepted these layers of a block from a peer.
+    LayersReceived { key: BlockKey, layers: Vec<Tag> },
+    /// An agent has applied the grant of a member to a registration; the tenant had another one before.
+    GrantApplied { node: usize, tenant: TenantId, epoch: Epoch, before: Option<Grant> },
+    /// An agent has dropped blocks because they were moved to one of these hosts.
+    BlocksMoved { node: usize, hosts: BTreeSet<usize>, keys: Vec<BlockKey> },
 }
 
 impl Environment {
@@ -65,5 +77,12 @@ fn check_one(simulation: &mut Simulation, observation: Observation) {
         Observation::LedgersUpdated { member } => budgets::note_given_up(simulation, member),
         Observation::StoreRequested => budgets::note_budgets(simulation),
         Observation::StoreWiped => budgets::clear_bounds(simulation),
+        Observation::BlockCommitted { key, content } => block_audit::committed(simulation, key, content),
+        Observation::BlockRead { key, content } => block_audit::read(simulation, &key, content),
+        Observation::LayersReceived { key, layers } => block_audit::received(simulation, &key, &layers),
+        Observation::GrantApplied { node, tenant, epoch, before } => {
+            budgets::audit_order(simulation, (node, tenant), epoch, before);
+        }
+        Observation::BlocksMoved { node, hosts, keys } => block_audit::moved(simulation, node, &hosts, &keys),
     }
 }

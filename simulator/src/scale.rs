@@ -13,6 +13,7 @@ use reprise_agent_core::event::{Request, Scope};
 use reprise_policy::{BlockKey, SessionId, SlotSet};
 
 use crate::engine::RequestKind;
+use crate::engine_driver::draw_keys;
 use crate::network::Host;
 use crate::setup::Setup;
 use crate::simulation::Simulation;
@@ -126,23 +127,27 @@ fn replicas_known(simulation: &Simulation) -> u64 {
 
 fn replicas_held(simulation: &Simulation) -> u64 {
     let processes = simulation.nodes.iter().filter_map(|node| node.process.as_ref());
-    processes.map(|process| process.inventory.len() as u64).sum()
+    processes.map(|process| process.replicas.held.len() as u64).sum()
 }
 
 /// Gives every agent some blocks from an engine.
 fn fill(simulation: &mut Simulation) {
     for node in 0..simulation.nodes.len() {
-        simulation.open_session(node, 0);
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        nodes[node].open_session(env, 0);
         let session = seated(simulation, node);
-        simulation.ask(node, session, RequestKind::Reserve(4), Request::Reserve { count: 4 });
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        let engines = &mut nodes[node].process().engines;
+        engines.ask(env, session, RequestKind::Reserve(4), Request::Reserve { count: 4 });
     }
     simulation.run_until(simulation.env.now.after(POLL_INTERVAL));
     for node in 0..simulation.nodes.len() {
         let session = seated(simulation, node);
-        let engine = simulation.engine(node, session);
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        let engine = nodes[node].process().engines.session(session);
         let (tenant, layout) = (engine.tenant, engine.layout);
-        let keys = simulation.draw_keys(tenant, layout);
-        simulation.commit(node, session, &keys);
+        let keys = draw_keys(env, tenant, layout);
+        nodes[node].commit(env, session, &keys);
     }
     simulation.run_until(simulation.env.now.after(WRITE_TIME));
 }
@@ -152,19 +157,16 @@ fn fill(simulation: &mut Simulation) {
 fn match_own(simulation: &mut Simulation) {
     for node in 0..simulation.nodes.len() {
         let session = seated(simulation, node);
-        let held = &simulation.process(node).inventory;
+        let held = &simulation.nodes[node].process().replicas.held;
         let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
         let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
-        simulation.ask(
-            node,
-            session,
-            RequestKind::Match(keys.clone(), scope),
-            Request::Match { keys, scope },
-        );
+        let body = Request::Match { keys: keys.clone(), scope };
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        nodes[node].process().engines.ask(env, session, RequestKind::Match(keys, scope), body);
     }
 }
 
 fn seated(simulation: &Simulation, node: usize) -> SessionId {
     let process = simulation.nodes[node].process.as_ref().expect("nothing breaks");
-    process.seats[0].expect("its engine has a session")
+    process.engines.seats[0].expect("its engine has a session")
 }

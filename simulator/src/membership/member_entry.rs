@@ -11,8 +11,9 @@ use reprise_policy::lease_schedule::{LeaseEnd, LeaseInput, LeaseSchedule, LeaseS
 use super::MemberStep;
 use super::store_connection::Purpose;
 use crate::environment::Environment;
-use crate::member::{Member, MemberLease, member_name};
+use crate::member::{Member, MemberLease};
 use crate::messages::StoreRequest;
+use crate::names::member_name;
 use crate::network::Host;
 use crate::setup::{TIME_TO_LIVE, Variant};
 use crate::store::{Condition, Entry, Key, LeaseId, Revision, TransactionError, Value, Write};
