@@ -2,15 +2,15 @@
 //!
 //! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
 //! next member becomes home. The production state machines decide ([`Home`], `Members`). Here are the calls,
-//! the delays, and the keep-alives of connections; they follow `node-agent/src/directory/members.rs`.
+//! the delays, and the keep-alives of connections.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use reprise_agent_core::backoff::Pause;
 use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::effect::{LookupId, PlaceId};
 use reprise_agent_core::event::Event;
-use reprise_agent_core::home::Home;
+use reprise_agent_core::home::{Home, Input as HomeInput, Output as HomeOutput};
 use reprise_agent_core::limits::LOOKUPS_MAX;
 use reprise_agent_core::quota_grants::ReportNumber;
 use reprise_agent_core::registrar::Input;
@@ -116,7 +116,11 @@ impl Client {
             AgentStep::CloseIfGone(link) => self.links.close_if_gone(env, link),
             AgentStep::Follow => self.follow_home(env),
             AgentStep::CheckHome { attempt } => self.check_home(env, attempt),
-            AgentStep::HomeUnsure { attempt } => self.home_is_unsure(env, attempt),
+            AgentStep::HomeUnsure { attempt } => {
+                if self.home.attempt == attempt {
+                    self.on_home(env, HomeInput::Overdue);
+                }
+            }
             AgentStep::LookupOver(lookup) => self.end_lookup(lookup, out),
             AgentStep::PlaceOver(place) => self.end_placement(place, out),
             AgentStep::Report(link) => self.reports.due(env, &mut self.links, link),
@@ -149,8 +153,8 @@ impl Client {
             }
             ClientFollow::CallFailed(of) => self.call_failed(env, of, out),
             ClientFollow::LineLost(line) => {
-                if self.home.line == Some(line) && self.home.stream.is_some() {
-                    self.drop_home(env);
+                if self.home.line == Some(line) {
+                    self.on_home(env, HomeInput::Ended);
                 }
             }
             ClientFollow::Learned(lookup) => {
@@ -196,7 +200,9 @@ impl Client {
                 self.advance_placement(place, progress, out);
             }
             Purpose::LearnOfPlaces { place } => self.end_placement(place, out),
-            Purpose::Follow => self.drop_home(env),
+            Purpose::Follow => {
+                self.on_home(env, HomeInput::Ended);
+            }
         }
     }
 
@@ -207,9 +213,8 @@ impl Client {
         link.call_failed(env, calls, (of, random), out);
         match *of {
             LinkCall::Beat { epoch } => {
-                // Heartbeats to home fail.
-                if self.home.member == Some(member) && self.home.stream.is_some() {
-                    self.drop_home(env);
+                if self.home.member == Some(member) {
+                    self.on_home(env, HomeInput::Silent);
                 }
                 if let Some((link, _)) = self.links.link(id) {
                     link.next_beat(env, epoch);
@@ -261,7 +266,7 @@ impl Client {
             }
             (Purpose::Follow, reply) => {
                 self.home.stream = Some(call);
-                self.home.choice.follow();
+                self.on_home(env, HomeInput::Opened);
                 self.on_home_message(env, reply, out);
             }
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
@@ -358,12 +363,20 @@ impl Client {
         env.later(self.node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
-    fn drop_home(&mut self, env: &mut Environment) {
-        let random = env.rng.next() as u32;
-        let home = &mut self.home;
-        (home.member, home.stream) = (None, None);
-        let (delay, line) = (home.choice.drop_home().draw(random), home.line.take());
-        if let Some(line) = line {
+    /// Gives an input to the choice of homes. Returns whether to apply the list.
+    fn on_home(&mut self, env: &mut Environment, input: HomeInput) -> bool {
+        match self.home.choice.on(env.time(Host::Node(self.node)), input) {
+            Some(HomeOutput::Apply) => return true,
+            Some(HomeOutput::Close(pause, _)) => self.close_home(env, pause),
+            None => {}
+        }
+        false
+    }
+
+    fn close_home(&mut self, env: &mut Environment, pause: Pause) {
+        let delay = pause.draw(env.rng.next() as u32);
+        (self.home.member, self.home.stream) = (None, None);
+        if let Some(line) = self.home.line.take() {
             env.break_line(line);
         }
         env.later(self.node, delay, AgentStep::Follow);
@@ -373,23 +386,16 @@ impl Client {
     fn check_home(&mut self, env: &mut Environment, attempt: u64) {
         let home = &mut self.home;
         let (Some(member), Some(line)) = (home.member, home.line) else { return };
-        if home.attempt != attempt || home.stream.is_none() {
+        if home.attempt != attempt || !home.choice.is_followed() {
             return;
         }
         let cut = env.network.is_cut(Host::Node(self.node), Host::Member(member));
         let quiet = cut || !env.far_lives(line);
         if std::mem::replace(&mut home.quiet, quiet) && quiet {
-            return self.drop_home(env);
+            self.on_home(env, HomeInput::Ended);
+            return;
         }
         env.later(self.node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
-    }
-
-    /// Drops a home that has been unsure of its own place for too long.
-    fn home_is_unsure(&mut self, env: &mut Environment, attempt: u64) {
-        let now = env.time(Host::Node(self.node));
-        if self.home.attempt == attempt && self.home.choice.doubt(now) == Some(Duration::ZERO) {
-            self.drop_home(env);
-        }
     }
 
     fn on_home_message(&mut self, env: &mut Environment, reply: Reply, out: &mut Outcomes) {
@@ -402,13 +408,13 @@ impl Client {
 
     fn home_lists(&mut self, env: &mut Environment, list: &MemberListReply, out: &mut Outcomes) {
         let now = env.time(Host::Node(self.node));
-        let home = &mut self.home;
-        let (attempt, doubted) = (home.attempt, home.choice.doubt(now).is_some());
-        home.choice.receive(now, source(list));
-        if let Some(time) = home.choice.doubt(now).filter(|_| !doubted) {
+        let (attempt, doubted) = (self.home.attempt, self.home.choice.doubt(now).is_some());
+        let known = self.links.members.epoch();
+        let applies = self.on_home(env, HomeInput::List { list: source(list), known });
+        if let Some(time) = self.home.choice.doubt(now).filter(|_| !doubted) {
             env.later(self.node, time, AgentStep::HomeUnsure { attempt });
         }
-        if source(list).applies_from_home(self.links.members.epoch()) {
+        if applies {
             self.links.take_list(env, list, out);
         }
     }

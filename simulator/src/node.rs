@@ -254,7 +254,7 @@ impl Node {
                 if !keys.is_empty() {
                     env.count("moves with a drop");
                 }
-                if let Some(hosts) = process.placed.hosts_of_move(to).cloned() {
+                if let Some(hosts) = process.placed.moves_to.get(&to).cloned() {
                     env.observe(Observation::BlocksMoved { node: self.index, hosts, keys });
                 }
             }

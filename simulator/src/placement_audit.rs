@@ -98,11 +98,6 @@ impl PlacementAudit {
         self.may_drop = blocks as u64;
     }
 
-    /// Returns the hosts that members mean by the number of a move's target.
-    pub(crate) fn hosts_of_move(&self, to: NodeId) -> Option<&BTreeSet<usize>> {
-        self.moves_to.get(&to)
-    }
-
     // ---- offers -------------------------------------------------------------------------------------------
 
     /// Records, under the name `words`, that an offer or move of a node was refused: its blocks may stay

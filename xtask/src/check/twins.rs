@@ -8,8 +8,7 @@
 use crate::tree::{File, Tree};
 
 /// Twins that still exist. Remove a name with its file, or when its steps have become production code; add none.
-const TWINS: &[&str] =
-    &["simulator/src/client.rs", "simulator/src/control_plane.rs", "simulator/src/membership.rs"];
+const TWINS: &[&str] = &["simulator/src/control_plane.rs", "simulator/src/membership.rs"];
 
 /// Files that name production files for another reason than following their steps.
 const CONTRACTS: &[(&str, &str)] = &[
