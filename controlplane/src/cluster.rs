@@ -192,10 +192,10 @@ impl Cluster {
         member_parts::expire(&mut &*self, now).map(|next| next.since(now))
     }
 
-    /// Nodes to offer to others. Expires first, so a dead node is never among them.
+    /// Nodes to offer to others.
     pub fn live(&self) -> Arc<LiveNodes> {
-        self.expire();
-        self.table().live()
+        let now = self.now();
+        member_parts::live_nodes(&mut &*self, now)
     }
 
     /// Sweeps one step of the directory; returns whether entries remain to be swept.

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
+use reprise_controlplane_core::lookup_call::LookupAnswer;
 use reprise_controlplane_core::{
-    Changes, Invalidation, LiveNodes, LookupResult, MemberView, Opening, Requester, Scope, Update,
-    UpdateOutcome,
+    AnswerMap, Changes, Invalidation, LiveNodes, LookupCall, LookupResult, MemberView, Opening, Requester,
+    Scope, Update, UpdateOutcome,
 };
 use reprise_policy::placement::ReplicaLocation;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
@@ -113,18 +114,6 @@ impl DirectoryService {
         self.shards.answerable_map(self.cluster.slots_epoch())
     }
 
-    /// Reply of a member whose place in the map is uncertain: all keys are marked as owned elsewhere.
-    fn reply_not_owned(&self, keys: usize) -> LookupReply {
-        let keys = u32::try_from(keys).expect("the number of keys of a call fits");
-        let map_epoch = self.shards.view().map_or(0, |view| view.map.epoch().0);
-        LookupReply {
-            offsets: vec![0; keys as usize + 1],
-            elsewhere: (0..keys).collect(),
-            map_epoch,
-            ..LookupReply::default()
-        }
-    }
-
     /// Looks up replicas if this member's place in the map is certain. Keys of other members are marked.
     ///
     /// # Errors
@@ -135,17 +124,20 @@ impl DirectoryService {
         asking: Option<NodeId>,
     ) -> Result<LookupReply, Status> {
         let _permit = self.admission.acquire().await?;
-        // Check the map before and after: the lease may expire, or the map may change, during the lookup. The
-        // directory's slots follow the map with a delay, during which they may belong to another member.
-        let Some(before) = self.answerable_map() else { return Ok(self.reply_not_owned(keys.len())) };
-        let live = self.cluster.live();
-        let reply = self.find(keys, &live, asking).await;
-        Ok(match self.answerable_map() {
-            Some(view) if Arc::ptr_eq(&view, &before) => {
-                LookupReply { map_epoch: view.map.epoch().0, ..reply }
-            }
-            _ => self.reply_not_owned(keys.len()),
-        })
+        let count = u32::try_from(keys.len()).expect("the number of keys of a call fits");
+        let mut call = LookupCall::begin(count, self.answerable_map());
+        let mut replicas = Vec::new();
+        if call.is_certain() {
+            let live = self.cluster.live();
+            self.find(keys, &live, asking, (&mut call, &mut replicas)).await;
+        }
+        let known = self.shards.view().map_or(Epoch(0), |view| view.map.epoch());
+        let answer = call.end(self.answerable_map(), known);
+        if !answer.is_certain {
+            replicas.clear();
+        }
+        let LookupAnswer { offsets, elsewhere, partial, map_epoch, .. } = answer;
+        Ok(LookupReply { offsets, replicas: replicas.into(), map_epoch: map_epoch.0, elsewhere, partial })
     }
 
     /// Passes the holders of each key to `visit` by key index, or `None` for keys of other members; works in
@@ -160,7 +152,7 @@ impl DirectoryService {
         mut visit: impl FnMut(u32, Option<&[ReplicaLocation]>),
     ) -> Result<Option<Epoch>, Status> {
         let _permit = self.admission.acquire().await?;
-        let Some(before) = self.answerable_map() else { return Ok(None) };
+        let Some(map) = AnswerMap::begin(self.answerable_map()) else { return Ok(None) };
         let mut holders = Vec::new();
         for (first, part) in (0u32..).step_by(HOLDERS_PART_KEYS).zip(keys.chunks(HOLDERS_PART_KEYS)) {
             yield_between_parts(first as usize).await;
@@ -171,41 +163,37 @@ impl DirectoryService {
                 visit(index, owned.map(|()| holders.as_slice()));
             }
         }
-        let same = |view: &Arc<MemberView>| Arc::ptr_eq(view, &before);
-        Ok(self.answerable_map().filter(same).map(|view| view.map.epoch()))
+        Ok(map.end(self.answerable_map()))
     }
 
-    /// Looks up replicas, part by part.
-    async fn find(&self, keys: &[BlockKey], live: &LiveNodes, asking: Option<NodeId>) -> LookupReply {
+    /// Looks up replicas, part by part. Adds them to `replicas`, packed.
+    async fn find(
+        &self,
+        keys: &[BlockKey],
+        live: &LiveNodes,
+        asking: Option<NodeId>,
+        (call, replicas): (&mut LookupCall, &mut Vec<u8>),
+    ) {
         let peers = self.cluster.peers();
         let asker = Requester { node: asking, peers: &peers };
         let mut found = LookupResult::default();
-        let mut offsets = Vec::with_capacity(keys.len() + 1);
-        let mut replicas = Vec::new();
-        let (mut elsewhere, mut partial) = (Vec::new(), 0);
-        offsets.push(0);
-        let mut keys_found = 0;
-        for (first, part) in (0u32..).step_by(PART_KEYS).zip(keys.chunks(PART_KEYS)) {
-            yield_between_parts(first as usize).await;
+        let metrics = &self.cluster.metrics;
+        metrics.lookups.inc();
+        metrics.lookup_keys.inc_by(keys.len() as u64);
+        for (first, part) in (0..).step_by(PART_KEYS).zip(keys.chunks(PART_KEYS)) {
+            yield_between_parts(first).await;
             self.cluster.directory().lookup_for(asker, part, live, &mut found);
-            elsewhere.extend(found.elsewhere().iter().map(|index| first + index));
-            partial += found.partial();
-            let before = *offsets.last().expect("it begins with 0");
-            offsets.extend(found.offsets()[1..].iter().map(|offset| before + offset));
-            keys_found += found.offsets().windows(2).filter(|bounds| bounds[0] < bounds[1]).count() as u64;
+            call.add(&found);
+            let keys_found = found.offsets().windows(2).filter(|bounds| bounds[0] < bounds[1]).count();
+            metrics.lookup_keys_found.inc_by(keys_found as u64);
+            metrics.lookup_keys_elsewhere.inc_by(found.elsewhere().len() as u64);
+            metrics.lookup_keys_partial.inc_by(u64::from(found.partial()));
             replicas.reserve(found.replicas().len() * REPLICA_BYTES);
             for replica in found.replicas() {
                 let [low, high] = replica.node.0.to_le_bytes();
                 replicas.extend_from_slice(&[low, high, replica.tier as u8, replica.load.0]);
             }
         }
-        let metrics = &self.cluster.metrics;
-        metrics.lookups.inc();
-        metrics.lookup_keys.inc_by(keys.len() as u64);
-        metrics.lookup_keys_found.inc_by(keys_found);
-        metrics.lookup_keys_elsewhere.inc_by(elsewhere.len() as u64);
-        metrics.lookup_keys_partial.inc_by(u64::from(partial));
-        LookupReply { offsets, replicas: replicas.into(), map_epoch: 0, elsewhere, partial }
     }
 }
 
@@ -364,7 +352,7 @@ mod tests {
     use crate::events::Events;
     use crate::identity::Identity;
     use crate::metrics::Metrics;
-    use reprise_controlplane_core::LivenessSettings;
+    use reprise_controlplane_core::{AssignedSlots, LivenessSettings};
     use reprise_controlplane_store::{MemoryStore, TimeToLive};
     use reprise_policy::shards::MemberName;
     use std::time::Duration;
@@ -394,8 +382,8 @@ mod tests {
             service.lookup(Request::new(request)).await.expect("valid").into_inner().elsewhere
         };
         assert_eq!(ask().await, [0], "the slots are not assigned yet");
-        let epoch = shards.view().expect("the map is known").map.epoch();
-        cluster.set_owned_slots(&shards.retained_slots(&cluster.owned()), epoch);
+        let AssignedSlots { slots, epoch } = shards.assigned_slots(&cluster.owned());
+        cluster.set_owned_slots(&slots, epoch);
         assert!(ask().await.is_empty());
         cluster.set_owned_slots(&SlotSet::ALL, Epoch(epoch.0 - 1));
         assert_eq!(ask().await, [0], "the slots belong to another map");

@@ -27,6 +27,7 @@
 
 pub mod admin;
 pub mod admission;
+mod answers;
 pub mod background;
 pub mod cluster;
 pub mod config;

@@ -5,7 +5,7 @@
 //! `active`; a node whose mode was never set has no record.
 
 use reprise_controlplane_core::ModeRecord;
-use reprise_controlplane_core::store_writes::{self, WriteAttempts};
+use reprise_controlplane_core::store_writes::{ModeInput, ModeStep, ModeWrite};
 use reprise_controlplane_store::{Condition, KeyValue, Outcome, Store, Transaction, Write};
 use reprise_policy::NodeMode;
 use serde::{Deserialize, Serialize};
@@ -52,17 +52,26 @@ pub async fn set(
     mode: NodeMode,
 ) -> Result<(NodeMode, ModeRecord), RegistryError> {
     let key = Key::Record(Family::Modes, name).bytes();
-    let mut attempts = WriteAttempts::default();
+    let (mut write, mut step) = (ModeWrite::new(mode), ModeStep::Read);
     loop {
-        let known = store.get(&key).await?.as_ref().map(read).transpose()?.map(|(_, set)| set);
-        let before = known.unwrap_or_default();
-        let Some(unchanged) = store_writes::set_mode(known, mode) else { return Ok((mode, before)) };
-        let conditions = vec![condition(key.clone(), unchanged), identity.unchanged()];
-        let writes = vec![Write::Put { key: key.clone(), value: encode(mode), lease: None }];
-        if let Outcome::Committed(revision) = store.transact(Transaction { conditions, writes }).await? {
-            return Ok((before.mode, ModeRecord { mode, revision: revision.0 }));
-        }
-        attempts.retry(identity.compare(store).await?)?;
+        let input = match step {
+            ModeStep::Read => {
+                let entry = store.get(&key).await?;
+                ModeInput::Record(entry.as_ref().map(read).transpose()?.map(|(_, set)| set))
+            }
+            ModeStep::Write(unchanged) => {
+                let conditions = vec![condition(key.clone(), unchanged), identity.unchanged()];
+                let writes = vec![Write::Put { key: key.clone(), value: encode(mode), lease: None }];
+                match store.transact(Transaction { conditions, writes }).await? {
+                    Outcome::Committed(revision) => ModeInput::Committed(revision.0),
+                    Outcome::Conflict => ModeInput::Conflict,
+                }
+            }
+            ModeStep::Compare => ModeInput::Compared(identity.compare(store).await?),
+            ModeStep::Done(before, set) => return Ok((before, set)),
+            ModeStep::Rejected(rejection) => return Err(rejection.into()),
+        };
+        step = write.on(input);
     }
 }
 

@@ -20,6 +20,7 @@ use reprise_proto::controlplane::{
 };
 use tonic::{Request, Response, Status};
 
+use crate::answers::Answers;
 use crate::cluster::Cluster;
 use crate::directory::DirectoryService;
 use crate::identity::Identity;
@@ -68,9 +69,9 @@ impl PlacementService {
         PlacementService { cluster, shards, tenants, directory, prefix_matcher, store, identity }
     }
 
-    /// Whether this member decides the moves of blocks between nodes.
-    fn decides_moves(&self) -> bool {
-        self.shards.with_place(|place| place.decides_moves()).unwrap_or_default()
+    /// Parts of this member that answer agents.
+    fn answers(&self) -> Answers<'_> {
+        Answers::new(&self.cluster, &self.shards, &self.tenants)
     }
 }
 

@@ -12,7 +12,8 @@
 use std::sync::Arc;
 
 use reprise_controlplane_core::store_writes::{
-    ATTEMPTS_MAX, NoNumberLeft, NodeRegistration, NumberCounter, Unchanged, WriteAttempts, WriteRejection,
+    ATTEMPTS_MAX, NodeRegistration, NumberCounter, RegistrationInput, RegistrationRejection,
+    RegistrationStep, RegistrationWrite, Unchanged, WriteAttempts, WriteRejection,
 };
 use reprise_controlplane_core::{NodeDetails, NodeRecord};
 use reprise_controlplane_store::{
@@ -146,28 +147,35 @@ impl Registry {
     pub async fn register(&self, name: &str, details: NodeDetails) -> Result<NodeRecord, RegistryError> {
         let key = node_key(name);
         let mut new_name_lock = None;
-        let mut attempts = WriteAttempts::default();
+        let mut write = RegistrationWrite::new(name, details, self.identity.epoch_base());
+        let mut step = RegistrationStep::ReadRecord;
         loop {
-            let known = self.find(name).await?;
-            if known.is_none() && new_name_lock.is_none() {
-                new_name_lock = Some(self.new_name_lock.lock().await);
-                // Another call may have registered the name during the wait.
-                continue;
-            }
-            let registration = match known {
-                Some(known) => NodeRegistration::again(known, details.clone()),
-                None => {
-                    let counter = self.counter().await?;
-                    NodeRegistration::first(name, details.clone(), counter, self.identity.epoch_base())
-                        .map_err(|NoNumberLeft| RegistryError::Full)?
+            let input = match step {
+                RegistrationStep::ReadRecord => RegistrationInput::Record(self.find(name).await?),
+                RegistrationStep::ReadCounter if new_name_lock.is_none() => {
+                    new_name_lock = Some(self.new_name_lock.lock().await);
+                    // Another call may have registered the name during the wait.
+                    RegistrationInput::Record(self.find(name).await?)
+                }
+                RegistrationStep::ReadCounter => RegistrationInput::Counter(self.counter().await?),
+                RegistrationStep::Write(registration) => {
+                    match self.store.transact(self.transaction(&key, &registration)).await? {
+                        Outcome::Committed(revision) => RegistrationInput::Committed(revision.0),
+                        Outcome::Conflict => RegistrationInput::Conflict,
+                    }
+                }
+                RegistrationStep::Compare => {
+                    RegistrationInput::Compared(self.identity.compare(self.store.as_ref()).await?)
+                }
+                RegistrationStep::Done(record) => return Ok(record),
+                RegistrationStep::Rejected(RegistrationRejection::NoNumberLeft) => {
+                    return Err(RegistryError::Full);
+                }
+                RegistrationStep::Rejected(RegistrationRejection::Write(rejection)) => {
+                    return Err(rejection.into());
                 }
             };
-            if let Outcome::Committed(revision) =
-                self.store.transact(self.transaction(&key, &registration)).await?
-            {
-                return Ok(registration.committed(revision.0));
-            }
-            self.retry(&mut attempts).await?;
+            step = write.on(input);
         }
     }
 

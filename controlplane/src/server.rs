@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::LivenessSettings;
+use reprise_controlplane_core::{AssignedSlots, LivenessSettings, agent_calls};
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
@@ -13,7 +13,7 @@ use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
 use reprise_policy::shards::MemberName;
-use reprise_policy::{Amounts, Epoch};
+use reprise_policy::Amounts;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
@@ -27,6 +27,7 @@ use tonic::transport::server::Router;
 
 use crate::admin::{self, Admin};
 use crate::admission::Admission;
+use crate::answers::Answers;
 use crate::background::Background;
 use crate::cluster::{Cluster, EXPECTED_FOR};
 use crate::config::{Config, EventsConfig, StoreConfig};
@@ -332,10 +333,8 @@ async fn follow_members(shards: Arc<Shards>) {
 async fn follow_slots(cluster: Arc<Cluster>, shards: Arc<Shards>) {
     let mut news = shards.watch();
     loop {
-        // Read the epoch before the slots. Slots of a later map may then be set under the earlier epoch; the
-        // next change notification corrects that.
-        let epoch = shards.view().map_or(Epoch(0), |view| view.map.epoch());
-        cluster.set_owned_slots(&shards.retained_slots(&cluster.owned()), epoch);
+        let AssignedSlots { slots, epoch } = shards.assigned_slots(&cluster.owned());
+        cluster.set_owned_slots(&slots, epoch);
         if news.changed().await.is_err() {
             return;
         }
@@ -366,14 +365,7 @@ async fn rebalance_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: 
     let mut overcommitted = Amounts::default();
     loop {
         ticks.tick().await;
-        let (now, nodes, budgets) = (cluster.now(), cluster.known_nodes(), tenants.budgets());
-        let updated = shards.with_place(|place| {
-            let known = budgets.as_deref().map(|budgets| (place, budgets));
-            cluster.ledgers.update(now, known, &nodes);
-        });
-        if updated.is_none() {
-            cluster.ledgers.update(now, None, &nodes);
-        }
+        agent_calls::update_ledgers(&mut Answers::new(&cluster, &shards, &tenants), cluster.now());
         // Keep the last value while a node has not reported, so that an agent's restart does not log a
         // warning.
         let Some(capacity) = cluster.capacity_known() else { continue };

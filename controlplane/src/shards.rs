@@ -22,8 +22,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
-use reprise_controlplane_core::store_writes::StoreIdentity;
-use reprise_controlplane_core::{Member, MemberList, MemberPlace, MemberView, Standing};
+use reprise_controlplane_core::{AssignedSlots, Member, MemberList, MemberPlace, MemberView, Standing};
 use reprise_controlplane_store::{
     Condition, KeyValue, LeaseGuard, LeaseId, LeaseStatus, Outcome, Store, StoreError, TimeToLive,
     Transaction, Write,
@@ -143,12 +142,11 @@ impl Shards {
         view.incarnation(&self.name)
     }
 
-    /// Slots to retain of those in `before`: the slots of this member or, while its registration is
-    /// uncertain, the slots that no other member owns.
-    pub fn retained_slots(&self, before: &SlotSet) -> SlotSet {
+    /// Slots of a directory that had those in `before` ([`Standing::assigned_slots`]); the same at shutdown.
+    pub fn assigned_slots(&self, before: &SlotSet) -> AssignedSlots {
         match self.view() {
-            Some(view) => self.standing(&view).retained_slots(before),
-            None => before.clone(),
+            Some(view) => self.standing(&view).assigned_slots(before),
+            None => AssignedSlots { slots: before.clone(), epoch: Epoch(0) },
         }
     }
 
@@ -299,12 +297,9 @@ impl Shards {
         if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
             return Ok(JoinInput::Created(revision.0));
         }
-        let is_listed = self.view().is_some_and(|view| view.find(&self.name).is_some());
-        Ok(JoinInput::Refused(match self.identity.compare(self.store.as_ref()).await? {
-            StoreIdentity::Other => JoinRefusal::OtherStore,
-            StoreIdentity::Same if is_listed => JoinRefusal::NameTaken(ListedName::Listed),
-            StoreIdentity::Same => JoinRefusal::NameTaken(ListedName::Free),
-        }))
+        let name = self.view().map_or(ListedName::Free, |view| ListedName::of(&view, &self.name));
+        let store = self.identity.compare(self.store.as_ref()).await?;
+        Ok(JoinInput::Refused(JoinRefusal::after_conflict(store, name)))
     }
 
     fn publish(&self, view: &Arc<MemberView>) {

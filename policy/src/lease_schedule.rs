@@ -31,15 +31,38 @@ pub struct LeaseSchedule {
     is_asking: bool,
 }
 
+/// Input of a schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseInput {
+    /// The lease was just granted, or the wait has ended.
+    Due,
+    /// The store has confirmed the lease, in answer to a keep-alive at this time.
+    Confirmed(Tick),
+    /// The keep-alive has failed.
+    Failed,
+    /// The store reports that the lease has ended.
+    Ended,
+}
+
 /// Next action for a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseStep {
     /// Nothing is due before this time.
     Wait(Tick),
-    /// Ask the store to keep the lease alive, and call [`LeaseSchedule::ask`].
+    /// Ask the store to keep the lease alive. [`LeaseInput::Confirmed`], [`LeaseInput::Failed`] or
+    /// [`LeaseInput::Ended`] follows, no later than the deadline.
     KeepAlive,
     /// The lease is no longer certain.
-    GiveUp,
+    GiveUp(LeaseEnd),
+}
+
+/// Why a lease is given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseEnd {
+    /// The store has not confirmed it in time.
+    Unconfirmed,
+    /// The store has ended it.
+    Ended,
 }
 
 impl LeaseSchedule {
@@ -58,11 +81,30 @@ impl LeaseSchedule {
         self.asked
     }
 
-    /// Returns the next action.
-    pub fn step(&self, now: Tick) -> LeaseStep {
+    /// Returns whether a keep-alive has no answer yet.
+    pub fn is_asking(&self) -> bool {
+        self.is_asking
+    }
+
+    /// Processes an input; returns the next action.
+    pub fn on(&mut self, now: Tick, input: LeaseInput) -> LeaseStep {
+        match input {
+            LeaseInput::Due => {}
+            LeaseInput::Confirmed(asked) => self.confirm(now, asked),
+            LeaseInput::Failed => self.fail(now),
+            LeaseInput::Ended => return LeaseStep::GiveUp(LeaseEnd::Ended),
+        }
+        let step = self.step(now);
+        if step == LeaseStep::KeepAlive {
+            self.is_asking = true;
+        }
+        step
+    }
+
+    fn step(&self, now: Tick) -> LeaseStep {
         let deadline = self.deadline();
         if now >= deadline {
-            LeaseStep::GiveUp
+            LeaseStep::GiveUp(LeaseEnd::Unconfirmed)
         } else if self.is_asking {
             LeaseStep::Wait(deadline)
         } else if now >= self.next {
@@ -72,28 +114,16 @@ impl LeaseSchedule {
         }
     }
 
-    /// Returns whether a keep-alive has no answer yet.
-    pub fn is_asking(&self) -> bool {
-        self.is_asking
-    }
-
-    /// Records that the store is asked to keep the lease alive.
-    pub fn ask(&mut self) {
-        self.is_asking = true;
-    }
-
-    /// Records that the store has confirmed the lease in a request made at `asked`. The store confirms only
-    /// leases that have not ended, so an answer after the deadline renews the lease, too. An answer that is
-    /// older than the time to live has no effect.
-    pub fn confirm(&mut self, now: Tick, asked: Tick) {
+    /// The store confirms only leases that have not ended, so an answer after the deadline renews the lease, too. An
+    /// answer that is older than the time to live has no effect.
+    fn confirm(&mut self, now: Tick, asked: Tick) {
         let renewed = LeaseSchedule::new(self.time_to_live, asked);
         if now < renewed.deadline() {
             *self = renewed;
         }
     }
 
-    /// Records that a keep-alive has failed.
-    pub fn fail(&mut self, now: Tick) {
+    fn fail(&mut self, now: Tick) {
         self.next = now.after(self.time_to_live / RETRIES);
         self.is_asking = false;
     }
@@ -112,28 +142,27 @@ mod tests {
     #[test]
     fn keeps_alive_early_retries_soon_and_gives_up_at_the_deadline() {
         let mut schedule = LeaseSchedule::new(Duration::from_secs(12), START);
-        assert_eq!(schedule.step(at(0)), LeaseStep::Wait(at(4000)));
-        assert_eq!(schedule.step(at(4000)), LeaseStep::KeepAlive);
-        schedule.ask();
-        assert_eq!(schedule.step(at(4000)), LeaseStep::Wait(at(12_000)), "one keep-alive at a time");
-        schedule.fail(at(6000));
-        assert_eq!(schedule.step(at(6000)), LeaseStep::Wait(at(7000)));
-        schedule.confirm(at(8000), at(7000));
-        assert_eq!(schedule.step(at(10_999)), LeaseStep::Wait(at(11_000)));
-        schedule.fail(at(18_900));
-        assert_eq!(schedule.step(at(18_900)), LeaseStep::Wait(at(19_000)), "no later than the deadline");
-        assert_eq!(schedule.step(at(19_000)), LeaseStep::GiveUp);
+        let mut on = |at, input| schedule.on(at, input);
+        assert_eq!(on(at(0), LeaseInput::Due), LeaseStep::Wait(at(4000)));
+        assert_eq!(on(at(4000), LeaseInput::Due), LeaseStep::KeepAlive);
+        assert_eq!(on(at(4000), LeaseInput::Due), LeaseStep::Wait(at(12_000)), "one keep-alive at a time");
+        assert_eq!(on(at(6000), LeaseInput::Failed), LeaseStep::Wait(at(7000)));
+        assert_eq!(on(at(7000), LeaseInput::Due), LeaseStep::KeepAlive);
+        assert_eq!(on(at(8000), LeaseInput::Confirmed(at(7000))), LeaseStep::Wait(at(11_000)));
+        let end = LeaseStep::Wait(at(19_000));
+        assert_eq!(on(at(18_900), LeaseInput::Failed), end, "no later than the deadline");
+        assert_eq!(on(at(19_000), LeaseInput::Due), LeaseStep::GiveUp(LeaseEnd::Unconfirmed));
+        assert_eq!(on(at(12_000), LeaseInput::Ended), LeaseStep::GiveUp(LeaseEnd::Ended), "at once");
     }
 
     #[test]
     fn a_late_confirmation_renews_the_lease_and_an_outdated_one_does_not() {
         let mut schedule = LeaseSchedule::new(Duration::from_secs(12), START);
-        schedule.ask();
+        assert_eq!(schedule.on(at(11_000), LeaseInput::Due), LeaseStep::KeepAlive);
         let mut outdated = schedule;
-        schedule.confirm(at(12_500), at(11_000));
-        assert_eq!(schedule.step(at(12_500)), LeaseStep::Wait(at(15_000)));
+        assert_eq!(schedule.on(at(12_500), LeaseInput::Confirmed(at(11_000))), LeaseStep::Wait(at(15_000)));
         assert_eq!((schedule.deadline(), schedule.asked()), (at(23_000), at(11_000)));
-        outdated.confirm(at(23_000), at(11_000));
-        assert_eq!(outdated.step(at(23_000)), LeaseStep::GiveUp);
+        let late = outdated.on(at(23_000), LeaseInput::Confirmed(at(11_000)));
+        assert_eq!(late, LeaseStep::GiveUp(LeaseEnd::Unconfirmed));
     }
 }

@@ -1,54 +1,50 @@
-//! An agent's client of the control plane: the known members, a link to each, and the calls in flight.
+//! An agent's client of the control plane: links, lookups, placement requests, reports, and home.
 //!
 //! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
-//! next member becomes home. The production state machines decide ([`Home`], [`Members`]). Here are the calls,
-//! the delays, and the keep-alives of connections; they follow `node-agent/src/directory/members.rs`.
+//! next member becomes home. The production state machines decide ([`Home`], `Members`). Here are the calls,
+//! the delays, and the keep-alives of connections.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-use reprise_agent_core::announcer::Announcer;
-use reprise_agent_core::directives::Directives;
+use reprise_agent_core::backoff::Pause;
+use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
 use reprise_agent_core::effect::{LookupId, PlaceId};
-use reprise_agent_core::home::{Home, MemberListSource};
-use reprise_agent_core::members::{LINK_GRACE, Members};
-use reprise_agent_core::owner_query::{OwnerQuery, Part};
-use reprise_policy::shards::MemberName;
-use reprise_policy::{Epoch, NodeId};
+use reprise_agent_core::event::Event;
+use reprise_agent_core::home::{Home, Input as HomeInput, Output as HomeOutput};
+use reprise_agent_core::limits::LOOKUPS_MAX;
+use reprise_agent_core::quota_grants::ReportNumber;
+use reprise_agent_core::registrar::Input;
+use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
 
-use crate::link::{Link, LinkCall, LinkId};
-use crate::lookups::PendingLookup;
-use crate::member::{member_name, number_of_member};
-use crate::messages::{CallId, MemberListReply, Message, NodeInfo, Reply, Request};
+use crate::calls::{Call, Purpose};
+use crate::environment::Environment;
+use crate::link::{LinkCall, LinkId};
+use crate::links::{Links, source};
+use crate::lookups::{Lookups, Progress};
+use crate::messages::{CallId, Direction, MemberListReply, NodeInfo, NodeReportReply, Reply, Request};
 use crate::network::{Host, LineId};
-use crate::placement_requests::PendingPlacement;
-use crate::setup::{CALL_TIMEOUT, KEEP_ALIVE_EVERY, Variant};
-use crate::simulation::{AgentStep, Simulation, take_where};
+use crate::outcomes::{ClientFollow, Follow, Outcomes};
+use crate::placement_requests::PlacementRequests;
+use crate::reports::{Reports, owner};
+use crate::setup::{CALL_TIMEOUT, CLOCK_GRAIN, KEEP_ALIVE_EVERY, Variant};
+use crate::simulation::AgentStep;
 
 /// The client of one agent; see the module.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Client {
-    pub(crate) links: BTreeMap<LinkId, Link>,
-    links_begun: u64,
-    pub(crate) members: Members<LinkId>,
-    /// Failure domain of the node, as far as the process knows.
-    pub(crate) failure_domain: String,
-    calls: BTreeMap<CallId, Call>,
-    calls_begun: u64,
+    node: usize,
+    pub(crate) links: Links,
     home: CurrentHome,
     /// Latest list of nodes from home, by number.
     nodes: Option<Arc<[NodeInfo]>>,
-    pub(crate) lookups: BTreeMap<LookupId, PendingLookup>,
-    pub(crate) placements: BTreeMap<PlaceId, PendingPlacement>,
-    pub(crate) directions: Directives,
+    pub(crate) lookups: Lookups,
+    pub(crate) placements: PlacementRequests,
+    pub(crate) reports: Reports,
+    directions: Directives,
 }
 
-/// A map of slots, and the link to each of its members.
-pub(crate) type Routes = reprise_agent_core::members::Routes<LinkId>;
-
 /// The member that reports members and nodes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct CurrentHome {
     choice: Home,
     /// Counts the attempts to follow: events of earlier attempts are ignored.
@@ -61,70 +57,25 @@ struct CurrentHome {
     quiet: bool,
 }
 
-#[derive(Debug)]
-struct Call {
-    of: Purpose,
-    line: LineId,
-}
-
-/// Purpose of a call.
-#[derive(Clone, Debug)]
-pub(crate) enum Purpose {
-    Link(LinkId, LinkCall),
-    /// A part of a lookup.
-    Lookup {
-        lookup: LookupId,
-        link: LinkId,
-        part: Part,
-    },
-    /// Requests the list of a member whose map is newer.
-    Learn {
-        lookup: LookupId,
-    },
-    /// A part of a placement request, under a registration.
-    Place {
-        place: PlaceId,
-        link: LinkId,
-        epoch: Epoch,
-        part: Part,
-    },
-    /// As `Learn`, for a placement request.
-    LearnOfPlaces {
-        place: PlaceId,
-    },
-    Follow,
-}
-
-fn source(list: &MemberListReply) -> MemberListSource {
-    let MemberListReply { epoch, ref members, registered, .. } = *list;
-    MemberListSource { epoch, members: members.len(), registered }
-}
-
-/// Starts an attempt of a query: returns the parts to send. The owners of the others cannot be asked.
-pub(crate) fn ask_owners<A: Clone>(
-    routes: Option<&Routes>,
-    query: &mut OwnerQuery<LinkId, A>,
-    can_ask: impl Fn(LinkId) -> bool,
-) -> Vec<(LinkId, Part)> {
-    let parts = query.ask(routes.map(Routes::map));
-    let link_of = |part: Part| (*routes.expect("only a map has owners").link(part.owner), part);
-    let mut parts: Vec<(LinkId, Part)> = parts.into_iter().map(link_of).collect();
-    parts.sort_by_key(|(link, _)| *link);
-    parts.retain(|(link, part)| {
-        let can_ask = can_ask(*link);
-        if !can_ask {
-            query.fail(part);
-        }
-        can_ask
-    });
-    parts
-}
-
 impl Client {
+    /// Creates the client of a node in this failure domain, with a different first home for each node.
+    pub(crate) fn new(node: usize, failure_domain: String) -> Client {
+        let choice = Home::new(node);
+        Client {
+            node,
+            links: Links::new(node, failure_domain),
+            home: CurrentHome { choice, attempt: 0, member: None, line: None, stream: None, quiet: false },
+            nodes: None,
+            lookups: Lookups::new(node),
+            placements: PlacementRequests::new(node),
+            reports: Reports::new(node),
+            directions: Directives::default(),
+        }
+    }
+
     /// Returns the host of a node; `None` for a node that home has not reported.
     pub(crate) fn host_of(&self, node: NodeId) -> Option<usize> {
-        let nodes = self.nodes.as_ref()?;
-        nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
+        host_of(self.nodes.as_deref(), node)
     }
 
     /// Returns the number of the agent on a host; `None` for an agent that home has not reported.
@@ -133,277 +84,375 @@ impl Client {
         nodes.iter().find(|info| info.host == host).map(|info| info.node)
     }
 
-    /// Starts the client; `turn` selects different homes for different agents.
-    pub(crate) fn begin(&mut self, turn: usize, failure_domain: String) {
-        self.failure_domain = failure_domain;
-        self.home.choice = Home::new(turn);
+    /// Runs a step of the client; returns other steps.
+    pub(crate) fn step(
+        &mut self,
+        env: &mut Environment,
+        what: AgentStep,
+        out: &mut Outcomes,
+    ) -> Option<AgentStep> {
+        match what {
+            AgentStep::Beat { link, epoch } => {
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.beat(env, calls, epoch);
+                }
+            }
+            AgentStep::Register { link, request } => self.links.register(env, link, request),
+            AgentStep::ReplacementOverdue { link, awaited } => {
+                let random = env.rng.next() as u32;
+                if let Some((link, calls)) = self.links.link(link)
+                    && link.awaits_replacement(awaited)
+                {
+                    link.on_registrar(env, calls, (Input::Overdue, random), out);
+                }
+            }
+            AgentStep::Pump(link) => {
+                // The end of a pause after a failure.
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.announcer.resume();
+                    link.pump(env, calls, out);
+                }
+            }
+            AgentStep::CloseIfGone(link) => self.links.close_if_gone(env, link),
+            AgentStep::Follow => self.follow_home(env),
+            AgentStep::CheckHome { attempt } => self.check_home(env, attempt),
+            AgentStep::HomeUnsure { attempt } => {
+                if self.home.attempt == attempt {
+                    self.on_home(env, HomeInput::Overdue);
+                }
+            }
+            AgentStep::LookupOver(lookup) => self.end_lookup(lookup, out),
+            AgentStep::PlaceOver(place) => self.end_placement(place, out),
+            AgentStep::Report(link) => self.reports.due(env, &mut self.links, link),
+            AgentStep::CallTimeout(call) => self.call_timeout(env, call, out),
+            other => return Some(other),
+        }
+        None
     }
 
-    /// Number of calls without an answer, except those that never end.
-    pub(crate) fn waiting(&self) -> usize {
-        let ends = |call: &&Call| {
-            !matches!(
-                call.of,
-                Purpose::Follow
-                    | Purpose::Link(
-                        _,
-                        LinkCall::Beat { .. } | LinkCall::Register { .. } | LinkCall::Report { .. }
-                    )
-            )
-        };
-        self.calls.values().filter(ends).count()
-    }
-
-    /// Reports whether a member answers and knows this node.
-    pub(crate) fn is_connected(&self) -> bool {
-        self.links.values().any(Link::is_up)
-    }
-}
-
-impl Simulation {
-    pub(crate) fn client(&mut self, node: usize) -> &mut Client {
-        &mut self.process(node).client
+    /// Carries out what follows an earlier outcome.
+    pub(crate) fn follow(&mut self, env: &mut Environment, follow: ClientFollow, out: &mut Outcomes) {
+        match follow {
+            ClientFollow::Pump(link) => {
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.pump(env, calls, out);
+                }
+            }
+            ClientFollow::Refresh(link) => {
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.announcer.outbox_mut().invalidate_slots();
+                    link.pump(env, calls, out);
+                }
+            }
+            ClientFollow::ReportIfDue(link) => self.reports.send_if_due(env, &mut self.links, link),
+            ClientFollow::ReportOver(link) => self.reports.over(env, &self.links, link),
+            ClientFollow::CarryOut(link, outputs, random) => {
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.carry_out(env, calls, (outputs, random), out);
+                }
+            }
+            ClientFollow::CallFailed(of) => self.call_failed(env, of, out),
+            ClientFollow::LineLost(line) => {
+                if self.home.line == Some(line) {
+                    self.on_home(env, HomeInput::Ended);
+                }
+            }
+            ClientFollow::Learned(lookup) => {
+                let progress = self.lookups.learned(env, &mut self.links, lookup);
+                self.advance_lookup(lookup, progress, out);
+            }
+            ClientFollow::LearnedOfPlaces(place) => {
+                let progress = self.placements.learned(env, &mut self.links, place);
+                self.advance_placement(place, progress, out);
+            }
+        }
     }
 
     // ---- calls --------------------------------------------------------------------------------------------
 
-    /// Sends a call over a connection, with a timeout by the agent's clock.
-    pub(crate) fn call(
-        &mut self,
-        node: usize,
-        (line, of): (LineId, Purpose),
-        request: Request,
-        time: Duration,
-    ) {
-        let client = self.client(node);
-        let call = CallId(client.calls_begun);
-        client.calls_begun += 1;
-        client.calls.insert(call, Call { of, line });
-        self.env.send(line, 1, Message::Call { call, request });
-        self.env.later(node, time, AgentStep::CallTimeout(call));
-    }
-
-    pub(crate) fn call_timeout(&mut self, node: usize, call: CallId) {
-        let endless = self.env.setup.variant == Variant::LookupsWithoutDeadline;
-        let calls = &mut self.client(node).calls;
-        if endless && calls.get(&call).is_some_and(|call| matches!(call.of, Purpose::Lookup { .. })) {
-            return;
-        }
-        let Some(Call { of, line }) = calls.remove(&call) else { return };
+    fn call_timeout(&mut self, env: &mut Environment, call: CallId, out: &mut Outcomes) {
+        let Some(Call { of, line }) = self.links.calls.timed_out(env, call) else { return };
         // Keep-alives have detected by now that the other end is gone; heartbeats open a new connection after
         // each failure.
-        if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !self.env.far_lives(line) {
-            self.drop_line(node, line);
+        if matches!(of, Purpose::Link(_, LinkCall::Beat { .. })) || !env.far_lives(line) {
+            self.links.drop_line(line);
         }
-        self.call_failed(node, of);
+        self.call_failed(env, of, out);
     }
 
-    pub(crate) fn client_line_lost(&mut self, node: usize, line: LineId) {
-        self.drop_line(node, line);
-        let lost = take_where(&mut self.client(node).calls, |call| call.line == line);
-        lost.into_iter().for_each(|(_, call)| self.call_failed(node, call.of));
-        let home = &self.client(node).home;
-        if home.line == Some(line) && home.stream.is_some() {
-            self.drop_home(node);
-        }
+    /// Handles the end of a connection.
+    pub(crate) fn line_lost(&mut self, line: LineId, out: &mut Outcomes) {
+        self.links.drop_line(line);
+        self.links.calls.lost(line).into_iter().for_each(|of| out.client(ClientFollow::CallFailed(of)));
+        out.client(ClientFollow::LineLost(line));
     }
 
-    fn drop_line(&mut self, node: usize, line: LineId) {
-        for link in self.client(node).links.values_mut() {
-            link.drop_line(line);
-        }
-    }
-
-    fn call_failed(&mut self, node: usize, of: Purpose) {
+    fn call_failed(&mut self, env: &mut Environment, of: Purpose, out: &mut Outcomes) {
         match of {
-            Purpose::Link(link, of) => self.link_call_failed(node, link, &of),
-            Purpose::Lookup { lookup, part, .. } => self.part_failed(node, lookup, &part),
-            Purpose::Learn { lookup } => self.lookup_over(node, lookup),
-            Purpose::Place { place, part, .. } => self.place_part_over(node, place, &part),
-            Purpose::LearnOfPlaces { place } => self.place_over(node, place),
-            Purpose::Follow => self.drop_home(node),
+            Purpose::Link(link, of) => self.link_call_failed(env, link, &of, out),
+            Purpose::Lookup { lookup, part, .. } => {
+                let progress = self.lookups.part_failed(env, &mut self.links, (lookup, &part));
+                self.advance_lookup(lookup, progress, out);
+            }
+            Purpose::Learn { lookup } => self.end_lookup(lookup, out),
+            Purpose::Place { place, part, .. } => {
+                let progress = self.placements.part_failed(env, &mut self.links, (place, &part));
+                self.advance_placement(place, progress, out);
+            }
+            Purpose::LearnOfPlaces { place } => self.end_placement(place, out),
+            Purpose::Follow => {
+                self.on_home(env, HomeInput::Ended);
+            }
         }
     }
 
-    pub(crate) fn on_answer(&mut self, node: usize, call: CallId, reply: Reply) {
-        if self.client(node).home.stream == Some(call) {
-            return self.on_home_message(node, reply);
+    fn link_call_failed(&mut self, env: &mut Environment, id: LinkId, of: &LinkCall, out: &mut Outcomes) {
+        let random = env.rng.next() as u32;
+        let Some((link, calls)) = self.links.link(id) else { return };
+        let member = link.member;
+        link.call_failed(env, calls, (of, random), out);
+        match *of {
+            LinkCall::Beat { epoch } => {
+                if self.home.member == Some(member) {
+                    self.on_home(env, HomeInput::Silent);
+                }
+                if let Some((link, _)) = self.links.link(id) {
+                    link.next_beat(env, epoch);
+                }
+            }
+            LinkCall::Report { .. } => self.reports.over(env, &self.links, id),
+            LinkCall::Register { .. } | LinkCall::Slots { .. } | LinkCall::Update(_) => {}
         }
-        let Some(Call { of, .. }) = self.client(node).calls.remove(&call) else { return };
+    }
+
+    /// Handles the answer to a call.
+    pub(crate) fn on_answer(
+        &mut self,
+        env: &mut Environment,
+        (call, reply): (CallId, Reply),
+        out: &mut Outcomes,
+    ) {
+        if self.home.stream == Some(call) {
+            return self.on_home_message(env, reply, out);
+        }
+        let Some(Call { of, .. }) = self.links.calls.answered(call) else { return };
         match (of, reply) {
-            (of, Reply::Unavailable) => self.call_failed(node, of),
-            (Purpose::Link(link, of), reply) => self.on_link_answer(node, (link, of), reply),
+            (of, Reply::Unavailable) => self.call_failed(env, of, out),
+            (Purpose::Link(link, LinkCall::Report { epoch, number }), Reply::Reported(answer)) => {
+                self.reported(env, (link, epoch, number), answer, out);
+            }
+            (Purpose::Link(link, of), reply) => {
+                if let Some((link, calls)) = self.links.link(link) {
+                    link.on_answer(env, calls, (of, reply), out);
+                }
+            }
             (Purpose::Lookup { lookup, link, part }, Reply::Found(answered)) => {
-                self.part_found(node, (lookup, link), &part, answered);
+                let of = (lookup, link, &part);
+                let progress = self.lookups.part_found(env, &mut self.links, of, answered);
+                self.advance_lookup(lookup, progress, out);
             }
             (Purpose::Learn { lookup }, Reply::Members(list)) => {
-                self.learn_list(node, &list);
-                self.learned(node, lookup);
+                self.links.learn_list(env, &list, out);
+                out.client(ClientFollow::Learned(lookup));
             }
             (Purpose::Place { place, link, epoch, part }, Reply::Placed(answer)) => {
-                self.part_placed(node, (place, link, epoch), &part, answer.map(|answer| *answer));
+                let (of, answer) = ((place, link, epoch, &part), answer.map(|answer| *answer));
+                let progress = self.placements.part_placed(env, &mut self.links, of, (answer, &mut *out));
+                self.advance_placement(place, progress, out);
             }
             (Purpose::LearnOfPlaces { place }, Reply::Members(list)) => {
-                self.learn_list(node, &list);
-                self.learned_of_places(node, place);
+                self.links.learn_list(env, &list, out);
+                out.client(ClientFollow::LearnedOfPlaces(place));
             }
             (Purpose::Follow, reply) => {
-                let home = &mut self.client(node).home;
-                home.stream = Some(call);
-                home.choice.follow();
-                self.on_home_message(node, reply);
+                self.home.stream = Some(call);
+                self.on_home(env, HomeInput::Opened);
+                self.on_home_message(env, reply, out);
             }
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
     }
 
+    /// Handles a member's answer to a report of a registration; `None`: it is not the member's current one.
+    fn reported(
+        &mut self,
+        env: &mut Environment,
+        (id, epoch, number): (LinkId, Epoch, ReportNumber),
+        reply: Option<NodeReportReply>,
+        out: &mut Outcomes,
+    ) {
+        let Some((link, _)) = self.links.link(id) else { return };
+        let granted = link.granted();
+        // After fencing, heartbeats or updates detect the same, and register again.
+        if let Some(NodeReportReply { grants, direction }) = reply
+            && granted.is_some_and(|granted| granted.epoch == epoch)
+        {
+            self.reports.take_grants(env, &self.links, (id, number), &grants);
+            if let Some(direction) = direction {
+                out.next.push(Follow::Directed(epoch, direction));
+                self.directed(env, (id, epoch), direction, out);
+            }
+        }
+        out.client(ClientFollow::ReportOver(id));
+    }
+
+    /// Handles a member's instructions in the answer to a report.
+    fn directed(
+        &mut self,
+        env: &mut Environment,
+        (link, epoch): (LinkId, Epoch),
+        Direction { set, given }: Direction,
+        out: &mut Outcomes,
+    ) {
+        let variant = env.setup.variant;
+        let from = owner(self.links.routes(), link, REBALANCER_SLOT);
+        let reply = ReplyDirectives { mode_revision: Some(set.revision), order: given, from };
+        let NewDirectives { mode_number, order } = self.directions.receive(epoch, reply);
+        let ignored = match variant {
+            Variant::CordonsIgnored => set.mode == NodeMode::Cordoned,
+            Variant::DrainsIgnored => set.mode == NodeMode::Draining,
+            _ => false,
+        };
+        if let Some(revision) = mode_number.filter(|_| !ignored) {
+            out.event(Event::Mode { mode: set.mode, revision });
+        }
+        if let Some(given) = order.filter(|order| order.is_some() || variant != Variant::MoveEndIgnored) {
+            env.count(if given.is_some() { "moves started" } else { "moves ended" });
+            out.event(Event::Move(given));
+        }
+    }
+
+    // ---- lookups and placement requests -------------------------------------------------------------------
+
+    fn advance_lookup(&mut self, lookup: LookupId, progress: Progress, out: &mut Outcomes) {
+        if progress == Progress::Ends {
+            self.end_lookup(lookup, out);
+        }
+    }
+
+    fn end_lookup(&mut self, lookup: LookupId, out: &mut Outcomes) {
+        let nodes = self.nodes.as_deref();
+        self.lookups.end(lookup, |node| host_of(nodes, node).is_some(), out);
+    }
+
+    fn advance_placement(&mut self, place: PlaceId, progress: Progress, out: &mut Outcomes) {
+        if progress == Progress::Ends {
+            self.end_placement(place, out);
+        }
+    }
+
+    fn end_placement(&mut self, place: PlaceId, out: &mut Outcomes) {
+        let nodes = self.nodes.as_deref();
+        self.placements.end(place, |node| host_of(nodes, node).is_some(), out);
+    }
+
     // ---- following ----------------------------------------------------------------------------------------
 
     /// Follows members and nodes at the next home: first those of the map, then all configured ones.
-    pub(crate) fn follow_home(&mut self, node: usize) {
-        let configured = 0..self.members.len();
-        let client = self.client(node);
-        let of_map = client.members.routes().into_iter().flat_map(|routes| routes.links());
-        let of_map = of_map.filter_map(|link| client.links.get(link)).map(|link| link.member);
-        let home = &mut client.home;
-        let member = home.choice.choose(of_map, configured).expect("members are configured");
+    fn follow_home(&mut self, env: &mut Environment) {
+        let configured = 0..env.setup.members;
+        let home = &mut self.home;
+        let member =
+            home.choice.choose(self.links.members_of_map(), configured).expect("members are configured");
         home.attempt += 1;
         (home.member, home.stream, home.quiet) = (Some(member), None, false);
         let attempt = home.attempt;
-        let line = self.env.open_line(Host::Node(node), Host::Member(member));
-        self.client(node).home.line = Some(line);
-        self.call(node, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
-        self.env.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
+        let line = env.open_line(Host::Node(self.node), Host::Member(member));
+        home.line = Some(line);
+        self.links.calls.send(env, (line, Purpose::Follow), Request::Watch, CALL_TIMEOUT);
+        env.later(self.node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
-    fn drop_home(&mut self, node: usize) {
-        let random = self.env.rng.next() as u32;
-        let home = &mut self.client(node).home;
-        (home.member, home.stream) = (None, None);
-        let (delay, line) = (home.choice.drop_home().draw(random), home.line.take());
-        if let Some(line) = line {
-            self.env.break_line(line);
+    /// Gives an input to the choice of homes. Returns whether to apply the list.
+    fn on_home(&mut self, env: &mut Environment, input: HomeInput) -> bool {
+        match self.home.choice.on(env.time(Host::Node(self.node)), input) {
+            Some(HomeOutput::Apply) => return true,
+            Some(HomeOutput::Close(pause, _)) => self.close_home(env, pause),
+            None => {}
         }
-        self.env.later(node, delay, AgentStep::Follow);
+        false
+    }
+
+    fn close_home(&mut self, env: &mut Environment, pause: Pause) {
+        let delay = pause.draw(env.rng.next() as u32);
+        (self.home.member, self.home.stream) = (None, None);
+        if let Some(line) = self.home.line.take() {
+            env.break_line(line);
+        }
+        env.later(self.node, delay, AgentStep::Follow);
     }
 
     /// Checks the connection by keep-alives: home is dropped if the other end is missing twice in a row.
-    pub(crate) fn check_home(&mut self, node: usize, attempt: u64) {
-        let home = &self.client(node).home;
+    fn check_home(&mut self, env: &mut Environment, attempt: u64) {
+        let home = &mut self.home;
         let (Some(member), Some(line)) = (home.member, home.line) else { return };
-        if home.attempt != attempt || home.stream.is_none() {
+        if home.attempt != attempt || !home.choice.is_followed() {
             return;
         }
-        let cut = self.env.network.is_cut(Host::Node(node), Host::Member(member));
-        let quiet = cut || !self.env.far_lives(line);
-        if std::mem::replace(&mut self.client(node).home.quiet, quiet) && quiet {
-            return self.drop_home(node);
+        let cut = env.network.is_cut(Host::Node(self.node), Host::Member(member));
+        let quiet = cut || !env.far_lives(line);
+        if std::mem::replace(&mut home.quiet, quiet) && quiet {
+            self.on_home(env, HomeInput::Ended);
+            return;
         }
-        self.env.later(node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
+        env.later(self.node, KEEP_ALIVE_EVERY, AgentStep::CheckHome { attempt });
     }
 
-    /// Drops home because heartbeats to it fail.
-    pub(crate) fn home_is_silent(&mut self, node: usize, member: usize) {
-        let home = &self.client(node).home;
-        if home.member == Some(member) && home.stream.is_some() {
-            self.drop_home(node);
-        }
-    }
-
-    /// Drops a home that has been unsure of its own place for too long.
-    pub(crate) fn home_is_unsure(&mut self, node: usize, attempt: u64) {
-        let now = self.env.time(Host::Node(node));
-        let home = &self.client(node).home;
-        if home.attempt == attempt && home.choice.doubt(now) == Some(Duration::ZERO) {
-            self.drop_home(node);
-        }
-    }
-
-    fn on_home_message(&mut self, node: usize, reply: Reply) {
+    fn on_home_message(&mut self, env: &mut Environment, reply: Reply, out: &mut Outcomes) {
         match reply {
-            Reply::Members(list) => self.home_lists(node, &list),
-            Reply::Nodes(nodes) => self.client(node).nodes = Some(nodes),
+            Reply::Members(list) => self.home_lists(env, &list, out),
+            Reply::Nodes(nodes) => self.nodes = Some(nodes),
             other => unreachable!("unexpected message of a home: {other:?}"),
         }
     }
 
-    fn home_lists(&mut self, node: usize, list: &MemberListReply) {
-        let now = self.env.time(Host::Node(node));
-        let client = self.client(node);
-        let home = &mut client.home;
-        let (attempt, doubted) = (home.attempt, home.choice.doubt(now).is_some());
-        home.choice.receive(now, source(list));
-        if let Some(time) = home.choice.doubt(now).filter(|_| !doubted) {
-            self.env.later(node, time, AgentStep::HomeUnsure { attempt });
+    fn home_lists(&mut self, env: &mut Environment, list: &MemberListReply, out: &mut Outcomes) {
+        let now = env.time(Host::Node(self.node));
+        let (attempt, doubted) = (self.home.attempt, self.home.choice.doubt(now).is_some());
+        let known = self.links.members.epoch();
+        let applies = self.on_home(env, HomeInput::List { list: source(list), known });
+        if let Some(time) = self.home.choice.doubt(now).filter(|_| !doubted) {
+            env.later(self.node, time, AgentStep::HomeUnsure { attempt });
         }
-        let known = self.client(node).members.epoch();
-        if source(list).applies_from_home(known) {
-            self.take_list(node, list);
+        if applies {
+            self.links.take_list(env, list, out);
         }
     }
 
-    // ---- the map ------------------------------------------------------------------------------------------
+    // ---- checks -------------------------------------------------------------------------------------------
 
-    /// Takes over the list of a member that has a newer map.
-    fn learn_list(&mut self, node: usize, list: &MemberListReply) {
-        let known = self.client(node).members.epoch();
-        if source(list).applies_if_fetched(known) {
-            self.take_list(node, list);
-        }
+    /// Checks that no lookup is late.
+    pub(crate) fn assert_lookups_in_time(&self, now: Tick) {
+        let late = self.lookups.pending.iter().find(|(_, pending)| pending.deadline.after(CLOCK_GRAIN) < now);
+        assert!(late.is_none(), "node {}: a lookup exceeds its deadline: {late:?}", self.node);
     }
 
-    /// Takes over a list of members.
-    fn take_list(&mut self, node: usize, list: &MemberListReply) {
-        let map = self.env.map_of(list.epoch, list.members.iter().map(|(name, _)| *name));
-        // All members keep their addresses.
-        let names = list.members.iter().map(|(name, _)| (member_name(*name), String::new()));
-        let client = self.client(node);
-        let (begun, mut opened) = (&mut client.links_begun, Vec::new());
-        let open = |name: &MemberName, _: &str| {
-            let id = LinkId(*begun);
-            *begun += 1;
-            opened.push((id, number_of_member(name)));
-            Some(id)
-        };
-        let Ok(applied) = client.members.apply(names, open, |_| Ok::<_, std::convert::Infallible>(map));
-        opened.into_iter().for_each(|(id, member)| self.open_link(node, id, member));
-        let Some(mut unused) = applied else { return };
-        // In the order in which they were opened.
-        unused.left.sort_unstable();
-        for link in unused.left {
-            self.env.later(node, LINK_GRACE, AgentStep::CloseIfGone(link));
-        }
-        // A member that has lost slots would report that with its next heartbeat; a request is sooner.
-        let routes = self.client(node).members.routes().expect("just applied").clone();
-        for id in routes.links() {
-            if let Some(link) = self.client(node).links.get_mut(id) {
-                link.announcer.outbox_mut().invalidate_slots();
-                self.pump(node, *id);
-            }
-        }
+    /// Checks that no placement request is late.
+    pub(crate) fn assert_placements_in_time(&self, now: Tick) {
+        let mut placing = self.placements.pending.values();
+        let late = placing.find(|placing| placing.deadline.after(CLOCK_GRAIN) < now);
+        assert!(late.is_none(), "node {}: a placement request exceeds its deadline: {late:?}", self.node);
     }
 
-    fn open_link(&mut self, node: usize, id: LinkId, member: usize) {
-        let limit = match self.env.setup.variant {
-            Variant::UnboundedQueue => usize::MAX,
-            _ => self.env.setup.changes_queued_max,
-        };
-        let domain = self.client(node).failure_domain.clone();
-        self.client(node).links.insert(id, Link::new(member, Announcer::new(limit), domain));
-        self.env.later(node, Duration::ZERO, AgentStep::Register { link: id, request: 0 });
-        self.env.later(node, Duration::ZERO, AgentStep::Report(id));
+    /// Checks the bounds of the queues of changes for members, and of the concurrent lookups.
+    pub(crate) fn assert_queues(&self, env: &Environment, inventory_max: usize) {
+        // At most `limit` changes are in a batch in flight while the queue fills again to `limit`.
+        // Inventories of different slots are taken at different times, so their sum may exceed the largest
+        // inventory: two are allowed. The constant is a margin.
+        let limit = env.setup.changes_queued_max;
+        let bound = limit.saturating_mul(2).saturating_add(2 * inventory_max).saturating_add(8);
+        for link in self.links.links.values() {
+            let queued = link.announcer.outbox().queued();
+            let node = self.node;
+            assert!(queued <= bound, "node {node}: {queued} queued changes exceed the bound of {bound}");
+        }
+        let lookups = self.lookups.pending.len();
+        assert!(lookups <= LOOKUPS_MAX, "node {}: {lookups} concurrent lookups", self.node);
     }
+}
 
-    /// Closes a link whose member has not returned.
-    pub(crate) fn close_if_gone(&mut self, node: usize, id: LinkId) {
-        let client = self.client(node);
-        if !client.members.end_grace(&id) {
-            return;
-        }
-        let Some(link) = client.links.remove(&id) else { return };
-        for line in link.lines() {
-            self.env.break_line(line);
-        }
-        self.env.count("links closed");
-    }
+/// Returns the host of a node in a list by number.
+fn host_of(nodes: Option<&[NodeInfo]>, node: NodeId) -> Option<usize> {
+    let nodes = nodes?;
+    nodes.binary_search_by_key(&node, |info| info.node).ok().map(|at| nodes[at].host)
 }

@@ -1,7 +1,7 @@
-//! The environment of all simulated processes: time and what is scheduled, the hosts with their clocks, the network,
-//! and what is recorded.
+//! The environment of all simulated processes: time and the schedule, the hosts with their clocks, the network, and the
+//! record of the run.
 //!
-//! Steps of a process get the environment and their own process, and nothing else: what they need from other
+//! Steps of a process get the environment and their own process, and nothing else: everything that they need from other
 //! processes arrives in messages. Checks read the whole simulation, between steps.
 
 use std::collections::BTreeMap;
@@ -13,9 +13,12 @@ use reprise_policy::{Epoch, Tick};
 
 use crate::clock::Clock;
 use crate::hosts::Hosts;
-use crate::member::member_name;
+use crate::membership::MemberStep;
+use crate::memory::Tag;
 use crate::messages::Message;
+use crate::names::member_name;
 use crate::network::{Host, Network};
+use crate::observation::Observation;
 use crate::queue::Queue;
 use crate::rng::Rng;
 use crate::setup::Setup;
@@ -36,10 +39,14 @@ pub(crate) struct Environment {
     pub(crate) hosts: Hosts,
     /// Shard maps, which all processes compute with equal results.
     maps: BTreeMap<(Epoch, Vec<usize>), Arc<ShardMap>>,
+    /// Number of contents that blocks have had.
+    contents: Tag,
     /// The faults have ended.
     pub(crate) calm: bool,
     /// Number of occurrences by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
+    /// Observations that the checks have not seen yet.
+    pub(crate) observations: Vec<Observation>,
 }
 
 impl Environment {
@@ -54,10 +61,18 @@ impl Environment {
             network: Network::new(),
             hosts: Hosts::new(setup.nodes, setup.members, clock),
             maps: BTreeMap::new(),
+            contents: 0,
             calm: false,
             seen: BTreeMap::new(),
+            observations: Vec::new(),
             setup,
         }
+    }
+
+    /// Returns content that no block has had yet.
+    pub(crate) fn new_content(&mut self) -> Tag {
+        self.contents += 1;
+        self.contents
     }
 
     /// Schedules an action after a delay.
@@ -70,6 +85,20 @@ impl Environment {
         let host = Host::Node(node);
         let (at, life) = (self.in_time(host, delay), self.host(host).life);
         self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Schedules a step of a node's running process, when its clock shows `shown`.
+    pub(crate) fn at(&mut self, node: usize, shown: Tick, what: AgentStep) {
+        let host = Host::Node(node);
+        let (at, life) = (self.when(host, shown), self.host(host).life);
+        self.queue.push(at, Action::Agent { node, life, what });
+    }
+
+    /// Schedules a step of a member's running process, by its clock.
+    pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
+        let host = Host::Member(member);
+        let (at, life) = (self.in_time(host, delay), self.host(host).life);
+        self.queue.push(at, Action::Member { member, life, what });
     }
 
     /// Returns the shard map of these members.

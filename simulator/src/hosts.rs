@@ -10,7 +10,7 @@ use crate::clock::{Clock, PauseClock};
 use crate::environment::Environment;
 use crate::messages::Message;
 use crate::network::{End, Host, LineId};
-use crate::simulation::{Action, Simulation};
+use crate::simulation::Action;
 
 /// State of a host.
 #[derive(Debug)]
@@ -218,7 +218,7 @@ impl Environment {
         }
     }
 
-    fn lose_end(&mut self, line: LineId, end: End, micros: std::ops::Range<u64>) {
+    pub(crate) fn lose_end(&mut self, line: LineId, end: End, micros: std::ops::Range<u64>) {
         let delay = self.rng.micros(micros);
         self.after(delay, Action::LineLost { line, end });
     }
@@ -238,71 +238,6 @@ impl Environment {
         let Some(line) = self.network.line(id) else { return };
         for end in line.ends {
             self.lose_end(id, end, 10..2000);
-        }
-    }
-}
-
-impl Simulation {
-    pub(crate) fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
-        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
-        if self.env.network.is_cut(ends[0].host, ends[1].host) {
-            return self.env.network.hold(line, to, number, message);
-        }
-        for message in self.env.network.in_order(line, to, number, message) {
-            self.deliver(line, to, message);
-        }
-    }
-
-    fn deliver(&mut self, line: LineId, to: usize, message: Message) {
-        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
-        let (receiver, sender) = (ends[to], ends[1 - to]);
-        if !self.env.lives(sender) {
-            return;
-        }
-        if !self.env.lives(receiver) || !self.listens(receiver.host, to) {
-            // A running machine rejects the connection; one that is off does not answer.
-            if self.env.host(receiver.host).powered {
-                self.env.lose_end(line, sender, 40..600);
-            }
-            return;
-        }
-        match (receiver.host, message) {
-            (Host::Member(member), Message::Call { call, request }) => {
-                self.serve_call(member, (line, call), request);
-            }
-            (Host::Node(node), Message::Reply { call, reply }) => self.on_answer(node, call, reply),
-            (Host::Node(node), Message::Peer(message)) => self.on_peer_message(node, line, message),
-            (Host::Store, Message::StoreRequest { call, request }) => {
-                self.serve_store_call((line, call), request);
-            }
-            (Host::Member(member), Message::StoreReply { call, reply }) => {
-                self.on_store_reply(member, call, reply);
-            }
-            (host, message) => unreachable!("unexpected message for {host:?}: {message:?}"),
-        }
-    }
-
-    /// Reports whether a process accepts messages at this end of a connection: it has opened the connection,
-    /// or serves.
-    fn listens(&self, host: Host, end: usize) -> bool {
-        match host {
-            Host::Member(member) => end == 0 || self.serves(member),
-            Host::Node(_) | Host::Store => true,
-        }
-    }
-
-    pub(crate) fn line_lost(&mut self, line: LineId, end: End) {
-        if !self.env.lives(end) {
-            return;
-        }
-        self.env.network.close(line);
-        match end.host {
-            Host::Node(node) => {
-                self.client_line_lost(node, line);
-                self.peer_line_lost(node, line);
-            }
-            Host::Member(member) => self.member_line_lost(member, line),
-            Host::Store => self.watchers_lost(line),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Operations on a node's devices, and checks of blocks in DRAM: their durations and results.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::time::Duration;
 
 use reprise_agent_core::effect::{ArenaSlot, BlockCheck, BlockRead, DeviceId};
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity};
@@ -9,14 +9,22 @@ use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{Layout, Tier};
 
-use crate::disk::DiskWrite;
-use crate::memory::verified;
-use crate::node::payload;
+use crate::disk::{Disk, DiskWrite};
+use crate::environment::Environment;
+use crate::memory::{Memory, verified};
 use crate::setup::Variant;
-use crate::simulation::{AgentStep, Simulation};
+use crate::simulation::AgentStep;
 
 /// Of 1000 reads of a lost device: those whose slot the device may still write to.
 const STRANDED_PERMILLE: u64 = 200;
+
+/// The operations of one agent that have not ended.
+#[derive(Debug)]
+pub(crate) struct Jobs {
+    node: usize,
+    pub(crate) running: BTreeMap<u64, Job>,
+    begun: u64,
+}
 
 /// An operation whose end is an event.
 #[derive(Debug)]
@@ -42,121 +50,149 @@ impl Job {
     }
 }
 
-impl Simulation {
-    pub(crate) fn begin_job(&mut self, node: usize, job: Job) {
-        let process = self.process(node);
-        let number = process.jobs_begun;
-        process.jobs_begun += 1;
+impl Jobs {
+    pub(crate) fn new(node: usize) -> Jobs {
+        Jobs { node, running: BTreeMap::new(), begun: 0 }
+    }
+
+    pub(crate) fn begin(&mut self, env: &mut Environment, disks: &[Disk], job: Job) {
+        let number = self.begun;
+        self.begun += 1;
         let slowness = match &job {
             Job::Device { device, .. } | Job::Read { device, .. } => {
-                self.nodes[node].disks[usize::from(device.0)].health.slowness
+                disks[usize::from(device.0)].health.slowness
             }
             Job::Check(_) => 1,
         };
-        self.process(node).jobs.insert(number, job);
-        let time = self.job_time(slowness);
-        self.env.later(node, time, AgentStep::Job(number));
+        self.running.insert(number, job);
+        self.schedule(env, number, slowness);
     }
 
-    fn job_time(&mut self, slowness: u32) -> Duration {
-        self.env.rng.micros(30..500) * slowness
+    fn schedule(&self, env: &mut Environment, number: u64, slowness: u32) {
+        let time = env.rng.micros(30..500) * slowness;
+        env.later(self.node, time, AgentStep::Job(number));
     }
 
-    /// Ends a job, or runs its next step.
-    pub(crate) fn advance_job(&mut self, node: usize, number: u64) {
-        let job = self.process(node).jobs.remove(&number).expect("every job is scheduled once");
+    /// Returns the writes to a device that have not ended.
+    pub(crate) fn writes<'a>(
+        &'a self,
+        device: usize,
+        memory: &'a Memory,
+    ) -> impl Iterator<Item = DiskWrite> + 'a {
+        self.running.values().filter_map(move |job| match job {
+            Job::Device { device: of, op, .. } if usize::from(of.0) == device => written(op, memory),
+            _ => None,
+        })
+    }
+
+    /// Ends a job, or runs its next step; returns the event for the core.
+    pub(crate) fn advance(
+        &mut self,
+        env: &mut Environment,
+        number: u64,
+        disks: &mut [Disk],
+        memory: &mut Memory,
+    ) -> Event {
+        let job = self.running.remove(&number).expect("every job is scheduled once");
         match job {
-            Job::Device { device, op, covered } => self.end_device_op(node, device, &op, covered),
+            Job::Device { device, op, covered } => {
+                let disk = &mut disks[usize::from(device.0)];
+                end_device_op(env, disk, memory, (device, &op, covered))
+            }
             Job::Read { device, read, layout, layers } => {
-                let to = layers + 1 + self.env.rng.below((layout.layers() - layers) as usize) as u32;
-                if let Some(event) = self.read_on(node, (device, read), layout, layers..to) {
-                    if to < layout.layers()
-                        && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. })
-                    {
-                        let slowness = self.disk(node, device).health.slowness;
-                        self.process(node)
-                            .jobs
-                            .insert(number, Job::Read { device, read, layout, layers: to });
-                        let time = self.job_time(slowness);
-                        self.env.later(node, time, AgentStep::Job(number));
-                    }
-                    self.apply(node, event);
+                let disk = &disks[usize::from(device.0)];
+                let to = layers + 1 + env.rng.below((layout.layers() - layers) as usize) as u32;
+                let event = read_on(env, disk, memory, (read, layout, layers..to));
+                if to < layout.layers() && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. })
+                {
+                    self.running.insert(number, Job::Read { device, read, layout, layers: to });
+                    self.schedule(env, number, disk.health.slowness);
                 }
+                event
             }
             Job::Check(check) => {
-                let layers = self.process(node).memory.layers(check.slot);
+                let layers = memory.layers(check.slot);
                 let intact = verified(layers, 0, &check.layout, &check.checksums).is_some();
                 let integrity = if intact { Integrity::Intact } else { Integrity::Damaged };
-                self.apply(node, Event::CheckDone { check: check.check, integrity });
+                Event::CheckDone { check: check.check, integrity }
             }
         }
     }
+}
 
-    fn end_device_op(&mut self, node: usize, device: DeviceId, op: &DeviceOp, covered: u64) {
-        let health = self.disk(node, device).health;
-        let fails = health.errors_permille > 0 && self.env.rng.chance(health.errors_permille);
-        let written = DiskWrite::of(&op.kind, payload(&self.process(node).memory, &op.kind));
-        let result = match written {
-            _ if health.lost => Err(DeviceError::Lost),
-            Some(written) if fails => {
-                let torn = written.torn(&mut self.env.rng);
-                self.disk(node, device).complete(torn);
-                self.env.count("media errors");
-                Err(DeviceError::Media)
-            }
-            None if fails => Err(DeviceError::Media),
-            Some(written) => {
-                self.disk(node, device).complete(written);
-                Ok(())
-            }
-            None => {
-                if self.env.setup.variant != Variant::DurableBeforeSync {
-                    self.disk(node, device).synced(covered);
-                }
-                Ok(())
-            }
-        };
-        self.apply(node, Event::DeviceDone { device, token: op.token, result });
-    }
+/// Returns the data that an operation writes.
+fn written(op: &DeviceOp, memory: &Memory) -> Option<DiskWrite> {
+    let payload = match &op.kind {
+        DeviceOpKind::WriteBlock { slot, .. } => memory.layers(*slot),
+        DeviceOpKind::WritePages { .. } | DeviceOpKind::WriteHeader { .. } | DeviceOpKind::Sync => &[],
+    };
+    DiskWrite::of(&op.kind, payload)
+}
 
-    fn read_on(
-        &mut self,
-        node: usize,
-        from: (DeviceId, BlockRead),
-        layout: Layout,
-        layers: Range<u32>,
-    ) -> Option<Event> {
-        let (device, read) = from;
-        let fill = read.fill;
-        let failed = |error| Some(Event::Fill { fill, update: FillUpdate::Failed(error) });
-        let health = self.disk(node, device).health;
-        if health.lost {
-            let stranded = self.env.rng.chance(STRANDED_PERMILLE);
-            if stranded {
-                self.process(node).memory.strand(read.slot);
+fn end_device_op(
+    env: &mut Environment,
+    disk: &mut Disk,
+    memory: &Memory,
+    (device, op, covered): (DeviceId, &DeviceOp, u64),
+) -> Event {
+    let health = disk.health;
+    let fails = health.errors_permille > 0 && env.rng.chance(health.errors_permille);
+    let result = match written(op, memory) {
+        _ if health.lost => Err(DeviceError::Lost),
+        Some(written) if fails => {
+            disk.complete(written.torn(&mut env.rng));
+            env.count("media errors");
+            Err(DeviceError::Media)
+        }
+        None if fails => Err(DeviceError::Media),
+        Some(written) => {
+            disk.complete(written);
+            Ok(())
+        }
+        None => {
+            if env.setup.variant != Variant::DurableBeforeSync {
+                disk.synced(covered);
             }
-            return failed(if stranded { FillError::Stranded } else { FillError::Device });
+            Ok(())
         }
-        if health.errors_permille > 0 && self.env.rng.chance(health.errors_permille) {
-            self.env.count("media errors");
-            return failed(FillError::Device);
+    };
+    Event::DeviceDone { device, token: op.token, result }
+}
+
+fn read_on(
+    env: &mut Environment,
+    disk: &Disk,
+    memory: &mut Memory,
+    (read, layout, layers): (BlockRead, Layout, Range<u32>),
+) -> Event {
+    let fill = read.fill;
+    let failed = |error| Event::Fill { fill, update: FillUpdate::Failed(error) };
+    let health = disk.health;
+    if health.lost {
+        let stranded = env.rng.chance(STRANDED_PERMILLE);
+        if stranded {
+            memory.strand(read.slot);
         }
-        let (page, payload) = self.disk(node, device).read(read.page);
-        let span = layers.start as usize..layers.end as usize;
-        let tags = payload.get(span).map(<[u64]>::to_vec);
-        let BlockRead { key, generation, header_crc, .. } = read;
-        let expected = ExpectedHeader { key, generation, header_crc };
-        let (Ok(header), Some(tags)) = (decode_header(&page, &expected), tags) else {
-            return failed(FillError::Corrupt);
-        };
-        let right = verified(&tags, layers.start, &layout, &header.checksums).is_some();
-        let all = layout.layers();
-        self.process(node).memory.write(read.slot, all, layers.clone(), &tags);
-        if !right && self.env.setup.variant != Variant::ReadsUnverified {
-            return failed(FillError::Corrupt);
-        }
-        let checksums = (layers.start == 0).then_some(header.checksums);
-        let update = FillUpdate::Layers { layers: layers.end, checksums, tier: Tier::Nvme };
-        Some(Event::Fill { fill, update })
+        return failed(if stranded { FillError::Stranded } else { FillError::Device });
     }
+    if health.errors_permille > 0 && env.rng.chance(health.errors_permille) {
+        env.count("media errors");
+        return failed(FillError::Device);
+    }
+    let (page, payload) = disk.read(read.page);
+    let span = layers.start as usize..layers.end as usize;
+    let tags = payload.get(span).map(<[u64]>::to_vec);
+    let BlockRead { key, generation, header_crc, .. } = read;
+    let expected = ExpectedHeader { key, generation, header_crc };
+    let (Ok(header), Some(tags)) = (decode_header(&page, &expected), tags) else {
+        return failed(FillError::Corrupt);
+    };
+    let right = verified(&tags, layers.start, &layout, &header.checksums).is_some();
+    memory.write(read.slot, layout.layers(), layers.clone(), &tags);
+    if !right && env.setup.variant != Variant::ReadsUnverified {
+        return failed(FillError::Corrupt);
+    }
+    let checksums = (layers.start == 0).then_some(header.checksums);
+    let update = FillUpdate::Layers { layers: layers.end, checksums, tier: Tier::Nvme };
+    Event::Fill { fill, update }
 }

@@ -55,31 +55,41 @@
 
 mod answer_audit;
 mod audit;
+mod block_audit;
 mod budgets;
+mod calls;
 mod client;
 mod clock;
 mod control_plane;
+mod counted;
 mod disk;
 mod engine;
 mod engine_driver;
+mod engines;
 mod environment;
 mod hosts;
 mod jobs;
 mod link;
+mod links;
 mod lookups;
 mod member;
 mod membership;
 mod memory;
 mod messages;
+mod names;
 mod network;
 mod node;
+mod observation;
 mod offers;
 mod operators;
+mod outcomes;
 mod peers;
+mod placement_answers;
 mod placement_audit;
 mod placement_requests;
 mod queue;
 mod random_faults;
+mod replicas;
 mod reports;
 mod rng;
 mod scale;
@@ -98,6 +108,7 @@ pub use scale::{Cluster, Measured, scale};
 pub use setup::Variant;
 pub use trace::Recording;
 
+use audit::finish;
 use simulation::Simulation;
 
 /// Result of one seed.
@@ -123,7 +134,7 @@ pub fn run(seed: u64, variant: Variant, recording: Recording) -> Run {
     let until = simulation.env.setup.faults_until;
     let played = catch_unwind(AssertUnwindSafe(|| {
         simulation.run_until(until);
-        simulation.finish();
+        finish(&mut simulation);
     }));
     Run {
         seed,

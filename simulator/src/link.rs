@@ -16,11 +16,13 @@ use reprise_agent_core::report_schedule::ReportSchedule;
 use reprise_controlplane_core::SlotStatus;
 use reprise_policy::Epoch;
 
-use crate::client::Purpose;
+use crate::calls::{Calls, Purpose};
+use crate::environment::Environment;
 use crate::messages::{Reply, Request};
 use crate::network::{Host, LineId};
+use crate::outcomes::{ClientFollow, Outcomes};
 use crate::setup::{BEAT_EVERY, CALL_TIMEOUT, Variant};
-use crate::simulation::{AgentStep, Simulation};
+use crate::simulation::AgentStep;
 
 /// Identifies a link of an agent's process; a new link to the same member has a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,6 +31,8 @@ pub(crate) struct LinkId(pub(crate) u64);
 /// A link to one member; see the module.
 #[derive(Debug)]
 pub(crate) struct Link {
+    node: usize,
+    id: LinkId,
     pub(crate) member: usize,
     pub(crate) announcer: Announcer,
     registrar: Registrar,
@@ -58,10 +62,12 @@ pub(crate) enum LinkCall {
 
 impl Link {
     /// Creates a link of a node in this failure domain, whose first registration is requested.
-    pub(crate) fn new(member: usize, announcer: Announcer, domain: String) -> Link {
+    pub(crate) fn new((node, id): (usize, LinkId), member: usize, limit: usize, domain: String) -> Link {
         Link {
+            node,
+            id,
             member,
-            announcer,
+            announcer: Announcer::new(limit),
             registrar: Registrar::new(domain),
             requested: 0,
             awaited: 0,
@@ -91,274 +97,266 @@ impl Link {
         self.line = self.line.filter(|known| *known != line);
         self.beat_line = self.beat_line.filter(|known| *known != line);
     }
-}
-
-impl Simulation {
-    fn link(&mut self, node: usize, id: LinkId) -> Option<&mut Link> {
-        self.client(node).links.get_mut(&id)
-    }
 
     /// Returns the connection for everything except heartbeats.
-    pub(crate) fn link_line(&mut self, node: usize, id: LinkId) -> LineId {
-        let link = &self.client(node).links[&id];
-        let (member, known) = (link.member, link.line);
-        let line = known.unwrap_or_else(|| self.env.open_line(Host::Node(node), Host::Member(member)));
-        if let Some(link) = self.link(node, id) {
-            link.line = Some(line);
-        }
-        line
+    pub(crate) fn line(&mut self, env: &mut Environment) -> LineId {
+        let (node, member) = (Host::Node(self.node), Host::Member(self.member));
+        *self.line.get_or_insert_with(|| env.open_line(node, member))
     }
 
-    pub(crate) fn call_member(
+    pub(crate) fn call(
         &mut self,
-        node: usize,
-        id: LinkId,
+        env: &mut Environment,
+        calls: &mut Calls,
         of: LinkCall,
         (request, time): (Request, Duration),
     ) {
-        let line = self.link_line(node, id);
-        self.call(node, (line, Purpose::Link(id, of)), request, time);
+        let line = self.line(env);
+        calls.send(env, (line, Purpose::Link(self.id, of)), request, time);
     }
 
-    pub(crate) fn link_call_failed(&mut self, node: usize, id: LinkId, of: &LinkCall) {
-        let random = self.env.rng.next() as u32;
-        let Some(link) = self.link(node, id) else { return };
-        match *of {
-            LinkCall::Register { request, .. } if request == link.requested => {
-                self.on_registrar(node, id, Input::Refused, random);
-            }
-            LinkCall::Register { .. } => {}
-            LinkCall::Beat { epoch } => {
-                let member = link.member;
-                let input = Input::Heartbeat { epoch, result: Heartbeat::Failed };
-                self.on_registrar(node, id, input, random);
-                self.home_is_silent(node, member);
-                self.next_beat(node, id, epoch);
-            }
-            LinkCall::Slots { .. } | LinkCall::Update(_) => {
-                let effect = link.announcer.fail();
-                self.announced(node, id, (Epoch(0), effect));
-            }
-            LinkCall::Report { .. } => self.report_over(node, id),
-        }
-    }
+    // ---- registration -------------------------------------------------------------------------------------
 
-    pub(crate) fn on_link_answer(&mut self, node: usize, of: (LinkId, LinkCall), reply: Reply) {
-        let (id, of) = of;
-        let Some(link) = self.link(node, id) else { return };
+    /// Handles a member's answer to a call.
+    pub(crate) fn on_answer(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (of, reply): (LinkCall, Reply),
+        out: &mut Outcomes,
+    ) {
         match (of, reply) {
-            (LinkCall::Register { request, domain }, Reply::Registered { node: number, epoch }) => {
-                if request == link.requested {
-                    let granted = Granted { node: number, epoch, heartbeat_every: BEAT_EVERY };
-                    self.on_registrar(node, id, Input::Granted { granted, domain }, 0);
+            (LinkCall::Register { request, domain }, Reply::Registered { node, epoch }) => {
+                if request == self.requested {
+                    let granted = Granted { node, epoch, heartbeat_every: BEAT_EVERY };
+                    self.on_registrar(env, calls, (Input::Granted { granted, domain }, 0), out);
                 }
             }
             (LinkCall::Beat { epoch }, Reply::Heartbeat { known, version }) => {
-                link.announcer.outbox_mut().note_version(link.outlived.unwrap_or(epoch), version);
-                self.on_heartbeat_answer(node, id, epoch, known);
+                self.on_heartbeat_answer(env, calls, (epoch, known, version), out);
             }
             (LinkCall::Slots { epoch }, Reply::SlotStatus(status)) => {
-                let effect = link.announcer.slots(epoch, status.as_deref().map(slots_of));
-                self.announced(node, id, (epoch, effect));
+                let effect = self.announcer.slots(epoch, status.as_deref().map(slots_of));
+                self.announced(env, calls, (epoch, effect), out);
             }
             (LinkCall::Update(batch), Reply::Updated { answer, version }) => {
-                let effect = link.announcer.answer(&batch, answer, version);
+                let effect = self.announcer.answer(&batch, answer, version);
                 match effect {
-                    Effect::Fenced(_) => self.env.count("fenced"),
-                    Effect::Gap => self.env.count("gaps"),
+                    Effect::Fenced(_) => env.count("fenced"),
+                    Effect::Gap => env.count("gaps"),
                     Effect::Continue | Effect::Applied(_) | Effect::Pause(_) => {}
                 }
-                self.announced(node, id, (batch.epoch, effect));
-            }
-            (LinkCall::Report { epoch, number }, Reply::Reported(answer)) => {
-                self.reported(node, id, (epoch, number), answer);
+                self.announced(env, calls, (batch.epoch, effect), out);
             }
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
     }
 
-    // ---- registration -------------------------------------------------------------------------------------
-
-    pub(crate) fn register(&mut self, node: usize, id: LinkId, request: u64) {
-        if self.link(node, id).is_some_and(|link| link.requested == request) {
-            let domain = self.client(node).failure_domain.clone();
-            let body = Request::Register { name: node, domain: domain.clone() };
-            self.call_member(node, id, LinkCall::Register { request, domain }, (body, CALL_TIMEOUT));
+    /// Handles the failure of a call of the registrar or the announcer. `random` selects the length of a pause.
+    pub(crate) fn call_failed(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (of, random): (&LinkCall, u32),
+        out: &mut Outcomes,
+    ) {
+        match *of {
+            LinkCall::Register { request, .. } if request == self.requested => {
+                self.on_registrar(env, calls, (Input::Refused, random), out);
+            }
+            LinkCall::Register { .. } | LinkCall::Report { .. } => {}
+            LinkCall::Beat { epoch } => {
+                let input = Input::Heartbeat { epoch, result: Heartbeat::Failed };
+                self.on_registrar(env, calls, (input, random), out);
+            }
+            LinkCall::Slots { .. } | LinkCall::Update(_) => {
+                let effect = self.announcer.fail();
+                self.announced(env, calls, (Epoch(0), effect), out);
+            }
         }
     }
 
-    /// Handles a change of the node's failure domain.
-    pub(crate) fn domain_changed(&mut self, node: usize) {
-        let random = self.env.rng.next() as u32;
-        let domain = self.nodes[node].failure_domain.clone();
-        self.client(node).failure_domain.clone_from(&domain);
-        let links: Vec<LinkId> = self.client(node).links.keys().copied().collect();
-        links.into_iter().for_each(|id| self.on_registrar(node, id, Input::Domain(domain.clone()), random));
-    }
-
-    /// Ends the wait for the replacement of a registration that has ended.
-    pub(crate) fn replacement_overdue(&mut self, node: usize, id: LinkId, awaited: u64) {
-        let random = self.env.rng.next() as u32;
-        if self.link(node, id).is_some_and(|link| link.awaited == awaited) {
-            self.on_registrar(node, id, Input::Overdue, random);
+    /// Requests a registration in a failure domain, unless another one was requested meanwhile.
+    pub(crate) fn register(&mut self, env: &mut Environment, calls: &mut Calls, request: u64, domain: &str) {
+        if self.requested == request {
+            let body = Request::Register { name: self.node, domain: domain.to_owned() };
+            let of = LinkCall::Register { request, domain: domain.to_owned() };
+            self.call(env, calls, of, (body, CALL_TIMEOUT));
         }
     }
 
-    /// Handles the end of a registration, which a member has reported.
-    pub(crate) fn fence(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        self.lose_registration(node, id, Input::Fenced(epoch));
-    }
-
-    fn lose_registration(&mut self, node: usize, id: LinkId, input: Input) {
-        let random = self.env.rng.next() as u32;
-        self.on_registrar(node, id, input, random);
+    /// Reports whether this wait for a replacement still lasts.
+    pub(crate) fn awaits_replacement(&self, awaited: u64) -> bool {
+        self.awaited == awaited
     }
 
     /// Gives an input to the registrar, and carries out its outputs. `random` selects the length of a pause.
-    fn on_registrar(&mut self, node: usize, id: LinkId, input: Input, random: u32) {
-        let now = self.env.time(Host::Node(node));
-        let Some(link) = self.link(node, id) else { return };
-        for output in link.registrar.on(now, input) {
-            let link = self.client(node).links.get_mut(&id).expect("only the client removes links");
+    pub(crate) fn on_registrar(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (input, random): (Input, u32),
+        out: &mut Outcomes,
+    ) {
+        let outputs = self.registrar.on(env.time(Host::Node(self.node)), input);
+        self.carry_out(env, calls, (outputs, random), out);
+    }
+
+    pub(crate) fn carry_out(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (outputs, random): (Vec<Output>, u32),
+        out: &mut Outcomes,
+    ) {
+        let mut outputs = outputs.into_iter();
+        while let Some(output) = outputs.next() {
             match output {
                 Output::Register(pause) => {
-                    link.requested += 1;
-                    let (link, request) = (id, link.requested);
-                    self.env.later(node, pause.draw(random), AgentStep::Register { link, request });
+                    self.requested += 1;
+                    let step = AgentStep::Register { link: self.id, request: self.requested };
+                    env.later(self.node, pause.draw(random), step);
                 }
-                Output::Registered(granted) => self.registered_with(node, id, granted),
+                Output::Registered(granted) => {
+                    self.registered_with(env, calls, granted);
+                    out.client(ClientFollow::Pump(self.id));
+                    out.client(ClientFollow::ReportIfDue(self.id));
+                    return out.client(ClientFollow::CarryOut(self.id, outputs.collect(), random));
+                }
                 Output::Lost(..) => {
-                    link.heartbeats = None;
-                    if link.outlived.is_none() {
-                        link.announcer.outbox_mut().unregister();
+                    self.heartbeats = None;
+                    if self.outlived.is_none() {
+                        self.announcer.outbox_mut().unregister();
                     }
                 }
                 // The state is read when it is needed.
                 Output::UpChanged => {}
-                Output::Replacing(_) => self.env.count("registrations replaced"),
+                Output::Replacing(_) => env.count("registrations replaced"),
                 Output::AwaitReplacement => {
-                    link.awaited += 1;
-                    let step = AgentStep::ReplacementOverdue { link: id, awaited: link.awaited };
-                    self.env.later(node, CALL_TIMEOUT, step);
-                    self.env.count("replacements awaited");
+                    self.awaited += 1;
+                    let step = AgentStep::ReplacementOverdue { link: self.id, awaited: self.awaited };
+                    env.later(self.node, CALL_TIMEOUT, step);
+                    env.count("replacements awaited");
                 }
             }
         }
     }
 
-    fn registered_with(&mut self, node: usize, id: LinkId, granted: Granted) {
-        let keeps = self.env.setup.variant == Variant::OutboxOutlivesRegistration;
-        let Some(link) = self.link(node, id) else { return };
-        if link.outlived.is_none() {
-            link.announcer.outbox_mut().register(granted.node, granted.epoch);
-            link.outlived = keeps.then_some(granted.epoch);
+    fn registered_with(&mut self, env: &mut Environment, calls: &mut Calls, granted: Granted) {
+        let keeps = env.setup.variant == Variant::OutboxOutlivesRegistration;
+        if self.outlived.is_none() {
+            self.announcer.outbox_mut().register(granted.node, granted.epoch);
+            self.outlived = keeps.then_some(granted.epoch);
         }
-        link.heartbeats = Some(Heartbeats::new(granted));
-        link.awaited += 1;
-        self.env.count("registrations");
-        self.beat(node, id, granted.epoch);
-        self.pump(node, id);
-        self.report_if_due(node, id);
+        self.heartbeats = Some(Heartbeats::new(granted));
+        self.awaited += 1;
+        env.count("registrations");
+        self.beat(env, calls, granted.epoch);
+    }
+
+    /// Handles the end of a registration, which a member has reported.
+    pub(crate) fn fence(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (epoch, random): (Epoch, u32),
+        out: &mut Outcomes,
+    ) {
+        self.on_registrar(env, calls, (Input::Fenced(epoch), random), out);
     }
 
     // ---- heartbeats ---------------------------------------------------------------------------------------
 
-    pub(crate) fn beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        let now = self.env.time(Host::Node(node));
-        let Some(link) = self.link(node, id) else { return };
-        let (member, known) = (link.member, link.beat_line);
-        let Some(heartbeats) = heartbeats_of(link, epoch) else { return };
+    pub(crate) fn beat(&mut self, env: &mut Environment, calls: &mut Calls, epoch: Epoch) {
+        let now = env.time(Host::Node(self.node));
+        let Some(heartbeats) = self.heartbeats_of(epoch) else { return };
         heartbeats.send(now);
         let (request, time) = (Request::Beat { node: heartbeats.of.node, epoch }, heartbeats.answer_within());
-        let line = known.unwrap_or_else(|| self.env.open_line(Host::Node(node), Host::Member(member)));
-        if let Some(link) = self.link(node, id) {
-            link.beat_line = Some(line);
-        }
-        let of = Purpose::Link(id, LinkCall::Beat { epoch });
-        self.call(node, (line, of), request, time);
+        let (node, member) = (Host::Node(self.node), Host::Member(self.member));
+        let line = *self.beat_line.get_or_insert_with(|| env.open_line(node, member));
+        calls.send(env, (line, Purpose::Link(self.id, LinkCall::Beat { epoch })), request, time);
     }
 
-    fn on_heartbeat_answer(&mut self, node: usize, id: LinkId, epoch: Epoch, known: bool) {
+    /// Handles a member's answer to a heartbeat of a registration, with the version of its slots.
+    fn on_heartbeat_answer(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (epoch, known, version): (Epoch, bool, u64),
+        out: &mut Outcomes,
+    ) {
+        self.announcer.outbox_mut().note_version(self.outlived.unwrap_or(epoch), version);
         if !known {
-            return self.lose_registration(node, id, Input::Heartbeat { epoch, result: Heartbeat::Unknown });
+            let random = env.rng.next() as u32;
+            let input = Input::Heartbeat { epoch, result: Heartbeat::Unknown };
+            return self.on_registrar(env, calls, (input, random), out);
         }
-        self.on_registrar(node, id, Input::Heartbeat { epoch, result: Heartbeat::Answered }, 0);
-        self.next_beat(node, id, epoch);
-        self.pump(node, id);
+        let input = Input::Heartbeat { epoch, result: Heartbeat::Answered };
+        self.on_registrar(env, calls, (input, 0), out);
+        self.next_beat(env, epoch);
+        self.pump(env, calls, out);
     }
 
-    fn next_beat(&mut self, node: usize, id: LinkId, epoch: Epoch) {
-        let now = self.env.time(Host::Node(node));
-        let Some(heartbeats) = self.link(node, id).and_then(|link| heartbeats_of(link, epoch)) else {
-            return;
-        };
+    pub(crate) fn next_beat(&mut self, env: &mut Environment, epoch: Epoch) {
+        let now = env.time(Host::Node(self.node));
+        let Some(heartbeats) = self.heartbeats_of(epoch) else { return };
         let wait = heartbeats.wait(now);
-        self.env.later(node, wait, AgentStep::Beat { link: id, epoch });
+        env.later(self.node, wait, AgentStep::Beat { link: self.id, epoch });
+    }
+
+    /// Returns the heartbeats of a registration, if it is the current one.
+    fn heartbeats_of(&mut self, epoch: Epoch) -> Option<&mut Heartbeats> {
+        self.heartbeats.as_mut().filter(|heartbeats| heartbeats.of.epoch == epoch)
     }
 
     // ---- announcements ------------------------------------------------------------------------------------
 
-    /// Carries out the next action of every announcer.
-    pub(crate) fn pump_all(&mut self, node: usize) {
-        let mut next = self.client(node).links.keys().next().copied();
-        while let Some(id) = next {
-            self.pump(node, id);
-            next = self.client(node).links.range(LinkId(id.0 + 1)..).next().map(|(id, _)| *id);
-        }
-    }
-
-    pub(crate) fn pump(&mut self, node: usize, id: LinkId) {
-        let Some(link) = self.link(node, id) else { return };
-        let (Some(granted), outlived) = (link.granted(), link.outlived) else { return };
-        match link.announcer.next_action() {
+    /// Carries out the next action of the announcer.
+    pub(crate) fn pump(&mut self, env: &mut Environment, calls: &mut Calls, out: &mut Outcomes) {
+        let Some(granted) = self.granted() else { return };
+        match self.announcer.next_action() {
             Action::Wait => {}
             Action::Inventory(slots) => {
-                self.env.count("inventories");
-                // The core answers through the outbox, which calls this function again.
-                self.apply(node, Event::InventoryWanted { slots });
+                env.count("inventories");
+                // The core answers through the outbox; then all announcers continue.
+                out.event(Event::InventoryWanted { slots });
             }
             Action::QuerySlots(_, epoch) => {
                 let request = Request::Slots { node: granted.node, epoch: granted.epoch };
-                self.call_member(node, id, LinkCall::Slots { epoch }, (request, CALL_TIMEOUT));
+                self.call(env, calls, LinkCall::Slots { epoch }, (request, CALL_TIMEOUT));
             }
             Action::Send(batch) => {
-                let sent = match outlived {
+                let sent = match self.outlived {
                     Some(_) => Arc::new(Batch { epoch: granted.epoch, ..Batch::clone(&batch) }),
                     None => batch.clone(),
                 };
-                self.call_member(node, id, LinkCall::Update(batch), (Request::Update(sent), CALL_TIMEOUT));
+                self.call(env, calls, LinkCall::Update(batch), (Request::Update(sent), CALL_TIMEOUT));
             }
         }
     }
 
     /// Carries out the effect of an answer under a registration, or of a failure.
-    fn announced(&mut self, node: usize, id: LinkId, (epoch, effect): (Epoch, Effect)) {
+    fn announced(
+        &mut self,
+        env: &mut Environment,
+        calls: &mut Calls,
+        (epoch, effect): (Epoch, Effect),
+        out: &mut Outcomes,
+    ) {
         let pause = match effect {
-            Effect::Continue | Effect::Applied(_) | Effect::Gap => return self.pump(node, id),
+            Effect::Continue | Effect::Applied(_) | Effect::Gap => return self.pump(env, calls, out),
             Effect::Pause(pause) => pause,
             Effect::Fenced(pause) => {
-                self.fence(node, id, epoch);
+                let random = env.rng.next() as u32;
+                self.fence(env, calls, (epoch, random), out);
                 pause
             }
         };
-        let delay = pause.draw(self.env.rng.next() as u32);
-        self.env.later(node, delay, AgentStep::Pump(id));
-    }
-
-    /// Ends a pause after a failure.
-    pub(crate) fn pump_again(&mut self, node: usize, id: LinkId) {
-        if let Some(link) = self.link(node, id) {
-            link.announcer.resume();
-        }
-        self.pump(node, id);
+        let delay = pause.draw(env.rng.next() as u32);
+        env.later(self.node, delay, AgentStep::Pump(self.id));
     }
 }
 
 fn slots_of(status: &SlotStatus) -> MemberSlots<'_> {
     MemberSlots { version: status.version, owned: &status.owned, wanted: &status.wanted }
-}
-
-/// Returns the heartbeats of a registration, if it is the current one.
-fn heartbeats_of(link: &mut Link, epoch: Epoch) -> Option<&mut Heartbeats> {
-    link.heartbeats.as_mut().filter(|heartbeats| heartbeats.of.epoch == epoch)
 }

@@ -3,8 +3,7 @@
 //! The parts, the order in which they change ([`member_parts`]) and the rules are production code. Here are their
 //! memory, the flaws that are injected between them, and what the audits need to know. Calls to the store are in
 //! `membership.rs`, those of agents in `control_plane.rs`, placement, modes and moves in `member/placement.rs`.
-//! Following slots and looking up keys repeat the steps of `controlplane/src/server.rs` and
-//! `controlplane/src/directory.rs`. The binary's locks, partitions and streams are not reproduced.
+//! The binary's locks, partitions and streams are not reproduced.
 
 mod ledgers;
 mod placement;
@@ -13,18 +12,21 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use reprise_agent_core::outbox::{self, Answer, Batch};
+use reprise_controlplane_core::joining::Joining;
 use reprise_controlplane_core::{
-    Changes, Directory, HeartbeatResult, LivenessSettings, LookupResult, MemberList, MemberParts, MemberView,
-    ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable, Opening, RebalanceRound, RecordUpdate,
-    SlotStatus, Standing, Update, UpdateOutcome, member_parts,
+    AssignedSlots, Changes, Directory, HeartbeatResult, LivenessSettings, LookupCall, LookupResult,
+    MemberList, MemberParts, MemberView, ModeRecord, Modes, NodeEnd, NodeEvent, NodeRecord, NodeTable,
+    Opening, RebalanceRound, RecordUpdate, SlotStatus, Standing, Update, UpdateOutcome, member_parts,
 };
 use reprise_policy::lease_schedule::LeaseSchedule;
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick};
 
+use crate::environment::Environment;
 use crate::membership::{Membership, StoreConnection};
 use crate::messages::{CallId, LookupAnswer, MemberListReply, NodeInfo};
-use crate::network::LineId;
+use crate::names::{member_name, number_of_member};
+use crate::network::{Host, LineId};
 use crate::setup::{DEAD_AFTER, FORGET_AFTER, Variant};
 use crate::store::{LeaseId, Revision};
 use ledgers::Tenancy;
@@ -67,8 +69,6 @@ pub(crate) struct Member {
     pub(crate) tenancy: Tenancy,
     /// Start time of the member, by its clock.
     begun: Tick,
-    /// Number of directory changes since the last audit.
-    pub(crate) unaudited: u32,
     variant: Variant,
 }
 
@@ -81,19 +81,9 @@ pub(crate) struct MemberLease {
     pub(crate) checks: u64,
 }
 
-/// Returns the name of a member in maps.
-pub(crate) fn member_name(member: usize) -> MemberName {
-    MemberName::new(&format!("m{member:03}")).expect("a printable name")
-}
-
 /// Returns the incarnations of the members in a view.
 pub(crate) fn incarnations(view: &MemberView) -> BTreeMap<usize, Revision> {
     view.members.iter().map(|member| (number_of_member(&member.name), member.incarnation)).collect()
-}
-
-/// Returns the member with a name.
-pub(crate) fn number_of_member(name: &MemberName) -> usize {
-    name.as_str()[1..].parse().expect("the name of a member contains its number")
 }
 
 impl Member {
@@ -109,7 +99,7 @@ impl Member {
             slots_epoch: Epoch(0),
             lease: None,
             joining: Membership::default(),
-            talk: StoreConnection::default(),
+            talk: StoreConnection::new(name),
             followers: Vec::new(),
             notifies_nodes: false,
             modes: Modes::default(),
@@ -118,11 +108,15 @@ impl Member {
             requested_slots: BTreeMap::new(),
             last_seen: BTreeMap::new(),
             ended: BTreeMap::new(),
-            tenancy: Tenancy::default(),
+            tenancy: Tenancy::new(variant),
             begun,
-            unaudited: 0,
             variant,
         }
+    }
+
+    /// Reports whether the member serves, and is not stopped.
+    pub(crate) fn reachable(&self, env: &Environment) -> bool {
+        self.joining.serving && env.is_awake(Host::Member(self.name))
     }
 
     // ---- its place among the members ----------------------------------------------------------------------
@@ -131,7 +125,7 @@ impl Member {
     fn certain_incarnation(&self, now: Tick) -> Option<u64> {
         let lease = self.lease?;
         let certain = now < lease.schedule.deadline() || self.variant == Variant::AnswersAfterLease;
-        self.joining.incarnation().filter(|_| certain)
+        self.joining.entry.as_ref().and_then(Joining::incarnation).filter(|_| certain)
     }
 
     /// Returns the map if this member's place in it is certain: only then may the member answer for its
@@ -152,10 +146,11 @@ impl Member {
 
     /// Sets the directory's slots after a change of the member's place, or of its knowledge of members.
     pub(crate) fn update_owned_slots(&mut self, now: Tick) {
-        let kept = self.standing(now, &member_name(self.name)).retained_slots(self.directory.owned());
-        self.slots_epoch = self.map().epoch();
-        self.directory.set_owned_slots(&kept);
-        self.ended.values_mut().for_each(|ended| *ended = ended.and(&kept));
+        let name = member_name(self.name);
+        let AssignedSlots { slots, epoch } = self.standing(now, &name).assigned_slots(self.directory.owned());
+        self.slots_epoch = epoch;
+        self.directory.set_owned_slots(&slots);
+        self.ended.values_mut().for_each(|ended| *ended = ended.and(&slots));
     }
 
     pub(crate) fn member_list(&self, now: Tick) -> MemberListReply {
@@ -260,34 +255,41 @@ impl Member {
 
     /// Answers a lookup for its own slots, if its place is certain.
     pub(crate) fn lookup(&mut self, now: Tick, keys: &[BlockKey], requester: Option<NodeId>) -> LookupAnswer {
-        let map_epoch = self.map().epoch();
-        if !self.answers(now) {
-            let elsewhere = (0..keys.len() as u32).collect();
-            return LookupAnswer { found: vec![Vec::new(); keys.len()], elsewhere, partial: 0, map_epoch };
-        }
-        self.expire(now);
+        let mut call = LookupCall::begin(keys.len() as u32, self.answerable_map(now));
         let mut found = LookupResult::default();
-        self.directory.lookup(keys, &self.nodes.live(), requester, &mut found);
-        let of = |index| found.of(index).to_vec();
+        if call.is_certain() {
+            let live = match self.variant {
+                Variant::LookupsNameDeadNodes => self.nodes.live(),
+                _ => member_parts::live_nodes(self, now),
+            };
+            self.directory.lookup(keys, &live, requester, &mut found);
+            call.add(&found);
+        }
+        let answer = call.end(self.answerable_map(now), self.map().epoch());
+        let replicas = |index| match answer.is_certain {
+            true => found.of(index).to_vec(),
+            false => Vec::new(),
+        };
         LookupAnswer {
-            found: (0..keys.len()).map(of).collect(),
-            elsewhere: found.elsewhere().to_vec(),
+            found: (0..keys.len()).map(replicas).collect(),
             partial: if self.variant == Variant::NewOwnerClaimsComplete {
                 0
             } else {
-                found.partial() as usize
+                answer.partial as usize
             },
-            map_epoch,
+            elsewhere: answer.elsewhere,
+            map_epoch: answer.map_epoch,
         }
     }
 
-    /// Reports whether this member may answer for its slots.
-    fn answers(&self, now: Tick) -> bool {
+    /// Returns the map, if this member may answer for its slots by it.
+    fn answerable_map(&self, now: Tick) -> Option<Arc<MemberView>> {
         let slots_epoch = match self.variant {
             Variant::AnswersBetweenMaps => self.map().epoch(),
             _ => self.slots_epoch,
         };
-        self.standing(now, &member_name(self.name)).answers(slots_epoch)
+        let answers = self.standing(now, &member_name(self.name)).answers(slots_epoch);
+        answers.then(|| self.list.view().clone())
     }
 
     /// Reports whether an expected node has not completed its inventory of a key's slot.

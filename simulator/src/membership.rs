@@ -1,4 +1,4 @@
-//! A member's process at the store: its start and end, its connection, its calls and their timeouts.
+//! A member's process at the store: its start and end, and what follows each answer of the store.
 //!
 //! ```text
 //!   start ── identity ──► nodes, modes ──► serving:  follow records │ hold a lease and an entry │ watch the identity
@@ -10,96 +10,44 @@
 //! `controlplane/src/server.rs`. A process that ends is restarted, as by Kubernetes. Not reproduced: further attempts to
 //! read the state at the start.
 
+mod identity;
 mod member_entry;
+mod store_connection;
 mod store_watch;
 mod writes;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use reprise_controlplane_core::joining::{JoinInput, Joining};
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall, RecordCall, WatchEnd};
-use reprise_controlplane_core::store_writes::NodeRegistration;
+use reprise_controlplane_core::store_writes::{ModeInput, RegistrationInput};
+use reprise_controlplane_core::{ModeRecord, NodeRecord};
 use reprise_policy::Tick;
 
+use crate::control_plane::send_reply;
+use crate::environment::Environment;
 use crate::member::Member;
-use crate::messages::{CallId, Message, StoreReply, StoreRequest};
+use crate::messages::{CallId, Reply, StoreReply, StoreRequest};
 use crate::network::{Host, LineId};
+use crate::observation::Observation;
 use crate::random_faults::Repair;
-use crate::setup::{BEAT_EVERY, EXPECTED_FOR, STORE_TIMEOUT, TIME_TO_LIVE};
-use crate::simulation::{Action, Simulation, take_where};
-use crate::store::{Condition, Entry, Key, LeaseId, Prefix, Revision, Value, Write};
+use crate::setup::{BEAT_EVERY, EXPECTED_FOR};
+use crate::simulation::Action;
+use crate::store::{Entry, Key, LeaseId, Prefix, Revision};
+use identity::Continuation;
+pub(crate) use store_connection::StoreConnection;
+use store_connection::{Purpose, StoreCall};
 use store_watch::{RecordKind, Records, node_record};
-use writes::{ModeOrder, RegistrationAttempt};
-
-/// Connection to the store, and the calls on it.
-#[derive(Debug, Default)]
-pub(crate) struct StoreConnection {
-    line: Option<LineId>,
-    calls: BTreeMap<CallId, StoreCall>,
-    /// Watches that the store has confirmed.
-    watches: BTreeMap<CallId, StoreCall>,
-    begun: u64,
-}
+use writes::Progress;
+pub(crate) use writes::{ModeOrder, RegistrationAttempt};
 
 /// Progress of a member's start and registration.
 #[derive(Debug, Default)]
 pub(crate) struct Membership {
     /// The member has read its initial state, and serves.
     pub(crate) serving: bool,
-    identity: Option<Identity>,
-    /// Revision of the store at the last check of its identity.
-    seen: Revision,
     /// The member's entry in the list of members; `None` before it serves.
-    entry: Option<Joining<LeaseId>>,
-}
-
-impl Membership {
-    /// Returns the incarnation of the member's entry.
-    pub(crate) fn incarnation(&self) -> Option<u64> {
-        self.entry.as_ref().and_then(Joining::incarnation)
-    }
-}
-
-/// Identity of the store.
-#[derive(Clone, Copy, Debug)]
-struct Identity {
-    number: u32,
-    revision: Revision,
-}
-
-/// A call without an answer.
-#[derive(Debug)]
-struct StoreCall {
-    of: Purpose,
-    line: LineId,
-    /// Time of the call, by the member's clock.
-    at: Tick,
-}
-
-#[derive(Clone, Debug)]
-enum Purpose {
-    Identity,
-    IdentityOf(u32),
-    CreateIdentity,
-    Records,
-    Grant,
-    Put,
-    PutRefused,
-    KeepAlive(LeaseId),
-    Revoke,
-    IdentityRange,
-    IdentityWatch(Revision),
-    Registered(RegistrationAttempt),
-    Register(RegistrationAttempt, Box<NodeRegistration>),
-    IsOfStore(RegistrationAttempt),
-    ModesAtStart,
-    ModeBefore(ModeOrder),
-    ModePut(ModeOrder),
-    ModeOfStore(ModeOrder),
-    Follow(RecordKind),
-    Watch(RecordKind),
-    SetBudget,
+    pub(crate) entry: Option<Joining<LeaseId>>,
 }
 
 /// A step of a member's process.
@@ -149,134 +97,89 @@ impl MemberStep {
     }
 }
 
-impl Simulation {
-    pub(crate) fn serves(&self, member: usize) -> bool {
-        self.members[member].as_ref().is_some_and(|member| member.joining.serving)
+impl Member {
+    /// Starts a member's process.
+    pub(crate) fn start(env: &mut Environment, name: usize) -> Member {
+        env.begin_process(Host::Member(name));
+        let begun = env.time(Host::Member(name));
+        let mut member = Member::new(name, begun, env.setup.variant);
+        member.talk.find_identity(env);
+        member
     }
 
-    pub(crate) fn member(&mut self, member: usize) -> &mut Member {
-        self.members[member].as_mut().expect("only a running member gets requests")
+    /// Kills the process; its memory is lost with it.
+    pub(crate) fn kill(&self, env: &mut Environment) {
+        env.break_lines(Host::Member(self.name));
+        env.end_process(Host::Member(self.name));
     }
 
-    pub(crate) fn start_member(&mut self, member: usize) {
-        self.env.begin_process(Host::Member(member));
-        let begun = self.env.time(Host::Member(member));
-        self.members[member] = Some(Member::new(member, begun, self.env.setup.variant));
-        self.ask_store(member, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
+    /// Ends a process that cannot continue; the next one starts after a while.
+    fn end(&self, env: &mut Environment) {
+        let name = self.name;
+        env.trace.note(|| format!("member {name} ends"));
+        self.kill(env);
+        let delay = env.rng.millis(300..900);
+        env.after(delay, Action::Repair(Repair::StartMember(name)));
     }
 
-    /// Ends the process, and with it the member's memory.
-    pub(crate) fn kill_member(&mut self, member: usize) {
-        self.env.break_lines(Host::Member(member));
-        self.env.end_process(Host::Member(member));
-        self.members[member] = None;
-    }
-
-    /// Ends a member that cannot continue; its next process starts after a while.
-    fn end_member(&mut self, member: usize) {
-        self.env.trace.note(|| format!("member {member} ends"));
-        self.kill_member(member);
-        let delay = self.env.rng.millis(300..900);
-        self.env.after(delay, Action::Repair(Repair::StartMember(member)));
-    }
-
-    pub(crate) fn member_later(&mut self, member: usize, delay: Duration, what: MemberStep) {
-        let host = Host::Member(member);
-        let (at, life) = (self.env.in_time(host, delay), self.env.host(host).life);
-        self.env.queue.push(at, Action::Member { member, life, what });
-    }
-
-    pub(crate) fn member_step(&mut self, member: usize, life: u64, what: MemberStep) {
-        if !self.is_life(member, life) {
-            return;
+    fn end_unless(&self, env: &mut Environment, continuation: Continuation) {
+        if continuation == Continuation::Ends {
+            self.end(env);
         }
+    }
+
+    pub(crate) fn step(&mut self, env: &mut Environment, what: MemberStep) {
         match what {
             MemberStep::Timeout(call) => {
-                let Some(pending) = self.member(member).talk.calls.remove(&call) else { return };
-                let line = pending.line;
-                self.store_failed(member, &pending.of);
+                let Some(StoreCall { of, line, .. }) = self.talk.end(call) else { return };
+                self.store_failed(env, &of);
                 // Keep-alives have detected by now that the other end is gone; watches end with the
                 // connection.
-                if self.is_life(member, life) && !self.env.far_lives(line) {
-                    self.member_line_lost(member, line);
+                if env.runs(Host::Member(self.name)) && !env.far_lives(line) {
+                    self.line_lost(env, line);
                 }
             }
-            MemberStep::Lease { id, check } => {
-                let lease = self.member(member).lease.as_ref();
-                if lease.is_some_and(|lease| lease.id == id && lease.checks == check) {
-                    self.check_lease(member, id);
-                }
-            }
-            MemberStep::Join { attempt } => self.join(member, JoinInput::WaitOver(attempt)),
-            MemberStep::FollowRecords(of) => self.follow_records(member, of, RecordCall::first()),
-            MemberStep::Rebalance => self.rebalance(member),
-            MemberStep::Identity => self.follow_identity(member, IdentityCall::Read(Duration::ZERO)),
+            MemberStep::Lease { id, check } => self.lease_due(env, id, check),
+            MemberStep::Join { attempt } => self.join(env, JoinInput::WaitOver(attempt)),
+            MemberStep::FollowRecords(of) => self.follow_records(env, of, RecordCall::first()),
+            MemberStep::Rebalance => self.rebalance_due(env),
+            MemberStep::Identity => self.follow_identity(env, IdentityCall::Read(Duration::ZERO)),
             MemberStep::DropAbsent => {
-                self.member(member).drop_absent();
-                self.audit_directory(member);
+                self.drop_absent();
+                env.observe(Observation::DirectoryChanged { member: self.name });
             }
-            MemberStep::Expire => self.expire(member),
-            MemberStep::NotifyNodes => self.notify_nodes(member),
-            MemberStep::Own => self.set_owned_slots(member),
+            MemberStep::Expire => self.expiry_due(env),
+            MemberStep::NotifyNodes => self.notify_nodes(env),
+            MemberStep::Own => self.set_owned_slots(env),
         }
     }
 
-    // ---- calls to the store -------------------------------------------------------------------------------
+    // ---- answers of the store -----------------------------------------------------------------------------
 
-    fn ask_store(&mut self, member: usize, of: Purpose, request: StoreRequest) {
-        let host = Host::Member(member);
-        let known = self.member(member).talk.line;
-        let line = known.unwrap_or_else(|| self.env.open_line(host, Host::Store));
-        let at = self.env.time(host);
-        let talk = &mut self.member(member).talk;
-        talk.line = Some(line);
-        let call = CallId(talk.begun);
-        talk.begun += 1;
-        let time = match &of {
-            // Not later than the end of the lease.
-            Purpose::KeepAlive(_) => TIME_TO_LIVE,
-            _ => STORE_TIMEOUT,
-        };
-        talk.calls.insert(call, StoreCall { of, line, at });
-        self.env.send(line, 1, Message::StoreRequest { call, request });
-        self.member_later(member, time, MemberStep::Timeout(call));
-    }
-
-    /// Reports whether this process of a member still runs.
-    fn is_life(&self, member: usize, life: u64) -> bool {
-        let place = self.env.host(Host::Member(member));
-        place.runs && place.life == life
-    }
-
-    pub(crate) fn member_line_lost(&mut self, member: usize, line: LineId) {
-        let host = self.member(member);
-        host.talk.line = host.talk.line.filter(|known| *known != line);
-        host.followers.retain(|(of, _)| *of != line);
-        let mut lost = take_where(&mut host.talk.calls, |pending| pending.line == line);
-        lost.extend(take_where(&mut host.talk.watches, |pending| pending.line == line));
-        let life = self.env.host(Host::Member(member)).life;
-        for (_, pending) in lost {
+    pub(crate) fn line_lost(&mut self, env: &mut Environment, line: LineId) {
+        self.followers.retain(|(of, _)| *of != line);
+        for of in self.talk.lose(line) {
             // The first of them may have ended the process.
-            if self.is_life(member, life) {
-                self.store_failed(member, &pending.of);
+            if env.runs(Host::Member(self.name)) {
+                self.store_failed(env, &of);
             }
         }
     }
 
-    fn store_failed(&mut self, member: usize, of: &Purpose) {
+    fn store_failed(&mut self, env: &mut Environment, of: &Purpose) {
         match *of {
             Purpose::Identity
             | Purpose::IdentityOf(_)
             | Purpose::CreateIdentity
             | Purpose::Records
-            | Purpose::ModesAtStart => self.end_member(member),
+            | Purpose::ModesAtStart => self.end(env),
             Purpose::IdentityRange | Purpose::IdentityWatch(_) => {
-                self.follow_identity(member, IdentityCall::after(IdentityAnswer::Failed));
+                self.follow_identity(env, IdentityCall::after(IdentityAnswer::Failed));
             }
-            Purpose::Grant | Purpose::Put | Purpose::PutRefused => self.join(member, JoinInput::Failed),
-            Purpose::KeepAlive(id) => self.keep_alive_failed(member, id),
+            Purpose::Grant | Purpose::Put | Purpose::PutRefused => self.join(env, JoinInput::Failed),
+            Purpose::KeepAlive(id) => self.keep_alive_failed(env, id),
             Purpose::Follow(of) | Purpose::Watch(of) => {
-                self.follow_records(member, of, RecordCall::after(WatchEnd::Failed));
+                self.follow_records(env, of, RecordCall::after(WatchEnd::Failed));
             }
             // The operator gets an error, and may try again.
             Purpose::Revoke
@@ -284,157 +187,175 @@ impl Simulation {
             | Purpose::ModeBefore(_)
             | Purpose::ModePut(_)
             | Purpose::ModeOfStore(_) => {}
-            Purpose::Registered(ref of) | Purpose::Register(ref of, _) | Purpose::IsOfStore(ref of) => {
-                self.refuse(of);
+            Purpose::Registered(ref of) | Purpose::Register(ref of) | Purpose::IsOfStore(ref of) => {
+                of.refuse(env);
             }
         }
     }
 
     /// Handles an answer of the store, or an update of a watch.
-    pub(crate) fn on_store_reply(&mut self, member: usize, call: CallId, reply: StoreReply) {
-        let talk = &mut self.member(member).talk;
-        if let StoreReply::Changes { revision, changes } = reply {
-            if let Some(pending) = talk.watches.get(&call) {
-                match pending.of {
-                    Purpose::Watch(of) => {
-                        self.apply_records(member, of, revision, Records::Changes(&changes));
-                    }
-                    Purpose::IdentityWatch(_) => {
-                        self.follow_identity(member, IdentityCall::after(IdentityAnswer::Changed));
-                    }
-                    ref of => unreachable!("unexpected watch: {of:?}"),
+    pub(crate) fn on_store_reply(&mut self, env: &mut Environment, call: CallId, reply: StoreReply) {
+        match reply {
+            StoreReply::Changes { revision, changes } => match self.talk.watched(call) {
+                Some(Purpose::Watch(of)) => {
+                    self.apply_records(env, of, revision, Records::Changes(&changes));
+                }
+                Some(Purpose::IdentityWatch(_)) => {
+                    self.follow_identity(env, IdentityCall::after(IdentityAnswer::Changed));
+                }
+                Some(of) => unreachable!("unexpected watch: {of:?}"),
+                None => {}
+            },
+            StoreReply::Watching => {
+                if let Some(Purpose::IdentityWatch(revision)) = self.talk.establish(call) {
+                    self.talk.saw_identity(revision);
                 }
             }
-            return;
-        }
-        if let StoreReply::Watching = reply {
-            // An established watch has no timeout.
-            let Some(pending) = talk.calls.remove(&call) else { return };
-            let of = pending.of.clone();
-            talk.watches.insert(call, pending);
-            if let Purpose::IdentityWatch(revision) = of {
-                self.member(member).joining.seen = revision;
+            reply => {
+                if let Some(StoreCall { of, at, .. }) = self.talk.end(call) {
+                    self.apply_store_reply(env, of, at, reply);
+                }
             }
-            return;
         }
-        let Some(StoreCall { of, at, .. }) = talk.calls.remove(&call) else { return };
-        self.apply_store_reply(member, of, at, reply);
     }
 
-    fn apply_store_reply(&mut self, member: usize, of: Purpose, requested_at: Tick, reply: StoreReply) {
+    fn apply_store_reply(
+        &mut self,
+        env: &mut Environment,
+        of: Purpose,
+        requested_at: Tick,
+        reply: StoreReply,
+    ) {
         match (of, reply) {
-            (Purpose::Identity, StoreReply::Entries(entries)) => match number_of(&entries[0]) {
-                Some(number) => {
-                    let key = Key::IdentityOf(number);
-                    self.ask_store(member, Purpose::IdentityOf(number), StoreRequest::Get(vec![key]));
+            (Purpose::Identity, StoreReply::Entries(entries)) => self.talk.number_read(env, &entries[0]),
+            (Purpose::CreateIdentity, StoreReply::Transacted(_)) => self.talk.find_identity(env),
+            (Purpose::IdentityOf(number), StoreReply::Entries(entries)) => {
+                if self.talk.identity_found(number, &entries[0]) {
+                    self.talk.ask(env, Purpose::Records, StoreRequest::Range(Prefix::Nodes));
+                } else {
+                    self.end(env);
                 }
-                None => self.create_identity(member),
-            },
-            (Purpose::CreateIdentity, StoreReply::Transacted(_)) => {
-                self.ask_store(member, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
             }
-            (Purpose::IdentityOf(number), StoreReply::Entries(entries)) => match &entries[0] {
-                Some(entry) => {
-                    let identity = Identity { number, revision: entry.modified };
-                    let joining = &mut self.member(member).joining;
-                    (joining.identity, joining.seen) = (Some(identity), entry.modified);
-                    self.ask_store(member, Purpose::Records, StoreRequest::Range(Prefix::Nodes));
-                }
-                None => self.end_member(member),
-            },
             (Purpose::Records, StoreReply::Range { revision, entries }) => {
-                self.load_node_records(member, revision, &entries);
+                self.load_node_records(env, revision, &entries);
             }
             (Purpose::ModesAtStart, StoreReply::Range { entries, .. }) => {
-                self.apply_records(member, RecordKind::Modes, 0, Records::All(&entries));
-                self.begin_serving(member);
+                self.apply_records(env, RecordKind::Modes, 0, Records::All(&entries));
+                self.begin_serving(env);
             }
-            (Purpose::ModeBefore(order), StoreReply::Entries(entries)) => {
-                self.mode_read(member, order, &entries[0]);
-            }
-            (Purpose::ModePut(order), StoreReply::Transacted(result)) => self.mode_put(member, order, result),
-            (Purpose::ModeOfStore(order), StoreReply::Entries(entries)) => {
-                self.set_mode_again(member, order, &entries[0]);
-            }
-            (Purpose::Grant, StoreReply::Granted(id)) => self.granted_lease(member, id, requested_at),
-            (Purpose::Put, StoreReply::Transacted(result)) => self.put(member, result),
-            (Purpose::PutRefused, StoreReply::Entries(entries)) => {
-                self.put_refused(member, &entries[0]);
-            }
+            (Purpose::Grant, StoreReply::Granted(id)) => self.granted_lease(env, id, requested_at),
+            (Purpose::Put, StoreReply::Transacted(result)) => self.put(env, result),
+            (Purpose::PutRefused, StoreReply::Entries(entries)) => self.put_refused(env, &entries[0]),
             (Purpose::KeepAlive(id), StoreReply::Kept { lives }) => {
-                self.kept_alive(member, id, requested_at, lives);
+                self.kept_alive(env, id, requested_at, lives);
             }
             (Purpose::Revoke, StoreReply::Revoked) => {}
             (Purpose::IdentityRange, StoreReply::Range { revision, entries }) => {
-                self.identity_read(member, revision, &entries);
+                let continuation = self.talk.identity_read(env, revision, &entries);
+                self.end_unless(env, continuation);
             }
-            (Purpose::IdentityWatch(revision), StoreReply::Compacted) => {
-                self.member(member).joining.seen = revision;
-                self.follow_identity(member, IdentityCall::after(IdentityAnswer::Failed));
-            }
-            (Purpose::Registered(of), StoreReply::Entries(entries)) => {
-                self.register_in_store(member, of, &entries);
-            }
-            (Purpose::Register(of, registration), StoreReply::Transacted(result)) => {
-                self.node_written(member, (of, *registration), result);
-            }
-            (Purpose::IsOfStore(of), StoreReply::Entries(entries)) => {
-                self.register_again(member, of, &entries[0]);
+            (Purpose::IdentityWatch(revision), StoreReply::Compacted { .. }) => {
+                self.talk.saw_identity(revision);
+                self.follow_identity(env, IdentityCall::after(IdentityAnswer::Failed));
             }
             (Purpose::Follow(of), StoreReply::Range { revision, entries }) => {
-                self.apply_records(member, of, revision, Records::All(&entries));
-                self.follow_records(member, of, RecordCall::after_list(revision));
+                self.apply_records(env, of, revision, Records::All(&entries));
+                self.follow_records(env, of, RecordCall::after_list(revision));
             }
-            (Purpose::Watch(of), StoreReply::Compacted) => self.records_compacted(member, of),
+            (Purpose::Watch(of), StoreReply::Compacted { revision }) => {
+                self.records_compacted(env, of, revision);
+            }
+            (of, reply) => self.apply_write_reply(env, of, reply),
+        }
+    }
+
+    /// Handles the answer to a call of a write.
+    fn apply_write_reply(&mut self, env: &mut Environment, of: Purpose, reply: StoreReply) {
+        match (of, reply) {
+            (Purpose::Registered(of), StoreReply::Entries(entries)) => {
+                let (from, talk) = (of.from(), &mut self.talk);
+                let progress = of.on_read(env, talk, &entries);
+                self.registration_advanced(env, from, progress);
+            }
+            (Purpose::Register(of), StoreReply::Transacted(result)) => {
+                let input = result.map_or(RegistrationInput::Conflict, RegistrationInput::Committed);
+                let from = of.from();
+                let progress = of.on(env, &mut self.talk, input);
+                self.registration_advanced(env, from, progress);
+            }
+            (Purpose::IsOfStore(of), StoreReply::Entries(entries)) => {
+                let (from, input) = (of.from(), RegistrationInput::Compared(self.talk.compared(&entries[0])));
+                let progress = of.on(env, &mut self.talk, input);
+                self.registration_advanced(env, from, progress);
+            }
+            (Purpose::ModeBefore(order), StoreReply::Entries(entries)) => {
+                let progress = order.on_read(env, &mut self.talk, &entries[0]);
+                self.mode_advanced(order.node, progress);
+            }
+            (Purpose::ModePut(order), StoreReply::Transacted(result)) => {
+                if result.is_ok() {
+                    env.count("modes set");
+                }
+                let input = result.map_or(ModeInput::Conflict, ModeInput::Committed);
+                let progress = order.on(env, &mut self.talk, input);
+                self.mode_advanced(order.node, progress);
+            }
+            (Purpose::ModeOfStore(order), StoreReply::Entries(entries)) => {
+                let input = ModeInput::Compared(self.talk.compared(&entries[0]));
+                let progress = order.on(env, &mut self.talk, input);
+                self.mode_advanced(order.node, progress);
+            }
             (Purpose::SetBudget, StoreReply::Transacted(_)) => {}
             (of, reply) => unreachable!("unexpected answer to {of:?}: {reply:?}"),
         }
     }
 
+    fn registration_advanced(
+        &mut self,
+        env: &mut Environment,
+        from: (LineId, CallId),
+        progress: Progress<NodeRecord>,
+    ) {
+        match progress {
+            Progress::Waits => {}
+            Progress::Done(record) => self.node_written(env, record, from),
+            Progress::Rejected => send_reply(env, from, Reply::Unavailable),
+            Progress::OtherStore => {
+                send_reply(env, from, Reply::Unavailable);
+                self.end(env);
+            }
+        }
+    }
+
+    /// The operator gets an error if the mode was not set.
+    fn mode_advanced(&mut self, node: usize, progress: Progress<ModeRecord>) {
+        if let Progress::Done(set) = progress {
+            self.learn_mode(node, set);
+        }
+    }
+
+    fn follow_identity(&mut self, env: &mut Environment, call: IdentityCall) {
+        let continuation = self.talk.follow_identity(env, call);
+        self.end_unless(env, continuation);
+    }
+
     // ---- start --------------------------------------------------------------------------------------------
 
-    fn create_identity(&mut self, member: usize) {
-        let number = (self.env.rng.next() >> 33) as u32;
-        let write = |key, value| Write { key, value, lease: None };
-        let writes =
-            vec![write(Key::Identity, Value::Number(number)), write(Key::IdentityOf(number), Value::Nothing)];
-        let conditions = vec![Condition::Absent(Key::Identity)];
-        self.ask_store(member, Purpose::CreateIdentity, StoreRequest::Transact { conditions, writes });
-    }
-
-    /// Returns the number of the store that a member knows.
-    pub(crate) fn identity_number(&self, member: usize) -> u32 {
-        let member = self.members[member].as_ref().expect("the member runs");
-        member.joining.identity.expect("read before anything else").number
-    }
-
-    fn identity(&mut self, member: usize) -> Identity {
-        self.member(member).joining.identity.expect("read before anything else")
-    }
-
-    fn load_node_records(&mut self, member: usize, revision: Revision, records: &[(Key, Entry)]) {
-        let records = records.iter().map(|(_, entry)| node_record(entry)).collect();
-        self.member(member).restore(records, revision);
-        self.ask_store(member, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
+    fn load_node_records(&mut self, env: &mut Environment, revision: Revision, records: &[(Key, Entry)]) {
+        self.restore(records.iter().map(|(_, entry)| node_record(entry)).collect(), revision);
+        self.talk.ask(env, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
     }
 
     /// Starts serving after the initial state was read.
-    fn begin_serving(&mut self, member: usize) {
-        self.member(member).joining.serving = true;
-        self.member_later(member, BEAT_EVERY, MemberStep::Expire);
-        self.member_later(member, EXPECTED_FOR, MemberStep::DropAbsent);
+    fn begin_serving(&mut self, env: &mut Environment) {
+        self.joining.serving = true;
+        env.member_later(self.name, BEAT_EVERY, MemberStep::Expire);
+        env.member_later(self.name, EXPECTED_FOR, MemberStep::DropAbsent);
         for of in [RecordKind::Members, RecordKind::Nodes, RecordKind::Tenants, RecordKind::Modes] {
-            self.follow_records(member, of, RecordCall::first());
+            self.follow_records(env, of, RecordCall::first());
         }
-        self.rebalance(member);
-        self.begin_joining(member);
-        self.follow_identity(member, IdentityCall::Read(Duration::ZERO));
-    }
-}
-
-fn number_of(entry: &Option<Entry>) -> Option<u32> {
-    match entry.as_ref()?.value {
-        Value::Number(number) => Some(number),
-        _ => None,
+        self.rebalance_due(env);
+        self.begin_joining(env);
+        self.follow_identity(env, IdentityCall::Read(Duration::ZERO));
     }
 }

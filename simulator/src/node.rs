@@ -1,84 +1,51 @@
 //! A node: a host with disks, and at times an agent's process, which runs the production core.
 //!
-//! Every event passes through [`Simulation::apply`]: the core decides, its audit and the simulation's checks
-//! run, and its effects are executed. A process's memory dies with it; the disks survive.
+//! A step of the process is routed to its part: the client of the control plane, fetches and serves, offers, jobs,
+//! engines. What follows from it runs in the same step, in order. Every event of the core passes through
+//! `Node::apply`: the core decides, its audit and the checks of the node run, and its effects are executed. A
+//! process's memory dies with it; the disks survive.
+//!
+//! A step knows its own node and the environment. It notes an [`Observation`] for each check of the whole simulation.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use reprise_agent_core::AgentCore;
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchId, OfferId, PeerOfferId, RegionId, ReplicaChange,
-    Reply, ServeId,
+    ArenaSlot, Change, Diagnostic, Effect, FetchRequest, Offer, RegionId, ReplicaChange, Reply,
 };
-use reprise_agent_core::event::{Event, Request, RequestId, Scope};
-use reprise_agent_core::pool::DeviceOpKind;
-use reprise_agent_core::quota_grants::QuotaGrants;
-use reprise_policy::{BlockKey, SessionId, SlotSet, TenantId, Tick, Tier};
+use reprise_agent_core::event::{Event, Grant, Request, RequestId, Scope};
+use reprise_agent_core::limits::PLACE_KEYS_MAX;
+use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tick};
 
 use crate::client::Client;
+use crate::counted::count_all;
 use crate::disk::{Disk, DiskWrite};
-use crate::engine::Engine;
-use crate::jobs::Job;
+use crate::engines::Engines;
+use crate::environment::Environment;
+use crate::jobs::{Job, Jobs};
 use crate::memory::{Memory, overlap};
+use crate::messages::{CallId, PeerMessage, Reply as MemberReply};
 use crate::network::{Host, LineId};
-use crate::offers::{OpenOffer, ReceivedOffer};
-use crate::peers::{Fetch, Serve};
-use crate::placement_audit::PlacementAudit;
-use crate::reports::StateSnapshot;
-use crate::setup::{LOOKUP_TIMEOUT, Setup, Variant, tenant_of};
-use crate::simulation::{Action, AgentStep, Simulation};
+use crate::observation::Observation;
+use crate::offers::Offers;
+use crate::outcomes::{Follow, Outcomes};
+use crate::peers::{PeerLines, Peers};
+use crate::placement_audit::{PlacementAudit, STALE_IN_CALM_MAX, STALE_MAX, grant_for_offer};
+use crate::replicas::{AnnouncedReplicas, DurableBlocks};
+use crate::setup::{Setup, Variant};
+use crate::simulation::AgentStep;
 use crate::tenants::TenantAudit;
-
-/// Counters of the core that show which code paths the runs have reached.
-const COUNTED: [&str; 31] = [
-    "duplicate_items",
-    "durable_items",
-    "lost_items",
-    "hit_blocks_own_dram",
-    "hit_blocks_own_nvme",
-    "hit_blocks_peer_dram",
-    "hit_blocks_peer_nvme",
-    "miss_blocks",
-    "failed_blocks",
-    "no_space_blocks",
-    "deadline_blocks",
-    "single_flight_joins",
-    "lookup_failures",
-    "fill_device_errors",
-    "fill_corrupt",
-    "fill_absent",
-    "fill_peer_lost",
-    "write_failures",
-    "dram_corrupt_blocks",
-    "dram_evictions",
-    "nvme_evictions",
-    "serve_blocks_dram",
-    "serve_blocks_nvme",
-    "serve_blocks_absent",
-    "hot_blocks_given",
-    "moved_blocks",
-    "pulled_blocks",
-    "pulls_dropped",
-    "offer_keys_taken",
-    "offer_failures",
-    "place_failures",
-];
-
-/// A deadline is detected when the clock shows the next microsecond.
-const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 
 /// A node; see the module.
 #[derive(Debug)]
 pub(crate) struct Node {
+    pub(crate) index: usize,
     /// Failure domain of the node; empty if unknown.
     pub(crate) failure_domain: String,
     pub(crate) process: Option<Process>,
     pub(crate) disks: Vec<Disk>,
-    /// Blocks that were reported durable and not withdrawn.
-    pub(crate) reported_durable: BTreeSet<BlockKey>,
-    /// Blocks that were durable, and the time at which they were withdrawn.
-    pub(crate) withdrawn: BTreeMap<BlockKey, Tick>,
+    pub(crate) durable: DurableBlocks,
 }
 
 /// State of a running agent.
@@ -86,39 +53,17 @@ pub(crate) struct Node {
 pub(crate) struct Process {
     pub(crate) core: AgentCore,
     pub(crate) memory: Memory,
-    /// Replicas that the core has announced.
-    pub(crate) inventory: BTreeSet<(BlockKey, Tier)>,
-    /// The core has announced its recovered blocks.
-    recovered: bool,
-    /// Blocks that were on NVMe at any time of this process.
-    ever_stored: BTreeSet<BlockKey>,
-    pub(crate) jobs: BTreeMap<u64, Job>,
-    pub(crate) jobs_begun: u64,
-    pub(crate) sessions: BTreeMap<SessionId, Engine>,
-    /// The session of each engine, by the engine's index.
-    pub(crate) seats: Vec<Option<SessionId>>,
-    pub(crate) sessions_begun: u64,
+    pub(crate) replicas: AnnouncedReplicas,
+    pub(crate) jobs: Jobs,
+    pub(crate) engines: Engines,
     pub(crate) client: Client,
-    pub(crate) fetches: BTreeMap<FetchId, Fetch>,
-    pub(crate) serves: BTreeMap<ServeId, Serve>,
-    pub(crate) serves_begun: u64,
-    /// Serves whose connection has ended without the core's knowledge yet: data for them is dropped, as in a
-    /// transport.
-    pub(crate) serves_lost: BTreeSet<ServeId>,
-    /// Connections that this agent has opened to others, by their index.
-    pub(crate) peer_lines: BTreeMap<usize, LineId>,
-    pub(crate) tenants: TenantAudit,
+    lines: PeerLines,
+    pub(crate) peers: Peers,
+    pub(crate) offers: Offers,
+    tenants: TenantAudit,
     /// Tenants whose names the agent knows.
     pub(crate) names: BTreeSet<TenantId>,
-    pub(crate) offers: BTreeMap<OfferId, OpenOffer>,
-    pub(crate) received_offers: BTreeMap<PeerOfferId, ReceivedOffer>,
-    pub(crate) offers_received: u64,
     pub(crate) placed: PlacementAudit,
-    /// Latest state that the core has reported.
-    pub(crate) state: StateSnapshot,
-    pub(crate) grants: QuotaGrants,
-    /// Size of the largest inventory so far.
-    pub(crate) inventory_max: usize,
     /// Time of the core's next tick.
     tick_at: Option<Tick>,
 }
@@ -128,387 +73,454 @@ impl Node {
         let disk =
             |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
         Node {
+            index,
             failure_domain: String::new(),
             process: None,
             disks: (0..setup.disks).map(disk).collect(),
-            reported_durable: BTreeSet::new(),
-            withdrawn: BTreeMap::new(),
+            durable: DurableBlocks::default(),
         }
     }
-}
 
-impl Simulation {
-    pub(crate) fn process(&mut self, node: usize) -> &mut Process {
-        self.nodes[node].process.as_mut().expect("only a running agent gets events")
+    pub(crate) fn process(&mut self) -> &mut Process {
+        self.process.as_mut().expect("only a running agent gets events")
     }
 
     /// Starts an agent on the node's disks, with their current contents.
-    pub(crate) fn start_agent(&mut self, node: usize) {
-        self.env.begin_process(Host::Node(node));
-        let place = &mut self.nodes[node];
-        for disk in &mut place.disks {
+    pub(crate) fn start(&mut self, env: &mut Environment) {
+        let node = self.index;
+        env.begin_process(Host::Node(node));
+        for disk in &mut self.disks {
             // As `device/open.rs` does before it reads.
-            if self.env.setup.variant != Variant::DurableBeforeSync {
+            if env.setup.variant != Variant::DurableBeforeSync {
                 disk.synced(disk.covered());
             }
         }
-        let pools = place.disks.iter().map(|disk| {
+        let pools = self.disks.iter().map(|disk| {
             let (pool, stored, _) = disk.recover();
             (pool, stored)
         });
         let pools: Vec<_> = pools.collect();
-        let regions: Vec<_> = (0..self.env.setup.regions)
-            .map(|region| (RegionId(region), self.env.setup.region_bytes))
-            .collect();
-        let (core, effects) = AgentCore::new(self.env.setup.settings.clone(), pools, &regions);
+        let regions: Vec<_> =
+            (0..env.setup.regions).map(|region| (RegionId(region), env.setup.region_bytes)).collect();
+        let (core, effects) = AgentCore::new(env.setup.settings.clone(), pools, &regions);
         core.audit().unwrap_or_else(|broken| panic!("{broken}"));
-        place.process = Some(Process {
+        self.process = Some(Process {
             core,
             memory: Memory::default(),
-            inventory: BTreeSet::new(),
-            recovered: false,
-            ever_stored: BTreeSet::new(),
-            jobs: BTreeMap::new(),
-            jobs_begun: 0,
-            sessions: BTreeMap::new(),
-            seats: vec![None; self.env.setup.engines],
-            sessions_begun: 0,
-            client: Client::default(),
-            fetches: BTreeMap::new(),
-            serves: BTreeMap::new(),
-            serves_begun: 0,
-            serves_lost: BTreeSet::new(),
-            peer_lines: BTreeMap::new(),
+            replicas: AnnouncedReplicas::default(),
+            jobs: Jobs::new(node),
+            engines: Engines::new(node, env.setup.engines),
+            client: Client::new(node, self.failure_domain.clone()),
+            lines: PeerLines::new(node),
+            peers: Peers::new(node),
+            offers: Offers::new(node),
             tenants: TenantAudit::default(),
-            names: self.env.setup.names.clone(),
-            offers: BTreeMap::new(),
-            received_offers: BTreeMap::new(),
-            offers_received: 0,
+            names: env.setup.names.clone(),
             placed: PlacementAudit::default(),
-            state: StateSnapshot::default(),
-            grants: QuotaGrants::default(),
-            inventory_max: 0,
             tick_at: None,
         });
-        effects.into_iter().for_each(|effect| self.execute(node, effect));
+        effects.into_iter().for_each(|effect| self.execute(env, effect));
         // No link is registered yet, so nothing is sent: the simulation learns the core's blocks.
-        self.apply(node, Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
-        self.report_state(node);
-        let domain = self.nodes[node].failure_domain.clone();
-        self.client(node).begin(node, domain);
-        self.env.later(node, Duration::ZERO, AgentStep::Follow);
+        let mut out = Outcomes::default();
+        out.event(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+        self.run(env, out);
+        let process = self.process();
+        process.client.reports.take_state(env, &process.core);
+        env.later(node, Duration::ZERO, AgentStep::Follow);
     }
 
-    /// Ends the process: `SIGKILL`, or power loss.
-    pub(crate) fn end_agent(&mut self, node: usize) -> Option<(Process, Vec<Vec<DiskWrite>>)> {
-        let place = &mut self.nodes[node];
-        let process = place.process.take()?;
-        count_all(&mut self.env.seen, &process);
-        let running = (0..place.disks.len()).map(|device| {
-            let of = |job: &Job| match job {
-                Job::Device { device: of, op, .. } if usize::from(of.0) == device => {
-                    DiskWrite::of(&op.kind, payload(&process.memory, &op.kind))
+    /// Ends the process: `SIGKILL`, or power loss. Returns the writes to each disk that have not ended.
+    pub(crate) fn end(&mut self, env: &mut Environment) -> Option<Vec<Vec<DiskWrite>>> {
+        let process = self.process.take()?;
+        count_all(&mut env.seen, &process.core);
+        let devices = 0..self.disks.len();
+        let running = devices.map(|device| process.jobs.writes(device, &process.memory).collect());
+        env.end_process(Host::Node(self.index));
+        Some(running.collect())
+    }
+
+    // ---- steps --------------------------------------------------------------------------------------------
+
+    /// Runs a step of the process.
+    pub(crate) fn step(&mut self, env: &mut Environment, what: AgentStep) {
+        let mut out = Outcomes::default();
+        if let Some(what) = self.process().client.step(env, what, &mut out) {
+            self.step_of_agent(env, what, &mut out);
+        }
+        self.run(env, out);
+    }
+
+    fn step_of_agent(&mut self, env: &mut Environment, what: AgentStep, out: &mut Outcomes) {
+        let process = self.process.as_mut().expect("only a running agent gets events");
+        match what {
+            AgentStep::Tick => {
+                process.tick_at = None;
+                out.event(Event::Tick);
+            }
+            AgentStep::Job(job) => {
+                out.event(process.jobs.advance(env, job, &mut self.disks, &mut process.memory));
+            }
+            AgentStep::Request { session, request, body } => {
+                let event = process.request_arrives(env, (session, request), body);
+                out.event(event);
+            }
+            AgentStep::Closed { session } => out.event(Event::SessionClosed { session }),
+            AgentStep::Event(Event::Budget(grant)) => process.grant_arrives(env, grant, out),
+            AgentStep::Event(event) => out.event(event),
+            AgentStep::Order { epoch, grant } => {
+                let before = process.grant_of(grant.tenant);
+                process.grant_arrives(env, grant, out);
+                out.next.push(Follow::Granted { epoch, tenant: grant.tenant, before });
+            }
+            AgentStep::DomainChanged => {
+                process.client.links.domain_changed(env, &self.failure_domain, out);
+            }
+            AgentStep::ReportState => process.client.reports.take_state(env, &process.core),
+            AgentStep::FetchDeadline(fetch) => {
+                process.peers.fetch_deadline(env, &mut process.lines, fetch, out);
+            }
+            AgentStep::OfferDeadline(offer) => {
+                process.offers.deadline(env, &mut process.lines, offer, out);
+            }
+            AgentStep::Send { serve, block } => {
+                process.peers.send_objects(env, &process.memory, (serve, block), out);
+            }
+            other => unreachable!("not a step of the client: {other:?}"),
+        }
+    }
+
+    /// Handles a member's answer to a call.
+    pub(crate) fn on_answer(&mut self, env: &mut Environment, call: CallId, reply: MemberReply) {
+        let mut out = Outcomes::default();
+        self.process().client.on_answer(env, (call, reply), &mut out);
+        self.run(env, out);
+    }
+
+    /// Handles another agent's message.
+    pub(crate) fn on_peer_message(&mut self, env: &mut Environment, line: LineId, message: PeerMessage) {
+        let mut out = Outcomes::default();
+        let process = self.process();
+        match message {
+            PeerMessage::Offer(offer) => process.offered(env, line, *offer, &mut out),
+            PeerMessage::OfferAnswer { offer, taken, retry_after } => {
+                let answer = (offer, taken, retry_after);
+                process.offers.answered(env, &mut process.placed, answer, &mut out);
+            }
+            message => process.peers.on_message(env, &mut process.memory, (line, message), &mut out),
+        }
+        self.run(env, out);
+    }
+
+    /// Handles the end of a connection.
+    pub(crate) fn line_lost(&mut self, env: &mut Environment, line: LineId) {
+        let mut out = Outcomes::default();
+        let process = self.process();
+        process.client.line_lost(line, &mut out);
+        process.lines.forget(line);
+        process.peers.line_lost(line, &mut out);
+        process.offers.line_lost(line, &mut out);
+        self.run(env, out);
+    }
+
+    /// Runs what follows a step. The consequences of one outcome come before the next one.
+    pub(crate) fn run(&mut self, env: &mut Environment, out: Outcomes) {
+        let mut due = VecDeque::from(out.next);
+        while let Some(next) = due.pop_front() {
+            let mut out = Outcomes::default();
+            self.follow(env, next, &mut out);
+            out.next.into_iter().rev().for_each(|next| due.push_front(next));
+        }
+    }
+
+    fn follow(&mut self, env: &mut Environment, next: Follow, out: &mut Outcomes) {
+        let process = self.process.as_mut().expect("only a running agent gets events");
+        match next {
+            Follow::Event(event) => self.apply(env, event, out),
+            Follow::Client(follow) => process.client.follow(env, follow, out),
+            Follow::EndServe(serve) => process.peers.forget_serve(serve),
+            Follow::Refused(words) => process.placed.note_refusal(env, words),
+            Follow::Directed(epoch, direction) => process.placed.note_mode(epoch, &direction),
+            Follow::MoveAnswered { to, enough, answer } => {
+                let before: BTreeSet<BlockKey> =
+                    self.durable.reported.intersection(&enough).copied().collect();
+                process.placed.allow_drops(before.len());
+                out.event(answer);
+                out.next.push(Follow::MoveApplied { to, before });
+            }
+            Follow::MoveApplied { to, before } => {
+                process.placed.allow_drops(0);
+                let dropped = before.difference(&self.durable.reported).copied();
+                let keys: Vec<BlockKey> = dropped.collect();
+                if !keys.is_empty() {
+                    env.count("moves with a drop");
                 }
-                _ => None,
-            };
-            process.jobs.values().filter_map(of).collect()
-        });
-        let running = running.collect();
-        self.budget_audit.remove_node(node);
-        self.env.end_process(Host::Node(node));
-        Some((process, running))
+                if let Some(hosts) = process.placed.moves_to.get(&to).cloned() {
+                    env.observe(Observation::BlocksMoved { node: self.index, hosts, keys });
+                }
+            }
+            Follow::Granted { epoch, tenant, before } => {
+                if before != process.grant_of(tenant) {
+                    let node = self.index;
+                    env.observe(Observation::GrantApplied { node, tenant, epoch, before });
+                }
+            }
+        }
     }
 
-    /// Applies an event to a core, runs the checks, and executes the effects.
-    pub(crate) fn apply(&mut self, node: usize, event: Event) {
-        let now = self.env.time(Host::Node(node));
+    // ---- the core -----------------------------------------------------------------------------------------
+
+    /// Applies an event to the core, runs the checks, and executes the effects.
+    fn apply(&mut self, env: &mut Environment, event: Event, out: &mut Outcomes) {
+        let node = self.index;
+        let now = env.time(Host::Node(node));
         let mut effects = Vec::new();
-        self.before_event(node, &event);
-        let process = self.process(node);
+        let process = self.process();
+        process.peers.before_event(&event);
+        process.placed.before_event(env, now, &process.core, &event);
+        let offered = match &event {
+            Event::PeerOffer(offer) => Some(offer.offer),
+            _ => None,
+        };
         process.core.apply(now, event, &mut effects);
         process.core.audit().unwrap_or_else(|broken| panic!("node {node}: {broken}"));
         let mut durable = Vec::new();
         for effect in effects {
             if let Effect::Durable { session, ticket, durable: count, lost } = &effect {
-                let engine = self.process(node).sessions.get_mut(session);
-                durable.extend(engine.into_iter().flat_map(|engine| engine.on_notice(*ticket, *count, lost)));
-                self.env.count("durable notices");
+                let engines = &mut self.process().engines;
+                durable.extend(engines.on_notice(*session, (*ticket, *count, lost)));
+                env.count("durable notices");
             } else {
-                self.execute(node, effect);
+                self.execute(env, effect);
             }
         }
-        let process = self.process(node);
-        for key in durable {
-            assert!(
-                process.ever_stored.contains(&key),
-                "{key} was reported durable but never announced on NVMe"
-            );
+        self.process().replicas.assert_stored(&durable);
+        self.check_readers(env);
+        self.after_event(env);
+        let process = self.process();
+        if let Some(offer) = offered {
+            process.offers.assert_answered(offer);
         }
-        self.check_readers(node);
-        self.after_event(node);
-        self.audit_tenants(node);
-        self.audit_queues(node);
-        self.schedule_tick(node);
-        self.pump_all(node);
+        process.schedule_tick(env);
+        process.client.links.pump_all(env, out);
     }
 
-    fn schedule_tick(&mut self, node: usize) {
-        let process = self.process(node);
-        let Some(due) = process.core.next_deadline() else { return };
-        if process.tick_at.is_none_or(|at| due < at) {
-            process.tick_at = Some(due);
-            let host = Host::Node(node);
-            let (at, life) = (self.env.when(host, due), self.env.host(host).life);
-            self.env.queue.push(at, Action::Agent { node, life, what: AgentStep::Tick });
+    /// Checks the consequences of an event.
+    fn after_event(&mut self, env: &Environment) {
+        let host = Host::Node(self.index);
+        let now = env.time(host);
+        let node = self.index;
+        let process = self.process();
+        process.placed.after_event(node, &process.core);
+        process.offers.assert_bounded(env);
+        if env.is_awake(host) && env.host(host).resumed < now {
+            process.offers.assert_in_time(now);
+            process.client.assert_placements_in_time(now);
         }
+        process.tenants.check(env, node, &process.core);
+        process.replicas.note_size();
+        process.client.assert_queues(env, process.replicas.held_max);
     }
 
-    pub(crate) fn tick(&mut self, node: usize) {
-        let process = self.process(node);
-        process.tick_at = None;
-        self.apply(node, Event::Tick);
-    }
-
-    pub(crate) fn request_arrives(&mut self, node: usize, of: (SessionId, RequestId), mut body: Request) {
-        let (session, request) = of;
-        let now = self.env.time(Host::Node(node));
-        let wait = match &body {
-            Request::Load(load) if load.deadline.is_zero() => self.env.setup.settings.load_deadline_default,
-            Request::Load(load) => load.deadline,
-            Request::Match { scope: Scope::Cluster, .. } => {
-                LOOKUP_TIMEOUT + reprise_agent_core::limits::LOOKUP_GRACE
-            }
-            _ => Duration::ZERO,
-        };
-        let held = self.held_of(node, session, &body);
-        if let Some(engine) = self.process(node).sessions.get_mut(&session) {
-            engine.received(request, now.after(wait).after(CLOCK_GRAIN), held);
-        }
-        let alone = !self.client(node).is_connected();
-        if let Request::Match { keys, scope: Scope::Local } = &mut body
-            && alone
-        {
-            self.env.count("local matches alone");
-            if self.env.setup.variant == Variant::LocalNeedsControlPlane {
-                keys.clear();
-            }
-        }
-        self.apply(node, Event::Request { session, request, body, received: now });
-    }
-
-    /// Returns the indices of keys that a request must find: those that a local match sees, or that a local
-    /// load has in DRAM.
-    fn held_of(&mut self, node: usize, session: SessionId, body: &Request) -> Vec<usize> {
-        let process = self.process(node);
-        let Some(tenant) = process.sessions.get(&session).map(|engine| engine.tenant) else {
-            return Vec::new();
-        };
-        let has = |key: &BlockKey, tier: Tier| process.inventory.contains(&(*key, tier));
-        let places = |keys: &[BlockKey], held: &dyn Fn(&BlockKey) -> bool| {
-            let of_tenant = keys.iter().enumerate().filter(|(_, key)| tenant_of(key) == tenant && held(key));
-            of_tenant.map(|(place, _)| place).collect()
-        };
-        match body {
-            Request::Match { keys, scope: Scope::Local } => {
-                places(keys, &|key| has(key, Tier::Dram) || has(key, Tier::Nvme))
-            }
-            Request::Load(load) if load.scope == Scope::Local => {
-                places(&load.keys, &|key| has(key, Tier::Dram))
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    fn execute(&mut self, node: usize, effect: Effect) {
+    fn execute(&mut self, env: &mut Environment, effect: Effect) {
+        let node = self.index;
+        let process = self.process.as_mut().expect("the agent runs");
         match effect {
-            Effect::Reply { session, request, reply } => self.reply(node, (session, request), &reply),
+            Effect::Reply { session, request, reply } => process.reply(env, (session, request), &reply),
             Effect::Durable { .. } => unreachable!("handled after all effects"),
             Effect::Progress { session, entry, update } => {
-                if let Some(engine) = self.process(node).sessions.get_mut(&session) {
-                    engine.on_progress(entry, &update);
-                }
+                process.engines.on_progress(session, entry, &update);
             }
             Effect::Device { device, op } => {
-                let covered = self.nodes[node].disks[usize::from(device.0)].covered();
-                self.begin_job(node, Job::Device { device, op, covered });
+                let covered = self.disks[usize::from(device.0)].covered();
+                process.jobs.begin(env, &self.disks, Job::Device { device, op, covered });
             }
             Effect::ReadBlocks { device, batch } => {
                 for read in batch.blocks {
-                    self.assert_unused(node, read.slot);
-                    self.begin_job(node, Job::Read { device, read, layout: batch.layout, layers: 0 });
+                    process.assert_unused(env, read.slot);
+                    let job = Job::Read { device, read, layout: batch.layout, layers: 0 };
+                    process.jobs.begin(env, &self.disks, job);
                 }
             }
             Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
             Effect::AwaitExtents { .. } => unreachable!("engines of this simulation use no extents"),
-            Effect::CheckBlock(check) => self.begin_job(node, Job::Check(check)),
-            Effect::Lookup { lookup, keys, timeout } => self.start_lookup(node, lookup, keys, timeout),
-            Effect::Announce { changes } => self.announce(node, &changes),
-            Effect::Inventory { slots, replicas } => self.inventory(node, &slots, &replicas),
-            Effect::PeerFetch { node: from, request } => self.fetch(node, from, request),
+            Effect::CheckBlock(check) => process.jobs.begin(env, &self.disks, Job::Check(check)),
+            Effect::Lookup { lookup, keys, timeout } => {
+                let client = &mut process.client;
+                client.lookups.start(env, &mut client.links, (lookup, keys), timeout);
+            }
+            Effect::Announce { changes } => {
+                process.replicas.change(&mut self.durable, env.now, &changes);
+                process.announce(env, &changes);
+            }
+            Effect::Inventory { slots, replicas } => {
+                process.replicas.inventory(&mut self.durable, env.now, (&slots, &replicas));
+                let links = process.client.links.links.values_mut();
+                links.for_each(|link| link.announcer.outbox_mut().inventory(&slots, &replicas));
+            }
+            Effect::PeerFetch { node: from, request } => process.fetch(env, from, request),
             Effect::ServeHeader { serve, block, tier, checksums } => {
-                self.serve_header(node, (serve, block), tier, checksums);
+                process.peers.serve_header(env, (serve, block), tier, checksums);
             }
-            Effect::ServeObjects(objects) => self.serve_objects(node, objects),
-            Effect::ServeAbsent { serve, block } => self.serve_absent(node, serve, block),
+            Effect::ServeObjects(objects) => process.peers.serve_objects(env, objects),
+            Effect::ServeAbsent { serve, block } => {
+                if process.peers.serve_absent(env, serve, block) {
+                    process.placed.note_unreadable(env, &process.core);
+                }
+            }
             Effect::Place { place, keys, slot_bytes, reason, timeout } => {
-                self.start_placement(node, place, (keys, slot_bytes, reason), timeout);
+                let client = &mut process.client;
+                let request = (place, keys, slot_bytes, reason);
+                client.placements.start(env, &mut client.links, request, timeout);
             }
-            Effect::Offer { node: to, offer } => self.offer(node, to, offer),
+            Effect::Offer { node: to, offer } => process.offer(env, to, offer),
             Effect::AnswerOffer { offer, taken, retry_after } => {
-                self.answer_offer(node, offer, (taken, retry_after));
+                process.offers.answer(env, &process.placed, (offer, taken, retry_after));
             }
-            Effect::Diagnostic(report) => self.report(node, &report),
+            Effect::Diagnostic(report) => note_report(env, node, &report),
         }
     }
 
-    fn reply(&mut self, node: usize, of: (SessionId, RequestId), reply: &Reply) {
+    // ---- checks -------------------------------------------------------------------------------------------
+
+    /// Lets all readers on the node read their blocks; they report mismatches to the agent.
+    pub(crate) fn check_readers(&mut self, env: &mut Environment) {
+        let host = Host::Node(self.index);
+        let now = env.time(host);
+        let excused = !env.is_awake(host) || env.host(host).resumed >= now;
+        let Some(process) = &mut self.process else { return };
+        process.engines.read_all(env, &process.memory);
+        if !excused {
+            process.engines.assert_in_time(now);
+            process.client.assert_lookups_in_time(now);
+        }
+    }
+
+    /// Reports whether the node has a block durably, or the directory may not know yet that the block was
+    /// removed.
+    pub(crate) fn was_durable(&self, env: &Environment, key: &BlockKey) -> bool {
+        let settling = env.calm && env.now.since(env.setup.faults_until) < STALE_MAX;
+        let stale = if env.calm && !settling { STALE_IN_CALM_MAX } else { STALE_MAX };
+        self.durable.reported.contains(key)
+            || self.durable.withdrawn.get(key).is_some_and(|at| env.now.since(*at) < stale)
+    }
+}
+
+impl Process {
+    /// Returns the core's last grant for a tenant.
+    pub(crate) fn grant_of(&self, tenant: TenantId) -> Option<Grant> {
+        self.core.tenant_usage().find(|usage| usage.tenant == tenant)?.grant
+    }
+
+    fn grant_arrives(&mut self, env: &mut Environment, grant: Grant, out: &mut Outcomes) {
+        self.names.insert(grant.tenant);
+        self.placed.note_grant();
+        out.event(Event::Budget(self.tenants.grant_arrives(env, grant)));
+    }
+
+    fn schedule_tick(&mut self, env: &mut Environment) {
+        let Some(due) = self.core.next_deadline() else { return };
+        if self.tick_at.is_none_or(|at| due < at) {
+            self.tick_at = Some(due);
+            env.at(self.node(), due, AgentStep::Tick);
+        }
+    }
+
+    fn node(&self) -> usize {
+        self.engines.node()
+    }
+
+    fn request_arrives(
+        &mut self,
+        env: &mut Environment,
+        (session, request): (SessionId, RequestId),
+        mut body: Request,
+    ) -> Event {
+        let received = env.time(Host::Node(self.node()));
+        self.engines.received(env, &self.replicas, (session, request, &body));
+        if let Request::Match { keys, scope: Scope::Local } = &mut body
+            && !self.client.links.is_connected()
+        {
+            env.count("local matches alone");
+            if env.setup.variant == Variant::LocalNeedsControlPlane {
+                keys.clear();
+            }
+        }
+        Event::Request { session, request, body, received }
+    }
+
+    fn reply(&mut self, env: &mut Environment, of: (SessionId, RequestId), reply: &Reply) {
         if let Reply::Reserved { leases, .. } = reply {
             let slots = leases.iter().filter_map(|(_, place)| place.arena());
-            slots.for_each(|slot| self.assert_unused(node, slot));
+            slots.for_each(|slot| self.assert_unused(env, slot));
         }
-        self.env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
-        let host = Host::Node(node);
-        let (now, resumed) = (self.env.time(host), self.env.host(host).resumed);
-        if let Some(engine) = self.process(node).sessions.get_mut(&of.0) {
-            engine.on_reply(of.1, reply, now, resumed);
-        }
+        env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
+        self.engines.on_reply(env, of, reply);
     }
 
-    fn announce(&mut self, node: usize, changes: &[ReplicaChange]) {
-        let (variant, now) = (self.env.setup.variant, self.env.now);
-        let place = &mut self.nodes[node];
-        let process = place.process.as_mut().expect("only a running agent announces");
-        for change in changes {
-            let replica = (change.key, change.tier);
-            let new = match change.change {
-                Change::Added => process.inventory.insert(replica),
-                Change::Removed => process.inventory.remove(&replica),
-            };
-            assert!(new, "{change:?} has no effect");
-            match (change.tier, change.change) {
-                (Tier::Nvme, Change::Added) => {
-                    process.ever_stored.insert(change.key);
-                    place.reported_durable.insert(change.key);
-                    place.withdrawn.remove(&change.key);
-                }
-                (Tier::Nvme, Change::Removed) => {
-                    place.reported_durable.remove(&change.key);
-                    place.withdrawn.insert(change.key, now);
-                }
-                (Tier::Dram, _) => {}
-            }
-        }
+    fn announce(&mut self, env: &Environment, changes: &[ReplicaChange]) {
         let announced = changes.iter().copied();
-        let announced: Vec<_> = match variant {
+        let announced: Vec<_> = match env.setup.variant {
             Variant::EvictionsNotAnnounced => {
                 announced.filter(|change| change.change == Change::Added).collect()
             }
             _ => announced.collect(),
         };
-        process.client.links.values_mut().for_each(|link| link.announcer.outbox_mut().announce(&announced));
+        let links = self.client.links.links.values_mut();
+        links.for_each(|link| link.announcer.outbox_mut().announce(&announced));
     }
 
-    /// Checks an inventory: the first one of a process announces the recovered blocks; later ones must equal
-    /// the announced blocks.
-    fn inventory(&mut self, node: usize, slots: &SlotSet, replicas: &[(BlockKey, Tier)]) {
-        let process = self.process(node);
-        let announced: BTreeSet<_> = replicas.iter().copied().collect();
-        assert_eq!(announced.len(), replicas.len(), "a replica is announced once");
-        if !std::mem::replace(&mut process.recovered, true) {
-            process.inventory = announced;
-            self.record_durable(node);
-        } else {
-            let known = process.inventory.iter().filter(|(key, _)| slots.has_key(key)).copied();
-            assert!(known.eq(announced), "the inventory differs from the announced replicas");
-        }
-        let links = self.client(node).links.values_mut();
-        links.for_each(|link| link.announcer.outbox_mut().inventory(slots, replicas));
+    fn fetch(&mut self, env: &mut Environment, from: NodeId, request: FetchRequest) {
+        let Some(host) = self.client.host_of(from) else {
+            return self.peers.fail_unroutable_fetch(env, &request.blocks);
+        };
+        request.blocks.iter().for_each(|block| self.assert_unused(env, block.into));
+        let line = self.lines.to(env, host);
+        self.peers.fetch(env, line, request);
     }
 
-    /// Records the NVMe blocks of a complete inventory as durable.
-    fn record_durable(&mut self, node: usize) {
-        let process = self.process(node);
-        let stored = process.inventory.iter().filter(|(_, tier)| *tier == Tier::Nvme).map(|(key, _)| *key);
-        let stored: BTreeSet<_> = stored.collect();
-        process.ever_stored.extend(&stored);
-        let now = self.env.now;
-        let place = &mut self.nodes[node];
-        let gone = place.reported_durable.difference(&stored).map(|key| (*key, now));
-        place.withdrawn.extend(gone);
-        place.withdrawn.retain(|key, _| !stored.contains(key));
-        place.reported_durable = stored;
+    fn offer(&mut self, env: &mut Environment, to: NodeId, offer: Offer) {
+        let count = offer.keys.len();
+        assert!((1..=PLACE_KEYS_MAX).contains(&count), "an offer has {count} blocks");
+        let host = self.client.host_of(to).filter(|_| self.names.contains(&offer.tenant));
+        let line = host.map(|host| self.lines.to(env, host));
+        if line.is_none() {
+            self.placed.note_refusal(env, "refused in calm: no name");
+        }
+        self.offers.offer(env, line, offer);
     }
 
-    fn report(&mut self, node: usize, report: &Diagnostic) {
-        self.env.trace.note(|| format!("node {node} reports {report:?}"));
-        match report {
-            Diagnostic::CorruptBlock { .. } => self.env.count("corrupt blocks"),
-            Diagnostic::CorruptMemory { .. } => self.env.count("corrupt memory"),
-            Diagnostic::DeviceLost { .. } => self.env.count("devices lost"),
-            Diagnostic::WritesStopped { .. } => self.env.count("devices read-only"),
-            Diagnostic::Unstorable { .. }
-            | Diagnostic::Overcommitted { .. }
-            | Diagnostic::OffersRefused { .. } => {}
+    fn offered(&mut self, env: &mut Environment, line: LineId, offer: Offer, out: &mut Outcomes) {
+        let from: Option<NodeId> = match env.network.line(line).map(|line| line.ends[0].host) {
+            Some(Host::Node(host)) => self.client.node_at(host),
+            _ => None,
+        };
+        let (tenant, bytes) = (offer.tenant, offer.layout.slot_bytes() * offer.keys.len() as u64);
+        let Some((own, event)) = self.offers.receive(env, (line, from), offer) else { return };
+        self.names.insert(own);
+        if let Some(grant) = grant_for_offer(env, &self.core, tenant, bytes) {
+            out.event(Event::Budget(grant));
         }
-    }
-
-    /// Lets all readers on a node read their blocks; reports mismatches to the agent.
-    pub(crate) fn check_readers(&mut self, node: usize) {
-        let host = Host::Node(node);
-        let (now, truth) = (self.env.time(host), &self.truth);
-        let excused = !self.env.is_awake(host) || self.env.host(host).resumed >= now;
-        let place = &mut self.nodes[node];
-        let Some(process) = &mut place.process else { return };
-        let mut suspects = Vec::new();
-        for (session, engine) in &mut process.sessions {
-            let damaged = engine.read_all(&process.memory, |key, tag| {
-                let committed = truth.get(key).is_some_and(|tags| tags.contains(&tag));
-                assert!(committed, "{key}: content {tag} was never committed");
-            });
-            suspects.extend(damaged.into_iter().map(|(load, block)| (*session, load, block)));
-            let late = engine.overdue(now).filter(|_| !excused);
-            assert!(late.is_none(), "node {node}: no answer in time to {}", late.unwrap_or_default());
-        }
-        let late =
-            process.client.lookups.iter().find(|(_, pending)| pending.deadline.after(CLOCK_GRAIN) < now);
-        assert!(late.is_none() || excused, "node {node}: a lookup exceeds its deadline: {late:?}");
-        for (session, load, block) in suspects {
-            self.env.count("suspects");
-            self.suspect(node, session, (load, vec![block]));
-        }
+        out.event(event);
     }
 
     /// Checks that an assigned slot is not being written or read.
-    pub(crate) fn assert_unused(&self, node: usize, slot: ArenaSlot) {
-        let process = self.nodes[node].process.as_ref().expect("the agent runs");
-        let jobs = process.jobs.values().filter_map(Job::slot);
-        let fetches = process.fetches.values().flat_map(Fetch::slots);
-        let engines = process.sessions.values().flat_map(Engine::slots);
-        let serves = process.serves.values().flat_map(Serve::slots);
-        let mut used = jobs.chain(fetches).chain(engines).chain(serves);
+    fn assert_unused(&self, env: &Environment, slot: ArenaSlot) {
+        let jobs = self.jobs.running.values().filter_map(Job::slot);
+        let mut used = jobs.chain(self.peers.slots()).chain(self.engines.slots());
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was assigned while in use");
-        assert!(slot.offset + slot.bytes <= self.env.setup.region_bytes, "{slot:?} lies outside its region");
-    }
-
-    pub(crate) fn disk(&mut self, node: usize, device: DeviceId) -> &mut Disk {
-        &mut self.nodes[node].disks[usize::from(device.0)]
+        assert!(slot.offset + slot.bytes <= env.setup.region_bytes, "{slot:?} lies outside its region");
     }
 }
 
-/// Adds the counters of a core to `seen`, by their names.
-pub(crate) fn count_all(seen: &mut BTreeMap<&'static str, u64>, process: &Process) {
-    let counters = process.core.counters();
-    for name in COUNTED {
-        let fields = counters.fields();
-        let counted = fields.filter(|(other, _)| *other == name).map(|(_, value)| value).sum::<u64>();
-        *seen.entry(name).or_default() += counted;
-    }
-}
-
-/// Returns the content in memory of a block that is being written.
-pub(crate) fn payload<'a>(memory: &'a Memory, kind: &DeviceOpKind) -> &'a [u64] {
-    match kind {
-        DeviceOpKind::WriteBlock { slot, .. } => memory.layers(*slot),
-        DeviceOpKind::WritePages { .. } | DeviceOpKind::WriteHeader { .. } | DeviceOpKind::Sync => &[],
+fn note_report(env: &mut Environment, node: usize, report: &Diagnostic) {
+    env.trace.note(|| format!("node {node} reports {report:?}"));
+    match report {
+        Diagnostic::CorruptBlock { .. } => env.count("corrupt blocks"),
+        Diagnostic::CorruptMemory { .. } => env.count("corrupt memory"),
+        Diagnostic::DeviceLost { .. } => env.count("devices lost"),
+        Diagnostic::WritesStopped { .. } => env.count("devices read-only"),
+        Diagnostic::Unstorable { .. }
+        | Diagnostic::Overcommitted { .. }
+        | Diagnostic::OffersRefused { .. } => {}
     }
 }

@@ -7,17 +7,34 @@
 //!
 //! Not reproduced: cancelling. The other core answers at once, and a late answer is dropped.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use reprise_agent_core::effect::{Offer, OfferId, PeerOfferId};
 use reprise_agent_core::event::{Event, PeerEvent, PeerOffer};
-use reprise_agent_core::limits::{OFFER_RETRY_MAX, PLACE_KEYS_MAX};
+use reprise_agent_core::limits::OFFER_RETRY_MAX;
 use reprise_policy::{NodeId, TenantId, Tick};
 
+use crate::environment::Environment;
 use crate::messages::{Message, PeerMessage};
 use crate::network::{Host, LineId};
-use crate::setup::Variant;
-use crate::simulation::{AgentStep, Simulation, take_where};
+use crate::outcomes::{Follow, Outcomes};
+use crate::peers::PeerLines;
+use crate::placement_audit::PlacementAudit;
+use crate::setup::{CLOCK_GRAIN, Variant};
+use crate::simulation::{AgentStep, take_where};
+
+/// Maximum number of concurrent offers of a node: one to each other node for each batch.
+const OFFERS_PER_NODE_MAX: usize = 42;
+
+/// Offers of one agent; see the module.
+#[derive(Debug)]
+pub(crate) struct Offers {
+    node: usize,
+    pub(crate) open: BTreeMap<OfferId, OpenOffer>,
+    pub(crate) received: BTreeMap<PeerOfferId, ReceivedOffer>,
+    received_count: u64,
+}
 
 /// An offer that the peer has not answered.
 #[derive(Clone, Debug)]
@@ -26,7 +43,7 @@ pub(crate) struct OpenOffer {
     keys: usize,
     bytes: u64,
     /// By the agent's clock.
-    pub(crate) deadline: Tick,
+    deadline: Tick,
 }
 
 /// A peer's offer without an answer.
@@ -37,110 +54,131 @@ pub(crate) struct ReceivedOffer {
     keys: usize,
 }
 
-impl Simulation {
+impl Offers {
+    pub(crate) fn new(node: usize) -> Offers {
+        Offers { node, open: BTreeMap::new(), received: BTreeMap::new(), received_count: 0 }
+    }
+
     // ---- offering side ------------------------------------------------------------------------------------
 
-    pub(crate) fn offer(&mut self, node: usize, to: NodeId, offer: Offer) {
-        let Offer { offer: id, tenant, layout, deadline, .. } = offer;
+    /// Sends an offer over a connection; `None`: the peer or the name of the tenant is unknown.
+    pub(crate) fn offer(&mut self, env: &mut Environment, line: Option<LineId>, offer: Offer) {
+        let Offer { offer: id, layout, deadline, .. } = offer;
         let keys = offer.keys.len();
-        assert!((1..=PLACE_KEYS_MAX).contains(&keys), "an offer has {keys} blocks");
-        let process = self.process(node);
-        let host = process.client.host_of(to).filter(|_| process.names.contains(&tenant));
-        let Some(host) = host else {
-            self.note_refusal(node, "refused in calm: no name");
-            let event = Event::Peer(PeerEvent::OfferFailed { offer: id });
-            return self.env.later(node, Duration::ZERO, AgentStep::Event(event));
+        let Some(line) = line else {
+            let failed = AgentStep::Event(Event::Peer(PeerEvent::OfferFailed { offer: id }));
+            return env.later(self.node, Duration::ZERO, failed);
         };
-        let line = self.peer_line(node, host);
-        let until = self.env.time(Host::Node(node)).after(deadline);
+        let until = env.time(Host::Node(self.node)).after(deadline);
         let bytes = layout.slot_bytes() * keys as u64;
-        let open = OpenOffer { line, keys, bytes, deadline: until };
-        self.process(node).offers.insert(id, open);
-        self.env.count("offers");
-        self.env.send(line, 1, Message::Peer(PeerMessage::Offer(Box::new(offer))));
-        self.env.later(node, deadline, AgentStep::OfferDeadline(id));
+        self.open.insert(id, OpenOffer { line, keys, bytes, deadline: until });
+        env.count("offers");
+        env.send(line, 1, Message::Peer(PeerMessage::Offer(Box::new(offer))));
+        env.later(self.node, deadline, AgentStep::OfferDeadline(id));
     }
 
     /// Fails an offer without an answer at its deadline.
-    pub(crate) fn offer_deadline(&mut self, node: usize, id: OfferId) {
-        if self.env.setup.variant == Variant::OffersWithoutDeadline {
+    pub(crate) fn deadline(
+        &mut self,
+        env: &mut Environment,
+        lines: &mut PeerLines,
+        id: OfferId,
+        out: &mut Outcomes,
+    ) {
+        if env.setup.variant == Variant::OffersWithoutDeadline {
             return;
         }
-        let Some(offer) = self.process(node).offers.remove(&id) else { return };
-        if !self.env.far_lives(offer.line) {
-            self.process(node).peer_lines.retain(|_, line| *line != offer.line);
-        }
-        self.env.count("offers unanswered");
-        self.apply(node, Event::Peer(PeerEvent::OfferFailed { offer: id }));
+        let Some(offer) = self.open.remove(&id) else { return };
+        lines.forget_if_dead(env, offer.line);
+        env.count("offers unanswered");
+        out.event(Event::Peer(PeerEvent::OfferFailed { offer: id }));
     }
 
-    pub(crate) fn offers_lost(&mut self, node: usize, line: LineId) {
-        let process = self.process(node);
-        process.received_offers.retain(|_, received| received.line != line);
-        for (offer, _) in take_where(&mut process.offers, |offer| offer.line == line) {
-            self.apply(node, Event::Peer(PeerEvent::OfferFailed { offer }));
-        }
+    /// Handles the end of a connection.
+    pub(crate) fn line_lost(&mut self, line: LineId, out: &mut Outcomes) {
+        self.received.retain(|_, received| received.line != line);
+        let lost = take_where(&mut self.open, |offer| offer.line == line);
+        lost.into_iter().for_each(|(offer, _)| out.event(Event::Peer(PeerEvent::OfferFailed { offer })));
     }
 
-    pub(crate) fn offer_answered(
+    pub(crate) fn answered(
         &mut self,
-        node: usize,
-        id: OfferId,
-        (taken, retry_after): (Vec<u32>, Duration),
+        env: &Environment,
+        placed: &mut PlacementAudit,
+        (id, taken, retry_after): (OfferId, Vec<u32>, Duration),
+        out: &mut Outcomes,
     ) {
-        let Some(offer) = self.process(node).offers.remove(&id) else { return };
+        let Some(offer) = self.open.remove(&id) else { return };
         assert!(taken.iter().all(|at| (*at as usize) < offer.keys), "only offered blocks are accepted");
         if taken.len() < offer.keys {
-            self.note_refusal(node, "refused in calm: not taken");
+            out.next.push(Follow::Refused("refused in calm: not taken"));
         }
-        self.note_given(node, offer.bytes / offer.keys as u64 * taken.len() as u64);
-        self.apply(node, Event::Peer(PeerEvent::OfferAnswered { offer: id, taken, retry_after }));
+        placed.note_given(env, self.node, offer.bytes / offer.keys as u64 * taken.len() as u64);
+        out.event(Event::Peer(PeerEvent::OfferAnswered { offer: id, taken, retry_after }));
     }
 
     // ---- receiving side -----------------------------------------------------------------------------------
 
-    pub(crate) fn offered(&mut self, node: usize, line: LineId, offer: Offer) {
+    /// Handles an offer of a node; `None`: the node is unknown. Returns the tenant of the blocks, and the event
+    /// for the core.
+    pub(crate) fn receive(
+        &mut self,
+        env: &mut Environment,
+        (line, from): (LineId, Option<NodeId>),
+        offer: Offer,
+    ) -> Option<(TenantId, Event)> {
         let Offer { offer, tenant, layout, keys, .. } = offer;
-        let from = self.env.network.line(line).map(|line| line.ends[0].host);
-        let from = match from {
-            Some(Host::Node(host)) => self.client(node).node_at(host),
-            _ => None,
-        };
         let Some(from) = from else {
             let answer = PeerMessage::OfferAnswer { offer, taken: Vec::new(), retry_after: OFFER_RETRY_MAX };
-            return self.env.send(line, 0, Message::Peer(answer));
+            env.send(line, 0, Message::Peer(answer));
+            return None;
         };
-        let own = match self.env.setup.variant {
+        let own = match env.setup.variant {
             Variant::OffersIgnoreTenant => TenantId::DEFAULT,
             _ => tenant,
         };
-        let process = self.process(node);
-        process.names.insert(own);
-        process.offers_received += 1;
-        let id = PeerOfferId(process.offers_received);
-        let received = ReceivedOffer { line, offer, keys: keys.len() };
-        process.received_offers.insert(id, received);
-        self.evict_for_offer(node, tenant, layout.slot_bytes() * keys.len() as u64);
-        self.apply(node, Event::PeerOffer(PeerOffer { offer: id, from, tenant: own, layout, keys }));
-        let answered = !self.process(node).received_offers.contains_key(&id);
-        assert!(answered, "node {node}: an offer is not answered at once");
+        self.received_count += 1;
+        let id = PeerOfferId(self.received_count);
+        self.received.insert(id, ReceivedOffer { line, offer, keys: keys.len() });
+        Some((own, Event::PeerOffer(PeerOffer { offer: id, from, tenant: own, layout, keys })))
     }
 
-    pub(crate) fn answer_offer(
+    pub(crate) fn answer(
         &mut self,
-        node: usize,
-        id: PeerOfferId,
-        (taken, retry_after): (Vec<u32>, Duration),
+        env: &mut Environment,
+        placed: &PlacementAudit,
+        (id, taken, retry_after): (PeerOfferId, Vec<u32>, Duration),
     ) {
-        let Some(received) = self.process(node).received_offers.remove(&id) else { return };
+        let Some(received) = self.received.remove(&id) else { return };
         let ReceivedOffer { line, offer, keys } = received;
+        let node = self.node;
         assert!(taken.is_sorted_by(|one, other| one < other), "node {node}: {taken:?} are not in order");
         assert!(
             taken.last().is_none_or(|at| (*at as usize) < keys),
             "node {node} accepts keys that were not offered"
         );
-        self.env.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
-        self.assert_may_take(node, &taken);
-        self.env.send(line, 0, Message::Peer(PeerMessage::OfferAnswer { offer, taken, retry_after }));
+        env.count(if taken.is_empty() { "offers refused" } else { "offers taken" });
+        placed.assert_may_take(node, &taken);
+        env.send(line, 0, Message::Peer(PeerMessage::OfferAnswer { offer, taken, retry_after }));
+    }
+
+    // ---- checks -------------------------------------------------------------------------------------------
+
+    /// Checks that the core has answered an offer at once.
+    pub(crate) fn assert_answered(&self, offer: PeerOfferId) {
+        let answered = !self.received.contains_key(&offer);
+        assert!(answered, "node {}: an offer is not answered at once", self.node);
+    }
+
+    /// Checks the number of offers without an answer.
+    pub(crate) fn assert_bounded(&self, env: &Environment) {
+        let open = self.open.len();
+        assert!(open <= OFFERS_PER_NODE_MAX * env.setup.nodes, "node {} has {open} offers open", self.node);
+    }
+
+    /// Checks that no offer is late.
+    pub(crate) fn assert_in_time(&self, now: Tick) {
+        let offer = self.open.values().find(|offer| offer.deadline.after(CLOCK_GRAIN) < now);
+        assert!(offer.is_none(), "node {}: an offer exceeds its deadline: {offer:?}", self.node);
     }
 }

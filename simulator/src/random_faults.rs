@@ -7,9 +7,11 @@ use reprise_policy::{BlockKey, SessionId};
 
 use crate::clock::PauseClock;
 use crate::disk::{Disk, Health};
+use crate::environment::Environment;
 use crate::memory::is_rotten;
 use crate::memory::verified;
 use crate::network::Host;
+use crate::node::Node;
 use crate::rng::Rng;
 use crate::setup::layout_of;
 use crate::simulation::{Action, AgentStep, Simulation};
@@ -41,67 +43,252 @@ enum CrashKind {
     PowerLoss,
 }
 
-impl Simulation {
-    /// Draws a fault, and the time of the next.
-    pub(crate) fn fault(&mut self) {
-        if self.env.calm {
-            return;
+/// Draws a fault, and the time of the next.
+pub(crate) fn fault(simulation: &mut Simulation) {
+    if simulation.env.calm {
+        return;
+    }
+    let mean = simulation.env.setup.fault_every.as_micros() as u64;
+    let delay = simulation.env.rng.micros(mean / 8..mean * 15 / 8);
+    simulation.env.after(delay, Action::Fault);
+    let node = simulation.env.rng.below(simulation.nodes.len());
+    let member = simulation.env.rng.below(simulation.members.len());
+    let (runs, host) = (simulation.nodes[node].process.is_some(), Host::Node(node));
+    let of_member = Host::Member(member);
+    match simulation.env.rng.below(100) {
+        0..10 if runs => stop_agent(simulation, node, CrashKind::Killed),
+        10..22 if runs => stop_agent(simulation, node, CrashKind::PowerLoss),
+        22..29 if simulation.env.is_awake(host) => pause(&mut simulation.env, host),
+        29..36 if simulation.members[member].is_some() => restart_member(simulation, member),
+        36..43 if simulation.env.is_awake(of_member) => pause(&mut simulation.env, of_member),
+        43..56 => partition(&mut simulation.env, node, member),
+        56..61 => lose_connection(&mut simulation.env),
+        61..70 => disk_fault(&mut simulation.env, &mut simulation.nodes[node]),
+        70..76 => damage_memory(&mut simulation.nodes[node], &mut simulation.env),
+        76..79 => {
+            let (device, which) =
+                (simulation.env.rng.below(simulation.env.setup.disks), simulation.env.rng.next());
+            simulation.nodes[node].disks[device].rot(which);
+            simulation.env.count("rot");
         }
-        let mean = self.env.setup.fault_every.as_micros() as u64;
-        let delay = self.env.rng.micros(mean / 8..mean * 15 / 8);
-        self.env.after(delay, Action::Fault);
-        let node = self.env.rng.below(self.nodes.len());
-        let member = self.env.rng.below(self.members.len());
-        let (runs, host) = (self.nodes[node].process.is_some(), Host::Node(node));
-        let of_member = Host::Member(member);
-        match self.env.rng.below(100) {
-            0..10 if runs => self.stop_agent(node, CrashKind::Killed),
-            10..22 if runs => self.stop_agent(node, CrashKind::PowerLoss),
-            22..29 if self.env.is_awake(host) => self.pause(host),
-            29..36 if self.members[member].is_some() => self.restart_member(member),
-            36..43 if self.env.is_awake(of_member) => self.pause(of_member),
-            43..56 => self.partition(node, member),
-            56..61 => self.lose_connection(),
-            61..70 => self.disk_fault(node),
-            70..76 => self.damage_memory(node),
-            76..79 => {
-                let (device, which) = (self.env.rng.below(self.env.setup.disks), self.env.rng.next());
-                self.nodes[node].disks[device].rot(which);
-                self.env.count("rot");
+        79..84 if runs => kill_engine(&mut simulation.nodes[node], &mut simulation.env),
+        84.. => store_fault(simulation),
+        _ => {}
+    }
+}
+
+/// Begins changes of failure domains in some simulations.
+pub(crate) fn begin_domain_changes(env: &mut Environment, seed: u64) {
+    env.domains = Rng::new(seed ^ DOMAINS_STREAM);
+    if env.domains.chance(DOMAINS_PERMILLE) {
+        let delay = env.domains.millis(DOMAIN_EVERY_MS);
+        env.after(delay, Action::Domain);
+    }
+}
+
+/// Changes the failure domain of a node, and draws the next change.
+pub(crate) fn change_domain(simulation: &mut Simulation) {
+    if simulation.env.calm {
+        return;
+    }
+    let delay = simulation.env.domains.millis(DOMAIN_EVERY_MS);
+    simulation.env.after(delay, Action::Domain);
+    let node = simulation.env.domains.below(simulation.nodes.len());
+    simulation.nodes[node].failure_domain = simulation.env.domains.one_of(&["", "a", "b"]).to_owned();
+    if simulation.nodes[node].process.is_some() {
+        simulation.env.later(node, Duration::ZERO, AgentStep::DomainChanged);
+    }
+}
+
+/// Fails the power of a node, unless faults have ended or the power has failed already.
+pub(crate) fn outage(simulation: &mut Simulation, node: usize) {
+    if !simulation.env.calm && simulation.nodes[node].process.is_some() {
+        stop_agent(simulation, node, CrashKind::PowerLoss);
+    }
+}
+
+/// `SIGKILL` or power loss; the agent restarts after a while on the surviving contents of its disks.
+fn stop_agent(simulation: &mut Simulation, node: usize, death: CrashKind) {
+    simulation.env.trace.note(|| format!("node {node}: {death:?}"));
+    if death == CrashKind::Killed {
+        simulation.env.break_lines(Host::Node(node));
+    }
+    let Simulation { env, nodes, budget_audit, .. } = simulation;
+    let Some(running) = nodes[node].end(env) else { return };
+    budget_audit.remove_node(node);
+    simulation.env.host_mut(Host::Node(node)).powered = death == CrashKind::Killed;
+    simulation.env.count(if death == CrashKind::Killed { "kills" } else { "power losses" });
+    for (device, running) in running.into_iter().enumerate() {
+        let disk = &mut simulation.nodes[node].disks[device];
+        match death {
+            CrashKind::Killed => disk.abandon(running, &mut simulation.env.rng),
+            CrashKind::PowerLoss => disk.power_loss(running, &mut simulation.env.rng),
+        }
+    }
+    assert_durable_blocks_survive(simulation, node);
+    replace_lost_disks(&mut simulation.env, &mut simulation.nodes[node]);
+    let delay = simulation.env.rng.millis(50..3000);
+    simulation.env.after(delay, Action::Repair(Repair::StartAgent(node)));
+}
+
+/// Checks that blocks that were reported durable are readable on the disks, except on disks that were
+/// lost or damaged.
+fn assert_durable_blocks_survive(simulation: &Simulation, node: usize) {
+    let place = &simulation.nodes[node];
+    let mut kept: BTreeSet<BlockKey> = BTreeSet::new();
+    for disk in &place.disks {
+        let (_, stored, _) = disk.recover();
+        for block in stored {
+            let readable = |block: &reprise_agent_core::pool::StoredBlock| {
+                let (page, payload) = disk.read(block.page);
+                let (key, generation, header_crc) = (block.key, block.generation, block.header_crc);
+                let expected =
+                    reprise_agent_core::pool::header::ExpectedHeader { key, generation, header_crc };
+                let header = reprise_agent_core::pool::header::decode_header(&page, &expected).ok();
+                let content =
+                    header.and_then(|header| verified(payload, 0, &layout_of(&key), &header.checksums));
+                content.is_some_and(|tag| simulation.truth[&key].contains(&tag))
+                    && payload.len() == layout_of(&key).layers() as usize
+            };
+            let excused = disk.health.lost || is_rotten(disk.read(block.page).1);
+            if excused || readable(&block) {
+                kept.insert(block.key);
             }
-            79..84 if runs => self.kill_engine(node),
-            84.. => self.store_fault(),
-            _ => {}
         }
     }
+    let missing: Vec<_> = place.durable.reported.difference(&kept).collect();
+    assert!(missing.is_empty(), "node {node}: reported durable but lost: {missing:?}");
+}
 
-    /// Begins changes of failure domains in some simulations.
-    pub(crate) fn begin_domain_changes(&mut self, seed: u64) {
-        self.env.domains = Rng::new(seed ^ DOMAINS_STREAM);
-        if self.env.domains.chance(DOMAINS_PERMILLE) {
-            let delay = self.env.domains.millis(DOMAIN_EVERY_MS);
-            self.env.after(delay, Action::Domain);
+fn replace_lost_disks(env: &mut Environment, node: &mut Node) {
+    let identity = env.rng.next();
+    for (device, disk) in node.disks.iter_mut().enumerate() {
+        if disk.health.lost {
+            *disk = Disk::format(disk.bytes(), device as u8, identity);
         }
     }
+}
 
-    /// Changes the failure domain of a node, and draws the next change.
-    pub(crate) fn change_domain(&mut self) {
-        if self.env.calm {
-            return;
+/// `SIGSTOP` and later `SIGCONT`; or the suspension of the machine with its clock.
+fn pause(env: &mut Environment, host: Host) {
+    let time = Duration::from_millis(env.rng.one_of(&[300, 2000, 10_000]));
+    let ahead = env.rng.one_of(&[500_000, 20_000_000]);
+    let how = env.rng.one_of(&[PauseClock::Runs, PauseClock::Stops, PauseClock::Jumps(ahead)]);
+    env.stop(host);
+    env.count(match host {
+        Host::Node(_) => "pauses",
+        Host::Member(_) => "member pauses",
+        Host::Store => "store pauses",
+    });
+    env.after(time, Action::Repair(Repair::Resume(host, how)));
+}
+
+fn restart_member(simulation: &mut Simulation, member: usize) {
+    simulation.at_member(member, |running, env| running.kill(env));
+    simulation.env.count("member restarts");
+    let delay = simulation.env.rng.millis(20..5000);
+    simulation.env.after(delay, Action::Repair(Repair::StartMember(member)));
+}
+
+fn store_fault(simulation: &mut Simulation) {
+    let delay = simulation.env.rng.millis(50..5000);
+    match simulation.env.rng.below(100) {
+        0..30 if simulation.env.runs(Host::Store) => {
+            simulation.store_process.kill(&mut simulation.env);
+            simulation.env.count("store restarts");
+            simulation.env.after(delay, Action::Repair(Repair::StartStore));
         }
-        let delay = self.env.domains.millis(DOMAIN_EVERY_MS);
-        self.env.after(delay, Action::Domain);
-        let node = self.env.domains.below(self.nodes.len());
-        self.nodes[node].failure_domain = self.env.domains.one_of(&["", "a", "b"]).to_owned();
-        if self.nodes[node].process.is_some() {
-            self.env.later(node, Duration::ZERO, AgentStep::DomainChanged);
+        30..45 if simulation.env.is_awake(Host::Store) => pause(&mut simulation.env, Host::Store),
+        45..65 => {
+            simulation.store_process.slow = true;
+            simulation.env.count("slow stores");
+            simulation.env.after(delay, Action::Repair(Repair::FastStore));
         }
+        65..90 => {
+            simulation.store_process.compacting = true;
+            simulation.env.count("compactions");
+            // Leaves a member that reads the list of members again much time in which it can miss a
+            // change.
+            if simulation.env.rng.chance(500) {
+                simulation.store_process.slow = true;
+                simulation.env.break_lines(Host::Store);
+            }
+            simulation.env.after(delay, Action::Repair(Repair::KeepHistory));
+        }
+        90.. => {
+            simulation.store_process.wipe(&mut simulation.env);
+            simulation.env.count("store wipes");
+        }
+        _ => {}
     }
+}
 
+/// Two machines do not reach each other: an agent and a member, a member and the store, or any.
+fn partition(env: &mut Environment, node: usize, member: usize) {
+    let hosts = env.hosts.hosts();
+    let (a, b) = match env.rng.below(10) {
+        0..4 => (Host::Node(node), Host::Member(member)),
+        4..7 => (Host::Member(member), Host::Store),
+        _ => (Host::Node(node), env.rng.one_of(&hosts)),
+    };
+    if a == b || env.network.is_cut(a, b) {
+        return;
+    }
+    env.network.cut(a, b);
+    env.count(match (a, b) {
+        (Host::Member(_), Host::Store) => "members cut off from the store",
+        _ => "partitions",
+    });
+    let delay = env.rng.millis(50..9000);
+    env.after(delay, Action::Repair(Repair::Heal(a, b)));
+}
+
+fn lose_connection(env: &mut Environment) {
+    if let Some(line) = env.network.any(env.rng.next()) {
+        env.break_line(line);
+        env.count("connections lost");
+    }
+}
+
+fn disk_fault(env: &mut Environment, node: &mut Node) {
+    let device = env.rng.below(env.setup.disks);
+    let (health, what) = match env.rng.below(10) {
+        0..5 => (Health { slowness: env.rng.one_of(&[20, 300, 2000]), ..HEALTHY }, "slow disks"),
+        5..9 => (Health { errors_permille: env.rng.one_of(&[20, 200]), ..HEALTHY }, "bad media"),
+        _ => (Health { lost: true, ..HEALTHY }, "lost disks"),
+    };
+    let known = &mut node.disks[device].health;
+    *known = Health { lost: health.lost || known.lost, ..health };
+    env.count(what);
+    let delay = env.rng.millis(100..3000);
+    env.after(delay, Action::Repair(Repair::Disk(node.index, device)));
+}
+
+/// Flips bits in the memory of a node.
+fn damage_memory(node: &mut Node, env: &mut Environment) {
+    let which = [(); 3].map(|()| env.rng.next());
+    if let Some(process) = &mut node.process {
+        which.into_iter().for_each(|which| process.memory.damage(which));
+        env.count("damaged memory");
+        node.check_readers(env);
+    }
+}
+
+fn kill_engine(node: &mut Node, env: &mut Environment) {
+    let engines = &mut node.process().engines;
+    let sessions: Vec<SessionId> = engines.sessions.keys().copied().collect();
+    if !sessions.is_empty() {
+        let session = env.rng.one_of(&sessions);
+        engines.close(env, session);
+        env.count("engine deaths");
+    }
+}
+
+impl Simulation {
     pub(crate) fn repair(&mut self, repair: Repair) {
         match repair {
             Repair::StartAgent(node) if self.nodes[node].process.is_none() => {
-                self.start_agent(node);
+                self.nodes[node].start(&mut self.env);
                 // The blocks that an agent recovers must be on its disks.
                 if !self.env.calm && self.env.rng.below(2) == 0 {
                     let delay = self.env.rng.millis(1..50);
@@ -111,11 +298,11 @@ impl Simulation {
             Repair::StartAgent(_) => {}
             Repair::StartMember(member) if self.members[member].is_none() => self.start_member(member),
             Repair::StartMember(_) => {}
-            Repair::StartStore if !self.env.runs(Host::Store) => self.start_store(),
+            Repair::StartStore if !self.env.runs(Host::Store) => self.store_process.start(&mut self.env),
             Repair::StartStore => {}
             Repair::Resume(host, how) => {
                 if self.env.resume(host, how) && host == Host::Store {
-                    self.resume_store(how);
+                    self.store_process.resume(&mut self.env, how);
                 }
             }
             Repair::FastStore => self.store_process.slow = false,
@@ -147,186 +334,6 @@ impl Simulation {
         for node in 0..self.nodes.len() {
             (0..self.env.setup.disks).for_each(|device| self.repair(Repair::Disk(node, device)));
             self.repair(Repair::StartAgent(node));
-        }
-    }
-
-    /// Fails the power of a node, unless faults have ended or the power has failed already.
-    pub(crate) fn outage(&mut self, node: usize) {
-        if !self.env.calm && self.nodes[node].process.is_some() {
-            self.stop_agent(node, CrashKind::PowerLoss);
-        }
-    }
-
-    /// `SIGKILL` or power loss; the agent restarts after a while on the surviving contents of its disks.
-    fn stop_agent(&mut self, node: usize, death: CrashKind) {
-        self.env.trace.note(|| format!("node {node}: {death:?}"));
-        if death == CrashKind::Killed {
-            self.env.break_lines(Host::Node(node));
-        }
-        let Some((_, running)) = self.end_agent(node) else { return };
-        self.env.host_mut(Host::Node(node)).powered = death == CrashKind::Killed;
-        self.env.count(if death == CrashKind::Killed { "kills" } else { "power losses" });
-        for (device, running) in running.into_iter().enumerate() {
-            let disk = &mut self.nodes[node].disks[device];
-            match death {
-                CrashKind::Killed => disk.abandon(running, &mut self.env.rng),
-                CrashKind::PowerLoss => disk.power_loss(running, &mut self.env.rng),
-            }
-        }
-        self.assert_durable_blocks_survive(node);
-        self.replace_lost_disks(node);
-        let delay = self.env.rng.millis(50..3000);
-        self.env.after(delay, Action::Repair(Repair::StartAgent(node)));
-    }
-
-    /// Checks that blocks that were reported durable are readable on the disks, except on disks that were
-    /// lost or damaged.
-    fn assert_durable_blocks_survive(&self, node: usize) {
-        let place = &self.nodes[node];
-        let mut kept: BTreeSet<BlockKey> = BTreeSet::new();
-        for disk in &place.disks {
-            let (_, stored, _) = disk.recover();
-            for block in stored {
-                let readable = |block: &reprise_agent_core::pool::StoredBlock| {
-                    let (page, payload) = disk.read(block.page);
-                    let (key, generation, header_crc) = (block.key, block.generation, block.header_crc);
-                    let expected =
-                        reprise_agent_core::pool::header::ExpectedHeader { key, generation, header_crc };
-                    let header = reprise_agent_core::pool::header::decode_header(&page, &expected).ok();
-                    let content =
-                        header.and_then(|header| verified(payload, 0, &layout_of(&key), &header.checksums));
-                    content.is_some_and(|tag| self.truth[&key].contains(&tag))
-                        && payload.len() == layout_of(&key).layers() as usize
-                };
-                let excused = disk.health.lost || is_rotten(disk.read(block.page).1);
-                if excused || readable(&block) {
-                    kept.insert(block.key);
-                }
-            }
-        }
-        let missing: Vec<_> = place.reported_durable.difference(&kept).collect();
-        assert!(missing.is_empty(), "node {node}: reported durable but lost: {missing:?}");
-    }
-
-    fn replace_lost_disks(&mut self, node: usize) {
-        let identity = self.env.rng.next();
-        for (device, disk) in self.nodes[node].disks.iter_mut().enumerate() {
-            if disk.health.lost {
-                *disk = Disk::format(disk.bytes(), device as u8, identity);
-            }
-        }
-    }
-
-    /// `SIGSTOP` and later `SIGCONT`; or the suspension of the machine with its clock.
-    fn pause(&mut self, host: Host) {
-        let time = Duration::from_millis(self.env.rng.one_of(&[300, 2000, 10_000]));
-        let ahead = self.env.rng.one_of(&[500_000, 20_000_000]);
-        let how = self.env.rng.one_of(&[PauseClock::Runs, PauseClock::Stops, PauseClock::Jumps(ahead)]);
-        self.env.stop(host);
-        self.env.count(match host {
-            Host::Node(_) => "pauses",
-            Host::Member(_) => "member pauses",
-            Host::Store => "store pauses",
-        });
-        self.env.after(time, Action::Repair(Repair::Resume(host, how)));
-    }
-
-    fn restart_member(&mut self, member: usize) {
-        self.kill_member(member);
-        self.env.count("member restarts");
-        let delay = self.env.rng.millis(20..5000);
-        self.env.after(delay, Action::Repair(Repair::StartMember(member)));
-    }
-
-    fn store_fault(&mut self) {
-        let delay = self.env.rng.millis(50..5000);
-        match self.env.rng.below(100) {
-            0..30 if self.env.runs(Host::Store) => {
-                self.kill_store();
-                self.env.count("store restarts");
-                self.env.after(delay, Action::Repair(Repair::StartStore));
-            }
-            30..45 if self.env.is_awake(Host::Store) => self.pause(Host::Store),
-            45..65 => {
-                self.store_process.slow = true;
-                self.env.count("slow stores");
-                self.env.after(delay, Action::Repair(Repair::FastStore));
-            }
-            65..90 => {
-                self.store_process.compacting = true;
-                self.env.count("compactions");
-                // Leaves a member that reads the list of members again much time in which it can miss a
-                // change.
-                if self.env.rng.chance(500) {
-                    self.store_process.slow = true;
-                    self.env.break_lines(Host::Store);
-                }
-                self.env.after(delay, Action::Repair(Repair::KeepHistory));
-            }
-            90.. => {
-                self.wipe_store();
-                self.env.count("store wipes");
-            }
-            _ => {}
-        }
-    }
-
-    /// Two machines do not reach each other: an agent and a member, a member and the store, or any.
-    fn partition(&mut self, node: usize, member: usize) {
-        let hosts = self.env.hosts.hosts();
-        let (a, b) = match self.env.rng.below(10) {
-            0..4 => (Host::Node(node), Host::Member(member)),
-            4..7 => (Host::Member(member), Host::Store),
-            _ => (Host::Node(node), self.env.rng.one_of(&hosts)),
-        };
-        if a == b || self.env.network.is_cut(a, b) {
-            return;
-        }
-        self.env.network.cut(a, b);
-        self.env.count(match (a, b) {
-            (Host::Member(_), Host::Store) => "members cut off from the store",
-            _ => "partitions",
-        });
-        let delay = self.env.rng.millis(50..9000);
-        self.env.after(delay, Action::Repair(Repair::Heal(a, b)));
-    }
-
-    fn lose_connection(&mut self) {
-        if let Some(line) = self.env.network.any(self.env.rng.next()) {
-            self.env.break_line(line);
-            self.env.count("connections lost");
-        }
-    }
-
-    fn disk_fault(&mut self, node: usize) {
-        let device = self.env.rng.below(self.env.setup.disks);
-        let (health, what) = match self.env.rng.below(10) {
-            0..5 => (Health { slowness: self.env.rng.one_of(&[20, 300, 2000]), ..HEALTHY }, "slow disks"),
-            5..9 => (Health { errors_permille: self.env.rng.one_of(&[20, 200]), ..HEALTHY }, "bad media"),
-            _ => (Health { lost: true, ..HEALTHY }, "lost disks"),
-        };
-        let known = &mut self.nodes[node].disks[device].health;
-        *known = Health { lost: health.lost || known.lost, ..health };
-        self.env.count(what);
-        let delay = self.env.rng.millis(100..3000);
-        self.env.after(delay, Action::Repair(Repair::Disk(node, device)));
-    }
-
-    fn damage_memory(&mut self, node: usize) {
-        let which = [(); 3].map(|()| self.env.rng.next());
-        if let Some(process) = &mut self.nodes[node].process {
-            which.into_iter().for_each(|which| process.memory.damage(which));
-            self.env.count("damaged memory");
-            self.check_readers(node);
-        }
-    }
-
-    fn kill_engine(&mut self, node: usize) {
-        let sessions: Vec<SessionId> = self.process(node).sessions.keys().copied().collect();
-        if !sessions.is_empty() {
-            let session = self.env.rng.one_of(&sessions);
-            self.close_session(node, session);
-            self.env.count("engine deaths");
         }
     }
 }

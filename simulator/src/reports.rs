@@ -8,19 +8,21 @@
 use std::time::Duration;
 
 use reprise_agent_core::event::Grant;
-use reprise_agent_core::quota_grants::{self, ReportNumber, SlotOwner};
+use reprise_agent_core::quota_grants::{self, QuotaGrants, ReportNumber, SlotOwner};
 use reprise_agent_core::report_schedule::REPORT_TIMEOUT;
 use reprise_agent_core::{AgentCore, NodeUsage, TenantUsage};
 use reprise_controlplane_core::{NodeReport, QuotaGrant, ReportedTenant, TenantReport};
 use reprise_policy::placement::DrainProgress;
-use reprise_policy::{Amounts, Epoch, Quota, TenantName};
+use reprise_policy::{Amounts, Quota, TenantName};
 
-use crate::client::Routes;
-use crate::link::{Link, LinkCall, LinkId};
-use crate::messages::{NodeReportBody, NodeReportReply, Request};
+use crate::calls::Purpose;
+use crate::environment::Environment;
+use crate::link::{LinkCall, LinkId};
+use crate::links::{Links, Routes};
+use crate::messages::{NodeReportBody, Request};
 use crate::network::Host;
 use crate::setup::Variant;
-use crate::simulation::{AgentStep, Simulation};
+use crate::simulation::AgentStep;
 use crate::tenants::{tenant_name, tenant_of_name};
 
 /// Interval at which the core reports its state; longer than in agents, so that reports are older.
@@ -54,96 +56,96 @@ impl StateSnapshot {
     }
 }
 
-impl Simulation {
+/// What an agent reports, and the grants that it accepts.
+#[derive(Debug)]
+pub(crate) struct Reports {
+    node: usize,
+    /// Latest state that the core has reported.
+    state: StateSnapshot,
+    grants: QuotaGrants,
+}
+
+impl Reports {
+    pub(crate) fn new(node: usize) -> Reports {
+        Reports { node, state: StateSnapshot::default(), grants: QuotaGrants::default() }
+    }
+
     /// Stores the core's state, and schedules the next time.
-    pub(crate) fn report_state(&mut self, node: usize) {
-        let process = self.process(node);
-        process.state = StateSnapshot::of(&process.core);
-        self.env.later(node, STATE_EVERY, AgentStep::ReportState);
+    pub(crate) fn take_state(&mut self, env: &mut Environment, core: &AgentCore) {
+        self.state = StateSnapshot::of(core);
+        env.later(self.node, STATE_EVERY, AgentStep::ReportState);
     }
 
     /// Handles the due time of a report.
-    pub(crate) fn report_due(&mut self, node: usize, id: LinkId) {
-        let now = self.env.time(Host::Node(node));
-        let Some(link) = self.client(node).links.get_mut(&id) else { return };
+    pub(crate) fn due(&mut self, env: &mut Environment, links: &mut Links, id: LinkId) {
+        let now = env.time(Host::Node(self.node));
+        let Some((link, _)) = links.link(id) else { return };
         link.reporting.open(now);
-        self.report_if_due(node, id);
+        self.send_if_due(env, links, id);
     }
 
     /// Reports if a report is due and the node is registered.
-    pub(crate) fn report_if_due(&mut self, node: usize, id: LinkId) {
-        let Some(link) = self.client(node).links.get_mut(&id) else { return };
+    pub(crate) fn send_if_due(&mut self, env: &mut Environment, links: &mut Links, id: LinkId) {
+        let Some((link, _)) = links.link(id) else { return };
         let Some(granted) = link.reporting.send(link.granted()) else { return };
-        let report = self.process(node).state.report();
-        let (number, tenants) = self.tenant_report(node, id);
-        let map_digest = self.client(node).members.routes().map_or(0, |routes| routes.digest());
+        let report = self.state.report();
+        let (number, tenants) = self.tenant_report(env, links, id);
+        let map_digest = links.routes().map_or(0, Routes::digest);
         let body = NodeReportBody { node: granted.node, epoch: granted.epoch, report, tenants, map_digest };
-        let of = LinkCall::Report { epoch: granted.epoch, number };
-        self.call_member(node, id, of, (Request::Report(Box::new(body)), REPORT_TIMEOUT));
+        let of = Purpose::Link(id, LinkCall::Report { epoch: granted.epoch, number });
+        links.call(env, (id, of), Request::Report(Box::new(body)), REPORT_TIMEOUT);
     }
 
     /// Creates the tenant part of a report over a link, and its number.
-    fn tenant_report(&mut self, node: usize, id: LinkId) -> (ReportNumber, Vec<ReportedTenant>) {
-        let variant = self.env.setup.variant;
-        let process = self.process(node);
-        let routes = process.client.members.routes().cloned();
-        let owner = |tenant: &TenantName| match variant {
+    fn tenant_report(
+        &mut self,
+        env: &Environment,
+        links: &Links,
+        id: LinkId,
+    ) -> (ReportNumber, Vec<ReportedTenant>) {
+        let owner = |tenant: &TenantName| match env.setup.variant {
             Variant::ReportToOtherOwnerCounts => SlotOwner::ThisMember,
-            _ => owner(routes.as_deref(), id, tenant.hash_slot()),
+            _ => owner(links.routes(), id, tenant.hash_slot()),
         };
         let names: Vec<TenantName> =
-            process.state.tenants.iter().map(|usage| tenant_name(usage.tenant)).collect();
-        let tenants = names.iter().zip(&process.state.tenants);
-        let (number, tenants) = process.grants.report(tenants, &process.state.usage, owner);
+            self.state.tenants.iter().map(|usage| tenant_name(usage.tenant)).collect();
+        let tenants = names.iter().zip(&self.state.tenants);
+        let (number, tenants) = self.grants.report(tenants, &self.state.usage, owner);
         (number, tenants.into_iter().map(|(tenant, held)| reported_tenant(tenant, held)).collect())
     }
 
-    /// Handles a member's answer to a report of a registration; `None`: it is not the member's current one.
-    pub(crate) fn reported(
+    /// Handles the grants in a member's answer to a report.
+    pub(crate) fn take_grants(
         &mut self,
-        node: usize,
-        id: LinkId,
-        (epoch, number): (Epoch, ReportNumber),
-        reply: Option<NodeReportReply>,
+        env: &mut Environment,
+        links: &Links,
+        (id, number): (LinkId, ReportNumber),
+        grants: &[QuotaGrant],
     ) {
-        let granted = self.client(node).links.get(&id).and_then(Link::granted);
-        // After fencing, heartbeats or updates detect the same, and register again.
-        if let Some(NodeReportReply { grants, direction }) = reply
-            && granted.is_some_and(|granted| granted.epoch == epoch)
-        {
-            self.env.count("reports");
-            grants.iter().for_each(|order| self.take_grant(node, id, number, order));
-            if let Some(direction) = direction {
-                self.directed(node, (id, epoch), direction);
+        env.count("reports");
+        for order in grants {
+            let quota = |of: fn(&Amounts) -> u64| Quota::new(of(&order.reserved), of(&order.limit)).ok();
+            let (Some(dram), Some(nvme)) = (quota(|amounts| amounts.dram), quota(|amounts| amounts.nvme))
+            else {
+                continue;
+            };
+            let grant = Grant { tenant: tenant_of_name(&order.tenant), version: order.version, dram, nvme };
+            let owner = owner(links.routes(), id, order.tenant.hash_slot());
+            if self.grants.accept((number, owner), &order.tenant, &grant) {
+                env.count("orders");
+                let delay = env.rng.micros(10..INBOX_US_MAX);
+                env.later(self.node, delay, AgentStep::Order { epoch: order.epoch, grant });
+            } else {
+                env.count("orders of former owners");
             }
-        }
-        self.report_over(node, id);
-    }
-
-    fn take_grant(&mut self, node: usize, id: LinkId, number: ReportNumber, order: &QuotaGrant) {
-        let quota = |of: fn(&Amounts) -> u64| Quota::new(of(&order.reserved), of(&order.limit)).ok();
-        let (Some(dram), Some(nvme)) = (quota(|amounts| amounts.dram), quota(|amounts| amounts.nvme)) else {
-            return;
-        };
-        let grant = Grant { tenant: tenant_of_name(&order.tenant), version: order.version, dram, nvme };
-        let process = self.process(node);
-        let owner =
-            owner(process.client.members.routes().map(|routes| &**routes), id, order.tenant.hash_slot());
-        if process.grants.accept((number, owner), &order.tenant, &grant) {
-            self.env.count("orders");
-            let delay = self.env.rng.micros(10..INBOX_US_MAX);
-            self.env.later(node, delay, AgentStep::Order { epoch: order.epoch, grant });
-        } else {
-            self.env.count("orders of former owners");
         }
     }
 
     /// Ends a report, with or without an answer.
-    pub(crate) fn report_over(&mut self, node: usize, id: LinkId) {
-        let now = self.env.time(Host::Node(node));
-        let Some(link) = self.client(node).links.get(&id) else { return };
-        let wait = link.reporting.wait(now);
-        self.env.later(node, wait, AgentStep::Report(id));
+    pub(crate) fn over(&self, env: &mut Environment, links: &Links, id: LinkId) {
+        let now = env.time(Host::Node(self.node));
+        let Some(link) = links.links.get(&id) else { return };
+        env.later(self.node, link.reporting.wait(now), AgentStep::Report(id));
     }
 }
 

@@ -14,6 +14,7 @@ use reprise_agent_core::event::{Request, Scope};
 use reprise_policy::{BlockKey, SessionId, SlotSet};
 
 use crate::engine::RequestKind;
+use crate::engine_driver::draw_keys;
 use crate::network::Host;
 use crate::setup::Setup;
 use crate::simulation::Simulation;
@@ -72,15 +73,15 @@ pub struct Measured {
 pub fn scale(cluster: Cluster) -> Result<Measured, String> {
     let setup = Setup::large(cluster.nodes, cluster.members);
     let mut simulation = Simulation::with(setup, cluster.seed, Recording::Digest);
-    let first_start = simulation.measure("the first start")?;
-    simulation.fill();
+    let first_start = measure(&mut simulation, "the first start")?;
+    fill(&mut simulation);
     let lost = simulation.env.now;
-    (0..cluster.members).for_each(|member| simulation.kill_member(member));
+    (0..cluster.members).for_each(|member| simulation.at_member(member, |running, env| running.kill(env)));
     simulation.run_until(lost.after(NOTICED_AFTER));
-    simulation.match_own();
+    match_own(&mut simulation);
     simulation.run_until(lost.after(RESTART_AFTER));
     (0..cluster.members).for_each(|member| simulation.start_member(member));
-    let rebuild = RESTART_AFTER + simulation.measure("the rebuilding")?;
+    let rebuild = RESTART_AFTER + measure(&mut simulation, "the rebuilding")?;
     let seen = |what: &str| simulation.env.seen.get(what).copied().unwrap_or_default();
     Ok(Measured {
         first_start,
@@ -88,86 +89,90 @@ pub fn scale(cluster: Cluster) -> Result<Measured, String> {
         registrations: seen("registrations"),
         inventories: seen("inventories"),
         local_matches: seen("local matches alone"),
-        replicas: simulation.replicas_held(),
+        replicas: replicas_held(&simulation),
         steps: simulation.env.trace.steps(),
         digest: simulation.env.trace.digest(),
     })
 }
 
-impl Simulation {
-    /// Runs until every directory is complete.
-    fn measure(&mut self, what: &str) -> Result<Duration, String> {
-        let began = self.env.now;
-        while self.env.now.since(began) < TIME_MAX {
-            self.run_until(self.env.now.after(POLL_INTERVAL));
-            if self.is_whole() {
-                return Ok(self.env.now.since(began));
-            }
-        }
-        Err(format!("{what} takes longer than {TIME_MAX:?}"))
-    }
-
-    fn is_whole(&self) -> bool {
-        let mut owned = 0;
-        for member in 0..self.members.len() {
-            let now = self.env.time(Host::Member(member));
-            let Some(running) = self.members[member].as_ref() else { return false };
-            let size = running.directory.size();
-            let knows = size.nodes.len() == self.nodes.len() && size.slots_partial == 0;
-            if running.certain_map(now).is_none() || !knows {
-                return false;
-            }
-            owned += size.slots_owned;
-        }
-        owned == SlotSet::ALL.len() && self.replicas_known() == self.replicas_held()
-    }
-
-    fn replicas_known(&self) -> u64 {
-        self.members.iter().flatten().map(|member| member.directory.size().replicas).sum()
-    }
-
-    fn replicas_held(&self) -> u64 {
-        let processes = self.nodes.iter().filter_map(|node| node.process.as_ref());
-        processes.map(|process| process.inventory.len() as u64).sum()
-    }
-
-    /// Gives every agent some blocks from an engine.
-    fn fill(&mut self) {
-        for node in 0..self.nodes.len() {
-            self.open_session(node, 0);
-            let session = self.seated(node);
-            self.ask(
-                node,
-                session,
-                RequestKind::Reserve(4),
-                Request::Reserve { count: 4, kind: PlaceKind::Arena },
-            );
-        }
-        self.run_until(self.env.now.after(POLL_INTERVAL));
-        for node in 0..self.nodes.len() {
-            let session = self.seated(node);
-            let engine = self.engine(node, session);
-            let (tenant, layout) = (engine.tenant, engine.layout);
-            let keys = self.draw_keys(tenant, layout);
-            self.commit(node, session, &keys);
-        }
-        self.run_until(self.env.now.after(WRITE_TIME));
-    }
-
-    /// Makes every engine match all blocks of its node; the checks of matches ensure complete and timely
-    /// answers.
-    fn match_own(&mut self) {
-        for node in 0..self.nodes.len() {
-            let session = self.seated(node);
-            let held = &self.process(node).inventory;
-            let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
-            let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
-            self.ask(node, session, RequestKind::Match(keys.clone(), scope), Request::Match { keys, scope });
+/// Runs until every directory is complete.
+fn measure(simulation: &mut Simulation, what: &str) -> Result<Duration, String> {
+    let began = simulation.env.now;
+    while simulation.env.now.since(began) < TIME_MAX {
+        simulation.run_until(simulation.env.now.after(POLL_INTERVAL));
+        if is_whole(simulation) {
+            return Ok(simulation.env.now.since(began));
         }
     }
+    Err(format!("{what} takes longer than {TIME_MAX:?}"))
+}
 
-    fn seated(&self, node: usize) -> SessionId {
-        let process = self.nodes[node].process.as_ref().expect("nothing breaks");
-        process.seats[0].expect("its engine has a session")
+fn is_whole(simulation: &Simulation) -> bool {
+    let mut owned = 0;
+    for member in 0..simulation.members.len() {
+        let now = simulation.env.time(Host::Member(member));
+        let Some(running) = simulation.members[member].as_ref() else { return false };
+        let size = running.directory.size();
+        let knows = size.nodes.len() == simulation.nodes.len() && size.slots_partial == 0;
+        if running.certain_map(now).is_none() || !knows {
+            return false;
+        }
+        owned += size.slots_owned;
     }
+    owned == SlotSet::ALL.len() && replicas_known(simulation) == replicas_held(simulation)
+}
+
+fn replicas_known(simulation: &Simulation) -> u64 {
+    simulation.members.iter().flatten().map(|member| member.directory.size().replicas).sum()
+}
+
+fn replicas_held(simulation: &Simulation) -> u64 {
+    let processes = simulation.nodes.iter().filter_map(|node| node.process.as_ref());
+    processes.map(|process| process.replicas.held.len() as u64).sum()
+}
+
+/// Gives every agent some blocks from an engine.
+fn fill(simulation: &mut Simulation) {
+    for node in 0..simulation.nodes.len() {
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        nodes[node].open_session(env, 0);
+        let session = seated(simulation, node);
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        let engines = &mut nodes[node].process().engines;
+        engines.ask(
+            env,
+            session,
+            RequestKind::Reserve(4),
+            Request::Reserve { count: 4, kind: PlaceKind::Arena },
+        );
+    }
+    simulation.run_until(simulation.env.now.after(POLL_INTERVAL));
+    for node in 0..simulation.nodes.len() {
+        let session = seated(simulation, node);
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        let engine = nodes[node].process().engines.session(session);
+        let (tenant, layout) = (engine.tenant, engine.layout);
+        let keys = draw_keys(env, tenant, layout);
+        nodes[node].commit(env, session, &keys);
+    }
+    simulation.run_until(simulation.env.now.after(WRITE_TIME));
+}
+
+/// Makes every engine match all blocks of its node; the checks of matches ensure complete and timely
+/// answers.
+fn match_own(simulation: &mut Simulation) {
+    for node in 0..simulation.nodes.len() {
+        let session = seated(simulation, node);
+        let held = &simulation.nodes[node].process().replicas.held;
+        let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
+        let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
+        let body = Request::Match { keys: keys.clone(), scope };
+        let Simulation { env, nodes, .. } = &mut *simulation;
+        nodes[node].process().engines.ask(env, session, RequestKind::Match(keys, scope), body);
+    }
+}
+
+fn seated(simulation: &Simulation, node: usize) -> SessionId {
+    let process = simulation.nodes[node].process.as_ref().expect("nothing breaks");
+    process.engines.seats[0].expect("its engine has a session")
 }

@@ -24,6 +24,8 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const LOOKUP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time within which an agent's connection detects a missing peer: a ping and its timeout.
 pub(crate) const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
+/// A deadline is detected when the clock shows the next microsecond.
+pub(crate) const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 /// Equals the default of `member.time_to_live`.
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
 /// A member's timeout for a call to the store.

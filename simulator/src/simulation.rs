@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{FetchId, LookupId, OfferId, PlaceId, ServeId};
 use reprise_agent_core::event::{Event, Grant, Request, RequestId};
-use reprise_policy::{BlockKey, Epoch, SessionId, Tick};
+use reprise_policy::{BlockKey, Epoch, SessionId, TenantId, Tick};
 
 use crate::answer_audit::AnswerAudit;
-use crate::budgets::{BudgetAudit, FIRST_BUDGET_AFTER};
+use crate::budgets::{self, BudgetAudit, FIRST_BUDGET_AFTER};
 use crate::environment::Environment;
 use crate::link::LinkId;
 use crate::member::Member;
@@ -18,11 +18,14 @@ use crate::membership::MemberStep;
 use crate::memory::Tag;
 use crate::messages::{CallId, Message};
 use crate::network::{End, Host, LineId};
-use crate::node::Node;
-use crate::random_faults::Repair;
+use crate::node::{Node, Process};
+use crate::observation;
+use crate::operators::operate;
+use crate::random_faults::{Repair, begin_domain_changes, change_domain, fault, outage};
 use crate::rng::Rng;
 use crate::setup::{Limits, Setup, Variant};
 use crate::store_process::{StoreProcess, StoreStep};
+use crate::tenants::send_grant;
 use crate::trace::Recording;
 
 /// Maximum number of steps of one run; more indicate an endless loop.
@@ -140,7 +143,6 @@ pub(crate) struct Simulation {
     pub(crate) answers: AnswerAudit,
     /// Every content that was ever committed under a key, on any node.
     pub(crate) truth: BTreeMap<BlockKey, BTreeSet<Tag>>,
-    pub(crate) tags: Tag,
     pub(crate) grants: u64,
     /// Grants of tenants in the whole cluster.
     pub(crate) budget_audit: BudgetAudit,
@@ -154,7 +156,7 @@ impl Simulation {
         let mut simulation = Simulation::of(setup, rng, recording);
         simulation.begin();
         simulation.begin_faults();
-        simulation.begin_domain_changes(seed);
+        begin_domain_changes(&mut simulation.env, seed);
         simulation
     }
 
@@ -173,7 +175,6 @@ impl Simulation {
             store_process: StoreProcess::default(),
             answers: AnswerAudit::default(),
             truth: BTreeMap::new(),
-            tags: 0,
             grants: 0,
             budget_audit: BudgetAudit::default(),
             env: Environment::new(setup, rng, recording),
@@ -181,9 +182,9 @@ impl Simulation {
     }
 
     fn begin(&mut self) {
-        self.start_store();
+        self.store_process.start(&mut self.env);
         (0..self.members.len()).for_each(|member| self.start_member(member));
-        (0..self.nodes.len()).for_each(|node| self.start_agent(node));
+        (0..self.nodes.len()).for_each(|node| self.nodes[node].start(&mut self.env));
     }
 
     /// Starts the engines and the faults.
@@ -220,51 +221,126 @@ impl Simulation {
             Action::LineLost { line, end } => self.line_lost(line, end),
             Action::Agent { node, life, what } => {
                 if self.env.host(Host::Node(node)).life == life && self.nodes[node].process.is_some() {
-                    self.local(node, what);
+                    self.nodes[node].step(&mut self.env, what);
                 }
             }
-            Action::Member { member, life, what } => self.member_step(member, life, what),
-            Action::Store { life, what } => self.store_step(life, what),
-            Action::Engine { node, seat } => self.drive_engine(node, seat),
-            Action::Grant => self.send_grant(),
-            Action::Operate => self.operate(),
-            Action::Budget => self.change_budget(),
-            Action::Fault => self.fault(),
-            Action::Domain => self.change_domain(),
-            Action::Outage(node) => self.outage(node),
+            Action::Member { member, life, what } => {
+                if self.env.host(Host::Member(member)).life == life {
+                    self.at_member(member, |running, env| running.step(env, what));
+                }
+            }
+            Action::Store { life, what } => self.store_process.step(&mut self.env, life, what),
+            Action::Engine { node, seat } => self.nodes[node].drive_engine(&mut self.env, seat),
+            Action::Grant => send_grant(self),
+            Action::Operate => operate(self),
+            Action::Budget => budgets::change_budget(&mut self.env, &mut self.members),
+            Action::Fault => fault(self),
+            Action::Domain => change_domain(self),
+            Action::Outage(node) => outage(self, node),
             Action::Repair(repair) => self.repair(repair),
+        }
+        observation::check(self);
+    }
+
+    /// Starts the process of a member.
+    pub(crate) fn start_member(&mut self, member: usize) {
+        self.members[member] = Some(Member::start(&mut self.env, member));
+    }
+
+    /// Runs a step of a member's process, if there is one. If it ends, its memory is lost.
+    pub(crate) fn at_member(&mut self, member: usize, step: impl FnOnce(&mut Member, &mut Environment)) {
+        let Some(running) = &mut self.members[member] else { return };
+        step(running, &mut self.env);
+        if !self.env.runs(Host::Member(member)) {
+            self.members[member] = None;
         }
     }
 
-    fn local(&mut self, node: usize, what: AgentStep) {
-        match what {
-            AgentStep::Tick => self.tick(node),
-            AgentStep::Job(job) => self.advance_job(node, job),
-            AgentStep::Request { session, request, body } => {
-                self.request_arrives(node, (session, request), body);
-            }
-            AgentStep::Closed { session } => self.apply(node, Event::SessionClosed { session }),
-            AgentStep::Event(Event::Budget(grant)) => self.apply_grant(node, grant),
-            AgentStep::Event(event) => self.apply(node, event),
-            AgentStep::Order { epoch, grant } => self.apply_ledger_grant(node, epoch, grant),
-            AgentStep::Beat { link, epoch } => self.beat(node, link, epoch),
-            AgentStep::Register { link, request } => self.register(node, link, request),
-            AgentStep::DomainChanged => self.domain_changed(node),
-            AgentStep::ReplacementOverdue { link, awaited } => self.replacement_overdue(node, link, awaited),
-            AgentStep::Pump(link) => self.pump_again(node, link),
-            AgentStep::CloseIfGone(link) => self.close_if_gone(node, link),
-            AgentStep::Follow => self.follow_home(node),
-            AgentStep::CheckHome { attempt } => self.check_home(node, attempt),
-            AgentStep::HomeUnsure { attempt } => self.home_is_unsure(node, attempt),
-            AgentStep::LookupOver(lookup) => self.lookup_over(node, lookup),
-            AgentStep::Report(link) => self.report_due(node, link),
-            AgentStep::ReportState => self.report_state(node),
-            AgentStep::CallTimeout(call) => self.call_timeout(node, call),
-            AgentStep::FetchDeadline(fetch) => self.fetch_deadline(node, fetch),
-            AgentStep::PlaceOver(place) => self.place_over(node, place),
-            AgentStep::OfferDeadline(offer) => self.offer_deadline(node, offer),
-            AgentStep::Send { serve, block } => self.send_objects(node, serve, block),
+    // ---- messages -----------------------------------------------------------------------------------------
+
+    fn arrive(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
+        if self.env.network.is_cut(ends[0].host, ends[1].host) {
+            return self.env.network.hold(line, to, number, message);
         }
+        for message in self.env.network.in_order(line, to, number, message) {
+            self.deliver(line, to, message);
+        }
+    }
+
+    fn deliver(&mut self, line: LineId, to: usize, message: Message) {
+        let Some(ends) = self.env.network.line(line).map(|line| line.ends) else { return };
+        let (receiver, sender) = (ends[to], ends[1 - to]);
+        if !self.env.lives(sender) {
+            return;
+        }
+        if !self.env.lives(receiver) || !self.listens(receiver.host, to) {
+            // A running machine rejects the connection; one that is off does not answer.
+            if self.env.host(receiver.host).powered {
+                self.env.lose_end(line, sender, 40..600);
+            }
+            return;
+        }
+        match (receiver.host, message) {
+            (Host::Member(member), Message::Call { call, request }) => {
+                self.at_member(member, |running, env| running.serve_call(env, (line, call), request));
+            }
+            (Host::Node(node), Message::Reply { call, reply }) => {
+                self.nodes[node].on_answer(&mut self.env, call, reply);
+            }
+            (Host::Node(node), Message::Peer(message)) => {
+                self.nodes[node].on_peer_message(&mut self.env, line, message);
+            }
+            (Host::Store, Message::StoreRequest { call, request }) => {
+                self.store_process.serve(&mut self.env, (line, call), request);
+            }
+            (Host::Member(member), Message::StoreReply { call, reply }) => {
+                self.at_member(member, |running, env| running.on_store_reply(env, call, reply));
+            }
+            (host, message) => unreachable!("unexpected message for {host:?}: {message:?}"),
+        }
+        observation::check(self);
+    }
+
+    /// Reports whether a process accepts messages at this end of a connection: it has opened the connection,
+    /// or serves.
+    fn listens(&self, host: Host, end: usize) -> bool {
+        match host {
+            Host::Member(member) => {
+                end == 0 || self.members[member].as_ref().is_some_and(|running| running.joining.serving)
+            }
+            Host::Node(_) | Host::Store => true,
+        }
+    }
+
+    fn line_lost(&mut self, line: LineId, end: End) {
+        if !self.env.lives(end) {
+            return;
+        }
+        self.env.network.close(line);
+        match end.host {
+            Host::Node(node) => self.nodes[node].line_lost(&mut self.env, line),
+            Host::Member(member) => {
+                self.at_member(member, |running, env| running.line_lost(env, line));
+            }
+            Host::Store => self.store_process.line_lost(line),
+        }
+    }
+
+    // ---- agents -------------------------------------------------------------------------------------------
+
+    pub(crate) fn process(&mut self, node: usize) -> &mut Process {
+        self.nodes[node].process()
+    }
+
+    /// Returns the last grant of a node's core for a tenant.
+    pub(crate) fn grant_of(&self, node: usize, tenant: TenantId) -> Option<Grant> {
+        self.nodes[node].process.as_ref()?.grant_of(tenant)
+    }
+
+    /// Reports whether a node has a block durably, or the directory may not know yet that the block was removed.
+    pub(crate) fn was_durable(&self, node: usize, key: &BlockKey) -> bool {
+        self.nodes[node].was_durable(&self.env, key)
     }
 }
 

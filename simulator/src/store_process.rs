@@ -7,9 +7,11 @@ use std::time::Duration;
 use reprise_policy::Tick;
 
 use crate::clock::PauseClock;
+use crate::environment::Environment;
 use crate::messages::{CallId, Message, StoreReply, StoreRequest};
 use crate::network::{Host, LineId};
-use crate::simulation::{Action, Simulation};
+use crate::observation::Observation;
+use crate::simulation::Action;
 use crate::store::{Prefix, Revision, Store};
 
 /// Maximum duration of a write on the store's disk, and of other operations, in microseconds.
@@ -62,31 +64,31 @@ impl StoreStep {
     }
 }
 
-impl Simulation {
+impl StoreProcess {
     /// Starts the store's process on the contents of its disk.
-    pub(crate) fn start_store(&mut self) {
-        self.env.begin_process(Host::Store);
-        let now = self.env.time(Host::Store);
-        self.store_process.store.restarted(now);
-        self.store_process.watchers.clear();
-        self.store_process.expire_at = None;
-        self.expire_leases();
+    pub(crate) fn start(&mut self, env: &mut Environment) {
+        env.begin_process(Host::Store);
+        let now = env.time(Host::Store);
+        self.store.restarted(now);
+        self.watchers.clear();
+        self.expire_at = None;
+        self.expire_leases(env);
     }
 
-    pub(crate) fn kill_store(&mut self) {
-        self.env.break_lines(Host::Store);
-        self.env.end_process(Host::Store);
+    pub(crate) fn kill(&self, env: &mut Environment) {
+        env.break_lines(Host::Store);
+        env.end_process(Host::Store);
     }
 
-    pub(crate) fn serve_store_call(&mut self, of: (LineId, CallId), request: StoreRequest) {
-        let now = self.env.time(Host::Store);
+    pub(crate) fn serve(&mut self, env: &mut Environment, of: (LineId, CallId), request: StoreRequest) {
+        let now = env.time(Host::Store);
         let took_us_max = match request {
             StoreRequest::Transact { .. } | StoreRequest::Delete { .. } | StoreRequest::Grant(_) => {
                 WRITE_US_MAX
             }
             _ => READ_US_MAX,
         };
-        let store = &mut self.store_process.store;
+        let store = &mut self.store;
         let reply = match request {
             StoreRequest::Get(keys) => {
                 StoreReply::Entries(keys.iter().map(|key| store.get(*key).cloned()).collect())
@@ -100,7 +102,7 @@ impl Simulation {
             StoreRequest::Delete { conditions, key } => {
                 StoreReply::Transacted(store.delete(&conditions, key))
             }
-            StoreRequest::Watch { prefix, from } => return self.watch(of, prefix, from),
+            StoreRequest::Watch { prefix, from } => return self.watch(env, of, prefix, from),
             StoreRequest::Grant(time_to_live) => StoreReply::Granted(store.grant(now, time_to_live)),
             StoreRequest::KeepAlive(lease) => StoreReply::Kept { lives: store.keep_alive(now, lease) },
             StoreRequest::Revoke(lease) => {
@@ -108,110 +110,110 @@ impl Simulation {
                 StoreReply::Revoked
             }
         };
-        self.answer(of, took_us_max, reply);
-        self.note_budgets();
-        self.expire_leases();
-        self.notify_watchers();
+        self.answer(env, of, took_us_max, reply);
+        env.observe(Observation::StoreRequested);
+        self.expire_leases(env);
+        self.notify_watchers(env);
     }
 
-    fn answer(&mut self, of: (LineId, CallId), took_us_max: u64, reply: StoreReply) {
-        let mut took = self.env.rng.micros(50..took_us_max);
+    fn answer(&mut self, env: &mut Environment, of: (LineId, CallId), took_us_max: u64, reply: StoreReply) {
+        let mut took = env.rng.micros(50..took_us_max);
         if took_us_max == WRITE_US_MAX {
-            let busy_until = self.store_process.busy_until.max(self.env.now).after(WRITE_BUSY);
-            self.store_process.busy_until = busy_until;
-            took += busy_until.since(self.env.now);
+            let busy_until = self.busy_until.max(env.now).after(WRITE_BUSY);
+            self.busy_until = busy_until;
+            took += busy_until.since(env.now);
         }
-        let delay = if self.store_process.slow { took + SLOW } else { took };
-        let life = self.env.host(Host::Store).life;
+        let delay = if self.slow { took + SLOW } else { took };
+        let life = env.host(Host::Store).life;
         let what = StoreStep::Answer { line: of.0, call: of.1, reply };
-        self.env.after(delay, Action::Store { life, what });
+        env.after(delay, Action::Store { life, what });
     }
 
-    fn watch(&mut self, of: (LineId, CallId), prefix: Prefix, from: Revision) {
-        let store = &self.store_process.store;
+    fn watch(&mut self, env: &mut Environment, of: (LineId, CallId), prefix: Prefix, from: Revision) {
+        let store = &self.store;
         if store.changes(prefix, from).is_err() {
-            self.env.count("watches compacted");
-            return self.answer(of, READ_US_MAX, StoreReply::Compacted);
+            let revision = store.revision();
+            env.count("watches compacted");
+            return self.answer(env, of, READ_US_MAX, StoreReply::Compacted { revision });
         }
-        self.store_process.watchers.push(Watcher { of, prefix, sent: from - 1 });
-        self.env.send(of.0, 0, Message::StoreReply { call: of.1, reply: StoreReply::Watching });
-        self.notify_watchers();
+        self.watchers.push(Watcher { of, prefix, sent: from - 1 });
+        env.send(of.0, 0, Message::StoreReply { call: of.1, reply: StoreReply::Watching });
+        self.notify_watchers(env);
     }
 
     /// Sends every watch the changes that it has not received.
-    fn notify_watchers(&mut self) {
-        let mut watchers = std::mem::take(&mut self.store_process.watchers);
+    fn notify_watchers(&mut self, env: &mut Environment) {
+        let mut watchers = std::mem::take(&mut self.watchers);
         for watcher in &mut watchers {
-            let store = &self.store_process.store;
+            let store = &self.store;
             let Ok(changes) = store.changes(watcher.prefix, watcher.sent + 1) else { continue };
             let revision = store.revision();
             watcher.sent = watcher.sent.max(revision);
             if !changes.is_empty() {
                 let reply = StoreReply::Changes { revision, changes };
-                self.env.send(watcher.of.0, 0, Message::StoreReply { call: watcher.of.1, reply });
+                env.send(watcher.of.0, 0, Message::StoreReply { call: watcher.of.1, reply });
             }
         }
-        self.store_process.watchers = watchers;
-        if self.store_process.compacting {
-            self.store_process.store.compact();
+        self.watchers = watchers;
+        if self.compacting {
+            self.store.compact();
         }
     }
 
-    pub(crate) fn watchers_lost(&mut self, line: LineId) {
-        self.store_process.watchers.retain(|watcher| watcher.of.0 != line);
+    pub(crate) fn line_lost(&mut self, line: LineId) {
+        self.watchers.retain(|watcher| watcher.of.0 != line);
     }
 
-    pub(crate) fn store_step(&mut self, life: u64, what: StoreStep) {
-        if self.env.host(Host::Store).life != life || !self.env.runs(Host::Store) {
+    pub(crate) fn step(&mut self, env: &mut Environment, life: u64, what: StoreStep) {
+        if env.host(Host::Store).life != life || !env.runs(Host::Store) {
             return;
         }
         match what {
             StoreStep::Answer { line, call, reply } => {
-                self.env.send(line, 0, Message::StoreReply { call, reply });
+                env.send(line, 0, Message::StoreReply { call, reply });
             }
             // A check that was scheduled before an earlier one, or before its clock stopped, has no effect.
-            StoreStep::Expire
-                if self.store_process.expire_at.is_none_or(|at| at > self.env.time(Host::Store)) => {}
+            StoreStep::Expire if self.expire_at.is_none_or(|at| at > env.time(Host::Store)) => {}
             StoreStep::Expire => {
-                self.store_process.expire_at = None;
-                self.expire_leases();
-                self.notify_watchers();
+                self.expire_at = None;
+                self.expire_leases(env);
+                self.notify_watchers(env);
             }
         }
     }
 
     /// Ends expired leases, and schedules the check for the next one.
-    fn expire_leases(&mut self) {
-        self.store_process.store.expire(self.env.time(Host::Store), self.env.now);
-        let next = self.store_process.store.next_expiry();
-        if let Some(next) = next.filter(|next| self.store_process.expire_at.is_none_or(|at| *next < at)) {
-            self.schedule_expiry(next);
+    fn expire_leases(&mut self, env: &mut Environment) {
+        self.store.expire(env.time(Host::Store), env.now);
+        let next = self.store.next_expiry();
+        if let Some(next) = next.filter(|next| self.expire_at.is_none_or(|at| *next < at)) {
+            self.schedule_expiry(env, next);
         }
     }
 
-    fn schedule_expiry(&mut self, next: Tick) {
-        self.store_process.expire_at = Some(next);
-        let (at, life) = (self.env.when(Host::Store, next), self.env.host(Host::Store).life);
-        self.env.queue.push(at, Action::Store { life, what: StoreStep::Expire });
+    fn schedule_expiry(&mut self, env: &mut Environment, next: Tick) {
+        self.expire_at = Some(next);
+        let (at, life) = (env.when(Host::Store, next), env.host(Host::Store).life);
+        env.queue.push(at, Action::Store { life, what: StoreStep::Expire });
     }
 
     /// Resumes the store's process: its clock may show any time, so its timer is set again.
-    pub(crate) fn resume_store(&mut self, how: PauseClock) {
+    pub(crate) fn resume(&mut self, env: &mut Environment, how: PauseClock) {
         if let PauseClock::Jumps(_) = how {
-            self.store_process.store.clock_jumped();
+            self.store.clock_jumped();
         }
-        if let Some(next) = self.store_process.store.next_expiry() {
-            self.schedule_expiry(next);
+        if let Some(next) = self.store.next_expiry() {
+            self.schedule_expiry(env, next);
         }
     }
 
     /// Empties the disk, as in a new installation of the store.
-    pub(crate) fn wipe_store(&mut self) {
-        if self.env.runs(Host::Store) {
-            self.kill_store();
+    pub(crate) fn wipe(&mut self, env: &mut Environment) {
+        if env.runs(Host::Store) {
+            self.kill(env);
         }
-        self.store_process.store.wipe();
-        self.clear_bounds();
-        self.start_store();
+        self.store.wipe();
+        env.observe(Observation::StoreWiped);
+        self.start(env);
     }
 }

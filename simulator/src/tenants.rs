@@ -9,10 +9,11 @@
 
 use std::collections::BTreeMap;
 
+use reprise_agent_core::AgentCore;
 use reprise_agent_core::event::{Event, Grant};
-use reprise_agent_core::limits::LOOKUPS_MAX;
-use reprise_policy::{Epoch, Quota, TenantId, TenantName};
+use reprise_policy::{Quota, TenantId, TenantName};
 
+use crate::environment::Environment;
 use crate::setup::{Variant, large_layout};
 use crate::simulation::{Action, AgentStep, Simulation};
 
@@ -47,78 +48,52 @@ pub(crate) fn tenant_of_name(name: &TenantName) -> TenantId {
     number.map_or(TenantId::DEFAULT, TenantId)
 }
 
-impl Simulation {
-    /// Sends a random grant to a random node; later grants may arrive earlier.
-    pub(crate) fn send_grant(&mut self) {
-        if self.env.calm {
-            return;
-        }
-        let delay = self.env.rng.millis(GRANT_EVERY_MS);
-        self.env.after(delay, Action::Grant);
-        let node = self.env.rng.below(self.nodes.len());
-        let tenant = TenantId(self.env.rng.below(usize::from(self.env.setup.tenants)) as u16);
-        let slot = large_layout().slot_bytes();
-        let limit = |count: usize| if count > 30 { u64::MAX } else { slot * (2 + count as u64) };
-        let quota = |count: usize| Quota::new(0, limit(count)).expect("nothing is reserved");
-        let (dram, nvme) = (quota(self.env.rng.below(40)), quota(self.env.rng.below(40)));
-        self.grants += 1;
-        let grant = Grant { tenant, version: self.grants, dram, nvme };
-        if self.nodes[node].process.is_some() {
-            let delay = self.env.rng.micros(GRANT_DELAY_US);
-            self.env.later(node, delay, AgentStep::Event(Event::Budget(grant)));
-        }
+/// Sends a random grant to a random node; later grants may arrive earlier.
+pub(crate) fn send_grant(simulation: &mut Simulation) {
+    let Simulation { env, nodes, grants, .. } = simulation;
+    if env.calm {
+        return;
     }
-
-    /// Applies a grant to the core.
-    pub(crate) fn apply_grant(&mut self, node: usize, grant: Grant) {
-        let grant = self.grant_arrives(node, grant);
-        self.apply(node, Event::Budget(grant));
+    let delay = env.rng.millis(GRANT_EVERY_MS);
+    env.after(delay, Action::Grant);
+    let node = env.rng.below(nodes.len());
+    let tenant = TenantId(env.rng.below(usize::from(env.setup.tenants)) as u16);
+    let slot = large_layout().slot_bytes();
+    let limit = |count: usize| if count > 30 { u64::MAX } else { slot * (2 + count as u64) };
+    let quota = |count: usize| Quota::new(0, limit(count)).expect("nothing is reserved");
+    let (dram, nvme) = (quota(env.rng.below(40)), quota(env.rng.below(40)));
+    *grants += 1;
+    let grant = Grant { tenant, version: *grants, dram, nvme };
+    if nodes[node].process.is_some() {
+        let delay = env.rng.micros(GRANT_DELAY_US);
+        env.later(node, delay, AgentStep::Event(Event::Budget(grant)));
     }
+}
 
-    /// Applies a member's grant; `epoch` is the epoch of the agent's registration.
-    pub(crate) fn apply_ledger_grant(&mut self, node: usize, epoch: Epoch, grant: Grant) {
-        let tenant = grant.tenant;
-        let before = self.grant_of(node, tenant);
-        self.apply_grant(node, grant);
-        if before != self.grant_of(node, tenant) {
-            self.audit_order((node, tenant), epoch, before);
-        }
-    }
-
-    /// Returns the last grant of a node's core for a tenant.
-    pub(crate) fn grant_of(&self, node: usize, tenant: TenantId) -> Option<Grant> {
-        let core = &self.nodes[node].process.as_ref()?.core;
-        core.tenant_usage().find(|usage| usage.tenant == tenant)?.grant
-    }
-
+impl TenantAudit {
     /// Records a grant that has arrived; returns the grant that the agent applies.
-    fn grant_arrives(&mut self, node: usize, grant: Grant) -> Grant {
-        let in_order_of_arrival = self.env.setup.variant == Variant::GrantsInOrderOfArrival;
-        self.env.count("grants");
-        let process = self.process(node);
-        process.names.insert(grant.tenant);
-        process.placed.granted = true;
-        let tenants = &mut self.process(node).tenants;
-        tenants.arrived += 1;
-        let newest = tenants.granted.entry(grant.tenant).or_insert(grant);
+    pub(crate) fn grant_arrives(&mut self, env: &mut Environment, grant: Grant) -> Grant {
+        let in_order_of_arrival = env.setup.variant == Variant::GrantsInOrderOfArrival;
+        env.count("grants");
+        self.arrived += 1;
+        let newest = self.granted.entry(grant.tenant).or_insert(grant);
         if grant.version > newest.version {
             *newest = grant;
         }
-        if in_order_of_arrival { Grant { version: tenants.arrived, ..grant } } else { grant }
+        if in_order_of_arrival { Grant { version: self.arrived, ..grant } } else { grant }
     }
 
     /// Checks that no tenant grows above its limit.
-    pub(crate) fn audit_tenants(&mut self, node: usize) {
-        let configured = &self.env.setup.settings.tenants;
-        let process = self.nodes[node].process.as_mut().expect("the agent runs");
-        for usage in process.core.tenant_usage() {
+    pub(crate) fn check(&mut self, env: &Environment, node: usize, core: &AgentCore) {
+        let configured = &env.setup.settings.tenants;
+        for usage in core.tenant_usage() {
             let tenant = usage.tenant;
             let quotas = configured.iter().find(|quotas| quotas.tenant == tenant);
             let configured = quotas.map_or([u64::MAX; 2], |of| [of.dram.limit(), of.nvme.limit()]);
-            let grant = process.tenants.granted.get(&tenant);
+            let grant = self.granted.get(&tenant);
             let granted = grant.map_or([u64::MAX; 2], |grant| [grant.dram.limit(), grant.nvme.limit()]);
             let used = [usage.dram.used, usage.nvme.used];
-            let before = process.tenants.used.insert(tenant, used).unwrap_or(used);
+            let before = self.used.insert(tenant, used).unwrap_or(used);
             for kind in 0..2 {
                 let limit = configured[kind].min(granted[kind]);
                 assert!(
@@ -128,22 +103,5 @@ impl Simulation {
                 );
             }
         }
-    }
-
-    /// Checks the bounds of the queues of changes for members, and of the concurrent lookups.
-    pub(crate) fn audit_queues(&mut self, node: usize) {
-        let limit = self.env.setup.changes_queued_max;
-        let process = self.nodes[node].process.as_mut().expect("the agent runs");
-        process.inventory_max = process.inventory_max.max(process.inventory.len());
-        // At most `limit` changes are in a batch in flight while the queue fills again to `limit`.
-        // Inventories of different slots are taken at different times, so their sum may exceed the largest
-        // inventory: two are allowed. The constant is a margin.
-        let bound = limit.saturating_mul(2).saturating_add(2 * process.inventory_max).saturating_add(8);
-        for link in process.client.links.values() {
-            let queued = link.announcer.outbox().queued();
-            assert!(queued <= bound, "node {node}: {queued} queued changes exceed the bound of {bound}");
-        }
-        let lookups = process.client.lookups.len();
-        assert!(lookups <= LOOKUPS_MAX, "node {node}: {lookups} concurrent lookups");
     }
 }

@@ -19,7 +19,11 @@
 
 use std::time::Duration;
 
+use reprise_policy::shards::MemberName;
+
+use crate::member_list::MemberView;
 use crate::record_watch::STORE_RETRY_AFTER;
+use crate::store_writes::StoreIdentity;
 
 /// Wait for a former process's lease, in lease durations: one, and one more because the store may expire it late.
 const FORMER_LEASE_FACTOR: u32 = 2;
@@ -102,6 +106,24 @@ pub enum JoinOutput<L> {
     Wait(u64, Duration),
     /// As [`JoinOutput::Wait`], but send [`JoinInput::NameFree`] if the name becomes free earlier.
     WaitForName(u64, Duration),
+}
+
+impl JoinRefusal {
+    /// The reason why the transaction of an entry has conflicted. It requires the store's identity and a free name.
+    /// `store` is the identity of the store now, `name` whether the list of members contains the name.
+    pub fn after_conflict(store: StoreIdentity, name: ListedName) -> JoinRefusal {
+        match store {
+            StoreIdentity::Other => JoinRefusal::OtherStore,
+            StoreIdentity::Same => JoinRefusal::NameTaken(name),
+        }
+    }
+}
+
+impl ListedName {
+    /// Whether the list of members contains the name.
+    pub fn of(view: &MemberView, name: &MemberName) -> ListedName {
+        if view.find(name).is_some() { ListedName::Listed } else { ListedName::Free }
+    }
 }
 
 impl<L: Copy + PartialEq> Joining<L> {

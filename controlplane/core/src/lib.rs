@@ -21,6 +21,7 @@
 //! Persistence is in `reprise-controlplane-store`, gRPC in `reprise-controlplane`, the choice among replicas
 //! and nodes in `reprise-policy`.
 
+pub mod agent_calls;
 pub mod budgets;
 pub mod change_log;
 pub mod directory;
@@ -28,6 +29,7 @@ pub mod follower;
 pub mod joining;
 pub mod ledgers;
 pub mod live_nodes;
+pub mod lookup_call;
 pub mod member_list;
 pub mod member_parts;
 pub mod node_report;
@@ -49,6 +51,7 @@ pub use directory::{
 pub use follower::{Follower, FollowerMessage, SnapshotReason, Source, Step};
 pub use ledgers::{KnownNode, LedgerState, Ledgers, MemberPlace, Presence, ReportedTenant, ShareState};
 pub use live_nodes::LiveNodes;
+pub use lookup_call::{AnswerMap, LookupCall};
 pub use member_list::{Member, MemberList, MemberView};
 pub use member_parts::{MemberParts, NodeEnd, NodeEvent};
 pub use node_report::NodeReport;
@@ -59,5 +62,5 @@ pub use node_table::{
 };
 pub use placement_call::PlacementCall;
 pub use record_watch::{RecordChange, RecordUpdate};
-pub use standing::Standing;
+pub use standing::{AssignedSlots, Standing};
 pub use tenant_usage::{ReportedUsage, UsageAmounts, UsageSummary, UsageTable};

@@ -11,10 +11,12 @@
 //! Pure: the caller locks, logs, counts, and notifies watchers.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId, Tick};
 
+use crate::live_nodes::LiveNodes;
 use crate::node_table::{
     HeartbeatResult, LivenessEvent, NodeLiveness, NodeRecord, NodeTable, RegistrationError,
 };
@@ -134,6 +136,12 @@ pub fn expire(parts: &mut impl MemberParts, now: Tick) -> Option<Tick> {
         parts.forget_grants(node);
     }
     next
+}
+
+/// Returns the nodes to offer to others. Expires first, so a dead node is never among them.
+pub fn live_nodes(parts: &mut impl MemberParts, now: Tick) -> Arc<LiveNodes> {
+    expire(parts, now);
+    parts.nodes(|nodes| (nodes.live(), Vec::new()))
 }
 
 /// Restores the nodes that the store has at `revision`: absent, and expected to register.
@@ -301,6 +309,14 @@ mod tests {
         let events = vec![NodeEvent::Died(node), NodeEvent::Forgotten(node, Epoch(4))];
         assert_eq!(parts.taken(), (format!("end {node} 4 Silent, forget {node}"), events));
         assert_eq!(heartbeat(&mut parts, at(9), node, Epoch(4)), HeartbeatResult::Unknown);
+    }
+
+    #[test]
+    fn silent_node_is_not_offered_even_if_it_has_not_expired_yet() {
+        let (mut parts, node) = (Parts::new(), NodeId(1));
+        register(&mut parts, at(0), record(1, 4, 5)).expect("the first");
+        assert!(live_nodes(&mut parts, at(0)).contains(node));
+        assert!(!live_nodes(&mut parts, at(1)).contains(node));
     }
 
     #[test]

@@ -23,6 +23,16 @@ pub struct Standing<'a> {
     pub held: Option<u64>,
 }
 
+/// Slots of a directory, and the epoch of the map that has assigned them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AssignedSlots {
+    /// The slots.
+    pub slots: SlotSet,
+    /// Epoch of the map. The directory follows the map with a delay: it may answer only if both are the same
+    /// ([`Standing::answers`]).
+    pub epoch: Epoch,
+}
+
 impl Standing<'_> {
     /// Whether the member may answer for its slots.
     pub fn is_certain(&self) -> bool {
@@ -41,9 +51,13 @@ impl Standing<'_> {
         Some(MemberPlace { map: self.map, name: self.name, incarnation })
     }
 
-    /// Slots to retain of those in `before`: the slots of this member or, while its standing is uncertain, the
-    /// slots that no other member owns.
-    pub fn retained_slots(&self, before: &SlotSet) -> SlotSet {
+    /// Slots of a directory that had those in `before`: the slots of this member or, while its standing is uncertain,
+    /// those of before that no other member owns.
+    pub fn assigned_slots(&self, before: &SlotSet) -> AssignedSlots {
+        AssignedSlots { slots: self.retained_slots(before), epoch: self.map.epoch() }
+    }
+
+    fn retained_slots(&self, before: &SlotSet) -> SlotSet {
         if self.is_certain() {
             self.map.owned_by(self.name)
         } else {

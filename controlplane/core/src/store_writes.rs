@@ -126,12 +126,169 @@ impl NodeRegistration {
     }
 }
 
-/// Returns the condition for setting a node's mode; `None` if the node has that mode already. `known` is its
-/// record in the store, if there is one.
-pub fn set_mode(known: Option<ModeRecord>, mode: NodeMode) -> Option<Unchanged> {
-    let before = known.unwrap_or_default().mode;
-    let unchanged = known.map_or(Unchanged::Absent, |known| Unchanged::At(known.revision));
-    (before != mode).then_some(unchanged)
+/// The registration of a node, attempt by attempt. The first step is [`RegistrationStep::ReadRecord`].
+#[derive(Clone, Debug)]
+pub struct RegistrationWrite {
+    name: String,
+    details: NodeDetails,
+    epoch_base: Epoch,
+    attempts: WriteAttempts,
+    /// The transaction without an answer.
+    written: Option<NodeRegistration>,
+}
+
+/// Input of a registration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RegistrationInput {
+    /// The record of the node in the store, if there is one.
+    Record(Option<NodeRecord>),
+    /// The counter of node numbers, if there is one.
+    Counter(Option<NumberCounter>),
+    /// The transaction was committed at this revision.
+    Committed(u64),
+    /// A condition of the transaction did not hold.
+    Conflict,
+    /// The identity of the store, compared with the one at the start.
+    Compared(StoreIdentity),
+}
+
+/// Next step of a registration. Except after the last two, an input follows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RegistrationStep {
+    /// Read the record of the node.
+    ReadRecord,
+    /// Read the counter of node numbers. The record may be read again instead, if its absence is doubtful.
+    ReadCounter,
+    /// Write the record and the counter, if the store has its identity and nothing has changed since they were read.
+    Write(NodeRegistration),
+    /// Compare the identity of the store with the one at the start.
+    Compare,
+    /// The node is registered with this record.
+    Done(NodeRecord),
+    /// The registration was given up.
+    Rejected(RegistrationRejection),
+}
+
+/// Why a registration was given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegistrationRejection {
+    /// The store, or concurrent changes.
+    Write(WriteRejection),
+    /// All node numbers are assigned.
+    NoNumberLeft,
+}
+
+impl RegistrationWrite {
+    /// Begins a registration. `epoch_base` is the lower bound of epochs under the store's identity.
+    pub fn new(name: &str, details: NodeDetails, epoch_base: Epoch) -> RegistrationWrite {
+        let (name, attempts) = (name.to_owned(), WriteAttempts::default());
+        RegistrationWrite { name, details, epoch_base, attempts, written: None }
+    }
+
+    /// Processes an input; returns the next step.
+    ///
+    /// # Panics
+    /// The transaction has an answer and was not sent.
+    pub fn on(&mut self, input: RegistrationInput) -> RegistrationStep {
+        match input {
+            RegistrationInput::Record(Some(known)) => {
+                self.write(NodeRegistration::again(known, self.details.clone()))
+            }
+            RegistrationInput::Record(None) => RegistrationStep::ReadCounter,
+            RegistrationInput::Counter(counter) => {
+                let details = self.details.clone();
+                match NodeRegistration::first(&self.name, details, counter, self.epoch_base) {
+                    Ok(registration) => self.write(registration),
+                    Err(NoNumberLeft) => RegistrationStep::Rejected(RegistrationRejection::NoNumberLeft),
+                }
+            }
+            RegistrationInput::Committed(revision) => {
+                let written = self.written.take().expect("the transaction was sent");
+                RegistrationStep::Done(written.committed(revision))
+            }
+            RegistrationInput::Conflict => RegistrationStep::Compare,
+            RegistrationInput::Compared(store) => match self.attempts.retry(store) {
+                Ok(()) => RegistrationStep::ReadRecord,
+                Err(rejection) => RegistrationStep::Rejected(RegistrationRejection::Write(rejection)),
+            },
+        }
+    }
+
+    fn write(&mut self, registration: NodeRegistration) -> RegistrationStep {
+        self.written = Some(registration.clone());
+        RegistrationStep::Write(registration)
+    }
+}
+
+/// A change of a node's mode, attempt by attempt. The first step is [`ModeStep::Read`].
+#[derive(Clone, Copy, Debug)]
+pub struct ModeWrite {
+    mode: NodeMode,
+    attempts: WriteAttempts,
+    /// Mode before the transaction without an answer.
+    before: NodeMode,
+}
+
+/// Input of a change of a mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModeInput {
+    /// The mode in the store, if it was ever set.
+    Record(Option<ModeRecord>),
+    /// The transaction was committed at this revision.
+    Committed(u64),
+    /// A condition of the transaction did not hold.
+    Conflict,
+    /// The identity of the store, compared with the one at the start.
+    Compared(StoreIdentity),
+}
+
+/// Next step of a change of a mode. Except after the last two, an input follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModeStep {
+    /// Read the mode.
+    Read,
+    /// Write the mode, if the store has its identity and the record is unchanged.
+    Write(Unchanged),
+    /// Compare the identity of the store with the one at the start.
+    Compare,
+    /// The mode is set: the mode before, and the record now. Both are equal if nothing was written.
+    Done(NodeMode, ModeRecord),
+    /// The change was given up.
+    Rejected(WriteRejection),
+}
+
+impl ModeWrite {
+    /// Begins to set this mode.
+    pub fn new(mode: NodeMode) -> ModeWrite {
+        ModeWrite { mode, attempts: WriteAttempts::default(), before: NodeMode::default() }
+    }
+
+    /// Returns the mode that is set.
+    pub fn mode(&self) -> NodeMode {
+        self.mode
+    }
+
+    /// Processes an input; returns the next step.
+    pub fn on(&mut self, input: ModeInput) -> ModeStep {
+        match input {
+            ModeInput::Record(known) => {
+                let record = known.unwrap_or_default();
+                self.before = record.mode;
+                if record.mode == self.mode {
+                    return ModeStep::Done(record.mode, record);
+                }
+                ModeStep::Write(known.map_or(Unchanged::Absent, |known| Unchanged::At(known.revision)))
+            }
+            ModeInput::Committed(revision) => {
+                ModeStep::Done(self.before, ModeRecord { mode: self.mode, revision })
+            }
+            ModeInput::Conflict => ModeStep::Compare,
+            ModeInput::Compared(store) => match self.attempts.retry(store) {
+                Ok(()) => ModeStep::Read,
+                Err(rejection) => ModeStep::Rejected(rejection),
+            },
+        }
+    }
 }
 
 #[cfg(test)]
@@ -175,11 +332,56 @@ mod tests {
     }
 
     #[test]
+    fn registration_reads_again_after_a_conflict_until_it_is_committed() {
+        let base = Epoch(1 << 32);
+        let mut write = RegistrationWrite::new("a", NodeDetails::default(), base);
+        assert_eq!(write.on(RegistrationInput::Record(None)), RegistrationStep::ReadCounter);
+        let counter = Some(NumberCounter { next: 3, revision: 4 });
+        let RegistrationStep::Write(first) = write.on(RegistrationInput::Counter(counter)) else {
+            panic!("a number is left")
+        };
+        assert_eq!((first.record.node, first.counter), (NodeId(3), Some((Unchanged::At(4), 4))));
+        assert_eq!(write.on(RegistrationInput::Conflict), RegistrationStep::Compare);
+        let same = RegistrationInput::Compared(StoreIdentity::Same);
+        assert_eq!(write.on(same), RegistrationStep::ReadRecord);
+        let known = first.committed(5);
+        let RegistrationStep::Write(again) = write.on(RegistrationInput::Record(Some(known))) else {
+            panic!("another call has registered the name")
+        };
+        assert_eq!(again.unchanged, Unchanged::At(5));
+        let done = again.committed(7);
+        assert_eq!(write.on(RegistrationInput::Committed(7)), RegistrationStep::Done(done));
+        let rejected = |rejection| RegistrationStep::Rejected(rejection);
+        let other = RegistrationRejection::Write(WriteRejection::OtherStore);
+        assert_eq!(write.on(RegistrationInput::Compared(StoreIdentity::Other)), rejected(other));
+        let full = Some(NumberCounter { next: 1 << 16, revision: 4 });
+        let none_left = rejected(RegistrationRejection::NoNumberLeft);
+        assert_eq!(write.on(RegistrationInput::Counter(full)), none_left);
+    }
+
+    #[test]
     fn mode_is_written_only_if_it_differs() {
         let known = |mode| Some(ModeRecord { mode, revision: 3 });
-        assert_eq!(set_mode(None, NodeMode::Active), None, "active by default");
-        assert_eq!(set_mode(None, NodeMode::Draining), Some(Unchanged::Absent));
-        assert_eq!(set_mode(known(NodeMode::Draining), NodeMode::Active), Some(Unchanged::At(3)));
-        assert_eq!(set_mode(known(NodeMode::Active), NodeMode::Active), None);
+        let first = |known, mode| ModeWrite::new(mode).on(ModeInput::Record(known));
+        let (active, draining) = (NodeMode::Active, NodeMode::Draining);
+        assert_eq!(first(None, active), ModeStep::Done(active, ModeRecord::default()), "active by default");
+        assert_eq!(first(None, draining), ModeStep::Write(Unchanged::Absent));
+        assert_eq!(first(known(draining), active), ModeStep::Write(Unchanged::At(3)));
+        let unchanged = ModeRecord { mode: draining, revision: 3 };
+        assert_eq!(first(Some(unchanged), draining), ModeStep::Done(draining, unchanged));
+    }
+
+    #[test]
+    fn mode_is_read_again_after_a_conflict() {
+        let mut write = ModeWrite::new(NodeMode::Draining);
+        assert_eq!(write.on(ModeInput::Record(None)), ModeStep::Write(Unchanged::Absent));
+        assert_eq!(write.on(ModeInput::Conflict), ModeStep::Compare);
+        assert_eq!(write.on(ModeInput::Compared(StoreIdentity::Same)), ModeStep::Read);
+        let cordoned = ModeRecord { mode: NodeMode::Cordoned, revision: 8 };
+        assert_eq!(write.on(ModeInput::Record(Some(cordoned))), ModeStep::Write(Unchanged::At(8)));
+        let set = ModeRecord { mode: NodeMode::Draining, revision: 9 };
+        assert_eq!(write.on(ModeInput::Committed(9)), ModeStep::Done(NodeMode::Cordoned, set));
+        let rejected = ModeStep::Rejected(WriteRejection::OtherStore);
+        assert_eq!(write.on(ModeInput::Compared(StoreIdentity::Other)), rejected);
     }
 }

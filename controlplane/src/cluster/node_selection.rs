@@ -3,11 +3,10 @@
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, RecordUpdate, node_selection, placement_call};
-use reprise_policy::placement::PlacementNode;
+use reprise_controlplane_core::{ModeRecord, Modes, NodeTable, RebalanceRound, RecordUpdate, node_selection};
 use reprise_policy::routing::{LoadHint, PeerTable};
-use reprise_policy::{Epoch, NodeId, NodeMode, Tick};
-use reprise_proto::controlplane::{self as wire, ReportReply};
+use reprise_policy::{NodeId, NodeMode, Tick};
+use reprise_proto::controlplane as wire;
 
 use super::Cluster;
 
@@ -37,22 +36,11 @@ impl Cluster {
         *cached = CachedPeers { made: Some(now), table: Arc::new(node_selection::peers(table)) };
     }
 
-    /// Live nodes that may receive replicas, as input for placement.
-    pub fn placement_nodes(&self) -> Vec<PlacementNode> {
-        self.expire();
-        let table = self.table();
+    /// Locks the node table and the modes.
+    pub(crate) fn nodes_and_modes<R>(&self, act: impl FnOnce(&mut NodeTable, &Modes) -> R) -> R {
+        let mut table = self.table();
         let modes = self.modes();
-        node_selection::placement_nodes(&table, &modes)
-    }
-
-    /// Adds the bytes placed on each node to its usage until its next report.
-    pub fn add_placed_bytes(&self, charges: &[(NodeId, u64)]) {
-        placement_call::charge(&mut self.table(), charges);
-    }
-
-    /// Returns whether this is the current registration of a node.
-    pub fn is_registered(&self, node: NodeId, epoch: Epoch) -> bool {
-        self.table().is_registered(node, epoch)
+        act(&mut table, &modes)
     }
 
     /// Bytes queued on a node, as a load hint.
@@ -91,24 +79,9 @@ impl Cluster {
         }
     }
 
-    /// Reply to a node's report, with the node's mode.
-    pub fn report_reply(&self, node: NodeId) -> ReportReply {
-        let mut table = self.table();
-        let Some(set) = node_selection::send_mode(&mut table, &self.modes(), node) else {
-            return ReportReply::default();
-        };
-        ReportReply {
-            mode: wire_mode(set.mode).into(),
-            mode_revision: set.revision,
-            ..ReportReply::default()
-        }
-    }
-
-    /// The move that a node should make. Called only on the member that decides moves.
-    pub fn move_for(&self, node: NodeId) -> Option<wire::Move> {
-        let mut round = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
-        let planned = round.move_for(self.now(), node, || self.placement_nodes())?;
-        Some(wire::Move { to: u32::from(planned.to.0), bytes: planned.bytes })
+    /// Locks the moves that were decided last. Taken before the node table's lock.
+    pub(crate) fn moves(&self) -> MutexGuard<'_, RebalanceRound> {
+        self.moves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn modes(&self) -> MutexGuard<'_, Modes> {

@@ -4,8 +4,7 @@
 //! 256 keys are processed while the directory's read lock is held once, 1 to 2 µs each even if 1,000 nodes
 //! hold the block. The table of 1,000 nodes is copied once per call, in 50 µs.
 
-use reprise_controlplane_core::PlacementCall;
-use reprise_controlplane_core::placement_call::PlaceCertainty;
+use reprise_controlplane_core::agent_calls::{self, PlacementHead};
 use reprise_policy::placement::{PlacementDecision, PlacementReason};
 use reprise_policy::{BlockKey, Epoch, NodeId};
 use reprise_proto::controlplane::{PlaceReason, PlaceReply, PlaceRequest};
@@ -42,20 +41,19 @@ struct ReplyBuilder {
 pub(super) async fn place(service: &PlacementService, request: PlaceRequest) -> Result<PlaceReply, Status> {
     let request = CheckedRequest::check(request)?;
     let cluster = &service.cluster;
-    if !cluster.is_registered(request.holder, request.epoch) {
+    let CheckedRequest { holder, epoch, reason, slot_bytes, .. } = request;
+    let (head, mut parts) =
+        (PlacementHead { holder: (holder, epoch), reason, slot_bytes }, service.answers());
+    let Some(mut call) = agent_calls::begin_placement(&mut parts, cluster.now(), head) else {
         return Ok(PlaceReply { fenced: true, ..PlaceReply::default() });
-    }
-    let nodes = cluster.placement_nodes();
-    let mut call = PlacementCall::new(request.holder, request.reason, request.slot_bytes, nodes);
+    };
     let certain = service.directory.holders(&request.keys, |index, replicas| {
         call.visit(&request.keys[index as usize], replicas);
     });
-    let (certainty, map_epoch) = match certain.await? {
-        Some(epoch) => (PlaceCertainty::Certain, epoch),
-        None => (PlaceCertainty::Uncertain, service.shards.view().map_or(Epoch(0), |view| view.map.epoch())),
-    };
-    let (decisions, charges) = call.end(request.keys.len(), certainty);
-    cluster.add_placed_bytes(&charges);
+    let certain_epoch = certain.await?;
+    let decisions = agent_calls::end_placement(&mut parts, call, request.keys.len(), certain_epoch);
+    let known_epoch = || service.shards.view().map_or(Epoch(0), |view| view.map.epoch());
+    let map_epoch = certain_epoch.unwrap_or_else(known_epoch);
     let mut reply = ReplyBuilder::default();
     (0u32..).zip(decisions).for_each(|(index, decision)| reply.add(index, decision));
     reply.count(&cluster.metrics);

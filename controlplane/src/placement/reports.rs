@@ -3,6 +3,7 @@
 //! Ledgers and usage table accept only reports made under the member list that they are kept by. Digests of the
 //! lists are compared, because two members may know one list under two epochs.
 
+use reprise_controlplane_core::agent_calls::{self, ReportCall};
 use reprise_controlplane_core::{
     NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
 };
@@ -12,30 +13,27 @@ use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, Tena
 use tonic::Status;
 
 use super::PlacementService;
+use crate::cluster::node_selection::wire_mode;
 use crate::membership::node_number;
 
 /// Handles a `Report` request; replies with grants, mode and moves for the node.
 pub(super) fn handle(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
-    let (reported, usage): (Vec<ReportedTenant>, Vec<ReportedUsage>) =
-        parse_tenants(request.tenants)?.into_iter().unzip();
+    let (tenants, usage) = parse_tenants(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
-    if !service.cluster.report(node, epoch, report) {
+    let call = ReportCall { node: (node, epoch), report, tenants, usage, map_digest: request.map_digest };
+    let Some(answer) = agent_calls::report(&mut service.answers(), service.cluster.now(), call) else {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
-    }
-    let grants = service.shards.with_place(|place| {
-        if !place.accepts_tenants(request.map_digest) {
-            return Vec::new();
-        }
-        service.cluster.tenant_usage.report(service.cluster.now(), place, (node, epoch), usage);
-        let budgets = service.tenants.budgets();
-        budgets.map_or_else(Vec::new, |budgets| {
-            service.cluster.ledgers.report(place, &budgets, (node, epoch), &reported)
-        })
-    });
-    let orders = grants.iter().flatten().map(tenant_order).collect();
-    let r#move = service.decides_moves().then(|| service.cluster.move_for(node)).flatten();
-    Ok(ReportReply { orders, r#move, ..service.cluster.report_reply(node) })
+    };
+    Ok(ReportReply {
+        fenced: false,
+        orders: answer.grants.iter().map(tenant_order).collect(),
+        mode: answer.mode.map_or(0, |set| wire_mode(set.mode).into()),
+        mode_revision: answer.mode.map_or(0, |set| set.revision),
+        r#move: answer
+            .planned
+            .map(|planned| wire::Move { to: u32::from(planned.to.0), bytes: planned.bytes }),
+    })
 }
 
 fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport {

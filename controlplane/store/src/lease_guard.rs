@@ -16,7 +16,7 @@
 use std::sync::Arc;
 
 use reprise_policy::Tick;
-use reprise_policy::lease_schedule::{LeaseSchedule, LeaseStep};
+use reprise_policy::lease_schedule::{LeaseEnd, LeaseInput, LeaseSchedule, LeaseStep};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
@@ -151,25 +151,31 @@ impl LeaseKeeper {
 
     async fn keep_alive(&mut self) -> LeaseLoss {
         let mut last = "the store does not answer".to_owned();
+        let mut input = LeaseInput::Due;
         loop {
-            let asked = self.now();
-            match self.schedule.step(asked) {
-                LeaseStep::Wait(until) => sleep_until(instant(self.start, until)).await,
-                LeaseStep::GiveUp => return LeaseLoss::Unconfirmed { last },
+            let now = self.now();
+            let step = self.schedule.on(now, input);
+            self.publish_deadline();
+            input = match step {
+                LeaseStep::Wait(until) => {
+                    sleep_until(instant(self.start, until)).await;
+                    LeaseInput::Due
+                }
+                LeaseStep::GiveUp(LeaseEnd::Unconfirmed) => return LeaseLoss::Unconfirmed { last },
+                LeaseStep::GiveUp(LeaseEnd::Ended) => return LeaseLoss::Expired,
                 LeaseStep::KeepAlive => {
-                    self.schedule.ask();
                     let deadline = instant(self.start, self.schedule.deadline());
                     match timeout_at(deadline, self.store.keep_alive(self.lease)).await {
-                        Ok(Ok(())) => self.confirm(asked),
-                        Ok(Err(StoreError::LeaseGone)) => return LeaseLoss::Expired,
+                        Ok(Ok(())) => LeaseInput::Confirmed(now),
+                        Ok(Err(StoreError::LeaseGone)) => LeaseInput::Ended,
                         Ok(Err(error)) => {
                             last = error.to_string();
-                            self.schedule.fail(self.now());
+                            LeaseInput::Failed
                         }
-                        Err(_) => self.schedule.fail(self.now()),
+                        Err(_) => LeaseInput::Failed,
                     }
                 }
-            }
+            };
         }
     }
 
@@ -177,8 +183,7 @@ impl LeaseKeeper {
         Tick(0).after(self.start.elapsed())
     }
 
-    fn confirm(&mut self, asked: Tick) {
-        self.schedule.confirm(self.now(), asked);
+    fn publish_deadline(&self) {
         let until = instant(self.start, self.schedule.deadline());
         // Do not notify: watchers wait only for the loss.
         self.status.send_if_modified(|status| {

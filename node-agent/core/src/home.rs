@@ -1,15 +1,15 @@
 //! The home: the member of the control plane that provides the lists of members and nodes.
 //!
 //! ```text
-//!   choose ──► following ──► dropped: its streams end, it is silent, or it is unsure for long
-//!     ▲                         │
-//!     └────────── pause ◄───────┘ the next turn
+//!   choose ──► opening ──► following ──► closed: its streams end, it is silent, or it is unsure for long
+//!     ▲           └──────────────────────► │
+//!     └────────────── pause ◄──────────────┘ the next turn
 //! ```
 //!
 //! Members of the last map are preferred to the configured ones. Agents begin at different turns, so that a
 //! thousand of them are spread over the members.
 //!
-//! Pure: the caller opens the streams and detects silence.
+//! Pure: the caller opens and closes the streams, measures pauses and doubts, and detects silence.
 
 use std::time::Duration;
 
@@ -24,9 +24,57 @@ const UNSURE_MAX: Duration = Duration::from_secs(3);
 #[derive(Debug, Default)]
 pub struct Home {
     turn: usize,
-    /// Time since which the present home is unsure of its registration.
-    unsure_since: Option<Tick>,
+    state: State,
     backoff: Backoff,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum State {
+    /// No home is chosen.
+    #[default]
+    Closed,
+    /// The streams of the home are being opened.
+    Opening,
+    /// The home provides its lists.
+    Following {
+        /// Time since which it is unsure of its registration.
+        unsure_since: Option<Tick>,
+    },
+}
+
+/// Input of a home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// The home provides its lists.
+    Opened,
+    /// The home has sent a list of members. The current map has the epoch `known`.
+    List { list: MemberListSource, known: Option<Epoch> },
+    /// Heartbeats to the home fail.
+    Silent,
+    /// The time of [`Home::doubt`] has passed.
+    Overdue,
+    /// A stream has ended, or was not opened.
+    Ended,
+}
+
+/// Instruction to the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Apply the list.
+    Apply,
+    /// Close the streams. After the pause, choose the next home.
+    Close(Pause, CloseReason),
+}
+
+/// Why a home is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CloseReason {
+    /// A stream has ended, or was not opened.
+    Ended,
+    /// It does not respond to heartbeats.
+    Silent,
+    /// It has been unsure of its registration for long.
+    Unsure,
 }
 
 /// What decides whether a list of members is applied.
@@ -46,49 +94,81 @@ impl Home {
         Home { turn, ..Home::default() }
     }
 
-    /// Chooses the next home; `None` without any member.
+    /// Chooses the next home, whose streams the caller opens; `None` without any member.
     pub fn choose<T: Clone + PartialEq>(
         &mut self,
         of_map: impl IntoIterator<Item = T>,
         configured: impl IntoIterator<Item = T>,
     ) -> Option<T> {
-        self.unsure_since = None;
         let mut homes: Vec<T> = of_map.into_iter().collect();
         for home in configured {
             if !homes.contains(&home) {
                 homes.push(home);
             }
         }
-        homes.get(self.turn.checked_rem(homes.len())?).cloned()
+        let home = homes.get(self.turn.checked_rem(homes.len())?).cloned();
+        self.state = State::Opening;
+        home
     }
 
-    /// Records that the home provides its lists.
-    pub fn follow(&mut self) {
-        self.backoff.reset();
+    /// Whether a home provides its lists.
+    pub fn is_followed(&self) -> bool {
+        matches!(self.state, State::Following { .. })
     }
 
-    /// Records a list of members from the home. Afterwards, [`Home::doubt`] states how long it may stay.
-    pub fn receive(&mut self, now: Tick, list: MemberListSource) {
-        self.unsure_since = if list.registered { None } else { self.unsure_since.or(Some(now)) };
-    }
-
-    /// Returns the time after which the home must be dropped, unless a list arrives; `None` if the home is
+    /// Returns the time after which [`Input::Overdue`] is due, unless a list arrives; `None` if the home is
     /// certain of its registration.
     pub fn doubt(&self, now: Tick) -> Option<Duration> {
-        self.unsure_since.map(|since| since.after(UNSURE_MAX).since(now))
+        match self.state {
+            State::Following { unsure_since } => unsure_since.map(|since| since.after(UNSURE_MAX).since(now)),
+            State::Closed | State::Opening => None,
+        }
     }
 
-    /// Drops the home. After the pause, choose the next one.
-    pub fn drop_home(&mut self) -> Pause {
-        (self.turn, self.unsure_since) = (self.turn.wrapping_add(1), None);
-        self.backoff.next_pause()
+    /// Processes an input; returns the instruction. Afterwards, ask for [`Home::doubt`].
+    pub fn on(&mut self, now: Tick, input: Input) -> Option<Output> {
+        match (self.state, input) {
+            (State::Opening, Input::Opened) => {
+                self.backoff.reset();
+                self.state = State::Following { unsure_since: None };
+                None
+            }
+            (State::Following { unsure_since }, Input::List { list, known }) => {
+                let unsure_since = if list.registered { None } else { unsure_since.or(Some(now)) };
+                self.state = State::Following { unsure_since };
+                list.applies_from_home(known).then_some(Output::Apply)
+            }
+            (State::Following { .. }, Input::Silent) => Some(self.close(CloseReason::Silent)),
+            (State::Following { .. }, Input::Overdue) => {
+                let is_over = self.doubt(now) == Some(Duration::ZERO);
+                is_over.then(|| self.close(CloseReason::Unsure))
+            }
+            (State::Opening | State::Following { .. }, Input::Ended) => Some(self.close(CloseReason::Ended)),
+            (State::Closed | State::Opening | State::Following { .. }, _) => None,
+        }
+    }
+
+    fn close(&mut self, reason: CloseReason) -> Output {
+        (self.turn, self.state) = (self.turn.wrapping_add(1), State::Closed);
+        Output::Close(self.backoff.next_pause(), reason)
+    }
+}
+
+impl CloseReason {
+    /// Returns the reason, for logs.
+    pub fn reason(self) -> &'static str {
+        match self {
+            CloseReason::Ended => "a stream of the member has ended",
+            CloseReason::Silent => "the member does not respond to heartbeats",
+            CloseReason::Unsure => "the member is unsure of its registration",
+        }
     }
 }
 
 impl MemberListSource {
     /// Whether to apply a list from the home, if the current map has the epoch `known`. Without a map, a list
     /// of an uncertain member is better than none.
-    pub fn applies_from_home(self, known: Option<Epoch>) -> bool {
+    fn applies_from_home(self, known: Option<Epoch>) -> bool {
         self.registered || (known.is_none() && self.members > 0)
     }
 
@@ -108,13 +188,31 @@ mod tests {
         MemberListSource { epoch: Epoch(5), members: 2, registered }
     }
 
+    fn at(seconds: u64) -> Tick {
+        Tick(0).after(Duration::from_secs(seconds))
+    }
+
+    fn followed() -> Home {
+        let mut home = Home::default();
+        home.choose(["a"], []);
+        assert_eq!(home.on(at(0), Input::Opened), None);
+        home
+    }
+
+    fn reason(output: Option<Output>) -> Option<CloseReason> {
+        match output? {
+            Output::Close(_, reason) => Some(reason),
+            Output::Apply => None,
+        }
+    }
+
     #[test]
     fn each_turn_chooses_another_home_and_members_of_the_map_come_first() {
         let mut home = Home::new(1);
         let mut chosen = Vec::new();
         for _ in 0..4 {
             chosen.extend(home.choose(["b", "c"], ["a", "b"]));
-            home.drop_home();
+            home.on(at(0), Input::Ended);
         }
         assert_eq!(chosen, ["c", "a", "b", "c"]);
         assert_eq!(home.choose::<&str>([], []), None);
@@ -123,26 +221,60 @@ mod tests {
     #[test]
     fn pauses_grow_until_a_home_provides_its_lists() {
         let mut home = Home::default();
-        let [first, _, third] = [(); 3].map(|()| home.drop_home().draw(0));
+        let mut end = |opens: bool| {
+            home.choose(["a"], []);
+            if opens {
+                home.on(at(0), Input::Opened);
+            }
+            match home.on(at(0), Input::Ended) {
+                Some(Output::Close(pause, CloseReason::Ended)) => pause.draw(0),
+                other => panic!("unexpected {other:?}"),
+            }
+        };
+        let [first, _, third] = [(); 3].map(|()| end(false));
         assert!(third > first);
-        home.follow();
-        assert_eq!(home.drop_home().draw(0), first);
+        assert_eq!(end(true), first);
     }
 
     #[test]
     fn unsure_home_is_kept_for_a_while() {
-        let at = |seconds| Tick(0).after(Duration::from_secs(seconds));
-        let mut home = Home::default();
+        let mut home = followed();
+        let receive = |home: &mut Home, now, registered| {
+            home.on(now, Input::List { list: list(registered), known: Some(Epoch(4)) })
+        };
         assert_eq!(home.doubt(at(0)), None);
-        home.receive(at(1), list(false));
-        home.receive(at(2), list(false));
+        assert_eq!(receive(&mut home, at(1), false), None, "a map of a certain member is known");
+        receive(&mut home, at(2), false);
         assert_eq!(home.doubt(at(2)), Some(Duration::from_secs(2)), "from the first list");
-        assert_eq!(home.doubt(at(9)), Some(Duration::ZERO));
-        home.receive(at(3), list(true));
+        assert_eq!(home.on(at(3), Input::Overdue), None, "of an earlier home");
+        assert_eq!(receive(&mut home, at(3), true), Some(Output::Apply));
         assert_eq!(home.doubt(at(3)), None);
-        home.receive(at(4), list(false));
+        assert_eq!(home.on(at(9), Input::Overdue), None, "it is certain again");
+        receive(&mut home, at(10), false);
+        assert_eq!(reason(home.on(at(13), Input::Overdue)), Some(CloseReason::Unsure));
         home.choose(["a"], []);
-        assert_eq!(home.doubt(at(5)), None, "doubts concern one home");
+        assert_eq!(home.doubt(at(14)), None, "doubts concern one home");
+    }
+
+    #[test]
+    fn a_home_is_closed_once() {
+        let mut home = followed();
+        assert!(home.is_followed());
+        assert_eq!(reason(home.on(at(1), Input::Silent)), Some(CloseReason::Silent));
+        assert!(!home.is_followed());
+        for late in [Input::Silent, Input::Ended, Input::Overdue, Input::Opened] {
+            assert_eq!(home.on(at(2), late), None, "{late:?} of a closed home");
+        }
+        let late = Input::List { list: list(true), known: None };
+        assert_eq!(home.on(at(2), late), None, "a list of a closed home");
+    }
+
+    #[test]
+    fn silence_before_a_home_provides_its_lists_is_ignored() {
+        let mut home = Home::default();
+        home.choose(["a"], []);
+        assert_eq!(home.on(at(0), Input::Silent), None, "the call has its own time limit");
+        assert_eq!(reason(home.on(at(0), Input::Ended)), Some(CloseReason::Ended));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use reprise_agent_core::home::{Home, MemberListSource};
+use reprise_agent_core::home::{Home, Input, MemberListSource, Output};
 use reprise_agent_core::members::LINK_GRACE;
 use reprise_agent_core::outbox::Outbox;
 use reprise_policy::Epoch;
@@ -89,17 +89,26 @@ async fn follow(shared: &Arc<Shared>) {
     let mut choice = Home::new(jitter() as usize);
     loop {
         let Some(home) = choose(shared, &mut choice) else { return std::future::pending().await };
-        let ended = follow_at(shared, &home, &mut choice).await;
-        if ended.code() == Code::Unimplemented {
-            tracing::warn!(
-                condition = OTHER_PROTOCOL,
-                member = home,
-                protocol = PACKAGE,
-                "the member does not have this version of the protocol: use agents and members of the same release"
-            );
+        let closed = match follow_at(shared, &home, &mut choice).await {
+            End::Closed(closed) => Some(closed),
+            End::Failed(status) => {
+                if status.code() == Code::Unimplemented {
+                    tracing::warn!(
+                        condition = OTHER_PROTOCOL,
+                        member = home,
+                        protocol = PACKAGE,
+                        "the member does not have this version of the protocol: use agents and members of the same release"
+                    );
+                }
+                tracing::debug!(home, error = status.message(), "a stream of the member has ended");
+                choice.on(shared.now(), Input::Ended)
+            }
+        };
+        if let Some(Output::Close(pause, reason)) = closed {
+            let reason = reason.reason();
+            tracing::debug!(home, reason, "the watch of members ended; trying another member");
+            sleep(pause.draw(jitter())).await;
         }
-        tracing::debug!(home, reason = ended.message(), "the watch of members ended; trying another member");
-        sleep(choice.drop_home().draw(jitter())).await;
     }
 }
 
@@ -111,11 +120,25 @@ fn choose(shared: &Shared, choice: &mut Home) -> Option<String> {
     choice.choose(of_map, shared.settings.endpoints.iter().cloned())
 }
 
+/// End of the streams of a home.
+enum End {
+    /// The home was closed with this output.
+    Closed(Output),
+    /// A stream has ended, or was not opened.
+    Failed(Status),
+}
+
+impl From<Status> for End {
+    fn from(status: Status) -> End {
+        End::Failed(status)
+    }
+}
+
 /// Watches members and nodes at a home until it fails as home.
-async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> Status {
+async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> End {
     let endpoint = match parse_endpoint(home, &shared.settings) {
         Ok(endpoint) => endpoint,
-        Err(error) => return Status::internal(error.to_string()),
+        Err(error) => return Status::internal(error.to_string()).into(),
     };
     let followed = async {
         let mut client = MembershipClient::new(connect(&endpoint));
@@ -126,7 +149,7 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> Statu
         let changes = within(time, client.watch_nodes(WatchNodesRequest {})).await?;
         let list = within(time, client.list_nodes(ListNodesRequest {})).await?;
         write_nodes(shared, |nodes| nodes.replace(list.nodes));
-        choice.follow();
+        choice.on(shared.now(), Input::Opened);
         tracing::info!(
             recovered = OTHER_PROTOCOL,
             member = home,
@@ -134,34 +157,36 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> Statu
         );
         tokio::select! {
             ended = follow_members(shared, (home, choice), members) => ended,
-            ended = follow_nodes(shared, changes) => ended,
+            ended = follow_nodes(shared, changes) => ended.map_err(End::Failed),
         }
     };
-    let ended: Result<std::convert::Infallible, Status> = followed.await;
-    let Err(status) = ended;
-    status
+    let ended: Result<std::convert::Infallible, End> = followed.await;
+    let Err(end) = ended;
+    end
 }
 
 async fn follow_members(
     shared: &Arc<Shared>,
     (home, choice): (&str, &mut Home),
     mut lists: Streaming<MemberList>,
-) -> Result<std::convert::Infallible, Status> {
+) -> Result<std::convert::Infallible, End> {
     let mut name = String::new();
     loop {
         let left = choice.doubt(shared.now());
-        let list = tokio::select! {
-            list = lists.message() => list?.ok_or_else(|| Status::unavailable("the stream of members ended"))?,
-            () = sleep(left.unwrap_or_default()), if left.is_some() => {
-                return Err(Status::unavailable("the member is unsure of its registration"));
+        let (input, list) = tokio::select! {
+            list = lists.message() => {
+                let list = list?.ok_or_else(|| Status::unavailable("the stream of members ended"))?;
+                name.clone_from(&list.answering);
+                let known = shared.members.borrow().epoch();
+                (Input::List { list: source(&list), known }, Some(list))
             }
-            () = wait_for_silence(shared, &name) => return Err(Status::unavailable("the member does not respond to heartbeats")),
+            () = sleep(left.unwrap_or_default()), if left.is_some() => (Input::Overdue, None),
+            () = wait_for_silence(shared, &name) => (Input::Silent, None),
         };
-        choice.receive(shared.now(), source(&list));
-        name.clone_from(&list.answering);
-        let known = shared.members.borrow().epoch();
-        if source(&list).applies_from_home(known) {
-            apply_list(shared, list, home);
+        match (choice.on(shared.now(), input), list) {
+            (Some(Output::Apply), Some(list)) => apply_list(shared, list, home),
+            (Some(closed @ Output::Close(..)), _) => return Err(End::Closed(closed)),
+            _ => {}
         }
     }
 }

@@ -1,11 +1,14 @@
-//! A member's ledgers: the nodes' reports of tenants, and their grants. The rules are production code
-//! ([`reprise_controlplane_core::Ledgers`], [`MemberPlace`]). The order of the steps follows
-//! `controlplane/src/placement/reports.rs`.
+//! A member's books about tenants, and the parts of it that answer agents. The rules and their order are production
+//! code ([`agent_calls`]).
 
 use std::collections::BTreeMap;
 
-use reprise_controlplane_core::{Budget, Ledgers, MemberPlace, NodeLiveness, NodeReport, QuotaGrant};
-use reprise_policy::{NodeId, TenantName, Tick};
+use reprise_controlplane_core::agent_calls::{self, AnswerParts, ReportAnswer, ReportCall, TenantBooks};
+use reprise_controlplane_core::{
+    Budget, KnownNode, Ledgers, MemberPlace, Modes, NodeLiveness, NodeReport, NodeTable, QuotaGrant,
+    RebalanceRound, ReportedTenant, ReportedUsage,
+};
+use reprise_policy::{Epoch, NodeId, TenantName, Tick};
 
 use super::{Member, member_name};
 use crate::messages::NodeReportBody;
@@ -19,20 +22,84 @@ pub(crate) struct Tenancy {
     pub(crate) budgets: Option<BTreeMap<TenantName, Budget>>,
     /// Nodes whose shares were given up, for the audit.
     pub(crate) given_up: Vec<NodeId>,
+    /// An injected flaw: new ledgers do not wait for reports.
+    skips_reports: bool,
+}
+
+impl Tenancy {
+    pub(super) fn new(variant: Variant) -> Tenancy {
+        Tenancy { skips_reports: variant == Variant::NewLedgerSkipsReports, ..Tenancy::default() }
+    }
+}
+
+impl AnswerParts for Member {
+    type Books = Tenancy;
+
+    fn store_report(&mut self, node: NodeId, epoch: Epoch, report: NodeReport) -> bool {
+        self.nodes.report(node, epoch, report)
+    }
+
+    fn expire(&mut self, now: Tick) {
+        Member::expire(self, now);
+    }
+
+    fn nodes_and_modes<R>(&mut self, act: impl FnOnce(&mut NodeTable, &Modes) -> R) -> R {
+        act(&mut self.nodes, &self.modes)
+    }
+
+    fn moves<R>(&mut self, act: impl FnOnce(&mut Member, &mut RebalanceRound) -> R) -> R {
+        let mut round = std::mem::take(&mut self.moves);
+        let result = act(self, &mut round);
+        self.moves = round;
+        result
+    }
+
+    fn with_place<R>(
+        &mut self,
+        now: Tick,
+        act: impl FnOnce(&MemberPlace<'_>, &mut Tenancy) -> R,
+    ) -> Option<R> {
+        let name = member_name(self.name);
+        let mut tenancy = std::mem::take(&mut self.tenancy);
+        let result = self.standing(now, &name).place().map(|place| act(&place, &mut tenancy));
+        self.tenancy = tenancy;
+        result
+    }
+
+    fn books(&mut self) -> &mut Tenancy {
+        &mut self.tenancy
+    }
+}
+
+impl TenantBooks for Tenancy {
+    /// Not kept: only operators read the usage, and the simulated ones do not.
+    fn store_usage(&mut self, _: Tick, _: &MemberPlace<'_>, _: (NodeId, Epoch), _: Vec<ReportedUsage>) {}
+
+    fn report(
+        &mut self,
+        place: &MemberPlace<'_>,
+        node: (NodeId, Epoch),
+        tenants: &[ReportedTenant],
+    ) -> Vec<QuotaGrant> {
+        let Tenancy { ledgers, budgets, .. } = self;
+        budgets.as_ref().map_or_else(Vec::new, |budgets| ledgers.report(place, budgets, node, tenants))
+    }
+
+    fn update(&mut self, now: Tick, place: Option<&MemberPlace<'_>>, nodes: &[KnownNode]) {
+        let known = place.zip(self.budgets.as_ref());
+        if self.skips_reports && place.is_some() {
+            self.ledgers.update(now, known, (&[], EXPECTED_FOR));
+        }
+        self.ledgers.update(now, known, (nodes, EXPECTED_FOR));
+    }
 }
 
 impl Member {
-    /// Handles a node's report; returns its grants. `None`: the node must register again.
-    pub(crate) fn report(&mut self, now: Tick, body: &NodeReportBody) -> Option<Vec<QuotaGrant>> {
-        let NodeReportBody { node, epoch, report, ref tenants, map_digest } = *body;
-        if !self.nodes.report(node, epoch, report) {
-            return None;
-        }
-        let grants = self.with_place(now, |place, tenancy| {
-            let budgets = tenancy.budgets.as_ref().filter(|_| place.accepts_tenants(map_digest))?;
-            Some(tenancy.ledgers.report(place, budgets, (node, epoch), tenants))
-        });
-        Some(grants.flatten().unwrap_or_default())
+    /// Handles a node's report; `None`: the node must register again.
+    pub(crate) fn report(&mut self, now: Tick, body: NodeReportBody) -> Option<ReportAnswer> {
+        let NodeReportBody { node, epoch, report, tenants, map_digest } = body;
+        let (node, usage) = ((node, epoch), Vec::new());
+        agent_calls::report(self, now, ReportCall { node, report, tenants, usage, map_digest })
     }
 
     /// Returns the last report of a node.
@@ -42,31 +109,7 @@ impl Member {
 
     /// Updates the ledgers, and moves bytes between nodes.
     pub(crate) fn rebalance(&mut self, now: Tick) {
-        let nodes: Vec<_> = self.nodes.known_nodes().collect();
-        let deaf = self.variant == Variant::NewLedgerSkipsReports;
-        let updated = self.with_place(now, |place, Tenancy { ledgers, budgets, .. }| {
-            let known = budgets.as_ref().map(|budgets| (place, budgets));
-            if deaf {
-                ledgers.update(now, known, (&[], EXPECTED_FOR));
-            }
-            ledgers.update(now, known, (&nodes, EXPECTED_FOR));
-        });
-        if updated.is_none() {
-            self.tenancy.ledgers.update(now, None, (&nodes, EXPECTED_FOR));
-        }
-    }
-
-    /// Calls `act` with this member's place, if that is certain.
-    pub(super) fn with_place<T>(
-        &mut self,
-        now: Tick,
-        act: impl FnOnce(&MemberPlace<'_>, &mut Tenancy) -> T,
-    ) -> Option<T> {
-        let name = member_name(self.name);
-        let mut tenancy = std::mem::take(&mut self.tenancy);
-        let result = self.standing(now, &name).place().map(|place| act(&place, &mut tenancy));
-        self.tenancy = tenancy;
-        result
+        agent_calls::update_ledgers(self, now);
     }
 
     /// Reports whether a tenant's slot belongs to this member, by its map.

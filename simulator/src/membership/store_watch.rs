@@ -1,20 +1,22 @@
-//! Records that a member follows in the store: members, nodes, modes of nodes and budgets of tenants; and the
-//! identity of the store.
+//! Records that a member follows in the store: members, nodes, modes of nodes and budgets of tenants.
 //!
-//! Production code decides which call is next ([`RecordCall`], [`IdentityCall`]), and derives the map
+//! Production code decides which call is next ([`RecordCall`]), and derives the map
 //! ([`MemberList`](reprise_controlplane_core::MemberList)).
 
 use reprise_controlplane_core::joining::JoinInput;
-use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall, RecordCall, WatchEnd};
-use reprise_controlplane_core::{Member, ModeRecord, NodeRecord, RecordChange, RecordUpdate};
+use reprise_controlplane_core::record_watch::{RecordCall, WatchEnd};
+use reprise_controlplane_core::{Member as ListedMember, ModeRecord, NodeRecord, RecordChange, RecordUpdate};
 use reprise_policy::shards::MemberName;
 
-use super::{MemberStep, Purpose};
-use crate::member::{incarnations, member_name, node_name, number_of_member};
+use super::MemberStep;
+use super::store_connection::Purpose;
+use crate::environment::Environment;
+use crate::member::{Member, incarnations, node_name};
 use crate::messages::StoreRequest;
+use crate::names::{member_name, number_of_member};
 use crate::network::Host;
+use crate::observation::Observation;
 use crate::setup::Variant;
-use crate::simulation::Simulation;
 use crate::store::{Change, Entry, Key, Prefix, Revision, Value};
 use crate::tenants::tenant_name;
 
@@ -68,14 +70,14 @@ impl Records<'_> {
         }
     }
 
-    fn members(self) -> RecordUpdate<MemberName, Member> {
+    fn members(self) -> RecordUpdate<MemberName, ListedMember> {
         let name = |key| match key {
             Key::Member(member) => member_name(member),
             key => unreachable!("unexpected key of a member: {key:?}"),
         };
         self.decode(name, |name, entry| {
             let (address, version) = (String::new(), String::new());
-            Member { name: name.clone(), address, incarnation: entry.created, version }
+            ListedMember { name: name.clone(), address, incarnation: entry.created, version }
         })
     }
 
@@ -92,45 +94,45 @@ impl Records<'_> {
     }
 }
 
-impl Simulation {
+impl Member {
     // ---- records ------------------------------------------------------------------------------------------
 
     /// Makes the next call for records.
-    pub(super) fn follow_records(&mut self, member: usize, of: RecordKind, call: RecordCall) {
+    pub(super) fn follow_records(&mut self, env: &mut Environment, of: RecordKind, call: RecordCall) {
         match call {
             RecordCall::List(pause) if pause.is_zero() => {
-                self.ask_store(member, Purpose::Follow(of), StoreRequest::Range(of.prefix()));
+                self.talk.ask(env, Purpose::Follow(of), StoreRequest::Range(of.prefix()));
             }
-            RecordCall::List(pause) => self.member_later(member, pause, MemberStep::FollowRecords(of)),
+            RecordCall::List(pause) => env.member_later(self.name, pause, MemberStep::FollowRecords(of)),
             RecordCall::Watch(from) => {
                 let watch = StoreRequest::Watch { prefix: of.prefix(), from };
-                self.ask_store(member, Purpose::Watch(of), watch);
+                self.talk.ask(env, Purpose::Watch(of), watch);
             }
         }
     }
 
     /// Handles the compaction of changes that a watch has not received.
-    pub(super) fn records_compacted(&mut self, member: usize, of: RecordKind) {
-        let loses = self.env.setup.variant == Variant::CompactionLosesChanges;
+    pub(super) fn records_compacted(&mut self, env: &mut Environment, of: RecordKind, revision: Revision) {
+        let loses = env.setup.variant == Variant::CompactionLosesChanges;
         let call = match of {
-            RecordKind::Members if loses => RecordCall::after_list(self.store_process.store.revision()),
+            RecordKind::Members if loses => RecordCall::after_list(revision),
             _ => RecordCall::after(WatchEnd::Compacted),
         };
-        self.follow_records(member, of, call);
+        self.follow_records(env, of, call);
     }
 
     pub(super) fn apply_records(
         &mut self,
-        member: usize,
+        env: &mut Environment,
         of: RecordKind,
         revision: Revision,
         records: Records<'_>,
     ) {
         match of {
-            RecordKind::Members => self.apply_members(member, revision, records.members()),
+            RecordKind::Members => self.apply_members(env, revision, records.members()),
             RecordKind::Nodes => {
-                self.member(member).apply_nodes(revision, records.nodes());
-                self.notify_if_nodes_changed(member);
+                self.apply_nodes(revision, records.nodes());
+                self.notify_if_nodes_changed(env);
             }
             RecordKind::Tenants => {
                 let name = |key| match key {
@@ -141,66 +143,37 @@ impl Simulation {
                     Value::Budget(budget) => budget,
                     ref other => unreachable!("unexpected value of a budget: {other:?}"),
                 };
-                let budgets = self.member(member).tenancy.budgets.get_or_insert_default();
+                let budgets = self.tenancy.budgets.get_or_insert_default();
                 records.decode(name, value).apply_to(budgets);
             }
             RecordKind::Modes => {
                 for (key, set) in records.modes().written() {
                     let Key::Mode(node) = key else { unreachable!("unexpected key of a mode: {key:?}") };
-                    self.member(member).learn_mode(node, set);
+                    self.learn_mode(node, set);
                 }
             }
         }
     }
 
-    fn apply_members(&mut self, member: usize, revision: Revision, update: RecordUpdate<MemberName, Member>) {
-        let mut list = std::mem::take(&mut self.member(member).list);
-        let map = |epoch, names: Vec<MemberName>| self.env.map_of(epoch, names.iter().map(number_of_member));
+    fn apply_members(
+        &mut self,
+        env: &mut Environment,
+        revision: Revision,
+        update: RecordUpdate<MemberName, ListedMember>,
+    ) {
+        let mut list = std::mem::take(&mut self.list);
+        let map = |epoch, names: Vec<MemberName>| env.map_of(epoch, names.iter().map(number_of_member));
         let view = list.apply(revision, update, map).cloned();
-        self.member(member).list = list;
+        self.list = list;
         let Some(view) = view else { return };
-        self.audit_list(revision, &incarnations(&view));
-        let now = self.env.time(Host::Member(member));
-        if view.find(&member_name(self.member(member).name)).is_none() {
-            self.join(member, JoinInput::NameFree);
+        env.observe(Observation::MembersListed { revision, members: incarnations(&view) });
+        let now = env.time(Host::Member(self.name));
+        if view.find(&member_name(self.name)).is_none() {
+            self.join(env, JoinInput::NameFree);
         }
-        self.env.trace.note(|| format!("member {member} follows revision {revision} at {now:?}"));
-        self.place_changed(member);
-    }
-
-    // ---- identity -----------------------------------------------------------------------------------------
-
-    /// Makes the next call for the identity of the store.
-    pub(super) fn follow_identity(&mut self, member: usize, call: IdentityCall) {
-        let prefix = Prefix::IdentityOf(self.identity(member).number);
-        match call {
-            IdentityCall::Read(pause) if pause.is_zero() => {
-                self.ask_store(member, Purpose::IdentityRange, StoreRequest::Range(prefix));
-            }
-            IdentityCall::Read(pause) => self.member_later(member, pause, MemberStep::Identity),
-            IdentityCall::Watch(from) => {
-                let watch = StoreRequest::Watch { prefix, from };
-                self.ask_store(member, Purpose::IdentityWatch(from - 1), watch);
-            }
-            // An emptied store has no identity to delete.
-            IdentityCall::End | IdentityCall::DeleteAndEnd => self.end_member(member),
-        }
-    }
-
-    pub(super) fn identity_read(&mut self, member: usize, revision: Revision, entries: &[(Key, Entry)]) {
-        let identity = self.identity(member);
-        let same = entries.first().is_some_and(|(_, entry)| entry.modified == identity.revision);
-        let answer = if revision < self.member(member).joining.seen {
-            IdentityAnswer::Restored
-        } else if same {
-            IdentityAnswer::Unchanged(revision)
-        } else {
-            IdentityAnswer::Changed
-        };
-        if !matches!(answer, IdentityAnswer::Unchanged(_)) {
-            self.env.count("stores found replaced");
-        }
-        self.follow_identity(member, IdentityCall::after(answer));
+        let name = self.name;
+        env.trace.note(|| format!("member {name} follows revision {revision} at {now:?}"));
+        self.place_changed(env);
     }
 }
 

@@ -1,42 +1,55 @@
 //! Writes of records: registrations of nodes, modes, and budgets of tenants.
 //!
-//! Production code decides what a transaction writes, and what follows a conflict
-//! ([`reprise_controlplane_core::store_writes`]). The loops of attempts follow `controlplane/src/registry.rs`,
-//! `controlplane/src/modes.rs` and `controlplane/src/tenants.rs`. Not reproduced: node numbers never run out, two keys are read by
-//! one request, and budgets are set without the joint check of reservations, which grants concurrent changes.
+//! Production state machines decide about registrations and modes, attempt by attempt
+//! ([`RegistrationWrite`], [`ModeWrite`]). Here are the calls to the store. Not reproduced: node numbers never run out, two
+//! keys are read by one request, and a budget is written by one transaction without a check of reservations, so
+//! that concurrent changes do not conflict.
 
 use reprise_controlplane_core::store_writes::{
-    self, NodeRegistration, NumberCounter, StoreIdentity, Unchanged, WriteAttempts, WriteRejection,
+    ModeInput, ModeStep, ModeWrite, NodeRegistration, NumberCounter, RegistrationInput,
+    RegistrationRejection, RegistrationStep, RegistrationWrite, Unchanged, WriteRejection,
 };
-use reprise_controlplane_core::{Budget, ModeRecord, NodeDetails};
+use reprise_controlplane_core::{Budget, ModeRecord, NodeDetails, NodeRecord};
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeMode, TenantId};
 
+use super::identity::number_of;
+use super::store_connection::{Purpose, StoreConnection};
 use super::store_watch::{mode_record, node_record};
-use super::{Purpose, number_of};
+use crate::environment::Environment;
 use crate::member::node_name;
 use crate::messages::{CallId, Message, Reply, StoreRequest};
 use crate::network::LineId;
-use crate::simulation::Simulation;
-use crate::store::{Condition, Entry, Key, Revision, TransactionError, Value, Write};
+use crate::store::{Condition, Entry, Key, Value, Write};
 
 /// A registration in progress.
 #[derive(Clone, Debug)]
-pub(super) struct RegistrationAttempt {
+pub(crate) struct RegistrationAttempt {
     name: usize,
-    /// Failure domain of the node.
-    domain: String,
     line: LineId,
     call: CallId,
-    attempts: WriteAttempts,
+    write: RegistrationWrite,
 }
 
 /// An operator's request to set a node's mode.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ModeOrder {
-    node: usize,
-    mode: NodeMode,
-    attempts: WriteAttempts,
+pub(crate) struct ModeOrder {
+    pub(crate) node: usize,
+    write: ModeWrite,
+}
+
+/// What follows a step of a write.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+pub(super) enum Progress<T> {
+    /// A call to the store has no answer yet.
+    Waits,
+    /// The record was written, or is as it should be.
+    Done(T),
+    /// The write was given up.
+    Rejected,
+    /// The write was given up because the store was replaced.
+    OtherStore,
 }
 
 fn condition(key: Key, unchanged: Unchanged) -> Condition {
@@ -46,163 +59,149 @@ fn condition(key: Key, unchanged: Unchanged) -> Condition {
     }
 }
 
-impl Simulation {
-    /// Returns the condition that the store still has the identity that a member knows.
-    pub(super) fn same_store(&mut self, member: usize) -> Condition {
-        let identity = self.identity(member);
-        Condition::Modified(Key::IdentityOf(identity.number), identity.revision)
-    }
-
-    /// Reads the identity of the store after a conflict.
-    pub(super) fn compare_store(&mut self, member: usize, of: Purpose) {
-        let key = Key::IdentityOf(self.identity(member).number);
-        self.ask_store(member, of, StoreRequest::Get(vec![key]));
-    }
-
-    pub(super) fn compared(&mut self, member: usize, identity: &Option<Entry>) -> StoreIdentity {
-        let revision = identity.as_ref().map(|entry| entry.modified);
-        let is_same = revision == Some(self.identity(member).revision);
-        if is_same { StoreIdentity::Same } else { StoreIdentity::Other }
-    }
-
-    // ---- nodes --------------------------------------------------------------------------------------------
-
-    pub(crate) fn register_node(
-        &mut self,
-        member: usize,
+impl RegistrationAttempt {
+    /// Begins a registration of a node with a failure domain.
+    pub(crate) fn begin(
+        env: &mut Environment,
+        talk: &mut StoreConnection,
         (name, domain): (usize, String),
         (line, call): (LineId, CallId),
     ) {
-        let attempts = WriteAttempts::default();
-        self.read_record(member, RegistrationAttempt { name, domain, line, call, attempts });
-    }
-
-    pub(super) fn refuse(&mut self, of: &RegistrationAttempt) {
-        self.env.send(of.line, 0, Message::Reply { call: of.call, reply: Reply::Unavailable });
-    }
-
-    fn read_record(&mut self, member: usize, of: RegistrationAttempt) {
-        let keys = vec![Key::Node(of.name), Key::NextNode];
-        self.ask_store(member, Purpose::Registered(of), StoreRequest::Get(keys));
-    }
-
-    pub(super) fn register_in_store(
-        &mut self,
-        member: usize,
-        of: RegistrationAttempt,
-        entries: &[Option<Entry>],
-    ) {
-        let identity = self.identity(member);
         let details = NodeDetails {
-            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(of.name)))],
-            failure_domain: of.domain.clone(),
+            peer_endpoints: vec![PeerEndpoint::tcp(format!("{}:1", node_name(name)))],
+            failure_domain: domain,
             ..NodeDetails::default()
         };
-        let registration = match &entries[0] {
-            Some(known) => NodeRegistration::again(node_record(known), details),
-            None => {
-                let counter = entries[1].as_ref().and_then(|entry| {
-                    Some(NumberCounter { next: number_of(&entries[1])?, revision: entry.modified })
-                });
-                // Epochs begin at a number of the store's identity.
-                let base = Epoch(u64::from(identity.number) << 32);
-                NodeRegistration::first(&node_name(of.name), details, counter, base).expect("few nodes")
+        // Epochs begin at a number of the store's identity.
+        let base = Epoch(u64::from(talk.identity_number()) << 32);
+        let write = RegistrationWrite::new(&node_name(name), details, base);
+        RegistrationAttempt { name, line, call, write }.read(env, talk);
+    }
+
+    /// Returns the receiver of the answer.
+    pub(super) fn from(&self) -> (LineId, CallId) {
+        (self.line, self.call)
+    }
+
+    pub(super) fn refuse(&self, env: &mut Environment) {
+        env.send(self.line, 0, Message::Reply { call: self.call, reply: Reply::Unavailable });
+    }
+
+    /// Reads the record of the node, and the counter of numbers.
+    fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+        let keys = vec![Key::Node(self.name), Key::NextNode];
+        talk.ask(env, Purpose::Registered(self), StoreRequest::Get(keys));
+    }
+
+    /// Handles the record of the node and the counter, which are read together.
+    pub(super) fn on_read(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        entries: &[Option<Entry>],
+    ) -> Progress<NodeRecord> {
+        let mut step = self.write.on(RegistrationInput::Record(entries[0].as_ref().map(node_record)));
+        if step == RegistrationStep::ReadCounter {
+            let counter = entries[1].as_ref().and_then(|entry| {
+                Some(NumberCounter { next: number_of(&entries[1])?, revision: entry.modified })
+            });
+            step = self.write.on(RegistrationInput::Counter(counter));
+        }
+        self.carry_out(env, talk, step)
+    }
+
+    /// Handles another answer of the store.
+    pub(super) fn on(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        input: RegistrationInput,
+    ) -> Progress<NodeRecord> {
+        let step = self.write.on(input);
+        self.carry_out(env, talk, step)
+    }
+
+    fn carry_out(
+        self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        step: RegistrationStep,
+    ) -> Progress<NodeRecord> {
+        match step {
+            RegistrationStep::ReadRecord | RegistrationStep::ReadCounter => self.read(env, talk),
+            RegistrationStep::Write(registration) => self.transact(env, talk, &registration),
+            RegistrationStep::Compare => talk.compare_store(env, Purpose::IsOfStore(self)),
+            RegistrationStep::Done(record) => return Progress::Done(record),
+            RegistrationStep::Rejected(RegistrationRejection::Write(WriteRejection::OtherStore)) => {
+                return Progress::OtherStore;
             }
-        };
-        let key = Key::Node(of.name);
-        let mut conditions = vec![self.same_store(member), condition(key, registration.unchanged)];
+            RegistrationStep::Rejected(_) => return Progress::Rejected,
+        }
+        Progress::Waits
+    }
+
+    fn transact(self, env: &mut Environment, talk: &mut StoreConnection, registration: &NodeRegistration) {
+        let key = Key::Node(self.name);
+        let mut conditions = vec![talk.same_store(), condition(key, registration.unchanged)];
         let record = Value::Node(Box::new(registration.record.clone()));
         let mut writes = vec![Write { key, value: record, lease: None }];
         if let Some((unchanged, next)) = registration.counter {
             conditions.push(condition(Key::NextNode, unchanged));
             writes.push(Write { key: Key::NextNode, value: Value::Number(next), lease: None });
         }
-        let purpose = Purpose::Register(of, Box::new(registration));
-        self.ask_store(member, purpose, StoreRequest::Transact { conditions, writes });
+        talk.ask(env, Purpose::Register(self), StoreRequest::Transact { conditions, writes });
+    }
+}
+
+impl ModeOrder {
+    /// Begins to set the mode of a node.
+    pub(crate) fn begin(env: &mut Environment, talk: &mut StoreConnection, node: usize, mode: NodeMode) {
+        ModeOrder { node, write: ModeWrite::new(mode) }.read(env, talk);
     }
 
-    pub(super) fn node_written(
-        &mut self,
-        member: usize,
-        (of, registration): (RegistrationAttempt, NodeRegistration),
-        result: Result<Revision, TransactionError>,
-    ) {
-        match result {
-            Ok(revision) => self.registered(member, registration.committed(revision), (of.line, of.call)),
-            Err(_) => self.compare_store(member, Purpose::IsOfStore(of)),
-        }
+    fn read(self, env: &mut Environment, talk: &mut StoreConnection) {
+        talk.ask(env, Purpose::ModeBefore(self), StoreRequest::Get(vec![Key::Mode(self.node)]));
     }
 
-    /// Handles the comparison of the store after a registration that was not written.
-    pub(super) fn register_again(
-        &mut self,
-        member: usize,
-        mut of: RegistrationAttempt,
-        identity: &Option<Entry>,
-    ) {
-        let store = self.compared(member, identity);
-        match of.attempts.retry(store) {
-            Ok(()) => self.read_record(member, of),
-            Err(WriteRejection::Busy) => self.refuse(&of),
-            Err(WriteRejection::OtherStore) => {
-                self.refuse(&of);
-                self.end_member(member);
+    /// Handles the record of the mode.
+    pub(super) fn on_read(
+        self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        entry: &Option<Entry>,
+    ) -> Progress<ModeRecord> {
+        self.on(env, talk, ModeInput::Record(entry.as_ref().map(mode_record)))
+    }
+
+    /// Handles an answer of the store.
+    pub(super) fn on(
+        mut self,
+        env: &mut Environment,
+        talk: &mut StoreConnection,
+        input: ModeInput,
+    ) -> Progress<ModeRecord> {
+        match self.write.on(input) {
+            ModeStep::Read => self.read(env, talk),
+            ModeStep::Write(unchanged) => {
+                let key = Key::Mode(self.node);
+                let conditions = vec![condition(key, unchanged), talk.same_store()];
+                let writes = vec![Write { key, value: Value::Mode(self.write.mode()), lease: None }];
+                talk.ask(env, Purpose::ModePut(self), StoreRequest::Transact { conditions, writes });
             }
+            ModeStep::Compare => talk.compare_store(env, Purpose::ModeOfStore(self)),
+            ModeStep::Done(_, set) => return Progress::Done(set),
+            ModeStep::Rejected(WriteRejection::OtherStore) => return Progress::OtherStore,
+            ModeStep::Rejected(WriteRejection::Busy) => return Progress::Rejected,
         }
+        Progress::Waits
     }
+}
 
-    // ---- modes --------------------------------------------------------------------------------------------
-
-    /// `SetNode`, as in a member. A node that has never registered cannot be set.
-    pub(crate) fn set_mode(&mut self, member: usize, node: usize, mode: NodeMode) {
-        if self.member(member).knows_host(node) {
-            self.read_mode(member, ModeOrder { node, mode, attempts: WriteAttempts::default() });
-        }
-    }
-
-    fn read_mode(&mut self, member: usize, order: ModeOrder) {
-        self.ask_store(member, Purpose::ModeBefore(order), StoreRequest::Get(vec![Key::Mode(order.node)]));
-    }
-
-    pub(super) fn mode_read(&mut self, member: usize, order: ModeOrder, entry: &Option<Entry>) {
-        let known = entry.as_ref().map(mode_record);
-        let Some(unchanged) = store_writes::set_mode(known, order.mode) else { return };
-        let key = Key::Mode(order.node);
-        let conditions = vec![condition(key, unchanged), self.same_store(member)];
-        let writes = vec![Write { key, value: Value::Mode(order.mode), lease: None }];
-        self.ask_store(member, Purpose::ModePut(order), StoreRequest::Transact { conditions, writes });
-    }
-
-    pub(super) fn mode_put(
-        &mut self,
-        member: usize,
-        order: ModeOrder,
-        result: Result<Revision, TransactionError>,
-    ) {
-        match result {
-            Ok(revision) => {
-                self.env.count("modes set");
-                self.member(member).learn_mode(order.node, ModeRecord { mode: order.mode, revision });
-            }
-            Err(_) => self.compare_store(member, Purpose::ModeOfStore(order)),
-        }
-    }
-
-    /// Handles the comparison of the store after a mode that was not written. The operator gets an error if it
-    /// is another one.
-    pub(super) fn set_mode_again(&mut self, member: usize, mut order: ModeOrder, identity: &Option<Entry>) {
-        let store = self.compared(member, identity);
-        if order.attempts.retry(store).is_ok() {
-            self.read_mode(member, order);
-        }
-    }
-
-    // ---- budgets ------------------------------------------------------------------------------------------
-
+impl StoreConnection {
     /// `SetTenant` or `RemoveTenant`, as in a member.
-    pub(crate) fn set_budget(&mut self, member: usize, tenant: TenantId, budget: Option<Budget>) {
+    pub(crate) fn set_budget(&mut self, env: &mut Environment, tenant: TenantId, budget: Option<Budget>) {
         let key = Key::Tenant(tenant);
-        let conditions = vec![self.same_store(member)];
+        let conditions = vec![self.same_store()];
         let request = match budget {
             Some(budget) => {
                 let writes = vec![Write { key, value: Value::Budget(budget), lease: None }];
@@ -210,6 +209,6 @@ impl Simulation {
             }
             None => StoreRequest::Delete { conditions, key },
         };
-        self.ask_store(member, Purpose::SetBudget, request);
+        self.ask(env, Purpose::SetBudget, request);
     }
 }
