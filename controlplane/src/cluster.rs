@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
+use reprise_controlplane_core::member_parts::EXPECTED_FOR;
 use reprise_controlplane_core::{
     Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessSettings, Modes, NodeLiveness, NodeRecord,
     NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus, member_parts,
@@ -39,8 +40,6 @@ use node_selection::CachedPeers;
 const NODE_EVENTS_MAX: usize = 4096;
 /// Table places that one sweep visits: about 0.3 ms under the lock. 200 sweeps cover ten million entries.
 const SWEEP_PLACES: usize = 1 << 16;
-/// Time for known nodes to register after the start of a member; agents retry at least once a second.
-pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 
 /// Shared state of the services of one member.
 #[derive(Debug)]

@@ -19,18 +19,16 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
+use reprise_controlplane_core::identity_search::{IdentitySearch, SearchInput, SearchStep};
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall};
 use reprise_controlplane_core::store_writes::StoreIdentity;
 use reprise_controlplane_store::{
-    Condition, Outcome, Range, Revision, Store, StoreError, Transaction, Write,
+    Condition, KeyValue, Outcome, Range, Revision, Store, StoreError, Transaction, Write,
 };
 use reprise_policy::Epoch;
 use tokio::time::sleep;
 
 use crate::store_keys::Key;
-
-/// Attempts to create an identity, against members that start at the same moment; one of them succeeds.
-const ATTEMPTS_MAX: usize = 8;
 
 /// The identity of a store, as read at the start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,6 +39,14 @@ pub struct Identity {
     number: u32,
 }
 
+/// The name of an identity.
+#[derive(Debug)]
+struct Name {
+    /// Key of its marker.
+    marker: Vec<u8>,
+    number: u32,
+}
+
 impl Identity {
     /// Reads the identity; creates one if the store has none.
     ///
@@ -48,14 +54,34 @@ impl Identity {
     /// Errors of the store.
     pub async fn load_or_create(store: &dyn Store) -> Result<Identity, StoreError> {
         let mut last = StoreError::Unavailable { reason: "its identity changes repeatedly".to_owned() };
-        for _ in 0..ATTEMPTS_MAX {
-            match Identity::read(store).await {
-                Ok(Some(identity)) => return Ok(identity),
-                Ok(None) => drop(create(store).await?),
-                Err(error) => last = error,
-            }
+        let (mut search, mut step) = (IdentitySearch::default(), SearchStep::ReadName);
+        let (mut name, mut marker) = (None, None);
+        loop {
+            let answer = match step {
+                SearchStep::ReadName => store.get(&Key::Identity.bytes()).await.map(|entry| {
+                    name = entry.as_ref().map(Name::of);
+                    presence(name.is_some())
+                }),
+                SearchStep::ReadMarker => {
+                    let key = name.as_ref().map_or_else(Vec::new, |name: &Name| name.marker.clone());
+                    store.get(&key).await.map(|entry| {
+                        marker = entry.map(|entry| entry.modified);
+                        presence(marker.is_some())
+                    })
+                }
+                SearchStep::Create => create(store).await.map(|_| SearchInput::Created),
+                SearchStep::Found | SearchStep::GiveUp => break,
+            };
+            let input = answer.unwrap_or_else(|error| {
+                last = error;
+                SearchInput::Failed
+            });
+            step = search.on(input);
         }
-        Err(last)
+        let found = name.zip(marker).filter(|_| step == SearchStep::Found);
+        found
+            .map(|(Name { marker, number }, revision)| Identity { key: marker, revision, number })
+            .ok_or(last)
     }
 
     /// Condition that the store still has this identity.
@@ -129,16 +155,21 @@ impl Identity {
     fn is_in(&self, range: &Range) -> bool {
         range.entries.first().is_some_and(|entry| entry.key == self.key && entry.modified == self.revision)
     }
+}
 
-    async fn read(store: &dyn Store) -> Result<Option<Identity>, StoreError> {
-        let Some(entry) = store.get(&Key::Identity.bytes()).await? else { return Ok(None) };
+impl Name {
+    fn of(entry: &KeyValue) -> Name {
         // Other versions may write another format; any text that stays the same identifies the store.
         let text = String::from_utf8_lossy(&entry.value);
-        let key = Key::IdentityMarker(&text).bytes();
+        let marker = Key::IdentityMarker(&text).bytes();
         let number = text.get(..8);
         let number = number.and_then(|text| u32::from_str_radix(text, 16).ok()).unwrap_or_default() >> 1;
-        Ok(store.get(&key).await?.map(|entry| Identity { key, revision: entry.modified, number }))
+        Name { marker, number }
     }
+}
+
+fn presence(is_present: bool) -> SearchInput {
+    if is_present { SearchInput::Present } else { SearchInput::Absent }
 }
 
 fn answer_of(error: &StoreError) -> IdentityAnswer {

@@ -4,12 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use reprise_controlplane_core::member_parts::EXPECTED_FOR;
 use reprise_controlplane_core::{
     self as core, Budget, KnownNode, LedgerState, MemberPlace, QuotaGrant, ReportedTenant,
 };
 use reprise_policy::{Epoch, NodeId, TenantName, Tick};
-
-use crate::cluster::EXPECTED_FOR;
 
 /// The locked ledgers of one member.
 #[derive(Debug, Default)]

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_controlplane_core::{AssignedSlots, LivenessSettings, agent_calls};
+use reprise_controlplane_core::{AssignedSlots, LivenessSettings, agent_calls, member_parts};
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
-use reprise_policy::shards::MemberName;
 use reprise_policy::Amounts;
+use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
 use reprise_proto::controlplane::events_server::EventsServer;
 use reprise_proto::controlplane::membership_server::MembershipServer;
@@ -29,7 +29,7 @@ use crate::admin::{self, Admin};
 use crate::admission::Admission;
 use crate::answers::Answers;
 use crate::background::Background;
-use crate::cluster::{Cluster, EXPECTED_FOR};
+use crate::cluster::Cluster;
 use crate::config::{Config, EventsConfig, StoreConfig};
 use crate::descriptors::ConnectionLimits;
 use crate::directory::DirectoryService;
@@ -60,10 +60,6 @@ const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
 /// Interval between sweeps of the directory, and between checks whether a sweep is needed.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Shortest interval between expiry checks; bounds the loop's CPU use.
-const EXPIRE_MIN: Duration = Duration::from_millis(1);
-/// Interval between rebalances of the ledgers.
-const REBALANCE_EVERY: Duration = Duration::from_secs(1);
 /// Time to wait for etcd at start, so that etcd and members may start together. After it the start fails.
 const STORE_WITHIN: Duration = Duration::from_secs(15);
 /// Pause between attempts to open the store.
@@ -360,7 +356,7 @@ async fn follow_tenants(tenants: Arc<Tenants>) {
 
 /// Keeps the ledgers consistent with map, budgets and nodes, and rebalances their grants.
 async fn rebalance_ledgers(cluster: Arc<Cluster>, shards: Arc<Shards>, tenants: Arc<Tenants>) {
-    let mut ticks = interval(REBALANCE_EVERY);
+    let mut ticks = interval(agent_calls::LEDGER_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut overcommitted = Amounts::default();
     loop {
@@ -395,7 +391,7 @@ async fn watch_store_identity(
 
 /// Stops waiting for nodes that have not registered since the start.
 async fn stop_expecting_absent(cluster: Arc<Cluster>) {
-    sleep(EXPECTED_FOR).await;
+    sleep(member_parts::EXPECTED_FOR).await;
     cluster.stop_expecting_absent();
 }
 
@@ -406,9 +402,7 @@ async fn keep_registered(shards: Arc<Shards>, stop: watch::Receiver<bool>) {
 /// Expires silent nodes at their deadlines.
 async fn expire_nodes(cluster: Arc<Cluster>, dead_after: Duration) {
     loop {
-        let next = cluster.expire().unwrap_or(dead_after);
-        // A registration during the sleep expires no sooner than `dead_after` from now.
-        sleep(next.min(dead_after).max(EXPIRE_MIN)).await;
+        sleep(member_parts::expiry_wait(cluster.expire(), dead_after)).await;
     }
 }
 

@@ -3,10 +3,9 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use reprise_controlplane_core::member_parts::EXPECTED_FOR;
 use reprise_controlplane_core::{self as core, KnownNode, MemberPlace, ReportedUsage, UsageSummary};
 use reprise_policy::{Epoch, NodeId, TenantName, Tick};
-
-use crate::cluster::EXPECTED_FOR;
 
 /// The locked usage table of one member.
 #[derive(Debug, Default)]

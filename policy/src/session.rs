@@ -1,7 +1,7 @@
 //! Options and results of requests in a session between an agent and its clients; both sides use these types.
 //!
 //! The messages around them differ. An agent gets lists of any length with the time of their receipt, and answers
-//! with places. A client adds what it holds: sessions, open files and mapped memory.
+//! with places. A client adds its sessions, open files and mapped memory.
 
 use crate::Tier;
 

@@ -20,9 +20,9 @@ use std::time::Duration;
 
 use reprise_agent_core::event::Grant;
 use reprise_controlplane_core::Budget;
+use reprise_controlplane_core::agent_calls::LEDGER_INTERVAL;
 use reprise_policy::{Amounts, Epoch, TenantId, Tick};
 
-use crate::control_plane::REBALANCE_EVERY;
 use crate::environment::Environment;
 use crate::member::Member;
 use crate::network::Host;
@@ -281,7 +281,7 @@ fn assert_split(simulation: &Simulation, tenant: TenantId, budget: &Amounts) {
 pub(crate) fn share_out(simulation: &mut Simulation) {
     let give_up = simulation.env.now.after(SHARED_OUT_WITHIN);
     while simulation.env.now < give_up && has_unassigned_bytes(simulation) {
-        simulation.run_until(simulation.env.now.after(REBALANCE_EVERY));
+        simulation.run_until(simulation.env.now.after(LEDGER_INTERVAL));
     }
 }
 

@@ -2,15 +2,15 @@
 //!
 //! What a call changes is decided by production code, in `member.rs`. Here are the messages, the audits of every
 //! answer, and the periodic tasks. Followers get the list of all nodes shortly after a change; the binary sends
-//! each change. The periodic tasks follow `controlplane/src/server.rs`.
+//! each change. Production code decides when a task runs; sweeps run with the expiry of nodes.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_agent_core::event::Move;
 use reprise_agent_core::outbox::Batch;
-use reprise_controlplane_core::NodeRecord;
-use reprise_controlplane_core::agent_calls::ReportAnswer;
+use reprise_controlplane_core::agent_calls::{LEDGER_INTERVAL, ReportAnswer};
+use reprise_controlplane_core::{NodeRecord, member_parts};
 use reprise_policy::{BlockKey, Epoch, NodeId, NodeMode};
 
 use crate::environment::Environment;
@@ -21,12 +21,10 @@ use crate::messages::{
 };
 use crate::network::{Host, LineId};
 use crate::observation::Observation;
-use crate::setup::BEAT_EVERY;
+use crate::setup::DEAD_AFTER;
 
 /// Maximum delay in microseconds until a member's task runs.
 const OWN_US_MAX: u64 = 500;
-/// As `server.rs`: interval of the ledger updates.
-pub(crate) const REBALANCE_EVERY: Duration = Duration::from_secs(1);
 /// Delay between a change of the nodes and the update of followers.
 const NOTIFY_NODES_AFTER: Duration = Duration::from_millis(5);
 
@@ -152,15 +150,14 @@ impl Member {
         let next = self.expire(now);
         self.sweep();
         env.observe(Observation::DirectoryChanged { member: self.name });
-        // A node that registers meanwhile expires no sooner.
-        let wait = next.map_or(BEAT_EVERY, |next| next.since(now)).max(Duration::from_millis(1));
+        let wait = member_parts::expiry_wait(next.map(|next| next.since(now)), DEAD_AFTER);
         env.member_later(self.name, wait, MemberStep::Expire);
     }
 
     /// Updates the ledgers, and schedules the next update.
     pub(crate) fn rebalance_due(&mut self, env: &mut Environment) {
         self.rebalance(env.time(Host::Member(self.name)));
-        env.member_later(self.name, REBALANCE_EVERY, MemberStep::Rebalance);
+        env.member_later(self.name, LEDGER_INTERVAL, MemberStep::Rebalance);
         env.observe(Observation::LedgersUpdated { member: self.name });
     }
 

@@ -5,20 +5,21 @@
 //!     └── the store does not answer: the process ends, and the next one begins
 //! ```
 //!
-//! Production state machines decide about records (`store_watch.rs`), the entry (`member_entry.rs`) and writes
-//! (`writes.rs`). The calls at the start follow `controlplane/src/identity.rs` and
-//! `controlplane/src/server.rs`. A process that ends is restarted, as by Kubernetes. Not reproduced: further attempts to
-//! read the state at the start.
+//! Production state machines decide about the identity (`identity.rs`), records (`store_watch.rs`), the entry
+//! (`member_entry.rs`) and writes (`writes.rs`). A process that ends is restarted, as by Kubernetes.
 
 mod identity;
 mod member_entry;
 mod store_connection;
 mod store_watch;
+mod values;
 mod writes;
 
 use std::time::Duration;
 
+use reprise_controlplane_core::identity_search::{SearchInput, SearchStep};
 use reprise_controlplane_core::joining::{JoinInput, Joining};
+use reprise_controlplane_core::member_parts::EXPECTED_FOR;
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall, RecordCall, WatchEnd};
 use reprise_controlplane_core::store_writes::{ModeInput, RegistrationInput};
 use reprise_controlplane_core::{ModeRecord, NodeRecord};
@@ -31,13 +32,13 @@ use crate::messages::{CallId, Reply, StoreReply, StoreRequest};
 use crate::network::{Host, LineId};
 use crate::observation::Observation;
 use crate::random_faults::Repair;
-use crate::setup::{BEAT_EVERY, EXPECTED_FOR};
 use crate::simulation::Action;
 use crate::store::{Entry, Key, LeaseId, Prefix, Revision};
 use identity::Continuation;
 pub(crate) use store_connection::StoreConnection;
 use store_connection::{Purpose, StoreCall};
-use store_watch::{RecordKind, Records, node_record};
+use store_watch::{RecordKind, Records};
+use values::node_record;
 use writes::Progress;
 pub(crate) use writes::{ModeOrder, RegistrationAttempt};
 
@@ -168,11 +169,11 @@ impl Member {
 
     fn store_failed(&mut self, env: &mut Environment, of: &Purpose) {
         match *of {
-            Purpose::Identity
-            | Purpose::IdentityOf(_)
-            | Purpose::CreateIdentity
-            | Purpose::Records
-            | Purpose::ModesAtStart => self.end(env),
+            Purpose::IdentityName | Purpose::IdentityMarker | Purpose::CreateIdentity => {
+                let step = self.talk.search(env, SearchInput::Failed);
+                self.search_advanced(env, step);
+            }
+            Purpose::Records | Purpose::ModesAtStart => self.end(env),
             Purpose::IdentityRange | Purpose::IdentityWatch(_) => {
                 self.follow_identity(env, IdentityCall::after(IdentityAnswer::Failed));
             }
@@ -227,14 +228,17 @@ impl Member {
         reply: StoreReply,
     ) {
         match (of, reply) {
-            (Purpose::Identity, StoreReply::Entries(entries)) => self.talk.number_read(env, &entries[0]),
-            (Purpose::CreateIdentity, StoreReply::Transacted(_)) => self.talk.find_identity(env),
-            (Purpose::IdentityOf(number), StoreReply::Entries(entries)) => {
-                if self.talk.identity_found(number, &entries[0]) {
-                    self.talk.ask(env, Purpose::Records, StoreRequest::Range(Prefix::Nodes));
-                } else {
-                    self.end(env);
-                }
+            (Purpose::IdentityName, StoreReply::Entries(entries)) => {
+                let step = self.talk.name_read(env, &entries[0]);
+                self.search_advanced(env, step);
+            }
+            (Purpose::IdentityMarker, StoreReply::Entries(entries)) => {
+                let step = self.talk.marker_read(env, &entries[0]);
+                self.search_advanced(env, step);
+            }
+            (Purpose::CreateIdentity, StoreReply::Transacted(_)) => {
+                let step = self.talk.search(env, SearchInput::Created);
+                self.search_advanced(env, step);
             }
             (Purpose::Records, StoreReply::Range { revision, entries }) => {
                 self.load_node_records(env, revision, &entries);
@@ -341,6 +345,14 @@ impl Member {
 
     // ---- start --------------------------------------------------------------------------------------------
 
+    fn search_advanced(&mut self, env: &mut Environment, step: SearchStep) {
+        match step {
+            SearchStep::ReadName | SearchStep::ReadMarker | SearchStep::Create => {}
+            SearchStep::Found => self.talk.ask(env, Purpose::Records, StoreRequest::Range(Prefix::Nodes)),
+            SearchStep::GiveUp => self.end(env),
+        }
+    }
+
     fn load_node_records(&mut self, env: &mut Environment, revision: Revision, records: &[(Key, Entry)]) {
         self.restore(records.iter().map(|(_, entry)| node_record(entry)).collect(), revision);
         self.talk.ask(env, Purpose::ModesAtStart, StoreRequest::Range(Prefix::Modes));
@@ -349,7 +361,7 @@ impl Member {
     /// Starts serving after the initial state was read.
     fn begin_serving(&mut self, env: &mut Environment) {
         self.joining.serving = true;
-        env.member_later(self.name, BEAT_EVERY, MemberStep::Expire);
+        self.expiry_due(env);
         env.member_later(self.name, EXPECTED_FOR, MemberStep::DropAbsent);
         for of in [RecordKind::Members, RecordKind::Nodes, RecordKind::Tenants, RecordKind::Modes] {
             self.follow_records(env, of, RecordCall::first());

@@ -30,8 +30,6 @@ pub(crate) const CLOCK_GRAIN: Duration = Duration::from_micros(2);
 pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(2);
 /// A member's timeout for a call to the store.
 pub(crate) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for which a member expects the nodes in the store after its start.
-pub(crate) const EXPECTED_FOR: Duration = Duration::from_secs(10);
 /// Time within which all operations end after the faults: two calls with timeouts, the longest retry delays,
 /// and the longest load.
 pub(crate) const FINISH_TIME: Duration = Duration::from_secs(14);

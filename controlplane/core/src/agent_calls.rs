@@ -5,6 +5,8 @@
 //!
 //! Pure: the caller locks, and decodes and encodes messages.
 
+use std::time::Duration;
+
 use reprise_policy::placement::{PlacementDecision, PlacementNode, PlacementReason};
 use reprise_policy::{Epoch, NodeId, Tick};
 
@@ -16,6 +18,9 @@ use crate::node_table::NodeTable;
 use crate::placement_call::{self, PlaceCertainty, PlacementCall};
 use crate::rebalance::Move;
 use crate::tenant_usage::ReportedUsage;
+
+/// Interval of the updates of the ledgers.
+pub const LEDGER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Access to the parts of a member that answer agents; see the module. No two are locked at once, except nodes with
 /// modes, and the moves with each of them.
@@ -141,7 +146,7 @@ pub fn placement_nodes(parts: &mut impl AnswerParts, now: Tick) -> Vec<Placement
     parts.nodes_and_modes(|nodes, modes| node_selection::placement_nodes(nodes, modes))
 }
 
-/// Updates the ledgers of a member, and moves bytes between nodes. Called once a second.
+/// Updates the ledgers of a member, and moves bytes between nodes. Called at the interval [`LEDGER_INTERVAL`].
 pub fn update_ledgers(parts: &mut impl AnswerParts, now: Tick) {
     let nodes: Vec<KnownNode> = parts.nodes_and_modes(|nodes, _| nodes.known_nodes().collect());
     let updated = parts.with_place(now, |place, books| books.update(now, Some(place), &nodes));
@@ -181,14 +186,11 @@ pub fn end_placement(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use reprise_policy::peer::PeerEndpoint;
     use reprise_policy::shards::{MemberName, ShardMap};
-    use reprise_policy::{BlockKey, NodeMode};
+    use reprise_policy::{Amounts, BlockKey, NodeMode};
 
     use super::*;
-    use crate::budgets::Amounts;
     use crate::node_table::{LivenessSettings, NodeDetails, NodeRecord};
 
     const NODES: [NodeId; 2] = [NodeId(1), NodeId(2)];
@@ -336,7 +338,7 @@ mod tests {
         for node in NODES {
             parts.nodes.report(node, Epoch(1), call(&parts, node, 0).report);
         }
-        let (reason, slot_bytes) = (PlacementReason::Drain, 100);
+        let (reason, slot_bytes) = (PlacementReason::Drain, 10);
         let head = |epoch| PlacementHead { holder: (NODES[0], Epoch(epoch)), reason, slot_bytes };
         assert!(begin_placement(&mut parts, Tick(1), head(2)).is_none(), "another registration");
         let mut call = begin_placement(&mut parts, Tick(1), head(1)).expect("registered");

@@ -7,9 +7,11 @@
 //!   tenants.
 //! * [`Standing`]: whether a member may answer for its slots. [`MemberList`]: the members and their map.
 //! * [`record_watch`]: how records in the store are followed. [`store_writes`]: how they are written.
-//! * [`joining`]: how a member gets its entry in the store, and keeps it.
+//! * [`identity_search`]: how a member finds the identity of the store. [`joining`]: how it gets its entry there, and
+//!   keeps it.
 //! * [`member_parts`]: the order in which these change when agents call, and when nodes fall silent.
-//!   [`PlacementCall`]: the decisions of one placement request.
+//! * [`agent_calls`]: the order in which reports and placement requests are handled. [`PlacementCall`]: the decisions of
+//!   one placement request. [`LookupCall`]: the parts of a lookup.
 //! * [`rebalance`]: moves of blocks between nodes. [`node_selection`]: inputs for choosing among nodes.
 //! * [`LiveNodes`]: the live nodes, passed from node table to directory. The two are separate so that they
 //!   can have separate locks: a heartbeat never waits for an update of the directory.
@@ -26,6 +28,7 @@ pub mod budgets;
 pub mod change_log;
 pub mod directory;
 pub mod follower;
+pub mod identity_search;
 pub mod joining;
 pub mod ledgers;
 pub mod live_nodes;

@@ -12,6 +12,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId, Tick};
@@ -21,6 +22,12 @@ use crate::node_table::{
     HeartbeatResult, LivenessEvent, NodeLiveness, NodeRecord, NodeTable, RegistrationError,
 };
 use crate::record_watch::{RecordChange, RecordUpdate};
+
+/// Time for known nodes to register after the start of a member; agents retry at least once a second. Then the member
+/// stops waiting for the inventories of the others.
+pub const EXPECTED_FOR: Duration = Duration::from_secs(10);
+/// Shortest time between two expiries; bounds the work.
+const EXPIRY_WAIT_MIN: Duration = Duration::from_millis(1);
 
 /// Access to the parts of a member; see the module.
 pub trait MemberParts {
@@ -138,6 +145,12 @@ pub fn expire(parts: &mut impl MemberParts, now: Tick) -> Option<Tick> {
     next
 }
 
+/// Time until the next expiry. `next` is the time until the next deadline, `dead_after` the silence after which a node is
+/// no longer offered: a node that registers meanwhile expires no sooner.
+pub fn expiry_wait(next: Option<Duration>, dead_after: Duration) -> Duration {
+    next.map_or(dead_after, |next| next.min(dead_after)).max(EXPIRY_WAIT_MIN)
+}
+
 /// Returns the nodes to offer to others. Expires first, so a dead node is never among them.
 pub fn live_nodes(parts: &mut impl MemberParts, now: Tick) -> Arc<LiveNodes> {
     expire(parts, now);
@@ -215,8 +228,6 @@ fn remove(parts: &mut impl MemberParts, remove: impl FnOnce(&mut NodeTable) -> V
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::node_table::{LivenessSettings, NodeDetails};
 
@@ -309,6 +320,15 @@ mod tests {
         let events = vec![NodeEvent::Died(node), NodeEvent::Forgotten(node, Epoch(4))];
         assert_eq!(parts.taken(), (format!("end {node} 4 Silent, forget {node}"), events));
         assert_eq!(heartbeat(&mut parts, at(9), node, Epoch(4)), HeartbeatResult::Unknown);
+    }
+
+    #[test]
+    fn next_expiry_comes_in_time_for_a_node_that_registers_now() {
+        let milliseconds = Duration::from_millis;
+        assert_eq!(expiry_wait(None, DEAD_AFTER), DEAD_AFTER);
+        assert_eq!(expiry_wait(Some(milliseconds(300)), DEAD_AFTER), milliseconds(300));
+        assert_eq!(expiry_wait(Some(2 * DEAD_AFTER), DEAD_AFTER), DEAD_AFTER);
+        assert_eq!(expiry_wait(Some(Duration::ZERO), DEAD_AFTER), EXPIRY_WAIT_MIN);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use reprise_controlplane_core::agent_calls::{self, AnswerParts, ReportAnswer, ReportCall, TenantBooks};
+use reprise_controlplane_core::member_parts::EXPECTED_FOR;
 use reprise_controlplane_core::{
     Budget, KnownNode, Ledgers, MemberPlace, Modes, NodeLiveness, NodeReport, NodeTable, QuotaGrant,
     RebalanceRound, ReportedTenant, ReportedUsage,
@@ -12,7 +13,7 @@ use reprise_policy::{Epoch, NodeId, TenantName, Tick};
 
 use super::{Member, member_name};
 use crate::messages::NodeReportBody;
-use crate::setup::{EXPECTED_FOR, FORGET_AFTER, Variant};
+use crate::setup::{FORGET_AFTER, Variant};
 
 /// Tenants as known to a member, and its decisions about them.
 #[derive(Debug, Default)]

@@ -1,12 +1,14 @@
 //! The identity of the store: how a member finds or creates it at its start, and notices another one.
 //!
-//! Production code decides which call is next ([`IdentityCall`]).
+//! Production code decides which call is next ([`IdentitySearch`], [`IdentityCall`]).
 
+use reprise_controlplane_core::identity_search::{IdentitySearch, SearchInput, SearchStep};
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall};
 use reprise_controlplane_core::store_writes::StoreIdentity;
 
 use super::MemberStep;
 use super::store_connection::{Purpose, StoreConnection};
+use super::values::number_of;
 use crate::environment::Environment;
 use crate::messages::StoreRequest;
 use crate::store::{Condition, Entry, Key, Prefix, Revision, Value, Write};
@@ -14,6 +16,9 @@ use crate::store::{Condition, Entry, Key, Prefix, Revision, Value, Write};
 /// What a member knows of the store.
 #[derive(Debug, Default)]
 pub(crate) struct KnownStore {
+    search: IdentitySearch,
+    /// Name of the identity, as read by the search.
+    name: Option<u32>,
     identity: Option<Identity>,
     /// Revision of the store at the last check of its identity.
     seen: Revision,
@@ -35,19 +40,44 @@ pub(super) enum Continuation {
 }
 
 impl StoreConnection {
-    /// Reads the identity at the start.
+    /// Begins the search for the identity at the start.
     pub(crate) fn find_identity(&mut self, env: &mut Environment) {
-        self.ask(env, Purpose::Identity, StoreRequest::Get(vec![Key::Identity]));
+        self.carry_out_search(env, SearchStep::ReadName);
     }
 
-    /// Handles the number of the store; creates one if it is missing.
-    pub(super) fn number_read(&mut self, env: &mut Environment, entry: &Option<Entry>) {
-        match number_of(entry) {
-            Some(number) => {
-                let key = Key::IdentityOf(number);
-                self.ask(env, Purpose::IdentityOf(number), StoreRequest::Get(vec![key]));
+    /// Handles the name of the identity, which is a number.
+    pub(super) fn name_read(&mut self, env: &mut Environment, entry: &Option<Entry>) -> SearchStep {
+        self.known.name = number_of(entry);
+        self.search(env, presence(self.known.name.is_some()))
+    }
+
+    /// Handles the marker of a name.
+    pub(super) fn marker_read(&mut self, env: &mut Environment, entry: &Option<Entry>) -> SearchStep {
+        let revision = entry.as_ref().map(|entry| entry.modified);
+        let identity = self.known.name.zip(revision);
+        self.known.identity = identity.map(|(number, revision)| Identity { number, revision });
+        self.known.seen = revision.unwrap_or_default();
+        self.search(env, presence(revision.is_some()))
+    }
+
+    /// Gives an input to the search, and carries out its next step.
+    pub(super) fn search(&mut self, env: &mut Environment, input: SearchInput) -> SearchStep {
+        let step = self.known.search.on(input);
+        self.carry_out_search(env, step);
+        step
+    }
+
+    fn carry_out_search(&mut self, env: &mut Environment, step: SearchStep) {
+        match step {
+            SearchStep::ReadName => {
+                self.ask(env, Purpose::IdentityName, StoreRequest::Get(vec![Key::Identity]));
             }
-            None => self.create_identity(env),
+            SearchStep::ReadMarker => {
+                let key = Key::IdentityOf(self.known.name.expect("the name was read"));
+                self.ask(env, Purpose::IdentityMarker, StoreRequest::Get(vec![key]));
+            }
+            SearchStep::Create => self.create_identity(env),
+            SearchStep::Found | SearchStep::GiveUp => {}
         }
     }
 
@@ -58,13 +88,6 @@ impl StoreConnection {
             vec![write(Key::Identity, Value::Number(number)), write(Key::IdentityOf(number), Value::Nothing)];
         let conditions = vec![Condition::Absent(Key::Identity)];
         self.ask(env, Purpose::CreateIdentity, StoreRequest::Transact { conditions, writes });
-    }
-
-    /// Handles the key of the identity. Reports whether it exists.
-    pub(super) fn identity_found(&mut self, number: u32, entry: &Option<Entry>) -> bool {
-        let identity = entry.as_ref().map(|entry| Identity { number, revision: entry.modified });
-        self.known = KnownStore { identity, seen: identity.map_or(0, |identity| identity.revision) };
-        identity.is_some()
     }
 
     fn identity(&self) -> Identity {
@@ -138,10 +161,6 @@ impl StoreConnection {
     }
 }
 
-/// Decodes the number of a store or the counter of nodes.
-pub(super) fn number_of(entry: &Option<Entry>) -> Option<u32> {
-    match entry.as_ref()?.value {
-        Value::Number(number) => Some(number),
-        _ => None,
-    }
+fn presence(is_present: bool) -> SearchInput {
+    if is_present { SearchInput::Present } else { SearchInput::Absent }
 }

@@ -38,8 +38,8 @@ pub(super) struct StoreCall {
 
 #[derive(Clone, Debug)]
 pub(super) enum Purpose {
-    Identity,
-    IdentityOf(u32),
+    IdentityName,
+    IdentityMarker,
     CreateIdentity,
     Records,
     Grant,

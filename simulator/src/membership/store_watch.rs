@@ -10,6 +10,7 @@ use reprise_policy::shards::MemberName;
 
 use super::MemberStep;
 use super::store_connection::Purpose;
+use super::values::{mode_record, node_record};
 use crate::environment::Environment;
 use crate::member::{Member, incarnations, node_name};
 use crate::messages::StoreRequest;
@@ -174,21 +175,5 @@ impl Member {
         let name = self.name;
         env.trace.note(|| format!("member {name} follows revision {revision} at {now:?}"));
         self.place_changed(env);
-    }
-}
-
-/// Decodes a node's record.
-pub(super) fn node_record(entry: &Entry) -> NodeRecord {
-    match &entry.value {
-        Value::Node(record) => NodeRecord { revision: entry.modified, ..NodeRecord::clone(record) },
-        other => unreachable!("unexpected value of a node record: {other:?}"),
-    }
-}
-
-/// Decodes a node's mode.
-pub(super) fn mode_record(entry: &Entry) -> ModeRecord {
-    match entry.value {
-        Value::Mode(mode) => ModeRecord { mode, revision: entry.modified },
-        ref other => unreachable!("unexpected value of a mode: {other:?}"),
     }
 }

@@ -13,9 +13,8 @@ use reprise_controlplane_core::{Budget, ModeRecord, NodeDetails, NodeRecord};
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeMode, TenantId};
 
-use super::identity::number_of;
 use super::store_connection::{Purpose, StoreConnection};
-use super::store_watch::{mode_record, node_record};
+use super::values::{mode_record, node_record, number_of};
 use crate::environment::Environment;
 use crate::member::node_name;
 use crate::messages::{CallId, Message, Reply, StoreRequest};
