@@ -2,7 +2,7 @@
 //! the union of the agents' inventories.
 //!
 //! Checks after every step are in the modules concerned: audits of the cores in `node.rs` and
-//! `control_plane.rs`, contents in `engine.rs` and `simulation.rs`, durability in `random_faults.rs`.
+//! `control_plane.rs`, contents in `engine.rs` and `block_audit.rs`, durability in `random_faults.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -3,6 +3,8 @@
 //! One member, called home, reports members and nodes. When home is silent, unsure of its place, or gone, the
 //! next member becomes home. The production state machines decide ([`Home`], `Members`). Here are the calls,
 //! the delays, and the keep-alives of connections.
+//!
+//! The outputs are carried out in the order of `node-agent/src/directory/members.rs` and `reporting.rs`.
 
 use std::sync::Arc;
 

@@ -1,8 +1,10 @@
 //! Members as servers: calls of agents, and updates for their followers.
 //!
-//! What a call changes is decided by production code, in `member.rs`. Here are the messages, the audits of every
-//! answer, and the periodic tasks. Followers get the list of all nodes shortly after a change; the binary sends
-//! each change. Production code decides when a task runs; sweeps run with the expiry of nodes.
+//! What a call changes is decided by production code, in `member.rs`. Here are the messages and the periodic tasks.
+//! Observations of every answer go to the audits. Followers get the list of all nodes shortly after a change; the binary sends
+//! each change. The intervals of tasks are production constants; sweeps run with the expiry of nodes.
+//!
+//! The outputs are carried out in the order of `controlplane/src/server.rs`.
 
 use std::sync::Arc;
 use std::time::Duration;

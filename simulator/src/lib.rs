@@ -42,7 +42,7 @@
 //! reader can therefore verify the contents without moving bytes.
 //!
 //! The agent's conversation with the control plane, and a member's with the store, are decided by production state
-//! machines, which run here as they run there (docs/adr/0009). The simulation keeps the contracts of
+//! machines. The order in which their outputs are carried out is a copy (docs/adr/0009). The simulation keeps the contracts of
 //! the layers below:
 //!
 //! | here | there |

@@ -2,6 +2,8 @@
 //!
 //! The production state machines decide ([`Registrar`], [`Heartbeats`], [`Announcer`]). Here are the calls and
 //! the delays. Heartbeats have a separate connection.
+//!
+//! The outputs are carried out in the order of `node-agent/src/directory/link.rs` and `heartbeat.rs`.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,6 @@
 //! An agent's links to the members that it knows, and the calls over them.
+//!
+//! The outputs are carried out in the order of `node-agent/src/directory/members.rs`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

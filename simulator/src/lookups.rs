@@ -1,5 +1,7 @@
 //! Lookups of an agent: the production code decides which member is asked for which keys
 //! ([`OwnerQuery`]). Here are its calls.
+//!
+//! The outputs are carried out in the order of `node-agent/src/directory/owner_query.rs` and `lookup.rs`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -4,6 +4,8 @@
 //! memory, the flaws that are injected between them, and what the audits need to know. Calls to the store are in
 //! `membership.rs`, those of agents in `control_plane.rs`, placement, modes and moves in `member/placement.rs`.
 //! The binary's locks, partitions and streams are not reproduced.
+//!
+//! The outputs are carried out in the order of `controlplane/src/directory.rs`.
 
 mod ledgers;
 mod placement;

@@ -7,6 +7,8 @@
 //!
 //! Production state machines decide about the identity (`identity.rs`), records (`store_watch.rs`), the entry
 //! (`member_entry.rs`) and writes (`writes.rs`). A process that ends is restarted, as by Kubernetes.
+//!
+//! The outputs are carried out in the order of `controlplane/src/server.rs`.
 
 mod identity;
 mod member_entry;

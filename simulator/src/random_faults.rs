@@ -33,7 +33,7 @@ pub(crate) enum Repair {
 const DOMAINS_PERMILLE: u64 = 125;
 const DOMAIN_EVERY_MS: std::ops::Range<u64> = 100..2000;
 /// Distinguishes the random numbers of these changes from all others of the seed. With this number, the seeds that
-/// found bugs have no such changes, and so play the same runs as before.
+/// found bugs have no such changes.
 const DOMAINS_STREAM: u64 = 0xd03a_1e53;
 
 /// End of an agent's process.

@@ -4,6 +4,8 @@
 //!
 //! A report contains the core's last state, which the simulation takes once a second, less often than agents do.
 //! So a report is up to two seconds old when it arrives.
+//!
+//! The outputs are carried out in the order of `node-agent/src/directory/reporting.rs`.
 
 use std::time::Duration;
 

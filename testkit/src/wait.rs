@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 /// Bound for anything that must happen: far longer than it takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Bound for a call that has an own deadline: a longer one has hung.
+const HANG: Duration = Duration::from_secs(20);
+
 /// Interval between polls, so that polling by HTTP requests or calls causes little load.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -27,13 +30,17 @@ pub fn wait_until<T>(what: &str, within: Duration, mut poll: impl FnMut() -> Opt
 /// defect all of them.
 ///
 /// # Panics
-/// If no call was fast enough within [`PATIENCE`]; `what` describes the call.
+/// If a call has hung, or no call was fast enough within [`PATIENCE`]; `what` describes the call. A fault that the
+/// system has noticed during the first call no longer delays the next ones: create it again in each call, or measure
+/// only the first call.
 pub fn fast_call<T>(what: &str, within: Duration, mut call: impl FnMut() -> T) -> T {
     let (started, mut fastest) = (Instant::now(), Duration::MAX);
     while started.elapsed() < PATIENCE {
         let begun = Instant::now();
         let result = call();
-        fastest = fastest.min(begun.elapsed());
+        let took = begun.elapsed();
+        assert!(took < HANG, "a call hung for {took:?}: {what}");
+        fastest = fastest.min(took);
         if fastest < within {
             return result;
         }

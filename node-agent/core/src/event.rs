@@ -31,7 +31,8 @@ pub enum Event {
     },
     /// An engine opened a session; the runtime has verified its handshake.
     SessionOpened(SessionOpened),
-    /// A session ended, and with it all its leases, reservations and loads.
+    /// A session ended, and with it its reservations, loads, and leases of the arena. Its extents stay in quarantine
+    /// until its I/O has ended.
     SessionClosed {
         /// Session that has ended.
         session: SessionId,

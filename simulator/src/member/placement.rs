@@ -1,5 +1,7 @@
 //! A member's answers about placement, and the modes of nodes. The rules and their order are production code: the request
 //! ([`agent_calls`]), the choice of a target, and modes ([`reprise_controlplane_core::node_selection`]).
+//!
+//! The outputs are carried out in the order of `controlplane/src/placement/places.rs`.
 
 use reprise_agent_core::event::Placement;
 use reprise_controlplane_core::agent_calls::{self, PlacementHead};

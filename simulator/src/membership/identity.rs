@@ -1,6 +1,8 @@
 //! The identity of the store: how a member finds or creates it at its start, and notices another one.
 //!
 //! Production code decides which call is next ([`IdentitySearch`], [`IdentityCall`]).
+//!
+//! The outputs are carried out in the order of `controlplane/src/identity.rs`.
 
 use reprise_controlplane_core::identity_search::{IdentitySearch, SearchInput, SearchStep};
 use reprise_controlplane_core::record_watch::{IdentityAnswer, IdentityCall};

@@ -2,6 +2,8 @@
 //!
 //! The production state machines decide ([`Joining`], [`LeaseSchedule`]). Here are the calls to the store, and their
 //! delays. Not reproduced: a list with the maximum number of members.
+//!
+//! The outputs are carried out in the order of `controlplane/src/shards.rs`.
 
 use reprise_controlplane_core::joining::{JoinInput, JoinOutput, JoinRefusal, Joining, ListedName};
 use reprise_controlplane_core::record_watch::STORE_RETRY_AFTER;

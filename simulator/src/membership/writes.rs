@@ -4,6 +4,8 @@
 //! ([`RegistrationWrite`], [`ModeWrite`]). Here are the calls to the store. Not reproduced: node numbers never run out, two
 //! keys are read by one request, and a budget is written by one transaction without a check of reservations, so
 //! that concurrent changes do not conflict.
+//!
+//! The outputs are carried out in the order of `controlplane/src/registry.rs` and `modes.rs`.
 
 use reprise_controlplane_core::store_writes::{
     ModeInput, ModeStep, ModeWrite, NodeRegistration, NumberCounter, RegistrationInput,

@@ -99,10 +99,16 @@ impl Cache {
         if self.evict_for_size(request) || self.empty_some_segment(request) {
             return SpaceState::Pending;
         }
-        // The end of a read or batch is an event, after which further segments may be emptied.
-        let being_read = self.index.stored_blocks() > self.devices.evictable() as u64;
-        let being_written = self.devices.usable_devices().any(|device| device.batches_in_flight > 0);
-        if being_read || being_written { SpaceState::Pending } else { SpaceState::Unavailable }
+        if self.operations_may_free_space() { SpaceState::Pending } else { SpaceState::Unavailable }
+    }
+
+    /// Whether an operation in flight may free space: its end is an event, after which further blocks may be evicted.
+    /// Pins and leases of clients do not count, because they may never end.
+    pub(crate) fn operations_may_free_space(&self) -> bool {
+        self.devices.usable_devices().any(|device| {
+            let pending_frees = device.pool.usage().pending_frees_bytes;
+            device.reads_in_flight > 0 || device.batches_in_flight > 0 || pending_frees > 0
+        })
     }
 
     /// Evicts victims in order until slots of the size or one segment become free; returns whether any was

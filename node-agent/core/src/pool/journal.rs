@@ -32,8 +32,8 @@ use super::geometry::GROUP_PAGES_MAX;
 use super::geometry::SUPERBLOCK_OFFSETS;
 use super::page::PAGE;
 use super::record::{
-    Area, BankIncarnation, PageHead, PageOwner, RECORDS_PER_PAGE, Record, encode_group, encode_page,
-    group_pages,
+    Area, BankIncarnation, PageHead, PageOwner, RECORDS_PER_PAGE, Record, RecordKind, encode_group,
+    encode_page, group_pages,
 };
 use super::slots::{SlotPlace, Slots};
 use super::superblock::{BankHeader, Superblock};
@@ -373,9 +373,11 @@ impl BankSwitch {
                     break;
                 };
                 self.cursor = next;
-                records.extend(
-                    slots.record_at(place).filter(|record| record.generation < self.owner.incarnation.begun),
-                );
+                // A newer record follows in the log, except that of a slot that was withdrawn meanwhile: its record of a
+                // block is dropped, and that of the lend may not be written yet.
+                let begun = self.owner.incarnation.begun;
+                let is_kept = |record: &Record| record.generation < begun || record.kind == RecordKind::Lend;
+                records.extend(slots.record_at(place).filter(is_kept));
             }
             if records.is_empty() {
                 break;

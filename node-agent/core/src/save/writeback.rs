@@ -512,8 +512,9 @@ fn can_never_be_written(cache: &mut Cache, lane: Lane) -> bool {
     let at_limit = cache.nvme_usage(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
     match lane.cause {
         WriteCause::Replicated => at_limit || !cache.has_page(lane.slot_bytes),
-        // A tenant at its limit waits for the end of its own reads and writes.
-        WriteCause::Committed if at_limit || cache.has_page(lane.slot_bytes) => false,
+        // A tenant at its limit waits for the end of reads and writes, but not of its leases and pins.
+        WriteCause::Committed if at_limit => !cache.operations_may_free_space(),
+        WriteCause::Committed if cache.has_page(lane.slot_bytes) => false,
         WriteCause::Committed => cache.make_pool_room(lane.request()) == SpaceState::Unavailable,
     }
 }
