@@ -270,7 +270,10 @@ impl Harness {
     pub(crate) fn attach(&mut self, device: DeviceId) {
         const PIECE: usize = 3;
         assert!(self.released.remove(&device), "{device:?} was released");
-        let (mut pool, stored, _) = self.disks[usize::from(device.0)].recover();
+        let disk = &mut self.disks[usize::from(device.0)];
+        // Opening syncs the device before it reads: an agent must not see less than a later sync makes durable.
+        disk.synced(disk.covered());
+        let (mut pool, stored, _) = disk.recover();
         pool.allow_lending();
         self.recovered.extend(stored.iter().map(|block| block.key));
         self.apply(Event::DeviceAttached { device, pool: Box::new(pool) });
