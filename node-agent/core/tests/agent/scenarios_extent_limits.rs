@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{CommitStatus, DeviceId, FillId, LeaseId, LoadId, Reply};
-use reprise_agent_core::event::{CommitItem, CommitRequest, Event, FillError, Priority, Request, Scope};
+use reprise_agent_core::event::{
+    CommitItem, CommitRequest, Event, FillError, Grant, Priority, Request, Scope,
+};
 use reprise_agent_core::limits::EXTENT_COMMITS_MAX;
+use reprise_policy::quota::Quota;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::RequestKind;
@@ -12,6 +15,7 @@ use crate::extent_client::position;
 use crate::harness::{Harness, SMALL_KEYS_FROM, Setup, key, keys, large_layout, small_layout};
 use crate::jobs::Job;
 use crate::memory::checksums;
+use crate::scenarios_outbound::save_durably;
 
 /// Leases extents, writes these blocks and commits them; returns when all operations have ended.
 fn save(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
@@ -203,4 +207,41 @@ fn damaged_pinned_block_that_is_saved_again_is_recovered_from_its_good_copy() {
         let slot = large_layout().slot_bytes() + 4096;
         assert_eq!(counters.pool_used_bytes, slot, "the damaged slot is free");
     }
+}
+
+#[test]
+fn save_of_another_size_does_not_wait_for_pins_in_every_segment() {
+    let mut harness = Harness::new(Setup { disks: vec![8 << 20], ..Setup::default() });
+    let reader = harness.open_session(TenantId::DEFAULT, small_layout());
+    // The device has three segments, which these blocks fill.
+    let stored = keys(SMALL_KEYS_FROM..SMALL_KEYS_FROM + 600);
+    save_durably(&mut harness, reader, &stored);
+    let pinned: Vec<BlockKey> = stored.iter().skip(100).step_by(10).copied().collect();
+    harness.pin_extents(reader, &pinned);
+    assert!(harness.core.counters().extents_pinned > 30, "blocks of every segment are pinned");
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.reserve(session, 1);
+    harness.commit(session, &keys(0..1), Priority::Normal);
+    harness.pass(Duration::from_secs(5));
+    harness.finish_jobs();
+    assert!(harness.engines[&session].tickets.is_empty(), "there is a notice while the pins are held");
+}
+
+#[test]
+fn save_of_a_tenant_does_not_wait_for_leases_up_to_its_limit() {
+    let mut harness = Harness::new(Setup { disks: vec![16 << 20], ..Setup::default() });
+    let lessee = harness.open_session(TenantId::DEFAULT, large_layout());
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    let slot = large_layout().slot_bytes() + 4096;
+    let quota = |limit| Quota::new(0, limit).expect("no reservation");
+    let (dram, nvme) = (quota(1 << 30), quota(4 * slot));
+    harness.apply(Event::Budget(Grant { tenant: TenantId::DEFAULT, version: 1, dram, nvme }));
+    harness.lease_extents(lessee, 4);
+    harness.finish_jobs();
+    assert_eq!(harness.core.counters().extents_leased, 4, "the leases take the whole limit");
+    harness.reserve(session, 1);
+    harness.commit(session, &keys(0..1), Priority::Normal);
+    harness.pass(Duration::from_secs(5));
+    harness.finish_jobs();
+    assert!(harness.engines[&session].tickets.is_empty(), "there is a notice while the leases are held");
 }
