@@ -1,4 +1,4 @@
-//! Block-device I/O of Reprise: one trait, three engines.
+//! Block-device I/O of Reprise: one trait, four engines, three of them here.
 //!
 //! An [`IoEngine`] moves whole 4 KiB pages between one [`DeviceFile`] and memory in the form of
 //! [`Span`](reprise_buffers::Span)s. An operation owns its memory from submission to completion, the engine
@@ -7,11 +7,12 @@
 //!
 //! * [`EngineKind::IoUring`]: O_DIRECT, registered file and buffers, one system call per batch.
 //! * [`EngineKind::Plain`]: `preadv`/`pwritev` on a few threads, for kernels that refuse io_uring.
+//! * [`EngineKind::UserNvme`]: a driver in user space; in the crate `reprise-nvme`.
 //! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
 //!
 //! In addition, [`health_log`] reads the wear indicators of an NVMe drive.
 //!
-//! [`open_engine`] chooses between the first two. The suite in `tests/conformance` holds for all three.
+//! [`open_engine`] chooses between the first two. The suite in `tests/io/conformance` holds for all of them.
 //!
 //! A [`DeviceDescription`] states what a device is; an open device is a [`BlockDevice`], from which its engine
 //! is started.

@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use reprise_io::HealthLog;
+
 use crate::backing::{Backing, DmaMemory, read_u64, write_u64};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
 use crate::queue::{CommandId, ENTRIES_MAX, Ended, QueuePair, QueueShape};
 use crate::spec::{
     self, AdminQueueSizes, Capabilities, Command, Configuration, ControllerIdentity, ControllerStatus,
-    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, Health, IDENTIFY_BYTES, NamespaceIdentity,
+    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, NamespaceIdentity,
     NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status, Version, cns, offset,
 };
 
@@ -185,11 +187,6 @@ impl<B: Backing> Controller<B> {
         self.granted
     }
 
-    /// Returns the number of granted queue pairs that are not in use.
-    pub fn free_queue_pairs(&self) -> usize {
-        self.free_queues.len()
-    }
-
     /// Returns how data is described: SGLs if the controller has them, else PRP lists.
     pub fn data_format(&self) -> DataFormat {
         if self.identity.sgl { DataFormat::Sgl } else { DataFormat::Prp }
@@ -273,10 +270,10 @@ impl<B: Backing> Controller<B> {
     ///
     /// # Errors
     /// `Refused`, or the admin queue fails.
-    pub fn health(&mut self) -> Result<Health, NvmeError> {
+    pub fn health(&mut self) -> Result<HealthLog, NvmeError> {
         let data = self.read_page("Get Log Page", &Command::log_page(HEALTH_LOG, HEALTH_BYTES))?;
         let page: &[u8; HEALTH_BYTES] = data.first_chunk().expect("a page has more bytes than the log");
-        Ok(Health::decode(page))
+        Ok(HealthLog::parse(page))
     }
 
     /// Requests one notification of an asynchronous event (Base 2.0, 5.2).

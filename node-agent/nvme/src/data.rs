@@ -87,9 +87,14 @@ fn sgl(pieces: &[Piece], list: u64, mut set: impl FnMut(usize, u64)) -> Result<D
         let max = DataFormat::PIECES_MAX;
         return Err(NvmeError::Invalid(format!("{} pieces of data: 1 to {max}", pieces.len())));
     }
+    // Some controllers require multiples of 4 (Base 2.0, 5.17.2.1, SGLS).
     let describe = |piece: &Piece| match u32::try_from(piece.bytes) {
-        Ok(bytes) if bytes > 0 => Ok(SglDescriptor::data(piece.address, bytes)),
-        _ => Err(NvmeError::Invalid(format!("{piece:?} has no length of 1 to {} bytes", u32::MAX))),
+        Ok(bytes) if bytes > 0 && (piece.address | piece.bytes).is_multiple_of(4) => {
+            Ok(SglDescriptor::data(piece.address, bytes))
+        }
+        _ => Err(NvmeError::Invalid(format!(
+            "{piece:?} is not a multiple of 4 bytes at an address that is one"
+        ))),
     };
     if let [piece] = pieces {
         return Ok(DataPointer::Sgl(describe(piece)?));
@@ -180,5 +185,6 @@ mod tests {
         assert_eq!(sgl_of(&most).expect("valid").1.len(), PAGE_BYTES / 8);
         assert!(sgl_of(&[most, vec![piece(0, 4096)]].concat()).is_err());
         assert!(sgl_of(&[]).is_err() && sgl_of(&[piece(0, 1 << 32)]).is_err());
+        assert!(sgl_of(&[piece(2, 8)]).is_err() && sgl_of(&[piece(4, 6)]).is_err());
     }
 }

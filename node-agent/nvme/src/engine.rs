@@ -287,7 +287,10 @@ impl<B: Backing> NvmeEngine<B> {
             return;
         }
         let operation = self.operations.remove(&number).expect("it was just found");
-        self.waiting.retain(|waiting| *waiting != number);
+        // Operations that parts cover were removed when their last part was submitted.
+        if !is_covered(&operation) {
+            self.waiting.retain(|waiting| *waiting != number);
+        }
         let Submission { token, op } = operation.submission;
         self.ended.push(Completion { token, op, result: operation.error.map_or(Ok(()), Err) });
     }

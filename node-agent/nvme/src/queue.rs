@@ -278,15 +278,6 @@ impl<B: Backing> QueuePair<B> {
             .collect()
     }
 
-    /// Returns the earliest deadline of the commands in flight.
-    pub fn next_deadline(&self) -> Option<Instant> {
-        let deadlines = self.slots.iter().filter_map(|slot| match slot {
-            Slot::Busy { deadline, .. } => Some(*deadline),
-            Slot::Free | Slot::GivenUp => None,
-        });
-        deadlines.min()
-    }
-
     /// Gives up a command: returns its token. Its memory must not be used again until the controller was reset, or
     /// [`given_up`](Self::given_up) is 0.
     pub fn give_up(&mut self, id: CommandId) -> Option<u64> {

@@ -5,7 +5,6 @@
 mod command;
 mod completion;
 mod data_pointer;
-mod health;
 mod identify;
 mod registers;
 
@@ -15,7 +14,6 @@ pub use command::{
 };
 pub use completion::{Completion, Status};
 pub use data_pointer::{DataPointer, PRP_LIST_ENTRIES, SglDescriptor, SglKind};
-pub use health::Health;
 pub use identify::{ControllerIdentity, LbaFormat, NamespaceIdentity, NamespaceList, cns};
 pub use registers::{
     AdminQueueSizes, Capabilities, Configuration, ControllerStatus, Shutdown, ShutdownStatus, Version, offset,

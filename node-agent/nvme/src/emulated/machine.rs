@@ -12,8 +12,8 @@ use super::{Emulation, EmulationCounters, REGISTER_BYTES, Shared, transfer};
 use crate::spec::{
     self, ABORT, ASYNC_EVENT_REQUEST, AdminQueueSizes, CQE_BYTES, CREATE_CQ, CREATE_SQ, Command, Completion,
     Configuration, ControllerIdentity, DELETE_CQ, DELETE_SQ, FEATURE_QUEUES, FLUSH, GET_LOG_PAGE,
-    HEALTH_BYTES, HEALTH_LOG, Health, IDENTIFY, LbaFormat, NamespaceIdentity, NamespaceList, READ,
-    SET_FEATURES, SQE_BYTES, Status, WRITE, WRITE_ZEROES, cns, offset,
+    HEALTH_BYTES, HEALTH_LOG, IDENTIFY, LbaFormat, NamespaceIdentity, NamespaceList, READ, SET_FEATURES,
+    SQE_BYTES, Status, WRITE, WRITE_ZEROES, cns, offset,
 };
 
 /// Doorbell stride in bytes: DSTRD 0.
@@ -431,7 +431,6 @@ impl Machine {
                 write_zeroes: self.emulation.write_zeroes,
                 write_cache: true,
                 sgl: self.emulation.sgl,
-                sgl_aligned: false,
             }
             .encode(),
             cns::NAMESPACES => {
@@ -457,8 +456,9 @@ impl Machine {
         if command.dwords[0] & 0xff != HEALTH_LOG || wanted > HEALTH_BYTES {
             return Status::INVALID_FIELD;
         }
-        let health = Health { warning: 0, spare_percent: 100, used_percent: 0, media_errors: 0 };
-        self.answer(mappings, address, &health.encode()[..wanted])
+        let mut page = [0; HEALTH_BYTES];
+        page[3] = 100; // available spare in percent
+        self.answer(mappings, address, &page[..wanted])
     }
 
     fn answer(&mut self, mappings: &Mappings, address: u64, data: &[u8]) -> Status {

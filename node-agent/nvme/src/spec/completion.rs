@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{CQE_BYTES, le};
+use super::CQE_BYTES;
 
 /// Status field without the phase bit (Base 2.0, 3.3.3.2.1): code in bits 0 to 7, type in bits 8 to 10, "do not
 /// retry" in bit 14.
@@ -126,12 +126,6 @@ impl Completion {
             status: Status((end >> 17) as u16),
             phase: end >> 16 & 1 == 1,
         }
-    }
-
-    /// Decodes an entry in memory order.
-    pub fn of_bytes(entry: &[u8; CQE_BYTES]) -> Completion {
-        let dword = |index: usize| le!(entry, 4 * index, u32);
-        Completion::decode([dword(0), dword(1), dword(2), dword(3)])
     }
 }
 

@@ -33,10 +33,8 @@ pub struct ControllerIdentity {
     pub write_zeroes: bool,
     /// The controller has a volatile write cache.
     pub write_cache: bool,
-    /// The controller accepts SGLs for I/O commands.
+    /// The controller accepts SGLs for I/O commands, of pieces that are multiples of 4 bytes at such addresses.
     pub sgl: bool,
-    /// SGL data must be a multiple of 4 bytes at an address that is one.
-    pub sgl_aligned: bool,
 }
 
 impl ControllerIdentity {
@@ -61,7 +59,6 @@ impl ControllerIdentity {
             write_zeroes: data[520] >> 3 & 1 == 1,
             write_cache: data[525] & 1 == 1,
             sgl: sgls == 1 || sgls == 2,
-            sgl_aligned: sgls == 2,
         }
     }
 
@@ -86,8 +83,7 @@ impl ControllerIdentity {
         data[516..520].copy_from_slice(&self.namespaces.to_le_bytes());
         data[520] = u8::from(self.write_zeroes) << 3;
         data[525] = u8::from(self.write_cache);
-        let sgls = u32::from(self.sgl) * if self.sgl_aligned { 2 } else { 1 };
-        data[536..540].copy_from_slice(&sgls.to_le_bytes());
+        data[536..540].copy_from_slice(&u32::from(self.sgl).to_le_bytes());
         data
     }
 }
@@ -176,7 +172,6 @@ mod tests {
             write_zeroes: true,
             write_cache: true,
             sgl: true,
-            sgl_aligned: false,
         };
         assert_eq!(ControllerIdentity::decode(&identity.encode()), identity);
         let without = ControllerIdentity { transfer_max: None, sgl: false, ..identity };

@@ -16,7 +16,7 @@ fn a_controller_states_its_identity_and_namespaces() {
     assert_eq!(rig.controller.version().to_string(), "2.0.0");
     let sizes: Vec<_> = rig.controller.namespaces().iter().map(|one| (one.id, one.bytes())).collect();
     assert_eq!(sizes, [(1, 1 << 20), (3, 3 << 20)], "an empty namespace is not used");
-    assert_eq!(rig.controller.health().expect("a log page").spare_percent, 100);
+    assert_eq!(rig.controller.health().expect("a log page").spare_percent, Some(100));
 }
 
 #[test]
