@@ -11,7 +11,13 @@ const LINES_MAX: usize = 600;
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Folders that may contain unsafe code (docs/ARCHITECTURE.md, "Folders and crates").
-const UNSAFE_PLACES: &[&str] = &["node-agent/buffers/", "node-agent/io/", "python/src/memory/tensors.rs"];
+const UNSAFE_PLACES: &[&str] = &[
+    "node-agent/buffers/",
+    "node-agent/io/",
+    "node-agent/nvme/src/vfio",
+    "cuda/",
+    "python/src/memory/tensors.rs",
+];
 
 /// Files that read the time of day, for people and for formats that require it. All other code uses monotonic
 /// time, so that a clock that is set or steps changes nothing.

@@ -1,0 +1,1 @@
+//! Tests of rings and kernels on the host build.
