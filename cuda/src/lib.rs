@@ -5,6 +5,7 @@
 
 pub mod copy;
 pub mod gpu;
+pub mod gpu_bench;
 pub mod kernels;
 pub mod staged;
 

@@ -1,1 +1,5 @@
-//! Tests of rings and kernels on the host build.
+//! Tests of rings, kernels and driver, without a GPU.
+
+mod copy;
+mod driver;
+mod ptx;
