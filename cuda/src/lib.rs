@@ -7,6 +7,7 @@ pub mod copy;
 pub mod gpu;
 pub mod gpu_bench;
 pub mod kernels;
+pub mod ring;
 pub mod staged;
 
 /// True if the library has code for GPUs.
