@@ -12,7 +12,7 @@ use reprise_cuda::kernels::Kernels;
 use reprise_cuda::ring::{self, BenchSettings, RingError};
 use serde_json::{Value, json};
 
-use crate::{Options, differential, layers, print};
+use crate::{Options, differential, layers, print, transfers};
 
 /// Why a step did not pass.
 #[derive(Debug)]
@@ -47,6 +47,7 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
     };
     match name {
         "kernels" => differential::run(&kernels, options),
+        "transfers" => transfers::run(&kernels, options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
         "rings" => rings(&kernels, options),
