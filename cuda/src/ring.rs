@@ -417,7 +417,9 @@ impl Ring {
         memory.set_double(at + layout::queue::ISSUED_OFFSET, layout.issued(index) as u64);
         memory.set_double(at + layout::queue::COMPLETED_OFFSET, layout.completed(index) as u64);
         memory.set_double(at + layout::queue::GIVEN_UP_OFFSET, layout.given_up(index) as u64);
-        memory.word(at + layout::queue::GIVEN_UP_COUNT).store(0, Ordering::Release);
+        for field in [layout::queue::GIVEN_UP, layout::queue::BROKEN, layout::queue::GIVEN_UP_COUNT] {
+            memory.set(at + field, 0);
+        }
     }
 
     /// Returns the number of queues.

@@ -3,3 +3,4 @@
 mod copy;
 mod driver;
 mod ptx;
+mod ring;
