@@ -6,6 +6,7 @@
 pub mod copy;
 pub mod gpu;
 pub mod kernels;
+pub mod slack;
 pub mod staged;
 
 /// True if the library has code for GPUs.
