@@ -27,6 +27,8 @@ result cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 result cuCtxSetCurrent(void *context) { return context == 0 ? 1 : 0; }
 result cuCtxSynchronize(void) { return 0; }
 result cuStreamCreate(void **stream, unsigned flags) { (void)flags; *stream = stream; return 0; }
+result cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { (void)flags; (void)priority; *stream = stream; return 0; }
+result cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 result cuStreamDestroy_v2(void *stream) { (void)stream; return 0; }
 result cuStreamSynchronize(void *stream) { (void)stream; return 0; }
 result cuStreamQuery(void *stream) { (void)stream; return 0; }

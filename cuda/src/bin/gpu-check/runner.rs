@@ -43,6 +43,7 @@ const STEPS: &[Step] = &[
     step("copies", "copies", 30, Under::Plain),
     step("staged", "staged", 75, Under::Plain),
     step("slowdown", "slowdown", 40, Under::Plain),
+    step("slack", "slack", 30, Under::Plain),
     step("memcheck", "kernels", 45, Under::Sanitizer("memcheck")),
     step("racecheck", "kernels", 45, Under::Sanitizer("racecheck")),
     step("memcheck of layers", "layers", 30, Under::Sanitizer("memcheck")),
