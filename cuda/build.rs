@@ -15,6 +15,8 @@ fn main() {
     for source in &sources {
         println!("cargo::rerun-if-changed={}", source.display());
     }
+    // Sources that are new or gone.
+    println!("cargo::rerun-if-changed=native");
     println!("cargo::rerun-if-env-changed=REPRISE_NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     println!("cargo::rustc-check-cfg=cfg(device_code)");

@@ -13,6 +13,8 @@ mod loopback;
 mod match_call;
 mod peer;
 mod recovery;
+#[cfg(feature = "gpu")]
+mod ring;
 mod store;
 
 use std::path::PathBuf;
@@ -71,6 +73,11 @@ enum Benchmark {
     /// Without a GPU, reports the device `none` and measures the host build of the copies.
     #[cfg(feature = "gpu")]
     Gpu,
+    /// Measure contexts per second of a ring with an emulated controller.
+    ///
+    /// The host build runs on one core. Without a GPU, reports the device `none` and the host build only.
+    #[cfg(feature = "gpu")]
+    Ring,
     /// Run all benchmarks that can run on this machine.
     ///
     /// The command first lists which ones will run, what the others lack, and how to provide it.
@@ -97,6 +104,8 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Recovery { entries: 1_000_000 },
         #[cfg(feature = "gpu")]
         Benchmark::Gpu,
+        #[cfg(feature = "gpu")]
+        Benchmark::Ring,
     ];
     let requirements: Vec<_> = all.iter().map(|which| which.requirements(&settings)).collect();
     let checked = preflight::check(&requirements, &settings.directory);
@@ -122,6 +131,8 @@ impl Benchmark {
             Benchmark::Recovery { entries } => recovery::run(*entries, settings),
             #[cfg(feature = "gpu")]
             Benchmark::Gpu => gpu::run(settings),
+            #[cfg(feature = "gpu")]
+            Benchmark::Ring => ring::run(settings),
             Benchmark::All => bail!("not one benchmark"),
         }
     }
@@ -172,6 +183,11 @@ impl Benchmark {
             // The host build; a GPU's measurements use the free memory.
             #[cfg(feature = "gpu")]
             Benchmark::Gpu => Requirements { name: "gpu", memory_bytes: mib(64), ..Requirements::default() },
+            // The namespace, data and the ring.
+            #[cfg(feature = "gpu")]
+            Benchmark::Ring => {
+                Requirements { name: "ring", memory_bytes: mib(128), ..Requirements::default() }
+            }
             Benchmark::All => cluster,
         }
     }

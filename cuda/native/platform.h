@@ -90,7 +90,7 @@ REPRISE_BOTH inline void ring_doorbell(uint32_t* doorbell, uint32_t value) {
 #endif
 }
 
-// Waits until all lanes are here; what they wrote is visible for all lanes then.
+// Waits until all lanes are here. Their stores are visible for all lanes then.
 REPRISE_BOTH inline void sync_lanes() {
 #if defined(__CUDA_ARCH__)
   __syncwarp();

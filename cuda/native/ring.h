@@ -17,7 +17,7 @@ constexpr uint32_t SPINS = 16;
 constexpr uint32_t PAUSE_NS = 32;
 constexpr uint32_t BUSY_PAUSE_NS = 4096;
 constexpr uint32_t IDLE_PAUSE_NS = 65536;
-// Rounds between two looks at deadlines and cancellations.
+// Rounds between two checks of deadlines and cancellations.
 constexpr uint32_t CHECK_ROUNDS = 64;
 
 struct Warp {
@@ -366,7 +366,7 @@ REPRISE_BOTH inline void give_up(Warp& w, uint32_t batch, uint32_t reason) {
   sync_lanes();
 }
 
-// Ends a batch before its time: what has no command yet, and then, unless the batch is cancelled, its commands.
+// Ends a batch before its time: the contexts without a command, and then, unless the batch is cancelled, its commands.
 REPRISE_BOTH inline void end_batch(Warp& w, uint32_t batch, uint32_t reason) {
   if (w.current == batch) end_unsubmitted(w, reason);
   if (reason != REASON_CANCELLED) give_up(w, batch, reason);

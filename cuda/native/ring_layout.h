@@ -66,7 +66,7 @@ enum Reason : uint32_t {
 enum Request : uint32_t { REQUEST_RUN = 0, REQUEST_DRAIN = 1, REQUEST_PARK = 2 };
 enum State : uint32_t { STATE_PARKED = 0, STATE_RUNS = 1 };
 
-// A queue pair. Each part has cache lines of its own: constant, written by the CPU, written by the ring, private.
+// A queue pair. Each part has separate cache lines: constant, written by the CPU, written by the ring, private.
 struct alignas(128) Queue {
   // Constant while the queue runs; addresses are those of the ring's processor if not stated otherwise.
   uint64_t submissions;

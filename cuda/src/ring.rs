@@ -16,8 +16,10 @@
 //! Not included: extents of blocks, checks of the data.
 
 mod bench;
+mod completion;
 mod gpu;
 mod host;
+mod iocb;
 mod layout;
 mod memory;
 mod queue;
@@ -29,11 +31,13 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::BufferError;
 use reprise_nvme::NvmeError;
-use reprise_nvme::spec::{self, SglDescriptor, Status};
+use reprise_nvme::spec;
 
 pub use bench::{BenchSettings, RingFigures, measure};
+pub use completion::{ContextStatus, Cqe};
 pub use gpu::{GpuRunner, measure_on_gpu};
 pub use host::HostRunner;
+pub use iocb::Iocb;
 use layout::Layout;
 pub use layout::{BATCH_BYTES, CONTEXT_BYTES, CONTEXTS_MAX};
 pub use memory::{Keep, RingMemory, WorkMemory};
@@ -43,12 +47,8 @@ pub use reclaim::Reclaimed;
 /// Maximum number of batches of a ring.
 pub const DEPTH_MAX: usize = 64;
 
-/// Pause between two looks at completions.
-const PAUSE: Duration = Duration::from_micros(20);
 /// Time in which a claim of a queue is retried.
 const CLAIM_LIMIT: Duration = Duration::from_millis(20);
-/// Looks before the first pause.
-const SPINS: u32 = 64;
 
 /// An operation of a ring that failed.
 #[derive(Debug, thiserror::Error)]
@@ -123,7 +123,7 @@ pub struct BatchSettings {
     pub token: u64,
 }
 
-/// One transfer.
+/// One transfer between memory and device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Address of the memory for the controller, a multiple of 4.
@@ -132,48 +132,8 @@ pub struct Transfer {
     pub block: u64,
     /// Length in bytes, a multiple of the size of a block.
     pub bytes: u32,
-    /// CRC32C of the data, for those who check it: the ring does not.
+    /// CRC32C of the data. The ring does not check it.
     pub checksum: u32,
-}
-
-/// State of a context.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ContextStatus {
-    /// It has not ended.
-    Pending,
-    /// All bytes were transferred.
-    Done,
-    /// The controller has reported an error.
-    Failed(Status),
-    /// The batch was cancelled before the transfer had a command.
-    Cancelled,
-    /// It has not ended by the deadline of the batch.
-    TimedOut,
-    /// The controller has violated the specification. The queue must be reclaimed.
-    Violation,
-    /// Address, length or operation are outside of their ranges. No command was built.
-    Invalid,
-    /// The queue was stopped.
-    Parked,
-}
-
-impl ContextStatus {
-    fn of(word: u32) -> ContextStatus {
-        const ENDED: u32 = 1 << 31;
-        const REASON: u32 = 1 << 15;
-        match word & 0xffff {
-            _ if word & ENDED == 0 => ContextStatus::Pending,
-            0 => ContextStatus::Done,
-            code if code & REASON == 0 => ContextStatus::Failed(Status(code as u16)),
-            code => match code & !REASON {
-                1 => ContextStatus::Cancelled,
-                2 => ContextStatus::TimedOut,
-                3 => ContextStatus::Violation,
-                4 => ContextStatus::Invalid,
-                _ => ContextStatus::Parked,
-            },
-        }
-    }
 }
 
 /// A batch that was issued.
@@ -182,25 +142,6 @@ pub struct Ticket {
     batch: usize,
     /// Number of the use of the batch.
     use_number: u64,
-}
-
-/// A batch that has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cqe {
-    /// The batch.
-    pub ticket: Ticket,
-    /// Number that the caller gave it.
-    pub token: u64,
-    /// Index of its queue.
-    pub queue: usize,
-    /// Number of its contexts.
-    pub contexts: usize,
-    /// Number of contexts without success.
-    pub failed: usize,
-    /// Number of commands that the controller may still run: reclaim the queue before their memory has another use.
-    pub given_up: usize,
-    /// Time from when the ring took the batch until its end.
-    pub duration: Duration,
 }
 
 /// State of a batch.
@@ -231,7 +172,7 @@ pub struct QueueCounters {
     pub commands: u64,
     /// Stores to the tail doorbell.
     pub doorbells: u64,
-    /// Looks at up to 32 completions.
+    /// Checks for up to 32 completions.
     pub polls: u64,
     /// Completions that were taken.
     pub ended: u64,
@@ -280,11 +221,11 @@ pub struct Ring {
     batches: Vec<BatchState>,
     free: Vec<usize>,
     queues: Vec<QueueState>,
-    /// Queue at which the next look for completions starts.
+    /// Queue at which the next check for completions starts.
     next: usize,
 }
 
-/// What a queue does when its processor looks at it.
+/// Request of the CPU to the processor of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Request {
@@ -363,7 +304,7 @@ impl Ring {
                 layout.queues, layout.entries_max
             )));
         }
-        // A thread that looks at the request claims the queue for a moment.
+        // A thread that reads the request claims the queue for a moment.
         let start = Instant::now();
         while !self.shared.claim(index, CONFIGURED) {
             if start.elapsed() >= CLAIM_LIMIT {
@@ -477,84 +418,6 @@ impl Ring {
         }
     }
 
-    /// Takes a batch that has ended, without waiting.
-    pub fn poll_cqe(&mut self) -> Option<Cqe> {
-        let count = self.queues.len();
-        for step in 0..count {
-            let index = (self.next + step) % count;
-            if let Some(cqe) = self.take_completion(index) {
-                self.next = index;
-                return Some(cqe);
-            }
-        }
-        None
-    }
-
-    /// Takes a batch that has ended, and waits for one at most `limit`; `None` then.
-    pub fn wait_cqe(&mut self, limit: Duration) -> Option<Cqe> {
-        let start = Instant::now();
-        for look in 0_u32.. {
-            if let Some(cqe) = self.poll_cqe() {
-                return Some(cqe);
-            }
-            if look % 16 == 15 && start.elapsed() >= limit {
-                return None;
-            }
-            match look {
-                0..SPINS => std::hint::spin_loop(),
-                _ if start.elapsed() < PAUSE * 10 => std::thread::yield_now(),
-                _ => std::thread::sleep(PAUSE),
-            }
-        }
-        None
-    }
-
-    fn take_completion(&mut self, index: usize) -> Option<Cqe> {
-        let Shared { memory, layout, .. } = &*self.shared;
-        let state = &mut self.queues[index];
-        // Statuses and results of the batch are read after the count.
-        if memory.load(layout.queue(index) + layout::queue::COMPLETED) == state.completed {
-            return None;
-        }
-        let at = layout.completed(index) + 4 * (state.completed as usize % layout.depth);
-        let batch = memory.word(at).load(Ordering::Relaxed) as usize;
-        state.completed = state.completed.wrapping_add(1);
-        let own = self.batches.get_mut(batch).filter(|own| own.queue == Some(index));
-        // A processor that reports a batch that it does not have harms the batches that it does have.
-        let own = own?;
-        own.queue = None;
-        self.free.push(batch);
-        let result = layout.result(batch);
-        let double = |at: usize| memory.double(at).load(Ordering::Relaxed);
-        let (started, ended) =
-            (double(result + layout::result::STARTED), double(result + layout::result::ENDED));
-        Some(Cqe {
-            ticket: Ticket { batch, use_number: own.use_number },
-            token: own.token,
-            queue: index,
-            contexts: own.contexts,
-            failed: memory.word(result + layout::result::FAILED).load(Ordering::Relaxed) as usize,
-            given_up: memory.word(result + layout::result::GIVEN_UP).load(Ordering::Relaxed) as usize,
-            duration: Duration::from_nanos(ended.saturating_sub(started)),
-        })
-    }
-
-    /// Returns the status of a context of a batch; `None` if the batch has another use meanwhile, or for an index
-    /// outside of it.
-    pub fn status(&self, ticket: Ticket, context: usize) -> Option<ContextStatus> {
-        let state = self.batches[ticket.batch];
-        if state.use_number != ticket.use_number || context >= state.contexts {
-            return None;
-        }
-        let Shared { memory, layout, .. } = &*self.shared;
-        Some(ContextStatus::of(memory.load(layout.status(ticket.batch, context))))
-    }
-
-    /// Returns the statuses of all contexts of a batch; none if the batch has another use meanwhile.
-    pub fn statuses(&self, ticket: Ticket) -> impl Iterator<Item = ContextStatus> + '_ {
-        (0..CONTEXTS_MAX).map_while(move |context| self.status(ticket, context))
-    }
-
     /// Returns the number of commands of a queue that were given up and have not ended.
     pub fn given_up(&self, queue: usize) -> u32 {
         self.queue_word(queue, layout::queue::GIVEN_UP)
@@ -594,86 +457,8 @@ pub struct DescriptorBytes {
 }
 
 impl DescriptorBytes {
-    /// Returns the sum.
+    /// Returns the sum of all parts.
     pub fn total(&self) -> usize {
         self.contexts + self.lists + self.statuses + self.work
-    }
-}
-
-/// A batch that is being filled. Dropping it without [`issue_io`](Self::issue_io) frees it.
-#[derive(Debug)]
-pub struct Iocb<'a> {
-    ring: &'a mut Ring,
-    batch: usize,
-    contexts: usize,
-    is_issued: bool,
-}
-
-impl Iocb<'_> {
-    /// Appends a transfer; false if the batch is full.
-    pub fn push(&mut self, transfer: &Transfer) -> bool {
-        if self.contexts == CONTEXTS_MAX {
-            return false;
-        }
-        let Shared { memory, layout, .. } = &*self.ring.shared;
-        let at = layout.context(self.batch, self.contexts);
-        let [low, high] = SglDescriptor::data(transfer.address, transfer.bytes).words();
-        memory.set_double(at, low);
-        memory.set_double(at + 8, high);
-        memory.set_double(at + layout::context::BLOCK, transfer.block);
-        memory.set(at + layout::context::LENGTH, transfer.bytes);
-        memory.set(at + layout::context::CHECKSUM, transfer.checksum);
-        memory.set(layout.status(self.batch, self.contexts), 0);
-        self.contexts += 1;
-        true
-    }
-
-    /// Returns the number of transfers.
-    pub fn len(&self) -> usize {
-        self.contexts
-    }
-
-    /// Reports whether the batch has no transfers.
-    pub fn is_empty(&self) -> bool {
-        self.contexts == 0
-    }
-
-    /// Passes the batch to a queue, whose processor takes it after those before.
-    ///
-    /// # Errors
-    /// `Invalid` for an empty batch, or a queue without a queue pair. The batch is free then.
-    pub fn issue_io(mut self, queue: usize) -> Result<Ticket, RingError> {
-        let ready = self.ring.queues.get(queue).is_some_and(|state| state.queue.is_some());
-        if !ready || self.contexts == 0 {
-            return Err(RingError::Invalid(format!(
-                "a batch of {} contexts for queue {queue}: expected a queue with a queue pair, and contexts",
-                self.contexts
-            )));
-        }
-        let Ring { shared, batches, queues, .. } = &mut *self.ring;
-        let Shared { memory, layout, .. } = &**shared;
-        let (batch, state) = (&mut batches[self.batch], &mut queues[queue]);
-        memory.set(layout.batch(self.batch), self.contexts as u32);
-        batch.use_number += 1;
-        batch.contexts = self.contexts;
-        batch.queue = Some(queue);
-        let at = layout.issued(queue) + 4 * (state.issued as usize % layout.depth);
-        memory.set(at, self.batch as u32);
-        state.issued = state.issued.wrapping_add(1);
-        // The batch and its index are visible before the count.
-        memory.word(layout.queue(queue) + layout::queue::ISSUED).store(state.issued, Ordering::Release);
-        self.is_issued = true;
-        Ok(Ticket { batch: self.batch, use_number: batch.use_number })
-    }
-}
-
-impl Drop for Iocb<'_> {
-    fn drop(&mut self) {
-        if !self.is_issued {
-            // Statuses of the earlier use were overwritten.
-            self.ring.batches[self.batch].use_number += 1;
-            self.ring.batches[self.batch].contexts = 0;
-            self.ring.free.push(self.batch);
-        }
     }
 }

@@ -16,14 +16,14 @@ const LAYERS: usize = 40;
 
 /// What the figures that follow were measured on.
 #[derive(Debug, Serialize)]
-struct Device {
-    benchmark: &'static str,
+pub(super) struct Device {
+    pub(super) benchmark: &'static str,
     /// Name of the GPU, or `none`.
-    device: String,
+    pub(super) device: String,
     /// What ran: `kernels` or `host build`.
-    code: &'static str,
+    pub(super) code: &'static str,
     /// Why no GPU was used.
-    reason: Option<String>,
+    pub(super) reason: Option<String>,
 }
 
 /// Measures on the first GPU, or in the host build.
@@ -51,7 +51,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
 }
 
 /// Prints the device before its figures.
-fn announce(settings: &Settings, device: Device) {
+pub(super) fn announce(settings: &Settings, device: Device) {
     settings.audience.emit(&device);
     let reason = device.reason.map(|reason| format!(": {reason}")).unwrap_or_default();
     settings.audience.print_line(format!("device: {}, measuring the {}{reason}", device.device, device.code));

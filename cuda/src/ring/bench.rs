@@ -19,7 +19,7 @@ const BLOCK_BYTES: u32 = 512;
 /// Time without a completion after which the measurement fails.
 const STALL: Duration = Duration::from_secs(10);
 
-/// What is measured.
+/// Parameters of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BenchSettings {
     /// Size of a context in bytes, a multiple of 512 up to 1 MiB.
@@ -59,7 +59,7 @@ pub struct RingFigures {
     pub elapsed: Duration,
     /// Doorbells of submission queues.
     pub doorbells: u64,
-    /// Looks at completions.
+    /// Checks for completions.
     pub polls: u64,
     /// Memory of descriptions in bytes.
     pub descriptor_bytes: usize,

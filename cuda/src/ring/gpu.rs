@@ -73,30 +73,30 @@ impl GpuRunner {
                 return Err(RingError::Invalid(format!("queue {queue} without a queue pair")));
             }
         }
-        let mut runner = GpuRunner { shared, queues: queues.start..queues.start, stream };
+        let release = |claimed: Range<usize>| {
+            for queue in claimed {
+                shared.request(queue, Request::Park);
+                shared.state(queue).store(super::PARKED, Ordering::Release);
+            }
+        };
         for queue in queues.clone() {
-            if !runner.shared.claim(queue, DRIVEN) {
+            if !shared.claim(queue, DRIVEN) {
+                release(queues.start..queue);
                 return Err(RingError::Invalid(format!("queue {queue} is driven already")));
             }
-            runner.queues.end = queue + 1;
-            runner.shared.request(queue, Request::Run);
+            shared.request(queue, Request::Run);
         }
         let (first, last) = (queues.start as u32, queues.end as u32);
         // SAFETY: `Ring::new` has written the header, and `init_queue` the queues with addresses that stay valid while
         // the ring has its `RingQueue`. The claims above keep other processors away. Dropping the runner waits for the
         // kernel, and the runner keeps the memory of the ring.
-        let started = unsafe {
-            kernels.drive_ring(&runner.stream, runner.shared.memory.processor_address(), first..last, sms)
-        };
+        let started =
+            unsafe { kernels.drive_ring(&stream, shared.memory.processor_address(), first..last, sms) };
         if let Err(error) = started {
-            for queue in queues {
-                runner.shared.request(queue, Request::Park);
-                runner.shared.state(queue).store(super::PARKED, Ordering::Release);
-            }
-            runner.queues.end = runner.queues.start;
+            release(queues);
             return Err(error.into());
         }
-        Ok(runner)
+        Ok(GpuRunner { shared, queues, stream })
     }
 }
 

@@ -6,7 +6,7 @@ use reprise_nvme::{Backing, CommandId, Controller};
 
 use crate::ring::{OwnedQueue, PARKED, Request, Ring, RingError, RingQueue, layout};
 
-/// Pause between two looks at a queue.
+/// Pause between two checks of a queue.
 const PAUSE: Duration = Duration::from_micros(100);
 /// Time in which a processor follows a request.
 const PARK_LIMIT: Duration = Duration::from_secs(5);

@@ -112,6 +112,29 @@ fn doorbells_and_phases_use_the_instructions_for_devices() {
 }
 
 #[test]
+fn the_kernel_of_the_ring_polls_by_acquire_and_rings_by_mmio() {
+    let Some(nvcc) = nvcc() else {
+        println!("not checked: no nvcc");
+        return;
+    };
+    let device = Path::new(env!("CARGO_MANIFEST_DIR")).join("native/device.cu");
+    let text = ptx(&nvcc, &device, "90");
+    let ring = kernel(&text, "reprise_ring(");
+    let doorbells = places(&ring, "st.mmio.relaxed.sys.global.u32");
+    assert!(doorbells.len() >= 2, "doorbells of both queues");
+    let fences = places(&ring, "membar.sys");
+    for doorbell in doorbells {
+        // Between fence and doorbell, nothing is stored.
+        let fence = fences.iter().rfind(|fence| **fence < doorbell).expect("a fence before the doorbell");
+        let between = &ring[fence + 1..doorbell];
+        assert!(between.iter().all(|line| !line.contains("st.")), "{between:#?}");
+    }
+    // Issued batches, requests and phase bits; reports to the CPU.
+    assert!(places(&ring, "ld.acquire.sys.global.u32").len() >= 3);
+    assert!(places(&ring, "st.release.sys.global.u32").len() >= 2);
+}
+
+#[test]
 fn copies_access_16_bytes_and_load_before_they_store() {
     let Some(nvcc) = nvcc() else {
         println!("not checked: no nvcc");

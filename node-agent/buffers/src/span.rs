@@ -62,6 +62,7 @@ impl Span {
 
     /// Returns the word at a byte offset, for memory that is only accessed as words: queues and doorbells. Panics for
     /// a read-only mapping, and unless the word lies inside and is aligned.
+    #[inline]
     pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
         let address = self.word_address(offset, size_of::<AtomicU32>());
         // SAFETY: inside the mapping that `self` keeps alive, writable and aligned; all bit patterns are valid. The doc
@@ -70,12 +71,14 @@ impl Span {
     }
 
     /// Returns the double word at a byte offset. Panics like [`Span::atomic_u32`].
+    #[inline]
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
         let address = self.word_address(offset, size_of::<AtomicU64>());
         // SAFETY: as for `atomic_u32`.
         unsafe { AtomicU64::from_ptr(address.cast()) }
     }
 
+    #[inline]
     fn word_address(&self, offset: usize, size: usize) -> *mut u8 {
         let inside = offset.checked_add(size).is_some_and(|end| end <= self.bytes);
         assert!(
@@ -112,6 +115,7 @@ impl Span {
 
     /// Copies bytes from `offset` to `dst`, unverified; an error if the range lies outside. Unlike
     /// [`Span::slice`], it does not touch the count of owners, which other processors may change at the same time.
+    #[inline]
     pub fn read_at(&self, offset: usize, dst: &mut [u8]) -> Result<(), BufferError> {
         let (offset, bytes) = check_range("a span", self.bytes, offset as u64, dst.len() as u64)?;
         // SAFETY: as for `copy_out`; the range was checked.
@@ -120,6 +124,7 @@ impl Span {
     }
 
     /// Copies `src` to `offset`, like [`Span::read_at`]; an error also if the span is read-only.
+    #[inline]
     pub fn write_at(&self, offset: usize, src: &[u8]) -> Result<(), BufferError> {
         let (offset, bytes) = check_range("a span", self.bytes, offset as u64, src.len() as u64)?;
         if !self.is_writable() {

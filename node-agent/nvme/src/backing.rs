@@ -67,7 +67,7 @@ pub trait Backing: Send + Sync + 'static {
         None
     }
 
-    /// Returns the file behind the registers, for another process that maps them; `None` if there is none.
+    /// Returns the file behind the registers, for another process that maps them; `None` if the registers are not a file.
     fn register_file(&self) -> Option<RegisterFile<'_>> {
         None
     }

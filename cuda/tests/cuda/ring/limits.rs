@@ -102,7 +102,7 @@ fn a_violation_ends_the_batches_and_a_new_queue_pair_works() {
 }
 
 #[test]
-fn a_cancelled_batch_ends_what_has_commands_and_cancels_the_rest() {
+fn a_cancelled_batch_ends_its_commands_and_cancels_the_rest() {
     let mut rig = Rig::new(faulty(Fault::Late(SHORT), 0, None), 1, 8);
     let all: Vec<_> = (0..500).map(|index| rig.transfer(index * 512, index * 512, 512)).collect();
     let ticket = rig.issue(0, &reads(), &all);

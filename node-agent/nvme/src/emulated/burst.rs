@@ -93,14 +93,10 @@ impl<'a> Burst<'a> {
         while self.queue.head != rung && !self.machine.has_failed() {
             let head = self.queue.head;
             let at = base + head as usize * SQE_BYTES;
-            let mut entry = [0; SQE_BYTES];
-            for (index, place) in entry.chunks_exact_mut(8).enumerate() {
-                // The bytes of the entry in their order.
-                let word = memory.word(at + 8 * index).load(Ordering::Relaxed);
-                place.copy_from_slice(&word.to_ne_bytes());
-            }
+            let load = |index: usize| u64::from_le(memory.word(at + 8 * index).load(Ordering::Relaxed));
+            let words: [u64; SQE_BYTES / 8] = std::array::from_fn(load);
             self.queue.head = if head + 1 == entries { 0 } else { head + 1 };
-            let (id, command) = Command::decode(&entry);
+            let (id, command) = Command::decode(words);
             self.serve(id, &command);
             count += 1;
         }

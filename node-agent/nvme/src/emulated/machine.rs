@@ -188,7 +188,7 @@ impl Machine {
         worked
     }
 
-    /// Serves one queue.
+    /// Serves one queue with its lock held.
     fn serve(&self, mappings: &Mappings, id: u16, rung: u32, scratch: &mut Scratch) -> bool {
         let mut place = self.queues.lock(id);
         let Some(queue) = place.as_mut() else { return false };

@@ -54,7 +54,7 @@ pub(super) struct Place {
     pub(super) has_pending: AtomicBool,
 }
 
-/// All queues.
+/// All queues of the controller.
 #[derive(Debug)]
 pub(super) struct Queues {
     places: Vec<Place>,
@@ -104,7 +104,7 @@ impl Queues {
         self.highest.fetch_max(id.into(), Ordering::Release);
     }
 
-    /// Removes a submission queue with its completions that were not written; false if there is none.
+    /// Removes a submission queue with its completions that were not written; false if it does not exist.
     pub(super) fn remove(&self, id: u16) -> bool {
         let place = self.place(id);
         place.exists.store(false, Ordering::Release);
@@ -112,7 +112,7 @@ impl Queues {
         self.lock(id).take().is_some()
     }
 
-    /// Forgets all queues.
+    /// Forgets all queues and completions.
     pub(super) fn clear(&self) {
         for id in 0..=self.highest.load(Ordering::Acquire) as u16 {
             self.remove(id);

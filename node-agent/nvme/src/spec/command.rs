@@ -1,6 +1,6 @@
 //! Submission queue entries (Base 2.0, 3.3.3.1) and the commands that this crate uses.
 
-use super::{DataPointer, SQE_BYTES, SglDescriptor, le};
+use super::{DataPointer, SQE_BYTES, SglDescriptor};
 
 /// Delete I/O Submission Queue (Base 2.0, 5.7).
 pub const DELETE_SQ: u8 = 0x00;
@@ -135,26 +135,23 @@ impl Command {
     }
 
     /// Decodes an entry; returns its identifier too.
-    pub fn decode(entry: &[u8; SQE_BYTES]) -> (u16, Command) {
-        let start = le!(entry, 0, u32);
-        let (first, second) = (le!(entry, 24, u64), le!(entry, 32, u64));
+    pub fn decode(words: [u64; SQE_BYTES / 8]) -> (u16, Command) {
+        let [start, _, _, first, second, d10, d12, d14] = words;
         let data = match start >> 14 & 3 {
             0 => DataPointer::Prp { first, second },
             _ => DataPointer::Sgl(SglDescriptor::of_words([first, second])),
         };
-        let mut dwords = [0; 6];
-        for (index, dword) in dwords.iter_mut().enumerate() {
-            *dword = le!(entry, 40 + 4 * index, u32);
-        }
-        let command = Command { opcode: start as u8, namespace: le!(entry, 4, u32), data, dwords };
-        ((start >> 16) as u16, command)
+        let low = |word: u64| word as u32;
+        let high = |word: u64| (word >> 32) as u32;
+        let dwords = [low(d10), high(d10), low(d12), high(d12), low(d14), high(d14)];
+        ((start >> 16) as u16, Command { opcode: start as u8, namespace: high(start), data, dwords })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::SglKind;
+    use crate::spec::{SglKind, le};
 
     fn bytes(words: [u64; 8]) -> [u8; SQE_BYTES] {
         let mut all = [0; SQE_BYTES];
@@ -180,7 +177,7 @@ mod tests {
             Command::transfer(WRITE, 1, 5, 1).with_data(DataPointer::prp(0x1000, 0x2000)),
         ];
         for command in all {
-            assert_eq!(Command::decode(&bytes(command.encode(0xbeef))), (0xbeef, command));
+            assert_eq!(Command::decode(command.encode(0xbeef)), (0xbeef, command));
         }
     }
 
