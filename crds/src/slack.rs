@@ -64,7 +64,7 @@ pub struct SlackProfileSpec {
     #[serde(default)]
     pub fallback: SlackFallback,
     /// Upper bound on the 99th percentile of the prediction error, in percent. Above it, the condition
-    /// `Drifted` is true. Agents of this release do not measure.
+    /// `Drifted` is true.
     #[serde(default = "max_error")]
     #[schemars(range(min = 1, max = 100))]
     pub max_error_percent: Percent,
@@ -77,7 +77,7 @@ pub struct SlackProfileSpec {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Subject {
-    /// Model name, as in the engine. Distributed to agents; the data path does not use it in this release.
+    /// Model name, as in the engine. Engines get the budget of the profile with their model.
     #[schemars(length(min = 1))]
     pub model: Text,
     /// GPU product name, as reported by the driver. Only nodes with this GPU get the profile.
@@ -246,7 +246,7 @@ pub struct SlackProfileStatus {
     /// rollout has no canary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub soaking_since: Option<Time>,
-    /// Maximum of each measurement over all nodes. Agents of this release do not measure.
+    /// Maximum of each measurement over all nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
     /// Conditions: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.

@@ -23,12 +23,13 @@ const IOCB_BYTES: u32 = 2 << 20;
 const IOCBS: [u32; 5] = [1, 2, 4, 8, 16];
 /// Largest file: the operations of the largest kernel.
 const FILE_BYTES: u64 = IOCBS[IOCBS.len() - 1] as u64 * IOCB_BYTES as u64;
-/// Operations in flight.
+/// Operations of an I/O kernel that are in flight.
 const DEPTH: usize = 16;
 /// Identity of the blocks' words.
 const IDENTITY: [u8; 32] = [1; 32];
-/// Lengths in tokens.
+/// Measured input lengths, in tokens.
 const INPUTS: [u32; 2] = [512, 2048];
+/// Measured prefix lengths, in tokens.
 const PREFIXES: [u32; 2] = [0, 4096];
 
 /// Measures layers and I/O; the file lies in `directory` meanwhile.

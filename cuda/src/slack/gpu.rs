@@ -31,7 +31,7 @@ struct IoStreams {
 
 /// A layer, pages of KV in GPU memory, and pinned host memory in place of a device.
 ///
-/// Reads and writes have host memory of their own. Kernels of a limited launch use one stream for both directions.
+/// Reads and writes have separate host memory. Kernels of a limited launch use one stream for both directions.
 #[derive(Debug)]
 pub struct GpuMachine<'a> {
     kernels: &'a Kernels,
@@ -56,7 +56,7 @@ impl<'a> GpuMachine<'a> {
     /// in each direction.
     ///
     /// # Errors
-    /// Too little memory, or lengths that are no multiples of 128 after rounding.
+    /// Too little memory, or more tokens than a layer can have.
     pub fn new(
         kernels: &'a Kernels,
         io_sms: u32,

@@ -88,7 +88,12 @@ impl Profiles {
         let fact = |profile: &DesiredProfile| {
             let held = self.active.get(&profile.name);
             let reported = |digest: &str, refused| {
-                Some(ProfileFact { name: profile.name.clone(), digest: digest.to_owned(), refused })
+                let name = profile.name.clone();
+                let prediction_error = match refused {
+                    None => self.active.prediction_error(&name),
+                    Some(_) => None,
+                };
+                Some(ProfileFact { name, digest: digest.to_owned(), refused, prediction_error })
             };
             match (self.not_in_effect.get(&profile.name), held) {
                 (Some(NotInEffect::Rejected(why)), None) => reported(&profile.digest, Some(why.clone())),

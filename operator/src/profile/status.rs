@@ -16,8 +16,8 @@ use crate::assignment::Refusal;
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
-const UNUSED: &str = "agents check profiles and keep them, but the data path does not use profiles in this release: model, \
-                      tensorParallel, engineVersion, measurement, usablePercent and fallback have no effect on I/O";
+const UNUSED: &str = "engines that report their layers get the profile's budgets; tensorParallel, engineVersion and fallback have \
+                      no effect on the agents' own I/O in this release";
 
 /// The inputs of a profile's status.
 pub struct StatusInputs<'a> {
@@ -282,7 +282,7 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
 }
 
 /// Returns condition `Active`: whether every node has applied some revision. The message states that the data
-/// path does not use profiles, so that users do not expect an effect.
+/// path of agents does not use profiles, so that users do not expect an effect.
 fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     let kind = Type::Active;
     let all = counts.nodes.len();
@@ -319,8 +319,8 @@ fn drifted(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if measure.any(|node| node.report.as_ref().is_some_and(|report| report.p99.is_some())) {
         return Finding::no(kind, Reason::AsDesired, format!("no node measures a larger error than {most}"));
     }
-    let message = "no node has measured the error of its predictions. Agents of this release do not measure it: maxErrorPercent has no \
-         effect, and predictionErrorP50Percent and predictionErrorP99Percent are never set";
+    let message = "no node has measured the error of 100 predictions: engines report the times of their layers to their agents, or the \
+         model's name differs from subject.model";
     Finding::unknown(kind, Reason::NotReported, message)
 }
 

@@ -4,7 +4,7 @@
 //! prediction. Errors are counted in one bucket per hundredth, in two generations: a full generation replaces
 //! the one before, so that a corrected machine stops counting as drifted.
 //!
-//! Memory: 8 KiB for each profile, whatever the number of layers.
+//! Memory: 8 KiB for each profile, for any number of layers.
 
 /// Largest counted error in hundredths; larger errors count as this one.
 pub const ERROR_PERCENT_MAX: u32 = 1_000;

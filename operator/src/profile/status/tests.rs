@@ -221,7 +221,7 @@ fn profile_is_active_once_all_nodes_have_applied_any_revision() {
         let (_, findings) = compute_for(&found(nodes, &[GPU]), RolloutState::Progressing);
         let (status, reason, message) = condition(&findings, Type::Active);
         assert_eq!((status, reason), expected);
-        assert!(message.contains("the data path does not use profiles"), "{message}");
+        assert!(message.contains("no effect on the agents' own I/O"), "{message}");
     }
     let (_, findings) = compute_for(&found(Vec::new(), &["NVIDIA L4"]), RolloutState::Idle);
     assert_eq!(condition(&findings, Type::Active).1, Reason::WrongGpu);
