@@ -25,8 +25,8 @@ mod memory;
 mod queue;
 mod reclaim;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::BufferError;
@@ -187,6 +187,9 @@ struct Shared {
     layout: Layout,
     /// A thread of the host is there for the queue. One flag for each queue.
     attached: Vec<AtomicBool>,
+    /// Queue pairs: their memory and doorbells stay valid while a processor uses them. One is replaced only while the
+    /// CPU has claimed the queue.
+    pairs: Mutex<Vec<Option<RingQueue>>>,
 }
 
 /// States of a queue; see `Shared::claim`.
@@ -281,11 +284,12 @@ impl Ring {
         let queue = || QueueState { queue: None, issued: 0, completed: 0, epoch: 0, aborted: 0 };
         let batch = BatchState { use_number: 0, contexts: 0, token: 0, queue: None };
         let attached = (0..layout.queues).map(|_| AtomicBool::new(false)).collect();
+        let pairs = Mutex::new((0..layout.queues).map(|_| None).collect());
         Ok(Ring {
             batches: vec![batch; layout.depth],
             free: (0..layout.depth).rev().collect(),
             queues: (0..layout.queues).map(|_| queue()).collect(),
-            shared: Arc::new(Shared { memory, _work: work, layout, attached }),
+            shared: Arc::new(Shared { memory, _work: work, layout, attached, pairs }),
             next: 0,
         })
     }
@@ -313,6 +317,7 @@ impl Ring {
             std::thread::yield_now();
         }
         self.configure(index, &queue);
+        self.shared.pairs.lock().unwrap_or_else(PoisonError::into_inner)[index] = Some(queue.clone());
         self.queues[index].queue = Some(queue);
         self.shared.state(index).store(PARKED, Ordering::Release);
         Ok(())

@@ -88,7 +88,7 @@ impl GpuRunner {
         }
         let (first, last) = (queues.start as u32, queues.end as u32);
         // SAFETY: `Ring::new` has written the header, and `init_queue` the queues with addresses that stay valid while
-        // the ring has its `RingQueue`. The claims above keep other processors away. Dropping the runner waits for the
+        // `shared` has its `RingQueue`. The claims above keep other processors away. Dropping the runner waits for the
         // kernel, and the runner keeps the memory of the ring.
         let started =
             unsafe { kernels.drive_ring(&stream, shared.memory.processor_address(), first..last, sms) };

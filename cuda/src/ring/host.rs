@@ -83,7 +83,7 @@ fn drive(shared: &Shared, queue: usize, ending: &AtomicBool) {
             continue;
         }
         // SAFETY: `Ring::new` has written the header, and `init_queue` the queue with addresses that stay valid while
-        // the ring has its `RingQueue`: it is replaced only while the queue is claimed by the CPU. Other threads access
+        // `shared` has its `RingQueue`, which is replaced only while the CPU has claimed the queue. Other threads access
         // the memory as atomic words only.
         unsafe { reprise_ring_run(base, queue as u32) };
     }

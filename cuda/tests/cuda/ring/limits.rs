@@ -157,3 +157,15 @@ fn a_queue_that_runs_is_not_replaced_and_has_one_thread() {
     assert_eq!(run(&mut rig, &reads(), 1), [ContextStatus::Done]);
     rig.stop();
 }
+
+#[test]
+fn a_runner_that_outlives_its_ring_keeps_the_memory() {
+    let mut rig = Rig::new(emulation(), 2, 8);
+    let one = rig.transfer(0, 0, 512);
+    rig.issue(1, &reads(), &vec![one; 2000]);
+    let backing = std::sync::Arc::downgrade(rig.controller.backing());
+    let runner = rig.into_runner();
+    assert!(backing.upgrade().is_some(), "threads may still ring doorbells");
+    drop(runner);
+    assert!(backing.upgrade().is_none(), "nothing is leaked");
+}

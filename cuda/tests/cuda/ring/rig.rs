@@ -23,7 +23,7 @@ pub(crate) struct Rig {
     pub(crate) ring: Ring,
     pub(crate) controller: Controller<EmulatedController>,
     pub(crate) owned: Vec<Owned>,
-    runner: Option<HostRunner>,
+    runner: HostRunner,
     data: RingMemory,
     mapping: DmaMapping,
 }
@@ -59,7 +59,7 @@ impl Rig {
             ring.init_queue(index, queue.for_host().expect("registers")).expect("a free queue");
             owned.push(queue);
         }
-        let runner = Some(HostRunner::start(&ring, 0..queues).expect("threads"));
+        let runner = HostRunner::start(&ring, 0..queues).expect("threads");
         Rig { ring, controller, owned, runner, data, mapping }
     }
 
@@ -142,6 +142,11 @@ impl Rig {
         let owned = self.owned.remove(queue).recreate(&mut self.controller).expect("confirmed");
         self.ring.resume(queue, owned.for_host().expect("registers")).expect("it is parked");
         self.owned.insert(queue, owned);
+    }
+
+    /// Drops everything but the threads of the ring.
+    pub(crate) fn into_runner(self) -> HostRunner {
+        self.runner
     }
 
     /// Ends everything; returns the counters of the controller and the contents of the namespace.
