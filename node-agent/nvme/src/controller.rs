@@ -9,11 +9,12 @@ use reprise_io::HealthLog;
 use crate::backing::{Backing, DmaMemory, read_u64, write_u64};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
-use crate::queue::{CommandId, ENTRIES_MAX, Ended, QueuePair, QueueShape};
+use crate::queue::{CommandId, ENTRIES_MAX, Ended, QueueMemory, QueuePair, QueueShape};
 use crate::spec::{
     self, AdminQueueSizes, Capabilities, Command, Configuration, ControllerIdentity, ControllerStatus,
-    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, NamespaceIdentity,
-    NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status, Version, cns, offset,
+    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, MemoryBufferControl,
+    MemoryBufferProperties, NamespaceIdentity, NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status,
+    Version, cns, offset,
 };
 
 /// Entries of the admin queues.
@@ -120,7 +121,12 @@ impl<B: Backing> Controller<B> {
         disable(&*backing, limit)?;
         let shape =
             QueueShape { id: 0, entries: ADMIN_ENTRIES.into(), stride: capabilities.doorbell_stride() };
-        let admin = QueuePair::new(Arc::clone(&backing), shape)?;
+        if capabilities.has_memory_buffer() {
+            // Otherwise an address from before could hide memory that is mapped there now.
+            set_memory_buffer(&*backing, MemoryBufferControl { registers: false, address: None });
+        }
+        let memory = QueueMemory::allocate(&*backing, shape.entries)?;
+        let admin = QueuePair::new(Arc::clone(&backing), shape, memory)?;
         let page = backing.allocate(PAGE_BYTES)?;
         let sizes = AdminQueueSizes { submission: ADMIN_ENTRIES, completion: ADMIN_ENTRIES };
         backing.write(offset::AQA, sizes.encode());
@@ -162,7 +168,17 @@ impl<B: Backing> Controller<B> {
         let wanted = self.settings.queue_pairs.clamp(1, u16::MAX - 1);
         let granted = self.command("Set Features, number of queues", &Command::request_queues(wanted))?;
         let (submission, completion) = (granted as u16, (granted >> 16) as u16);
-        self.granted = submission.min(completion).saturating_add(1).min(wanted);
+        // Doorbells of more queues would lie outside the registers.
+        let stride = self.capabilities.doorbell_stride();
+        let doorbells = self.backing.register_bytes().saturating_sub(offset::DOORBELLS) / (2 * stride);
+        let with_doorbells = u16::try_from(doorbells.saturating_sub(1)).unwrap_or(u16::MAX);
+        self.granted = submission.min(completion).saturating_add(1).min(wanted).min(with_doorbells);
+        if self.granted == 0 {
+            let bytes = self.backing.register_bytes();
+            return Err(NvmeError::Unsupported(format!(
+                "its BAR 0 of {bytes} bytes has no doorbells of I/O queues"
+            )));
+        }
         self.free_queues = (1..=self.granted).rev().collect();
         Ok(())
     }
@@ -207,22 +223,50 @@ impl<B: Backing> Controller<B> {
     /// # Errors
     /// `NoQueue` if all granted pairs are in use, `Refused`, `Memory`, or the admin queue fails.
     pub fn create_queue_pair(&mut self, entries: u32) -> Result<QueuePair<B>, NvmeError> {
-        let entries = entries.clamp(2, self.capabilities.entries_max().min(ENTRIES_MAX));
+        let entries = entries.clamp(2, self.queue_entries_max());
+        let memory = QueueMemory::allocate(&*self.backing, entries)?;
+        self.create_queue_pair_in(entries, memory)
+    }
+
+    /// Returns the maximum number of entries of an I/O queue pair.
+    pub fn queue_entries_max(&self) -> u32 {
+        self.capabilities.entries_max().min(ENTRIES_MAX)
+    }
+
+    /// Creates an I/O queue pair in memory of the caller: of the host, of the controller's memory buffer, or of another
+    /// device.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory is too small or the number of entries not possible; else as
+    /// [`create_queue_pair`](Self::create_queue_pair).
+    pub fn create_queue_pair_in(
+        &mut self,
+        entries: u32,
+        memory: QueueMemory<B::Memory>,
+    ) -> Result<QueuePair<B>, NvmeError> {
+        let max = self.queue_entries_max();
+        if !(2..=max).contains(&entries) {
+            return Err(NvmeError::Invalid(format!("a queue pair of {entries} entries: 2 to {max}")));
+        }
         let stride = self.capabilities.doorbell_stride();
         let Some(id) = self.free_queues.pop() else {
             return Err(NvmeError::NoQueue { granted: self.granted });
         };
-        let created = self.try_create(QueueShape { id, entries, stride });
+        let created = self.try_create(QueueShape { id, entries, stride }, memory);
         // A number whose state is unknown is not used again before a reset.
-        if let Err(NvmeError::Refused { .. } | NvmeError::Memory(_)) = created {
+        if let Err(NvmeError::Refused { .. } | NvmeError::Invalid(_)) = created {
             self.free_queues.push(id);
         }
         created
     }
 
-    fn try_create(&mut self, shape: QueueShape) -> Result<QueuePair<B>, NvmeError> {
+    fn try_create(
+        &mut self,
+        shape: QueueShape,
+        memory: QueueMemory<B::Memory>,
+    ) -> Result<QueuePair<B>, NvmeError> {
         let QueueShape { id, entries, .. } = shape;
-        let queue = QueuePair::new(Arc::clone(&self.backing), shape)?;
+        let queue = QueuePair::new(Arc::clone(&self.backing), shape, memory)?;
         let (submissions, completions) = queue.addresses();
         self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, completions))?;
         let created =
@@ -232,6 +276,28 @@ impl<B: Backing> Controller<B> {
             return Err(error);
         }
         created.map(|_| queue)
+    }
+
+    /// Maps the controller's memory buffer (Base 2.0, 8.5) and enables it at the address of the returned memory. It
+    /// stays enabled until the controller is started again; call this once.
+    ///
+    /// # Errors
+    /// `Unsupported` if the controller has none, or one whose address cannot be chosen, as before version 1.4.
+    pub fn memory_buffer(&mut self) -> Result<(MemoryBufferProperties, B::Memory), NvmeError> {
+        let without = |text: &str| Err(NvmeError::Unsupported(text.into()));
+        if !self.capabilities.has_memory_buffer() {
+            return without("it has no memory buffer with a configurable address (CAP.CMBS)");
+        }
+        set_memory_buffer(&*self.backing, MemoryBufferControl { registers: true, address: None });
+        let (location, size) = (self.backing.read(offset::CMBLOC), self.backing.read(offset::CMBSZ));
+        let properties = MemoryBufferProperties::decode(location, size);
+        if properties.bytes == 0 {
+            return without("its memory buffer has 0 bytes");
+        }
+        let memory = self.backing.map_own_bar(properties.bar, properties.offset, properties.bytes)?;
+        let address = Some(memory.address());
+        set_memory_buffer(&*self.backing, MemoryBufferControl { registers: true, address });
+        Ok((properties, memory))
     }
 
     /// Deletes a queue pair. The controller no longer accesses the memory of its commands.
@@ -436,6 +502,13 @@ fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
         status if status.is_fatal() => Err(NvmeError::Fatal),
         _ => Ok(()),
     }
+}
+
+/// Writes CMBMSC, high half first: a write of the low half makes the controller take the whole address.
+fn set_memory_buffer(backing: &impl Backing, control: MemoryBufferControl) {
+    let value = control.encode();
+    backing.write(offset::CMBMSC + 4, (value >> 32) as u32);
+    backing.write(offset::CMBMSC, value as u32);
 }
 
 /// Disables a controller: it forgets its queues, and no longer accesses memory.

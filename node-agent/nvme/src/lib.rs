@@ -6,6 +6,7 @@
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
 //! | [`emulated`] | a controller in this process, with faults on request |
+//! | [`vfio`] | a controller of this machine that is bound to vfio-pci; the only unsafe code |
 //!
 //! A driver resets the controller, identifies it, and creates queue pairs in memory that both access. Interrupts are
 //! off: completions are polled. Every command has a deadline. Data is described by SGLs if the controller has them, else
@@ -13,7 +14,7 @@
 //!
 //! Not included: pools and their format, the choice of a device, retries.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod backing;
 mod controller;
@@ -24,6 +25,7 @@ mod engine;
 mod error;
 mod queue;
 pub mod spec;
+pub mod vfio;
 
 pub use backing::{Backing, DmaMemory};
 pub use controller::{Controller, DeletedQueue, DriverSettings, Namespace, was_aborted};
@@ -31,4 +33,4 @@ pub use data::{DataFormat, Piece};
 pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;
 pub use error::NvmeError;
-pub use queue::{CommandId, Ended, QueuePair};
+pub use queue::{CommandId, Ended, QueueMemory, QueuePair, QueueSizes};
