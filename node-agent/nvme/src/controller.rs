@@ -1,5 +1,8 @@
 //! A controller: its start, its admin queue, and the queue pairs that it has granted.
 
+mod memory_buffer;
+mod raw;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -9,13 +12,14 @@ use reprise_io::HealthLog;
 use crate::backing::{Backing, DmaMemory, read_u64, write_u64};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
-use crate::queue::{CommandId, ENTRIES_MAX, Ended, QueueMemory, QueuePair, QueueShape};
+use crate::queue::{CommandId, Ended, QueueMemory, QueuePair, QueueShape};
 use crate::spec::{
     self, AdminQueueSizes, Capabilities, Command, Configuration, ControllerIdentity, ControllerStatus,
-    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, MemoryBufferControl,
-    MemoryBufferProperties, NamespaceIdentity, NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status,
-    Version, cns, offset,
+    DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, NamespaceIdentity,
+    NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status, Version, cns, offset,
 };
+
+pub use raw::{QueueAddresses, RawQueuePair};
 
 /// Entries of the admin queues.
 const ADMIN_ENTRIES: u16 = 32;
@@ -123,7 +127,7 @@ impl<B: Backing> Controller<B> {
             QueueShape { id: 0, entries: ADMIN_ENTRIES.into(), stride: capabilities.doorbell_stride() };
         if capabilities.has_memory_buffer() {
             // Otherwise an address from before could hide memory that is mapped there now.
-            set_memory_buffer(&*backing, MemoryBufferControl { registers: false, address: None });
+            memory_buffer::disable(&*backing);
         }
         let memory = QueueMemory::allocate(&*backing, shape.entries)?;
         let admin = QueuePair::new(Arc::clone(&backing), shape, memory)?;
@@ -223,14 +227,9 @@ impl<B: Backing> Controller<B> {
     /// # Errors
     /// `NoQueue` if all granted pairs are in use, `Refused`, `Memory`, or the admin queue fails.
     pub fn create_queue_pair(&mut self, entries: u32) -> Result<QueuePair<B>, NvmeError> {
-        let entries = entries.clamp(2, self.queue_entries_max());
+        let entries = entries.clamp(2, self.entries_max());
         let memory = QueueMemory::allocate(&*self.backing, entries)?;
         self.create_queue_pair_in(entries, memory)
-    }
-
-    /// Returns the maximum number of entries of an I/O queue pair.
-    pub fn queue_entries_max(&self) -> u32 {
-        self.capabilities.entries_max().min(ENTRIES_MAX)
     }
 
     /// Creates an I/O queue pair in memory of the caller: of the host, of the controller's memory buffer, or of another
@@ -244,60 +243,45 @@ impl<B: Backing> Controller<B> {
         entries: u32,
         memory: QueueMemory<B::Memory>,
     ) -> Result<QueuePair<B>, NvmeError> {
-        let max = self.queue_entries_max();
+        let max = self.entries_max();
         if !(2..=max).contains(&entries) {
             return Err(NvmeError::Invalid(format!("a queue pair of {entries} entries: 2 to {max}")));
         }
         let stride = self.capabilities.doorbell_stride();
+        self.with_free_number(|controller, id| {
+            let shape = QueueShape { id, entries, stride };
+            let queue = QueuePair::new(Arc::clone(&controller.backing), shape, memory)?;
+            let (submissions, completions) = queue.addresses();
+            controller.create_queues(id, entries, QueueAddresses { submissions, completions })?;
+            Ok(queue)
+        })
+    }
+
+    /// Creates something with the number of a queue pair, which is free again if that fails.
+    fn with_free_number<T>(
+        &mut self,
+        create: impl FnOnce(&mut Controller<B>, u16) -> Result<T, NvmeError>,
+    ) -> Result<T, NvmeError> {
         let Some(id) = self.free_queues.pop() else {
             return Err(NvmeError::NoQueue { granted: self.granted });
         };
-        let created = self.try_create(QueueShape { id, entries, stride }, memory);
+        let created = create(self, id);
         // A number whose state is unknown is not used again before a reset.
-        if let Err(NvmeError::Refused { .. } | NvmeError::Invalid(_)) = created {
+        if let Err(NvmeError::Refused { .. } | NvmeError::Memory(_) | NvmeError::Invalid(_)) = created {
             self.free_queues.push(id);
         }
         created
     }
 
-    fn try_create(
-        &mut self,
-        shape: QueueShape,
-        memory: QueueMemory<B::Memory>,
-    ) -> Result<QueuePair<B>, NvmeError> {
-        let QueueShape { id, entries, .. } = shape;
-        let queue = QueuePair::new(Arc::clone(&self.backing), shape, memory)?;
-        let (submissions, completions) = queue.addresses();
-        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, completions))?;
+    fn create_queues(&mut self, id: u16, entries: u32, at: QueueAddresses) -> Result<(), NvmeError> {
+        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, at.completions))?;
         let created =
-            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, submissions));
+            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, at.submissions));
         if let Err(error @ NvmeError::Refused { .. }) = created {
             self.command("Delete I/O Completion Queue", &Command::delete_queue(DELETE_CQ, id))?;
             return Err(error);
         }
-        created.map(|_| queue)
-    }
-
-    /// Maps the controller's memory buffer (Base 2.0, 8.5) and enables it at the address of the returned memory. It
-    /// stays enabled until the controller is started again; call this once.
-    ///
-    /// # Errors
-    /// `Unsupported` if the controller has none, or one whose address cannot be chosen, as before version 1.4.
-    pub fn memory_buffer(&mut self) -> Result<(MemoryBufferProperties, B::Memory), NvmeError> {
-        let without = |text: &str| Err(NvmeError::Unsupported(text.into()));
-        if !self.capabilities.has_memory_buffer() {
-            return without("it has no memory buffer with a configurable address (CAP.CMBS)");
-        }
-        set_memory_buffer(&*self.backing, MemoryBufferControl { registers: true, address: None });
-        let (location, size) = (self.backing.read(offset::CMBLOC), self.backing.read(offset::CMBSZ));
-        let properties = MemoryBufferProperties::decode(location, size);
-        if properties.bytes == 0 {
-            return without("its memory buffer has 0 bytes");
-        }
-        let memory = self.backing.map_own_bar(properties.bar, properties.offset, properties.bytes)?;
-        let address = Some(memory.address());
-        set_memory_buffer(&*self.backing, MemoryBufferControl { registers: true, address });
-        Ok((properties, memory))
+        created.map(|_| ())
     }
 
     /// Deletes a queue pair. The controller no longer accesses the memory of its commands.
@@ -502,13 +486,6 @@ fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
         status if status.is_fatal() => Err(NvmeError::Fatal),
         _ => Ok(()),
     }
-}
-
-/// Writes CMBMSC, high half first: a write of the low half makes the controller take the whole address.
-fn set_memory_buffer(backing: &impl Backing, control: MemoryBufferControl) {
-    let value = control.encode();
-    backing.write(offset::CMBMSC + 4, (value >> 32) as u32);
-    backing.write(offset::CMBMSC, value as u32);
 }
 
 /// Disables a controller: it forgets its queues, and no longer accesses memory.

@@ -21,17 +21,19 @@ mod pages;
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use reprise_buffers::Region;
+use reprise_buffers::{Region, Span};
 use reprise_io::PciAddress;
 
 pub use error::FunctionError;
 pub use function::PciFunction;
 
-use crate::backing::{Backing, DmaMemory, check_part};
+use crate::backing::{Backing, DmaMapping, DmaMemory, RegisterFile, check_part};
 use crate::error::NvmeError;
 use crate::spec::{PAGE_BYTES, offset};
 use addresses::Addresses;
@@ -82,6 +84,8 @@ impl Domain {
 /// A controller that is bound to vfio-pci.
 pub struct VfioController {
     registers: Pages,
+    /// Offset of the registers in the device's file.
+    registers_at: u64,
     domain: Arc<Domain>,
 }
 
@@ -102,7 +106,7 @@ impl VfioController {
         }
         let group = function.check_ready()?;
         let (container, group, device) = open_files(&function, group)?;
-        let bytes = region(&device, 0)?.bytes;
+        let calls::RegionPlace { bytes, offset: registers_at } = region(&device, 0)?;
         if bytes < REGISTERS_MIN {
             return Err(FunctionError::SmallBar {
                 address: function.address(),
@@ -118,7 +122,7 @@ impl VfioController {
         let addresses = Mutex::new(Addresses::new());
         let container = Arc::new(container);
         let domain = Arc::new(Domain { function, device, container, _group: group, addresses });
-        Ok(VfioController { registers, domain })
+        Ok(VfioController { registers, registers_at, domain })
     }
 
     /// Returns the function of the controller.
@@ -189,6 +193,30 @@ impl Backing for VfioController {
         Ok(address)
     }
 
+    fn map(&self, span: &Span) -> Result<DmaMapping, NvmeError> {
+        let bytes = span.len() as u64;
+        let page = PAGE_BYTES as u64;
+        if span.is_empty() || !(span.as_ptr().addr() as u64 | bytes).is_multiple_of(page) {
+            return Err(NvmeError::Invalid(format!("{bytes} bytes to map: expected whole pages")));
+        }
+        let address = self.domain.take_address(bytes)?;
+        if let Err(error) = pages::map_span(&self.domain.container, address, span) {
+            self.domain.release_address(address);
+            return Err(mapping_error(error, bytes).into());
+        }
+        let mapped = MappedSpan { span: Some(span.clone()), address, domain: Arc::clone(&self.domain) };
+        Ok(DmaMapping::new(address, bytes, Box::new(mapped)))
+    }
+
+    fn register_address(&self, offset: usize) -> Option<NonNull<u32>> {
+        Some(self.registers.register_address(offset))
+    }
+
+    fn register_file(&self) -> Option<RegisterFile<'_>> {
+        let file = self.domain.device.as_fd();
+        Some(RegisterFile { file, offset: self.registers_at, bytes: self.registers.bytes() })
+    }
+
     fn map_own_bar(&self, bar: u8, offset: u64, bytes: u64) -> Result<VfioMemory, NvmeError> {
         let domain = &self.domain;
         let size = region(&domain.device, bar.into())?.bytes;
@@ -236,6 +264,26 @@ fn open_files(function: &PciFunction, group: u32) -> Result<(File, File, File), 
     let name = CString::new(address.to_string()).expect("an address has no 0");
     let device = calls::open_device(&group_file, &name).map_err(|error| failed("open the device", error))?;
     Ok((container, group_file, device))
+}
+
+/// Ends a mapping of a span when it is dropped.
+struct MappedSpan {
+    span: Option<Span>,
+    address: u64,
+    domain: Arc<Domain>,
+}
+
+impl Drop for MappedSpan {
+    fn drop(&mut self) {
+        let Some(span) = self.span.take() else { return };
+        match calls::unmap(&self.domain.container, self.address, span.len() as u64) {
+            Ok(()) => self.domain.release_address(self.address),
+            Err(error) => {
+                tracing::error!(%error, "leaking {} bytes that a controller may still access", span.len());
+                std::mem::forget(span);
+            }
+        }
+    }
 }
 
 /// Explains an error of opening the container or a group.

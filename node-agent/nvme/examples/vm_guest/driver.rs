@@ -51,7 +51,7 @@ fn identify(lab: &mut Lab) -> Outcome {
         controller.version(),
         controller.data_format(),
         controller.granted(),
-        controller.queue_entries_max()
+        controller.entries_max()
     );
     ensure(identity.serial == "reprise-lab", "serial number")?;
     ensure(controller.data_format() == DataFormat::Sgl, "QEMU has SGLs")?;

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use reprise_buffers::Region;
+use reprise_buffers::{Region, Span};
 
 use super::calls;
 
@@ -78,6 +78,11 @@ impl Pages {
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }
     }
 
+    /// Returns the address of a register, valid while the pages live. Panics outside of the pages.
+    pub(super) fn register_address(&self, offset: usize) -> NonNull<u32> {
+        NonNull::new(self.at(offset, 4).cast()).expect("inside the mapping")
+    }
+
     /// Reads a register. Panics outside of the pages.
     pub(super) fn read_register(&self, offset: usize) -> u32 {
         let register = self.at(offset, 4).cast::<u32>();
@@ -112,6 +117,13 @@ pub(super) fn map_region(container: &File, address: u64, region: &Region) -> io:
     // SAFETY: the arena creates no references into regions (`reprise_buffers`): spans copy, and other processes may
     // write at any time already. VFIO pins the pages, so they are not reused while they are mapped for the device.
     unsafe { calls::map(container, address, region.as_ptr(), region.bytes()) }
+}
+
+/// Maps a span of whole pages at an address for the devices of a container.
+pub(super) fn map_span(container: &File, address: u64, span: &Span) -> io::Result<()> {
+    // SAFETY: spans copy, and other processes and devices may write to their memory at any time (`reprise_buffers`).
+    // VFIO pins the pages, so they are not reused while they are mapped for the device.
+    unsafe { calls::map(container, address, span.as_ptr().cast_mut(), span.len() as u64) }
 }
 
 /// Pages that devices of a container can access until this is dropped.

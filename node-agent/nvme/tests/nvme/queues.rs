@@ -130,7 +130,13 @@ fn parts_keep_memory_mapped_until_the_last_of_them_is_dropped() {
 
 #[test]
 fn sixty_four_queue_pairs_work_at_once_and_do_not_mix() {
-    let mut rig = Rig::new(emulation());
+    for threads in [1, 4] {
+        sixty_four_queue_pairs(threads);
+    }
+}
+
+fn sixty_four_queue_pairs(threads: usize) {
+    let mut rig = Rig::new(Emulation { threads, ..emulation() });
     let mut queues: Vec<_> =
         (0..64).map(|_| rig.controller.create_queue_pair(16).expect("granted")).collect();
     // Each queue writes its own page, and then reads it to another place.
