@@ -4,7 +4,9 @@
 //! |---|---|
 //! | [`spec`] | structures and constants of the specifications; no I/O |
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
+//! | [`SharedController`] | a controller that an engine and others use, such as the health log |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
+//! | [`host`] | what a machine lacks for drivers in user space; reads files only |
 //! | [`emulated`] | a controller in this process, with faults on request |
 //!
 //! A driver resets the controller, identifies it, and creates queue pairs in memory that both access. Interrupts are
@@ -22,7 +24,9 @@ mod device;
 pub mod emulated;
 mod engine;
 mod error;
+pub mod host;
 mod queue;
+mod shared;
 pub mod spec;
 
 pub use backing::{Backing, DmaMemory};
@@ -32,3 +36,4 @@ pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;
 pub use error::NvmeError;
 pub use queue::{CommandId, Ended, QueuePair};
+pub use shared::{OpenController, SharedController};
