@@ -480,7 +480,7 @@ fn check_capabilities(capabilities: Capabilities) -> Result<(), NvmeError> {
     Ok(())
 }
 
-fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
+pub(crate) fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
     match status {
         status if status.is_gone() => Err(NvmeError::Gone),
         status if status.is_fatal() => Err(NvmeError::Fatal),

@@ -25,6 +25,7 @@ use crate::controller::{Controller, Namespace};
 use crate::data::{DataFormat, Piece};
 use crate::error::NvmeError;
 use crate::queue::{CommandId, Ended, QueuePair};
+use crate::shared::{OpenController, SharedController};
 use crate::spec::{Command, FLUSH, READ, Status, WRITE};
 
 /// Pages of the buffer for memory that is not registered.
@@ -65,8 +66,8 @@ struct Part {
 
 /// The engine; see the module.
 pub struct NvmeEngine<B: Backing> {
-    /// Dropped before queue and memory: dropping it disables the controller.
-    controller: Controller<B>,
+    /// Disabled before queue and memory are dropped: see [`NvmeEngine::end`].
+    controller: Arc<SharedController<B>>,
     queue: QueuePair<B>,
     bounce: B::Memory,
     free_pages: Vec<usize>,
@@ -110,6 +111,7 @@ impl<B: Backing> NvmeEngine<B> {
     ) -> Result<NvmeEngine<B>, NvmeError> {
         let queue = controller.create_queue_pair(entries)?;
         let bounce = controller.backing().allocate(BOUNCE_PAGES * IO_ALIGN)?;
+        let controller = Arc::new(SharedController::new(controller));
         let bell = Doorbell::new().map_err(|error| NvmeError::Invalid(error.to_string()))?;
         Ok(NvmeEngine {
             controller,
@@ -144,7 +146,7 @@ impl<B: Backing> NvmeEngine<B> {
         Ok(())
     }
 
-    pub(crate) fn controller(&self) -> &Controller<B> {
+    pub(crate) fn controller(&self) -> &Arc<SharedController<B>> {
         &self.controller
     }
 
@@ -310,9 +312,10 @@ impl<B: Backing> NvmeEngine<B> {
         let (queue, limit) = (self.queue.id(), self.command_timeout);
         for part in self.parts.values_mut().filter(|part| overdue.contains(&part.id)) {
             match part.aborted_until {
-                // The others are aborted by a later check.
+                // The others are aborted by a later check, also while another user has the admin queue.
                 None => {
-                    if self.controller.request_abort(queue, part.id)? {
+                    let requested = self.controller.try_with(|one| one.request_abort(queue, part.id))?;
+                    if requested == Some(true) {
                         part.aborted_until = Some(now + limit);
                     }
                 }

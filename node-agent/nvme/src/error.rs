@@ -24,6 +24,9 @@ pub enum NvmeError {
         /// Its deadline.
         limit: Duration,
     },
+    /// The engine of the controller has ended, and the controller was shut down with it.
+    #[error("the controller was shut down: open its device again")]
+    Closed,
     /// The controller has rejected a command.
     #[error("the controller rejects {what}: {status}")]
     Refused {

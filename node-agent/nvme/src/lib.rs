@@ -5,7 +5,9 @@
 //! | [`spec`] | structures and constants of the specifications; no I/O |
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
 //! | [`RawQueuePair`] | queue pairs that another processor or process drives, in memory of its own |
+//! | [`SharedController`] | a controller that an engine and others use, such as the health log |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
+//! | [`host`] | what a machine lacks for drivers in user space; reads files only |
 //! | [`emulated`] | a controller in this process, with faults on request |
 //! | [`vfio`] | a controller of this machine that is bound to vfio-pci; the only unsafe code |
 //!
@@ -24,7 +26,9 @@ mod device;
 pub mod emulated;
 mod engine;
 mod error;
+pub mod host;
 mod queue;
+mod shared;
 pub mod spec;
 pub mod vfio;
 
@@ -37,3 +41,4 @@ pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;
 pub use error::NvmeError;
 pub use queue::{CommandId, Ended, QueueMemory, QueuePair, QueueSizes};
+pub use shared::{OpenController, SharedController};
