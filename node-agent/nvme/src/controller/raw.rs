@@ -98,8 +98,9 @@ impl<B: Backing> Controller<B> {
     ///
     /// # Errors
     /// If the controller does not confirm, that memory must not be used again before a reset.
+    #[expect(clippy::needless_pass_by_value, reason = "a deleted queue pair is not used again")]
     pub fn delete_raw_queue_pair(&mut self, queue: RawQueuePair) -> Result<(), NvmeError> {
-        let RawQueuePair { id, .. } = queue;
+        let id = queue.id;
         // The submission queue first (Base 2.0, 5.6).
         self.command("Delete I/O Submission Queue", &Command::delete_queue(DELETE_SQ, id))?;
         self.command("Delete I/O Completion Queue", &Command::delete_queue(DELETE_CQ, id))?;
