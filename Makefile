@@ -110,12 +110,14 @@ test-vllm:
 	$(AGENT_PROGRAMS)
 	python/test-vllm.sh
 
-# The first run downloads QEMU and a kernel (114 MB). The program in the machine is optimised, since its speed is compared
-# with the kernel's.
+# The first run downloads QEMU and a kernel (114 MB). The programs in the machine are optimised, since the driver's speed
+# is compared with the kernel's.
+VM_PROGRAMS := $(CARGO_TARGET_DIR)/images/examples
 vm-test:
 	e2e/vm/packages.sh > /dev/null
-	cargo build --locked --profile images -p reprise-nvme --example vm_guest
-	REPRISE_VM_GUEST=$(CARGO_TARGET_DIR)/images/examples/vm_guest cargo test --locked --workspace --test vm
+	cargo build --locked --profile images -p reprise-nvme -p reprise-cuda --example vm_guest --example vm_rings
+	REPRISE_VM_GUEST=$(VM_PROGRAMS)/vm_guest REPRISE_VM_RINGS=$(VM_PROGRAMS)/vm_rings \
+	    cargo test --locked --workspace --test vm
 
 e2e-k8s: etcd cluster images-test
 	$(CLUSTER_PROGRAMS)

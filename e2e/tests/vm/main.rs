@@ -1,8 +1,8 @@
 //! NVMe through VFIO in a virtual machine: a controller of QEMU, an IOMMU, and a second device whose BAR stands for a GPU's
 //! memory. It needs no device, no kernel module and no root on this machine; the processor is emulated.
 //!
-//! `make vm-test` downloads QEMU and a kernel, builds the program that runs in the machine (the example `vm_guest` of
-//! `reprise-nvme`), and starts this. A test passes if the console has its line with result 0. A missing line fails, and so
+//! `make vm-test` downloads QEMU and a kernel, builds the programs that run in the machine (the examples `vm_guest` of
+//! `reprise-nvme` and `vm_rings` of `reprise-cuda`), and starts this. A test passes if the console has its line with result 0. A missing line fails, and so
 //! does a console without its last line.
 
 #![allow(clippy::print_stdout, reason = "results of tests")]
@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use image::Image;
 use machine::{Machine, Verdict};
 
-/// Limit of one virtual machine.
-const LIMIT: Duration = Duration::from_secs(180);
+/// Limit of one virtual machine: 20 s on an idle machine, ten times as long on a busy one.
+const LIMIT: Duration = Duration::from_secs(400);
 /// The sector of namespace 2 that cannot be read.
 const BAD_SECTOR: u64 = 4096;
 /// Size of each namespace.
@@ -62,6 +62,9 @@ const MAIN: &[&str] = &[
     "killed-while-writing",
     "seen-by-the-kernel",
     "guest",
+    "rings-between-bar-and-disk",
+    "rings-media-error",
+    "rings-end",
 ];
 
 /// Finds the controllers in order of their addresses, and the peer.
@@ -135,6 +138,8 @@ fn environment(name: &str, help: &str) -> Result<PathBuf, String> {
 fn test() -> Result<bool, Box<dyn std::error::Error>> {
     let guest =
         environment("REPRISE_VM_GUEST", "the program for the machine is missing: run `make vm-test`")?;
+    let rings =
+        environment("REPRISE_VM_RINGS", "the program for the machine is missing: run `make vm-test`")?;
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/vm/packages.sh");
     let output = Command::new(script).stderr(std::process::Stdio::inherit()).output()?;
     if !output.status.success() {
@@ -146,11 +151,15 @@ fn test() -> Result<bool, Box<dyn std::error::Error>> {
     image.add_busybox(&packages)?;
     image.add_modules(&packages, &["nvme", "vfio-pci", "vfio_iommu_type1"])?;
     image.add_program(&guest)?;
+    image.add_program(&rings)?;
     let folder = tempfile::tempdir_in(packages.parent().ok_or("no folder for the machine")?)?;
     let folder = folder.path();
 
     let machine = main_machine(&packages, folder)?;
-    let script = format!("vm_guest main $1 $peer {BAD_SECTOR}\necho \"TEST guest rc=$?\"\n");
+    let script = format!(
+        "vm_guest main $1 $peer {BAD_SECTOR}\necho \"TEST guest rc=$?\"\n\
+         vm_guest bind $1\nvm_rings $1 $peer {BAD_SECTOR}\n"
+    );
     let mut passed = run("main", &machine, &image, &script, MAIN);
 
     let machine = machine_of_two_functions(&packages, folder, Some("intel-iommu,intremap=off"));

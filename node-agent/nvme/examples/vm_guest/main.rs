@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! vm_guest main CONTROLLER PEER BAD_BLOCK    all tests on a controller that the kernel's driver has
+//! vm_guest speed CONTROLLER                  the comparison with the kernel only
 //! vm_guest refused CONTROLLER TEXT NAME      opening fails with an error that contains TEXT
 //! vm_guest bind-refused CONTROLLER TEXT NAME the same for giving it to vfio-pci
 //! vm_guest bind CONTROLLER                   gives the controller to vfio-pci
@@ -64,6 +65,7 @@ fn run(arguments: &[&str]) -> Outcome<bool> {
             passed &= kill::run(&controller);
             passed & driver::seen_by_the_kernel(&controller)
         }
+        ["speed", controller] => speed::run(&function(controller)?),
         ["refused", controller, text, name] => {
             let controller = function(controller)?;
             test(name, || refusals::refused(&controller, text))
