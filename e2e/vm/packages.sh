@@ -26,22 +26,30 @@ mkdir -p "$folder" "$cache/apt/lists/partial" "$cache/apt/archives/partial"
 cat > "$cache/apt/apt.conf" << CONF
 #clear APT::Update::Post-Invoke;
 #clear APT::Update::Post-Invoke-Success;
-APT::Sandbox::User "";
+APT::Sandbox::User "root";
 Acquire::Languages "none";
 Dir::State "$cache/apt";
 Dir::State::status "$cache/apt/status";
 Dir::Cache "$cache/apt";
 Dir::Log "$cache/apt";
 CONF
-export APT_CONFIG=$cache/apt/apt.conf TMPDIR=$cache/apt
+export TMPDIR=$cache/apt
+# Read after the system's configuration, which it changes.
+configuration=(-c "$cache/apt/apt.conf")
 cd "$cache/apt/archives"
 {
-    apt-get -q update
+    apt-get "${configuration[@]}" -q update
     # The name of the kernel's package changes with its updates.
-    kernel=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -1)
-    mapfile -t others < <(apt-get -s --no-install-recommends install qemu-system-x86 busybox-static | sed -n 's/^Inst \([^ ]*\) .*/\1/p')
-    [ -n "$kernel" ] && [ ${#others[@]} -gt 0 ] || { echo "apt does not know linux-image-amd64, qemu-system-x86 or busybox-static" >&2; exit 1; }
-    apt-get -q download "$kernel" "${others[@]}"
+    kernel=$(apt-cache "${configuration[@]}" depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -1)
+    mapfile -t others < <(
+        apt-get "${configuration[@]}" -s --no-install-recommends install qemu-system-x86 busybox-static |
+            sed -n 's/^Inst \([^ ]*\) .*/\1/p'
+    )
+    [ -n "$kernel" ] && [ ${#others[@]} -gt 0 ] || {
+        echo "apt does not know linux-image-amd64, qemu-system-x86 or busybox-static" >&2
+        exit 1
+    }
+    apt-get "${configuration[@]}" -q download "$kernel" "${others[@]}"
 } > "$cache/packages.log" 2>&1 || {
     tail -5 "$cache/packages.log" >&2
     echo "the packages of the VM lab cannot be downloaded: check the machine's package sources ($cache/packages.log)" >&2

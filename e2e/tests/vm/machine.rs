@@ -40,6 +40,15 @@ impl Machine {
 
     /// Starts the machine and reads its console until it is powered off, at most for a limit.
     pub(crate) fn run(&self, limit: Duration) -> io::Result<Vec<String>> {
+        self.run_until(limit, |_| false)
+    }
+
+    /// Starts the machine, and takes its power away after a line that `is_last` selects.
+    pub(crate) fn run_until(
+        &self,
+        limit: Duration,
+        is_last: impl Fn(&str) -> bool,
+    ) -> io::Result<Vec<String>> {
         let mut qemu = self.command()?.stdout(Stdio::piped()).stdin(Stdio::null()).spawn()?;
         let console = BufReader::new(qemu.stdout.take().expect("piped"));
         let (sender, receiver) = mpsc::channel();
@@ -57,7 +66,12 @@ impl Machine {
             match receiver.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(line) => {
                     println!("  {line}");
+                    let ends = is_last(&line);
                     lines.push(line);
+                    if ends {
+                        qemu.kill()?;
+                        break;
+                    }
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {

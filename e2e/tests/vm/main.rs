@@ -24,6 +24,10 @@ const BAD_SECTOR: u64 = 4096;
 /// Size of each namespace.
 const NAMESPACE_BYTES: u64 = 64 << 20;
 
+/// Number of the record after which a machine loses power, and the seed of the records.
+const RECORDS: u64 = 300;
+const RECORDS_SEED: u64 = 7_000_000;
+
 /// Tests of the main machine.
 const MAIN: &[&str] = &[
     "refused-kernel-driver",
@@ -99,6 +103,27 @@ fn main_machine(packages: &Path, folder: &Path) -> std::io::Result<Machine> {
     Ok(machine)
 }
 
+/// A controller with one namespace, which keeps its contents.
+fn machine_of_one_controller(packages: &Path, folder: &Path) -> std::io::Result<Machine> {
+    let namespace = folder.join("records");
+    std::fs::File::options().create(true).append(true).open(&namespace)?.set_len(NAMESPACE_BYTES)?;
+    let mut machine = Machine::new(packages, folder);
+    machine.device("intel-iommu,intremap=on,device-iotlb=on");
+    machine.drive(&format!("id=one,file={}", namespace.display()));
+    machine.device("nvme,serial=records,drive=one");
+    Ok(machine)
+}
+
+/// Takes the power away from a machine that writes records; returns the number of the last one that it has reported as
+/// durable.
+fn lose_power(machine: &Machine, image: &Image) -> std::io::Result<Option<u64>> {
+    let number = |line: &str| line.parse::<u64>().ok();
+    let script = format!("{FIND}vm_guest bind $1\nvm_guest records $1 {RECORDS_SEED}\n");
+    image.clone().with_script(&script).write(machine.initramfs())?;
+    let console = machine.run_until(LIMIT, |line| number(line).is_some_and(|number| number >= RECORDS))?;
+    Ok(console.iter().filter_map(|line| number(line)).max())
+}
+
 /// A controller with two functions, which therefore share a group.
 fn machine_of_two_functions(packages: &Path, folder: &Path, iommu: Option<&str>) -> Machine {
     let mut machine = Machine::new(packages, folder);
@@ -161,6 +186,18 @@ fn test() -> Result<bool, Box<dyn std::error::Error>> {
          vm_guest bind $1\nvm_rings $1 $peer {BAD_SECTOR}\n"
     );
     let mut passed = run("main", &machine, &image, &script, MAIN);
+
+    let machine = machine_of_one_controller(&packages, folder)?;
+    match lose_power(&machine, &image)? {
+        Some(last) => {
+            let script = format!("vm_guest bind $1\nvm_guest verify $1 {RECORDS_SEED} {last} power-loss\n");
+            passed &= run("after a power loss", &machine, &image, &script, &["power-loss"]);
+        }
+        None => {
+            println!("virtual machine before a power loss: no record was written");
+            passed = false;
+        }
+    }
 
     let machine = machine_of_two_functions(&packages, folder, Some("intel-iommu,intremap=off"));
     let script = "vm_guest bind $1\nvm_guest refused $1 'with driver nvme' shared-group\n\

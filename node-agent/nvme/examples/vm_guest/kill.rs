@@ -61,6 +61,11 @@ fn kill(function: &PciFunction, round: u64) -> Outcome {
     }
     child.wait()?;
     let durable = durable.ok_or("the process has written nothing")?;
+    verify(function, seed, durable)
+}
+
+/// Compares the records up to the last durable one with their contents.
+pub(crate) fn verify(function: &PciFunction, seed: u64, durable: u64) -> Outcome {
     let arena = lab::arena()?;
     let mut engine = engine::open(function, 1, FileAccess::ReadOnly, &arena)?;
     let memory = arena.span(0, 0, RECORD)?;
@@ -76,7 +81,7 @@ fn kill(function: &PciFunction, round: u64) -> Outcome {
         let mut read = vec![0; RECORD as usize];
         memory.copy_out(&mut read);
         let same = read == pattern(seed + number, RECORD);
-        ensure(same, format!("round {round}: record {number} of {durable} is lost"))?;
+        ensure(same, format!("record {number} of {durable} is lost"))?;
     }
     Ok(())
 }

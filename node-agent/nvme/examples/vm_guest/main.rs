@@ -9,6 +9,7 @@
 //! vm_guest bind CONTROLLER                   gives the controller to vfio-pci
 //! vm_guest locked-memory CONTROLLER          maps more memory than an ordinary user may lock
 //! vm_guest records CONTROLLER SEED           writes records until it is killed
+//! vm_guest verify CONTROLLER SEED LAST NAME  compares the records up to the last durable one
 //! ```
 
 #![allow(clippy::print_stdout, reason = "the console is the result")]
@@ -79,6 +80,11 @@ fn run(arguments: &[&str]) -> Outcome<bool> {
             true
         }
         ["locked-memory", controller] => refusals::locked_memory(&function(controller)?)?,
+        ["verify", controller, seed, durable, name] => {
+            let controller = function(controller)?;
+            let (seed, durable) = (seed.parse()?, durable.parse()?);
+            test(name, || kill::verify(&controller, seed, durable))
+        }
         ["records", controller, seed] => kill::write_records(&function(controller)?, seed.parse()?)?,
         _ => return Err("unknown arguments: see the start of the source".into()),
     })
