@@ -1,6 +1,6 @@
 //! A client's mapping of a region that the agent granted.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use reprise_policy::ByteSize;
@@ -46,6 +46,25 @@ impl MappedRegion {
             Access::ReadWrite => Advice::PopulateWrite,
         };
         memory.advise(0, length, populate).map_err(failed)?;
+        Ok(MappedRegion { memory: Arc::new(memory) })
+    }
+
+    /// Maps the first `bytes` bytes of a BAR: a file of sysfs. Its pages are not memory of this machine, so none is
+    /// touched.
+    ///
+    /// Errors: the file is shorter than `bytes`, or cannot be mapped.
+    pub fn of_bar(fd: BorrowedFd<'_>, bytes: u64) -> Result<MappedRegion, BufferError> {
+        let failed = |source| BufferError::system(format!("map {} of a BAR", ByteSize(bytes)), source);
+        let there = sys::file_bytes(fd).map_err(failed)?;
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+        if bytes == 0 || there < bytes {
+            return Err(BufferError::Invalid(format!(
+                "a BAR of {} where {} are needed: enable large BARs (Resizable BAR, Above 4G Decoding) in the firmware",
+                ByteSize(there),
+                ByteSize(bytes)
+            )));
+        }
+        let memory = Memory::map(fd, length, Access::ReadWrite).map_err(failed)?;
         Ok(MappedRegion { memory: Arc::new(memory) })
     }
 

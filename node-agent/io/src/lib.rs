@@ -40,8 +40,8 @@ mod uring;
 mod waker;
 
 pub use block_device::BlockDevice;
-pub use description::{DeviceDescription, PciAddress, PciAddressError};
-pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation, Reserve};
+pub use description::{ControllerDescription, DeviceDescription, PciAddress, PciAddressError};
+pub use device::{Caching, DeviceFile, FileAccess, HOLDER_PATIENCE, IfMissing, Preallocation, Reserve};
 pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Bounds, Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};

@@ -7,12 +7,15 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use reprise_buffers::{Region, Span};
 
 use crate::error::NvmeError;
+use crate::spec::PAGE_BYTES;
 
 /// Memory that the controller reads and writes, at a fixed address. It is zeroed at first.
 ///
 /// Dropping it ends the access of the controller first, and then releases the memory: an access afterwards fails in the
 /// IOMMU. A controller that does not stop therefore never writes to memory that has another use.
-pub trait DmaMemory: Send + Sync {
+///
+/// Memory may lie in this machine's memory, in a buffer of the controller, or in a BAR of another device.
+pub trait DmaMemory: Send + Sync + Sized {
     /// Returns the address for the controller; a multiple of 4,096.
     fn address(&self) -> u64;
 
@@ -24,12 +27,33 @@ pub trait DmaMemory: Send + Sync {
 
     /// Returns the aligned word of 4 bytes at an offset. Panics outside of the memory.
     fn half_word(&self, offset: usize) -> &AtomicU32;
+
+    /// Returns a part of the memory. The access of the controller to the whole ends when the memory and all parts of it
+    /// are dropped.
+    ///
+    /// # Errors
+    /// `Invalid` if the part is not inside, or if its offset is not a multiple of 4,096.
+    fn part(&self, offset: usize, bytes: usize) -> Result<Self, NvmeError>;
+}
+
+/// Checks the range of a part of memory.
+pub(crate) fn check_part(whole: usize, offset: usize, bytes: usize) -> Result<(), NvmeError> {
+    let inside = offset.checked_add(bytes).is_some_and(|end| end <= whole);
+    if inside && bytes > 0 && offset.is_multiple_of(PAGE_BYTES) {
+        return Ok(());
+    }
+    Err(NvmeError::Invalid(format!(
+        "{bytes} bytes at {offset} of a memory of {whole}: use a larger BAR or buffer, or fewer entries"
+    )))
 }
 
 /// A controller as a driver sees it: a VFIO device, or the emulated controller.
 pub trait Backing: Send + Sync + 'static {
     /// Memory of queues and of descriptions of data.
     type Memory: DmaMemory;
+
+    /// Returns the size of the registers in bytes, doorbells included.
+    fn register_bytes(&self) -> usize;
 
     /// Reads a register of BAR 0. All ones if the controller is gone.
     fn read(&self, offset: usize) -> u32;
@@ -49,6 +73,13 @@ pub trait Backing: Send + Sync + 'static {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError>;
+
+    /// Maps a part of a BAR of the controller: its memory buffer. It gets an address that no other memory has, which
+    /// the driver sets in the controller ([`Controller::memory_buffer`](crate::Controller::memory_buffer)).
+    ///
+    /// # Errors
+    /// `Unsupported` if the backing has no such BAR.
+    fn map_own_bar(&self, bar: u8, offset: u64, bytes: u64) -> Result<Self::Memory, NvmeError>;
 
     /// Makes memory accessible for the controller until the result is dropped: memory of queues that another
     /// processor drives, or of an engine. The span is whole pages.

@@ -207,6 +207,10 @@ impl Drop for EmulatedController {
 impl Backing for EmulatedController {
     type Memory = EmulatedMemory;
 
+    fn register_bytes(&self) -> usize {
+        REGISTER_BYTES
+    }
+
     fn read(&self, offset: usize) -> u32 {
         self.shared.registers.atomic_u32(offset).load(Ordering::Acquire)
     }
@@ -232,6 +236,10 @@ impl Backing for EmulatedController {
 
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
         Ok(self.shared.space.map(region.span(0, region.bytes())?))
+    }
+
+    fn map_own_bar(&self, bar: u8, _offset: u64, _bytes: u64) -> Result<EmulatedMemory, NvmeError> {
+        Err(NvmeError::Unsupported(format!("BAR {bar} of an emulated controller has no memory")))
     }
 
     fn map(&self, span: &Span) -> Result<DmaMapping, NvmeError> {

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use reprise_buffers::{SharedMemory, Span};
 
-use crate::backing::{DmaMapping, DmaMemory};
+use crate::backing::{DmaMapping, DmaMemory, check_part};
 use crate::error::NvmeError;
 use crate::spec::PAGE_BYTES;
 
@@ -85,7 +85,9 @@ impl AddressSpace {
     pub(super) fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
         let memory = Arc::new(SharedMemory::create(bytes.next_multiple_of(PAGE_BYTES))?);
         let address = self.add(Mapping::Words(Arc::clone(&memory)));
-        Ok(EmulatedMemory { memory, address, state: Arc::clone(&self.state) })
+        let bytes = memory.len();
+        let block = Arc::new(Block { memory, address, state: Arc::clone(&self.state) });
+        Ok(EmulatedMemory { block, offset: 0, bytes })
     }
 
     /// Maps a span while the address space lives.
@@ -151,30 +153,51 @@ pub(super) fn read_words(mappings: &Mappings, address: u64, into: &mut [u64]) ->
 /// Memory that an emulated controller accesses.
 #[derive(Debug)]
 pub struct EmulatedMemory {
+    block: Arc<Block>,
+    offset: usize,
+    bytes: usize,
+}
+
+/// Mapped memory, which parts share.
+#[derive(Debug)]
+struct Block {
     memory: Arc<SharedMemory>,
     address: u64,
     state: Arc<RwLock<Mappings>>,
 }
 
-impl DmaMemory for EmulatedMemory {
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn bytes(&self) -> usize {
-        self.memory.len()
-    }
-
-    fn word(&self, offset: usize) -> &AtomicU64 {
-        self.memory.atomic_u64(offset)
-    }
-
-    fn half_word(&self, offset: usize) -> &AtomicU32 {
-        self.memory.atomic_u32(offset)
+impl EmulatedMemory {
+    /// Returns the offset in the block of a word at an offset of this memory.
+    fn at(&self, offset: usize, size: usize) -> usize {
+        assert!(offset + size <= self.bytes, "a word at {offset} of {}", self.bytes);
+        self.offset + offset
     }
 }
 
-impl Drop for EmulatedMemory {
+impl DmaMemory for EmulatedMemory {
+    fn address(&self) -> u64 {
+        self.block.address + self.offset as u64
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        self.block.memory.atomic_u64(self.at(offset, 8))
+    }
+
+    fn half_word(&self, offset: usize) -> &AtomicU32 {
+        self.block.memory.atomic_u32(self.at(offset, 4))
+    }
+
+    fn part(&self, offset: usize, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
+        check_part(self.bytes, offset, bytes)?;
+        Ok(EmulatedMemory { block: Arc::clone(&self.block), offset: self.offset + offset, bytes })
+    }
+}
+
+impl Drop for Block {
     fn drop(&mut self) {
         self.state.write().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
     }
