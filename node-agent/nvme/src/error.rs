@@ -5,6 +5,7 @@ use std::time::Duration;
 use reprise_buffers::BufferError;
 
 use crate::spec::Status;
+use crate::vfio::FunctionError;
 
 /// An operation on a controller that failed.
 #[derive(Debug, thiserror::Error)]
@@ -52,4 +53,7 @@ pub enum NvmeError {
     /// Memory for the controller could not be allocated or mapped.
     #[error("memory for the controller: {0}")]
     Memory(#[from] BufferError),
+    /// The PCI function cannot be used, or not for this purpose; with the remedy.
+    #[error("{0}")]
+    Function(#[from] FunctionError),
 }

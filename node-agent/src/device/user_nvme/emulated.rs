@@ -6,10 +6,8 @@
 use std::fs::OpenOptions;
 use std::path::Path;
 
-use reprise_buffers::Region;
 use reprise_io::{DeviceDescription, DeviceFile, FileAccess, IoError, IoErrorKind, Preallocation};
-use reprise_nvme::emulated::{EmulatedController, EmulatedMemory, Emulation, Storage};
-use reprise_nvme::{Backing, NvmeError};
+use reprise_nvme::emulated::{EmulatedController, Emulation, Storage};
 use sha2::{Digest, Sha256};
 
 use super::{ControllerKind, Expected, open_namespace};
@@ -17,33 +15,6 @@ use crate::device::access::{Creation, OpenDevice};
 
 /// Hexadecimal digits in a serial number, which has at most 20 characters (Base 2.0, 5.17.2.1).
 const SERIAL_DIGITS: usize = 12;
-
-/// An emulated controller that has the only access to its file.
-struct LockedEmulation {
-    controller: EmulatedController,
-    /// Dropped after the controller has ended.
-    _lock: DeviceFile,
-}
-
-impl Backing for LockedEmulation {
-    type Memory = EmulatedMemory;
-
-    fn read(&self, offset: usize) -> u32 {
-        self.controller.read(offset)
-    }
-
-    fn write(&self, offset: usize, value: u32) {
-        self.controller.write(offset, value);
-    }
-
-    fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
-        self.controller.allocate(bytes)
-    }
-
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
-        self.controller.map_region(region)
-    }
-}
 
 /// Locks a file, enlarges it to the configured size, and starts a controller on it.
 ///
@@ -86,7 +57,7 @@ pub(in crate::device) fn open(path: &Path, creation: Creation) -> Result<OpenDev
         "this NVMe controller is EMULATED in the agent, for tests and demonstrations: it is slower than hardware"
     );
     let expected = Expected { kind: ControllerKind::Emulated, address: None, serials: &[], namespace: None };
-    open_namespace(&description, expected, LockedEmulation { controller, _lock: file })
+    open_namespace(&description, expected, controller.keeping(file))
 }
 
 /// Returns the serial number of the controller on a file: the same after a restart.

@@ -1,23 +1,33 @@
 //! A controller on the PCI bus, through VFIO. The checks come before any change: a controller that the kernel uses
 //! is not touched.
 
-use reprise_io::{ControllerDescription, IoError, IoErrorKind};
+use reprise_io::{ControllerDescription, DeviceDescription, IoError, IoErrorKind};
 use reprise_nvme::host::Host;
+use reprise_nvme::vfio::{FunctionError, PciFunction, VfioController};
 
-use super::PciAddress;
+use super::{Expected, PciAddress, open_namespace};
 use crate::device::access::{Creation, OpenDevice};
 
 /// Checks the machine and the function, and opens the controller.
 ///
 /// # Errors
-/// `Unavailable` with what the machine lacks and the remedy; `InUse` if another process has the controller.
+/// `Unavailable` with the missing part of the machine and the remedy; `InUse` if another process has the controller.
 pub(in crate::device) fn open(
     controller: &ControllerDescription,
     creation: Creation,
 ) -> Result<OpenDevice, IoError> {
     check(&Host::at("/"), controller.address, creation.mapped_bytes)?;
-    let text = format!("{controller}: this build has no VFIO backing; use an emulated controller");
-    Err(IoError::new(IoErrorKind::NoEngine, text))
+    let backing = VfioController::open(PciFunction::new(controller.address)).map_err(|error| {
+        let kind = match error {
+            FunctionError::GroupBusy { .. } | FunctionError::InUse { .. } | FunctionError::Mounted { .. } => {
+                IoErrorKind::InUse
+            }
+            _ => IoErrorKind::Unavailable,
+        };
+        IoError::new(kind, format!("NVMe controller {}: {error}", controller.address))
+    })?;
+    let device = DeviceDescription::Controller(controller.clone());
+    open_namespace(&device, Expected::hardware(controller), backing)
 }
 
 /// Returns the first obstacle on a machine, as an error.

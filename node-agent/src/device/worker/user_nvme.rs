@@ -40,6 +40,10 @@ impl Bus {
 impl Backing for Bus {
     type Memory = EmulatedMemory;
 
+    fn register_bytes(&self) -> usize {
+        self.with(0, Backing::register_bytes)
+    }
+
     fn read(&self, offset: usize) -> u32 {
         self.with(u32::MAX, |controller| controller.read(offset))
     }
@@ -54,6 +58,10 @@ impl Backing for Bus {
 
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
         self.with(Err(NvmeError::Gone), |controller| controller.map_region(region))
+    }
+
+    fn map_own_bar(&self, bar: u8, offset: u64, bytes: u64) -> Result<EmulatedMemory, NvmeError> {
+        self.with(Err(NvmeError::Gone), |controller| controller.map_own_bar(bar, offset, bytes))
     }
 }
 
