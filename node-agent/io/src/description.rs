@@ -27,7 +27,7 @@ pub enum DeviceDescription {
 }
 
 /// Identity of a namespace of an NVMe controller. The address states where the controller is; serial numbers and the
-/// namespace are compared with what it reports when it is opened.
+/// namespace are compared with its Identify data when it is opened.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ControllerDescription {
     /// Place on the PCI bus.

@@ -18,6 +18,7 @@ mod queues;
 mod storage;
 mod transfer;
 
+use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -124,6 +125,8 @@ pub struct EmulatedController {
     registers: Arc<Region>,
     machine: Option<Arc<Machine>>,
     threads: Vec<JoinHandle<()>>,
+    /// Dropped last: the right to use the contents of the namespaces.
+    lock: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl EmulatedController {
@@ -161,6 +164,7 @@ impl EmulatedController {
             registers,
             machine: Some(Arc::clone(&machine)),
             threads: Vec::new(),
+            lock: None,
         };
         for index in 0..threads {
             let machine = Arc::clone(&machine);
@@ -171,6 +175,13 @@ impl EmulatedController {
             controller.threads.push(thread);
         }
         Ok(controller)
+    }
+
+    /// Keeps a value until the controller has ended, such as the lock of a namespace's file.
+    #[must_use]
+    pub fn keeping(mut self, lock: impl Any + Send + Sync) -> EmulatedController {
+        self.lock = Some(Box::new(lock));
+        self
     }
 
     /// Reports an asynchronous event to the driver with the next command that it runs, if one was requested.

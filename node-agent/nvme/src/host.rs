@@ -1,4 +1,4 @@
-//! What a machine has for NVMe in user space, and what it lacks, read from files: `/sys`, `/proc` and `/dev`.
+//! Requirements of NVMe in user space that a machine has or lacks, read from files: `/sys`, `/proc` and `/dev`.
 //!
 //! | requirement | file |
 //! |---|---|
@@ -32,9 +32,9 @@ pub const LOCKED_BYTES_EXTRA: u64 = 16 << 20;
 /// Something that a machine or function lacks, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Obstacle {
-    /// What is missing or in the way.
+    /// The missing or blocking part.
     pub what: String,
-    /// What to do.
+    /// The remedy for an operator of the machine.
     pub remedy: String,
 }
 
@@ -150,7 +150,7 @@ impl Host {
         HugePages { total: field("HugePages_Total"), free: field("HugePages_Free"), page_bytes }
     }
 
-    /// Returns what the machine lacks for any controller, in the order in which it is to be set up.
+    /// Returns what the machine lacks for any controller, in the order of setting it up.
     pub fn obstacles(&self, locked_bytes: u64) -> Vec<Obstacle> {
         [self.iommu_obstacle(), self.interrupt_obstacle(), self.driver_obstacle()]
             .into_iter()

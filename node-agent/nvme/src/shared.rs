@@ -1,4 +1,4 @@
-//! A started controller that several users share: the engine has a queue pair of its own, and others use the admin
+//! A started controller that several users share: the engine has its own queue pair, and others use the admin
 //! queue next to it, for the health log and for further queue pairs.
 //!
 //! The engine never waits for another user while it moves data. When the engine ends, the controller is shut down for

@@ -1,4 +1,4 @@
-//! NVMe controllers on the PCI bus, and who uses them.
+//! NVMe controllers on the PCI bus, and their uses by the kernel.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -77,7 +77,7 @@ impl NvmeFunction {
         self.driver.as_deref() == Some(VFIO_DRIVER)
     }
 
-    /// Returns what prevents a driver in user space, in the order in which it is to be removed.
+    /// Returns the obstacles of a driver in user space, in the order of removing them.
     pub fn obstacles(&self) -> Vec<Obstacle> {
         let address = self.address;
         let mut all: Vec<Obstacle> = Vec::new();
@@ -131,7 +131,7 @@ pub(super) fn scan(host: &Host) -> Vec<NvmeFunction> {
     found
 }
 
-/// Reads one function.
+/// Reads the function at an address.
 pub(super) fn read(host: &Host, address: PciAddress) -> Result<NvmeFunction, Obstacle> {
     let folder = folder(host, address);
     let Some(class) = class(&folder) else {
