@@ -5,3 +5,5 @@
 
 /// True if the library has code for GPUs.
 pub const HAS_DEVICE_CODE: bool = cfg!(device_code);
+
+pub mod index;

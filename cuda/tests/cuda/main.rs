@@ -1,1 +1,3 @@
 //! Tests of rings and kernels on the host build.
+
+mod index;
