@@ -1,0 +1,7 @@
+// All code for GPUs, as one unit: `build.rs` compiles it to a fat binary.
+#include "copy.cuh"
+#include "layer.cuh"
+
+#if __has_include("ring_kernel.cuh")
+#include "ring_kernel.cuh"
+#endif

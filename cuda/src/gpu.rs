@@ -1,0 +1,159 @@
+//! The GPU's driver: devices, streams, events, memory and SM partitions.
+//!
+//! The driver's library is loaded at run time. A machine without driver or GPU, or with an old driver, is an error of
+//! [`Gpu::open`] with its remedy; nothing here panics for it.
+
+pub(crate) mod driver;
+mod error;
+mod memory;
+mod partition;
+mod stream;
+
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use sys::CUdevice_attribute_enum as Attribute;
+
+pub(crate) use driver::call;
+pub use error::{DRIVER_VERSION_MIN, GpuError};
+pub use memory::{DeviceMemory, HostMemory};
+pub use partition::{Partition, PartitionMethod, SmShare};
+pub use stream::{Event, Stream};
+
+/// Description of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// Number of the GPU, from 0.
+    pub ordinal: u32,
+    /// Product name.
+    pub name: String,
+    /// PCI address, for example `0000:65:00.0`.
+    pub pci_address: String,
+    /// Compute capability: major, minor.
+    pub compute_capability: (u32, u32),
+    /// Number of SMs.
+    pub sms: u32,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Version of CUDA that the driver supports: major, minor.
+    pub driver_cuda: (u32, u32),
+}
+
+/// A GPU with its primary context, which all handles of this process share. Clones refer to the same GPU.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    info: GpuInfo,
+}
+
+// SAFETY: the driver's functions may be called from any thread with any context handle.
+unsafe impl Send for Inner {}
+// SAFETY: as for `Send`; the fields do not change.
+unsafe impl Sync for Inner {}
+
+impl Gpu {
+    /// Returns the number of GPUs. Errors: no driver, an old driver, no GPU.
+    pub fn count() -> Result<u32, GpuError> {
+        driver::load()?;
+        count_devices()
+    }
+
+    /// Opens a GPU. Errors: no driver, an old driver, no GPU, fewer GPUs than `ordinal` requires.
+    pub fn open(ordinal: u32) -> Result<Gpu, GpuError> {
+        let driver_cuda = driver::load()?;
+        let count = count_devices()?;
+        if ordinal >= count {
+            return Err(GpuError::NoSuchDevice { ordinal, count });
+        }
+        let mut device = 0;
+        call!(cuDeviceGet(&mut device, ordinal as c_int))?;
+        let info = describe(device, ordinal, driver_cuda)?;
+        let mut context = std::ptr::null_mut();
+        call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+        Ok(Gpu { inner: Arc::new(Inner { device, context, info }) })
+    }
+
+    /// Returns the description of the GPU.
+    pub fn info(&self) -> &GpuInfo {
+        &self.inner.info
+    }
+
+    /// Returns the free bytes of GPU memory.
+    pub fn free_bytes(&self) -> Result<u64, GpuError> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        call!(cuMemGetInfo_v2(&mut free, &mut total))?;
+        Ok(free as u64)
+    }
+
+    /// Waits for all work of the GPU's context.
+    pub fn synchronize(&self) -> Result<(), GpuError> {
+        self.enter()?;
+        call!(cuCtxSynchronize())
+    }
+
+    /// Makes the context current for this thread, as most functions of the driver require.
+    pub(crate) fn enter(&self) -> Result<(), GpuError> {
+        call!(cuCtxSetCurrent(self.inner.context))
+    }
+
+    fn device(&self) -> sys::CUdevice {
+        self.inner.device
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Err(error) = call!(cuDevicePrimaryCtxRelease_v2(self.device)) {
+            tracing::warn!(%error, "cannot release the context of a GPU");
+        }
+    }
+}
+
+fn count_devices() -> Result<u32, GpuError> {
+    let mut count = 0;
+    call!(cuDeviceGetCount(&mut count))?;
+    match u32::try_from(count) {
+        Ok(0) | Err(_) => Err(GpuError::NoDevice),
+        Ok(count) => Ok(count),
+    }
+}
+
+fn describe(device: sys::CUdevice, ordinal: u32, driver_cuda: (u32, u32)) -> Result<GpuInfo, GpuError> {
+    let attribute = |which: Attribute| {
+        let mut value = 0;
+        call!(cuDeviceGetAttribute(&mut value, which, device))?;
+        Ok::<u32, GpuError>(u32::try_from(value).unwrap_or(0))
+    };
+    let mut name = [0 as c_char; 128];
+    call!(cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
+    let mut address = [0 as c_char; 32];
+    call!(cuDeviceGetPCIBusId(address.as_mut_ptr(), address.len() as c_int, device))?;
+    let mut memory_bytes = 0;
+    call!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+    Ok(GpuInfo {
+        ordinal,
+        name: text(&name),
+        pci_address: text(&address),
+        compute_capability: (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        memory_bytes: memory_bytes as u64,
+        driver_cuda,
+    })
+}
+
+/// Converts a string of the driver, which ends with a zero inside its buffer.
+fn text(buffer: &[c_char]) -> String {
+    let bytes: Vec<u8> = buffer.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
+    CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
+}
