@@ -191,7 +191,7 @@ fn timed(work: impl FnOnce()) -> Duration {
     start.elapsed()
 }
 
-fn median(mut samples: Vec<Duration>) -> Duration {
+pub(crate) fn median(mut samples: Vec<Duration>) -> Duration {
     samples.sort();
     samples.get(samples.len() / 2).copied().unwrap_or_default()
 }

@@ -5,10 +5,9 @@
 
 pub mod copy;
 pub mod gpu;
+pub mod index;
 pub mod kernels;
 pub mod staged;
 
 /// True if the library has code for GPUs.
 pub const HAS_DEVICE_CODE: bool = cfg!(device_code);
-
-pub mod index;
