@@ -13,7 +13,7 @@ REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent"
@@ -31,6 +31,8 @@ help:
 	@echo "make images      build images of all programs as OCI archives, without a container engine"
 	@echo "make images-test build the images for tests, from the programs of the test build"
 	@echo "make bench       run all benchmarks and print JSON lines"
+	@echo "make gpu-check   check and measure on a machine with a GPU; needs no network and no cargo"
+	@echo "make gpu-kit     build gpu-kit/, the programs of gpu-check for such a machine"
 	@echo "make check       check structure and language of the tree, in seconds"
 	@echo "make doctor      print the capabilities of this machine and what Reprise uses"
 	@echo "make build       build all optimised programs except those of the end-to-end tests"
@@ -81,7 +83,8 @@ AGENT_PROGRAMS := cargo build --locked --workspace --bin reprise-agent --bin rep
 # All programs and the Kubernetes tests, without the tests of every crate.
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
-test: lint etcd cluster helm
+test: export REPRISE_REQUIRE_NVCC := 1
+test: lint etcd cluster helm cuda-toolkit
 	cargo check --locked $(DEMO_PROGRAMS)
 	e2e/prometheus/promtool.sh
 	$(PROGRAMS)
@@ -166,6 +169,18 @@ bench: etcd
 	cargo build --locked --release --workspace --exclude reprise-e2e --bins
 	$(RELEASE)/reprise bench all --json
 	$(RELEASE)/reprise-bench all --json
+
+# With cargo and nvcc it builds the program, otherwise it uses gpu-kit/. The report is in $GPU_CHECK_OUT, by default
+# target/gpu-check.
+gpu-check:
+	cuda/gpu-check.sh
+
+gpu-kit: cuda-toolkit
+	cuda/gpu-kit.sh
+
+# The first run downloads nvcc 13.0 (104 MB); later runs do nothing.
+cuda-toolkit:
+	cuda/toolkit.sh
 
 doctor: build
 	$(RELEASE)/reprise doctor

@@ -5,6 +5,8 @@
 //! Comparisons with other systems are in `reprise-bench`, which is not shipped.
 
 mod directory;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod grpc_directory;
 mod local;
 mod loopback;
@@ -64,6 +66,11 @@ enum Benchmark {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
+    /// Measure copies, checksums and staged loads of the first GPU.
+    ///
+    /// Without a GPU, reports the device `none` and measures the host build of the copies.
+    #[cfg(feature = "gpu")]
+    Gpu,
     /// Run all benchmarks that can run on this machine.
     ///
     /// The command first lists which ones will run, what the others lack, and how to provide it.
@@ -88,6 +95,8 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
+        #[cfg(feature = "gpu")]
+        Benchmark::Gpu,
     ];
     let requirements: Vec<_> = all.iter().map(|which| which.requirements(&settings)).collect();
     let checked = preflight::check(&requirements, &settings.directory);
@@ -111,6 +120,8 @@ impl Benchmark {
                 Ok(figures)
             }
             Benchmark::Recovery { entries } => recovery::run(*entries, settings),
+            #[cfg(feature = "gpu")]
+            Benchmark::Gpu => gpu::run(settings),
             Benchmark::All => bail!("not one benchmark"),
         }
     }
@@ -158,6 +169,9 @@ impl Benchmark {
                 memory_bytes: mib(recovery::DRAM_ARENA_MIB + 512),
                 ..cluster
             },
+            // The host build; a GPU's measurements use the free memory.
+            #[cfg(feature = "gpu")]
+            Benchmark::Gpu => Requirements { name: "gpu", memory_bytes: mib(64), ..Requirements::default() },
             Benchmark::All => cluster,
         }
     }

@@ -2,7 +2,4 @@
 #include "copy.cuh"
 #include "index_kernel.cuh"
 #include "layer.cuh"
-
-#if __has_include("ring_kernel.cuh")
 #include "ring_kernel.cuh"
-#endif

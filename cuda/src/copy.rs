@@ -61,7 +61,7 @@ pub enum CopyKind {
 }
 
 impl CopyKind {
-    /// All kinds.
+    /// All kinds of copies.
     pub const ALL: [CopyKind; 5] = [
         CopyKind::Gather,
         CopyKind::Scatter,

@@ -92,7 +92,7 @@ impl DeviceLayout {
         Ok(DeviceLayout { layout: layout.clone(), bases: DeviceMemory::with_contents(gpu, &bases)? })
     }
 
-    /// Returns the layout.
+    /// Returns the layout of the pages.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
@@ -266,7 +266,7 @@ impl Kernels {
         } else {
             (stream.sms() * BLOCKS_PER_SM, THREADS)
         };
-        // No more warps than objects or chunks of 4 KiB.
+        // At most one warp for each object or chunk of 4 KiB.
         let objects = arguments.job_count * arguments.objects;
         let units =
             if kind.has_checksums() { objects } else { objects * arguments.object_bytes.div_ceil(4096) };

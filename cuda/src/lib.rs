@@ -5,8 +5,10 @@
 
 pub mod copy;
 pub mod gpu;
+pub mod gpu_bench;
 pub mod index;
 pub mod kernels;
+pub mod ring;
 pub mod staged;
 
 /// True if the library has code for GPUs.

@@ -49,7 +49,7 @@ pub enum GpuError {
     /// The driver or the GPU cannot reserve SMs.
     #[error("the GPU has no green contexts ({reason}); a bounded grid limits the SMs instead")]
     NoGreenContexts {
-        /// What is missing.
+        /// The missing function or failed call.
         reason: String,
     },
     /// A call of the driver failed.

@@ -71,7 +71,7 @@ struct Buffers {
     result: DeviceMemory,
 }
 
-/// As in `native/layer.cuh`.
+/// Arguments of the product, as in `native/layer.cuh`.
 #[repr(C)]
 struct GemmArguments {
     a: u64,
@@ -82,7 +82,7 @@ struct GemmArguments {
     k: u32,
 }
 
-/// As in `native/layer.cuh`.
+/// Arguments of the attention, as in `native/layer.cuh`.
 #[repr(C)]
 struct AttentionArguments {
     queries: u64,
@@ -357,5 +357,10 @@ impl<'a> Layer<'a> {
     /// Returns the memory of queries, keys, values and the attention's result, for tests of the attention.
     pub fn attention_memory(&self) -> [&DeviceMemory; 4] {
         [&self.buffers.qkv, &self.buffers.keys, &self.buffers.values, &self.buffers.attention]
+    }
+
+    /// Returns the memory of the gate's input and result, for tests of the gate.
+    pub fn gate_memory(&self) -> [&DeviceMemory; 2] {
+        [&self.buffers.gate_up, &self.buffers.gated]
     }
 }

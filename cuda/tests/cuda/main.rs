@@ -1,3 +1,6 @@
-//! Tests of rings and kernels on the host build.
+//! Tests of rings, kernels and driver, without a GPU.
 
+mod copy;
+mod driver;
 mod index;
+mod ptx;

@@ -1,8 +1,10 @@
 //! What a driver needs of a controller and of the machine: registers, and memory that the controller accesses.
 
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use reprise_buffers::Region;
+use reprise_buffers::{Region, Span};
 
 use crate::error::NvmeError;
 
@@ -47,6 +49,69 @@ pub trait Backing: Send + Sync + 'static {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError>;
+
+    /// Makes memory accessible for the controller until the result is dropped: memory of queues that another
+    /// processor drives, or of an engine. The span is whole pages.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate); `Unsupported` if the backing maps nothing but its own memory.
+    fn map(&self, span: &Span) -> Result<DmaMapping, NvmeError> {
+        Err(NvmeError::Unsupported(format!("its backing cannot map {} bytes of other memory", span.len())))
+    }
+
+    /// Returns the address of a register in this process, for processors that store to it without
+    /// [`write`](Self::write): the doorbells of a raw queue pair. Valid while the backing lives. `None` if the
+    /// registers are not mapped.
+    fn register_address(&self, offset: usize) -> Option<NonNull<u32>> {
+        let _ = offset;
+        None
+    }
+
+    /// Returns the file behind the registers, for another process that maps them; `None` if there is none.
+    fn register_file(&self) -> Option<RegisterFile<'_>> {
+        None
+    }
+}
+
+/// Registers as a part of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct RegisterFile<'a> {
+    /// The file.
+    pub file: BorrowedFd<'a>,
+    /// Offset of register 0 in the file, in bytes.
+    pub offset: u64,
+    /// Size of the registers in bytes.
+    pub bytes: usize,
+}
+
+/// Memory of others that the controller may access. Dropping it ends the access before it returns.
+pub struct DmaMapping {
+    address: u64,
+    bytes: u64,
+    _release: Box<dyn Send + Sync>,
+}
+
+impl DmaMapping {
+    /// Creates a mapping; dropping `release` ends it.
+    pub fn new(address: u64, bytes: u64, release: Box<dyn Send + Sync>) -> DmaMapping {
+        DmaMapping { address, bytes, _release: release }
+    }
+
+    /// Returns the address of the first byte for the controller.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Returns the size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl std::fmt::Debug for DmaMapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DmaMapping({:#x}, {} bytes)", self.address, self.bytes)
+    }
 }
 
 /// Reads a register of 8 bytes, low half first (Base 2.0, 3.1.3).

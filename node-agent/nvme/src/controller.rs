@@ -1,5 +1,7 @@
 //! A controller: its start, its admin queue, and the queue pairs that it has granted.
 
+mod raw;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -15,6 +17,8 @@ use crate::spec::{
     DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, NamespaceIdentity,
     NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status, Version, cns, offset,
 };
+
+pub use raw::{QueueAddresses, RawQueuePair};
 
 /// Entries of the admin queues.
 const ADMIN_ENTRIES: u16 = 32;
@@ -209,10 +213,23 @@ impl<B: Backing> Controller<B> {
     pub fn create_queue_pair(&mut self, entries: u32) -> Result<QueuePair<B>, NvmeError> {
         let entries = entries.clamp(2, self.capabilities.entries_max().min(ENTRIES_MAX));
         let stride = self.capabilities.doorbell_stride();
+        self.with_free_number(|controller, id| {
+            let queue = QueuePair::new(Arc::clone(&controller.backing), QueueShape { id, entries, stride })?;
+            let (submissions, completions) = queue.addresses();
+            controller.create_queues(id, entries, QueueAddresses { submissions, completions })?;
+            Ok(queue)
+        })
+    }
+
+    /// Creates something with the number of a queue pair, which is free again if that fails.
+    fn with_free_number<T>(
+        &mut self,
+        create: impl FnOnce(&mut Controller<B>, u16) -> Result<T, NvmeError>,
+    ) -> Result<T, NvmeError> {
         let Some(id) = self.free_queues.pop() else {
             return Err(NvmeError::NoQueue { granted: self.granted });
         };
-        let created = self.try_create(QueueShape { id, entries, stride });
+        let created = create(self, id);
         // A number whose state is unknown is not used again before a reset.
         if let Err(NvmeError::Refused { .. } | NvmeError::Memory(_)) = created {
             self.free_queues.push(id);
@@ -220,18 +237,15 @@ impl<B: Backing> Controller<B> {
         created
     }
 
-    fn try_create(&mut self, shape: QueueShape) -> Result<QueuePair<B>, NvmeError> {
-        let QueueShape { id, entries, .. } = shape;
-        let queue = QueuePair::new(Arc::clone(&self.backing), shape)?;
-        let (submissions, completions) = queue.addresses();
-        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, completions))?;
+    fn create_queues(&mut self, id: u16, entries: u32, at: QueueAddresses) -> Result<(), NvmeError> {
+        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, at.completions))?;
         let created =
-            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, submissions));
+            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, at.submissions));
         if let Err(error @ NvmeError::Refused { .. }) = created {
             self.command("Delete I/O Completion Queue", &Command::delete_queue(DELETE_CQ, id))?;
             return Err(error);
         }
-        created.map(|_| queue)
+        created.map(|_| ())
     }
 
     /// Deletes a queue pair. The controller no longer accesses the memory of its commands.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`spec`] | structures and constants of the specifications; no I/O |
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
+//! | [`RawQueuePair`] | queue pairs that another processor or process drives, in memory of its own |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
 //! | [`emulated`] | a controller in this process, with faults on request |
 //!
@@ -25,8 +26,10 @@ mod error;
 mod queue;
 pub mod spec;
 
-pub use backing::{Backing, DmaMemory};
-pub use controller::{Controller, DeletedQueue, DriverSettings, Namespace, was_aborted};
+pub use backing::{Backing, DmaMapping, DmaMemory, RegisterFile};
+pub use controller::{
+    Controller, DeletedQueue, DriverSettings, Namespace, QueueAddresses, RawQueuePair, was_aborted,
+};
 pub use data::{DataFormat, Piece};
 pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;

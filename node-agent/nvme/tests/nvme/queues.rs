@@ -57,7 +57,13 @@ fn a_full_queue_accepts_no_command_and_loses_none() {
 
 #[test]
 fn sixty_four_queue_pairs_work_at_once_and_do_not_mix() {
-    let mut rig = Rig::new(emulation());
+    for threads in [1, 4] {
+        sixty_four_queue_pairs(threads);
+    }
+}
+
+fn sixty_four_queue_pairs(threads: usize) {
+    let mut rig = Rig::new(Emulation { threads, ..emulation() });
     let mut queues: Vec<_> =
         (0..64).map(|_| rig.controller.create_queue_pair(16).expect("granted")).collect();
     // Each queue writes its own page, and then reads it to another place.

@@ -1,0 +1,140 @@
+//! The steps, each in a separate process: it prints JSON lines and its exit code is the result.
+//!
+//! Exit codes: 0 passed, 1 failed, 3 skipped.
+
+use std::fs;
+
+use reprise_cuda::gpu::{Gpu, GpuError, Partition, PartitionMethod};
+use reprise_cuda::gpu_bench::{self, Goal, Measurement};
+use reprise_cuda::kernels::Kernels;
+use serde_json::{Value, json};
+
+use crate::{Options, differential, layers, print};
+
+/// Why a step did not pass.
+#[derive(Debug)]
+pub(crate) enum StepError {
+    Failed(String),
+    Skipped(String),
+}
+
+impl From<GpuError> for StepError {
+    fn from(error: GpuError) -> StepError {
+        StepError::Failed(error.to_string())
+    }
+}
+
+/// Runs a step and returns the exit code of the process.
+pub(crate) fn run(name: &str, options: &Options) -> u8 {
+    match step(name, options) {
+        Ok(()) => 0,
+        Err(StepError::Failed(reason)) => {
+            print(&reason);
+            1
+        }
+        Err(StepError::Skipped(reason)) => {
+            print(&reason);
+            3
+        }
+    }
+}
+
+fn step(name: &str, options: &Options) -> Result<(), StepError> {
+    let gpu = Gpu::open(0)?;
+    let kernels = match &options.device_code {
+        Some(file) => {
+            let image = fs::read(file)
+                .map_err(|error| StepError::Failed(format!("cannot read {}: {error}", file.display())))?;
+            Kernels::load_image(&gpu, &image)?
+        }
+        None => Kernels::load(&gpu)?,
+    };
+    match name {
+        "kernels" => differential::run(&kernels, options),
+        "partition" => partition(&kernels, options),
+        "layers" => layers::run(&kernels),
+        "rings" => Err(StepError::Skipped("this build has no ring kernels".to_owned())),
+        "index" => figures(gpu_bench::index_times(&kernels, 21)?),
+        "copies" => figures(gpu_bench::device_copies(&kernels, 11)?),
+        "staged" => figures(gpu_bench::staged_load(&kernels, &Partition::new(&gpu, options.sms)?, 5)?),
+        "slowdown" => figures(gpu_bench::slowdown(&kernels, options.sms, 40)?),
+        other => Err(StepError::Failed(format!("unknown step {other}"))),
+    }
+}
+
+/// Prints measurements as JSON lines.
+fn figures(measurements: Vec<Measurement>) -> Result<(), StepError> {
+    for figure in measurements {
+        let goal = match figure.goal {
+            Some(Goal::AtLeast(bound)) => format!("at least {bound}"),
+            Some(Goal::AtMost(bound)) => format!("at most {bound}"),
+            None => String::new(),
+        };
+        let met = figure.is_met();
+        let line = json!({
+            "name": figure.name, "value": figure.value, "unit": figure.unit, "detail": figure.detail,
+            "goal": goal, "met": met,
+        });
+        print(&line.to_string());
+    }
+    Ok(())
+}
+
+/// Prints that something was checked.
+pub(crate) fn checked(name: &str, detail: &str) {
+    print(&json!({"name": name, "detail": detail}).to_string());
+}
+
+/// Returns the description of the first GPU.
+pub(crate) fn device() -> Result<Value, GpuError> {
+    let gpu = Gpu::open(0)?;
+    let info = gpu.info();
+    let kernel = fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let driver = kernel.lines().next().unwrap_or_default().split_whitespace().find(|word| {
+        word.contains('.') && word.chars().all(|letter| letter.is_ascii_digit() || letter == '.')
+    });
+    Ok(json!({
+        "name": info.name,
+        "pci_address": info.pci_address,
+        "compute_capability": format!("{}.{}", info.compute_capability.0, info.compute_capability.1),
+        "sms": info.sms,
+        "memory_bytes": info.memory_bytes,
+        "driver": driver.unwrap_or("unknown"),
+        "driver_cuda": format!("{}.{}", info.driver_cuda.0, info.driver_cuda.1),
+        "device_code": reprise_cuda::HAS_DEVICE_CODE,
+    }))
+}
+
+/// Checks that kernels of the I/O streams run only on the SMs that the partition has for them.
+fn partition(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
+    let gpu = kernels.gpu();
+    let chosen = Partition::new(gpu, options.sms)?;
+    if let PartitionMethod::BoundedGrid(reason) = chosen.method() {
+        checked("green contexts", &format!("not available: {reason}"));
+    } else {
+        let io = kernels.used_sms(&chosen.io_stream()?, 4 * gpu.info().sms)?;
+        let compute = kernels.used_sms(&chosen.compute_stream()?, 4 * gpu.info().sms)?;
+        if io.len() > chosen.io_sms() as usize || compute.len() > chosen.compute_sms() as usize {
+            return Err(StepError::Failed(format!(
+                "{} and {} SMs ran kernels of streams with {} and {}",
+                io.len(),
+                compute.len(),
+                chosen.io_sms(),
+                chosen.compute_sms()
+            )));
+        }
+        if let Some(shared) = io.iter().find(|&sm| compute.contains(sm)) {
+            return Err(StepError::Failed(format!("SM {shared} ran kernels of both partitions")));
+        }
+        let detail =
+            format!("{} SMs for I/O ({io:?}), {} for computation", chosen.io_sms(), chosen.compute_sms());
+        checked("green contexts", &detail);
+    }
+    let bounded = Partition::with_bounded_grid(gpu, options.sms, &"requested");
+    let used = kernels.used_sms(&bounded.io_stream()?, bounded.io_sms())?;
+    if used.len() > bounded.io_sms() as usize {
+        return Err(StepError::Failed(format!("a grid of {} blocks ran on {used:?}", bounded.io_sms())));
+    }
+    checked("bounded grid", &format!("{} blocks ran on {} SMs", bounded.io_sms(), used.len()));
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! Errors of the GPU's driver, with a driver that is compiled for the test.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A folder with a fake driver; the folder is removed at the end.
+struct FakeDriver {
+    folder: PathBuf,
+}
+
+impl FakeDriver {
+    /// Compiles the driver with the given macros.
+    fn new(name: &str, macros: &[&str]) -> FakeDriver {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fake-driver-{name}"));
+        fs::create_dir_all(&folder).expect("a folder for the driver");
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+            .arg(folder.join("libcuda.so"))
+            .args(macros.iter().map(|define| format!("-D{define}")))
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/fake_driver.c"))
+            .status()
+            .expect("cc starts");
+        assert!(status.success(), "the driver compiles");
+        FakeDriver { folder }
+    }
+
+    /// Runs `gpu-check` with the driver.
+    fn run(&self, arguments: &[&str]) -> Output {
+        gpu_check(&self.folder, arguments)
+    }
+}
+
+impl Drop for FakeDriver {
+    fn drop(&mut self) {
+        // A file that is left does not affect other tests.
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn gpu_check(libraries: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gpu-check"))
+        .env("LD_LIBRARY_PATH", libraries)
+        .current_dir(libraries)
+        .args(arguments)
+        .output()
+        .expect("gpu-check starts")
+}
+
+/// Asserts the exit code and a part of the output, and that nothing panicked.
+fn assert_output(output: &Output, code: i32, part: &str) {
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    assert!(text.contains(part), "{part:?} is not in: {text}");
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+#[test]
+fn a_machine_without_gpu_is_reported_with_its_own_exit_code() {
+    let fake = FakeDriver::new("no-device", &["DEVICES=0"]);
+    assert_output(&fake.run(&[]), 2, "the GPU driver finds no device");
+    let report = fs::read_to_string(fake.folder.join("gpu-check.json")).expect("a report");
+    assert!(report.contains("\"device\": \"none\""), "{report}");
+}
+
+#[test]
+fn a_machine_without_driver_is_reported_with_the_remedy() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-driver");
+    fs::create_dir_all(&folder).expect("a folder");
+    // All names that are tried for a driver, as files that cannot be loaded: an installed driver is not found.
+    let numbers = [".1", ".9", ".10", ".11", ".12", ".13", ""].map(|number| format!("libcuda.so{number}"));
+    for name in &numbers {
+        fs::write(folder.join(name), "no library").expect("a file");
+    }
+    assert_output(
+        &gpu_check(&folder, &[]),
+        2,
+        "no GPU driver is installed; install NVIDIA driver 580 or later",
+    );
+}
+
+#[test]
+fn an_old_driver_is_reported_with_its_version() {
+    let fake = FakeDriver::new("old", &["DRIVER_VERSION=12020"]);
+    assert_output(
+        &fake.run(&[]),
+        2,
+        "the GPU driver supports CUDA 12.2: expected at least 13.0; install NVIDIA",
+    );
+}
+
+#[test]
+fn a_driver_without_a_function_is_reported_with_its_name() {
+    let fake = FakeDriver::new("without-launch", &["WITHOUT_LAUNCH"]);
+    assert_output(&fake.run(&["step", "kernels"]), 1, "the GPU driver lacks the function cuLaunchKernel");
+}
+
+#[test]
+fn device_code_that_does_not_fit_the_gpu_or_is_absent_is_reported() {
+    let fake = FakeDriver::new("other-gpu", &["OTHER_GPU"]);
+    let part = if reprise_cuda::HAS_DEVICE_CODE {
+        "CUDA_ERROR_NO_BINARY_FOR_GPU (209): no kernel image is available; the device code has no version"
+    } else {
+        "this build has no code for GPUs: build it with nvcc 13.0"
+    };
+    assert_output(&fake.run(&["step", "kernels"]), 1, part);
+}
+
+#[test]
+fn without_green_contexts_a_bounded_grid_is_reported() {
+    let fake = FakeDriver::new("no-green-contexts", &[]);
+    fs::write(fake.folder.join("code"), "x").expect("a file");
+    let output = fake.run(&["step", "partition", "--device-code", "code", "--sms", "4"]);
+    assert_output(&output, 0, "the driver lacks cuDeviceGetDevResource");
+    assert_output(&output, 0, "4 blocks ran on 0 SMs");
+}

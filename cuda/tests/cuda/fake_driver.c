@@ -1,0 +1,65 @@
+/* A GPU driver for tests of the driver's errors: it has one GPU without any computation. Macros take parts away. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int result;
+typedef uint64_t address;
+
+#ifndef DRIVER_VERSION
+#define DRIVER_VERSION 13000
+#endif
+#ifndef DEVICES
+#define DEVICES 1
+#endif
+
+result cuInit(unsigned flags) { return DEVICES == 0 ? 100 : (int)flags; }
+result cuDriverGetVersion(int *version) { *version = DRIVER_VERSION; return 0; }
+result cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
+result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+result cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Fake GPU", length); return 0; }
+result cuDeviceGetAttribute(int *value, int which, int device) { (void)device; *value = which == 16 ? 12 : 9; return 0; }
+result cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1u << 30; return 0; }
+result cuDeviceGetPCIBusId(char *id, int length, int device) { (void)device; strncpy(id, "0000:01:00.0", length); return 0; }
+result cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; *context = context; return 0; }
+result cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
+result cuCtxSetCurrent(void *context) { return context == 0 ? 1 : 0; }
+result cuCtxSynchronize(void) { return 0; }
+result cuStreamCreate(void **stream, unsigned flags) { (void)flags; *stream = stream; return 0; }
+result cuStreamDestroy_v2(void *stream) { (void)stream; return 0; }
+result cuStreamSynchronize(void *stream) { (void)stream; return 0; }
+result cuStreamQuery(void *stream) { (void)stream; return 0; }
+result cuStreamWaitEvent(void *stream, void *event, unsigned flags) { (void)stream; (void)event; (void)flags; return 0; }
+result cuEventCreate(void **event, unsigned flags) { (void)flags; *event = event; return 0; }
+result cuEventRecord(void *event, void *stream) { (void)event; (void)stream; return 0; }
+result cuEventSynchronize(void *event) { (void)event; return 0; }
+result cuEventQuery(void *event) { (void)event; return 0; }
+result cuEventElapsedTime_v2(float *time, void *from, void *to) { (void)from; (void)to; *time = 1.0f; return 0; }
+result cuEventDestroy_v2(void *event) { (void)event; return 0; }
+result cuMemAlloc_v2(address *memory, size_t bytes) { *memory = (address)(uintptr_t)calloc(1, bytes); return *memory == 0 ? 2 : 0; }
+result cuMemFree_v2(address memory) { free((void *)(uintptr_t)memory); return 0; }
+result cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1u << 30; return 0; }
+result cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) { (void)flags; *memory = calloc(1, bytes); return *memory == 0 ? 2 : 0; }
+result cuMemFreeHost(void *memory) { free(memory); return 0; }
+result cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) { (void)memory; (void)bytes; (void)flags; return 0; }
+result cuMemHostUnregister(void *memory) { (void)memory; return 0; }
+result cuMemHostGetDevicePointer_v2(address *memory, void *host, unsigned flags) { (void)flags; *memory = (address)(uintptr_t)host; return 0; }
+result cuMemcpyHtoDAsync_v2(address to, const void *from, size_t bytes, void *stream) { (void)stream; memcpy((void *)(uintptr_t)to, from, bytes); return 0; }
+result cuMemcpyDtoHAsync_v2(void *to, address from, size_t bytes, void *stream) { (void)stream; memcpy(to, (void *)(uintptr_t)from, bytes); return 0; }
+result cuMemcpyDtoDAsync_v2(address to, address from, size_t bytes, void *stream) { (void)stream; memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes); return 0; }
+result cuMemsetD8Async(address to, unsigned char value, size_t bytes, void *stream) { (void)stream; memset((void *)(uintptr_t)to, value, bytes); return 0; }
+#ifdef OTHER_GPU
+result cuModuleLoadData(void **module, const void *image) { (void)module; (void)image; return 209; }
+#else
+result cuModuleLoadData(void **module, const void *image) { (void)image; *module = module; return 0; }
+#endif
+result cuModuleUnload(void *module) { (void)module; return 0; }
+result cuModuleGetFunction(void **function, void *module, const char *name) { (void)module; (void)name; *function = function; return 0; }
+#ifndef WITHOUT_LAUNCH
+result cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned u, unsigned v, unsigned w, unsigned shared, void *stream, void **parameters, void **extra) {
+  (void)function; (void)x; (void)y; (void)z; (void)u; (void)v; (void)w; (void)shared; (void)stream; (void)parameters; (void)extra;
+  return 0;
+}
+#endif
+result cuGetErrorName(int error, const char **text) { *text = error == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : "CUDA_ERROR"; return 0; }
+result cuGetErrorString(int error, const char **text) { (void)error; *text = "no kernel image is available"; return 0; }
