@@ -21,6 +21,9 @@ const THREADS_BOUNDED: u32 = 1024;
 /// Blocks of an SM where the grid is not bounded: enough to fill it.
 const BLOCKS_PER_SM: u32 = 8;
 
+/// Queues of a ring that one block drives at most, as in `native/ring_kernel.cuh`.
+const RING_WARPS_MAX: u32 = 16;
+
 /// The device code that this build has: a fat binary, empty without `nvcc`.
 #[cfg(device_code)]
 const DEVICE_CODE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/device_code.fatbin"));
@@ -34,6 +37,7 @@ pub struct Kernels {
     module: sys::CUmodule,
     copies: [sys::CUfunction; CopyKind::ALL.len()],
     mark_sms: sys::CUfunction,
+    ring: sys::CUfunction,
 }
 
 // SAFETY: the driver's functions may be called from any thread with any handle.
@@ -221,6 +225,7 @@ impl Kernels {
             module,
             copies: [std::ptr::null_mut(); CopyKind::ALL.len()],
             mark_sms: std::ptr::null_mut(),
+            ring: std::ptr::null_mut(),
         };
         for (index, kind) in CopyKind::ALL.into_iter().enumerate() {
             let name = match kind {
@@ -233,6 +238,7 @@ impl Kernels {
             kernels.copies[index] = kernels.function(name)?;
         }
         kernels.mark_sms = kernels.function("reprise_mark_sms")?;
+        kernels.ring = kernels.function("reprise_ring")?;
         Ok(kernels)
     }
 
@@ -290,6 +296,37 @@ impl Kernels {
         let mut marks = vec![0_u8; count as usize * 4];
         memory.read(0, &mut marks)?;
         Ok((0..count).filter(|&sm| marks[sm as usize * 4..][..4] != [0; 4]).collect())
+    }
+
+    /// Enqueues the kernel that drives `queues` of a ring, a warp for each, on at most `sms` SMs. It ends when the CPU has
+    /// requested an end for all of them.
+    ///
+    /// Errors: no queues, more queues than 16 for each SM.
+    ///
+    /// # Safety
+    ///
+    /// `shared` must be the GPU's address of a ring whose header is valid and whose queues have queue pairs. Their memory
+    /// must stay accessible until the kernel has ended, and no other processor may drive these queues meanwhile.
+    pub unsafe fn drive_ring(
+        &self,
+        stream: &Stream,
+        shared: u64,
+        queues: Range<u32>,
+        sms: u32,
+    ) -> Result<(), GpuError> {
+        let mut count = queues.len() as u32;
+        let blocks = sms.min(count);
+        if blocks == 0 || count.div_ceil(blocks) > RING_WARPS_MAX {
+            return Err(GpuError::Invalid(format!(
+                "a ring of {count} queues on {sms} SMs: expected at most {RING_WARPS_MAX} for each SM"
+            )));
+        }
+        let threads = 32 * count.div_ceil(blocks);
+        let (mut shared, mut first) = (shared, queues.start);
+        let parameters: &mut [*mut c_void] =
+            &mut [(&raw mut shared).cast(), (&raw mut first).cast(), (&raw mut count).cast()];
+        // SAFETY: the kernel has these three parameters; the caller guarantees the ring.
+        unsafe { self.launch(stream, self.ring, (blocks, 1, threads), parameters) }
     }
 
     fn function(&self, name: &str) -> Result<sys::CUfunction, GpuError> {

@@ -9,6 +9,7 @@ pub mod gpu_bench;
 pub mod index;
 pub mod kernels;
 pub mod ring;
+pub mod slack;
 pub mod staged;
 
 /// True if the library has code for GPUs.

@@ -16,6 +16,7 @@
 //! Not included: extents of blocks, checks of the data.
 
 mod bench;
+mod gpu;
 mod host;
 mod layout;
 mod memory;
@@ -31,6 +32,7 @@ use reprise_nvme::NvmeError;
 use reprise_nvme::spec::{self, SglDescriptor, Status};
 
 pub use bench::{BenchSettings, RingFigures, measure};
+pub use gpu::{GpuRunner, measure_on_gpu};
 pub use host::HostRunner;
 use layout::Layout;
 pub use layout::{BATCH_BYTES, CONTEXT_BYTES, CONTEXTS_MAX};
@@ -60,6 +62,9 @@ pub enum RingError {
     /// The driver of the controller has failed.
     #[error("queue pair of a ring: {0}")]
     Nvme(#[from] NvmeError),
+    /// The GPU cannot be used.
+    #[error(transparent)]
+    Gpu(#[from] crate::gpu::GpuError),
     /// A thread could not be started.
     #[error("cannot start a thread of a ring: {0}")]
     Thread(#[from] std::io::Error),
@@ -412,7 +417,9 @@ impl Ring {
         memory.set_double(at + layout::queue::ISSUED_OFFSET, layout.issued(index) as u64);
         memory.set_double(at + layout::queue::COMPLETED_OFFSET, layout.completed(index) as u64);
         memory.set_double(at + layout::queue::GIVEN_UP_OFFSET, layout.given_up(index) as u64);
-        memory.word(at + layout::queue::GIVEN_UP_COUNT).store(0, Ordering::Release);
+        for field in [layout::queue::GIVEN_UP, layout::queue::BROKEN, layout::queue::GIVEN_UP_COUNT] {
+            memory.set(at + field, 0);
+        }
     }
 
     /// Returns the number of queues.

@@ -166,18 +166,22 @@ pub(super) fn ring_settings(settings: &BenchSettings) -> RingSettings {
     RingSettings { depth, queues: settings.queues, entries_max: settings.entries as usize }
 }
 
+/// Checks the size of contexts of a measurement.
+pub(super) fn check(settings: &BenchSettings) -> Result<(), RingError> {
+    let bytes = settings.context_bytes;
+    if bytes.is_multiple_of(BLOCK_BYTES) && (BLOCK_BYTES..=1 << 20).contains(&bytes) {
+        return Ok(());
+    }
+    Err(RingError::Invalid(format!("contexts of {bytes} bytes: expected a multiple of 512 up to 1 MiB")))
+}
+
 /// Measures the host build: reads from an emulated controller in this process, with a thread for each queue pair. All
 /// threads inherit the affinity of the calling thread.
 ///
 /// # Errors
 /// `Invalid` for a setting outside its range or a transfer that fails; `Memory`, `Nvme`.
 pub fn measure(settings: &BenchSettings) -> Result<RingFigures, RingError> {
-    let bytes = settings.context_bytes;
-    if !bytes.is_multiple_of(BLOCK_BYTES) || !(BLOCK_BYTES..=1 << 20).contains(&bytes) {
-        return Err(RingError::Invalid(format!(
-            "contexts of {bytes} bytes: expected a multiple of 512 up to 1 MiB"
-        )));
-    }
+    check(settings)?;
     let rig = Rig::start(settings, RingMemory::allocate)?;
     let mut ring = Ring::on_host(&ring_settings(settings))?;
     for (index, queue) in rig.owned.iter().enumerate() {

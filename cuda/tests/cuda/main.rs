@@ -4,3 +4,4 @@ mod copy;
 mod driver;
 mod index;
 mod ptx;
+mod ring;

@@ -17,7 +17,7 @@ use crate::assignment::Refusal;
 const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
 const UNUSED: &str = "agents check profiles and keep them, but the data path does not use profiles in this release: model, \
-                      tensorParallel, engineVersion, windows, usablePercent and fallback have no effect on I/O";
+                      tensorParallel, engineVersion, measurement, usablePercent and fallback have no effect on I/O";
 
 /// The inputs of a profile's status.
 pub struct StatusInputs<'a> {
@@ -121,12 +121,14 @@ fn accepted(refused: Option<&Refusal>) -> Finding {
 fn valid(inputs: &StatusInputs<'_>) -> Finding {
     match (&inputs.found.source, inputs.revision) {
         (Source::Missing(refusal), _) => {
-            Finding::unknown(Type::Valid, refusal.reason, "the windows are unavailable")
+            Finding::unknown(Type::Valid, refusal.reason, "the measurement is unavailable")
         }
         (_, Err(refusal)) => Finding::no(Type::Valid, refusal.reason, &refusal.message),
-        (_, Ok(_)) => {
-            Finding::yes(Type::Valid, Reason::AsDesired, "the windows are sorted and do not overlap")
-        }
+        (_, Ok(_)) => Finding::yes(
+            Type::Valid,
+            Reason::AsDesired,
+            "the windows do not overlap, and the kernel times are sorted",
+        ),
     }
 }
 
@@ -216,9 +218,9 @@ fn verb_of(stage: RolloutStage) -> &'static str {
 
 fn remedy_of(stage: RolloutStage) -> &'static str {
     if stage == RolloutStage::Drifted {
-        "measure again, or restore the previous windows"
+        "measure again, or restore the previous measurement"
     } else {
-        "correct the profile or the node, or restore the previous windows"
+        "correct the profile or the node, or restore the previous measurement"
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn run(kernels: &Kernels, options: &Options) -> Result<(), StepError>
         for kind in CopyKind::ALL {
             let stream = &streams[(seed % 3) as usize];
             compare(kernels, stream, &case, kind, seed)
-                .map_err(|error| StepError::Failed(format!("seed {seed}, {kind:?}: {error:?}")))?;
+                .map_err(|error| StepError(format!("seed {seed}, {kind:?}: {error:?}")))?;
             bytes += case.jobs.len() as u64 * case.layout.slot_bytes();
         }
     }
@@ -184,7 +184,7 @@ fn compare(
 fn same_checksums(gpu: &CopyResult, host: &CopyResult, reference: &[u32]) -> Result<(), StepError> {
     if gpu.checksums != reference || host.checksums != reference {
         let differ = |found: &[u32]| found.iter().zip(reference).filter(|(a, b)| a != b).count();
-        return Err(StepError::Failed(format!(
+        return Err(StepError(format!(
             "{} (GPU) and {} (host build) of {} checksums are wrong",
             differ(&gpu.checksums),
             differ(&host.checksums),
@@ -192,7 +192,7 @@ fn same_checksums(gpu: &CopyResult, host: &CopyResult, reference: &[u32]) -> Res
         )));
     }
     if gpu.mismatches != host.mismatches {
-        return Err(StepError::Failed(format!(
+        return Err(StepError(format!(
             "mismatches {:?} on the GPU, {:?} in the host build",
             gpu.mismatches, host.mismatches
         )));
@@ -205,10 +205,7 @@ fn same(what: &str, gpu: &[u8], host: &[u8]) -> Result<(), StepError> {
         None => Ok(()),
         Some(at) => {
             let count = gpu.iter().zip(host).filter(|(a, b)| a != b).count();
-            Err(StepError::Failed(format!(
-                "{count} of {} bytes of the {what} differ, first at {at}",
-                gpu.len()
-            )))
+            Err(StepError(format!("{count} of {} bytes of the {what} differ, first at {at}", gpu.len())))
         }
     }
 }

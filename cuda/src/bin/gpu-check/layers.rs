@@ -41,7 +41,7 @@ fn product(kernels: &Kernels, layer: &Layer<'_>, stream: &Stream) -> Result<(), 
         }
     }
     if a.iter().all(|&value| value == a[0]) {
-        return Err(StepError::Failed("the fill kernel wrote equal values".to_owned()));
+        return Err(StepError("the fill kernel wrote equal values".to_owned()));
     }
     Ok(())
 }
@@ -98,5 +98,5 @@ fn close(what: &str, index: usize, found: f32, expected: f32, absolute: f32) -> 
     if (found - expected).abs() <= absolute + expected.abs() * 0.01 {
         return Ok(());
     }
-    Err(StepError::Failed(format!("{what}: value {index} is {found}, expected {expected}")))
+    Err(StepError(format!("{what}: value {index} is {found}, expected {expected}")))
 }

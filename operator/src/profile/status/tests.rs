@@ -14,7 +14,7 @@ const GPU: &str = "NVIDIA H200";
 
 fn profile() -> SlackProfile {
     let spec = json!({
-        "subject": { "model": "m", "gpuProduct": GPU, "engineVersion": "e" }, "windows": [],
+        "subject": { "model": "m", "gpuProduct": GPU, "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" },
     });
     let mut profile = SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"));
     profile.status =
@@ -47,7 +47,7 @@ fn fresh(name: &str) -> ProfileNode {
 
 fn found(nodes: Vec<ProfileNode>, products: &[&str]) -> ProfileInputs {
     ProfileInputs {
-        source: Source::Windows(Vec::new()),
+        source: Source::Text { location: "entry k of ConfigMap c".to_owned(), text: "{}".to_owned() },
         clusters: vec![SelectingCluster { cluster: "n/c".to_owned(), ahead: 0 }],
         nodes,
         products: products.iter().map(|product| (*product).to_owned()).collect::<BTreeSet<String>>(),

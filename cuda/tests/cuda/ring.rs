@@ -1,0 +1,8 @@
+//! The host build of the rings against the emulated controller.
+
+mod arbitrary;
+mod commands;
+mod faults;
+mod limits;
+mod rig;
+mod transfers;
