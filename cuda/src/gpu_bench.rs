@@ -4,10 +4,12 @@
 //! Without a GPU, [`host_copies`] measures the host build.
 
 mod copies;
+mod index;
 mod slowdown;
 mod staged;
 
 pub use copies::{device_copies, host_copies};
+pub use index::{host_index_times, index_times};
 pub use slowdown::slowdown;
 pub use staged::staged_load;
 

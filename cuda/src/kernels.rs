@@ -1,5 +1,6 @@
 //! Kernels of the embedded device code, and their launches.
 
+mod index;
 mod layer;
 
 use std::ffi::{CString, c_void};
@@ -10,6 +11,7 @@ use cudarc::driver::sys;
 use crate::copy::{ALIGNMENT, CopyArguments, CopyJob, CopyKind, CopyResult, KvLayout};
 use crate::gpu::{DeviceMemory, Gpu, GpuError, Stream, call};
 
+pub use index::{GpuIndex, compare_on_gpu};
 pub use layer::{HEAD_VALUES, Layer, LayerShape, TOKENS_MULTIPLE};
 
 /// Threads of a block where the grid is not bounded.

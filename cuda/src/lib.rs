@@ -6,6 +6,7 @@
 pub mod copy;
 pub mod gpu;
 pub mod gpu_bench;
+pub mod index;
 pub mod kernels;
 pub mod ring;
 pub mod slack;

@@ -2,5 +2,6 @@
 
 mod copy;
 mod driver;
+mod index;
 mod ptx;
 mod ring;

@@ -41,6 +41,7 @@ const STEPS: &[Step] = &[
     step("layers", "layers", 20, Under::Plain),
     step("rings", "rings", 30, Under::Plain),
     step("copies", "copies", 30, Under::Plain),
+    step("index", "index", 20, Under::Plain),
     step("staged", "staged", 75, Under::Plain),
     step("slowdown", "slowdown", 40, Under::Plain),
     step("slack", "slack", 30, Under::Plain),

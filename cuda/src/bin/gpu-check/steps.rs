@@ -51,6 +51,7 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
         "transfers" => transfers::run(&kernels, options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
+        "index" => figures(gpu_bench::index_times(&kernels, 21)?),
         "rings" => rings(&kernels, options),
         "copies" => figures(gpu_bench::device_copies(&kernels, 11)?),
         "staged" => figures(gpu_bench::staged_load(&kernels, &Partition::new(&gpu, options.sms)?, 5)?),
