@@ -33,6 +33,8 @@ use crate::setup::Variant;
 use crate::simulation::Action;
 
 const PAGE: u64 = 4096;
+/// Interval in which an agent polls the locks of its devices, as long as it awaits a holder.
+pub(crate) const POLL_EVERY: Duration = Duration::from_millis(20);
 /// Of 1000 writes: those that take long, so that many are in flight when their process ends.
 const LONG_PERMILLE: u64 = 150;
 /// Of 1000 writes: those that put other bytes on the medium than the holder intended.
@@ -517,6 +519,3 @@ impl Pinned {
         }
     }
 }
-
-/// Interval in which an agent polls the locks of its devices, as long as it awaits a holder.
-pub(crate) const POLL_EVERY: Duration = Duration::from_millis(20);

@@ -239,7 +239,8 @@ impl Simulation {
                 }
             }
             Action::Member { member, life, what } => {
-                if self.env.host(Host::Member(member)).life == life {
+                let host = self.env.host(Host::Member(member));
+                if host.runs && host.life == life {
                     self.at_member(member, |running, env| running.step(env, what));
                 }
             }
@@ -269,9 +270,13 @@ impl Simulation {
         self.members[member] = Some(Member::start(&mut self.env, member));
     }
 
-    /// Runs a step of a member's process, if there is one. If it ends, its memory is lost.
+    /// Runs a step of a member's running process. If it ends, its memory is lost.
+    ///
+    /// # Panics
+    /// If no process runs: a message or step for it would be lost without a trace.
     pub(crate) fn at_member(&mut self, member: usize, step: impl FnOnce(&mut Member, &mut Environment)) {
-        let Some(running) = &mut self.members[member] else { return };
+        let running = self.members[member].as_mut();
+        let running = running.unwrap_or_else(|| panic!("member {member} gets a step and does not run"));
         step(running, &mut self.env);
         if !self.env.runs(Host::Member(member)) {
             self.members[member] = None;
@@ -421,5 +426,18 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Outage(node) => [9, *node as u64, 0],
         Action::ExtentWritten { node, number } => [14, *node as u64, *number],
         Action::Holder { node, holder } => [15 + ((*node as u64) << 32), holder.life, holder.session.0],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "member 0 gets a step and does not run")]
+    fn no_step_of_a_stopped_member_is_dropped_silently() {
+        let mut simulation = Simulation::with(Setup::large(1, 1), 1, Recording::Digest);
+        simulation.at_member(0, |running, env| running.kill(env));
+        simulation.at_member(0, |_, _| ());
     }
 }
