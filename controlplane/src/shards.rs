@@ -297,8 +297,8 @@ impl Shards {
         if let Outcome::Committed(revision) = self.store.transact(transaction).await? {
             return Ok(JoinInput::Created(revision.0));
         }
-        let name = self.view().map_or(ListedName::Free, |view| ListedName::of(&view, &self.name));
         let store = self.identity.compare(self.store.as_ref()).await?;
+        let name = || self.view().map_or(ListedName::Free, |view| ListedName::of(&view, &self.name));
         Ok(JoinInput::Refused(JoinRefusal::after_conflict(store, name)))
     }
 

@@ -28,12 +28,12 @@ pub(crate) fn finish(simulation: &mut Simulation) {
     simulation.run_until(simulation.env.now.after(FINISH_TIME));
     for node in 0..simulation.nodes.len() {
         let Simulation { env, nodes, .. } = &mut *simulation;
-        let engines = &mut nodes[node].process().engines;
+        let engines = &nodes[node].process().engines;
         let sessions: Vec<SessionId> = engines.sessions.keys().copied().collect();
         for session in sessions {
-            let left = engines.session(session).unfinished();
+            let left = nodes[node].process().engines.session(session).unfinished();
             assert!(left.is_none(), "node {node}: {}", left.unwrap_or_default());
-            engines.close(env, session);
+            nodes[node].close_session(env, session);
         }
     }
     drain_in_calm(simulation);
@@ -51,6 +51,7 @@ pub(crate) fn finish(simulation: &mut Simulation) {
 }
 
 fn assert_nothing_left(simulation: &mut Simulation, node: usize) {
+    let holders = simulation.nodes[node].extents.holders() as u64;
     let process = simulation.process(node);
     let client = &process.client;
     let queued: usize = client.links.links.values().map(|link| link.announcer.outbox().queued()).sum();
@@ -75,6 +76,10 @@ fn assert_nothing_left(simulation: &mut Simulation, node: usize) {
         ("announcements", queued as u64),
         ("calls", client.links.calls.waiting() as u64),
         ("lookups", client.lookups.pending.len() as u64),
+        ("leased extents", counters.extents_leased),
+        ("pins of extents", counters.extents_pinned),
+        ("holders of extents", holders),
+        ("awaited holders", process.awaited.len() as u64),
     ];
     for (what, count) in left {
         assert_eq!(count, 0, "node {node}: {what} are left");

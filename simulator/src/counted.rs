@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use reprise_agent_core::AgentCore;
 
 /// Counters of the core that show which code paths the runs have reached.
-const COUNTED: [&str; 31] = [
+const COUNTED: [&str; 32] = [
     "duplicate_items",
     "durable_items",
     "lost_items",
@@ -37,6 +37,7 @@ const COUNTED: [&str; 31] = [
     "offer_keys_taken",
     "offer_failures",
     "place_failures",
+    "extent_commits",
 ];
 
 /// Adds the counters of a core to `seen`, by their names.

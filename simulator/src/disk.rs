@@ -78,6 +78,11 @@ impl DiskWrite {
         }
     }
 
+    /// Returns the payload that a holder of an extent writes behind the header page.
+    pub(crate) fn of_holder(page: PageNumber, payload: Vec<Tag>) -> DiskWrite {
+        DiskWrite { pages: Vec::new(), payload: Some((page.0, payload)) }
+    }
+
     /// Returns the part that reaches the medium when the write is interrupted.
     pub(crate) fn torn(mut self, rng: &mut Rng) -> DiskWrite {
         self.pages.retain(|_| rng.chance(KEPT_PERMILLE));
@@ -144,6 +149,22 @@ impl Disk {
         self.current.apply(&written);
         self.unsynced.push((self.completed, written));
         self.completed += 1;
+    }
+
+    /// As [`Disk::complete`], but no sync covers the write. Only injected flaws need this.
+    pub(crate) fn complete_outside_of_syncs(&mut self, written: DiskWrite) {
+        self.current.apply(&written);
+        self.unsynced.push((u64::MAX, written));
+    }
+
+    /// As [`Disk::complete`], but the payload gets into the slot that `which` selects. Only injected flaws need this.
+    pub(crate) fn complete_misdirected(&mut self, mut written: DiskWrite, which: u64) {
+        let count = self.current.payloads.len().max(1) as u64;
+        let other = self.current.payloads.keys().nth((which % count) as usize).copied();
+        if let (Some((page, _)), Some(other)) = (&mut written.payload, other) {
+            *page = other;
+        }
+        self.complete(written);
     }
 
     /// Returns the number below which a sync submitted now makes writes durable.

@@ -10,6 +10,7 @@ use reprise_agent_core::effect::{
     RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
+use reprise_agent_core::extents::PinnedBlock;
 use reprise_policy::{BlockKey, Layout, TenantId, Tick};
 
 use crate::memory::{Memory, Tag, is_damaged, verified};
@@ -42,7 +43,19 @@ pub(crate) enum RequestKind {
     Match(Vec<BlockKey>, Scope),
     Load(Vec<BlockKey>),
     Release,
+    LeaseExtents(u32),
+    CommitExtents(Vec<BlockKey>),
+    Pin(Vec<BlockKey>),
     Other,
+}
+
+/// Answer that the holder of extents handles.
+#[derive(Debug)]
+pub(crate) enum ExtentAnswer {
+    Leased(Vec<(LeaseId, Place)>),
+    Pinned(Vec<(BlockKey, PinnedBlock)>),
+    /// Committed blocks that are durable.
+    Durable(Vec<BlockKey>),
 }
 
 #[derive(Debug)]
@@ -172,13 +185,16 @@ impl Engine {
         }
     }
 
-    /// Handles an answer. An answer after its deadline is excused until an instant at which the agent could
-    /// not run yet.
-    pub(crate) fn on_reply(&mut self, request: RequestId, reply: &Reply, now: Tick, excused: Tick) {
-        let PendingRequest { kind, held, answer_by } =
-            self.pending.remove(&request).expect("one answer per request");
-        let answer_by = answer_by.expect("answers follow requests").max(excused);
-        assert!(now <= answer_by, "{kind:?} was answered at {now:?}, due by {answer_by:?}");
+    /// Handles an answer; returns one about extents. An answer after its deadline is excused until an instant at
+    /// which the agent could not run yet.
+    pub(crate) fn on_reply(
+        &mut self,
+        request: RequestId,
+        reply: &Reply,
+        now: Tick,
+        excused: Tick,
+    ) -> Option<ExtentAnswer> {
+        let (kind, held) = self.answered(request, now, excused);
         match (kind, reply) {
             (RequestKind::Reserve(count), Reply::Reserved { regions, leases, .. }) => {
                 self.granted(regions);
@@ -236,6 +252,42 @@ impl Engine {
             (RequestKind::Release, Reply::Released)
             | (RequestKind::Other, _)
             | (_, Reply::Busy { .. } | Reply::BadRequest(_)) => {}
+            (kind, reply) => return Some(self.extent_answer(kind, reply)),
+        }
+        None
+    }
+
+    /// Ends a request, whose answer must be in time. Returns its kind, and the indices of keys with blocks on the node.
+    fn answered(&mut self, request: RequestId, now: Tick, excused: Tick) -> (RequestKind, Vec<usize>) {
+        let PendingRequest { kind, held, answer_by } =
+            self.pending.remove(&request).expect("one answer per request");
+        let answer_by = answer_by.expect("answers follow requests").max(excused);
+        assert!(now <= answer_by, "{kind:?} was answered at {now:?}, due by {answer_by:?}");
+        (kind, held)
+    }
+
+    /// Checks an answer about extents.
+    fn extent_answer(&self, kind: RequestKind, reply: &Reply) -> ExtentAnswer {
+        match (kind, reply) {
+            (RequestKind::LeaseExtents(count), Reply::Reserved { leases, .. }) => {
+                assert!(leases.len() <= count as usize);
+                ExtentAnswer::Leased(leases.clone())
+            }
+            (RequestKind::CommitExtents(keys), Reply::Committed { ticket, statuses }) => {
+                assert_eq!((keys.len(), *ticket), (statuses.len(), None), "the statuses are final");
+                assert!(!statuses.contains(&CommitStatus::NoLease), "the lease of a commit has ended");
+                let durable = |(_, status): &(BlockKey, &CommitStatus)| **status == CommitStatus::Durable;
+                let durable = keys.into_iter().zip(statuses).filter(durable).map(|(key, _)| key);
+                ExtentAnswer::Durable(durable.collect())
+            }
+            (RequestKind::Pin(keys), Reply::Pinned { blocks }) => {
+                assert_eq!(keys.len(), blocks.len());
+                let mut seen = keys.iter().zip(blocks);
+                let foreign =
+                    seen.find(|(key, block)| tenant_of(key) != self.tenant && block.pin().is_some());
+                assert!(foreign.is_none(), "{:?} pins {foreign:?} of another tenant", self.tenant);
+                ExtentAnswer::Pinned(keys.into_iter().zip(blocks.iter().copied()).collect())
+            }
             (kind, reply) => panic!("unexpected answer to {kind:?}: {reply:?}"),
         }
     }

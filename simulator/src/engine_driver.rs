@@ -36,6 +36,7 @@ impl Node {
         match process.engines.seats[seat] {
             Some(session) => {
                 act(&mut process.engines, env, session, &mut process.memory);
+                self.drive_extents(env, session);
             }
             None if awake => self.open_session(env, seat),
             None => {}

@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use reprise_agent_core::effect::{ArenaSlot, LoadId, ProgressEntry, ProgressUpdate, Reply, Ticket};
-use reprise_agent_core::event::{Request, RequestId, Scope};
+use reprise_agent_core::effect::{
+    ArenaSlot, LoadId, PlaceKind, ProgressEntry, ProgressUpdate, Reply, Ticket,
+};
+use reprise_agent_core::event::{CommitItem, Request, RequestId, Scope};
 use reprise_policy::{BlockKey, Layout, SessionId, TenantId, Tick, Tier};
 
-use crate::engine::{Engine, RequestKind};
+use crate::engine::{Engine, ExtentAnswer, RequestKind};
 use crate::environment::Environment;
 use crate::memory::Memory;
 use crate::network::Host;
@@ -15,6 +17,14 @@ use crate::observation::Observation;
 use crate::replicas::AnnouncedReplicas;
 use crate::setup::{CLOCK_GRAIN, LOOKUP_TIMEOUT, tenant_of};
 use crate::simulation::{Action, AgentStep};
+
+/// Requests for extents wait for operations on devices, which take any time during faults. The checks after the faults
+/// find those without an answer.
+const DEVICE_TIME: Duration = Duration::from_secs(3600);
+
+fn is_extent(item: &CommitItem) -> bool {
+    item.lease.kind() == PlaceKind::Extent
+}
 
 /// The engines of one agent; see the module.
 #[derive(Debug)]
@@ -98,6 +108,8 @@ impl Engines {
             Request::Match { scope: Scope::Cluster, .. } => {
                 LOOKUP_TIMEOUT + reprise_agent_core::limits::LOOKUP_GRACE
             }
+            Request::Reserve { kind: PlaceKind::Extent, .. } => DEVICE_TIME,
+            Request::Commit(commit) if commit.items.iter().any(is_extent) => DEVICE_TIME,
             _ => Duration::ZERO,
         };
         let Some(engine) = self.sessions.get_mut(&session) else { return };
@@ -119,16 +131,16 @@ impl Engines {
         engine.received(request, now.after(wait).after(CLOCK_GRAIN), held);
     }
 
+    /// Handles an answer; returns one about extents to an open session.
     pub(crate) fn on_reply(
         &mut self,
         env: &Environment,
         (session, request): (SessionId, RequestId),
         reply: &Reply,
-    ) {
+    ) -> Option<ExtentAnswer> {
         let host = Host::Node(self.node);
-        if let Some(engine) = self.sessions.get_mut(&session) {
-            engine.on_reply(request, reply, env.time(host), env.host(host).resumed);
-        }
+        let engine = self.sessions.get_mut(&session)?;
+        engine.on_reply(request, reply, env.time(host), env.host(host).resumed)
     }
 
     pub(crate) fn on_progress(&mut self, session: SessionId, entry: ProgressEntry, update: &ProgressUpdate) {

@@ -146,7 +146,10 @@ fn end_device_op(
         }
         None if fails => Err(DeviceError::Media),
         Some(written) => {
-            disk.complete(written);
+            match env.setup.variant {
+                Variant::WritesMisdirected => disk.complete_misdirected(written, env.rng.next()),
+                _ => disk.complete(written),
+            }
             Ok(())
         }
         None => {

@@ -35,6 +35,13 @@
 //! * After the faults, a draining node whose offers are not refused becomes drained, and other nodes then
 //!   have all of its blocks.
 //!
+//! Extents, in half of the simulations (`extents.rs`):
+//!
+//! * Only the holder of a leased extent changes its bytes, and no process those of a pinned one.
+//! * No extent is reused while I/O of an ended process or session is in flight, also after a restart of the agent.
+//! * Blocks that were committed as durable survive, with the payloads that engines wrote.
+//! * A corrupt payload is detected, and the block is a miss.
+//!
 //! Every process has its own clock (`clock.rs`), which drifts, and stops or jumps when its machine is
 //! suspended. Cores get the time of that clock.
 //!
@@ -67,6 +74,8 @@ mod engine;
 mod engine_driver;
 mod engines;
 mod environment;
+mod extent_driver;
+mod extents;
 mod hosts;
 mod jobs;
 mod link;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use reprise_agent_core::home::MemberListSource;
 use reprise_agent_core::members::{LINK_GRACE, Members};
-use reprise_agent_core::owner_query::{OwnerQuery, Part};
+use reprise_agent_core::owner_query::{Next, NodeAnswer, OwnerQuery};
 use reprise_agent_core::registrar::Input;
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
@@ -19,7 +19,7 @@ use crate::messages::{MemberListReply, Request};
 use crate::names::{member_name, number_of_member};
 use crate::network::LineId;
 use crate::outcomes::{ClientFollow, Outcomes};
-use crate::setup::Variant;
+use crate::setup::{CALL_TIMEOUT, Variant};
 use crate::simulation::AgentStep;
 
 /// A map of slots, and the link to each of its members.
@@ -35,6 +35,13 @@ pub(crate) struct Links {
     pub(crate) calls: Calls,
     /// Failure domain of the node, as far as the process knows.
     failure_domain: String,
+}
+
+/// What follows an input of a query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    Waits,
+    Ends,
 }
 
 /// Returns what the choice of lists needs to know of one.
@@ -81,25 +88,33 @@ impl Links {
         self.calls.send(env, (line, of), request, time);
     }
 
-    /// Starts an attempt of a query: returns the parts to send. The owners of the others cannot be asked.
-    pub(crate) fn ask_owners<A: Clone>(
+    /// Starts an attempt of a query with the current map.
+    pub(crate) fn ask<A: Clone + NodeAnswer>(
         &self,
         query: &mut OwnerQuery<LinkId, A>,
         can_ask: impl Fn(&Link) -> bool,
-    ) -> Vec<(LinkId, Part)> {
-        let routes = self.routes();
-        let parts = query.ask(routes.map(Routes::map));
-        let link_of = |part: Part| (*routes.expect("only a map has owners").link(part.owner), part);
-        let mut parts: Vec<(LinkId, Part)> = parts.into_iter().map(link_of).collect();
-        parts.sort_by_key(|(link, _)| *link);
-        parts.retain(|(link, part)| {
-            let can_ask = self.links.get(link).is_some_and(&can_ask);
-            if !can_ask {
-                query.fail(part);
-            }
-            can_ask
-        });
-        parts
+    ) -> Next<LinkId> {
+        let mut next = query.ask(self.routes(), |link| self.links.get(link).is_some_and(&can_ask));
+        if let Next::Send(parts) = &mut next {
+            // The calls run at the same time; here in the order in which the links were opened.
+            parts.sort_by_key(|(link, _)| *link);
+        }
+        next
+    }
+
+    /// Requests the newer map of a member, within the time that a query has left.
+    pub(crate) fn fetch_map(
+        &mut self,
+        env: &mut Environment,
+        (link, of): (LinkId, Purpose),
+        time: Duration,
+    ) -> Progress {
+        let time = time.min(CALL_TIMEOUT);
+        if time.is_zero() || !self.links.contains_key(&link) {
+            return Progress::Ends;
+        }
+        self.call(env, (link, of), Request::Members, time);
+        Progress::Waits
     }
 
     pub(crate) fn drop_line(&mut self, line: LineId) {

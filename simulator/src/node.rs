@@ -15,14 +15,18 @@ use reprise_agent_core::effect::{
     ArenaSlot, Change, Diagnostic, Effect, FetchRequest, Offer, RegionId, ReplicaChange, Reply,
 };
 use reprise_agent_core::event::{Event, Grant, Request, RequestId, Scope};
+use reprise_agent_core::extents::ExtentHolder;
 use reprise_agent_core::limits::PLACE_KEYS_MAX;
 use reprise_policy::{BlockKey, NodeId, SessionId, SlotSet, TenantId, Tick};
 
 use crate::client::Client;
 use crate::counted::count_all;
 use crate::disk::{Disk, DiskWrite};
+use crate::engine::ExtentAnswer;
 use crate::engines::Engines;
 use crate::environment::Environment;
+use crate::extent_driver::is_of_flaw;
+use crate::extents::{Extents, written_bytes};
 use crate::jobs::{Job, Jobs};
 use crate::memory::{Memory, overlap};
 use crate::messages::{CallId, PeerMessage, Reply as MemberReply};
@@ -45,6 +49,8 @@ pub(crate) struct Node {
     pub(crate) failure_domain: String,
     pub(crate) process: Option<Process>,
     pub(crate) disks: Vec<Disk>,
+    /// Processes that access the disks themselves: they outlive the agent.
+    pub(crate) extents: Extents,
     pub(crate) durable: DurableBlocks,
 }
 
@@ -64,6 +70,8 @@ pub(crate) struct Process {
     /// Tenants whose names the agent knows.
     pub(crate) names: BTreeSet<TenantId>,
     pub(crate) placed: PlacementAudit,
+    /// Holders whose I/O on extents must end.
+    pub(crate) awaited: BTreeSet<ExtentHolder>,
     /// Time of the core's next tick.
     tick_at: Option<Tick>,
 }
@@ -77,6 +85,7 @@ impl Node {
             failure_domain: String::new(),
             process: None,
             disks: (0..setup.disks).map(disk).collect(),
+            extents: Extents::new(index),
             durable: DurableBlocks::default(),
         }
     }
@@ -96,7 +105,10 @@ impl Node {
             }
         }
         let pools = self.disks.iter().map(|disk| {
-            let (pool, stored, _) = disk.recover();
+            let (mut pool, stored, _) = disk.recover();
+            if env.setup.extents {
+                pool.allow_lending();
+            }
             (pool, stored)
         });
         let pools: Vec<_> = pools.collect();
@@ -117,6 +129,7 @@ impl Node {
             tenants: TenantAudit::default(),
             names: env.setup.names.clone(),
             placed: PlacementAudit::default(),
+            awaited: BTreeSet::new(),
             tick_at: None,
         });
         effects.into_iter().for_each(|effect| self.execute(env, effect));
@@ -175,6 +188,7 @@ impl Node {
             AgentStep::DomainChanged => {
                 process.client.links.domain_changed(env, &self.failure_domain, out);
             }
+            AgentStep::PollExtents => self.poll_extents(env, out),
             AgentStep::ReportState => process.client.reports.take_state(env, &process.core),
             AgentStep::FetchDeadline(fetch) => {
                 process.peers.fetch_deadline(env, &mut process.lines, fetch, out);
@@ -293,6 +307,7 @@ impl Node {
                 self.execute(env, effect);
             }
         }
+        durable.extend(self.extents.take_durable());
         self.process().replicas.assert_stored(&durable);
         self.check_readers(env);
         self.after_event(env);
@@ -325,13 +340,21 @@ impl Node {
         let node = self.index;
         let process = self.process.as_mut().expect("the agent runs");
         match effect {
-            Effect::Reply { session, request, reply } => process.reply(env, (session, request), &reply),
+            Effect::Reply { session, request, reply } => {
+                if let Some(answer) = process.reply(env, (session, request), &reply) {
+                    self.answer_extents(env, session, answer);
+                }
+            }
             Effect::Durable { .. } => unreachable!("handled after all effects"),
             Effect::Progress { session, entry, update } => {
                 process.engines.on_progress(session, entry, &update);
             }
             Effect::Device { device, op } => {
-                let covered = self.disks[usize::from(device.0)].covered();
+                let number = usize::from(device.0);
+                if let Some(bytes) = written_bytes(&op.kind) {
+                    self.extents.assert_writable(number, &bytes);
+                }
+                let covered = self.disks[number].covered();
                 process.jobs.begin(env, &self.disks, Job::Device { device, op, covered });
             }
             Effect::ReadBlocks { device, batch } => {
@@ -342,7 +365,7 @@ impl Node {
                 }
             }
             Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
-            Effect::AwaitExtents { .. } => unreachable!("engines of this simulation use no extents"),
+            Effect::AwaitExtents { holder } => process.await_extents(env, node, holder),
             Effect::CheckBlock(check) => process.jobs.begin(env, &self.disks, Job::Check(check)),
             Effect::Lookup { lookup, keys, timeout } => {
                 let client = &mut process.client;
@@ -448,13 +471,21 @@ impl Process {
         Event::Request { session, request, body, received }
     }
 
-    fn reply(&mut self, env: &mut Environment, of: (SessionId, RequestId), reply: &Reply) {
+    fn reply(
+        &mut self,
+        env: &mut Environment,
+        of: (SessionId, RequestId),
+        reply: &Reply,
+    ) -> Option<ExtentAnswer> {
+        if is_of_flaw(of.1) {
+            return None;
+        }
         if let Reply::Reserved { leases, .. } = reply {
             let slots = leases.iter().filter_map(|(_, place)| place.arena());
             slots.for_each(|slot| self.assert_unused(env, slot));
         }
         env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
-        self.engines.on_reply(env, of, reply);
+        self.engines.on_reply(env, of, reply)
     }
 
     fn announce(&mut self, env: &Environment, changes: &[ReplicaChange]) {

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use reprise_agent_core::effect::PlaceKind;
 use reprise_agent_core::event::{Event, Grant, Request};
 use reprise_agent_core::{AgentCore, TenantUsage};
 use reprise_policy::{Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
@@ -61,11 +62,14 @@ impl PlacementAudit {
             (self.since, self.evictions) = (Some(now), counters.nvme_evictions);
         }
         self.saving |= matches!(event, Event::Request { body: Request::Commit(_), .. });
+        let leases =
+            matches!(event, Event::Request { body: Request::Reserve { kind: PlaceKind::Extent, .. }, .. });
         let free = counters.pool_free_bytes + counters.pool_pending_free_bytes;
         let short = free < counters.pool_capacity_bytes * kept_free / 1000;
         let over = core.tenant_usage().any(|usage| usage.nvme.used > usage.nvme.quota.limit());
         let granted = std::mem::take(&mut self.granted);
-        self.may_evict = self.saving || short || over || granted || matches!(event, Event::DeviceLost { .. });
+        self.may_evict =
+            self.saving || leases || short || over || granted || matches!(event, Event::DeviceLost { .. });
     }
 
     /// Records that a grant is about to be applied.

@@ -1,7 +1,5 @@
-//! Placement requests of an agent: the production code decides which member is asked for which keys
-//! ([`OwnerQuery`]). Here are its calls.
-//!
-//! The outputs are carried out in the order of `node-agent/src/directory/owner_query.rs` and `placement.rs`.
+//! Placement requests of an agent: the production code decides which member is asked for which keys, and what follows
+//! an answer ([`OwnerQuery`]). Here are its calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,12 +13,10 @@ use reprise_policy::{BlockKey, Epoch, NodeId, Tick};
 use crate::calls::Purpose;
 use crate::environment::Environment;
 use crate::link::{Link, LinkId};
-use crate::links::Links;
-use crate::lookups::Progress;
+use crate::links::{Links, Progress};
 use crate::messages::{PlacementAnswer, PlacementRequest, Request};
 use crate::network::Host;
 use crate::outcomes::{Follow, Outcomes};
-use crate::setup::CALL_TIMEOUT;
 use crate::simulation::AgentStep;
 
 /// The placement requests of one agent.
@@ -56,30 +52,46 @@ impl PlacementRequests {
         let query = OwnerQuery::new(keys, Placement::Unanswered);
         self.pending.insert(place, PendingPlacement { query, slot_bytes, reason, deadline });
         env.count("questions of places");
-        if !self.ask_owners(env, links, place) {
+        if self.ask(env, links, place) == Progress::Ends {
             // Deferred, because the core is still executing effects.
             env.later(self.node, Duration::ZERO, AgentStep::PlaceOver(place));
         }
     }
 
-    /// Sends a request to each owner of the keys; returns whether there are any.
-    fn ask_owners(&mut self, env: &mut Environment, links: &mut Links, place: PlaceId) -> bool {
-        let now = env.time(Host::Node(self.node));
+    /// Starts an attempt with the current map.
+    fn ask(&mut self, env: &mut Environment, links: &mut Links, place: PlaceId) -> Progress {
         let pending = self.pending.get_mut(&place).expect("the request is in progress");
-        let is_up = |link: &Link| link.is_up() && link.granted().is_some();
-        let parts = links.ask_owners(&mut pending.query, is_up);
-        let is_asked = !parts.is_empty();
-        let (slot_bytes, reason) = (pending.slot_bytes, pending.reason);
-        for (link, part) in parts {
-            let granted = links.links[&link].granted().expect("only a registered link sends requests");
-            let keys = pending.query.keys_of(&part);
-            let request =
-                PlacementRequest { holder: granted.node, epoch: granted.epoch, keys, slot_bytes, reason };
-            let time = pending.deadline.since(now);
-            let of = Purpose::Place { place, link, epoch: granted.epoch, part };
-            links.call(env, (link, of), Request::Place(Arc::new(request)), time);
+        let can_ask = |link: &Link| link.is_up() && link.granted().is_some();
+        let next = links.ask(&mut pending.query, can_ask);
+        self.carry_out(env, links, place, next)
+    }
+
+    fn carry_out(
+        &mut self,
+        env: &mut Environment,
+        links: &mut Links,
+        place: PlaceId,
+        next: Next<LinkId>,
+    ) -> Progress {
+        let pending = &self.pending[&place];
+        let time = pending.deadline.since(env.time(Host::Node(self.node)));
+        match next {
+            Next::Send(parts) => {
+                for (link, part) in parts {
+                    let granted = links.links[&link].granted().expect("only a registered link is asked");
+                    let (holder, epoch) = (granted.node, granted.epoch);
+                    let keys = pending.query.keys_of(&part);
+                    let PendingPlacement { slot_bytes, reason, .. } = *pending;
+                    let request = PlacementRequest { holder, epoch, keys, slot_bytes, reason };
+                    let of = Purpose::Place { place, link, epoch, part };
+                    links.call(env, (link, of), Request::Place(Arc::new(request)), time);
+                }
+                Progress::Waits
+            }
+            Next::Wait => Progress::Waits,
+            Next::FetchMap(link) => links.fetch_map(env, (link, Purpose::LearnOfPlaces { place }), time),
+            Next::Finish => Progress::Ends,
         }
-        is_asked
     }
 
     /// Handles a member's answer to a part; `None`: it knows a newer registration.
@@ -96,8 +108,8 @@ impl PlacementRequests {
         };
         let Some(pending) = self.pending.get_mut(&place) else { return Progress::Waits };
         assert_eq!(answers.len(), part.indices.len(), "an answer for each key");
-        pending.query.answer(link, part, PartAnswer { answers, elsewhere, map_epoch });
-        self.advance(env, links, place)
+        let next = pending.query.answer(link, part, PartAnswer { answers, elsewhere, map_epoch });
+        self.carry_out(env, links, place, next)
     }
 
     pub(crate) fn part_failed(
@@ -107,55 +119,25 @@ impl PlacementRequests {
         (place, part): (PlaceId, &Part),
     ) -> Progress {
         let Some(pending) = self.pending.get_mut(&place) else { return Progress::Waits };
-        pending.query.fail(part);
-        self.advance(env, links, place)
+        let next = pending.query.fail(part);
+        self.carry_out(env, links, place, next)
     }
 
-    fn advance(&mut self, env: &mut Environment, links: &mut Links, place: PlaceId) -> Progress {
-        match self.pending[&place].query.next() {
-            Next::Wait => Progress::Waits,
-            Next::FetchMap(link) => self.learn(env, links, (place, link)),
-            Next::Finish => Progress::Ends,
-        }
-    }
-
-    /// Requests the newer map of a member.
-    fn learn(
-        &mut self,
-        env: &mut Environment,
-        links: &mut Links,
-        (place, link): (PlaceId, LinkId),
-    ) -> Progress {
-        let now = env.time(Host::Node(self.node));
-        let time = self.pending[&place].deadline.since(now).min(CALL_TIMEOUT);
-        if time.is_zero() || !links.links.contains_key(&link) {
-            return Progress::Ends;
-        }
-        links.call(env, (link, Purpose::LearnOfPlaces { place }), Request::Members, time);
-        Progress::Waits
-    }
-
-    /// Handles the arrival of the newer map.
+    /// Handles the arrival of a newer map. One that arrives at the deadline counts as not fetched.
     pub(crate) fn learned(&mut self, env: &mut Environment, links: &mut Links, place: PlaceId) -> Progress {
         let now = env.time(Host::Node(self.node));
         let Some(pending) = self.pending.get(&place) else { return Progress::Waits };
-        let is_over = now >= pending.deadline || !self.ask_owners(env, links, place);
-        if is_over { Progress::Ends } else { Progress::Waits }
+        if now >= pending.deadline { Progress::Ends } else { self.ask(env, links, place) }
     }
 
-    /// Ends the request. A node without a known address cannot get offers.
+    /// Ends the request: the core gets the placements on reachable nodes.
     pub(crate) fn end(&mut self, place: PlaceId, is_reachable: impl Fn(NodeId) -> bool, out: &mut Outcomes) {
         let Some(PendingPlacement { query, reason, .. }) = self.pending.remove(&place) else { return };
         let keys = query.keys().to_vec();
-        let Some(mut answers) = query.finish() else {
+        let Some(answers) = query.finish(is_reachable) else {
             out.next.push(Follow::Refused("refused in calm: unanswered"));
             return out.event(Event::PlaceFailed { place });
         };
-        for answer in &mut answers {
-            if matches!(answer, Placement::To(to) if !is_reachable(*to)) {
-                *answer = Placement::Unanswered;
-            }
-        }
         if answers.iter().any(|answer| matches!(answer, Placement::NoCapacity | Placement::Unanswered)) {
             out.next.push(Follow::Refused("refused in calm: nowhere"));
         }

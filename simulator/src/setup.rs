@@ -117,6 +117,20 @@ pub enum Variant {
     NewLedgerSkipsReports,
     /// The grant of a silent node is reused as soon as the node is no longer offered.
     DeadNodeGrantsReused,
+    /// An agent returns a leased extent at once.
+    LeasesIgnored,
+    /// An agent ends a pin at once.
+    PinsIgnored,
+    /// An agent frees the extents of an ended session without proof that its I/O has ended.
+    QuarantineIgnored,
+    /// An agent frees the extents that an earlier process has leased without proof that all I/O has ended.
+    EarlierLeasesIgnored,
+    /// Syncs of devices do not cover the payloads that engines have written.
+    ExtentsOutsideOfSyncs,
+    /// An engine does not compare pinned blocks with their checksums.
+    PinnedReadsUnverified,
+    /// Some writes of blocks put the payload into another slot.
+    WritesMisdirected,
 }
 
 /// Source of the limits of tenants.
@@ -146,6 +160,8 @@ pub(crate) struct Setup {
     pub(crate) pace: Duration,
     /// Mean interval at which an operator sets a node's mode.
     pub(crate) operate_every: Duration,
+    /// Whether devices lend extents, and engines use them.
+    pub(crate) extents: bool,
     /// Node that is drained after the faults.
     pub(crate) leaves_at_end: Option<usize>,
     /// Tenants in the agents' configuration.
@@ -176,6 +192,7 @@ impl Setup {
             disk_bytes: 4 << 20,
             pace: Duration::from_millis(10),
             operate_every: Duration::from_secs(1),
+            extents: false,
             leaves_at_end: None,
             names: BTreeSet::new(),
             fault_every: Duration::from_secs(1),
@@ -217,6 +234,7 @@ impl Setup {
             region_bytes: 4 * slot,
             disks: 1 + rng.below(2),
             operate_every: rng.millis(1_000..10_000),
+            extents: false,
             leaves_at_end,
             disk_bytes: rng.one_of(if leaves_at_end.is_some() { &ROOMY } else { &TIGHT }),
             names,

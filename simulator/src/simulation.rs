@@ -12,6 +12,7 @@ use reprise_policy::{BlockKey, Epoch, SessionId, TenantId, Tick};
 use crate::answer_audit::AnswerAudit;
 use crate::budgets::{self, BudgetAudit, FIRST_BUDGET_AFTER};
 use crate::environment::Environment;
+use crate::extents::HolderId;
 use crate::link::LinkId;
 use crate::member::Member;
 use crate::membership::MemberStep;
@@ -21,7 +22,7 @@ use crate::network::{End, Host, LineId};
 use crate::node::{Node, Process};
 use crate::observation;
 use crate::operators::operate;
-use crate::random_faults::{Repair, begin_domain_changes, change_domain, fault, outage};
+use crate::random_faults::{Repair, begin_domain_changes, change_domain, fault, has_extents, outage};
 use crate::rng::Rng;
 use crate::setup::{Limits, Setup, Variant};
 use crate::store_process::{StoreProcess, StoreStep};
@@ -77,6 +78,16 @@ pub(crate) enum Action {
     Fault,
     /// The failure domain of a node changes.
     Domain,
+    /// The write of an extent by a process of a node ends.
+    ExtentWritten {
+        node: usize,
+        number: u64,
+    },
+    /// A step of a process that holds extents and has no session.
+    Holder {
+        node: usize,
+        holder: HolderId,
+    },
     /// The power of a node fails.
     Outage(usize),
     Repair(Repair),
@@ -129,6 +140,8 @@ pub(crate) enum AgentStep {
     PlaceOver(PlaceId),
     /// Deadline of an offer.
     OfferDeadline(OfferId),
+    /// Polls whether awaited processes have ended their I/O on extents.
+    PollExtents,
     /// The transport sends the next pieces of a block.
     Send { serve: ServeId, block: u32 },
 }
@@ -152,7 +165,8 @@ impl Simulation {
     /// Creates a simulation that a seed determines completely.
     pub(crate) fn new(seed: u64, variant: Variant, recording: Recording) -> Simulation {
         let mut rng = Rng::new(seed);
-        let setup = Setup::draw(&mut rng, variant);
+        let mut setup = Setup::draw(&mut rng, variant);
+        setup.extents = has_extents(seed);
         let mut simulation = Simulation::of(setup, rng, recording);
         simulation.begin();
         simulation.begin_faults();
@@ -225,7 +239,8 @@ impl Simulation {
                 }
             }
             Action::Member { member, life, what } => {
-                if self.env.host(Host::Member(member)).life == life {
+                let host = self.env.host(Host::Member(member));
+                if host.runs && host.life == life {
                     self.at_member(member, |running, env| running.step(env, what));
                 }
             }
@@ -236,6 +251,14 @@ impl Simulation {
             Action::Budget => budgets::change_budget(&mut self.env, &mut self.members),
             Action::Fault => fault(self),
             Action::Domain => change_domain(self),
+            Action::ExtentWritten { node, number } => {
+                let Node { extents, disks, .. } = &mut self.nodes[node];
+                extents.written(&mut self.env, disks, number);
+            }
+            Action::Holder { node, holder } => {
+                let Node { extents, disks, .. } = &mut self.nodes[node];
+                extents.step(&mut self.env, disks, holder);
+            }
             Action::Outage(node) => outage(self, node),
             Action::Repair(repair) => self.repair(repair),
         }
@@ -247,9 +270,13 @@ impl Simulation {
         self.members[member] = Some(Member::start(&mut self.env, member));
     }
 
-    /// Runs a step of a member's process, if there is one. If it ends, its memory is lost.
+    /// Runs a step of a member's running process. If it ends, its memory is lost.
+    ///
+    /// # Panics
+    /// If no process runs: a message or step for it would be lost without a trace.
     pub(crate) fn at_member(&mut self, member: usize, step: impl FnOnce(&mut Member, &mut Environment)) {
-        let Some(running) = &mut self.members[member] else { return };
+        let running = self.members[member].as_mut();
+        let running = running.unwrap_or_else(|| panic!("member {member} gets a step and does not run"));
         step(running, &mut self.env);
         if !self.env.runs(Host::Member(member)) {
             self.members[member] = None;
@@ -382,6 +409,7 @@ fn code(action: &Action) -> [u64; 3] {
                 AgentStep::FetchDeadline(fetch) => (10, fetch.0),
                 AgentStep::PlaceOver(place) => (19, place.0),
                 AgentStep::OfferDeadline(offer) => (20, offer.0),
+                AgentStep::PollExtents => (24, 0),
                 AgentStep::Send { serve, block } => (11, serve.0 << 32 | u64::from(*block)),
             };
             [3 + kind * 256 + ((*node as u64) << 32), *life, detail]
@@ -396,5 +424,20 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Domain => [13, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],
+        Action::ExtentWritten { node, number } => [14, *node as u64, *number],
+        Action::Holder { node, holder } => [15 + ((*node as u64) << 32), holder.life, holder.session.0],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "member 0 gets a step and does not run")]
+    fn no_step_of_a_stopped_member_is_dropped_silently() {
+        let mut simulation = Simulation::with(Setup::large(1, 1), 1, Recording::Digest);
+        simulation.at_member(0, |running, env| running.kill(env));
+        simulation.at_member(0, |_, _| ());
     }
 }

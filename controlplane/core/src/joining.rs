@@ -110,11 +110,12 @@ pub enum JoinOutput<L> {
 
 impl JoinRefusal {
     /// The reason why the transaction of an entry has conflicted. It requires the store's identity and a free name.
-    /// `store` is the identity of the store now, `name` whether the list of members contains the name.
-    pub fn after_conflict(store: StoreIdentity, name: ListedName) -> JoinRefusal {
+    /// `store` is the identity of the store now. `name` reads whether the list of members contains the name: the list
+    /// may have changed while the identity was read.
+    pub fn after_conflict(store: StoreIdentity, name: impl FnOnce() -> ListedName) -> JoinRefusal {
         match store {
             StoreIdentity::Other => JoinRefusal::OtherStore,
-            StoreIdentity::Same => JoinRefusal::NameTaken(name),
+            StoreIdentity::Same => JoinRefusal::NameTaken(name()),
         }
     }
 }
@@ -229,6 +230,14 @@ mod tests {
         assert_eq!(after(&lost).1, []);
         let (joining, outputs) = after(&[lost[0], lost[1], JoinInput::Created(5)]);
         assert_eq!((outputs, joining.incarnation()), (vec![JoinOutput::Grant], None));
+    }
+
+    #[test]
+    fn list_of_members_is_read_once_the_store_is_known_to_be_the_same() {
+        let refusal = JoinRefusal::after_conflict(StoreIdentity::Same, || ListedName::Free);
+        assert_eq!(refusal, JoinRefusal::NameTaken(ListedName::Free));
+        let unread = || panic!("the names of another store are not read");
+        assert_eq!(JoinRefusal::after_conflict(StoreIdentity::Other, unread), JoinRefusal::OtherStore);
     }
 
     #[test]

@@ -11,13 +11,18 @@
 //! that map is fetched, and these keys are sent once more. Otherwise they stay unanswered, like the keys of a
 //! member that does not respond.
 //!
-//! Pure: the caller sends the parts, fetches the map, and ends the query at its deadline.
+//! Every input returns the next action. A part whose member cannot be asked fails at once.
+//!
+//! Pure: the caller carries out the actions, and lets calls fail at the deadline of the query.
 
 #[cfg(test)]
 mod tests;
 
-use reprise_policy::shards::{MemberIndex, ShardMap};
-use reprise_policy::{BlockKey, Epoch};
+use reprise_policy::shards::MemberIndex;
+use reprise_policy::{BlockKey, Epoch, NodeId};
+
+use crate::event::{Placement, Replica};
+use crate::members::Routes;
 
 /// Maximum number of members asked for a key: the owner in our map, and the owner in a newer map.
 const ATTEMPTS_MAX: u32 = 2;
@@ -65,12 +70,38 @@ pub struct PartAnswer<A> {
 /// Next action for a query.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next<M> {
+    /// Send each part to its member, in any order. Each must be followed by [`OwnerQuery::answer`] or
+    /// [`OwnerQuery::fail`].
+    Send(Vec<(M, Part)>),
     /// Wait for the other parts.
     Wait,
     /// Fetch the map of this member, then [ask](OwnerQuery::ask) again; finish if that fails.
     FetchMap(M),
-    /// Nothing is left to ask.
+    /// Nothing is left to ask: [finish](OwnerQuery::finish).
     Finish,
+}
+
+/// Answer that names nodes, of which this node may not reach some.
+pub trait NodeAnswer {
+    /// Removes the nodes that cannot be reached. After a restart of the control plane, replicas may be known before
+    /// their node.
+    fn remove_unreachable(&mut self, is_reachable: impl Fn(NodeId) -> bool);
+}
+
+impl NodeAnswer for Vec<Replica> {
+    /// A block counts as found only if it can be fetched.
+    fn remove_unreachable(&mut self, is_reachable: impl Fn(NodeId) -> bool) {
+        self.retain(|replica| is_reachable(replica.node));
+    }
+}
+
+impl NodeAnswer for Placement {
+    /// Blocks cannot be offered to a node without a known address.
+    fn remove_unreachable(&mut self, is_reachable: impl Fn(NodeId) -> bool) {
+        if matches!(self, Placement::To(node) if !is_reachable(*node)) {
+            *self = Placement::Unanswered;
+        }
+    }
 }
 
 /// Numbers of keys by result, over all attempts.
@@ -82,7 +113,7 @@ pub struct QueryCounts {
     pub redirected: usize,
 }
 
-impl<M: Clone, A: Clone> OwnerQuery<M, A> {
+impl<M: Clone, A: Clone + NodeAnswer> OwnerQuery<M, A> {
     /// Creates a query; `missing` is the answer for keys without one.
     pub fn new(keys: Vec<BlockKey>, missing: A) -> OwnerQuery<M, A> {
         OwnerQuery {
@@ -114,12 +145,13 @@ impl<M: Clone, A: Clone> OwnerQuery<M, A> {
         self.counts
     }
 
-    /// Starts an attempt with the current map: returns the parts to send, in the order of the map. Each must
-    /// be followed by [`OwnerQuery::answer`] or [`OwnerQuery::fail`]. Returns no parts after the last attempt.
-    pub fn ask(&mut self, map: Option<&ShardMap>) -> Vec<Part> {
+    /// Starts an attempt with the current map: sends parts in the order of the map, to the members that can be asked.
+    /// Sends nothing after the last attempt.
+    pub fn ask(&mut self, routes: Option<&Routes<M>>, can_ask: impl Fn(&M) -> bool) -> Next<M> {
         let open = std::mem::take(&mut self.open);
         (self.newer, self.parts_open) = (None, 0);
-        let Some(map) = map.filter(|_| self.attempts < ATTEMPTS_MAX) else { return Vec::new() };
+        let Some(routes) = routes.filter(|_| self.attempts < ATTEMPTS_MAX) else { return Next::Finish };
+        let map = routes.map();
         (self.attempts, self.routed) = (self.attempts + 1, map.epoch());
         let mut by_owner: Vec<Vec<u32>> = vec![Vec::new(); map.members().len()];
         for index in open {
@@ -129,13 +161,15 @@ impl<M: Clone, A: Clone> OwnerQuery<M, A> {
             }
         }
         let owners = (0..).map(MemberIndex).zip(by_owner).filter(|(_, indices)| !indices.is_empty());
-        let parts: Vec<Part> = owners.map(|(owner, indices)| Part { owner, indices }).collect();
+        let parts = owners.map(|(owner, indices)| (routes.link(owner).clone(), Part { owner, indices }));
+        let (parts, silent): (Vec<_>, Vec<_>) = parts.partition(|(member, _)| can_ask(member));
+        self.counts.unanswered += silent.iter().map(|(_, part)| part.indices.len()).sum::<usize>();
         self.parts_open = parts.len();
-        parts
+        if parts.is_empty() { Next::Finish } else { Next::Send(parts) }
     }
 
-    /// Records the answer of a member to a part. Indices beyond the part are ignored.
-    pub fn answer(&mut self, from: M, part: &Part, answer: PartAnswer<A>) {
+    /// Handles the answer of a member to a part. Indices beyond the part are ignored.
+    pub fn answer(&mut self, from: M, part: &Part, answer: PartAnswer<A>) -> Next<M> {
         self.close_part();
         self.answered = true;
         for (index, answer) in part.indices.iter().zip(answer.answers) {
@@ -152,16 +186,17 @@ impl<M: Clone, A: Clone> OwnerQuery<M, A> {
         if redirected > 0 && answer.map_epoch > self.routed {
             self.newer = Some(from);
         }
+        self.next()
     }
 
-    /// Records that the owner of a part did not answer.
-    pub fn fail(&mut self, part: &Part) {
+    /// Handles that the owner of a part did not answer.
+    pub fn fail(&mut self, part: &Part) -> Next<M> {
         self.close_part();
         self.counts.unanswered += part.indices.len();
+        self.next()
     }
 
-    /// Returns the next action.
-    pub fn next(&self) -> Next<M> {
+    fn next(&self) -> Next<M> {
         match &self.newer {
             _ if self.parts_open > 0 => Next::Wait,
             Some(member) => Next::FetchMap(member.clone()),
@@ -169,8 +204,10 @@ impl<M: Clone, A: Clone> OwnerQuery<M, A> {
         }
     }
 
-    /// Ends the query: returns the answers in the order of the keys; `None` if no member has answered.
-    pub fn finish(self) -> Option<Vec<A>> {
+    /// Ends the query: returns the answers in the order of the keys, with reachable nodes; `None` if no member has
+    /// answered.
+    pub fn finish(mut self, is_reachable: impl Fn(NodeId) -> bool) -> Option<Vec<A>> {
+        self.answers.iter_mut().for_each(|answer| answer.remove_unreachable(&is_reachable));
         self.answered.then_some(self.answers)
     }
 

@@ -15,6 +15,7 @@ use tonic::Status;
 
 use super::link::Link;
 use super::lookup_queue::{Lookup, QueueStep};
+use super::owner_query::Sending;
 use super::{DirectoryEvent, Shared, owner_query, wire};
 
 /// Starts queued lookups. The queue bounds the number in flight.
@@ -40,21 +41,11 @@ async fn run_lookup(shared: Arc<Shared>, lookup: Lookup) {
     let found = query(&shared, lookup).await;
     shared.lookups().finished();
     match found {
-        Some(mut found) => {
-            remove_unreachable(&shared, &mut found);
+        Some(found) => {
             shared.counters.lookups_answered.fetch_add(1, Ordering::Relaxed);
             shared.emit(DirectoryEvent::LookupCompleted { lookup: id, found });
         }
         None => fail(&shared, id),
-    }
-}
-
-/// Removes replicas on nodes that this one cannot reach. After a restart of the control plane, replicas may
-/// be known before their node. A block counts as found only if it can be fetched.
-fn remove_unreachable(shared: &Shared, found: &mut [Vec<Replica>]) {
-    let nodes = shared.nodes.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-    for replicas in found {
-        replicas.retain(|replica| nodes.is_reachable(replica.node));
     }
 }
 
@@ -66,13 +57,18 @@ fn fail(shared: &Shared, lookup: LookupId) {
 /// Queries the owners of all keys; `None` if none of them responded.
 async fn query(shared: &Arc<Shared>, lookup: Lookup) -> Option<Vec<Vec<Replica>>> {
     let mut query = OwnerQuery::new(lookup.keys, Vec::new());
-    let limits = (lookup.deadline, "a lookup failed");
-    let send = |link, keys| send_query(shared.clone(), link, keys);
-    owner_query::run(shared, &mut query, limits, send).await;
+    let sending = Sending {
+        deadline: lookup.deadline,
+        can_ask: |link: &Arc<Link>| link.is_up(),
+        send: |link, keys| send_query(shared.clone(), link, keys),
+        failure: "a lookup failed",
+    };
+    owner_query::run(shared, &mut query, sending).await;
     let QueryCounts { unanswered, redirected } = query.counts();
     count(&shared.counters.lookup_keys_unanswered, unanswered);
     count(&shared.counters.lookup_keys_redirected, redirected);
-    query.finish()
+    let nodes = shared.nodes.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    query.finish(|node| nodes.is_reachable(node))
 }
 
 async fn send_query(
@@ -80,9 +76,6 @@ async fn send_query(
     link: Arc<Link>,
     keys: Vec<BlockKey>,
 ) -> Result<PartAnswer<Vec<Replica>>, Status> {
-    if !link.is_up() {
-        return Err(Status::unavailable("the member does not respond to heartbeats"));
-    }
     let mut part = PartAnswer { answers: Vec::with_capacity(keys.len()), ..PartAnswer::default() };
     let mut partial = 0;
     for chunk in keys.chunks(BATCH_CHANGES_MAX) {

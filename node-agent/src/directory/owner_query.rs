@@ -1,9 +1,9 @@
-//! Sends the parts of an [`OwnerQuery`] to the owners of its keys, and fetches newer maps.
+//! Carries out the actions of an [`OwnerQuery`]: sends parts to the owners of keys, and fetches newer maps.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use reprise_agent_core::owner_query::{Next, OwnerQuery, Part, PartAnswer};
+use reprise_agent_core::owner_query::{Next, NodeAnswer, OwnerQuery, Part, PartAnswer};
 use reprise_policy::BlockKey;
 use tokio::task::JoinSet;
 use tokio::time::timeout_at;
@@ -11,40 +11,57 @@ use tonic::Status;
 
 use super::Shared;
 use super::link::Link;
-use super::members::{Routes, fetch_members};
+use super::members::fetch_members;
 
-/// Sends a query until it is finished or its deadline has passed. `send` sends keys to a member; `failure`
-/// is logged if it fails.
+/// How a query is sent.
+pub(super) struct Sending<C, F> {
+    pub(super) deadline: Instant,
+    /// Whether a member can be asked now.
+    pub(super) can_ask: C,
+    /// Sends keys to a member.
+    pub(super) send: F,
+    /// Log message for a failed call.
+    pub(super) failure: &'static str,
+}
+
+/// Runs a query until it is finished. Calls fail at the deadline.
 pub(super) async fn run<A, S>(
     shared: &Arc<Shared>,
     query: &mut OwnerQuery<Arc<Link>, A>,
-    (deadline, failure): (Instant, &'static str),
-    send: impl Fn(Arc<Link>, Vec<BlockKey>) -> S,
+    sending: Sending<impl Fn(&Arc<Link>) -> bool, impl Fn(Arc<Link>, Vec<BlockKey>) -> S>,
 ) where
-    A: Clone + Send + 'static,
+    A: Clone + NodeAnswer + Send + 'static,
     S: Future<Output = Result<PartAnswer<A>, Status>> + Send + 'static,
 {
+    let Sending { deadline, can_ask, send, failure } = sending;
+    let mut next = query.ask(shared.routes().as_deref(), &can_ask);
     loop {
-        let routes = shared.routes();
-        let parts = query.ask(routes.as_deref().map(Routes::map));
-        let mut calls = Vec::with_capacity(parts.len());
-        for part in parts {
-            let link = routes.as_ref().expect("only a map has owners").link(part.owner).clone();
-            let sent = send(link.clone(), query.keys_of(&part));
-            calls.push(send_part((link, part), sent, (deadline, failure)));
-        }
-        for (link, part, outcome) in send_all(calls).await {
-            match outcome {
-                Ok(answer) => query.answer(link, &part, answer),
-                Err(_) => query.fail(&part),
+        next = match next {
+            Next::Send(parts) => {
+                let part = |(link, part): (Arc<Link>, Part)| {
+                    let sent = send(link.clone(), query.keys_of(&part));
+                    send_part((link, part), sent, (deadline, failure))
+                };
+                let calls = parts.into_iter().map(part).collect();
+                let mut next = Next::Wait;
+                for (link, part, outcome) in send_all(calls).await {
+                    next = match outcome {
+                        Ok(answer) => query.answer(link, &part, answer),
+                        Err(_) => query.fail(&part),
+                    };
+                }
+                next
             }
-        }
-        let Next::FetchMap(link) = query.next() else { return };
-        let home = format!("http://{}", link.address);
-        let fetched = timeout_at(deadline.into(), fetch_members(shared, link.channel.clone(), &home)).await;
-        if !matches!(fetched, Ok(Ok(()))) {
-            return;
-        }
+            Next::FetchMap(link) => {
+                let home = format!("http://{}", link.address);
+                let fetched = fetch_members(shared, link.channel.clone(), &home);
+                match timeout_at(deadline.into(), fetched).await {
+                    Ok(Ok(())) => query.ask(shared.routes().as_deref(), &can_ask),
+                    _ => Next::Finish,
+                }
+            }
+            Next::Wait | Next::Finish => return,
+        };
     }
 }
 

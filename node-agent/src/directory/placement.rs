@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::link::Link;
+use super::owner_query::Sending;
 use super::{DirectoryEvent, Shared, owner_query, wire};
 
 /// Capacity of the request queue; the core has fewer requests in flight.
@@ -56,23 +57,16 @@ pub(super) async fn place(shared: &Arc<Shared>, mut questions: mpsc::Receiver<Pl
 /// Queries the owners of all keys; `None` if none of them responded.
 async fn query(shared: &Arc<Shared>, question: PlacementRequest) -> Option<Vec<Placement>> {
     let mut query = OwnerQuery::new(question.keys, Placement::Unanswered);
-    let limits = (question.deadline, "a placement request failed");
     let (slot_bytes, reason) = (question.slot_bytes, question.reason);
-    let send = |link, keys| send_query(link, keys, (slot_bytes, reason));
-    owner_query::run(shared, &mut query, limits, send).await;
-    let mut answers = query.finish()?;
-    remove_unreachable(shared, &mut answers);
-    Some(answers)
-}
-
-/// Replaces targets that this node cannot reach, since blocks cannot be offered to them.
-fn remove_unreachable(shared: &Shared, answers: &mut [Placement]) {
+    let sending = Sending {
+        deadline: question.deadline,
+        can_ask: |link: &Arc<Link>| link.is_up() && link.granted.borrow().is_some(),
+        send: |link, keys| send_query(link, keys, (slot_bytes, reason)),
+        failure: "a placement request failed",
+    };
+    owner_query::run(shared, &mut query, sending).await;
     let nodes = shared.nodes.read().unwrap_or_else(PoisonError::into_inner);
-    for answer in answers {
-        if matches!(answer, Placement::To(node) if !nodes.is_reachable(*node)) {
-            *answer = Placement::Unanswered;
-        }
-    }
+    query.finish(|node| nodes.is_reachable(node))
 }
 
 async fn send_query(
@@ -81,9 +75,7 @@ async fn send_query(
     request: (u64, PlacementReason),
 ) -> Result<PartAnswer<Placement>, Status> {
     let granted = *link.granted.borrow();
-    let Some(granted) = granted.filter(|_| link.is_up()) else {
-        return Err(Status::unavailable("the member does not respond to heartbeats"));
-    };
+    let granted = granted.ok_or_else(|| Status::unavailable("the registration has just ended"))?;
     let request = request_of((granted.node, granted.epoch), request, &keys);
     let reply = PlacementClient::new(link.channel.clone()).place(request).await?.into_inner();
     if reply.fenced {

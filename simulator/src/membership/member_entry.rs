@@ -70,7 +70,7 @@ impl Member {
 
     /// Handles a rejected entry: the name is taken, or the store was replaced.
     pub(super) fn put_refused(&mut self, env: &mut Environment, identity: &Option<Entry>) {
-        let name = ListedName::of(self.list.view(), &member_name(self.name));
+        let name = || ListedName::of(self.list.view(), &member_name(self.name));
         let refusal = JoinRefusal::after_conflict(self.talk.compared(identity), name);
         env.count(match refusal {
             JoinRefusal::NameTaken(_) => "member names taken",

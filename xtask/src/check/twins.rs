@@ -14,14 +14,12 @@ const TWINS: &[&str] = &[
     "simulator/src/control_plane.rs",
     "simulator/src/link.rs",
     "simulator/src/links.rs",
-    "simulator/src/lookups.rs",
     "simulator/src/member.rs",
     "simulator/src/member/placement.rs",
     "simulator/src/membership.rs",
     "simulator/src/membership/identity.rs",
     "simulator/src/membership/member_entry.rs",
     "simulator/src/membership/writes.rs",
-    "simulator/src/placement_requests.rs",
     "simulator/src/reports.rs",
 ];
 

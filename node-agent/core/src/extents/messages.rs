@@ -31,6 +31,16 @@ pub enum PinnedBlock {
     Refused(PinRefusal),
 }
 
+impl PinnedBlock {
+    /// Number of the pin, if the block is pinned.
+    pub fn pin(&self) -> Option<PinId> {
+        match self {
+            PinnedBlock::Pinned { pin, .. } => Some(*pin),
+            PinnedBlock::Refused(_) => None,
+        }
+    }
+}
+
 /// Reason why a block is not pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinRefusal {
