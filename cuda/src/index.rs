@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{Duration, Instant};
 
+use crate::gpu_bench::Random;
+
 /// Answer for a key that is not in the index.
 pub const NO_PLACE: u64 = u64::MAX;
 
@@ -144,16 +146,8 @@ pub struct IndexTimes {
 
 /// Draws uniform keys from a seed, for measurements.
 pub fn keys_of_seed(seed: u64, count: usize) -> Vec<IndexKey> {
-    let mut state = seed;
-    let mut next = || {
-        // SplitMix64 (Steele, Lea, Flood 2014).
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = state;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    };
-    (0..count).map(|_| IndexKey { high: next(), low: next() }).collect()
+    let mut random = Random(seed);
+    (0..count).map(|_| IndexKey { high: random.draw(), low: random.draw() }).collect()
 }
 
 /// Measures both designs on one thread: the keys of one request of `count` blocks, in indexes that hold `resident`

@@ -24,6 +24,7 @@ mod layout;
 mod memory;
 mod queue;
 mod reclaim;
+mod verify;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,6 +44,7 @@ pub use layout::{BATCH_BYTES, CONTEXT_BYTES, CONTEXTS_MAX};
 pub use memory::{Keep, RingMemory, WorkMemory};
 pub use queue::{Doorbells, OwnedQueue, QueueShape, RingQueue};
 pub use reclaim::Reclaimed;
+pub use verify::{Verified, verify, verify_on_gpu};
 
 /// Maximum number of batches of a ring.
 pub const DEPTH_MAX: usize = 64;

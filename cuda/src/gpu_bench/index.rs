@@ -35,7 +35,7 @@ fn ratios(times: &IndexTimes, which: &str) -> [Measurement; 2] {
     let figure = |name: &str, gpu: std::time::Duration, cpu: std::time::Duration| {
         let ratio = gpu.as_secs_f64() / cpu.as_secs_f64();
         let detail = format!(
-            "{} blocks beside {RESIDENT}: {gpu:.1?} in the {which}, {cpu:.1?} on the CPU",
+            "{} blocks next to {RESIDENT}: {gpu:.1?} in the {which}, {cpu:.1?} on the CPU",
             times.keys
         );
         Measurement::new(format!("index, {name}, {} blocks", times.keys), ratio, "ratio", detail)

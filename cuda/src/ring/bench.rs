@@ -15,7 +15,8 @@ use crate::ring::{
 const NAMESPACE_BYTES: usize = 64 << 20;
 /// Size of the memory that is read into.
 const DATA_BYTES: usize = 16 << 20;
-const BLOCK_BYTES: u32 = 512;
+/// Size of a logical block.
+pub(super) const BLOCK_BYTES: u32 = 512;
 /// Time without a completion after which the measurement fails.
 const STALL: Duration = Duration::from_secs(10);
 
@@ -76,8 +77,8 @@ impl RingFigures {
 pub(super) struct Rig {
     pub(super) controller: Controller<EmulatedController>,
     pub(super) owned: Vec<OwnedQueue<EmulatedController>>,
-    data: DmaMapping,
-    _memory: RingMemory,
+    pub(super) data: DmaMapping,
+    pub(super) memory: RingMemory,
 }
 
 impl Rig {
@@ -101,7 +102,7 @@ impl Rig {
             let memory = allocate(bytes.next_multiple_of(PAGE_BYTES))?;
             owned.push(OwnedQueue::create(&mut controller, memory, settings.entries, BLOCK_BYTES)?);
         }
-        Ok(Rig { controller, owned, data, _memory: memory })
+        Ok(Rig { controller, owned, data, memory })
     }
 
     /// Returns the transfer with a number: places and memory follow each other, and start again at the end.

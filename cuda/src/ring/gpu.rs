@@ -125,6 +125,16 @@ pub fn measure_on_gpu(
     settings: &BenchSettings,
 ) -> Result<RingFigures, RingError> {
     bench::check(settings)?;
+    with_kernel(kernels, partition, settings, |rig, ring| rig.drive(ring, settings))
+}
+
+/// Runs a function on a ring that the kernel drives.
+pub(super) fn with_kernel<T>(
+    kernels: &Kernels,
+    partition: &Partition,
+    settings: &BenchSettings,
+    work: impl FnOnce(&Rig, &mut Ring) -> Result<T, RingError>,
+) -> Result<T, RingError> {
     let gpu = kernels.gpu();
     let rig = Rig::start(settings, |bytes| RingMemory::registered(gpu, bytes))?;
     let registers = Arc::new(register_doorbells(gpu, &rig)?);
@@ -143,10 +153,10 @@ pub fn measure_on_gpu(
     }
     let runner =
         GpuRunner::start(&ring, 0..settings.queues, kernels, partition.io_stream()?, partition.io_sms())?;
-    let figures = rig.drive(&mut ring, settings);
+    let result = work(&rig, &mut ring);
     drop(runner);
     rig.stop()?;
-    figures
+    result
 }
 
 /// Registers the pages with the doorbells of all queues of a rig for the GPU.

@@ -2,6 +2,7 @@
 
 mod arbitrary;
 mod commands;
+mod contents;
 mod faults;
 mod limits;
 mod rig;

@@ -47,6 +47,7 @@ const STEPS: &[Step] = &[
     step("slack", "slack", 30, Under::Plain),
     step("memcheck", "kernels", 45, Under::Sanitizer("memcheck")),
     step("racecheck", "kernels", 45, Under::Sanitizer("racecheck")),
+    step("memcheck of rings", "rings", 45, Under::Sanitizer("memcheck")),
     step("memcheck of layers", "layers", 30, Under::Sanitizer("memcheck")),
     step("racecheck of layers", "layers", 30, Under::Sanitizer("racecheck")),
     step("build", "kernels", 60, Under::MachineCode),

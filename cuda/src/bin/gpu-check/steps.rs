@@ -71,6 +71,19 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     let failed = |error: RingError| StepError(error.to_string());
     let partition = Partition::new(kernels.gpu(), options.sms)?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
+    for (sgl, queues, entries) in [(true, 1, 2), (true, 8, 64), (false, 4, 16), (false, 8, 1024)] {
+        let threads = queues.min(cores.saturating_sub(2)).max(1);
+        let settings =
+            BenchSettings { queues, entries, sgl, controller_threads: threads, ..BenchSettings::default() };
+        let rounds = if options.small { 1 } else { 10 };
+        let verified = ring::verify_on_gpu(kernels, &partition, &settings, rounds, 1).map_err(failed)?;
+        let format = if sgl { "SGL" } else { "PRP" };
+        let (transfers, mebibytes) = (verified.transfers, verified.bytes >> 20);
+        let detail = format!(
+            "{transfers} writes and reads by {format}, {mebibytes} MiB, {queues} queue pairs of {entries}: all bytes equal"
+        );
+        checked("ring, contents", &detail);
+    }
     let mut best: Option<(f64, String)> = None;
     for queues in [4, 8, 16, 32] {
         let settings = BenchSettings {
@@ -82,7 +95,8 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
         let figures = ring::measure_on_gpu(kernels, &partition, &settings).map_err(failed)?;
         let rate = figures.contexts_per_second();
         let detail = format!(
-            "{queues} queue pairs on {} SMs by {}, emulated controller with {} threads, {} contexts, {:.0} for each doorbell",
+            "reads of {} bytes, {queues} queue pairs on {} SMs by {}, emulated controller with {} threads, {} contexts, {:.0} for each doorbell",
+            settings.context_bytes,
             partition.io_sms(),
             partition.method(),
             settings.controller_threads,
