@@ -133,7 +133,7 @@ pub(super) fn with_kernel<T>(
     kernels: &Kernels,
     partition: &Partition,
     settings: &BenchSettings,
-    work: impl FnOnce(&Rig, &mut Ring) -> Result<T, RingError>,
+    run: impl FnOnce(&Rig, &mut Ring) -> Result<T, RingError>,
 ) -> Result<T, RingError> {
     let gpu = kernels.gpu();
     let rig = Rig::start(settings, |bytes| RingMemory::registered(gpu, bytes))?;
@@ -153,7 +153,7 @@ pub(super) fn with_kernel<T>(
     }
     let runner =
         GpuRunner::start(&ring, 0..settings.queues, kernels, partition.io_stream()?, partition.io_sms())?;
-    let result = work(&rig, &mut ring);
+    let result = run(&rig, &mut ring);
     drop(runner);
     rig.stop()?;
     result
