@@ -145,7 +145,7 @@ impl Benchmark {
             Benchmark::Store => Requirements {
                 name: "store",
                 disk_bytes: store::disk_bytes(settings),
-                memory_bytes: mib(store::ARENA_MIB) + REFERENCE_BYTES,
+                memory_bytes: mib(store::ARENA_MIB) + 2 * REFERENCE_BYTES,
                 bare_loop: true,
                 optional: &["fio"],
                 ..cluster

@@ -15,6 +15,8 @@ mod forget;
 mod keep_file;
 mod members;
 mod node_mode;
+#[cfg(feature = "gpu")]
+mod profile;
 mod replay;
 mod sim;
 mod status;
@@ -58,6 +60,11 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Measure Reprise against the limits of this machine.
     Bench(bench::BenchArgs),
+    /// Measure the slack of a model's layers, and print a SlackProfile.
+    ///
+    /// Without --gpu or --timings, measures the reference engine on this CPU.
+    #[cfg(feature = "gpu")]
+    Profile(profile::ProfileArgs),
     /// Simulate a cluster under faults, reproducibly from a seed.
     Sim(sim::SimArgs),
     /// Show members, nodes, tiers and health of a running cluster.
@@ -134,6 +141,8 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
+        #[cfg(feature = "gpu")]
+        Some(Command::Profile(args)) => profile::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),

@@ -90,8 +90,7 @@ pub struct KVCacheClusterSpec {
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pools: Vec<ObjectRef>,
     /// Selects SlackProfiles of this namespace to distribute to agents. Absent: none. A node receives at
-    /// most 16; profiles already on nodes take precedence, then the oldest. The data path does not use
-    /// profiles in this release.
+    /// most 16; profiles already on nodes take precedence, then the oldest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
     /// Injection of the agent's socket and environment into engine pods.

@@ -74,7 +74,7 @@ pub struct CacheNodeSpec {
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pool".into()]))]
     pub claims: Vec<PoolClaim>,
-    /// Profiles that the agent validates and keeps ready. The data path does not use them in this release.
+    /// Profiles that the agent validates and keeps ready.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]

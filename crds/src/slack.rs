@@ -1,12 +1,9 @@
 //! `SlackProfile`: how much I/O fits next to the compute of one model on one GPU, measured offline.
 //!
-//! The operator reads the windows, validates their order and overlap, and computes a digest. It distributes
-//! them to the agents of the clusters that select the profile, as files next to the agents' configuration
+//! The operator reads the measurement, validates its tables, and computes a digest. It distributes them to the
+//! agents of the clusters that select the profile, as files next to the agents' configuration
 //! ([`content_file`]). Agents report the digest in their CacheNode. Profiles become outdated with drivers
 //! and engines: `Drifted` compares them with measurements on nodes.
-//!
-//! In this release the contents reach the agents and are not used further: the data path ignores them, and
-//! agents do not measure. The field docs repeat this where it applies.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
@@ -15,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::fields::{ConfigMapRef, Digest, LabelSelector, OciReference, Percent, Span, Text, choice};
 use crate::status::Condition;
 
-/// Measured windows and their use.
+/// Measurement and its use.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[kube(
@@ -29,7 +26,7 @@ use crate::status::Condition;
     status = "SlackProfileStatus",
     derive = "PartialEq",
     doc = "Measured slack of one model on one GPU: spans of compute during which I/O costs nothing. The operator \
-           distributes it to the nodes with this GPU. The data path does not use it in this release.",
+           distributes it to the nodes with this GPU.",
     validation = Rule::new("size(self.metadata.name) <= 40")
         .message("the profile's name is longer than 40 characters, the most for derived names: choose a shorter name"),
     printcolumn(name = "Model", type_ = "string", json_path = ".spec.subject.model"),
@@ -41,26 +38,24 @@ use crate::status::Condition;
     printcolumn(name = "Digest", type_ = "string", json_path = ".status.digest", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
-#[x_kube(validation = Rule::new("[has(self.windows), has(self.configMapRef), has(self.ociRef)].exists_one(given, given)")
-    .message("a profile needs exactly one of windows, configMapRef and ociRef: set one of them and remove the others"))]
+#[x_kube(validation = Rule::new("[has(self.measurement), has(self.configMapRef), has(self.ociRef)].exists_one(given, given)")
+    .message("a profile needs exactly one of measurement, configMapRef and ociRef: set one of them and remove the others"))]
 pub struct SlackProfileSpec {
     /// Model, GPU and engine of the measurement. Immutable.
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("subject is immutable: create a new SlackProfile"))]
     pub subject: Subject,
-    /// Windows, inline in the spec.
+    /// Measurement, inline in the spec.
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 256))]
-    pub windows: Option<Vec<Window>>,
-    /// Windows, as a JSON list in a ConfigMap of this namespace. A change of the ConfigMap makes a new
+    pub measurement: Option<Measurement>,
+    /// Measurement, as a JSON object in a ConfigMap of this namespace. A change of the ConfigMap makes a new
     /// revision.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config_map_ref: Option<ConfigMapRef>,
-    /// Windows, as an OCI artifact. Not in this release.
+    /// Measurement, as an OCI artifact. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oci_ref: Option<OciRef>,
-    /// Usable share of each window in percent; the rest is a safety margin. Distributed to agents; the data
-    /// path does not use it in this release.
+    /// Usable share of each window in percent; the rest is a safety margin.
     #[serde(default = "usable")]
     #[schemars(range(min = 10, max = 100))]
     pub usable_percent: Percent,
@@ -69,7 +64,7 @@ pub struct SlackProfileSpec {
     #[serde(default)]
     pub fallback: SlackFallback,
     /// Upper bound on the 99th percentile of the prediction error, in percent. Above it, the condition
-    /// `Drifted` is true. Agents of this release do not measure.
+    /// `Drifted` is true.
     #[serde(default = "max_error")]
     #[schemars(range(min = 1, max = 100))]
     pub max_error_percent: Percent,
@@ -82,7 +77,7 @@ pub struct SlackProfileSpec {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Subject {
-    /// Model name, as in the engine. Distributed to agents; the data path does not use it in this release.
+    /// Model name, as in the engine. Engines get the budget of the profile with their model.
     #[schemars(length(min = 1))]
     pub model: Text,
     /// GPU product name, as reported by the driver. Only nodes with this GPU get the profile.
@@ -98,28 +93,76 @@ pub struct Subject {
     pub engine_version: Text,
 }
 
-/// A span of compute during which I/O costs nothing.
+/// Windows of layers, and times of I/O kernels.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("self.minTokens < self.maxTokens")
-    .message("minTokens is not below maxTokens: set maxTokens above minTokens"))]
+pub struct Measurement {
+    /// Tokens that one warp computes. Bounds of prefill windows are multiples of it.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub step_tokens: u32,
+    /// Bytes that each IOCB of the kernel tables transfers.
+    #[schemars(range(min = 1, max = 2_147_483_648_u32))]
+    pub iocb_bytes: u32,
+    /// Windows by phase, input length and prefix length. They must not overlap.
+    #[schemars(length(min = 1, max = 256))]
+    pub windows: Vec<Window>,
+    /// Read kernels, sorted by IOCB count.
+    #[schemars(length(min = 1, max = 64))]
+    pub reads: Vec<KernelTime>,
+    /// Write kernels, sorted by IOCB count.
+    #[schemars(length(min = 1, max = 64))]
+    pub writes: Vec<KernelTime>,
+}
+
+/// Layer's computation at a range of lengths, and the window in it during which I/O costs nothing. The input
+/// are the tokens that a batch computes, the prefix those before them whose KV exists.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.minInputTokens < self.maxInputTokens")
+    .message("minInputTokens is not below maxInputTokens: set maxInputTokens above minInputTokens"))]
+#[x_kube(validation = Rule::new("self.minPrefixTokens < self.maxPrefixTokens")
+    .message("minPrefixTokens is not below maxPrefixTokens: set maxPrefixTokens above minPrefixTokens"))]
+#[x_kube(validation = Rule::new("self.slackMicros <= self.layerMicros")
+    .message("slackMicros is above layerMicros: a window is within its layer"))]
 pub struct Window {
     /// Phase of the inference.
     pub phase: Phase,
-    /// Lower bound on the tokens of the batch, inclusive.
+    /// Lower bound on the input length in tokens, inclusive.
     #[schemars(range(min = 0, max = 16_777_216))]
-    pub min_tokens: u32,
-    /// Upper bound on the tokens of the batch, exclusive.
+    pub min_input_tokens: u32,
+    /// Upper bound on the input length in tokens, exclusive.
     #[schemars(range(min = 1, max = 16_777_217))]
-    pub max_tokens: u32,
-    /// Slack of one layer in microseconds. Distributed to agents; the data path does not use it in this
-    /// release.
+    pub max_input_tokens: u32,
+    /// Lower bound on the prefix length in tokens, inclusive.
+    #[schemars(range(min = 0, max = 16_777_216))]
+    pub min_prefix_tokens: u32,
+    /// Upper bound on the prefix length in tokens, exclusive.
+    #[schemars(range(min = 1, max = 16_777_217))]
+    pub max_prefix_tokens: u32,
+    /// Computation of one layer without I/O, in microseconds.
     #[schemars(range(min = 1, max = 10_000_000))]
+    pub layer_micros: u32,
+    /// Slack of one layer in microseconds. 0: the layer has no window.
+    #[schemars(range(min = 0, max = 10_000_000))]
     pub slack_micros: u32,
-    /// Upper bound on streaming multiprocessors for I/O. Distributed to agents; the data path does not use
-    /// it in this release.
+    /// Streaming multiprocessors that the computation leaves free during the window.
     #[schemars(range(min = 0, max = 256))]
-    pub max_io_sms: u32,
+    pub free_sms: u32,
+}
+
+/// Duration and multiprocessors of an I/O kernel with a number of IOCBs.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct KernelTime {
+    /// IOCBs of the launch.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub iocbs: u32,
+    /// Microseconds from the launch to the last completion.
+    #[schemars(range(min = 1, max = 10_000_000))]
+    pub micros: u32,
+    /// Streaming multiprocessors that the kernel occupies.
+    #[schemars(range(min = 0, max = 256))]
+    pub sms: u32,
 }
 
 choice! {
@@ -203,7 +246,7 @@ pub struct SlackProfileStatus {
     /// rollout has no canary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub soaking_since: Option<Time>,
-    /// Maximum of each measurement over all nodes. Agents of this release do not measure.
+    /// Maximum of each measurement over all nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
     /// Conditions: `Accepted`, `Valid`, `Distributed`, `Active`, `Drifted`.

@@ -19,7 +19,7 @@ __device__ inline void copy_grid(const CopyArguments& arguments) {
 
 template <CopyMode kMode>
 __device__ inline void copy_grid_checked(const CopyArguments& arguments) {
-  __shared__ uint32_t table[kTableWords];
+  __shared__ __align__(kTableAlignment) uint32_t table[kTableWords];
   crc_fill_table(table, threadIdx.x, blockDim.x);
   __syncthreads();
   const uint32_t units = arguments.job_count * arguments.objects;

@@ -10,7 +10,8 @@
 // leading zeros do not change a state of zero.
 //
 // The table has one entry for each value of each of the 8 nibbles of a state, and a copy for each lane. Lane `l` reads
-// only addresses of bank `l` of shared memory, so look-ups never conflict.
+// only addresses of bank `l` of shared memory, so look-ups never conflict. On a GPU, the table starts at a multiple of
+// kTableAlignment, so that an address is the start of the lane's column with the bits of the nibble.
 #pragma once
 
 #include "platform.h"
@@ -28,6 +29,8 @@ constexpr uint32_t kVectorBytes = 16;
 constexpr uint32_t kRowBytes = kLanes * kVectorBytes;
 // Words of the table: 8 nibbles, 16 values, 32 lanes.
 constexpr uint32_t kTableWords = 8 * 16 * kLanes;
+// Bytes of the entries of one nibble.
+constexpr uint32_t kTableAlignment = 16 * kLanes * 4;
 constexpr uint32_t kPolynomial = 0x82F63B78u;
 // The coefficient of x^0 is the highest bit.
 constexpr uint32_t kOne = 0x80000000u;
@@ -102,17 +105,33 @@ REPRISE_BOTH inline void crc_fill_table(uint32_t* table, uint32_t thread, uint32
   }
 }
 
+#if defined(__CUDA_ARCH__)
+// Loads the entry of a nibble: bits 7 to 10 of `shifted` are its value, `column` is the address of the lane's column.
+// Volatile, so that no load moves before the barrier behind which the table is complete.
+template <uint32_t kNibble>
+__device__ inline uint32_t crc_entry(uint32_t column, uint32_t shifted) {
+  uint32_t entry;
+  const uint32_t address = (shifted & 0x780) | column;
+  asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(entry) : "r"(address), "n"(kNibble * kTableAlignment));
+  return entry;
+}
+#endif
+
 // Multiplies a state by x^(8 * 512).
 REPRISE_BOTH inline uint32_t crc_next_row(const uint32_t* table, uint32_t lane, uint32_t state) {
-  uint32_t next = table[((state << 5) & 0x1E0) | lane];
 #if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
+  const uint32_t column = static_cast<uint32_t>(__cvta_generic_to_shared(table)) | (lane * 4);
+  return crc_entry<0>(column, state << 7) ^ crc_entry<1>(column, state << 3) ^ crc_entry<2>(column, state >> 1) ^
+         crc_entry<3>(column, state >> 5) ^ crc_entry<4>(column, state >> 9) ^ crc_entry<5>(column, state >> 13) ^
+         crc_entry<6>(column, state >> 17) ^ crc_entry<7>(column, state >> 21);
+#else
+  uint32_t next = table[((state << 5) & 0x1E0) | lane];
   for (uint32_t nibble = 1; nibble < 8; ++nibble) {
     const uint32_t shifted = nibble == 1 ? state << 1 : state >> (4 * nibble - 5);
     next ^= table[nibble * 16 * kLanes + ((shifted & 0x1E0) | lane)];
   }
   return next;
+#endif
 }
 
 // Rows that a lane loads before it uses the first of them.

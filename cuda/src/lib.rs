@@ -8,6 +8,7 @@ pub mod gpu;
 pub mod gpu_bench;
 pub mod kernels;
 pub mod ring;
+pub mod slack;
 pub mod staged;
 
 /// True if the library has code for GPUs.

@@ -2,7 +2,8 @@
 //!
 //! The window has two halves. While the copy engine fills one half from registered host memory, the scatter kernel
 //! empties the other half into paged memory on its own stream (and, for saves, the other way round). Events order the
-//! two streams; the CPU only enqueues. Checksums are computed on the GPU, from the bytes that the kernel copies.
+//! streams; the CPU only enqueues. Copies alternate between two streams, so that the start of one is hidden behind the
+//! transfer of another. Checksums are computed on the GPU, from the bytes that the kernel copies.
 
 use std::ops::Range;
 
@@ -35,7 +36,7 @@ enum Direction {
 #[derive(Debug)]
 pub struct Staged<'a> {
     kernels: &'a Kernels,
-    copies: Stream,
+    copies: [Stream; 2],
     pages: Stream,
     halves: [Half; 2],
     window: DeviceMemory,
@@ -46,10 +47,10 @@ pub struct Staged<'a> {
 /// Events of one half of the window.
 #[derive(Debug)]
 struct Half {
-    /// The first stage has filled the half.
-    filled: Event,
-    /// The second stage has emptied it.
-    emptied: Event,
+    /// The copies of each stream have ended.
+    copied: [Event; 2],
+    /// The kernel has ended.
+    converted: Event,
 }
 
 impl<'a> Staged<'a> {
@@ -69,10 +70,13 @@ impl<'a> Staged<'a> {
         }
         let gpu = kernels.gpu();
         let half_slots = (window_bytes / 2 / slot_bytes).clamp(1, 1 << 16) as u32;
-        let half = || Ok::<Half, GpuError>(Half { filled: Event::new(gpu)?, emptied: Event::new(gpu)? });
+        let half = || {
+            let copied = [Event::new(gpu)?, Event::new(gpu)?];
+            Ok::<Half, GpuError>(Half { copied, converted: Event::new(gpu)? })
+        };
         Ok(Staged {
             kernels,
-            copies: Stream::new(gpu)?,
+            copies: [Stream::new(gpu)?, Stream::new(gpu)?],
             pages: partition.io_stream()?,
             halves: [half()?, half()?],
             window: DeviceMemory::new(gpu, 2 * u64::from(half_slots) * slot_bytes)?,
@@ -150,9 +154,9 @@ impl<'a> Staged<'a> {
     ) -> Result<(), GpuError> {
         let enqueued = self.enqueue(direction, kind, jobs, blocks);
         // Also after an error: memory of the transfer is released when this function returns.
-        let copied = self.copies.synchronize();
+        let [first, second] = [self.copies[0].synchronize(), self.copies[1].synchronize()];
         let ended = self.pages.synchronize();
-        enqueued.and(copied).and(ended)
+        enqueued.and(first).and(second).and(ended)
     }
 
     fn enqueue(
@@ -166,44 +170,62 @@ impl<'a> Staged<'a> {
             let half = &self.halves[index % 2];
             let start = index as u32 * self.half_slots;
             let part = start..start + chunk.len() as u32;
-            let (first, second) = match direction {
-                Direction::Load => (&self.copies, &self.pages),
-                Direction::Save => (&self.pages, &self.copies),
-            };
-            // An event that was not recorded yet has passed.
-            first.wait(&half.emptied)?;
             match direction {
-                Direction::Load => self.copy_blocks(direction, chunk, index)?,
-                Direction::Save => self.kernels.copy_part(first, kind, jobs, part.clone())?,
+                Direction::Load => {
+                    self.copy_blocks(direction, chunk, index)?;
+                    self.convert(half, kind, jobs, part)?;
+                }
+                Direction::Save => {
+                    self.convert(half, kind, jobs, part)?;
+                    self.copy_blocks(direction, chunk, index)?;
+                }
             }
-            half.filled.record(first)?;
-            second.wait(&half.filled)?;
-            match direction {
-                Direction::Load => self.kernels.copy_part(second, kind, jobs, part)?,
-                Direction::Save => self.copy_blocks(direction, chunk, index)?,
-            }
-            half.emptied.record(second)?;
         }
         Ok(())
     }
 
-    /// Enqueues the copies of one chunk; blocks that follow each other in host memory are one copy.
+    /// Enqueues the kernel of one chunk, behind the last copies of its half.
+    fn convert(
+        &self,
+        half: &Half,
+        kind: CopyKind,
+        jobs: &DeviceJobs,
+        part: Range<u32>,
+    ) -> Result<(), GpuError> {
+        // Events that were not recorded yet have passed.
+        for copied in &half.copied {
+            self.pages.wait(copied)?;
+        }
+        self.kernels.copy_part(&self.pages, kind, jobs, part)?;
+        half.converted.record(&self.pages)
+    }
+
+    /// Enqueues the copies of one chunk, behind the last kernel of its half; blocks that follow each other in host memory
+    /// are one copy.
     fn copy_blocks(
         &self,
         direction: Direction,
         chunk: &[HostBlock<'_>],
         index: usize,
     ) -> Result<(), GpuError> {
+        let half = &self.halves[index % 2];
+        for stream in &self.copies {
+            stream.wait(&half.converted)?;
+        }
         let window_start = (index % 2) as u64 * u64::from(self.half_slots) * self.slot_bytes;
-        for run in runs(chunk, self.slot_bytes) {
+        for (number, run) in runs(chunk, self.slot_bytes).into_iter().enumerate() {
+            let stream = &self.copies[number % 2];
             let first = &chunk[run.start];
             let bytes = run.len() as u64 * self.slot_bytes;
             let slot = (&self.window, window_start + run.start as u64 * self.slot_bytes);
             let host = (first.memory, first.offset);
             match direction {
-                Direction::Load => self.copies.copy_to_device(host, slot, bytes)?,
-                Direction::Save => self.copies.copy_to_host(slot, host, bytes)?,
+                Direction::Load => stream.copy_to_device(host, slot, bytes)?,
+                Direction::Save => stream.copy_to_host(slot, host, bytes)?,
             }
+        }
+        for (stream, copied) in self.copies.iter().zip(&half.copied) {
+            copied.record(stream)?;
         }
         Ok(())
     }

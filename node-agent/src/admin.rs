@@ -1,5 +1,5 @@
 //! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`, `/status`, `/blocks/<key>`,
-//! `/slack/<profile>/<phase>/<tokens>`.
+//! `/slack/<profile>/<phase>/<input>/<prefix>`.
 //!
 //! One thread with its own runtime, so a slow scraper does not affect the data path; idle clients cannot
 //! exhaust the bounded connections ([`reprise_daemon::http`]). `/healthz` fails if the core's thread has
@@ -20,6 +20,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use reprise_daemon::exposition::Format;
+use reprise_policy::slack::Computation;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, TenantId};
 use reprise_transport::{CompositeTransport, Transport};
@@ -140,7 +141,7 @@ impl AdminPort {
             .route("/startz", get(startz))
             .route("/status", get(status_page))
             .route("/blocks/{key}", get(block_page))
-            .route("/slack/{profile}/{phase}/{tokens}", get(slack_page))
+            .route("/slack/{profile}/{phase}/{input}/{prefix}", get(slack_page))
             .with_state(context);
         let listener = {
             let _entered = runtime.enter();
@@ -263,13 +264,16 @@ async fn block_page(State(context): State<Arc<AdminContext>>, Path(key): Path<St
 
 async fn slack_page(
     State(context): State<Arc<AdminContext>>,
-    Path((profile, phase, tokens)): Path<(String, String, u32)>,
+    Path((profile, phase, input_tokens, prefix_tokens)): Path<(String, String, u32, u32)>,
 ) -> Response {
     let Some(phase) = slack::phase(&phase) else {
         return (StatusCode::BAD_REQUEST, "invalid phase: expected Prefill or Decode\n").into_response();
     };
     match context.slack.get(&profile) {
-        Some(found) => json(&slack::Page::new(&profile, &found, (phase, tokens))),
+        Some(found) => {
+            let computation = Computation { phase, input_tokens, prefix_tokens };
+            json(&slack::Page::new(&profile, &found, computation))
+        }
         None => {
             let text = format!("profile {profile} is not active on node {}\n", context.settings.node.name);
             (StatusCode::NOT_FOUND, text).into_response()

@@ -179,6 +179,7 @@ impl Runtime {
             .as_ref()
             .zip(bindings.clone())
             .map(|(cluster, bindings)| Identity::new(bindings, cluster.token_review()));
+        let slack = ActiveProfiles::default();
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
@@ -187,6 +188,7 @@ impl Runtime {
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
+            slack: slack.clone(),
         });
         let server = SessionServerSettings {
             session: settings.session.clone(),
@@ -207,7 +209,7 @@ impl Runtime {
             },
             ready: AtomicBool::new(cluster.is_none()),
             tenants,
-            slack: ActiveProfiles::default(),
+            slack,
             settings,
             connections_max: limits.admin,
         });

@@ -39,6 +39,7 @@ use reprise_policy::{BlockKey, SessionId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
+use crate::slack::ActiveProfiles;
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
@@ -96,6 +97,8 @@ pub(crate) struct SessionContext {
     pub(crate) draining: AtomicBool,
     /// Counters of rejected connections.
     pub(crate) rejected: RejectedConnections,
+    /// Slack profiles, and what engines report about their layers.
+    pub(crate) slack: ActiveProfiles,
 }
 
 impl SessionContext {
@@ -176,6 +179,7 @@ fn read_requests(context: &SessionContext, session: &Session, frames: &mut Frame
             }
         }
     }
+    context.slack.session_closed(session.id);
     let closed = Event::SessionClosed { session: session.id };
     // Fails only if the core has stopped.
     let _ = context.inbox.send(Input::Event(closed));
@@ -191,6 +195,11 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
     match decoded {
         DecodeResult::Rejection { id, message } => {
             session.refuse(id, local::FailureKind::BadRequest, &message);
+            true
+        }
+        DecodeResult::Layer { id, report } => {
+            let guidance = context.slack.report(session.id, &report);
+            session.outbound.send(Outgoing::Frame(encode::layer(id, guidance)));
             true
         }
         DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {

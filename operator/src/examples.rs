@@ -129,8 +129,8 @@ fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
 
 /// Validates a profile as if a cluster selects it.
 fn profile_refusal(one: &SlackProfile) -> Option<Refusal> {
-    let windows = one.spec.windows.as_ref().expect("inline windows");
-    let source = Source::Windows(profile::content::inline(windows));
+    let measurement = one.spec.measurement.as_ref().expect("an inline measurement");
+    let source = Source::Inline(profile::content::inline(measurement));
     let selecting = profile::dereference::SelectingCluster { cluster: "inference/chat".to_owned(), ahead: 0 };
     let found = profile::dereference::ProfileInputs {
         source: source.clone(),

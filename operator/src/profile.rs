@@ -2,9 +2,9 @@
 //! first, a few at a time.
 //!
 //! ```text
-//! windows, ConfigMap ──► content, digest ──► revision per node ──► decisions
-//!                                                ▲                  │    │
-//!     agents' reports (CacheNode status) ────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
+//! measurement, ConfigMap ──► content, digest ──► revision per node ──► decisions
+//!                                                    ▲                  │    │
+//!     agents' reports (CacheNode status) ────────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
 //! ```
 //!
 //! A node holds at most [`PROFILES_MAX`] profiles; [`order`] selects them if there are more.

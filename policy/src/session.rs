@@ -4,10 +4,40 @@
 //! with places. A client adds its sessions, open files and mapped memory.
 
 use crate::Tier;
+use crate::slack::Computation;
 
 /// Number of a commit within its session; the durable notice names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
+
+/// Maximum bytes of a model's name in a report.
+pub const MODEL_BYTES_MAX: usize = 253;
+
+/// Computation that an engine begins, and its measurement of the one that it reported before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerReport {
+    /// Model name, as in the subject of its profile; 1 to [`MODEL_BYTES_MAX`] bytes.
+    pub model: String,
+    /// Computation that begins; `None` if the engine computes nothing.
+    pub computation: Option<Computation>,
+    /// Measured microseconds of one layer of the computation before; `None` if they were not measured.
+    pub previous_layer_micros: Option<u32>,
+}
+
+/// Prediction and budget of a slack profile for a computation. All 0 without a profile.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayerGuidance {
+    /// Microseconds of one layer without I/O; 0 if they were not measured.
+    pub layer_micros: u32,
+    /// Usable microseconds of slack in each layer; 0 outside of all windows.
+    pub slack_micros: u32,
+    /// Multiprocessors that I/O may use at the same time.
+    pub io_sms: u32,
+    /// IOCBs of the largest read kernel that fits the slack.
+    pub read_iocbs: u32,
+    /// IOCBs of the largest write kernel that fits the slack.
+    pub write_iocbs: u32,
+}
 
 /// Nodes to search for blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -52,7 +52,7 @@ fn layout() -> local::Layout {
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
     let hello = local::Hello {
-        protocol_version: 3,
+        protocol_version: 4,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -66,7 +66,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 3, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
+            "version 4, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
             Body::Hello(hello),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -93,6 +93,17 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         ),
         ("`Pin`", "key 16 × 11", Body::Pin(local::Pin { keys: run(0x11, 16) })),
         ("`Unpin`", "pins 9, 300", Body::Unpin(local::Unpin { pins: vec![9, 300] })),
+        (
+            "`ReportLayer`",
+            "\"llama\", prefill, 512 input and 4,096 prefix tokens, 900 µs before",
+            Body::ReportLayer(local::ReportLayer {
+                model: "llama".into(),
+                phase: local::ComputePhase::ComputePrefill as i32,
+                input_tokens: 512,
+                prefix_tokens: 4096,
+                previous_layer_us: 900,
+            }),
+        ),
     ]
 }
 
@@ -178,6 +189,17 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             Body::Pinned(pinned),
         ),
         ("`Unpinned`", "", Body::Unpinned(local::Unpinned {})),
+        (
+            "`LayerReported`",
+            "900 µs, 220 µs of slack, 8 multiprocessors, 16 reads, 4 writes",
+            Body::LayerReported(local::LayerReported {
+                layer_us: 900,
+                slack_us: 220,
+                io_sms: 8,
+                read_iocbs: 16,
+                write_iocbs: 4,
+            }),
+        ),
         ("`Trimmed`", "3 blocks", Body::Trimmed(local::Trimmed { blocks: 3 })),
         (
             "`Durable`",
@@ -404,10 +426,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (3, 16 << 20, 8192)
+        (4, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 3 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 4 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
 use reprise_client::{Client, Load, LoadRequest, Scope, Source};
 use reprise_io::{DeviceFile, FileAccess, IfMissing, Reserve};
 use reprise_policy::BlockKey;
@@ -85,13 +85,15 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     figures.push(layer_order(settings, client, &cold, (&bare, &payloads))?);
     figures.extend(fio(&pool, &payloads, &figures[0]));
     figures.push(durable_save(settings, &fixture, &payload, &bare)?);
+    figures.push(decoupled(settings, &pool, (&bare, &payloads[..SAVE_BLOCKS]))?);
     Ok(figures)
 }
 
 /// Returns the size of the files: the pool, and the file that the bare loop writes.
 pub(super) fn disk_bytes(settings: &Settings) -> u64 {
     let rounds = save_rounds(settings);
-    (pool_mib(rounds) << 20) + (rounds + SAVE_ROUNDS_EXTRA) as u64 * SAVE_BYTES
+    // The file of decoupled writes replaces that of the bare saves, and has two parts for each round.
+    (pool_mib(rounds) << 20) + 2 * (rounds + SAVE_ROUNDS_EXTRA) as u64 * SAVE_BYTES
 }
 
 /// Returns the number of counted rounds of durable saves.
@@ -193,6 +195,51 @@ fn durable_save(
         settings.repetitions
     );
     Ok(Figure::relative("store.durable_save_2mib", measured, "GB/s", (reference, Target::RatioAtLeast(0.90))))
+}
+
+/// Measures reads and writes of the same bytes one after the other, compared with both at once (Tutti, figure 6).
+///
+/// The reads are those of saved blocks in the pool; the writes go to a file next to it.
+fn decoupled(
+    settings: &Settings,
+    pool: &Path,
+    (bare, payloads): (&ReferencePool, &[u64]),
+) -> anyhow::Result<Figure> {
+    let rounds = save_rounds(settings);
+    let writer = ReferencePool::new(pool)?;
+    let reads = pieces(payloads, BLOCK_BYTES);
+    let depth = bare.best_depth(BLOCK_BYTES, &reads)?;
+    let path = settings.directory.join("decoupled-write.dat");
+    let fresh = ReservedFile::reserve(path, 2 * (rounds + 1))?;
+    let sync_every = NonZeroU32::new(u32::try_from(SAVE_BLOCKS)?).context("at least one block")?;
+    let rate = |took: Duration| {
+        (reads.len() as u64 * u64::from(BLOCK_BYTES) + SAVE_BYTES) as f64 / took.as_secs_f64() / 1e9
+    };
+    let measured = paired(
+        settings.some_rounds("store.decoupled_read_write", rounds),
+        || {
+            let (writes, file) = (fresh.next_round()?, &fresh.file);
+            let started = Instant::now();
+            std::thread::scope(|scope| {
+                let write = scope.spawn(|| writer.write(file, &writes, sync_every));
+                bare.read(BLOCK_BYTES, &reads, depth)?;
+                write.join().map_err(|_| anyhow!("the writing thread panicked"))?
+            })?;
+            Ok(rate(started.elapsed()))
+        },
+        || {
+            let writes = fresh.next_round()?;
+            let started = Instant::now();
+            bare.read(BLOCK_BYTES, &reads, depth)?;
+            writer.write(&fresh.file, &writes, sync_every)?;
+            Ok(rate(started.elapsed()))
+        },
+    )?;
+    let reference = format!(
+        "the same 2 MiB reads and writes at once, bare io_uring O_DIRECT, depth {depth}, {rounds} of {} rounds",
+        settings.repetitions
+    );
+    Ok(Figure::relative("store.decoupled_read_write", measured, "GB/s", (reference, Target::None)))
 }
 
 /// Loads every block from the device into the arena, verified, with two windows in flight; returns GB/s.

@@ -265,7 +265,7 @@ pub struct Applied {
     /// Digest of the file that maps pods to tenants.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenants_digest: Option<Digest>,
-    /// Profiles that the agent has validated or rejected. The data path does not use them in this release.
+    /// Profiles that the agent has validated or rejected.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
@@ -301,10 +301,10 @@ pub struct AppliedProfile {
     /// Cause of the rejection. Absent: the profile is valid.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
-    /// Median prediction error in percent. Absent: not measured. Not set in this release.
+    /// Median prediction error in percent. Absent: not measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p50_percent: Option<u32>,
-    /// 99th percentile of the prediction error in percent. Absent: not measured. Not set in this release.
+    /// 99th percentile of the prediction error in percent. Absent: not measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prediction_error_p99_percent: Option<u32>,
 }

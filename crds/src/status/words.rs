@@ -76,11 +76,9 @@ words! {
         Valid,
         /// All target nodes have received the profile.
         Distributed,
-        /// All target nodes have validated a revision of the profile. The data path does not use profiles
-        /// in this release.
+        /// All target nodes have validated a revision of the profile.
         Active,
-        /// Measurements on nodes differ from the profile by more than `spec.maxErrorPercent`. Agents of
-        /// this release do not measure.
+        /// Measurements on nodes differ from the profile by more than `spec.maxErrorPercent`.
         Drifted,
         /// The reservations of all tenants fit the available capacity.
         QuotaFeasible,

@@ -21,6 +21,8 @@ const REQUIRED: &[&str] = &[
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
     "cuStreamCreate",
+    "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
     "cuStreamQuery",

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::driver::{GREEN_CONTEXTS, call, first_missing};
+use super::stream::highest_priority;
 use super::{Gpu, GpuError, Stream};
 
 /// SMs that I/O kernels get: a number (`8`) or a percentage of all SMs (`6%`).
@@ -167,10 +168,10 @@ impl Partition {
         self.compute_sms
     }
 
-    /// Creates a stream for I/O kernels.
+    /// Creates a stream for I/O kernels, of the highest priority.
     pub fn io_stream(&self) -> Result<Stream, GpuError> {
         match &self.green {
-            Some((io, _)) => io.stream(self.io_sms),
+            Some((io, _)) => io.stream(self.io_sms, highest_priority(&self.gpu)?),
             None => Stream::bounded(&self.gpu, self.io_sms),
         }
     }
@@ -178,7 +179,7 @@ impl Partition {
     /// Creates a stream for computation, on the SMs that are not for I/O. Without green contexts it may use all SMs.
     pub fn compute_stream(&self) -> Result<Stream, GpuError> {
         match &self.green {
-            Some((_, compute)) => compute.stream(self.compute_sms),
+            Some((_, compute)) => compute.stream(self.compute_sms, 0),
             None => Stream::new(&self.gpu),
         }
     }
@@ -217,11 +218,11 @@ impl GreenContext {
         Ok(GreenContext { raw, gpu: gpu.clone() })
     }
 
-    fn stream(self: &Arc<Self>, sms: u32) -> Result<Stream, GpuError> {
+    fn stream(self: &Arc<Self>, sms: u32, priority: i32) -> Result<Stream, GpuError> {
         self.gpu.enter()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        call!(cuGreenCtxStreamCreate(&mut raw, self.raw, flags, 0))?;
+        call!(cuGreenCtxStreamCreate(&mut raw, self.raw, flags, priority))?;
         Ok(Stream::of_green(&self.gpu, raw, sms, Arc::clone(self)))
     }
 }

@@ -41,19 +41,19 @@ impl Stream {
     /// Creates a stream whose kernels may use all SMs.
     pub fn new(gpu: &Gpu) -> Result<Stream, GpuError> {
         let sms = gpu.info().sms;
-        Stream::create(gpu, sms, false)
-    }
-
-    /// Creates a stream whose copy kernels run as a grid of at most `sms` blocks, so on at most as many SMs.
-    pub(super) fn bounded(gpu: &Gpu, sms: u32) -> Result<Stream, GpuError> {
-        Stream::create(gpu, sms, true)
-    }
-
-    fn create(gpu: &Gpu, sms: u32, bounded: bool) -> Result<Stream, GpuError> {
         gpu.enter()?;
         let mut raw = std::ptr::null_mut();
         call!(cuStreamCreate(&mut raw, sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32))?;
-        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded, _green: None })
+        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: false, _green: None })
+    }
+
+    /// Creates a stream of the highest priority whose copy kernels run as a grid of at most `sms` blocks, so on at most as many SMs.
+    pub(super) fn bounded(gpu: &Gpu, sms: u32) -> Result<Stream, GpuError> {
+        let priority = highest_priority(gpu)?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        call!(cuStreamCreateWithPriority(&mut raw, flags, priority))?;
+        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: true, _green: None })
     }
 
     /// Takes over a stream of a green context with `sms` SMs.
@@ -150,6 +150,15 @@ impl Stream {
     pub(crate) fn raw(&self) -> sys::CUstream {
         self.raw
     }
+}
+
+/// Returns the highest priority of streams. Blocks of such a stream start before waiting blocks of other streams, so
+/// that I/O does not wait for the end of a layer's kernels.
+pub(super) fn highest_priority(gpu: &Gpu) -> Result<i32, GpuError> {
+    gpu.enter()?;
+    let (mut least, mut greatest) = (0, 0);
+    call!(cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+    Ok(greatest)
 }
 
 impl Drop for Stream {

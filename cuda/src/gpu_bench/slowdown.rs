@@ -24,8 +24,8 @@ struct Load<'a> {
     source: &'a Source,
 }
 
-/// Measures the time of a layer alone, with loads whose kernels may use all SMs, and with loads on the SMs of
-/// `share`; the loads of both are staged loads from DRAM without a pause.
+/// Measures the time of a layer alone, and with staged loads from DRAM without a pause: on all SMs, on the SMs of
+/// `share` next to computation on all SMs, and on the SMs of `share` with computation on the other SMs.
 pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Measurement>, GpuError> {
     let gpu = kernels.gpu();
     let source = Source::new(gpu, BLOCKS)?;
@@ -41,38 +41,39 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
     };
     let all = Partition::with_bounded_grid(gpu, SmShare::Count(gpu.info().sms), &"all SMs");
     let limited = Partition::new(gpu, share)?;
-    let (mut free, mut open, mut bounded) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut open_rates, mut bounded_rates) = (Vec::new(), Vec::new());
+    let others = limited.compute_stream()?;
+    let cases = [
+        ("all SMs", &all, &stream),
+        ("limited SMs", &limited, &stream),
+        ("limited SMs, computation on the others", &limited, &others),
+    ];
+    let mut alone = Vec::new();
+    let (mut times, mut rates) = (vec![Vec::new(); cases.len()], vec![Vec::new(); cases.len()]);
     for _ in 0..3 {
-        free.push(layer_ms(&layer, &stream, runs)?);
-        let (time, rate) = with_load(&load(&all)?, &layer, &stream, runs)?;
-        open.push(time);
-        open_rates.push(rate);
-        let (time, rate) = with_load(&load(&limited)?, &layer, &stream, runs)?;
-        bounded.push(time);
-        bounded_rates.push(rate);
+        alone.push(layer_ms(&layer, &stream, runs)?);
+        for (index, (_, partition, stream)) in cases.iter().enumerate() {
+            let (time, rate) = with_load(&load(partition)?, &layer, stream, runs)?;
+            times[index].push(time);
+            rates[index].push(rate);
+        }
     }
-    let alone = median(free);
-    let percent = |times: Vec<f64>| (median(times) / alone - 1.0) * 100.0;
+    let alone = median(alone);
     let tera = layer.shape().operations(INPUT, PREFIX) / alone / 1e9;
     let detail =
         format!("{INPUT} input and {PREFIX} prefix tokens, {tera:.0} TFLOP/s, {runs} layers, 3 times");
     let limit = format!("{} SMs by {}", limited.io_sms(), limited.method());
-    Ok(vec![
-        Measurement::new("layer alone", alone, "ms", detail),
-        Measurement::new(
-            "layers slowed by loads on all SMs",
-            percent(open),
+    let mut measurements = vec![Measurement::new("layer alone", alone, "ms", detail)];
+    for ((name, ..), (times, rates)) in cases.iter().zip(times.into_iter().zip(rates)) {
+        let percent = (median(times) / alone - 1.0) * 100.0;
+        let detail = format!("loads at {:.1} GB/s; limit: {limit}", median(rates));
+        measurements.push(Measurement::new(
+            format!("layers slowed by loads on {name}"),
+            percent,
             "%",
-            format!("loads at {:.1} GB/s", median(open_rates)),
-        ),
-        Measurement::new(
-            "layers slowed by loads on limited SMs",
-            percent(bounded),
-            "%",
-            format!("loads at {:.1} GB/s, {limit}", median(bounded_rates)),
-        ),
-    ])
+            detail,
+        ));
+    }
+    Ok(measurements)
 }
 
 /// Returns the median time of a layer in milliseconds.

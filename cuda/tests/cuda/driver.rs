@@ -14,14 +14,23 @@ impl FakeDriver {
     fn new(name: &str, macros: &[&str]) -> FakeDriver {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fake-driver-{name}"));
         fs::create_dir_all(&folder).expect("a folder for the driver");
-        let status = Command::new("cc")
-            .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
-            .arg(folder.join("libcuda.so"))
-            .args(macros.iter().map(|define| format!("-D{define}")))
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/fake_driver.c"))
-            .status()
-            .expect("cc starts");
-        assert!(status.success(), "the driver compiles");
+        let tree = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let kernels = folder.join("kernels.o");
+        let compile = |program: &str, arguments: &mut dyn FnMut(&mut Command)| {
+            let mut command = Command::new(program);
+            arguments(command.args(["-O2", "-fPIC", "-Wall", "-Werror"]));
+            let status = command.status().expect("the compiler starts");
+            assert!(status.success(), "the driver compiles");
+        };
+        compile("c++", &mut |command| {
+            let source = tree.join("native/copy.cpp");
+            command.args(["-std=c++17", "-fno-exceptions", "-c", "-o"]).arg(&kernels).arg(source);
+        });
+        compile("cc", &mut |command| {
+            command.args(macros.iter().map(|define| format!("-D{define}")));
+            command.args(["-shared", "-o"]).arg(folder.join("libcuda.so"));
+            command.arg(tree.join("tests/cuda/fake_driver.c")).arg(&kernels);
+        });
         FakeDriver { folder }
     }
 
@@ -114,4 +123,13 @@ fn without_green_contexts_a_bounded_grid_is_reported() {
     let output = fake.run(&["step", "partition", "--device-code", "code", "--sms", "4"]);
     assert_output(&output, 0, "the driver lacks cuDeviceGetDevResource");
     assert_output(&output, 0, "4 blocks ran on 0 SMs");
+}
+
+#[test]
+fn copies_and_transfers_pass_their_arguments_to_kernels() {
+    let fake = FakeDriver::new("host-kernels", &[]);
+    fs::write(fake.folder.join("code"), "x").expect("a file");
+    let arguments = |step| ["step", step, "--small", "--device-code", "code"];
+    assert_output(&fake.run(&arguments("kernels")), 0, "6 random layouts, 5 kernels");
+    assert_output(&fake.run(&arguments("transfers")), 0, "4 random transfers");
 }

@@ -41,7 +41,13 @@ kind: SlackProfile
 metadata: { name: measured, namespace: reprise, labels: { for: lab } }
 spec:
   subject: { model: llama, gpuProduct: NVIDIA H200, engineVersion: vllm 0.33 }
-  windows: [{ phase: Decode, minTokens: 0, maxTokens: 512, slackMicros: 60, maxIoSms: 4 }]
+  measurement:
+    stepTokens: 32
+    iocbBytes: 1048576
+    windows: [{ phase: Decode, minInputTokens: 0, maxInputTokens: 512, minPrefixTokens: 0, maxPrefixTokens: 65536,
+                layerMicros: 90, slackMicros: 60, freeSms: 4 }]
+    reads: [{ iocbs: 1, micros: 30, sms: 2 }]
+    writes: [{ iocbs: 1, micros: 40, sms: 2 }]
   usablePercent: 80
 ";
 
@@ -203,7 +209,8 @@ fn a_profile_is_distributed(cluster: &Cluster, release: Release<'_>) {
         release.fake_gpu(agent, PRODUCT, &format!("GPU-0a1b{index}"));
     }
     let micros = |agent: &Pod| {
-        let (code, page) = release.admin(agent).get("/slack/measured/Decode/9").expect("the agent responds");
+        let (code, page) =
+            release.admin(agent).get("/slack/measured/Decode/9/64").expect("the agent responds");
         let page: Value = serde_json::from_str(&page).unwrap_or_default();
         (code == 200).then(|| page["micros"].clone())
     };

@@ -10,13 +10,17 @@ use crate::in_cluster::node::{Node, condition, condition_message};
 
 /// Returns a profile as the operator writes it, with one window of this slack.
 fn content(micros: u32) -> String {
-    let windows = format!(
-        r#"[{{"phase":"Decode","minTokens":0,"maxTokens":512,"slackMicros":{micros},"maxIoSms":4}}]"#
+    let tokens = r#""minInputTokens":0,"maxInputTokens":512,"minPrefixTokens":0,"maxPrefixTokens":65536"#;
+    let windows =
+        format!(r#"[{{"phase":"Decode",{tokens},"layerMicros":90,"slackMicros":{micros},"freeSms":4}}]"#);
+    let kernels = r#"[{"iocbs":1,"micros":30,"sms":2}]"#;
+    let measurement = format!(
+        r#"{{"stepTokens":32,"iocbBytes":1048576,"windows":{windows},"reads":{kernels},"writes":{kernels}}}"#
     );
     let subject =
         r#"{"model":"llama","gpuProduct":"NVIDIA H200","tensorParallel":1,"engineVersion":"vllm 0.33"}"#;
     let more = r#""usablePercent":80,"fallback":"ThrottleWrites","maxErrorPercent":30"#;
-    format!(r#"{{"subject":{subject},{more},"windows":{windows}}}"#)
+    format!(r#"{{"subject":{subject},{more},"measurement":{measurement}}}"#)
 }
 
 fn digest(text: &str) -> String {
@@ -37,7 +41,7 @@ fn profile_spec(digest: &str) -> Value {
 
 /// Returns the microseconds of I/O per layer that the profile allows while `tokens` tokens are decoded.
 fn micros(node: &Node<'_>, tokens: u32) -> Value {
-    node.agent.admin().json(&format!("/slack/llama/Decode/{tokens}"))["micros"].clone()
+    node.agent.admin().json(&format!("/slack/llama/Decode/{tokens}/64"))["micros"].clone()
 }
 
 pub(crate) fn a_profile_takes_effect_with_its_content_and_wrong_content_is_rejected(server: &ApiServer) {
@@ -58,14 +62,14 @@ pub(crate) fn a_profile_takes_effect_with_its_content_and_wrong_content_is_rejec
         "{status}"
     );
     assert!(status["applied"]["profiles"].is_null());
-    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("a response").0, 404);
+    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9/0").expect("a response").0, 404);
     write_content(&node, &first, &content(50));
     let status =
         node.wait_status("the profile is in effect", |status| status["applied"]["profiles"].is_array());
     assert_eq!(status["applied"]["profiles"], profile_spec(&first)["profiles"]);
     assert_eq!(condition(&status, "ConfigurationApplied"), ("True", "AsDesired"));
     assert_eq!((micros(&node, 511), micros(&node, 512)), (json!(40), Value::Null));
-    let outside = node.agent.admin().json("/slack/llama/Prefill/1");
+    let outside = node.agent.admin().json("/slack/llama/Prefill/1/0");
     assert_eq!(outside["fallback"], "ThrottleWrites");
 
     // The digest of the next content is wrong, so the previous profile stays in effect.
@@ -93,5 +97,5 @@ pub(crate) fn a_profile_takes_effect_with_its_content_and_wrong_content_is_rejec
     node.apply_and_wait("the profile is removed", json!({}), |status| {
         status["applied"]["profiles"].is_null()
     });
-    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9").expect("a response").0, 404);
+    assert_eq!(node.agent.admin().get("/slack/llama/Decode/9/0").expect("a response").0, 404);
 }

@@ -10,17 +10,14 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, measurement, window};
 
 const H200: &str = "NVIDIA H200";
 const L4: &str = "NVIDIA L4";
 
-/// Windows with `micros` microseconds of slack in decode.
-fn windows(micros: u32) -> Value {
-    json!([
-        { "phase": "Decode", "minTokens": 0, "maxTokens": 512, "slackMicros": micros, "maxIoSms": 4 },
-        { "phase": "Prefill", "minTokens": 0, "maxTokens": 8192, "slackMicros": 900, "maxIoSms": 8 },
-    ])
+/// Measurement with `micros` microseconds of slack in decode.
+fn measured(micros: u32) -> Value {
+    measurement(&json!([window("Decode", [0, 512], micros), window("Prefill", [0, 8192], 900)]))
 }
 
 /// Applies profile `p` with additional spec fields.
@@ -111,7 +108,7 @@ fn content(k8s: &TestCluster, digest: &str) -> Option<String> {
 #[test]
 fn profile_is_distributed_to_nodes_with_its_gpu_and_counted_from_reports() {
     let (k8s, _operator) = TestCluster::with_operator();
-    profile(&k8s, json!({ "windows": windows(60) }));
+    profile(&k8s, json!({ "measurement": measured(60) }));
     wait_message(&k8s, ["Accepted", "False", "ReferenceNotFound"], &["set spec.slackProfiles"]);
     k8s.cluster(json!({ "slackProfiles": {} }));
     wait_message(&k8s, ["Distributed", "False", "NoNodes"], &["no node of cache/c has reported a GPU"]);
@@ -172,7 +169,7 @@ fn rejecting_or_drifting_canary_stops_rollout() {
     let canary = json!({ "nodeSelector": { "matchLabels": { "name": "n1" } }, "soak": "3s" });
     let revision = |usable: u32| {
         let rollout = json!({ "canary": canary });
-        profile(&k8s, json!({ "windows": windows(60), "usablePercent": usable, "rollout": rollout }));
+        profile(&k8s, json!({ "measurement": measured(60), "usablePercent": usable, "rollout": rollout }));
     };
     revision(80);
     k8s.cluster(json!({ "slackProfiles": {} }));
@@ -235,14 +232,14 @@ fn rejecting_or_drifting_canary_stops_rollout() {
 }
 
 #[test]
-fn config_map_windows_are_followed_and_invalid_ones_rejected() {
+fn config_map_measurements_are_followed_and_invalid_ones_rejected() {
     let (k8s, _operator) = TestCluster::with_operator();
-    let write = |windows: &str| {
+    let write = |measurement: &str| {
         k8s.apply(&json!({
-            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "measured" }, "data": { "windows": windows },
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "measured" }, "data": { "measurement": measurement },
         }));
     };
-    profile(&k8s, json!({ "configMapRef": { "name": "measured", "key": "windows" } }));
+    profile(&k8s, json!({ "configMapRef": { "name": "measured", "key": "measurement" } }));
     k8s.cluster(json!({ "slackProfiles": {} }));
     report_no_profiles(&k8s);
     wait_message(
@@ -250,25 +247,27 @@ fn config_map_windows_are_followed_and_invalid_ones_rejected() {
         ["Accepted", "False", "ReferenceNotFound"],
         &["ConfigMap measured does not exist in namespace cache"],
     );
-    write(r#"[{"phase": "Nap", "minTokens": 0, "maxTokens": 1, "slackMicros": 1, "maxIoSms": 1}]"#);
+    let mut asleep = measured(60);
+    asleep["windows"][0]["phase"] = json!("Nap");
+    write(&asleep.to_string());
     wait_message(&k8s, ["Valid", "False", "ProfileInvalid"], &["windows[0]", "Nap", "expected JSON such as"]);
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (None, None));
 
     // Without a canary, one node at a time changes its revision, starting with n1.
-    write(&windows(60).to_string());
+    write(&measured(60).to_string());
     wait(&k8s, ["Valid", "True", "AsDesired"]);
     let first = wait_claim(&k8s, "n1", "");
     std::thread::sleep(QUIET_PERIOD);
     assert_eq!(claim(&k8s, "n2"), None);
     distribute_to_n2(&k8s, &first);
 
-    write(&windows(70).to_string());
+    write(&measured(70).to_string());
     let second = wait_claim(&k8s, "n1", &first);
     wait_message(&k8s, ["Distributed", "False", "Progressing"], &["have revision 2"]);
 
     // Invalid windows change nothing on the nodes.
-    let mut twice = windows(70);
-    twice[1]["phase"] = json!("Decode");
+    let mut twice = measured(70);
+    twice["windows"][1]["phase"] = json!("Decode");
     write(&twice.to_string());
     wait_message(
         &k8s,
@@ -290,12 +289,12 @@ fn restarted_operator_continues_rollout() {
     let k8s = TestCluster::new();
     let files = k8s.operator_files("operator");
     let operator = files.start().expect("the operator starts");
-    profile(&k8s, json!({ "windows": windows(60) }));
+    profile(&k8s, json!({ "measurement": measured(60) }));
     k8s.cluster(json!({ "slackProfiles": {} }));
     report_no_profiles(&k8s);
     let first = wait_claim(&k8s, "n1", "");
     distribute_to_n2(&k8s, &first);
-    profile(&k8s, json!({ "windows": windows(70) }));
+    profile(&k8s, json!({ "measurement": measured(70) }));
     let second = wait_claim(&k8s, "n1", &first);
     assert!(operator.terminate().success());
 
@@ -326,7 +325,7 @@ fn profile_over_node_limit_waits_regardless_of_age() {
         let subject = json!({ "model": "llama", "gpuProduct": H200, "engineVersion": "vllm 0.33" });
         k8s.apply(&json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": name, "labels": labels },
-            "spec": { "subject": subject, "windows": windows(60) },
+            "spec": { "subject": subject, "measurement": measured(60) },
         }));
     };
     let chat = || json!({ "for": "chat" });

@@ -11,7 +11,7 @@ use reprise_e2e::{Operator, PATIENCE, seed, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, measurement, window};
 
 pub(crate) const KIND: &str = "GPUQueueAllocation";
 /// Queue pairs of each controller, half of which may be granted.
@@ -176,11 +176,11 @@ fn missing_references_are_named_until_allocation_is_accepted() {
     let profile = |product: &str, windows: Value| {
         let spec = json!({
             "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" },
-            "windows": windows,
+            "measurement": measurement(&windows),
         });
         k8s.apply_resource("SlackProfile", "s", spec);
     };
-    let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
+    let window = |least: u32, most: u32| window("Decode", [least, most], 40);
     profile("L4", json!([window(0, 64)]));
     k8s.wait_message(KIND, "x", ["Accepted", "False", "WrongGpu"], &["measured on L4", "is H200"]);
     k8s.delete("SlackProfile", "s");

@@ -68,6 +68,22 @@ pub(crate) struct TestCluster {
     pub(crate) env: TestEnv,
 }
 
+/// Returns a window of a profile for an input length in tokens, with `micros` microseconds of slack.
+pub(crate) fn window(phase: &str, [least, end]: [u32; 2], micros: u32) -> Value {
+    json!({
+        "phase": phase, "minInputTokens": least, "maxInputTokens": end, "minPrefixTokens": 0,
+        "maxPrefixTokens": 65536, "layerMicros": 1000, "slackMicros": micros, "freeSms": 4,
+    })
+}
+
+/// Returns a measurement with these windows.
+pub(crate) fn measurement(windows: &Value) -> Value {
+    let kernels = json!([{ "iocbs": 1, "micros": 30, "sms": 2 }, { "iocbs": 4, "micros": 90, "sms": 4 }]);
+    json!({
+        "stepTokens": 32, "iocbBytes": 1_048_576, "windows": windows, "reads": kernels, "writes": kernels,
+    })
+}
+
 impl TestCluster {
     /// Starts an API server with the Reprise definitions and two nodes.
     pub(crate) fn new() -> TestCluster {
@@ -189,9 +205,9 @@ impl TestCluster {
 
     /// Applies a profile of a GPU with one decode window of `micros` microseconds.
     pub(crate) fn profile(&self, name: &str, product: &str, micros: u32) {
-        let window = json!({ "phase": "Decode", "minTokens": 0, "maxTokens": 512, "slackMicros": micros, "maxIoSms": 4 });
+        let measurement = measurement(&json!([window("Decode", [0, 512], micros)]));
         let subject = json!({ "model": "llama", "gpuProduct": product, "engineVersion": "vllm 0.33" });
-        self.apply_resource("SlackProfile", name, json!({ "subject": subject, "windows": [window] }));
+        self.apply_resource("SlackProfile", name, json!({ "subject": subject, "measurement": measurement }));
     }
 
     /// Applies an object of a Reprise kind.

@@ -67,7 +67,7 @@ pub(crate) fn minimal(kind: &str, name: &str) -> Value {
         }),
         "SlackProfile" => json!({
             "subject": { "model": "llama-3-8b", "gpuProduct": "NVIDIA H200", "engineVersion": "vllm 0.32.0" },
-            "configMapRef": { "name": "measured", "key": "windows" },
+            "configMapRef": { "name": "measured", "key": "measurement" },
         }),
         "CacheNode" => json!({ "nodeName": name }),
         _ => json!({}),

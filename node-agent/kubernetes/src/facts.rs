@@ -200,6 +200,17 @@ pub struct ProfileFact {
     pub digest: String,
     /// Why the revision was rejected, if it was.
     pub refused: Option<String>,
+    /// Error of its predictions; `None` before enough layers were measured.
+    pub prediction_error: Option<PredictionError>,
+}
+
+/// Quantiles of the prediction error of a profile, in percent of the prediction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PredictionError {
+    /// Median of the error.
+    pub p50_percent: u32,
+    /// 99th percentile of the error.
+    pub p99_percent: u32,
 }
 
 /// Progress of draining the node.

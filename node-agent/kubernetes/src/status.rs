@@ -204,8 +204,8 @@ fn profile(fact: &ProfileFact) -> AppliedProfile {
         name: Name::new(&fact.name),
         digest: Digest::new(&fact.digest),
         refused: fact.refused.as_deref().map(short),
-        prediction_error_p50_percent: None,
-        prediction_error_p99_percent: None,
+        prediction_error_p50_percent: fact.prediction_error.map(|error| error.p50_percent),
+        prediction_error_p99_percent: fact.prediction_error.map(|error| error.p99_percent),
     }
 }
 

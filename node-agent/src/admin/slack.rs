@@ -1,7 +1,7 @@
-//! `/slack/<profile>/<phase>/<tokens>`: the I/O budget of a slack profile for a batch with this number of
-//! tokens in a phase.
+//! `/slack/<profile>/<phase>/<input>/<prefix>`: the I/O budget of a slack profile for a batch with this input
+//! and prefix length in tokens, and the launch sizes that fit it.
 
-use reprise_policy::slack::{Budget, Phase};
+use reprise_policy::slack::{Budget, Computation, Direction, Phase};
 use serde::Serialize;
 
 use crate::slack::ActiveProfile;
@@ -12,11 +12,18 @@ pub(super) struct Page {
     profile: String,
     digest: String,
     phase: &'static str,
-    tokens: u32,
-    /// Slack of each layer in microseconds; `null` outside of all windows.
+    input_tokens: u32,
+    prefix_tokens: u32,
+    /// Computation of one layer in microseconds; `null` if it was not measured.
+    layer_micros: Option<u32>,
+    /// Usable slack of each layer in microseconds; `null` outside of all windows.
     micros: Option<u32>,
     /// Multiprocessors that I/O may use concurrently; `null` outside of all windows.
     io_sms: Option<u32>,
+    /// Maximum IOCBs of a read kernel that fits the window.
+    read_iocbs: u32,
+    /// Maximum IOCBs of a write kernel that fits the window.
+    write_iocbs: u32,
     /// Fallback outside of all windows; `null` within one.
     fallback: Option<&'static str>,
 }
@@ -27,18 +34,23 @@ pub(super) fn phase(name: &str) -> Option<Phase> {
 }
 
 impl Page {
-    pub(super) fn new(name: &str, found: &ActiveProfile, (phase, tokens): (Phase, u32)) -> Page {
-        let (micros, io_sms, fallback) = match found.profile.budget(phase, tokens) {
+    pub(super) fn new(name: &str, found: &ActiveProfile, of: Computation) -> Page {
+        let budget = found.profile.budget(of);
+        let (micros, io_sms, fallback) = match budget {
             Budget::Window { micros, io_sms } => (Some(micros), Some(io_sms), None),
             Budget::Outside(fallback) => (None, None, Some(fallback.as_str())),
         };
         Page {
             profile: name.to_owned(),
             digest: found.digest.clone(),
-            phase: phase.as_str(),
-            tokens,
+            phase: of.phase.as_str(),
+            input_tokens: of.input_tokens,
+            prefix_tokens: of.prefix_tokens,
+            layer_micros: found.profile.window(of).map(|window| window.layer_micros),
             micros,
             io_sms,
+            read_iocbs: found.profile.fitting(Direction::Read, budget),
+            write_iocbs: found.profile.fitting(Direction::Write, budget),
             fallback,
         }
     }

@@ -16,7 +16,7 @@ use reprise_policy::slack::{Content, Profile};
 use crate::config::digest;
 use crate::slack::{ActiveProfile, ActiveProfiles};
 
-/// Maximum size of a profile: 256 windows of 100 bytes and four short texts.
+/// Maximum size of a profile: 256 windows of 200 bytes, 128 kernel times and four short texts.
 const FILE_BYTES_MAX: u64 = 256 << 10;
 
 /// Length of a digest prefix in messages.
@@ -88,7 +88,12 @@ impl Profiles {
         let fact = |profile: &DesiredProfile| {
             let held = self.active.get(&profile.name);
             let reported = |digest: &str, refused| {
-                Some(ProfileFact { name: profile.name.clone(), digest: digest.to_owned(), refused })
+                let name = profile.name.clone();
+                let prediction_error = match refused {
+                    None => self.active.prediction_error(&name),
+                    Some(_) => None,
+                };
+                Some(ProfileFact { name, digest: digest.to_owned(), refused, prediction_error })
             };
             match (self.not_in_effect.get(&profile.name), held) {
                 (Some(NotInEffect::Rejected(why)), None) => reported(&profile.digest, Some(why.clone())),
@@ -150,17 +155,26 @@ fn read(path: &Path, wanted: &str) -> Result<Profile, NotInEffect> {
 
 #[cfg(test)]
 mod tests {
-    use reprise_policy::slack::{Budget, Phase};
+    use reprise_policy::slack::{Budget, Computation, Phase};
 
     use super::*;
 
     /// Returns a profile whose window has this slack.
     fn content(micros: u32) -> String {
         let subject = r#"{"model":"m","gpuProduct":"g","tensorParallel":1,"engineVersion":"e"}"#;
-        let window = r#"{"phase":"Decode","minTokens":0,"maxTokens":8,"slackMicros":MICROS,"maxIoSms":4}"#;
-        let window = window.replace("MICROS", &micros.to_string());
+        let window = window(0, 8, micros);
         let rest = r#""usablePercent":100,"fallback":"PauseIo","maxErrorPercent":30"#;
-        format!(r#"{{"subject":{subject},{rest},"windows":[{window}]}}"#)
+        let kernels = r#"[{"iocbs":1,"micros":20,"sms":2}]"#;
+        let steps = r#""stepTokens":8,"iocbBytes":65536"#;
+        format!(
+            r#"{{"subject":{subject},{rest},"measurement":{{{steps},"windows":[{window}],"reads":{kernels},"writes":{kernels}}}}}"#
+        )
+    }
+
+    fn window(least: u32, end: u32, micros: u32) -> String {
+        let tokens = format!(r#""minInputTokens":{least},"maxInputTokens":{end},"minPrefixTokens":0"#);
+        let time = format!(r#""layerMicros":90,"slackMicros":{micros},"freeSms":4"#);
+        format!(r#"{{"phase":"Decode",{tokens},"maxPrefixTokens":64,{time}}}"#)
     }
 
     fn profile(text: &str) -> DesiredProfile {
@@ -199,7 +213,8 @@ mod tests {
         }
 
         fn micros(&self) -> Option<u32> {
-            match self.active.get("llama")?.profile.budget(Phase::Decode, 7) {
+            let computation = Computation { phase: Phase::Decode, input_tokens: 7, prefix_tokens: 9 };
+            match self.active.get("llama")?.profile.budget(computation) {
                 Budget::Window { micros, .. } => Some(micros),
                 Budget::Outside(_) => None,
             }
@@ -239,8 +254,7 @@ mod tests {
         let good = profile(&content(40));
         node.write(&good, &content(40));
         node.set_desired(&good);
-        let window = r#"{"phase":"Decode","minTokens":7,"maxTokens":9,"slackMicros":1,"maxIoSms":4}"#;
-        let twice = content(50).replace("}]", &format!("}},{window}]"));
+        let twice = content(50).replacen("}]", &format!("}},{}]", window(7, 9, 1)), 1);
         let later = content(50).replace("\"fallback\"", "\"mood\":1,\"fallback\"");
         let long = " ".repeat(usize::try_from(FILE_BYTES_MAX).expect("it fits") + 1);
         for (text, written, words) in [

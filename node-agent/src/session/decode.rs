@@ -16,6 +16,9 @@ use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
+use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX};
+use reprise_policy::slack::content::MICROS_MAX;
+use reprise_policy::slack::{Computation, Phase};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
 
 // The protocol and the core use the same limit for lists.
@@ -27,6 +30,8 @@ const _: () =
 pub(super) enum DecodeResult {
     /// A request for the core.
     Request { id: RequestId, body: Request },
+    /// A report about the engine's computation, which the core does not see.
+    Layer { id: u64, report: LayerReport },
     /// An invalid request whose sender can be notified.
     Rejection { id: u64, message: String },
 }
@@ -46,6 +51,12 @@ pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
         let message = "unknown request; the client may be newer than the agent".to_owned();
         return Ok(DecodeResult::Rejection { id, message });
     };
+    if let local::request::Body::ReportLayer(report) = body {
+        return Ok(match layer_report(report) {
+            Ok(report) => DecodeResult::Layer { id, report },
+            Err(message) => DecodeResult::Rejection { id, message },
+        });
+    }
     Ok(match convert(body) {
         Ok(body) => DecodeResult::Request { id: RequestId(id), body },
         Err(message) => DecodeResult::Rejection { id, message },
@@ -81,7 +92,29 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("unpin: pins", pins.len())?;
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
+        Body::ReportLayer(_) => unreachable!("reports were separated"),
     }
+}
+
+fn layer_report(report: local::ReportLayer) -> Result<LayerReport, String> {
+    let local::ReportLayer { model, phase, input_tokens, prefix_tokens, previous_layer_us } = report;
+    if model.is_empty() || model.len() > MODEL_BYTES_MAX {
+        return Err(format!("report layer: invalid model: expected 1 to {MODEL_BYTES_MAX} bytes"));
+    }
+    if previous_layer_us > MICROS_MAX {
+        return Err(format!(
+            "report layer: invalid time of {previous_layer_us} µs: expected at most {MICROS_MAX}"
+        ));
+    }
+    let phase = match local::ComputePhase::try_from(phase) {
+        Ok(local::ComputePhase::ComputeIdle) => None,
+        Ok(local::ComputePhase::ComputePrefill) => Some(Phase::Prefill),
+        Ok(local::ComputePhase::ComputeDecode) => Some(Phase::Decode),
+        Err(_) => return Err(format!("report layer: invalid phase {phase}: expected 0 to 2")),
+    };
+    let computation = phase.map(|phase| Computation { phase, input_tokens, prefix_tokens });
+    let previous_layer_micros = (previous_layer_us > 0).then_some(previous_layer_us);
+    Ok(LayerReport { model, computation, previous_layer_micros })
 }
 
 fn place_kind(number: i32) -> Result<PlaceKind, String> {

@@ -15,6 +15,7 @@ use reprise_agent_core::event::RequestId;
 use reprise_agent_core::extents::{PinRefusal, PinnedBlock};
 use reprise_agent_core::pool::header::CHECKSUMS_AT;
 use reprise_buffers::{Arena, REGIONS_MAX};
+use reprise_policy::session::LayerGuidance;
 use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::{self, FRAME_BYTES_MAX, KEYS_PER_CALL_MAX, response::Body};
 
@@ -56,6 +57,19 @@ pub(super) fn reply(
 pub(super) fn failure(id: u64, kind: local::FailureKind, message: &str) -> Frame {
     let body = failure_body(kind, message.to_owned());
     Frame::new(&local::Response { id, body: Some(body) }, Vec::new())
+}
+
+/// Encodes the reply to a report about the engine's computation.
+pub(super) fn layer(id: u64, guidance: LayerGuidance) -> Frame {
+    let LayerGuidance { layer_micros, slack_micros, io_sms, read_iocbs, write_iocbs } = guidance;
+    let reported = local::LayerReported {
+        layer_us: layer_micros,
+        slack_us: slack_micros,
+        io_sms,
+        read_iocbs,
+        write_iocbs,
+    };
+    Frame::new(&local::Response { id, body: Some(Body::LayerReported(reported)) }, Vec::new())
 }
 
 /// Encodes the reply to a greeting, with the progress page.

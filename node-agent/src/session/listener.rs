@@ -452,6 +452,7 @@ mod tests {
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
+            slack: crate::slack::ActiveProfiles::default(),
         };
         let settings = SessionServerSettings {
             session: settings(directory),

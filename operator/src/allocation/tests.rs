@@ -265,7 +265,7 @@ fn profile(product: &str, valid: Value) -> SlackProfile {
     });
     object(json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "metadata": { "name": "s", "namespace": "n" },
-        "spec": { "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" }, "windows": [] },
+        "spec": { "subject": { "model": "m", "gpuProduct": product, "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" } },
         "status": { "conditions": conditions.unwrap_or(json!([])) },
     }))
 }

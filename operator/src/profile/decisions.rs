@@ -103,7 +103,7 @@ mod tests {
         let whole = json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile",
             "metadata": { "name": "p", "namespace": "n", "uid": uid },
-            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "windows": [] },
+            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" } },
         });
         serde_json::from_value(whole).expect("a profile")
     }

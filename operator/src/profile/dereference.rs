@@ -1,4 +1,4 @@
-//! Reads the inputs of a profile: its windows, the clusters that select it, and the reports of their nodes.
+//! Reads the inputs of a profile: its measurement, the clusters that select it, and the reports of their nodes.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ use crate::stores::Stores;
 /// The inputs of a profile.
 #[derive(Clone, Debug)]
 pub struct ProfileInputs {
-    /// Its windows, or why they are unavailable.
+    /// Its measurement, or why it is unavailable.
     pub source: Source,
     /// Clusters that select it.
     pub clusters: Vec<SelectingCluster>,
@@ -73,7 +73,7 @@ pub struct ProfileReport {
     pub p99: Option<u32>,
 }
 
-/// Reads the inputs: windows in a ConfigMap from the API server, everything else from the local stores.
+/// Reads the inputs: a measurement in a ConfigMap from the API server, everything else from the local stores.
 ///
 /// # Errors
 /// The API server did not answer.

@@ -23,8 +23,8 @@ use crate::context::Context;
 use crate::digest;
 use crate::names::ClusterNames;
 
-/// Maximum size of all files in bytes. A ConfigMap is limited to 1 MiB; 16 profiles of 256 windows of 100
-/// bytes have 410 KiB.
+/// Maximum size of all files in bytes. A ConfigMap is limited to 1 MiB; 16 profiles of the
+/// maximum size fit.
 const FILES_BYTES_MAX: usize = 896 << 10;
 
 /// Returns the files of a cluster's agents by name.

@@ -75,7 +75,7 @@ mod tests {
         let whole = json!({
             "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile",
             "metadata": { "name": name, "namespace": "n", "uid": name, "creationTimestamp": made },
-            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "windows": [] },
+            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" } },
         });
         Arc::new(serde_json::from_value(whole).expect("a profile"))
     }

@@ -1,4 +1,4 @@
-//! Reads the windows of a profile from its spec, or from a ConfigMap in its namespace.
+//! Reads the measurement of a profile from its spec, or from a ConfigMap in its namespace.
 //!
 //! Foreign ConfigMaps are not watched: watching all ConfigMaps of a Kubernetes cluster for a few of them
 //! would cost more. A ConfigMap is read again after [`CACHE_TTL`]; until then every reconcile uses the cached
@@ -13,7 +13,7 @@ use kube::{Api, ResourceExt};
 use reprise_crds::SlackProfile;
 use reprise_crds::fields::ConfigMapRef;
 use reprise_crds::status::Reason;
-use reprise_policy::slack::Window;
+use reprise_policy::slack::Measurement;
 
 use super::content;
 use crate::assignment::Refusal;
@@ -25,11 +25,11 @@ pub const CACHE_TTL: Duration = Duration::from_secs(10);
 /// Maximum number of ConfigMap keys in a message.
 const KEYS_MAX: usize = 5;
 
-/// The windows of a profile.
+/// The measurement of a profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Windows of the spec, validated by the API server.
-    Windows(Vec<Window>),
+    /// Measurement of the spec, validated by the API server.
+    Inline(Measurement),
     /// Text of a ConfigMap, not validated.
     Text {
         /// Where the text comes from, for messages.
@@ -37,7 +37,7 @@ pub enum Source {
         /// The text of the entry.
         text: String,
     },
-    /// The windows are unavailable.
+    /// The measurement is unavailable.
     Missing(Refusal),
 }
 
@@ -72,17 +72,17 @@ impl SourceCache {
     }
 }
 
-/// Reads the windows.
+/// Reads the measurement.
 ///
 /// # Errors
 /// The API server did not answer.
 pub async fn read(profile: &SlackProfile, context: &Context) -> Result<Source, OperatorError> {
     let spec = &profile.spec;
-    if let Some(windows) = &spec.windows {
-        return Ok(Source::Windows(content::inline(windows)));
+    if let Some(measurement) = &spec.measurement {
+        return Ok(Source::Inline(content::inline(measurement)));
     }
     let Some(reference) = &spec.config_map_ref else {
-        let message = "ociRef is not supported by this release: use windows or configMapRef";
+        let message = "ociRef is not supported by this release: use measurement or configMapRef";
         return Ok(Source::Missing(Refusal::new(Reason::Unsupported, message)));
     };
     if let Some(held) = context.profile_sources.get(profile) {
@@ -127,25 +127,25 @@ mod tests {
     #[test]
     fn reports_missing_entries_with_the_existing_ones() {
         let reference: ConfigMapRef =
-            serde_json::from_value(json!({ "name": "measured", "key": "windows" })).expect("a reference");
+            serde_json::from_value(json!({ "name": "measured", "key": "measurement" })).expect("a reference");
         let result = |map: Value| {
             let map = (!map.is_null()).then(|| serde_json::from_value(map).expect("a ConfigMap"));
             match entry(&reference, map, "n") {
                 Source::Missing(refusal) => (Some(refusal.reason), refusal.message),
                 Source::Text { location, text } => (None, format!("{location}: {text}")),
-                Source::Windows(_) => panic!("no inline windows"),
+                Source::Inline(_) => panic!("no inline measurement"),
             }
         };
-        let there = json!({ "data": { "windows": "[]" } });
-        assert_eq!(result(there), (None, "entry windows of ConfigMap measured: []".to_owned()));
+        let there = json!({ "data": { "measurement": "{}" } });
+        assert_eq!(result(there), (None, "entry measurement of ConfigMap measured: {}".to_owned()));
         for (map, words) in [
             (Value::Null, "does not exist in namespace n: create it"),
-            (json!({}), "has no entry windows; its entries: none"),
+            (json!({}), "has no entry measurement; its entries: none"),
             (
                 json!({ "data": { "a": "", "b": "" } }),
-                "has no entry windows; its entries: a, b. Add the entry",
+                "has no entry measurement; its entries: a, b. Add the entry",
             ),
-            (json!({ "binaryData": { "windows": "AA==" } }), "is binary: add it as text"),
+            (json!({ "binaryData": { "measurement": "AA==" } }), "is binary: add it as text"),
         ] {
             let (reason, message) = result(map);
             assert_eq!(reason, Some(Reason::ReferenceNotFound));

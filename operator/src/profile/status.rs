@@ -16,8 +16,8 @@ use crate::assignment::Refusal;
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
-const UNUSED: &str = "agents check profiles and keep them, but the data path does not use profiles in this release: model, \
-                      tensorParallel, engineVersion, windows, usablePercent and fallback have no effect on I/O";
+const UNUSED: &str = "engines that report their layers get the profile's budgets; tensorParallel, engineVersion and fallback have \
+                      no effect on the agents' own I/O in this release";
 
 /// The inputs of a profile's status.
 pub struct StatusInputs<'a> {
@@ -121,12 +121,14 @@ fn accepted(refused: Option<&Refusal>) -> Finding {
 fn valid(inputs: &StatusInputs<'_>) -> Finding {
     match (&inputs.found.source, inputs.revision) {
         (Source::Missing(refusal), _) => {
-            Finding::unknown(Type::Valid, refusal.reason, "the windows are unavailable")
+            Finding::unknown(Type::Valid, refusal.reason, "the measurement is unavailable")
         }
         (_, Err(refusal)) => Finding::no(Type::Valid, refusal.reason, &refusal.message),
-        (_, Ok(_)) => {
-            Finding::yes(Type::Valid, Reason::AsDesired, "the windows are sorted and do not overlap")
-        }
+        (_, Ok(_)) => Finding::yes(
+            Type::Valid,
+            Reason::AsDesired,
+            "the windows do not overlap, and the kernel times are sorted",
+        ),
     }
 }
 
@@ -216,9 +218,9 @@ fn verb_of(stage: RolloutStage) -> &'static str {
 
 fn remedy_of(stage: RolloutStage) -> &'static str {
     if stage == RolloutStage::Drifted {
-        "measure again, or restore the previous windows"
+        "measure again, or restore the previous measurement"
     } else {
-        "correct the profile or the node, or restore the previous windows"
+        "correct the profile or the node, or restore the previous measurement"
     }
 }
 
@@ -280,7 +282,7 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
 }
 
 /// Returns condition `Active`: whether every node has applied some revision. The message states that the data
-/// path does not use profiles, so that users do not expect an effect.
+/// path of agents does not use profiles, so that users do not expect an effect.
 fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     let kind = Type::Active;
     let all = counts.nodes.len();
@@ -317,8 +319,8 @@ fn drifted(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if measure.any(|node| node.report.as_ref().is_some_and(|report| report.p99.is_some())) {
         return Finding::no(kind, Reason::AsDesired, format!("no node measures a larger error than {most}"));
     }
-    let message = "no node has measured the error of its predictions. Agents of this release do not measure it: maxErrorPercent has no \
-         effect, and predictionErrorP50Percent and predictionErrorP99Percent are never set";
+    let message = "no node has measured the error of 100 predictions: engines report the times of their layers to their agents, or the \
+         model's name differs from subject.model";
     Finding::unknown(kind, Reason::NotReported, message)
 }
 

@@ -40,18 +40,18 @@ pub fn accepted(profile: &SlackProfile, inputs: &ProfileInputs) -> Option<Refusa
 /// Returns the revision of a profile.
 ///
 /// # Errors
-/// The windows are unavailable or invalid; the refusal contains the remedy.
+/// The measurement is unavailable or invalid; the refusal contains the remedy.
 pub fn valid(profile: &SlackProfile, source: &Source) -> Result<Revision, Refusal> {
     let invalid = |message: String| Refusal::new(Reason::ProfileInvalid, message);
-    let (windows, location) = match source {
+    let (measurement, location) = match source {
         Source::Missing(refusal) => return Err(refusal.clone()),
-        Source::Windows(windows) => (windows.clone(), None),
+        Source::Inline(measurement) => (measurement.clone(), None),
         Source::Text { location, text } => {
-            let windows = content::parse(text).map_err(|error| invalid(format!("{location}: {error}")))?;
-            (windows, Some(location))
+            let parsed = content::parse(text).map_err(|error| invalid(format!("{location}: {error}")))?;
+            (parsed, Some(location))
         }
     };
-    content::revision(profile, windows).map_err(|error| match location {
+    content::revision(profile, measurement).map_err(|error| match location {
         Some(location) => invalid(format!("{location}: {error}")),
         None => invalid(error.to_string()),
     })
@@ -124,16 +124,28 @@ mod tests {
     #[test]
     fn reports_invalid_content_with_its_location() {
         let plain = profile(&json!({}));
-        let window = |least: u32, most: u32| json!({ "phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4 });
-        let list = |windows: &[Value]| json!(windows).to_string();
+        let window = |least: u32, most: u32| {
+            json!({
+                "phase": "Decode", "minInputTokens": least, "maxInputTokens": most, "minPrefixTokens": 0,
+                "maxPrefixTokens": 64, "layerMicros": 50, "slackMicros": 40, "freeSms": 4,
+            })
+        };
+        let list = |windows: &[Value]| {
+            let kernels = json!([{ "iocbs": 1, "micros": 9, "sms": 2 }]);
+            json!({
+                "stepTokens": 8, "iocbBytes": 65536, "windows": windows, "reads": kernels, "writes": kernels,
+            })
+            .to_string()
+        };
+        let mut inline = content::parse(&list(&[window(0, 8)])).expect("a measurement");
+        inline.writes.clear();
         assert!(valid(&plain, &text(&list(&[window(0, 8), window(8, 9)]))).is_ok());
         for (source, words) in [
-            (text("not yet"), "entry k of ConfigMap m: invalid list of windows"),
-            (text("[]"), "entry k of ConfigMap m: there are no windows"),
+            (text("not yet"), "entry k of ConfigMap m: invalid measurement"),
+            (text(&list(&[])), "entry k of ConfigMap m: there are no windows"),
             (text(&list(&[window(0, 9), window(8, 10)])), "windows[1] and windows[0] of Decode overlap"),
-            (text(&list(&[window(8, 9), window(0, 8)])), "sort the windows of Decode by minTokens"),
             (text(&list(&[window(9, 9)])), "windows[0] ends where it begins"),
-            (Source::Windows(Vec::new()), "there are no windows"),
+            (Source::Inline(inline), "there are no writes"),
         ] {
             let refused = valid(&plain, &source).expect_err(words);
             assert_eq!(refused.reason, Reason::ProfileInvalid);

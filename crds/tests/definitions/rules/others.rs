@@ -1,7 +1,7 @@
 //! `GPUQueueAllocation`, `SlackProfile`, `CacheTenant`.
 
 use reprise_crds::{CacheTenant, GPUQueueAllocation, SlackProfile};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::cases::{
     Table, accepts, accepts_name, changes, keeps, of_spec, refuses, refuses_name, round_trip,
@@ -50,7 +50,23 @@ pub(crate) fn queues() -> Table {
 }
 
 pub(crate) fn slack() -> Table {
-    let window = |least: u32, most: u32| json!({"phase": "Decode", "minTokens": least, "maxTokens": most, "slackMicros": 40, "maxIoSms": 4});
+    let window = |least: u32, most: u32| {
+        json!({
+            "phase": "Decode", "minInputTokens": least, "maxInputTokens": most, "minPrefixTokens": 0,
+            "maxPrefixTokens": 64, "layerMicros": 50, "slackMicros": 40, "freeSms": 4,
+        })
+    };
+    let kernels = json!([{"iocbs": 1, "micros": 9, "sms": 2}]);
+    let measured = |windows: Value| {
+        json!({
+            "stepTokens": 32, "iocbBytes": 65536, "windows": windows, "reads": kernels, "writes": kernels,
+        })
+    };
+    let with = |more: Value| {
+        let mut changed = window(0, 8);
+        changed.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
+        json!({"measurement": measured(json!([window(8, 16), changed]))})
+    };
     let artifact = format!("registry.example/slack/llama@sha256:{}", "0f".repeat(32));
     Table {
         kind: "SlackProfile",
@@ -60,26 +76,35 @@ pub(crate) fn slack() -> Table {
             "metadata": {"name": "llama-h200", "namespace": "reprise"},
             "spec": {
                 "subject": {"model": "Llama-3-8B", "gpuProduct": "NVIDIA H200", "engineVersion": "vllm 0.33"},
-                "windows": [window(0, 1024)],
+                "measurement": measured(json!([window(0, 1024)])),
             },
         }),
         cases: vec![
-            accepts("windows inline", json!({})),
+            accepts("a measurement inline", json!({})),
             accepts(
-                "windows in a ConfigMap",
-                json!({"windows": null, "configMapRef": {"name": "a", "key": "b.json"}}),
+                "a measurement in a ConfigMap",
+                json!({"measurement": null, "configMapRef": {"name": "a", "key": "b.json"}}),
             ),
-            accepts("an artifact", json!({"windows": null, "ociRef": {"reference": artifact}})),
-            accepts("as many windows as there may be", json!({"windows": vec![window(0, 1); 256]})),
+            accepts("an artifact", json!({"measurement": null, "ociRef": {"reference": artifact}})),
+            accepts(
+                "as many windows as there may be",
+                json!({"measurement": measured(json!(vec![window(0, 1); 256]))}),
+            ),
+            accepts("a layer without a window", with(json!({"slackMicros": 0}))),
             accepts(
                 "a canary",
                 json!({"rollout": {"canary": {"nodeSelector": {"matchLabels": {"canary": "yes"}}, "soak": "1h"}}}),
             ),
             accepts_name("a name of 40", &"x".repeat(40)),
             refuses_name("longer than 40 characters", &"x".repeat(41)),
-            refuses("exactly one of windows", json!({"windows": null})),
-            refuses("exactly one of windows", json!({"ociRef": {"reference": artifact}})),
-            refuses("set maxTokens above minTokens", json!({"windows": [window(0, 8), window(8, 8)]})),
+            refuses("exactly one of measurement", json!({"measurement": null})),
+            refuses("exactly one of measurement", json!({"ociRef": {"reference": artifact}})),
+            refuses(
+                "set maxInputTokens above minInputTokens",
+                with(json!({"maxInputTokens": 8, "minInputTokens": 8})),
+            ),
+            refuses("set maxPrefixTokens above minPrefixTokens", with(json!({"minPrefixTokens": 64}))),
+            refuses("a window is within its layer", with(json!({"slackMicros": 51}))),
             refuses(
                 "rollout.canary.soak is longer than 168h",
                 json!({"rollout": {"canary": {"nodeSelector": {}, "soak": "169h"}}}),
@@ -95,18 +120,28 @@ pub(crate) fn slack() -> Table {
             changes(
                 "new measurements",
                 json!({}),
-                json!({"windows": [window(0, 2048)], "usablePercent": 50}),
+                json!({"measurement": measured(json!([window(0, 2048)])), "usablePercent": 50}),
             ),
             keeps("subject is immutable", json!({}), json!({"subject": {"tensorParallel": 2}})),
         ],
         out_of_bounds: vec![
-            ("spec.windows", of_spec(json!({"windows": vec![window(0, 1); 257]}))),
-            ("spec.windows", of_spec(json!({"windows": []}))),
             (
-                "spec.windows[0].slackMicros",
-                of_spec(json!({"windows": [{
-                    "phase": "Decode", "minTokens": 0, "maxTokens": 1, "slackMicros": 0, "maxIoSms": 4,
-                }]})),
+                "spec.measurement.windows",
+                of_spec(json!({"measurement": measured(json!(vec![window(0, 1); 257]))})),
+            ),
+            ("spec.measurement.windows", of_spec(json!({"measurement": measured(json!([]))}))),
+            ("spec.measurement.windows[1].layerMicros", of_spec(with(json!({"layerMicros": 0})))),
+            (
+                "spec.measurement.stepTokens",
+                of_spec(json!({"measurement": {
+                    "stepTokens": 0, "iocbBytes": 1, "windows": [window(0, 8)], "reads": kernels, "writes": kernels,
+                }})),
+            ),
+            (
+                "spec.measurement.reads",
+                of_spec(json!({"measurement": {
+                    "stepTokens": 8, "iocbBytes": 1, "windows": [window(0, 8)], "reads": [], "writes": kernels,
+                }})),
             ),
             ("spec.usablePercent", of_spec(json!({"usablePercent": 9}))),
             (

@@ -10,6 +10,7 @@ mod layers;
 mod report;
 mod runner;
 mod steps;
+mod transfers;
 
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -36,12 +36,14 @@ const fn step(name: &'static str, step: &'static str, seconds: u64, under: Under
 /// All steps, the most important first.
 const STEPS: &[Step] = &[
     step("kernels", "kernels", 30, Under::Plain),
+    step("transfers", "transfers", 20, Under::Plain),
     step("partition", "partition", 15, Under::Plain),
     step("layers", "layers", 20, Under::Plain),
     step("rings", "rings", 30, Under::Plain),
     step("copies", "copies", 30, Under::Plain),
     step("staged", "staged", 75, Under::Plain),
     step("slowdown", "slowdown", 40, Under::Plain),
+    step("slack", "slack", 30, Under::Plain),
     step("memcheck", "kernels", 45, Under::Sanitizer("memcheck")),
     step("racecheck", "kernels", 45, Under::Sanitizer("racecheck")),
     step("memcheck of layers", "layers", 30, Under::Sanitizer("memcheck")),

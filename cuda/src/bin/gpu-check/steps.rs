@@ -10,9 +10,10 @@ use reprise_cuda::gpu::{Gpu, GpuError, Partition, PartitionMethod};
 use reprise_cuda::gpu_bench::{self, Goal, Measurement};
 use reprise_cuda::kernels::Kernels;
 use reprise_cuda::ring::{self, BenchSettings, RingError};
+use reprise_cuda::slack;
 use serde_json::{Value, json};
 
-use crate::{Options, differential, layers, print};
+use crate::{Options, differential, layers, print, transfers};
 
 /// Why a step did not pass.
 #[derive(Debug)]
@@ -47,12 +48,14 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
     };
     match name {
         "kernels" => differential::run(&kernels, options),
+        "transfers" => transfers::run(&kernels, options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
         "rings" => rings(&kernels, options),
         "copies" => figures(gpu_bench::device_copies(&kernels, 11)?),
         "staged" => figures(gpu_bench::staged_load(&kernels, &Partition::new(&gpu, options.sms)?, 5)?),
         "slowdown" => figures(gpu_bench::slowdown(&kernels, options.sms, 40)?),
+        "slack" => slack_of_layers(&kernels, options),
         other => Err(StepError(format!("unknown step {other}"))),
     }
 }
@@ -99,6 +102,31 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
         goal: Some(goal),
         detail,
     }])
+}
+
+/// Slowdown of computation by I/O with the scheduler of slack, in percent at most.
+const SLACK_GOAL: f64 = 2.0;
+
+/// Measures how much I/O slows a pass of layers, with and without the scheduler of slack.
+fn slack_of_layers(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
+    let sms = options.sms.of(kernels.gpu().info().sms);
+    let result = slack::slowdown(kernels, sms, 16, 5).map_err(|error| StepError(error.to_string()))?;
+    let figure = |name: &str, value, goal| Measurement {
+        name: name.to_owned(),
+        value,
+        unit: "%",
+        goal,
+        detail: result.detail(),
+    };
+    checked("slack", &format!("a pass of 16 layers takes {:.1} ms alone", result.alone_ms));
+    figures(vec![
+        figure("computation slowed by I/O without the scheduler", result.concurrent_percent, None),
+        figure(
+            "computation slowed by I/O with the scheduler",
+            result.scheduled_percent,
+            Some(Goal::AtMost(SLACK_GOAL)),
+        ),
+    ])
 }
 
 /// Prints measurements as JSON lines.

@@ -7,7 +7,7 @@ use reprise_crds::node::PageKind;
 use reprise_crds::status::find;
 
 use super::*;
-use crate::facts::{DeviceFault, DrainFact, Memory};
+use crate::facts::{DeviceFault, DrainFact, Memory, PredictionError};
 
 const GIB: u64 = 1 << 30;
 
@@ -329,11 +329,18 @@ fn rejections_of_profiles_are_reported_in_one_bounded_line() {
     let mut facts = facts();
     let profile = |refused: Option<String>| {
         let digest = format!("sha256:{}", "0f".repeat(32));
-        ProfileFact { name: "llama".to_owned(), digest, refused }
+        let prediction_error =
+            refused.is_none().then_some(PredictionError { p50_percent: 4, p99_percent: 31 });
+        ProfileFact { name: "llama".to_owned(), digest, refused, prediction_error }
     };
     facts.profiles = vec![profile(None), profile(Some(format!("it is odd\r\n{}", "x".repeat(300))))];
     let applied = status_of(&facts).applied.expect("applied").profiles;
     assert_eq!((applied[0].name.as_str(), applied[0].refused.as_ref()), ("llama", None));
+    let errors = |at: usize| {
+        let profile = &applied[at];
+        (profile.prediction_error_p50_percent, profile.prediction_error_p99_percent)
+    };
+    assert_eq!((errors(0), errors(1)), ((Some(4), Some(31)), (None, None)));
     let refused = applied[1].refused.as_ref().expect("the profile was rejected").as_str();
     assert!(refused.starts_with("it is odd xx") && refused.chars().count() == 253, "{refused}");
 }

@@ -11,7 +11,7 @@ const SOAK: Duration = Duration::from_secs(600);
 
 fn profile(rollout: &Value) -> SlackProfile {
     let spec = json!({
-        "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "windows": [], "rollout": rollout,
+        "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" }, "rollout": rollout,
     });
     SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"))
 }

@@ -14,7 +14,7 @@ const GPU: &str = "NVIDIA H200";
 
 fn profile() -> SlackProfile {
     let spec = json!({
-        "subject": { "model": "m", "gpuProduct": GPU, "engineVersion": "e" }, "windows": [],
+        "subject": { "model": "m", "gpuProduct": GPU, "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" },
     });
     let mut profile = SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"));
     profile.status =
@@ -47,7 +47,7 @@ fn fresh(name: &str) -> ProfileNode {
 
 fn found(nodes: Vec<ProfileNode>, products: &[&str]) -> ProfileInputs {
     ProfileInputs {
-        source: Source::Windows(Vec::new()),
+        source: Source::Text { location: "entry k of ConfigMap c".to_owned(), text: "{}".to_owned() },
         clusters: vec![SelectingCluster { cluster: "n/c".to_owned(), ahead: 0 }],
         nodes,
         products: products.iter().map(|product| (*product).to_owned()).collect::<BTreeSet<String>>(),
@@ -221,7 +221,7 @@ fn profile_is_active_once_all_nodes_have_applied_any_revision() {
         let (_, findings) = compute_for(&found(nodes, &[GPU]), RolloutState::Progressing);
         let (status, reason, message) = condition(&findings, Type::Active);
         assert_eq!((status, reason), expected);
-        assert!(message.contains("the data path does not use profiles"), "{message}");
+        assert!(message.contains("no effect on the agents' own I/O"), "{message}");
     }
     let (_, findings) = compute_for(&found(Vec::new(), &["NVIDIA L4"]), RolloutState::Idle);
     assert_eq!(condition(&findings, Type::Active).1, Reason::WrongGpu);
