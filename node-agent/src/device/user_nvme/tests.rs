@@ -202,7 +202,8 @@ fn each_obstacle_is_reported_with_its_remedy() {
         ),
         (
             |root| {
-                fs::write(root.join("sys/bus/pci/devices/0000:3b:00.0/class"), "0x020000\n").expect("written")
+                fs::write(root.join("sys/bus/pci/devices/0000:3b:00.0/class"), "0x020000\n")
+                    .expect("written");
             },
             ["not an NVMe controller", "reprise doctor"],
         ),
