@@ -13,7 +13,7 @@ REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
 
-.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
+.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent"
@@ -23,6 +23,7 @@ help:
 	@echo "make wheel       build the Python package for Python 3.11 and later"
 	@echo "make test-python run the tests of the Python package with real processes"
 	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
+	@echo "make vm-test     run the NVMe driver on a controller of a virtual machine, through VFIO; needs Debian packages"
 	@echo "make e2e-k8s     run the Kubernetes tests only: two nodes with real pods; needs root, installs packages"
 	@echo "make e2e-scale   run the operator with 1,000 kwok nodes: time, memory, writes; needs root"
 	@echo "make e2e-skew    upgrade from an older commit (OLD=COMMIT) under load, and roll back; needs root"
@@ -60,7 +61,7 @@ lint: check lint-python
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 # These tests are built only by name: `--all-targets` does not include them.
-	cargo clippy --locked --workspace --test e2e --test api_server --test cluster --test scale -- -D warnings
+	cargo clippy --locked --workspace --test e2e --test api_server --test cluster --test scale --test vm -- -D warnings
 	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
 
@@ -81,7 +82,7 @@ AGENT_PROGRAMS := cargo build --locked --workspace --bin reprise-agent --bin rep
 # All programs and the Kubernetes tests, without the tests of every crate.
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
-test: lint etcd cluster helm
+test: lint etcd cluster helm vm-test
 	cargo check --locked $(DEMO_PROGRAMS)
 	e2e/prometheus/promtool.sh
 	$(PROGRAMS)
@@ -108,6 +109,13 @@ test-python:
 test-vllm:
 	$(AGENT_PROGRAMS)
 	python/test-vllm.sh
+
+# The first run downloads QEMU and a kernel (114 MB). The program in the machine is optimised, since its speed is compared
+# with the kernel's.
+vm-test:
+	e2e/vm/packages.sh > /dev/null
+	cargo build --locked --profile images -p reprise-nvme --example vm_guest
+	REPRISE_VM_GUEST=$(CARGO_TARGET_DIR)/images/examples/vm_guest cargo test --locked --workspace --test vm
 
 e2e-k8s: etcd cluster images-test
 	$(CLUSTER_PROGRAMS)

@@ -3,6 +3,10 @@
 //! Probes of io_uring, memory and direct I/O try the operation; the others read /sys, /proc and /dev. The
 //! command changes no setting of the machine; its advice names the setting to change.
 
+mod gpu_path;
+mod user_nvme;
+
+use std::borrow::Cow;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -38,12 +42,18 @@ pub(crate) struct DoctorArgs {
     /// `$REPRISE_CACHE` replaces `~/.cache/reprise`.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// Also report each requirement of I/O that GPUs issue.
+    #[arg(long)]
+    gpu: bool,
+    /// Read /sys, /proc and /dev of NVMe controllers and GPUs below this directory.
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    root: PathBuf,
 }
 
 /// Result of one probe.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
-    name: &'static str,
+    name: Cow<'static, str>,
     verdict: Verdict,
     /// Observed state of the machine.
     found: String,
@@ -64,6 +74,17 @@ enum Verdict {
     Bad,
 }
 
+impl Finding {
+    fn new(
+        name: impl Into<Cow<'static, str>>,
+        verdict: Verdict,
+        found: impl Into<String>,
+        consequence: impl Into<String>,
+    ) -> Finding {
+        Finding { name: name.into(), verdict, found: found.into(), consequence: consequence.into() }
+    }
+}
+
 pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<()> {
     let directory = args.dir.clone().unwrap_or_else(cache_directory);
     fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
@@ -75,6 +96,10 @@ pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<(
     let mut findings = vec![processor(), memory(), huge_pages(&arena)];
     findings.extend(io(&arena));
     findings.extend([direct_io(&directory), nvme(), rdma(), gpu()]);
+    findings.extend(user_nvme::findings(&args.root));
+    if args.gpu {
+        findings.extend(gpu_path::findings(&args.root));
+    }
     for finding in &findings {
         audience.emit(finding);
         let mark = match finding.verdict {
@@ -100,7 +125,7 @@ fn processor() -> Finding {
     let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let wide = flags.split_whitespace().any(|flag| flag == "vpclmulqdq");
     Finding {
-        name: "processor",
+        name: "processor".into(),
         verdict: if wide { Verdict::Good } else { Verdict::Fair },
         found: format!("{cores} cores; VPCLMULQDQ {}", if wide { "yes" } else { "no" }),
         consequence: format!("CRC32C of copied blocks: {}", checksum_method()),
@@ -112,7 +137,7 @@ fn memory() -> Finding {
     let bytes = |name| meminfo.as_ref().and_then(|meminfo| meminfo.bytes(name));
     let field = |name| bytes(name).map_or_else(|| "unknown".to_owned(), bytes_text);
     Finding {
-        name: "memory",
+        name: "memory".into(),
         verdict: Verdict::Good,
         found: format!("{} of {} available", field("MemAvailable"), field("MemTotal")),
         consequence: match arena_bytes_max() {
@@ -156,7 +181,7 @@ fn huge_pages(arena: &Result<Arena, BufferError>) -> Finding {
             let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
             let upgrade = if is_older(&release, COLLAPSE_SINCE) { ", or use Linux 6.1 or later" } else { "" };
             Finding {
-                name: "huge pages",
+                name: "huge pages".into(),
                 verdict: if kind == PageKind::Small { Verdict::Fair } else { Verdict::Good },
                 found: format!(
                     "{settings}; pages of an arena of {}: {coverage}",
@@ -174,7 +199,7 @@ fn huge_pages(arena: &Result<Arena, BufferError>) -> Finding {
             }
         }
         Err(error) => Finding {
-            name: "huge pages",
+            name: "huge pages".into(),
             verdict: Verdict::Bad,
             found: format!(
                 "{settings}; cannot allocate an arena of {}: {error}",
@@ -190,13 +215,13 @@ fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
     let probe = reprise_io::probe(regions);
     let ring = match &probe.io_uring {
         Ok(mode) => Finding {
-            name: "io_uring",
+            name: "io_uring".into(),
             verdict: Verdict::Good,
             found: format!("available ({mode})"),
             consequence: "device I/O uses io_uring, with one ring per device".to_owned(),
         },
         Err(error) => Finding {
-            name: "io_uring",
+            name: "io_uring".into(),
             verdict: Verdict::Fair,
             found: format!("not available: {error}"),
             consequence:
@@ -208,7 +233,7 @@ fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
     let limit = probe.memlock_limit.map_or_else(|| "unlimited".to_owned(), bytes_text);
     let buffers = match &probe.registered_buffers {
         Ok(count) => Finding {
-            name: "registered buffers",
+            name: "registered buffers".into(),
             verdict: Verdict::Good,
             found: format!(
                 "a {} probe arena ({count} regions) was registered; memlock limit {limit}",
@@ -217,7 +242,7 @@ fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
             consequence: "the kernel maps arena regions once, not for each operation".to_owned(),
         },
         Err(error) => Finding {
-            name: "registered buffers",
+            name: "registered buffers".into(),
             verdict: Verdict::Fair,
             found: format!("not available: {error}; memlock limit {limit}"),
             consequence:
@@ -236,13 +261,13 @@ fn direct_io(directory: &Path) -> Finding {
     drop(fs::remove_file(&path));
     match opened {
         Ok(()) => Finding {
-            name: "direct I/O",
+            name: "direct I/O".into(),
             verdict: Verdict::Good,
             found: format!("files can be opened with O_DIRECT in {}", directory.display()),
             consequence: "pool files bypass the page cache".to_owned(),
         },
         Err(error) => Finding {
-            name: "direct I/O",
+            name: "direct I/O".into(),
             verdict: Verdict::Fair,
             found: format!("cannot open a file with O_DIRECT in {}: {error}", directory.display()),
             consequence:
@@ -256,7 +281,7 @@ fn direct_io(directory: &Path) -> Finding {
 fn nvme() -> Finding {
     let devices = entries("/sys/class/nvme");
     Finding {
-        name: "NVMe",
+        name: "NVMe".into(),
         verdict: if devices.is_empty() { Verdict::Absent } else { Verdict::Good },
         found: if devices.is_empty() { "no controller".to_owned() } else { devices.join(", ") },
         consequence: if devices.is_empty() {
@@ -270,7 +295,7 @@ fn nvme() -> Finding {
 fn rdma() -> Finding {
     let devices = entries("/sys/class/infiniband");
     Finding {
-        name: "RDMA",
+        name: "RDMA".into(),
         verdict: Verdict::Absent,
         found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
         consequence: "transfers between nodes use TCP; this version does not support RDMA".to_owned(),
@@ -281,11 +306,12 @@ fn gpu() -> Finding {
     let devices: Vec<String> =
         entries("/dev").into_iter().filter(|name| name.starts_with("nvidia")).collect();
     Finding {
-        name: "GPU",
+        name: "GPU".into(),
         verdict: Verdict::Absent,
         found: if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") },
-        consequence: "engines read blocks through host memory; this version has no GPU-initiated I/O"
-            .to_owned(),
+        consequence:
+            "engines read blocks through host memory unless queue pairs are granted to a GPU: see --gpu"
+                .to_owned(),
     }
 }
 

@@ -16,7 +16,7 @@ mod texts;
 mod workloads;
 
 pub use amounts::{AmountError, Percent, Permille, Quantity, Span};
-pub use choices::{DeletionPolicy, Engine, FallbackEngine, ForeignSignatures, NodeMode};
+pub use choices::{DeletionPolicy, DeviceClass, Engine, FallbackEngine, ForeignSignatures, NodeMode};
 pub use selection::{
     ClusterRef, ConfigMapRef, KeyRef, LabelSelector, LabelTerm, LabelTermOperator, Labels, ObjectRef,
     SecretRef, Toleration, TolerationEffect, TolerationOperator,

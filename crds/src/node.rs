@@ -105,6 +105,15 @@ pub struct PoolClaim {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub globs: Vec<DeviceGlob>,
+    /// Accepted serial numbers of NVMe controllers, as in the pool. Empty: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub serials: Vec<Serial>,
+    /// Namespace of NVMe controllers. Absent: the only one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub namespace_id: Option<u32>,
     /// Upper bound on the devices used on the node.
     #[serde(default = "devices_per_node")]
     #[schemars(range(min = 1, max = 32))]

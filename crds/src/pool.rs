@@ -9,13 +9,16 @@ use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
 use crate::fields::{
-    ConfirmationText, DeletionPolicy, DeviceGlob, Engine, FallbackEngine, ForeignSignatures, HostPath,
-    LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Span, from_defaults,
+    ConfirmationText, DeletionPolicy, DeviceClass, DeviceGlob, Engine, FallbackEngine, ForeignSignatures,
+    HostPath, LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Serial, Span, from_defaults,
 };
 use crate::status::Condition;
 
 /// Upper bound on the devices of one node; the agent's limit.
 pub const DEVICES_PER_NODE_MAX: u32 = 32;
+
+/// Share of queue pairs of a controller that may be allocated to GPUs, unless `maxGpuQueuePercent` is set.
+pub const GPU_QUEUE_PERCENT_DEFAULT: Percent = Percent(50);
 
 /// Desired state of a pool: storage, nodes and settings.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -50,6 +53,10 @@ pub const DEVICES_PER_NODE_MAX: u32 = 32;
     .message("the storage of a pool (devices, directory or claims) is immutable: create a new SSDPool and delete this one"))]
 #[x_kube(validation = Rule::new("!(self.engine in ['IoUringCmd', 'GpuQueue']) || has(self.devices)")
     .message("engines IoUringCmd and GpuQueue require raw devices: use devices, or engine IoUring or Plain"))]
+#[x_kube(validation = Rule::new("!has(self.devices) || (self.devices.class == 'NvmeController') == (self.engine == 'UserNvme')")
+    .message("engine UserNvme and devices of class NvmeController need each other: set both, or another engine and class"))]
+#[x_kube(validation = Rule::new("self.engine != 'UserNvme' || self.fallbackEngine == 'None'")
+    .message("the kernel does not serve controllers of engine UserNvme: set fallbackEngine to None"))]
 #[x_kube(validation = Rule::new("self.fallbackEngine != self.engine")
     .message("fallbackEngine is equal to engine: set another engine, or None to keep devices closed without it"))]
 #[x_kube(validation = Rule::new("!has(self.wipeConfirmation) || self.deletionPolicy == 'Wipe' || \
@@ -62,7 +69,7 @@ pub struct SSDPoolSpec {
     /// node is no longer selected closes its devices and keeps their data.
     #[serde(default)]
     pub node_selector: LabelSelector,
-    /// Raw block devices. Agents need access to them (`agents.deviceAccess` of the KVCacheCluster).
+    /// Raw block devices, or NVMe controllers that agents drive themselves. Agents need access to them (`agents.deviceAccess` of the KVCacheCluster).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub devices: Option<DeviceClaim>,
     /// One preallocated file in a directory of each node. Needs no privileges.
@@ -113,17 +120,37 @@ pub struct SSDPoolSpec {
     pub wipe_confirmation: Option<ConfirmationText>,
 }
 
-/// Raw block devices, by their stable names.
+/// Raw devices, by their stable names.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.globs.all(glob, glob.startsWith('/sys/bus/pci/devices/') == (self.class == 'NvmeController'))")
+    .message("globs do not fit the class: use /dev/disk/by-id/ for block devices, and /sys/bus/pci/devices/ for NVMe controllers"))]
+#[x_kube(validation = Rule::new("self.class == 'NvmeController' || (!has(self.serials) && !has(self.namespaceId))")
+    .message("serials and namespaceId are for devices of class NvmeController: remove them, or set class"))]
 pub struct DeviceClaim {
+    /// Class of the devices. Immutable.
+    #[serde(default)]
+    #[x_kube(validation = Rule::new("self == oldSelf")
+        .message("devices.class is immutable: create a new SSDPool and delete this one"))]
+    pub class: DeviceClass,
     /// Patterns of names under `/dev/disk/by-id/`, with `*` and `?`. Other device names can change on
-    /// reboot. A device with several matching names is used once.
+    /// reboot. A device with several matching names is used once. For class `NvmeController`: patterns of PCI
+    /// addresses under `/sys/bus/pci/devices/`; a pattern with `*` or `?` matches only controllers that are
+    /// bound to vfio-pci.
     #[schemars(length(min = 1, max = 16))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub globs: Vec<DeviceGlob>,
-    /// Upper bound on devices per node. Devices in use take precedence, then devices with pool data, then
-    /// the order of names.
+    /// Accepted serial numbers of NVMe controllers. A controller with another one is not used. Absent: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub serials: Vec<Serial>,
+    /// Namespace of NVMe controllers. Absent: the only one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub namespace_id: Option<u32>,
+    /// Upper bound on devices per node. Devices in use take precedence, then block devices with pool data,
+    /// then the order of names.
     #[serde(default = "devices_per_node")]
     #[schemars(range(min = 1, max = 32))]
     pub max_per_node: u32,
@@ -138,8 +165,8 @@ pub struct DeviceClaim {
     /// Handling of devices with a file system, a partition table or another program's data.
     #[serde(default)]
     pub foreign_signatures: ForeignSignatures,
-    /// Share of a controller's queue pairs that may be allocated to GPUs, in percent. The kernel keeps the
-    /// rest.
+    /// Share of a controller's queue pairs that may be allocated to GPUs, in percent. The rest stays with the
+    /// kernel, or with the agent that drives the controller.
     #[serde(default = "gpu_queue_percent")]
     #[schemars(range(min = 0, max = 75))]
     pub max_gpu_queue_percent: Percent,
@@ -318,7 +345,7 @@ fn devices_per_node() -> u32 {
 }
 
 fn gpu_queue_percent() -> Percent {
-    Percent(50)
+    GPU_QUEUE_PERCENT_DEFAULT
 }
 
 fn free_permille() -> Permille {

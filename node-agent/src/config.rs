@@ -6,6 +6,7 @@
 //! ([`ReloadableConfig`]); other agents are restarted, which takes as long as reading the journals.
 
 mod defaults;
+mod devices;
 mod kubernetes;
 mod placement;
 mod reloadable;
@@ -119,17 +120,26 @@ pub(crate) enum IoEngineChoice {
     Plain,
 }
 
-/// One file, block device or NVMe controller.
+/// One file, block device or NVMe controller; exactly one of `path`, `pci` and `emulated` is set.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceSection {
     /// Path of a file or block device.
     #[serde(default)]
     pub(crate) path: PathBuf,
-    /// PCI address of a controller that a driver in user space serves, instead of a path.
+    /// PCI address of an NVMe controller that the agent drives itself.
     #[serde(default)]
     pub(crate) pci: String,
-    /// Required for a file; for a block device, 0 or absent means the whole device.
+    /// Expected serial number of the controller; empty: any.
+    #[serde(default)]
+    pub(crate) serial: String,
+    /// Namespace of the controller; 0: the only one.
+    #[serde(default)]
+    pub(crate) namespace: u32,
+    /// Path of the file of an NVMe controller that the agent emulates, for tests and demonstrations.
+    #[serde(default)]
+    pub(crate) emulated: PathBuf,
+    /// Required for a file; for a block device or controller, 0 or absent means the whole device.
     #[serde(default)]
     pub(crate) bytes: ByteSize,
 }
@@ -304,8 +314,16 @@ io_engine = "auto"         # "auto", "io_uring" or "plain"
 # [[pool.devices]]
 # path = "/var/lib/reprise/pool-0"
 # bytes = "100GiB"
-# An NVMe controller can be named by its PCI address instead (pci = "0000:3b:00.0"). It needs a driver in user space,
-# which this release does not have, so the agent refuses it.
+# Instead of a path, a device can be an NVMe controller that the agent drives itself, without the kernel. It must be
+# bound to vfio-pci; `reprise doctor` reports what a node lacks. The agent accepts no other drive at this address.
+# [[pool.devices]]
+# pci = "0000:3b:00.0"
+# serial = "S5GXNF0R"      # expected serial number; empty: any
+# namespace = 1            # 0: the only one
+# For tests and demonstrations, the agent emulates a controller on a file. Logs and status state the emulation.
+# [[pool.devices]]
+# emulated = "/var/lib/reprise/emulated-0"
+# bytes = "1GiB"
 
 [cache]
 # Eviction order in memory and on devices. "priority_lru": low priority first, then least recently used.

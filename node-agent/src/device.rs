@@ -15,10 +15,12 @@ mod names;
 mod open;
 mod pieces;
 mod reads;
+mod user_nvme;
 mod worker;
 
 pub(crate) use identity::{Membership, PoolIdentity};
 pub(crate) use open::{OpenErrorKind, is_held_by_earlier, open_error_kind};
+pub(crate) use user_nvme::{ControllerHandle, ControllerKind, ControllerProperties};
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
@@ -79,6 +81,8 @@ pub(crate) struct DeviceInfo {
     pub(crate) description: DeviceDescription,
     pub(crate) bytes: u64,
     pub(crate) engine: EngineKind,
+    /// The controller, if this process drives it.
+    pub(crate) controller: Option<ControllerHandle>,
     pub(crate) caching: Caching,
     pub(crate) recovery: RecoveryInfo,
     /// Set when a sync has failed: with a page cache, later reads may return data that is not on the
@@ -88,6 +92,17 @@ pub(crate) struct DeviceInfo {
     pub(crate) write_error: Arc<OnceLock<String>>,
     /// Operations since opening that failed with a medium error or were lost on the way to it.
     pub(crate) media_errors: Arc<AtomicU32>,
+}
+
+impl DeviceInfo {
+    /// Returns the name of the engine, which states an emulated controller.
+    pub(crate) fn engine_name(&self) -> String {
+        let kind = self.controller.as_ref().map(|controller| controller.properties().kind);
+        match kind {
+            Some(ControllerKind::Emulated) => format!("{}-emulated", self.engine),
+            Some(ControllerKind::Hardware) | None => self.engine.to_string(),
+        }
+    }
 }
 
 /// Result of the recovery.
@@ -166,6 +181,7 @@ struct OpenProperties {
     engine: EngineKind,
     caching: Caching,
     shared: Option<Arc<SharedFile>>,
+    controller: Option<ControllerHandle>,
     waker: Waker,
 }
 
@@ -359,12 +375,21 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
     };
     let RecoveredPool { pool, stored, names, recovery } = recovered;
     let membership = Membership::of(&pool);
-    let OpenProperties { bytes, engine, caching, shared, waker } = properties;
+    let OpenProperties { bytes, engine, caching, shared, controller, waker } = properties;
     let Opening { description, commands, sync_failed, write_error, media_errors, thread, .. } = opening;
-    let info =
-        DeviceInfo { description, bytes, engine, caching, recovery, sync_failed, write_error, media_errors };
+    let info = DeviceInfo {
+        description,
+        bytes,
+        engine,
+        controller,
+        caching,
+        recovery,
+        sync_failed,
+        write_error,
+        media_errors,
+    };
     tracing::info!(
-        path = %info.description, bytes, engine = %info.engine, blocks = recovery.blocks, records = recovery.records,
+        path = %info.description, bytes, engine = info.engine_name(), blocks = recovery.blocks, records = recovery.records,
         took_ms = recovery.took.as_millis(), formatted = recovery.formatted, grown_bytes = recovery.grown_bytes,
         "pool device ready"
     );

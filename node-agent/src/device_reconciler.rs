@@ -49,7 +49,7 @@ use crate::admin::AdminContext;
 use crate::bindings::BindingsFile;
 use crate::config::{PoolSettings, ReloadableConfig};
 use crate::core_loop::{AttachedDevice, Inbox, Input};
-use crate::device::{DeviceContext, OpenedDevice, access};
+use crate::device::{ControllerHandle, DeviceContext, OpenedDevice, access};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
 use crate::modes::Modes;
@@ -165,6 +165,8 @@ struct Worker {
     controllers: Vec<ControllerFact>,
     /// Drives by device path, as of the last resolution.
     drives: BTreeMap<String, controllers::Drive>,
+    /// Controllers that the agent drives, by device path.
+    open_controllers: BTreeMap<String, ControllerHandle>,
 }
 
 impl ReconcilerThread {
@@ -202,6 +204,7 @@ impl ReconcilerThread {
             persist_error: None,
             controllers: Vec::new(),
             drives: BTreeMap::new(),
+            open_controllers: BTreeMap::new(),
         };
         let thread = std::thread::Builder::new()
             .name("reconciler".to_owned())
@@ -320,10 +323,15 @@ impl Worker {
 
     /// Starts a thread for each drive whose health log is due.
     fn read_health_logs(&mut self) {
-        for (path, description) in self.wear.due(Instant::now(), &facts::open_devices(&self.reconciler)) {
+        let open = facts::open_devices(&self.reconciler, &self.open_controllers);
+        for (path, description) in self.wear.due(Instant::now(), &open) {
             let (results, asked) = (self.results.0.clone(), path.clone());
+            let controller = self.open_controllers.get(&path).cloned();
             let body = move || {
-                let log = access::health_log(&description);
+                let log = match controller {
+                    Some(controller) => controller.health_log(),
+                    None => access::health_log(&description),
+                };
                 let _ = results.send(TaskResult::HealthRead { path: asked, log });
             };
             if spawn("health-log", body).is_err() {
@@ -400,7 +408,8 @@ impl Worker {
         pools.extend(persisted);
         self.reconciler.set_desired(pools);
         let sys = self.parts.root.join("sys");
-        self.controllers = controllers::scan(&sys, self.reconciler.wanted());
+        self.open_controllers.retain(|_, handle| handle.controller().is_some());
+        self.controllers = controllers::scan(&sys, self.reconciler.wanted(), &self.open_controllers);
         self.queues.update(&self.controllers);
         self.drives = controllers::drives(&sys, self.reconciler.wanted());
     }
@@ -457,6 +466,9 @@ impl Worker {
                 for OpenResult { path, id, result } in tried {
                     match result {
                         Ok((opened, facts)) => {
+                            if let Some(controller) = &opened.device.info().controller {
+                                self.open_controllers.insert(path.clone(), controller.clone());
+                            }
                             self.attach(id, *opened);
                             self.reported.remove(&path);
                             self.reconciler.opened(&path, id, facts);

@@ -339,7 +339,7 @@ impl Metrics {
 }
 
 fn info_labels(device: DeviceId, info: &DeviceInfo) -> DeviceInfoLabels {
-    let (io_engine, caching) = (info.engine.to_string(), format!("{:?}", info.caching).to_lowercase());
+    let (io_engine, caching) = (info.engine_name(), format!("{:?}", info.caching).to_lowercase());
     DeviceInfoLabels { device: device.0, io_engine, caching }
 }
 

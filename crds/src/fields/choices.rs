@@ -74,6 +74,9 @@ choice! {
         Plain,
         /// NVMe commands through io_uring, for raw devices only. Not in this release.
         IoUringCmd,
+        /// The agent drives NVMe controllers itself, without the kernel: `devices` of class `NvmeController`. For
+        /// a `directory`, it emulates a controller on the file, for tests.
+        UserNvme,
         /// GPUDirect Storage through cuFile. Not in this release.
         Gds,
         /// NVMe queue pairs of GPUs, for raw devices only. Not in this release.
@@ -93,6 +96,17 @@ choice! {
         IoUring,
     }
     default None
+}
+
+choice! {
+    /// Class of devices.
+    DeviceClass {
+        /// Block devices of the kernel.
+        BlockDevice,
+        /// NVMe controllers that are bound to vfio-pci. The agent has the whole controller.
+        NvmeController,
+    }
+    default BlockDevice
 }
 
 choice! {

@@ -97,7 +97,7 @@ text!(
 );
 text!(
     /// Pattern of stable device names; `*` and `?` match characters of one path segment.
-    DeviceGlob, (17, 200), r"^/dev/disk/by-id/[-A-Za-z0-9._:+*?]+$"
+    DeviceGlob, (17, 200), r"^(/dev/disk/by-id/[-A-Za-z0-9._:+*?]+|/sys/bus/pci/devices/[0-9a-f:.*?]+)$"
 );
 text!(
     /// Path of a device or file on a node.

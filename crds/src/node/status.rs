@@ -163,12 +163,18 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 512))]
     pub message: String,
-    /// Serial number. Set for NVMe drives of `devices` pools.
+    /// Serial number. Set for NVMe drives of `devices` pools, and for controllers that the agent drives.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<Serial>,
-    /// Model. Set for NVMe drives of `devices` pools.
+    /// Model. Set for NVMe drives of `devices` pools, and for controllers that the agent drives.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Text>,
+    /// Namespace of an NVMe controller that the agent drives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub namespace_id: Option<u32>,
+    /// Whether the agent emulates the NVMe controller: engine `UserNvme` with a `directory`.
+    #[serde(default)]
+    pub emulated: bool,
     /// Bytes used for blocks and their metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Quantity>,
@@ -244,7 +250,7 @@ pub struct Controller {
     /// SSDPool that it belongs to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<ShortName>,
-    /// I/O queue pairs of the controller.
+    /// I/O queue pairs of the controller: those of the kernel, or those that it has granted to the agent.
     pub queue_pairs: u32,
     /// Queue pairs created for GPUs. Always 0 in this release; `applied.queues` lists the reserved ones.
     pub queue_pairs_lent: u32,

@@ -354,6 +354,36 @@ fn doctor_reports_findings_with_their_consequences() {
 }
 
 #[test]
+fn doctor_reports_each_step_of_user_space_nvme_and_each_item_of_a_gpu() {
+    let env = TestEnv::new();
+    let root = env.folder().join("root");
+    let function = root.join("sys/bus/pci/devices/0000:3b:00.0");
+    std::fs::create_dir_all(&function).expect("a folder");
+    std::fs::write(function.join("class"), "0x010802\n").expect("written");
+    let findings = objects(&[
+        "doctor",
+        "--gpu",
+        "--root",
+        root.to_str().expect("our folders have plain names"),
+        "--json",
+    ]);
+    for (name, words) in [
+        ("user NVMe: IOMMU", "intel_iommu=on"),
+        ("user NVMe: vfio-pci", "modprobe vfio-pci"),
+        ("user NVMe: 0000:3b:00.0", "not available to agents"),
+        ("GPU: kernel driver", "install the NVIDIA driver"),
+        ("GPU: driver library", "libnvidia-compute"),
+        ("GPU: green contexts", "install the NVIDIA driver"),
+        ("GPU: dma-buf", "open kernel modules"),
+    ] {
+        let finding = findings.iter().find(|finding| finding["name"] == name);
+        let finding = finding.unwrap_or_else(|| panic!("no finding {name} in {findings:?}"));
+        assert_eq!(finding["verdict"], "absent", "{finding}");
+        assert!(finding["consequence"].as_str().is_some_and(|text| text.contains(words)), "{finding}");
+    }
+}
+
+#[test]
 fn benchmarks_report_figures_with_all_fields() {
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");

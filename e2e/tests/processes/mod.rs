@@ -27,3 +27,4 @@ mod sessions;
 mod shard_owners;
 mod start_errors;
 mod tenants;
+mod user_nvme;

@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::checksum::Crc32c;
 use crate::error::{BufferError, check_range};
@@ -59,6 +60,34 @@ impl Span {
         self.is_writable().then(|| self.memory.at(self.offset))
     }
 
+    /// Returns the word at a byte offset, for memory that is only accessed as words: queues and doorbells. Panics for
+    /// a read-only mapping, and unless the word lies inside and is aligned.
+    pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
+        let address = self.word_address(offset, size_of::<AtomicU32>());
+        // SAFETY: inside the mapping that `self` keeps alive, writable and aligned; all bit patterns are valid. The doc
+        // of `kernel` covers copies that race with it.
+        unsafe { AtomicU32::from_ptr(address.cast()) }
+    }
+
+    /// Returns the double word at a byte offset. Panics like [`Span::atomic_u32`].
+    pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
+        let address = self.word_address(offset, size_of::<AtomicU64>());
+        // SAFETY: as for `atomic_u32`.
+        unsafe { AtomicU64::from_ptr(address.cast()) }
+    }
+
+    fn word_address(&self, offset: usize, size: usize) -> *mut u8 {
+        let inside = offset.checked_add(size).is_some_and(|end| end <= self.bytes);
+        assert!(
+            inside && self.is_writable(),
+            "no writable word of {size} bytes at {offset} of {}",
+            self.bytes
+        );
+        let address = self.memory.at(self.offset + offset);
+        assert!(address.addr().is_multiple_of(size), "the word of {size} bytes at {offset} is not aligned");
+        address
+    }
+
     /// Returns the arena region of the span; `None` for a client's mapping and for page buffers.
     pub fn region_id(&self) -> Option<u16> {
         self.memory.region()
@@ -78,6 +107,26 @@ impl Span {
         // SAFETY: `dst` is valid for writing as many bytes as `src` has, and no reference into it exists;
         // `src` cannot overlap it, for spans' memory is never behind a `&[u8]` while spans exist.
         unsafe { kernel::copy(src.as_ptr(), dst, src.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes from `offset` to `dst`, unverified; an error if the range lies outside. Unlike
+    /// [`Span::slice`], it does not touch the count of owners, which other processors may change at the same time.
+    pub fn read_at(&self, offset: usize, dst: &mut [u8]) -> Result<(), BufferError> {
+        let (offset, bytes) = check_range("a span", self.bytes, offset as u64, dst.len() as u64)?;
+        // SAFETY: as for `copy_out`; the range was checked.
+        unsafe { kernel::copy(self.memory.at(self.offset + offset), dst.as_mut_ptr(), bytes) };
+        Ok(())
+    }
+
+    /// Copies `src` to `offset`, like [`Span::read_at`]; an error also if the span is read-only.
+    pub fn write_at(&self, offset: usize, src: &[u8]) -> Result<(), BufferError> {
+        let (offset, bytes) = check_range("a span", self.bytes, offset as u64, src.len() as u64)?;
+        if !self.is_writable() {
+            return Err(BufferError::ReadOnly);
+        }
+        // SAFETY: as for `copy_in`; the range was checked.
+        unsafe { kernel::copy(src.as_ptr(), self.memory.at(self.offset + offset), bytes) };
         Ok(())
     }
 

@@ -24,7 +24,7 @@ use crate::sys;
 /// How long opening waits until the former holder has released the device. Operations of a killed process end
 /// within device latencies: milliseconds, or seconds on an overloaded machine. A longer holder is a living
 /// process, or the kernel itself.
-const HOLDER_PATIENCE: Duration = Duration::from_secs(10);
+pub const HOLDER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Pause between two attempts to acquire a device.
 const HOLDER_RETRY: Duration = Duration::from_millis(10);

@@ -10,7 +10,8 @@
 //! * [`EngineKind::UserNvme`]: a driver in user space; in the crate `reprise-nvme`.
 //! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
 //!
-//! In addition, [`health_log`] reads the wear indicators of an NVMe drive.
+//! In addition, [`health_log`] reads the wear indicators of an NVMe drive, and [`foreign_signature`] recognises data of
+//! other programs.
 //!
 //! [`open_engine`] chooses between the first two. The suite in `tests/io/conformance` holds for all of them.
 //!
@@ -32,6 +33,7 @@ mod plain;
 mod probe;
 mod queue;
 mod shared;
+mod signature;
 pub mod simulated;
 mod smart;
 mod sys;
@@ -40,8 +42,8 @@ mod uring;
 mod waker;
 
 pub use block_device::BlockDevice;
-pub use description::{DeviceDescription, PciAddress, PciAddressError};
-pub use device::{Caching, DeviceFile, FileAccess, IfMissing, Preallocation, Reserve};
+pub use description::{ControllerDescription, DeviceDescription, PciAddress, PciAddressError};
+pub use device::{Caching, DeviceFile, FileAccess, HOLDER_PATIENCE, IfMissing, Preallocation, Reserve};
 pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Bounds, Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};
@@ -49,5 +51,6 @@ pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MA
 pub use probe::{IoProbe, RingMode, probe};
 pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
 pub use shared::{HolderNumber, SharedFile};
+pub use signature::{POOL_MAGIC, SIGNATURE_BYTES, foreign_signature};
 pub use smart::{HealthLog, health_log};
 pub use waker::{Doorbell, Waker};

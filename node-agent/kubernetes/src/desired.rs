@@ -84,6 +84,10 @@ pub struct Claim {
     pub generation: i64,
     /// Where blocks are stored.
     pub source: Source,
+    /// Accepted serial numbers of NVMe controllers; empty: any.
+    pub serials: Vec<String>,
+    /// Namespace of NVMe controllers; `None`: the only one.
+    pub namespace: Option<u32>,
     /// Size of the file or of each device in bytes; `None`: the whole device.
     pub bytes: Option<u64>,
     /// Bytes that stay available on the file system of the file; `None`: the agent's default.
@@ -116,7 +120,7 @@ pub enum DataPolicy {
 /// Where blocks are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// On block devices whose stable names match.
+    /// On block devices or NVMe controllers whose stable names match.
     Devices {
         /// Path patterns of the devices.
         globs: Vec<String>,
@@ -318,6 +322,8 @@ fn read_claim(item: &Value) -> Result<Claim, SpecError> {
         uid: claim.uid.to_string(),
         generation: claim.generation,
         source,
+        serials: claim.serials.iter().map(ToString::to_string).collect(),
+        namespace: claim.namespace_id,
         bytes,
         reserve_bytes,
         engine: claim.engine,

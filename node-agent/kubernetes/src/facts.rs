@@ -156,6 +156,10 @@ pub struct DeviceFact {
     pub serial: Option<String>,
     /// Model of the drive.
     pub model: Option<String>,
+    /// Namespace of a controller that the agent drives.
+    pub namespace: Option<u32>,
+    /// Whether the agent emulates the controller.
+    pub emulated: bool,
 }
 
 /// An NVMe controller of the node.
@@ -167,7 +171,7 @@ pub struct ControllerFact {
     pub pci_address: Option<String>,
     /// The pool that uses one of its devices.
     pub pool: Option<String>,
-    /// Number of I/O queue pairs.
+    /// Number of I/O queue pairs that the kernel has, or that the controller has granted to the agent.
     pub queue_pairs: u32,
 }
 

@@ -172,6 +172,8 @@ fn device(fact: &DeviceFact) -> Device {
         message: message.chars().take(DEVICE_MESSAGE_CHARS_MAX).collect(),
         serial: fact.serial.as_ref().map(Serial::new),
         model: fact.model.as_deref().map(short),
+        namespace_id: fact.namespace,
+        emulated: fact.emulated,
         size: is_open.then(|| quantity(fact.size)),
         used: is_open.then(|| quantity(rounded(fact.used, fact.size))),
         engine: fact.engine,

@@ -1,5 +1,8 @@
 //! A controller: its start, its admin queue, and the queue pairs that it has granted.
 
+mod memory_buffer;
+mod raw;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -9,12 +12,14 @@ use reprise_io::HealthLog;
 use crate::backing::{Backing, DmaMemory, read_u64, write_u64};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
-use crate::queue::{CommandId, ENTRIES_MAX, Ended, QueuePair, QueueShape};
+use crate::queue::{CommandId, Ended, QueueMemory, QueuePair, QueueShape};
 use crate::spec::{
     self, AdminQueueSizes, Capabilities, Command, Configuration, ControllerIdentity, ControllerStatus,
     DELETE_CQ, DELETE_SQ, DataPointer, HEALTH_BYTES, HEALTH_LOG, IDENTIFY_BYTES, NamespaceIdentity,
     NamespaceList, PAGE_BYTES, Shutdown, ShutdownStatus, Status, Version, cns, offset,
 };
+
+pub use raw::{QueueAddresses, RawQueuePair};
 
 /// Entries of the admin queues.
 const ADMIN_ENTRIES: u16 = 32;
@@ -120,7 +125,12 @@ impl<B: Backing> Controller<B> {
         disable(&*backing, limit)?;
         let shape =
             QueueShape { id: 0, entries: ADMIN_ENTRIES.into(), stride: capabilities.doorbell_stride() };
-        let admin = QueuePair::new(Arc::clone(&backing), shape)?;
+        if capabilities.has_memory_buffer() {
+            // Otherwise an address from before could hide memory that is mapped there now.
+            memory_buffer::disable(&*backing);
+        }
+        let memory = QueueMemory::allocate(&*backing, shape.entries)?;
+        let admin = QueuePair::new(Arc::clone(&backing), shape, memory)?;
         let page = backing.allocate(PAGE_BYTES)?;
         let sizes = AdminQueueSizes { submission: ADMIN_ENTRIES, completion: ADMIN_ENTRIES };
         backing.write(offset::AQA, sizes.encode());
@@ -162,7 +172,17 @@ impl<B: Backing> Controller<B> {
         let wanted = self.settings.queue_pairs.clamp(1, u16::MAX - 1);
         let granted = self.command("Set Features, number of queues", &Command::request_queues(wanted))?;
         let (submission, completion) = (granted as u16, (granted >> 16) as u16);
-        self.granted = submission.min(completion).saturating_add(1).min(wanted);
+        // Doorbells of more queues would lie outside the registers.
+        let stride = self.capabilities.doorbell_stride();
+        let doorbells = self.backing.register_bytes().saturating_sub(offset::DOORBELLS) / (2 * stride);
+        let with_doorbells = u16::try_from(doorbells.saturating_sub(1)).unwrap_or(u16::MAX);
+        self.granted = submission.min(completion).saturating_add(1).min(wanted).min(with_doorbells);
+        if self.granted == 0 {
+            let bytes = self.backing.register_bytes();
+            return Err(NvmeError::Unsupported(format!(
+                "its BAR 0 of {bytes} bytes has no doorbells of I/O queues"
+            )));
+        }
         self.free_queues = (1..=self.granted).rev().collect();
         Ok(())
     }
@@ -207,31 +227,61 @@ impl<B: Backing> Controller<B> {
     /// # Errors
     /// `NoQueue` if all granted pairs are in use, `Refused`, `Memory`, or the admin queue fails.
     pub fn create_queue_pair(&mut self, entries: u32) -> Result<QueuePair<B>, NvmeError> {
-        let entries = entries.clamp(2, self.capabilities.entries_max().min(ENTRIES_MAX));
+        let entries = entries.clamp(2, self.entries_max());
+        let memory = QueueMemory::allocate(&*self.backing, entries)?;
+        self.create_queue_pair_in(entries, memory)
+    }
+
+    /// Creates an I/O queue pair in memory of the caller: of the host, of the controller's memory buffer, or of another
+    /// device.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory is too small or the number of entries not possible; else as
+    /// [`create_queue_pair`](Self::create_queue_pair).
+    pub fn create_queue_pair_in(
+        &mut self,
+        entries: u32,
+        memory: QueueMemory<B::Memory>,
+    ) -> Result<QueuePair<B>, NvmeError> {
+        let max = self.entries_max();
+        if !(2..=max).contains(&entries) {
+            return Err(NvmeError::Invalid(format!("a queue pair of {entries} entries: 2 to {max}")));
+        }
         let stride = self.capabilities.doorbell_stride();
+        self.with_free_number(|controller, id| {
+            let shape = QueueShape { id, entries, stride };
+            let queue = QueuePair::new(Arc::clone(&controller.backing), shape, memory)?;
+            let (submissions, completions) = queue.addresses();
+            controller.create_queues(id, entries, QueueAddresses { submissions, completions })?;
+            Ok(queue)
+        })
+    }
+
+    /// Creates something with the number of a queue pair, which is free again if that fails.
+    fn with_free_number<T>(
+        &mut self,
+        create: impl FnOnce(&mut Controller<B>, u16) -> Result<T, NvmeError>,
+    ) -> Result<T, NvmeError> {
         let Some(id) = self.free_queues.pop() else {
             return Err(NvmeError::NoQueue { granted: self.granted });
         };
-        let created = self.try_create(QueueShape { id, entries, stride });
+        let created = create(self, id);
         // A number whose state is unknown is not used again before a reset.
-        if let Err(NvmeError::Refused { .. } | NvmeError::Memory(_)) = created {
+        if let Err(NvmeError::Refused { .. } | NvmeError::Memory(_) | NvmeError::Invalid(_)) = created {
             self.free_queues.push(id);
         }
         created
     }
 
-    fn try_create(&mut self, shape: QueueShape) -> Result<QueuePair<B>, NvmeError> {
-        let QueueShape { id, entries, .. } = shape;
-        let queue = QueuePair::new(Arc::clone(&self.backing), shape)?;
-        let (submissions, completions) = queue.addresses();
-        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, completions))?;
+    fn create_queues(&mut self, id: u16, entries: u32, at: QueueAddresses) -> Result<(), NvmeError> {
+        self.command("Create I/O Completion Queue", &Command::create_cq(id, entries, at.completions))?;
         let created =
-            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, submissions));
+            self.command("Create I/O Submission Queue", &Command::create_sq(id, entries, at.submissions));
         if let Err(error @ NvmeError::Refused { .. }) = created {
             self.command("Delete I/O Completion Queue", &Command::delete_queue(DELETE_CQ, id))?;
             return Err(error);
         }
-        created.map(|_| queue)
+        created.map(|_| ())
     }
 
     /// Deletes a queue pair. The controller no longer accesses the memory of its commands.
@@ -430,7 +480,7 @@ fn check_capabilities(capabilities: Capabilities) -> Result<(), NvmeError> {
     Ok(())
 }
 
-fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
+pub(crate) fn check_alive(status: ControllerStatus) -> Result<(), NvmeError> {
     match status {
         status if status.is_gone() => Err(NvmeError::Gone),
         status if status.is_fatal() => Err(NvmeError::Fatal),

@@ -1,5 +1,6 @@
 //! A namespace of a controller as a block device.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_buffers::PageBuffer;
@@ -9,9 +10,10 @@ use reprise_io::{
 };
 
 use crate::backing::Backing;
-use crate::controller::{Controller, DriverSettings};
+use crate::controller::{Controller, DriverSettings, Namespace};
 use crate::engine::NvmeEngine;
 use crate::error::NvmeError;
+use crate::shared::{OpenController, SharedController};
 use crate::spec::{Command, WRITE_ZEROES};
 
 /// Entries of the queue pair of a device. A large operation has many commands.
@@ -82,9 +84,14 @@ impl<B: Backing> NvmeDevice<B> {
         Ok(NvmeDevice { engine, bytes, access })
     }
 
-    /// Returns the controller of the device.
-    pub fn controller(&self) -> &Controller<B> {
+    /// Returns the controller of the device, which other users share with its engine.
+    pub fn controller(&self) -> &Arc<SharedController<B>> {
         self.engine.controller()
+    }
+
+    /// Returns the namespace of the device.
+    pub fn namespace(&self) -> Namespace {
+        self.engine.namespace()
     }
 
     /// Runs one operation to its end.

@@ -1,30 +1,39 @@
 //! An NVMe controller in this process, for tests and for machines without one.
 //!
-//! It has registers, an address space, and a thread that acts as the controller: it reads entries and
-//! lists from memory, moves data, and writes completions with phase bits. [`Emulation`] configures
-//! its features and its [`Fault`]s.
+//! It has registers, an address space, and threads that act as the controller: they read entries and
+//! lists from memory, move data, and write completions with phase bits. [`Emulation`] configures
+//! its features, its threads and its [`Fault`]s.
+//!
+//! Its registers are a file that other processes can map. A doorbell that is written there wakes no thread: a thread
+//! without work then finds it within 100 µs.
 //!
 //! Not emulated: interrupts, several controllers of a subsystem, arbitration classes, end-to-end protection.
 
+mod admin;
+mod burst;
 mod faults;
 mod machine;
 mod memory;
+mod queues;
 mod storage;
 mod transfer;
 
+use std::any::Any;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 
-use reprise_buffers::{Region, SharedMemory};
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Region, Span};
 
 pub use faults::{Fault, FaultRule, Selection};
 pub use memory::EmulatedMemory;
 pub use storage::Storage;
 
-use crate::backing::Backing;
+use crate::backing::{Backing, DmaMapping, RegisterFile};
 use crate::error::NvmeError;
-use crate::spec::offset;
+use crate::spec::{PAGE_BYTES, offset};
 use machine::Machine;
 use memory::AddressSpace;
 
@@ -54,11 +63,13 @@ pub struct Emulation {
     pub namespaces: Vec<Storage>,
     /// Faults, and the commands that they harm.
     pub faults: Vec<FaultRule>,
+    /// Number of threads, 1 to 64. The queues are divided among them.
+    pub threads: usize,
 }
 
 impl Emulation {
     /// Returns a controller with one namespace, 64 queue pairs of 4,096 entries, SGLs, transfers of 1 MiB, blocks of
-    /// 512 bytes, and without faults.
+    /// 512 bytes, one thread, and without faults.
     pub fn of(storage: Storage) -> Emulation {
         Emulation {
             serial: "EMULATED0".into(),
@@ -70,6 +81,7 @@ impl Emulation {
             block_power: 9,
             namespaces: vec![storage],
             faults: Vec::new(),
+            threads: 1,
         }
     }
 }
@@ -90,27 +102,38 @@ pub struct EmulationCounters {
 /// Parts that driver and controller share.
 #[derive(Debug)]
 struct Shared {
-    registers: SharedMemory,
+    registers: Span,
     space: AddressSpace,
     /// Event that was not reported yet; 0 for none.
     event: AtomicU32,
-    /// The thread waits for a write.
-    asleep: AtomicBool,
+    /// A command of an I/O queue has run since the event was raised.
+    event_is_due: AtomicBool,
+    /// The threads that wait for a write.
+    asleep: Vec<AtomicBool>,
+    /// Registers may be written directly.
+    direct: AtomicBool,
     ending: AtomicBool,
 }
 
-/// An emulated controller: the driver's side of it. Its thread ends when it is dropped.
+/// Maximum number of threads.
+const THREADS_MAX: usize = 64;
+
+/// An emulated controller: the driver's side of it. Its threads end when it is dropped.
 #[derive(Debug)]
 pub struct EmulatedController {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<Machine>>,
+    registers: Arc<Region>,
+    machine: Option<Arc<Machine>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Dropped last: the right to use the contents of the namespaces.
+    lock: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl EmulatedController {
     /// Starts a controller.
     ///
     /// # Errors
-    /// `Memory` if its registers cannot be allocated or its thread not be started; `Invalid` for a setting outside
+    /// `Memory` if its registers cannot be allocated or its threads not be started; `Invalid` for a setting outside
     /// its range.
     pub fn start(emulation: Emulation) -> Result<EmulatedController, NvmeError> {
         let queues = (1..QUEUES_MAX as u16).contains(&emulation.queue_pairs);
@@ -119,19 +142,46 @@ impl EmulatedController {
             let text = "1 to 1,023 queue pairs of 2 to 65,536 entries, blocks of 2⁹ to 2¹² bytes";
             return Err(NvmeError::Invalid(text.into()));
         }
+        let threads = emulation.threads;
+        if !(1..=THREADS_MAX).contains(&threads) {
+            return Err(NvmeError::Invalid(format!("{threads} threads: expected 1 to {THREADS_MAX}")));
+        }
+        let bytes = REGISTER_BYTES as u64;
+        let arena = Arena::new(&ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never })?;
+        let registers = Arc::clone(&arena.regions()[0]);
         let shared = Arc::new(Shared {
-            registers: SharedMemory::create(REGISTER_BYTES)?,
+            registers: registers.span(0, bytes)?,
             space: AddressSpace::default(),
             event: AtomicU32::new(0),
-            asleep: AtomicBool::new(false),
+            event_is_due: AtomicBool::new(false),
+            asleep: (0..threads).map(|_| AtomicBool::new(false)).collect(),
+            direct: AtomicBool::new(false),
             ending: AtomicBool::new(false),
         });
-        let machine = Machine::new(Arc::clone(&shared), emulation);
-        let thread = std::thread::Builder::new().name("emulated-nvme".into());
-        let thread = thread
-            .spawn(move || machine.run())
-            .map_err(|error| NvmeError::Invalid(format!("the thread cannot be started: {error}")))?;
-        Ok(EmulatedController { shared, thread: Some(thread) })
+        let machine = Arc::new(Machine::new(Arc::clone(&shared), emulation));
+        let mut controller = EmulatedController {
+            shared,
+            registers,
+            machine: Some(Arc::clone(&machine)),
+            threads: Vec::new(),
+            lock: None,
+        };
+        for index in 0..threads {
+            let machine = Arc::clone(&machine);
+            let thread = std::thread::Builder::new().name(format!("emulated-nvme-{index}"));
+            let thread = thread
+                .spawn(move || machine.run(index))
+                .map_err(|error| NvmeError::Invalid(format!("the thread cannot be started: {error}")))?;
+            controller.threads.push(thread);
+        }
+        Ok(controller)
+    }
+
+    /// Keeps a value until the controller has ended, such as the lock of a namespace's file.
+    #[must_use]
+    pub fn keeping(mut self, lock: impl Any + Send + Sync) -> EmulatedController {
+        self.lock = Some(Box::new(lock));
+        self
     }
 
     /// Reports an asynchronous event to the driver with the next command that it runs, if one was requested.
@@ -141,17 +191,18 @@ impl EmulatedController {
 
     /// Ends the controller; returns its counters, and the contents of its namespaces.
     pub fn stop(mut self) -> (EmulationCounters, Vec<Storage>) {
-        let machine = self.end().expect("the thread runs until now");
-        machine.into_parts()
+        self.end();
+        let machine = self.machine.take().expect("it is taken once");
+        Arc::into_inner(machine).expect("its threads have ended").into_parts()
     }
 
-    fn end(&mut self) -> Option<Machine> {
-        let thread = self.thread.take()?;
+    fn end(&mut self) {
         self.shared.ending.store(true, Ordering::SeqCst);
-        thread.thread().unpark();
-        match thread.join() {
-            Ok(machine) => Some(machine),
-            Err(cause) => std::panic::resume_unwind(cause),
+        for thread in self.threads.drain(..) {
+            thread.thread().unpark();
+            if let Err(cause) = thread.join() {
+                std::panic::resume_unwind(cause);
+            }
         }
     }
 }
@@ -167,17 +218,26 @@ impl Drop for EmulatedController {
 impl Backing for EmulatedController {
     type Memory = EmulatedMemory;
 
+    fn register_bytes(&self) -> usize {
+        REGISTER_BYTES
+    }
+
     fn read(&self, offset: usize) -> u32 {
         self.shared.registers.atomic_u32(offset).load(Ordering::Acquire)
     }
 
     fn write(&self, offset: usize, value: u32) {
-        // Sequentially consistent, as the loads of the thread before it sleeps: one side sees the other.
+        // Sequentially consistent, as the loads of a thread before it sleeps: one side sees the other.
         self.shared.registers.atomic_u32(offset).store(value, Ordering::SeqCst);
-        if let Some(thread) = &self.thread
-            && self.shared.asleep.load(Ordering::SeqCst)
+        // A queue has two doorbells of 4 bytes.
+        let thread = match offset.checked_sub(offset::DOORBELLS) {
+            Some(distance) => distance / 8 % self.shared.asleep.len(),
+            None => 0,
+        };
+        if let Some(handle) = self.threads.get(thread)
+            && self.shared.asleep[thread].load(Ordering::SeqCst)
         {
-            thread.thread().unpark();
+            handle.thread().unpark();
         }
     }
 
@@ -187,5 +247,28 @@ impl Backing for EmulatedController {
 
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
         Ok(self.shared.space.map(region.span(0, region.bytes())?))
+    }
+
+    fn map_own_bar(&self, bar: u8, _offset: u64, _bytes: u64) -> Result<EmulatedMemory, NvmeError> {
+        Err(NvmeError::Unsupported(format!("BAR {bar} of an emulated controller has no memory")))
+    }
+
+    fn map(&self, span: &Span) -> Result<DmaMapping, NvmeError> {
+        let page = PAGE_BYTES as u64;
+        if span.is_empty() || !(span.as_ptr().addr() as u64 | span.len() as u64).is_multiple_of(page) {
+            return Err(NvmeError::Invalid(format!("{} bytes to map: expected whole pages", span.len())));
+        }
+        Ok(self.shared.space.map_until_dropped(span.clone()))
+    }
+
+    fn register_address(&self, offset: usize) -> Option<NonNull<u32>> {
+        self.shared.direct.store(true, Ordering::SeqCst);
+        NonNull::new(self.shared.registers.atomic_u32(offset).as_ptr())
+    }
+
+    fn register_file(&self) -> Option<RegisterFile<'_>> {
+        self.shared.direct.store(true, Ordering::SeqCst);
+        let file: BorrowedFd<'_> = self.registers.writable_fd();
+        Some(RegisterFile { file, offset: 0, bytes: REGISTER_BYTES })
     }
 }

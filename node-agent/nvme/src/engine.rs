@@ -25,12 +25,15 @@ use crate::controller::{Controller, Namespace};
 use crate::data::{DataFormat, Piece};
 use crate::error::NvmeError;
 use crate::queue::{CommandId, Ended, QueuePair};
+use crate::shared::{OpenController, SharedController};
 use crate::spec::{Command, FLUSH, READ, Status, WRITE};
 
 /// Pages of the buffer for memory that is not registered.
 const BOUNCE_PAGES: usize = 256;
-/// Time for which a waiting reap looks for completions without a sleep.
+/// Time for which a waiting reap looks for completions without a sleep: twice the usual wait, within these limits. A
+/// device that takes longer gets the shorter time.
 const SPIN: Duration = Duration::from_micros(100);
+const SPIN_MAX: Duration = Duration::from_micros(500);
 /// Length of a sleep while commands are in flight.
 const NAP: Duration = Duration::from_micros(50);
 /// Time between two searches for overdue commands.
@@ -63,8 +66,8 @@ struct Part {
 
 /// The engine; see the module.
 pub struct NvmeEngine<B: Backing> {
-    /// Dropped before queue and memory: dropping it disables the controller.
-    controller: Controller<B>,
+    /// Disabled before queue and memory are dropped: see [`NvmeEngine::end`].
+    controller: Arc<SharedController<B>>,
     queue: QueuePair<B>,
     bounce: B::Memory,
     free_pages: Vec<usize>,
@@ -80,6 +83,8 @@ pub struct NvmeEngine<B: Backing> {
     numbers: u64,
     ended: Vec<Completion>,
     checked: Instant,
+    /// Moving average of the waits that ended with a completion.
+    usual_wait: Duration,
     bell: Doorbell,
     /// Why the engine no longer works.
     lost: Option<String>,
@@ -106,6 +111,7 @@ impl<B: Backing> NvmeEngine<B> {
     ) -> Result<NvmeEngine<B>, NvmeError> {
         let queue = controller.create_queue_pair(entries)?;
         let bounce = controller.backing().allocate(BOUNCE_PAGES * IO_ALIGN)?;
+        let controller = Arc::new(SharedController::new(controller));
         let bell = Doorbell::new().map_err(|error| NvmeError::Invalid(error.to_string()))?;
         Ok(NvmeEngine {
             controller,
@@ -123,6 +129,7 @@ impl<B: Backing> NvmeEngine<B> {
             numbers: 0,
             ended: Vec::new(),
             checked: Instant::now(),
+            usual_wait: Duration::ZERO,
             bell,
             lost: None,
             is_closed: false,
@@ -139,7 +146,7 @@ impl<B: Backing> NvmeEngine<B> {
         Ok(())
     }
 
-    pub(crate) fn controller(&self) -> &Controller<B> {
+    pub(crate) fn controller(&self) -> &Arc<SharedController<B>> {
         &self.controller
     }
 
@@ -305,9 +312,10 @@ impl<B: Backing> NvmeEngine<B> {
         let (queue, limit) = (self.queue.id(), self.command_timeout);
         for part in self.parts.values_mut().filter(|part| overdue.contains(&part.id)) {
             match part.aborted_until {
-                // The others are aborted by a later check.
+                // The others are aborted by a later check, also while another user has the admin queue.
                 None => {
-                    if self.controller.request_abort(queue, part.id)? {
+                    let requested = self.controller.try_with(|one| one.request_abort(queue, part.id))?;
+                    if requested == Some(true) {
                         part.aborted_until = Some(now + limit);
                     }
                 }
@@ -375,6 +383,8 @@ impl<B: Backing> IoEngine for NvmeEngine<B> {
 
     fn reap(&mut self, wait: Wait, out: &mut Vec<Completion>) -> Result<(), IoError> {
         let start = Instant::now();
+        let spin = self.usual_wait * 2;
+        let spin = if spin <= SPIN_MAX { spin.max(SPIN) } else { SPIN };
         loop {
             let rung = wait != Wait::No && self.bell.answer();
             self.progress()?;
@@ -383,10 +393,14 @@ impl<B: Backing> IoEngine for NvmeEngine<B> {
                 return Ok(());
             };
             let elapsed = start.elapsed();
-            if self.take(out) || rung || elapsed >= limit {
+            if self.take(out) {
+                self.usual_wait = (self.usual_wait * 7 + elapsed) / 8;
                 return Ok(());
             }
-            match (self.operations.is_empty(), elapsed < SPIN) {
+            if rung || elapsed >= limit {
+                return Ok(());
+            }
+            match (self.operations.is_empty(), elapsed < spin) {
                 (true, _) => self.bell.sleep(limit - elapsed),
                 (false, true) => std::thread::yield_now(),
                 (false, false) => self.bell.sleep(NAP.min(limit - elapsed)),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use reprise_buffers::BufferError;
 
 use crate::spec::Status;
+use crate::vfio::FunctionError;
 
 /// An operation on a controller that failed.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +24,9 @@ pub enum NvmeError {
         /// Its deadline.
         limit: Duration,
     },
+    /// The engine of the controller has ended, and the controller was shut down with it.
+    #[error("the controller was shut down: open its device again")]
+    Closed,
     /// The controller has rejected a command.
     #[error("the controller rejects {what}: {status}")]
     Refused {
@@ -49,4 +53,7 @@ pub enum NvmeError {
     /// Memory for the controller could not be allocated or mapped.
     #[error("memory for the controller: {0}")]
     Memory(#[from] BufferError),
+    /// The PCI function cannot be used, or not for this purpose; with the remedy.
+    #[error("{0}")]
+    Function(#[from] FunctionError),
 }

@@ -4,8 +4,12 @@
 //! |---|---|
 //! | [`spec`] | structures and constants of the specifications; no I/O |
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
+//! | [`RawQueuePair`] | queue pairs that another processor or process drives, in memory of its own |
+//! | [`SharedController`] | a controller that an engine and others use, such as the health log |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
+//! | [`host`] | what a machine lacks for drivers in user space; reads files only |
 //! | [`emulated`] | a controller in this process, with faults on request |
+//! | [`vfio`] | a controller of this machine that is bound to vfio-pci; the only unsafe code |
 //!
 //! A driver resets the controller, identifies it, and creates queue pairs in memory that both access. Interrupts are
 //! off: completions are polled. Every command has a deadline. Data is described by SGLs if the controller has them, else
@@ -13,7 +17,7 @@
 //!
 //! Not included: pools and their format, the choice of a device, retries.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod backing;
 mod controller;
@@ -22,13 +26,19 @@ mod device;
 pub mod emulated;
 mod engine;
 mod error;
+pub mod host;
 mod queue;
+mod shared;
 pub mod spec;
+pub mod vfio;
 
-pub use backing::{Backing, DmaMemory};
-pub use controller::{Controller, DeletedQueue, DriverSettings, Namespace, was_aborted};
+pub use backing::{Backing, DmaMapping, DmaMemory, RegisterFile};
+pub use controller::{
+    Controller, DeletedQueue, DriverSettings, Namespace, QueueAddresses, RawQueuePair, was_aborted,
+};
 pub use data::{DataFormat, Piece};
 pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;
 pub use error::NvmeError;
-pub use queue::{CommandId, Ended, QueuePair};
+pub use queue::{CommandId, Ended, QueueMemory, QueuePair, QueueSizes};
+pub use shared::{OpenController, SharedController};

@@ -64,6 +64,90 @@ pub(crate) struct QueueShape {
     pub(crate) stride: usize,
 }
 
+/// Memory of a queue pair. Its parts may lie in different places: for example entries in a BAR, lists in host memory.
+#[derive(Debug)]
+pub struct QueueMemory<M> {
+    /// Submission queue entries.
+    pub submissions: M,
+    /// Completion queue entries.
+    pub completions: M,
+    /// A page of each slot, for PRP lists or SGL segments.
+    pub lists: M,
+}
+
+/// Sizes of the memory of a queue pair in bytes: whole pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueSizes {
+    /// Submission queue entries.
+    pub submissions: usize,
+    /// Completion queue entries.
+    pub completions: usize,
+    /// A page of each slot. One entry has no slot.
+    pub lists: usize,
+}
+
+impl QueueSizes {
+    /// Returns the sizes of a queue pair with a number of entries.
+    pub fn of(entries: u32) -> QueueSizes {
+        let whole = |bytes: usize| bytes.next_multiple_of(PAGE_BYTES);
+        QueueSizes {
+            submissions: whole(entries as usize * SQE_BYTES),
+            completions: whole(entries as usize * CQE_BYTES),
+            lists: (entries as usize).saturating_sub(1) * PAGE_BYTES,
+        }
+    }
+
+    /// Returns the size of all three.
+    pub fn total(self) -> usize {
+        self.submissions + self.completions + self.lists
+    }
+}
+
+impl<M: DmaMemory> QueueMemory<M> {
+    /// Allocates host memory for a queue pair with a number of entries.
+    ///
+    /// # Errors
+    /// As [`Backing::allocate`].
+    pub fn allocate<B: Backing<Memory = M>>(backing: &B, entries: u32) -> Result<QueueMemory<M>, NvmeError> {
+        let sizes = QueueSizes::of(entries);
+        Ok(QueueMemory {
+            submissions: backing.allocate(sizes.submissions)?,
+            completions: backing.allocate(sizes.completions)?,
+            lists: backing.allocate(sizes.lists)?,
+        })
+    }
+
+    /// Takes the memory of a queue pair from one piece, for example a BAR, from an offset on: submissions, completions,
+    /// lists.
+    ///
+    /// # Errors
+    /// `Invalid` if the piece is too small; [`QueueSizes`] has the required size.
+    pub fn within(memory: &M, offset: usize, entries: u32) -> Result<QueueMemory<M>, NvmeError> {
+        let sizes = QueueSizes::of(entries);
+        let whole = memory.part(offset, sizes.total())?;
+        Ok(QueueMemory {
+            submissions: whole.part(0, sizes.submissions)?,
+            completions: whole.part(sizes.submissions, sizes.completions)?,
+            lists: whole.part(sizes.submissions + sizes.completions, sizes.lists)?,
+        })
+    }
+
+    fn check(&self, entries: u32) -> Result<(), NvmeError> {
+        let QueueSizes { submissions, completions, lists } = QueueSizes::of(entries);
+        let parts =
+            [(&self.submissions, submissions), (&self.completions, completions), (&self.lists, lists)];
+        for (memory, needed) in parts {
+            if memory.bytes() < needed {
+                return Err(NvmeError::Invalid(format!(
+                    "memory of {} bytes for a queue of {entries} entries: it needs {needed}",
+                    memory.bytes()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A queue pair; see the module. One thread uses it.
 pub struct QueuePair<B: Backing> {
     backing: Arc<B>,
@@ -81,6 +165,8 @@ pub struct QueuePair<B: Backing> {
     /// Tail as of the last doorbell.
     rung: u32,
     head: u32,
+    /// Completions that were taken since the last doorbell of the completion queue.
+    unacknowledged: usize,
     phase: bool,
     /// The controller has violated the specification.
     is_broken: bool,
@@ -97,14 +183,23 @@ impl<B: Backing> std::fmt::Debug for QueuePair<B> {
 }
 
 impl<B: Backing> QueuePair<B> {
-    pub(crate) fn new(backing: Arc<B>, shape: QueueShape) -> Result<QueuePair<B>, NvmeError> {
+    pub(crate) fn new(
+        backing: Arc<B>,
+        shape: QueueShape,
+        memory: QueueMemory<B::Memory>,
+    ) -> Result<QueuePair<B>, NvmeError> {
         // One entry stays empty: tail and head are equal only if the queue is empty (Base 2.0, 3.3.1.2).
         let slots = (shape.entries - 1) as u16;
-        let whole = |bytes: usize| bytes.next_multiple_of(PAGE_BYTES);
+        memory.check(shape.entries)?;
+        let QueueMemory { submissions, completions, lists } = memory;
+        // Memory in a BAR may hold completions of an earlier queue, with the expected phase.
+        for at in (0..shape.entries as usize * CQE_BYTES).step_by(8) {
+            completions.word(at).store(0, Ordering::Relaxed);
+        }
         Ok(QueuePair {
-            submissions: backing.allocate(whole(shape.entries as usize * SQE_BYTES))?,
-            completions: backing.allocate(whole(shape.entries as usize * CQE_BYTES))?,
-            lists: backing.allocate(usize::from(slots) * PAGE_BYTES)?,
+            submissions,
+            completions,
+            lists,
             slots: vec![Slot::Free; usize::from(slots)],
             ids: (0..slots).collect(),
             free: (0..slots).collect(),
@@ -113,6 +208,7 @@ impl<B: Backing> QueuePair<B> {
             tail: 0,
             rung: 0,
             head: 0,
+            unacknowledged: 0,
             phase: true,
             is_broken: false,
         })
@@ -200,10 +296,9 @@ impl<B: Backing> QueuePair<B> {
     /// `Violation` if the controller completes a command that it does not have. Commands in flight do not end then.
     pub fn poll(&mut self, ended: &mut Vec<Ended>) -> Result<(), NvmeError> {
         self.check()?;
-        let mut taken = false;
         let result = loop {
             let Some(completion) = self.next_completion() else { break Ok(()) };
-            taken = true;
+            self.unacknowledged += 1;
             match self.end(completion) {
                 Ok(one) => ended.extend(one),
                 Err(error) => {
@@ -212,7 +307,10 @@ impl<B: Backing> QueuePair<B> {
                 }
             }
         };
-        if taken {
+        // A doorbell costs more than all else here. The controller needs it only when the entries that it regards as used,
+        // and one for each command in flight, fill the queue.
+        if self.unacknowledged > 0 && self.unacknowledged >= self.free.len() {
+            self.unacknowledged = 0;
             self.backing.write(offset::cq_head(self.shape.id, self.shape.stride), self.head);
         }
         result

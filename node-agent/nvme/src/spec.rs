@@ -16,7 +16,8 @@ pub use completion::{Completion, Status};
 pub use data_pointer::{DataPointer, PRP_LIST_ENTRIES, SglDescriptor, SglKind};
 pub use identify::{ControllerIdentity, LbaFormat, NamespaceIdentity, NamespaceList, cns};
 pub use registers::{
-    AdminQueueSizes, Capabilities, Configuration, ControllerStatus, Shutdown, ShutdownStatus, Version, offset,
+    AdminQueueSizes, Capabilities, Configuration, ControllerStatus, MemoryBufferControl,
+    MemoryBufferProperties, Shutdown, ShutdownStatus, Version, offset,
 };
 
 /// Size of a submission queue entry in bytes (Base 2.0, 3.3.3.1).

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::AdminContext;
 use crate::core_loop::CoreView;
+use crate::device::{ControllerHandle, ControllerKind};
 use crate::directory::DirectoryStatus;
 use crate::executor::DeviceView;
 use crate::metrics::{Kind, MetricValue};
@@ -75,6 +76,8 @@ struct Device {
     slot_bytes: u64,
     used_bytes: u64,
     io_engine: String,
+    /// The NVMe controller, if the agent drives it itself.
+    controller: Option<Controller>,
     direct: bool,
     /// Why the device is lost.
     lost: Option<String>,
@@ -87,6 +90,21 @@ struct Device {
     formatted: bool,
     /// Bytes that the pool gained when it was opened.
     grown_bytes: u64,
+}
+
+/// Identity of an NVMe controller that the agent drives itself, and the queue pairs that it has granted.
+#[derive(Serialize)]
+struct Controller {
+    emulated: bool,
+    /// `null` for an emulated controller.
+    pci_address: Option<String>,
+    serial: String,
+    model: String,
+    namespace: u32,
+    /// Granted I/O queue pairs, that of the agent included.
+    queue_pairs: u16,
+    /// How commands describe memory: SGL or PRP.
+    data_format: String,
 }
 
 #[derive(Serialize)]
@@ -208,7 +226,8 @@ impl Device {
             bytes: info.bytes,
             slot_bytes: usage.capacity_bytes,
             used_bytes: usage.slot_bytes_used,
-            io_engine: info.engine.to_string(),
+            io_engine: info.engine_name(),
+            controller: info.controller.as_ref().map(Controller::new),
             direct: info.caching == reprise_io::Caching::Direct,
             lost: lost.clone(),
             read_only: read_only.clone(),
@@ -218,6 +237,21 @@ impl Device {
             recovered_blocks: info.recovery.blocks,
             formatted: info.recovery.formatted,
             grown_bytes: info.recovery.grown_bytes,
+        }
+    }
+}
+
+impl Controller {
+    fn new(handle: &ControllerHandle) -> Controller {
+        let properties = handle.properties();
+        Controller {
+            emulated: properties.kind == ControllerKind::Emulated,
+            pci_address: properties.address.map(|address| address.to_string()),
+            serial: properties.serial.clone(),
+            model: properties.model.clone(),
+            namespace: properties.namespace,
+            queue_pairs: properties.queue_pairs,
+            data_format: properties.data_format.to_string(),
         }
     }
 }

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use reprise_agent_core::limits::LOAD_DEADLINE_MAX;
-use reprise_agent_core::pool::DEVICE_BYTES_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
 use reprise_policy::eviction::EvictionKind;
@@ -17,9 +16,9 @@ use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use serde::Deserialize;
 
 use super::{
-    Addresses, ArenaSection, CacheSection, Config, DeviceSection, HugePages, IoEngineChoice,
-    KubernetesSettings, LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection,
-    SessionSection, TenantSettings,
+    Addresses, ArenaSection, CacheSection, Config, HugePages, IoEngineChoice, KubernetesSettings,
+    LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, SessionSection,
+    TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -38,10 +37,6 @@ const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 /// Maximum number of devices; a full NVMe backplane has 24.
 const DEVICES_MAX: usize = 32;
-
-/// Minimum size of a device; smaller values are mistakes of the unit. The pool checks its actual
-/// requirements.
-const DEVICE_BYTES_MIN: u64 = 1 << 20;
 
 /// Maximum size of a segment; [`super::defaults`] explains why segments are small.
 const SEGMENT_BYTES_MAX: u64 = 1 << 30;
@@ -275,10 +270,11 @@ impl PoolSection {
         let mut devices: Vec<DeviceSettings> = Vec::with_capacity(self.devices.len());
         for section in &self.devices {
             let device = section.validate(reserve)?;
-            if devices.iter().any(|other| other.description == device.description) {
+            if devices.iter().any(|other| other.description.is_same_device(&device.description)) {
                 let field = match device.description {
                     DeviceDescription::Path(_) => "pool.devices.path",
                     DeviceDescription::Controller(_) => "pool.devices.pci",
+                    DeviceDescription::Emulated(_) => "pool.devices.emulated",
                 };
                 return Err(refuse(field, &device.description.to_string(), "each device once"));
             }
@@ -310,32 +306,6 @@ impl CacheSection {
             arena_session_permille,
             arena_serves_permille,
         })
-    }
-}
-
-impl DeviceSection {
-    fn validate(&self, reserve: Reserve) -> Result<DeviceSettings, AgentError> {
-        let description = self.describe()?;
-        let bytes = (self.bytes.0 != 0).then_some(self.bytes.0);
-        if let Some(bytes) = bytes {
-            size("pool.devices.bytes", bytes, (DEVICE_BYTES_MIN, DEVICE_BYTES_MAX, PAGE_BYTES))?;
-        }
-        // A file has a size; a device need not have one.
-        let missing = if bytes.is_some() { IfMissing::Create } else { IfMissing::Fail };
-        Ok(DeviceSettings { description, bytes, missing, reserve })
-    }
-
-    fn describe(&self) -> Result<DeviceDescription, AgentError> {
-        match (self.path.as_os_str().is_empty(), self.pci.as_str()) {
-            (false, "") => Ok(DeviceDescription::Path(self.path.clone())),
-            (true, "") => Err(refuse("pool.devices.path", "", "the path of a file or block device")),
-            (false, pci) => Err(refuse("pool.devices.pci", pci, "path or pci, not both")),
-            (true, pci) => {
-                let expected = "a PCI address like 0000:3b:00.0";
-                let address = pci.parse().map_err(|_| refuse("pool.devices.pci", pci, expected))?;
-                Ok(DeviceDescription::Controller(address))
-            }
-        }
     }
 }
 
@@ -487,7 +457,23 @@ mod tests {
             ("[[pool.devices]]\npci = \"3b:00.0\"", ["pool.devices.pci", "3b:00.0", "0000:3b:00.0"]),
             (
                 "[[pool.devices]]\npath = \"/x\"\npci = \"0000:3b:00.0\"",
-                ["pool.devices.pci", "0000:3b:00.0", "not both"],
+                ["pool.devices.pci", "0000:3b:00.0", "one of path, pci and emulated"],
+            ),
+            (
+                "[[pool.devices]]\npath = \"/x\"\nemulated = \"/y\"",
+                ["pool.devices.emulated", "/y", "one of path, pci and emulated"],
+            ),
+            (
+                "[[pool.devices]]\npath = \"/x\"\nserial = \"S1\"",
+                ["pool.devices.serial", "S1", "without pool.devices.pci"],
+            ),
+            (
+                "[[pool.devices]]\npci = \"0000:3b:00.0\"\nserial = \"0123456789012345678901\"",
+                ["pool.devices.serial", "0123456789012345678901", "20 ASCII"],
+            ),
+            (
+                "[[pool.devices]]\nemulated = \"/x\"\n[[pool.devices]]\npath = \"/x\"",
+                ["pool.devices.path", "/x", "each device once"],
             ),
             ("[[pool.devices]]\nbytes = \"1GiB\"", ["pool.devices.path", "''", "file or block device"]),
             (
@@ -511,16 +497,6 @@ mod tests {
             let error = refused(text);
             assert!(words.iter().all(|word| error.contains(word)), "{text:?} gave: {error}");
         }
-    }
-
-    #[test]
-    fn device_is_a_path_or_the_pci_address_of_a_controller() {
-        let text =
-            "[[pool.devices]]\npath = \"/x\"\n[[pool.devices]]\npci = \"0000:3B:00.0\"\nbytes = \"1TiB\"";
-        let settings = Config::parse(text).expect("parses").validate().expect("valid");
-        let devices = settings.pool.devices.iter();
-        let devices: Vec<_> = devices.map(|device| (device.description.to_string(), device.bytes)).collect();
-        assert_eq!(devices, [("/x".to_owned(), None), ("pci:0000:3b:00.0".to_owned(), Some(1 << 40))]);
     }
 
     #[test]

@@ -18,8 +18,10 @@ use reprise_io::{
 };
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::access::{self, Creation, OpenDevice};
+use super::names;
+use super::user_nvme::ControllerHandle;
 use super::{DeviceContent, OpenDecision, OpenProperties, RecoveredPool, RecoveryInfo};
-use super::{access, names};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
 
@@ -46,6 +48,8 @@ pub(super) struct RawDevice {
     caching: Caching,
     /// The file for clients that read and write it themselves, if it is suitable.
     shared: Option<Arc<SharedFile>>,
+    /// The controller of a device that this process drives.
+    controller: Option<ControllerHandle>,
     lend_extents: bool,
     engine: Box<dyn IoEngine>,
 }
@@ -76,11 +80,14 @@ impl OpenParams {
 /// Opens a device and reads its content. The device stays locked from before the first read until its engine
 /// is dropped.
 pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), AgentError> {
-    let device = access::open(&params.description, params.missing).map_err(|error| params.error(error))?;
+    let OpenDevice { device, controller } =
+        access::open(&params.description, params.creation()).map_err(|error| params.error(error))?;
     if device.caching() == Caching::PageCache {
         tracing::warn!(path = %params.description, "this file system does not support direct I/O: data is copied and cached twice");
     }
-    read_content(params, device)
+    let (mut open, content) = read_content(params, device)?;
+    open.controller = controller;
+    Ok((open, content))
 }
 
 /// Reads the content of an open device. A file is enlarged to its configured size, and its pool grows with it.
@@ -113,6 +120,12 @@ fn read_content(
 }
 
 impl OpenParams {
+    fn creation(&self) -> Creation {
+        let OpenParams { bytes, missing, reserve, .. } = *self;
+        let mapped_bytes = self.engine.regions.iter().map(|region| region.bytes()).sum();
+        Creation { missing, bytes, reserve, mapped_bytes, ..Creation::NONE }
+    }
+
     /// Reads the journal; `None` if the device is blank.
     fn inspect(&self, device: &mut Box<dyn BlockDevice>) -> Result<Option<RecoveredPool>, AgentError> {
         let size = whole_pages(device.as_ref());
@@ -166,7 +179,8 @@ impl OpenParams {
         let (shared, lend_extents) = (shared.map(Arc::new), self.lend_extents);
         let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
         let description = self.description.clone();
-        Ok(RawDevice { description, size, usable, caching, shared, lend_extents, engine })
+        let controller = None;
+        Ok(RawDevice { description, size, usable, caching, shared, controller, lend_extents, engine })
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {
@@ -193,6 +207,7 @@ impl RawDevice {
             engine: self.engine.kind(),
             caching: self.caching,
             shared: self.shared.clone(),
+            controller: self.controller.clone(),
             waker: self.engine.waker(),
         }
     }

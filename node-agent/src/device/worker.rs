@@ -537,4 +537,6 @@ mod test_bench;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod user_nvme;
+#[cfg(test)]
 mod write_errors;

@@ -1,6 +1,7 @@
 //! Reads the node's NVMe controllers from `class/nvme` below `/sys`: serial number, PCI address, I/O queue
 //! pairs, and the pool that uses one of the controller's devices.
 //!
+//! A controller that the agent drives is not there. It is reported with the queue pairs that it has granted.
 //! All complete controllers on the PCI bus are reported, with or without a pool. A drive with two ports has
 //! two controllers with one serial number and is reported once. A pool in a directory uses a file, not a
 //! device, and therefore has no controller.
@@ -14,6 +15,7 @@ use std::path::Path;
 use reprise_agent_kubernetes::ControllerFact;
 
 use super::reconciler::{DesiredPool, Kind};
+use crate::device::{ControllerHandle, ControllerProperties};
 
 /// Maximum number of reported controllers; those with a pool come first.
 const CONTROLLERS_MAX: usize = 32;
@@ -49,8 +51,13 @@ fn drive(sys: &Path, at: &Path) -> Option<Drive> {
     Some(Drive { serial, model: text("model").filter(|model| !model.is_empty()) })
 }
 
-/// Returns the complete controllers below `sys`, sorted by serial number. Unreadable ones are omitted.
-pub(super) fn scan(sys: &Path, pools: &[DesiredPool]) -> Vec<ControllerFact> {
+/// Returns the complete controllers below `sys` and those that the agent drives (`open`, by device path), sorted by
+/// serial number. Unreadable ones are omitted.
+pub(super) fn scan(
+    sys: &Path,
+    pools: &[DesiredPool],
+    open: &BTreeMap<String, ControllerHandle>,
+) -> Vec<ControllerFact> {
     let owners = owners(sys, pools);
     let mut found: BTreeMap<String, ControllerFact> = BTreeMap::new();
     for name in names(&sys.join("class/nvme")) {
@@ -62,11 +69,33 @@ pub(super) fn scan(sys: &Path, pools: &[DesiredPool]) -> Vec<ControllerFact> {
             *records = fact;
         }
     }
+    for (path, handle) in open {
+        let fact = granted(handle.properties(), pool_of(pools, path));
+        if is_serial(&fact.serial) {
+            found.insert(fact.serial.clone(), fact);
+        }
+    }
     let (mut reported, others): (Vec<_>, Vec<_>) = found.into_values().partition(|fact| fact.pool.is_some());
     reported.extend(others);
     reported.truncate(CONTROLLERS_MAX);
     reported.sort_by(|a, b| a.serial.cmp(&b.serial));
     reported
+}
+
+/// Returns a controller that the agent drives, with the queue pairs that it has granted.
+fn granted(properties: &ControllerProperties, pool: Option<String>) -> ControllerFact {
+    ControllerFact {
+        serial: properties.serial.clone(),
+        pci_address: properties.address.map(|address| address.to_string()).filter(|text| is_address(text)),
+        pool,
+        queue_pairs: properties.queue_pairs.into(),
+    }
+}
+
+/// Returns the pool that claims a device.
+fn pool_of(pools: &[DesiredPool], path: &str) -> Option<String> {
+    let claims = |pool: &&DesiredPool| pool.devices.iter().any(|device| device.path == path);
+    pools.iter().find(claims).map(|pool| pool.pool.clone())
 }
 
 /// Returns the pool of each controller, by the controller's name. If two pools use a controller, the first
@@ -158,6 +187,7 @@ mod tests {
 
     use super::super::reconciler::{DesiredDevice, DeviceSpec, Presence};
     use super::*;
+    use crate::device::access::Creation;
 
     /// A temporary root directory with devices and a `/sys` tree.
     struct Root(TempDir);
@@ -202,7 +232,7 @@ mod tests {
         }
 
         fn scan(&self, pools: &[DesiredPool]) -> Vec<(String, u32, Option<String>)> {
-            let found = scan(&self.path("sys"), pools);
+            let found = scan(&self.path("sys"), pools, &BTreeMap::new());
             found.into_iter().map(|fact| (fact.serial, fact.queue_pairs, fact.pool)).collect()
         }
 
@@ -275,9 +305,9 @@ mod tests {
             (root.scan(&file)[0].2.as_ref(), super::drives(&root.path("sys"), &file).len()),
             (None, 0)
         );
-        let address = scan(&root.path("sys"), &[])[1].pci_address.clone();
+        let address = scan(&root.path("sys"), &[], &BTreeMap::new())[1].pci_address.clone();
         assert_eq!(address.as_deref(), Some("0000:01:00.0"));
-        assert!(scan(&root.path("nowhere"), &pools).is_empty());
+        assert!(scan(&root.path("nowhere"), &pools, &BTreeMap::new()).is_empty());
     }
 
     #[test]
@@ -312,6 +342,29 @@ mod tests {
         let found = root.scan(&[root.pool("raw", "nvme39n1", Kind::Device)]);
         assert_eq!(found.len(), CONTROLLERS_MAX);
         assert_eq!(found[CONTROLLERS_MAX - 1], ("S39".to_owned(), 8, Some("raw".to_owned())));
+    }
+
+    #[test]
+    fn controllers_that_the_agent_drives_are_reported_with_their_granted_pairs() {
+        let root = Root::new();
+        root.controller("nvme0", "S0", "9");
+        let device = reprise_io::DeviceDescription::Emulated(root.path("disk"));
+        let creation = Creation {
+            missing: reprise_io::IfMissing::Create,
+            bytes: Some(1 << 20),
+            reserve: reprise_io::Reserve::Bytes(0),
+            ..Creation::NONE
+        };
+        let opened = crate::device::access::open(&device, creation).expect("created");
+        let handle = opened.controller.expect("a controller");
+        let pool = root.pool("emulated", "disk", Kind::File);
+        let path = pool.devices[0].path.clone();
+        let open = BTreeMap::from([(path, handle.clone())]);
+        let found = scan(&root.path("sys"), &[pool], &open);
+        let serials: Vec<&str> = found.iter().map(|fact| fact.serial.as_str()).collect();
+        assert_eq!(serials, [handle.properties().serial.as_str(), "S0"]);
+        assert_eq!((found[0].queue_pairs, found[0].pool.as_deref()), (64, Some("emulated")));
+        assert_eq!(found[0].pci_address, None);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::io::ErrorKind;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::pool::{OWNER_BYTES, owner};
-use reprise_agent_kubernetes::{DeviceFault, ForeignSignatures, Reason};
+use reprise_agent_kubernetes::{DeviceFault, Engine, ForeignSignatures, Reason};
 use reprise_io::{Caching, DeviceDescription, IfMissing, Reserve};
 
 use super::reconciler::{
@@ -16,7 +16,9 @@ use super::reconciler::{
 use super::{engines, signatures};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::device::{
-    self, DeviceContext, OpenErrorKind, OpenedDevice, PoolIdentity, access, open_error_kind,
+    self, DeviceContext, OpenErrorKind, OpenedDevice, PoolIdentity,
+    access::{self, Creation},
+    open_error_kind,
 };
 use crate::error::AgentError;
 
@@ -25,7 +27,7 @@ use crate::error::AgentError;
 const OVERWRITTEN_BYTES: u64 = 4 << 20;
 
 const _: () =
-    assert!(OVERWRITTEN_BYTES >= OWNER_BYTES as u64 && OVERWRITTEN_BYTES >= signatures::SIGNATURE_BYTES);
+    assert!(OVERWRITTEN_BYTES >= OWNER_BYTES as u64 && OVERWRITTEN_BYTES >= reprise_io::SIGNATURE_BYTES);
 
 /// The result of opening one device.
 pub(super) struct OpenResult {
@@ -119,15 +121,15 @@ pub(super) fn wipe(request: &WipeRequest) -> Result<WipeOutcome, DeviceFault> {
         start => start.map_err(unreadable)?,
     };
     match owner(&start) {
-        Ok(None) if request.kind == Kind::Device && !request.is_member => return Ok(WipeOutcome::Wiped),
+        Ok(None) if request.kind != Kind::File && !request.is_member => return Ok(WipeOutcome::Wiped),
         Ok(None) => {}
         Ok(Some(pool)) if request.pool.is_none_or(|own| own == pool) => {}
         Ok(Some(_)) => return Err(foreign("another pool")),
         Err(_) => return Err(foreign("data that is not from a Reprise pool, or a pool that cannot be read")),
     }
     tracing::warn!(path = request.path, "destroying the data of a device, as confirmed in its pool");
-    let mut opened = access::open(device, IfMissing::Fail).map_err(not_erased)?;
-    opened.erase().map_err(not_erased)?;
+    let mut opened = access::open(device, Creation::NONE).map_err(not_erased)?;
+    opened.device.erase().map_err(not_erased)?;
     Ok(if request.kind == Kind::File { WipeOutcome::FileRemains } else { WipeOutcome::Wiped })
 }
 
@@ -205,6 +207,15 @@ fn settings_of(request: &OpenRequest, settings: &PoolSettings) -> DeviceSettings
 }
 
 fn first_attempt(spec: &DeviceSpec) -> Result<Attempt, DeviceFault> {
+    // A controller has no block device for another engine, and a block device of the kernel has no controller for the
+    // agent. For a file, the agent emulates a controller.
+    if (spec.kind == Kind::Controller) != (spec.engine == Engine::UserNvme) && spec.kind != Kind::File {
+        let message = format!(
+            "engine {} does not fit the device: engine UserNvme and devices of class NvmeController need each other",
+            spec.engine
+        );
+        return Err(DeviceFault { reason: Reason::EngineUnavailable, message });
+    }
     let preferred = engines::choice(spec.engine).map(Attempt::Preferred);
     preferred.or_else(|| engines::fallback(spec.fallback).map(Attempt::Fallback)).ok_or_else(|| {
         let message = format!(
@@ -238,6 +249,7 @@ fn fault_of(spec: &DeviceSpec, error: &AgentError) -> DeviceFault {
     let kind = match spec.kind {
         Kind::File => "file",
         Kind::Device => "device",
+        Kind::Controller => "NVMe controller",
     };
     DeviceFault { reason, message: format!("cannot open the {kind}: {}{remedy}", error.chain()) }
 }

@@ -10,6 +10,8 @@ pub(super) fn choice(engine: Engine) -> Option<IoEngineChoice> {
     match engine {
         Engine::IoUring => Some(IoEngineChoice::IoUring),
         Engine::Plain => Some(IoEngineChoice::Plain),
+        // The device decides: a controller has one engine.
+        Engine::UserNvme => Some(IoEngineChoice::Auto),
         Engine::IoUringCmd | Engine::Gds | Engine::GpuQueue => None,
     }
 }
@@ -27,6 +29,24 @@ pub(super) fn fallback(engine: FallbackEngine) -> Option<IoEngineChoice> {
 pub(super) fn reported(kind: EngineKind) -> Engine {
     match kind {
         EngineKind::IoUring => Engine::IoUring,
-        EngineKind::Plain | EngineKind::UserNvme | EngineKind::Simulated => Engine::Plain,
+        EngineKind::UserNvme => Engine::UserNvme,
+        EngineKind::Plain | EngineKind::Simulated => Engine::Plain,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_engine_is_reported_under_its_own_name() {
+        for (kind, engine) in [
+            (EngineKind::IoUring, Engine::IoUring),
+            (EngineKind::Plain, Engine::Plain),
+            (EngineKind::UserNvme, Engine::UserNvme),
+        ] {
+            assert_eq!(reported(kind), engine);
+            assert!(choice(engine).is_some(), "{engine} is an engine of this build");
+        }
     }
 }

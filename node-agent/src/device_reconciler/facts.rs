@@ -17,10 +17,11 @@ use super::controllers::Drive;
 use super::device_health::{DevicePath, LatencyMonitor, WearLimits, WearMonitor};
 use super::profiles::Profiles;
 use super::queue_reservations::QueueReservations;
-use super::reconciler::{DeviceReconciler, Kind};
+use super::reconciler::{DesiredDevice, DeviceReconciler, Kind};
 use crate::admin::AdminContext;
 use crate::bindings::BindingsFile;
 use crate::core_loop::{CoreView, Input};
+use crate::device::{ControllerHandle, ControllerKind};
 use crate::directory::DirectoryStatus;
 
 /// Time limit for the core's response: it takes microseconds unless its inbox is full.
@@ -55,13 +56,21 @@ pub(super) fn latency_limits(
     reconciler.device_facts().into_iter().filter_map(|(id, fact)| Some((id?, of_pool(&fact.pool)?))).collect()
 }
 
-/// Returns the open block devices whose health logs are read. Files are excluded, as several drives may
-/// back a file.
-pub(super) fn open_devices(reconciler: &DeviceReconciler) -> Vec<DevicePath> {
+/// Returns the open devices whose health logs are read: block devices and controllers. Files are excluded, as
+/// several drives may back a file.
+pub(super) fn open_devices(
+    reconciler: &DeviceReconciler,
+    controllers: &BTreeMap<String, ControllerHandle>,
+) -> Vec<DevicePath> {
     let open: BTreeSet<String> =
         reconciler.device_facts().into_iter().filter_map(|(id, fact)| id.map(|_| fact.path)).collect();
     let devices = reconciler.wanted().iter().flat_map(|pool| &pool.devices);
-    let devices = devices.filter(|device| device.spec.kind == Kind::Device && open.contains(&device.path));
+    let has_log = |device: &DesiredDevice| match device.spec.kind {
+        Kind::Device => true,
+        // Also a file on which the agent emulates a controller.
+        Kind::Controller | Kind::File => controllers.contains_key(&device.path),
+    };
+    let devices = devices.filter(|device| has_log(device) && open.contains(&device.path));
     devices.map(|device| (device.path.clone(), device.description.clone())).collect()
 }
 
@@ -95,6 +104,12 @@ pub(super) fn gather(
             let reading = observed.wear.of(&fact.path, errors, limits(desired, &fact.pool));
             fact.media_errors = Some(reading.media_errors);
             (fact.spare_percent, fact.worn) = (reading.spare_percent, reading.worn);
+            if let Some(controller) = &open.info.controller {
+                let properties = controller.properties();
+                (fact.serial, fact.model) = (Some(properties.serial.clone()), Some(properties.model.clone()));
+                fact.namespace = Some(properties.namespace);
+                fact.emulated = properties.kind == ControllerKind::Emulated;
+            }
         }
         if let Some(drive) = observed.drives.get(&fact.path) {
             (fact.serial, fact.model) = (Some(drive.serial.clone()), drive.model.clone());

@@ -5,7 +5,7 @@
 //! reservations, so the operator knows when an ended grant is free.
 //!
 //! The agent checks grants against the node's controllers. An exclusive controller is not shared, and one
-//! queue pair of each controller stays with the kernel. Conflicting grants, which an operator without its
+//! queue pair of each controller stays with the kernel, or with the agent that drives the controller. Conflicting grants, which an operator without its
 //! lease might write, are never reserved together: the later one is refused and retried.
 //!
 //! Out of scope: creating the queues, which needs a driver that this release does not have. Reservations
@@ -13,8 +13,8 @@
 
 use reprise_agent_kubernetes::{ControllerFact, DesiredQueues, QueueFact};
 
-/// Queue pairs of each controller that stay with the kernel.
-const KERNEL_PAIRS: u32 = 1;
+/// Queue pairs of each controller that stay with the kernel, or with the agent that drives the controller.
+const OWN_PAIRS: u32 = 1;
 
 /// The reserved and the refused grants.
 #[derive(Debug, Default)]
@@ -90,7 +90,7 @@ impl QueueReservations {
                     "{other} has queue pairs of controller {serial}, which cannot be shared"
                 ));
             }
-            let most = controller.queue_pairs.saturating_sub(KERNEL_PAIRS);
+            let most = controller.queue_pairs.saturating_sub(OWN_PAIRS);
             let held = holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
             let left = most.saturating_sub(held);
             (*pairs > left).then(|| {

@@ -90,8 +90,10 @@ pub(super) struct DeviceSpec {
 pub(super) enum Kind {
     /// A file, which the agent creates, and removes when it wipes it.
     File,
-    /// A device, which exists without the agent.
+    /// A block device, which exists without the agent.
     Device,
+    /// An NVMe controller that the agent drives, by its PCI address. It exists without the agent.
+    Controller,
 }
 
 /// Properties of an open device.

@@ -1,7 +1,8 @@
 //! Resolves claims to devices and files of this node.
 //!
 //! Stable names are links in `/dev/disk/by-id`, below a root directory: in a container the node's devices
-//! may be mounted elsewhere. Rules:
+//! may be mounted elsewhere. Names of NVMe controllers that the agent drives are links in
+//! `/sys/bus/pci/devices`. Rules:
 //!
 //! - If a device has several names, the first in alphabetical order counts.
 //! - Names of partitions count only if the pattern contains `-part`.
@@ -19,10 +20,15 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use reprise_agent_kubernetes::{Claim, DeviceFault, Reason, Source};
+use reprise_agent_kubernetes::{Claim, DeviceFault, Engine, Reason, Source};
+use reprise_io::{ControllerDescription, DeviceDescription, PciAddress};
+use reprise_nvme::host::Host;
 
 use super::reconciler::{DesiredDevice, DesiredPool, DeviceSpec, Kind, Presence};
 use super::signatures;
+
+/// Prefix of names of NVMe controllers, which end with the PCI address.
+const CONTROLLERS: &str = "/sys/bus/pci/devices/";
 
 /// Part of every partition's name.
 const PARTITION: &str = "-part";
@@ -66,7 +72,7 @@ fn resolve_claim(claim: &Claim, resolver: &mut Resolver<'_>) -> DesiredPool {
     let mut fault = None;
     let mut devices = Vec::new();
     let device = |path: String, kind: Kind, presence: Presence| DesiredDevice {
-        description: below(root, Path::new(&path)).into(),
+        description: description(claim, root, &path, kind),
         path,
         presence,
         spec: DeviceSpec {
@@ -103,22 +109,58 @@ fn resolve_claim(claim: &Claim, resolver: &mut Resolver<'_>) -> DesiredPool {
                 if devices.len() == *most {
                     break;
                 }
+                let kind = if is_controller(&path) { Kind::Controller } else { Kind::Device };
                 match resolver.claimed.insert(real) {
-                    true => devices.push(device(path, Kind::Device, presence)),
+                    true => devices.push(device(path, kind, presence)),
                     false => fault = Some(conflict(&path)),
                 }
             }
             if devices.is_empty() && fault.is_none() {
-                let message = format!(
-                    "no device of this node matches {}: check the names in /dev/disk/by-id on the node",
-                    globs.join(" or ")
-                );
+                let remedy = match globs.iter().any(|glob| is_controller(glob)) {
+                    true => {
+                        "bind NVMe controllers to vfio-pci, or correct the addresses; reprise doctor lists those of the node"
+                    }
+                    false => "check the names in /dev/disk/by-id on the node",
+                };
+                let message = format!("no device of this node matches {}: {remedy}", globs.join(" or "));
                 fault = Some(DeviceFault { reason: Reason::NoDevices, message });
             }
         }
     }
     let (pool, uid) = (claim.pool.clone(), claim.uid.clone());
     DesiredPool { pool, uid, generation: claim.generation, data: claim.data, devices, fault }
+}
+
+/// Returns the description of a device of a claim.
+fn description(claim: &Claim, root: &Path, path: &str, kind: Kind) -> DeviceDescription {
+    let at = below(root, Path::new(path));
+    match kind {
+        Kind::File if claim.engine == Engine::UserNvme => DeviceDescription::Emulated(at),
+        Kind::File | Kind::Device => at.into(),
+        Kind::Controller => {
+            let address = controller_address(path).expect("only names with an address match");
+            let (serials, namespace) = (claim.serials.clone(), claim.namespace);
+            DeviceDescription::Controller(ControllerDescription { address, serials, namespace })
+        }
+    }
+}
+
+/// Returns whether a name or pattern is one of functions on the PCI bus.
+fn is_controller(path: &str) -> bool {
+    path.starts_with(CONTROLLERS)
+}
+
+fn controller_address(path: &str) -> Option<PciAddress> {
+    path.strip_prefix(CONTROLLERS)?.parse().ok()
+}
+
+/// Returns whether a pattern selects a function of the bus. An address without wildcards selects any function, so that
+/// its state is reported. A pattern selects only NVMe controllers that are bound to vfio-pci: others belong to the
+/// node.
+fn selects_function(resolver: &Resolver<'_>, globs: &[String], path: &str) -> bool {
+    let Some(address) = controller_address(path) else { return false };
+    let function = Host::at(resolver.root).nvme_function(address);
+    globs.iter().any(|glob| glob == path) || function.is_ok_and(|function| function.is_bound_to_vfio())
 }
 
 /// Returns the matching stable names with their real paths, each device once. Order: devices in use, other
@@ -135,7 +177,8 @@ fn matching(globs: &[String], most: usize, resolver: &mut Resolver<'_>) -> Vec<(
     for folder in folders {
         let Ok(entries) = fs::read_dir(below(resolver.root, folder)) else { continue };
         let paths = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-        names.extend(paths.map(|name| format!("{}/{name}", folder.display())).filter(|path| fits(path)));
+        let paths = paths.map(|name| format!("{}/{name}", folder.display())).filter(|path| fits(path));
+        names.extend(paths.filter(|path| !is_controller(path) || selects_function(resolver, globs, path)));
     }
     let (used, fresh): (Vec<String>, Vec<String>) =
         names.into_iter().partition(|name| resolver.retained_paths.contains(name));
@@ -157,7 +200,11 @@ fn matching(globs: &[String], most: usize, resolver: &mut Resolver<'_>) -> Vec<(
     let mut fresh: Vec<(String, PathBuf)> =
         fresh.into_iter().filter_map(real).filter(|(_, real)| devices.insert(real.clone())).collect();
     if found.len() + fresh.len() > most {
-        fresh.sort_by_cached_key(|(_, real)| !signatures::is_pool(&real.as_path().into()));
+        // Reading a controller would reset it: they keep the order of their addresses.
+        let is_pool = |(name, real): &(String, PathBuf)| {
+            !is_controller(name) && signatures::is_pool(&real.as_path().into())
+        };
+        fresh.sort_by_cached_key(|one| !is_pool(one));
     }
     found.extend(fresh.into_iter().map(|(name, real)| (name, real, Presence::Present)));
     found.extend(missing);
@@ -213,201 +260,4 @@ fn is_match(pattern: &str, path: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::symlink;
-
-    use reprise_agent_kubernetes::{DataPolicy, Engine, FallbackEngine, ForeignSignatures};
-    use tempfile::TempDir;
-
-    use super::*;
-
-    const BY_ID: &str = "/dev/disk/by-id/";
-
-    /// Returns a root with devices and links to them: (name, device).
-    fn root(links: &[(&str, &str)]) -> TempDir {
-        let root = tempfile::tempdir().expect("a folder");
-        let by_id = root.path().join("dev/disk/by-id");
-        fs::create_dir_all(&by_id).expect("a folder");
-        for (name, device) in links {
-            fs::write(root.path().join("dev").join(device), b"").expect("a device");
-            symlink(format!("../../{device}"), by_id.join(name)).expect("a link");
-        }
-        root
-    }
-
-    fn claim(globs: &[&str], most: usize) -> Claim {
-        let globs = globs.iter().map(|glob| format!("{BY_ID}{glob}")).collect();
-        Claim {
-            pool: "p".to_owned(),
-            uid: "u".to_owned(),
-            generation: 1,
-            source: Source::Devices { globs, most },
-            bytes: None,
-            reserve_bytes: None,
-            engine: Engine::IoUring,
-            fallback: FallbackEngine::None,
-            foreign: ForeignSignatures::Refuse,
-            max_read_latency: None,
-            max_media_errors: None,
-            min_spare_percent: None,
-            data: DataPolicy::Keep,
-        }
-    }
-
-    /// Resolves claims as a newly started agent.
-    fn resolve_first(root: &Path, claims: &[Claim]) -> Vec<DesiredPool> {
-        resolve(
-            claims,
-            ResolveContext { root, retained_paths: BTreeSet::new(), missed: &mut BTreeSet::new() },
-        )
-    }
-
-    fn retained_paths(names: &[&str]) -> BTreeSet<String> {
-        names.iter().map(|name| format!("{BY_ID}{name}")).collect()
-    }
-
-    fn names(pool: &DesiredPool) -> Vec<&str> {
-        pool.devices.iter().map(|device| device.path.strip_prefix(BY_ID).expect("a stable name")).collect()
-    }
-
-    #[test]
-    fn wildcards_match_within_one_path_segment() {
-        for (pattern, path, fits) in [
-            ("/a/nvme-*", "/a/nvme-X_1", true),
-            ("/a/nvme-*", "/a/nvme-", true),
-            ("/a/nvme-*", "/a/scsi-1", false),
-            ("/a/*_1", "/a/nvme_1_1", true),
-            ("/a/*_1", "/a/nvme_12", false),
-            ("/a/n?me", "/a/nvme", true),
-            ("/a/n?me", "/a/nme", false),
-            ("/a/*", "/a/b/c", false),
-            ("/a?b", "/a/b", false),
-            ("/a/*x*y", "/a/1x2x3y", true),
-            ("/a/b", "/a/b", true),
-            ("/a/b", "/a/bc", false),
-        ] {
-            assert_eq!(is_match(pattern, path), fits, "{pattern} and {path}");
-        }
-    }
-
-    #[test]
-    fn device_counts_once_and_partitions_count_only_if_named() {
-        let root = root(&[
-            ("nvme-A_1", "nvme0n1"),
-            ("nvme-eui.1", "nvme0n1"),
-            ("nvme-A_1-part1", "nvme0n1p1"),
-            ("nvme-A_2", "nvme1n1"),
-        ]);
-        let found = resolve_first(root.path(), &[claim(&["nvme-*"], 32)]);
-        assert_eq!(names(&found[0]), ["nvme-A_1", "nvme-A_2"]);
-        assert!(
-            found[0]
-                .devices
-                .iter()
-                .all(|device| device.description.path().is_some_and(|path| path.starts_with(root.path())))
-        );
-        let found = resolve_first(root.path(), &[claim(&["nvme-A_1-part*"], 32)]);
-        assert_eq!(names(&found[0]), ["nvme-A_1-part1"]);
-    }
-
-    #[test]
-    fn devices_in_use_come_first_and_missing_devices_last() {
-        let root = root(&[("nvme-1", "a"), ("nvme-2", "b"), ("nvme-3", "c")]);
-        let mut missed = BTreeSet::new();
-        let mut resolve_again = |most: usize| {
-            let mut retained_paths = retained_paths(&["nvme-2", "nvme-9"]);
-            retained_paths.insert("/elsewhere".to_owned());
-            let names = ResolveContext { root: root.path(), retained_paths, missed: &mut missed };
-            resolve(&[claim(&["nvme-*"], most)], names).remove(0)
-        };
-        let first = resolve_again(3);
-        assert_eq!(names(&first), ["nvme-2", "nvme-9", "nvme-1"], "its name may reappear");
-        assert!(first.devices.iter().all(|device| device.presence == Presence::Present));
-        assert_eq!(
-            names(&resolve_again(3)),
-            ["nvme-2", "nvme-1", "nvme-3"],
-            "a present device comes before a missing one"
-        );
-        let all = resolve_again(32);
-        assert_eq!(names(&all), ["nvme-2", "nvme-1", "nvme-3", "nvme-9"]);
-        assert_eq!(all.devices[3].presence, Presence::Missing);
-        std::fs::write(root.path().join("dev/d"), b"").expect("a device");
-        symlink("../../d", root.path().join("dev/disk/by-id/nvme-9")).expect("a link");
-        assert_eq!(names(&resolve_again(3)), ["nvme-2", "nvme-9", "nvme-1"], "it reappeared");
-        std::fs::remove_file(root.path().join("dev/disk/by-id/nvme-9")).expect("a link");
-        assert_eq!(names(&resolve_again(3)), ["nvme-2", "nvme-9", "nvme-1"], "missing once only");
-    }
-
-    #[test]
-    fn device_that_cannot_be_read_is_not_missing() {
-        let root = root(&[]);
-        symlink("nvme-1", root.path().join("dev/disk/by-id/nvme-1")).expect("a link to itself");
-        let mut missed = BTreeSet::new();
-        for _ in 0..3 {
-            let names = ResolveContext {
-                root: root.path(),
-                retained_paths: retained_paths(&["nvme-1"]),
-                missed: &mut missed,
-            };
-            let found = resolve(&[claim(&["nvme-*"], 1)], names);
-            assert_eq!(found[0].devices[0].presence, Presence::Present);
-        }
-    }
-
-    #[test]
-    fn after_a_restart_devices_with_a_pool_come_before_blank_ones() {
-        let root = root(&[("nvme-1", "a"), ("nvme-2", "b"), ("nvme-3", "c")]);
-        fs::write(root.path().join("dev/b"), b"REPRISE\0and so on").expect("a pool");
-        for (most, expected) in
-            [(1, &["nvme-2"][..]), (2, &["nvme-2", "nvme-1"]), (3, &["nvme-1", "nvme-2", "nvme-3"])]
-        {
-            assert_eq!(names(&resolve_first(root.path(), &[claim(&["nvme-*"], most)])[0]), expected);
-        }
-    }
-
-    #[test]
-    fn device_of_two_claims_goes_to_the_first_and_missing_devices_are_reported() {
-        let root = root(&[("nvme-1", "a"), ("nvme-2", "b")]);
-        let claims = [claim(&["nvme-1"], 1), claim(&["nvme-*"], 8), claim(&["scsi-*"], 8)];
-        let found = resolve_first(root.path(), &claims);
-        assert_eq!((names(&found[0]), names(&found[1])), (vec!["nvme-1"], vec!["nvme-2"]));
-        let reasons: Vec<Option<Reason>> =
-            found.iter().map(|pool| pool.fault.as_ref().map(|fault| fault.reason)).collect();
-        assert_eq!(reasons, [None, Some(Reason::Conflict), Some(Reason::NoDevices)]);
-        assert!(found[2].fault.as_ref().expect("none").message.contains("scsi-*"));
-    }
-
-    fn file(pool: &str) -> Claim {
-        Claim {
-            pool: pool.to_owned(),
-            source: Source::File(PathBuf::from("/pool/file")),
-            bytes: Some(1 << 30),
-            ..claim(&[], 0)
-        }
-    }
-
-    #[test]
-    fn removed_file_in_use_is_missing_and_uncreated_file_is_not() {
-        let root = root(&[]);
-        let mut missed = BTreeSet::new();
-        let mut resolve_again = |retained_paths: &[&str]| {
-            let retained_paths = retained_paths.iter().map(|path| (*path).to_owned()).collect();
-            let names = ResolveContext { root: root.path(), retained_paths, missed: &mut missed };
-            resolve(&[file("a")], names)[0].devices[0].presence
-        };
-        assert_eq!([resolve_again(&[]), resolve_again(&[])], [Presence::Present; 2], "it will be created");
-        assert_eq!(resolve_again(&["/pool/file"]), Presence::Present, "missing once only");
-        assert_eq!(resolve_again(&["/pool/file"]), Presence::Missing);
-        fs::create_dir(root.path().join("pool")).expect("a folder");
-        fs::write(root.path().join("pool/file"), b"").expect("a file");
-        assert_eq!(resolve_again(&["/pool/file"]), Presence::Present, "it reappeared");
-    }
-
-    #[test]
-    fn one_file_is_not_assigned_to_two_pools() {
-        let found = resolve_first(Path::new("/"), &[file("a"), file("b")]);
-        assert_eq!((found[0].devices.len(), found[1].devices.len()), (1, 0));
-        assert_eq!(found[0].devices[0].description.path(), Some(Path::new("/pool/file")));
-        assert!(found[1].fault.as_ref().is_some_and(|fault| fault.reason == Reason::Conflict));
-    }
-}
+mod tests;

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::reflector::ObjectRef;
+use reprise_crds::fields::{Engine, Percent};
 use reprise_crds::node::{AppliedQueues, Controller};
+use reprise_crds::pool::GPU_QUEUE_PERCENT_DEFAULT;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, SlackProfile};
 
@@ -154,12 +156,22 @@ fn resolve(object: Arc<GPUQueueAllocation>, context: &Context) -> ResolvedAlloca
     }
 }
 
-/// Returns the controllers whose queue pairs can be granted: those in an existing pool of raw devices.
+/// Returns the share of queue pairs of a pool's controllers that may be granted; `None` for a pool without controllers.
+pub(super) fn queue_percent(pool: &SSDPool) -> Option<Percent> {
+    match &pool.spec.devices {
+        Some(devices) => Some(devices.max_gpu_queue_percent),
+        // The agent emulates a controller on the file of the directory.
+        None if pool.spec.engine == Engine::UserNvme => Some(GPU_QUEUE_PERCENT_DEFAULT),
+        None => None,
+    }
+}
+
+/// Returns the controllers whose queue pairs can be granted: those in an existing pool.
 fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<LendableController> {
     let lender = |controller: &Controller| {
         let name = controller.pool.as_ref()?;
         let pool = context.stores.pools.get(&ObjectRef::new(name.as_str()))?;
-        let percent = pool.spec.devices.as_ref()?.max_gpu_queue_percent;
+        let percent = queue_percent(&pool)?;
         Some(LendableController {
             serial: controller.serial.to_string(),
             pool: name.to_string(),

@@ -9,7 +9,7 @@ use reprise_crds::SlackProfile;
 use reprise_crds::fields::GpuUuid;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 
-use super::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
+use super::dereference::{GrantInputs, NodePresence, ResolvedAllocation, queue_percent};
 use crate::assignment::Refusal;
 
 /// Prefix of the UUID of a MIG partition.
@@ -52,7 +52,7 @@ fn pool(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
             "SSDPool {name} does not exist: create it, or create a GPUQueueAllocation that names another pool"
         ));
     };
-    if pool.spec.devices.is_none() {
+    if queue_percent(pool).is_none() {
         let message = format!(
             "SSDPool {name} does not use raw devices, so it has no NVMe queues to grant: create a GPUQueueAllocation that \
              names a pool with devices"

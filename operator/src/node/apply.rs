@@ -116,6 +116,7 @@ fn normalized(mut spec: CacheNodeSpec) -> CacheNodeSpec {
     spec.claims.sort_by(|a, b| a.pool.cmp(&b.pool));
     for claim in &mut spec.claims {
         claim.globs.sort();
+        claim.serials.sort();
     }
     spec.profiles.sort_by(|a, b| a.name.cmp(&b.name));
     spec.queues.sort_by(|a, b| a.uid.cmp(&b.uid));

@@ -130,6 +130,8 @@ fn claim(pool: &SSDPool) -> PoolClaim {
         uid: Uid::new(pool.uid().unwrap_or_default()),
         generation: pool.metadata.generation.unwrap_or_default(),
         globs: devices.map(|devices| devices.globs.clone()).unwrap_or_default(),
+        serials: devices.map(|devices| devices.serials.clone()).unwrap_or_default(),
+        namespace_id: devices.and_then(|devices| devices.namespace_id),
         max_devices: devices.map_or(DEVICES_PER_NODE_MAX, |devices| devices.max_per_node),
         file: directory.map(|directory| HostPath::new(format!("{}/{POOL_FILE}", directory.path))),
         size: size.or_else(|| directory.map(|directory| directory.size.clone())),

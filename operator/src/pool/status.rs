@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_crds::cluster::DeviceAccessMode;
-use reprise_crds::fields::{Engine, NodeMode, Quantity};
+use reprise_crds::fields::{DeviceClass, Engine, NodeMode, Quantity};
 use reprise_crds::node::{Device, DeviceState};
 use reprise_crds::pool::{EngineUse, PoolCapacity, PoolDevices, PoolNodes};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
@@ -185,11 +185,17 @@ fn accepted(refused: Option<&Refusal>) -> Finding {
 /// Returns the remedy if nodes found no devices. Directories have no patterns; their agents report why the
 /// file is missing.
 fn nothing_found(pool: &SSDPool) -> String {
+    let class = pool.spec.devices.as_ref().map(|devices| devices.class);
     match &pool.spec.directory {
         Some(directory) => format!(
             "no node has a file in {}: check the agents' pods and the conditions of their CacheNodes",
             directory.path
         ),
+        None if class == Some(DeviceClass::NvmeController) => {
+            "no controller matches devices.globs: correct it, or bind controllers to vfio-pci; reprise doctor lists those of \
+             a node"
+                .to_owned()
+        }
         None => {
             "no device matches devices.globs: correct it, and compare it with /dev/disk/by-id on the nodes"
                 .to_owned()

@@ -39,9 +39,11 @@ pub fn unsupported(pool: &SSDPool) -> Option<Refusal> {
             format!("directory.path has {} characters: expected at most {DIRECTORY_CHARS_MAX}", path.len());
         return Some(Refusal::new(Reason::InvalidSpec, message));
     }
-    if ![Engine::IoUring, Engine::Plain].contains(&spec.engine) {
+    if ![Engine::IoUring, Engine::Plain, Engine::UserNvme].contains(&spec.engine) {
         let engine = spec.engine;
-        return refuse(format!("engine {engine} is not supported by this release: use IoUring or Plain"));
+        return refuse(format!(
+            "engine {engine} is not supported by this release: use IoUring, Plain or UserNvme"
+        ));
     }
     // The CRD schema permits this combination, but it has no meaning: a fallback must differ from the engine.
     if spec.engine == Engine::Plain && spec.fallback_engine == FallbackEngine::Plain {
@@ -67,6 +69,7 @@ mod tests {
         let health = json!({ "maxReadLatency": "50ms", "maxMediaErrors": 0, "minSparePercent": 10 });
         assert_eq!(unsupported(&pool(json!({ "health": health }))), None);
         assert_eq!(unsupported(&pool(json!({ "engine": "Plain", "fallbackEngine": "IoUring" }))), None);
+        assert_eq!(unsupported(&pool(json!({ "engine": "UserNvme" }))), None);
         for (more, words) in [
             (json!({ "claims": { "storageClassName": "s", "size": "1Gi" } }), "claims"),
             (json!({ "engine": "Gds" }), "engine Gds"),

@@ -18,6 +18,19 @@ pub(crate) fn table() -> Table {
     let confirmed = "yes-really-destroy-the-data";
     let mut wiped = devices(json!({"foreignSignatures": "Wipe"}));
     wiped["wipeConfirmation"] = confirmed.into();
+    let controllers = |more: serde_json::Value| {
+        let mut spec = json!({"directory": null, "engine": "UserNvme", "devices": {
+            "class": "NvmeController", "globs": ["/sys/bus/pci/devices/0000:3b:00.0"],
+        }});
+        for (key, value) in more.as_object().into_iter().flatten() {
+            spec["devices"][key] = value.clone();
+        }
+        spec
+    };
+    let mut kernel = controllers(json!({}));
+    kernel["engine"] = "IoUring".into();
+    let mut falls_back = controllers(json!({}));
+    falls_back["fallbackEngine"] = "Plain".into();
     let mut queues = devices(json!({}));
     queues["engine"] = "GpuQueue".into();
     Table {
@@ -33,6 +46,8 @@ pub(crate) fn table() -> Table {
             accepts("a reserve of the file system", json!({"directory": {"reserve": "128Ti"}})),
             accepts("devices by their names", devices(json!({"size": "1Ti"}))),
             accepts("GPU queues on raw devices", queues),
+            accepts("controllers of one class", controllers(json!({"serials": ["S5G X"], "namespaceId": 1}))),
+            accepts("an emulated controller", json!({"engine": "UserNvme"})),
             accepts("foreign devices are wiped when it is confirmed", wiped),
             accepts("a deletion that wipes waits for its confirmation", json!({"deletionPolicy": "Wipe"})),
             accepts("a confirmed deletion", json!({"deletionPolicy": "Wipe", "wipeConfirmation": confirmed})),
@@ -56,6 +71,12 @@ pub(crate) fn table() -> Table {
             refuses("exactly one of devices", json!({"directory": null})),
             refuses("exactly one of devices", json!({"devices": {"globs": ["/dev/disk/by-id/a"]}})),
             refuses("IoUringCmd and GpuQueue require raw devices", json!({"engine": "IoUringCmd"})),
+            refuses("UserNvme and devices of class NvmeController need each other", kernel),
+            refuses("set fallbackEngine to None", falls_back),
+            refuses("globs do not fit the class", controllers(json!({"globs": ["/dev/disk/by-id/nvme-1"]}))),
+            refuses("globs do not fit the class", devices(json!({"globs": ["/sys/bus/pci/devices/*"]}))),
+            refuses("for devices of class NvmeController", devices(json!({"serials": ["S1"]}))),
+            refuses("for devices of class NvmeController", devices(json!({"namespaceId": 1}))),
             refuses("fallbackEngine is equal to engine", json!({"fallbackEngine": "IoUring"})),
             refuses("the pool wipes nothing", json!({"wipeConfirmation": confirmed})),
             refuses(
@@ -107,6 +128,7 @@ pub(crate) fn table() -> Table {
                 devices(json!({"size": "2Ti"})),
                 devices(json!({"size": "1Ti"})),
             ),
+            keeps("devices.class is immutable", devices(json!({})), controllers(json!({}))),
             keeps("segmentSize is immutable", json!({}), json!({"segmentSize": "128Mi"})),
             keeps(
                 "claims.size must not decrease",

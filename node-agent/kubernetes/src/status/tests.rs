@@ -41,6 +41,8 @@ fn device(path: &str, state: DeviceState) -> DeviceFact {
         worn: None,
         serial: None,
         model: None,
+        namespace: None,
+        emulated: false,
     }
 }
 

@@ -1,100 +1,77 @@
-//! The controller's side: it follows registers, takes commands, and completes them.
+//! The controller's side: threads that follow registers, take commands, and complete them.
+//!
+//! The queues are divided among the threads. Thread 0 also follows the configuration and serves the admin queue. A thread
+//! holds the lock of the queue that it serves. Order of locks: admin queue, another submission queue, a completion
+//! queue, a namespace.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use super::burst::{Burst, Scratch};
 use super::faults::{ActiveRule, Fault, Subject};
-use super::memory::{Mapping, Mappings, read_words, resolve};
+use super::memory::Mappings;
+use super::queues::Queues;
 use super::storage::Storage;
-use super::{Emulation, EmulationCounters, REGISTER_BYTES, Shared, transfer};
-use crate::spec::{
-    self, ABORT, ASYNC_EVENT_REQUEST, AdminQueueSizes, CQE_BYTES, CREATE_CQ, CREATE_SQ, Command, Completion,
-    Configuration, ControllerIdentity, DELETE_CQ, DELETE_SQ, FEATURE_QUEUES, FLUSH, GET_LOG_PAGE,
-    HEALTH_BYTES, HEALTH_LOG, IDENTIFY, LbaFormat, NamespaceIdentity, NamespaceList, READ, SET_FEATURES,
-    SQE_BYTES, Status, WRITE, WRITE_ZEROES, cns, offset,
-};
+use super::{Emulation, EmulationCounters, REGISTER_BYTES, Shared};
+use crate::spec::{AdminQueueSizes, Configuration, Status, offset};
 
 /// Doorbell stride in bytes: DSTRD 0.
-const STRIDE: usize = 4;
-/// Time without work after which the thread sleeps.
+pub(super) const STRIDE: usize = 4;
+/// Time without work after which a thread sleeps.
 const IDLE: Duration = Duration::from_micros(50);
 /// Length of a sleep at most: a write that was missed is seen then.
 const SLEEP: Duration = Duration::from_millis(1);
+/// Length of a sleep if registers are written directly, which wakes no thread.
+const SHORT_SLEEP: Duration = Duration::from_micros(100);
 /// `CSTS.RDY`, `CSTS.CFS` and `CSTS.SHST` "complete".
 const READY: u32 = 1;
 const FATAL: u32 = 2;
 const SHUTDOWN_COMPLETE: u32 = 2 << 2;
 /// Maximum number of event requests, as Identify states.
-const EVENTS_MAX: usize = 4;
+pub(super) const EVENTS_MAX: usize = 4;
 /// Version 2.0 of the specification.
 const VERSION: u32 = 2 << 16;
-
-/// A submission queue of the controller.
-#[derive(Debug)]
-struct Submissions {
-    address: u64,
-    entries: u32,
-    head: u32,
-    completions: u16,
-    /// Value of the doorbell whose write was dropped.
-    dropped: Option<u32>,
-}
-
-/// A completion queue of the controller.
-#[derive(Debug)]
-struct Completions {
-    address: u64,
-    entries: u32,
-    tail: u32,
-    phase: bool,
-}
-
-/// A completion that was not written yet.
-#[derive(Clone, Copy, Debug)]
-struct Pending {
-    queue: u16,
-    id: u16,
-    status: Status,
-    result: u32,
-    /// It is written when this has passed.
-    due: Option<Instant>,
-    /// It is written after another one of the queue.
-    after_next: bool,
-}
 
 /// The controller; see the module.
 #[derive(Debug)]
 pub(super) struct Machine {
-    shared: Arc<Shared>,
-    emulation: Emulation,
-    rules: Vec<ActiveRule>,
-    submissions: BTreeMap<u16, Submissions>,
-    completions: BTreeMap<u16, Completions>,
-    pending: VecDeque<Pending>,
-    events: Vec<u16>,
-    is_ready: bool,
-    has_failed: bool,
-    scratch: Vec<u8>,
-    counters: EmulationCounters,
+    pub(super) shared: Arc<Shared>,
+    /// Without namespaces and faults, which are next to it.
+    pub(super) emulation: Emulation,
+    pub(super) namespaces: Vec<RwLock<Storage>>,
+    /// Sizes of the namespaces.
+    pub(super) namespace_bytes: Vec<u64>,
+    pub(super) queues: Queues,
+    has_rules: bool,
+    rules: Mutex<Vec<ActiveRule>>,
+    /// Identifiers of the requests for events.
+    events: Mutex<Vec<u16>>,
+    is_ready: AtomicBool,
+    has_failed: AtomicBool,
+    commands: AtomicU64,
+    bad_addresses: AtomicU64,
+    shutdowns: AtomicU64,
 }
 
 impl Machine {
     pub(super) fn new(shared: Arc<Shared>, mut emulation: Emulation) -> Machine {
-        let rules = std::mem::take(&mut emulation.faults).into_iter().map(ActiveRule::new).collect();
+        let rules: Vec<_> = std::mem::take(&mut emulation.faults).into_iter().map(ActiveRule::new).collect();
+        let namespaces = std::mem::take(&mut emulation.namespaces);
         let machine = Machine {
             shared,
             emulation,
-            rules,
-            submissions: BTreeMap::new(),
-            completions: BTreeMap::new(),
-            pending: VecDeque::new(),
-            events: Vec::new(),
-            is_ready: false,
-            has_failed: false,
-            scratch: Vec::new(),
-            counters: EmulationCounters::default(),
+            namespace_bytes: namespaces.iter().map(Storage::bytes).collect(),
+            namespaces: namespaces.into_iter().map(RwLock::new).collect(),
+            queues: Queues::new(),
+            has_rules: !rules.is_empty(),
+            rules: Mutex::new(rules),
+            events: Mutex::default(),
+            is_ready: AtomicBool::new(false),
+            has_failed: AtomicBool::new(false),
+            commands: AtomicU64::new(0),
+            bad_addresses: AtomicU64::new(0),
+            shutdowns: AtomicU64::new(0),
         };
         // MQES, CQR, TO of 5 s, NVM command set.
         let capabilities = u64::from(machine.emulation.entries_max - 1) | 1 << 16 | 10 << 24 | 1_u64 << 37;
@@ -104,491 +81,197 @@ impl Machine {
         machine
     }
 
-    /// Acts until the driver's side is dropped.
-    pub(super) fn run(mut self) -> Machine {
+    /// Acts as one of the threads until the driver's side is dropped.
+    pub(super) fn run(&self, thread: usize) {
+        let asleep = &self.shared.asleep[thread];
+        let mut scratch = Scratch::default();
         let mut worked_at = Instant::now();
         while !self.shared.ending.load(Ordering::SeqCst) {
-            if self.turn() {
+            if self.turn(thread, &mut scratch) {
                 worked_at = Instant::now();
             } else if worked_at.elapsed() < IDLE {
                 std::thread::yield_now();
             } else {
-                self.shared.asleep.store(true, Ordering::SeqCst);
-                if !self.turn() {
-                    std::thread::park_timeout(SLEEP);
+                asleep.store(true, Ordering::SeqCst);
+                if !self.turn(thread, &mut scratch) {
+                    let direct = self.shared.direct.load(Ordering::SeqCst);
+                    std::thread::park_timeout(if direct { SHORT_SLEEP } else { SLEEP });
                 }
-                self.shared.asleep.store(false, Ordering::SeqCst);
+                asleep.store(false, Ordering::SeqCst);
             }
         }
-        self
     }
 
     pub(super) fn into_parts(self) -> (EmulationCounters, Vec<Storage>) {
-        let faults = self.rules.iter().map(|rule| rule.made).collect();
-        (EmulationCounters { faults, ..self.counters }, self.emulation.namespaces)
+        let rules = self.rules.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let counters = EmulationCounters {
+            commands: self.commands.into_inner(),
+            faults: rules.iter().map(|rule| rule.made).collect(),
+            bad_addresses: self.bad_addresses.into_inner(),
+            shutdowns: self.shutdowns.into_inner(),
+        };
+        let contents = |one: RwLock<Storage>| one.into_inner().unwrap_or_else(PoisonError::into_inner);
+        (counters, self.namespaces.into_iter().map(contents).collect())
     }
 
-    fn get(&self, offset: usize) -> u32 {
+    pub(super) fn get(&self, offset: usize) -> u32 {
         self.shared.registers.atomic_u32(offset).load(Ordering::SeqCst)
     }
 
-    fn set(&self, offset: usize, value: u32) {
+    pub(super) fn set(&self, offset: usize, value: u32) {
         self.shared.registers.atomic_u32(offset).store(value, Ordering::SeqCst);
     }
 
-    /// Handles everything that is due; reports whether there was work.
-    fn turn(&mut self) -> bool {
-        if self.has_failed && self.get(offset::CSTS) == u32::MAX {
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn count_commands(&self, queue: u16, count: u64) {
+        self.commands.fetch_add(if queue == 0 { 0 } else { count }, Ordering::Relaxed);
+    }
+
+    pub(super) fn count_bad_addresses(&self, count: u64) {
+        self.bad_addresses.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Returns the fault of the first rule that harms a command.
+    pub(super) fn harm(&self, subject: Subject) -> Option<Fault> {
+        if !self.has_rules {
+            return None;
+        }
+        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        rules.iter_mut().find_map(|rule| rule.harm(subject))
+    }
+
+    /// Reports whether a rule harms a doorbell.
+    pub(super) fn any_rule_harms(&self, subject: Subject) -> bool {
+        self.harm(subject).is_some()
+    }
+
+    /// Keeps the identifier of a request for an event; false if there are as many as allowed.
+    pub(super) fn add_event_request(&self, id: u16) -> bool {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let accepts = events.len() < EVENTS_MAX;
+        if accepts {
+            events.push(id);
+        }
+        accepts
+    }
+
+    pub(super) fn take_event_request(&self) -> Option<u16> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+
+    /// Handles everything that is due for a thread; reports whether there was work.
+    fn turn(&self, thread: usize, scratch: &mut Scratch) -> bool {
+        if self.has_failed() && self.get(offset::CSTS) == u32::MAX {
             return false;
         }
-        let mut worked = self.follow_configuration();
-        if self.is_ready && !self.has_failed {
-            let shared = Arc::clone(&self.shared);
-            let mappings = shared.space.read();
-            let queues: Vec<u16> = self.submissions.keys().copied().collect();
-            for queue in queues {
-                worked |= self.take_commands(&mappings, queue);
+        let mut worked = thread == 0 && self.follow_configuration();
+        if !self.is_ready.load(Ordering::Acquire) || self.has_failed() {
+            return worked;
+        }
+        let shared = Arc::clone(&self.shared);
+        let mut mappings = None;
+        for id in self.queues.of_thread(thread, shared.asleep.len()) {
+            let place = self.queues.place(id);
+            let rung = self.get(offset::sq_tail(id, STRIDE));
+            let reports_event = id == 0 && shared.event_is_due.swap(false, Ordering::SeqCst);
+            let has_work = reports_event
+                || rung != place.idle_at.load(Ordering::Acquire)
+                || place.has_pending.load(Ordering::Acquire);
+            if has_work && place.exists.load(Ordering::Acquire) {
+                let mappings = &**mappings.get_or_insert_with(|| shared.space.read());
+                worked |= self.serve(mappings, id, rung, scratch);
             }
-            worked |= self.complete_due(&mappings);
         }
         worked
     }
 
+    /// Serves one queue.
+    fn serve(&self, mappings: &Mappings, id: u16, rung: u32, scratch: &mut Scratch) -> bool {
+        let mut place = self.queues.lock(id);
+        let Some(queue) = place.as_mut() else { return false };
+        let mut burst = Burst::new(self, mappings, (id, queue), scratch);
+        let mut worked = burst.take_commands(rung);
+        if id == 0 {
+            burst.report_event();
+        }
+        worked |= burst.complete_due();
+        drop(burst);
+        let of = self.queues.place(id);
+        of.has_pending.store(!queue.pending.is_empty(), Ordering::Release);
+        let is_idle = queue.head == rung || queue.dropped == Some(rung) || rung >= queue.entries;
+        of.idle_at.store(if is_idle { rung } else { queue.head }, Ordering::Release);
+        worked
+    }
+
     /// Enables, resets or shuts down, as `CC` requests.
-    fn follow_configuration(&mut self) -> bool {
+    fn follow_configuration(&self) -> bool {
         let configuration = self.get(offset::CC);
         let enabled = Configuration::is_enabled(configuration);
-        if enabled && !self.is_ready && !self.has_failed {
-            let sizes = AdminQueueSizes::decode(self.get(offset::AQA));
-            let address = |at: usize| u64::from(self.get(at)) | u64::from(self.get(at + 4)) << 32;
-            let (submissions, completions) = (address(offset::ASQ), address(offset::ACQ));
-            let shared = Arc::clone(&self.shared);
-            let mappings = shared.space.read();
-            let created = self.add_completions(&mappings, 0, sizes.completion.into(), completions)
-                == Status::SUCCESS
-                && self.add_submissions(&mappings, 0, sizes.submission.into(), (submissions, 0))
-                    == Status::SUCCESS;
-            if created {
-                self.is_ready = true;
-                self.set(offset::CSTS, READY);
-            } else {
-                self.fail();
-            }
+        let (is_ready, has_failed) = (self.is_ready.load(Ordering::Acquire), self.has_failed());
+        if enabled && !is_ready && !has_failed {
+            self.enable();
             return true;
         }
-        if !enabled && (self.is_ready || self.has_failed) {
+        if !enabled && (is_ready || has_failed) {
             self.reset();
             return true;
         }
-        if self.is_ready
+        if is_ready
             && Configuration::wants_shutdown(configuration)
             && self.get(offset::CSTS) & SHUTDOWN_COMPLETE == 0
         {
-            // A failed write of the cache is not reported by a shutdown.
-            self.emulation.namespaces.iter_mut().for_each(|storage| drop(storage.flush()));
-            self.counters.shutdowns += 1;
+            for storage in &self.namespaces {
+                // A failed write of the cache is not reported by a shutdown.
+                let _ = storage.write().unwrap_or_else(PoisonError::into_inner).flush();
+            }
+            self.shutdowns.fetch_add(1, Ordering::Relaxed);
             self.set(offset::CSTS, READY | SHUTDOWN_COMPLETE);
             return true;
         }
         false
     }
 
+    fn enable(&self) {
+        let sizes = AdminQueueSizes::decode(self.get(offset::AQA));
+        let address = |at: usize| u64::from(self.get(at)) | u64::from(self.get(at + 4)) << 32;
+        let (submissions, completions) = (address(offset::ASQ), address(offset::ACQ));
+        let mappings = self.shared.space.read();
+        let created = self.add_completions(&mappings, 0, sizes.completion.into(), completions)
+            == Status::SUCCESS
+            && self.add_submissions(&mappings, 0, sizes.submission.into(), (submissions, 0))
+                == Status::SUCCESS;
+        if created {
+            self.is_ready.store(true, Ordering::Release);
+            self.set(offset::CSTS, READY);
+        } else {
+            self.fail();
+        }
+    }
+
     /// Controller reset (Base 2.0, 3.7.2): all queues and commands are forgotten.
-    fn reset(&mut self) {
-        self.submissions.clear();
-        self.completions.clear();
-        self.pending.clear();
-        self.events.clear();
-        (self.is_ready, self.has_failed) = (false, false);
+    fn reset(&self) {
+        self.is_ready.store(false, Ordering::Release);
+        self.queues.clear();
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.has_failed.store(false, Ordering::Release);
         for at in (offset::DOORBELLS..REGISTER_BYTES).step_by(4) {
             self.set(at, 0);
         }
         self.set(offset::CSTS, 0);
     }
 
-    fn fail(&mut self) {
-        self.has_failed = true;
-        self.set(offset::CSTS, self.get(offset::CSTS) | FATAL);
+    pub(super) fn fail(&self) {
+        self.has_failed.store(true, Ordering::Release);
+        self.shared.registers.atomic_u32(offset::CSTS).fetch_or(FATAL, Ordering::SeqCst);
     }
 
-    fn vanish(&mut self) {
-        self.has_failed = true;
+    pub(super) fn vanish(&self) {
+        self.has_failed.store(true, Ordering::Release);
         for at in (0..offset::DOORBELLS).step_by(4) {
             self.set(at, u32::MAX);
-        }
-    }
-
-    /// Takes the commands that a doorbell announces.
-    fn take_commands(&mut self, mappings: &Mappings, queue: u16) -> bool {
-        let rung = self.get(offset::sq_tail(queue, STRIDE));
-        // The entries are read after the doorbell.
-        fence(Ordering::Acquire);
-        let Some(state) = self.submissions.get_mut(&queue) else { return false };
-        if rung >= state.entries || state.head == rung || state.dropped == Some(rung) {
-            return false;
-        }
-        let (address, entries) = (state.address, state.entries);
-        let subject = Subject { queue, opcode: None, blocks: None };
-        let drops = self.rules.iter_mut().any(|rule| rule.harm(subject).is_some());
-        let state = self.submissions.get_mut(&queue).expect("it was there");
-        state.dropped = drops.then_some(rung);
-        if drops {
-            return false;
-        }
-        let mut head = state.head;
-        while head != rung && !self.has_failed {
-            let mut words = [0; SQE_BYTES / 8];
-            if !read_words(mappings, address + u64::from(head) * SQE_BYTES as u64, &mut words) {
-                self.fail();
-                break;
-            }
-            let mut entry = [0; SQE_BYTES];
-            for (place, word) in entry.chunks_exact_mut(8).zip(words) {
-                place.copy_from_slice(&word.to_le_bytes());
-            }
-            head = (head + 1) % entries;
-            // A command may delete its own queue's peer, but not the queue that is being served: 0.
-            if let Some(state) = self.submissions.get_mut(&queue) {
-                state.head = head;
-            }
-            let (id, command) = Command::decode(&entry);
-            self.serve(mappings, (queue, id), &command);
-        }
-        true
-    }
-
-    /// Runs a command, with the fault that harms it.
-    fn serve(&mut self, mappings: &Mappings, (queue, id): (u16, u16), command: &Command) {
-        let is_transfer = queue != 0 && matches!(command.opcode, READ | WRITE | WRITE_ZEROES);
-        let subject = Subject {
-            queue,
-            opcode: Some(command.opcode),
-            blocks: is_transfer.then(|| (command.lba(), command.blocks())),
-        };
-        let fault = self.rules.iter_mut().find_map(|rule| rule.harm(subject));
-        self.counters.commands += u64::from(queue != 0);
-        match fault {
-            Some(Fault::Fail) => return self.fail(),
-            Some(Fault::Vanish) => return self.vanish(),
-            _ => {}
-        }
-        let end =
-            |status: Status, result: u32| Pending { queue, id, status, result, due: None, after_next: false };
-        if let Some(Fault::Status(status)) = fault {
-            return self.complete(mappings, end(status, 0));
-        }
-        let corrupt = fault == Some(Fault::CorruptList);
-        let Some((status, result)) = (match queue {
-            0 => self.admin(mappings, id, command),
-            _ => Some((self.transfer(mappings, command, corrupt), 0)),
-        }) else {
-            return;
-        };
-        let pending = end(status, result);
-        self.report_event(mappings);
-        match fault {
-            Some(Fault::Lost) => {}
-            Some(Fault::Twice) => {
-                self.complete(mappings, pending);
-                self.complete(mappings, pending);
-            }
-            Some(Fault::TwiceLate(delay)) => {
-                self.complete(mappings, pending);
-                self.pending.push_back(Pending { due: Some(Instant::now() + delay), ..pending });
-            }
-            Some(Fault::Late(delay)) => {
-                self.pending.push_back(Pending { due: Some(Instant::now() + delay), ..pending });
-            }
-            Some(Fault::Reorder) => self.pending.push_back(Pending { after_next: true, ..pending }),
-            _ => self.complete(mappings, pending),
-        }
-    }
-
-    /// Ends a request for an event if there is one to report.
-    fn report_event(&mut self, mappings: &Mappings) {
-        if self.shared.event.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        let Some(id) = self.events.pop() else { return };
-        let result = self.shared.event.swap(0, Ordering::SeqCst);
-        let (status, due) = (Status::SUCCESS, None);
-        self.post(mappings, &Pending { queue: 0, id, status, result, due, after_next: false });
-    }
-
-    /// Runs an I/O command.
-    fn transfer(&mut self, mappings: &Mappings, command: &Command, corrupt: bool) -> Status {
-        let index = (command.namespace as usize).wrapping_sub(1);
-        let Some(storage) = self.emulation.namespaces.get_mut(index) else {
-            return Status::INVALID_NAMESPACE;
-        };
-        if command.opcode == FLUSH {
-            return if storage.flush().is_ok() { Status::SUCCESS } else { Status::WRITE_FAULT };
-        }
-        if !matches!(command.opcode, READ | WRITE | WRITE_ZEROES) {
-            return Status::INVALID_OPCODE;
-        }
-        let power = self.emulation.block_power;
-        let bytes = u64::from(command.blocks()) << power;
-        let blocks = storage.bytes() >> power;
-        if command.lba().checked_add(command.blocks().into()).is_none_or(|end| end > blocks) {
-            return Status::OUT_OF_RANGE;
-        }
-        if command.opcode == WRITE_ZEROES && !self.emulation.write_zeroes {
-            return Status::INVALID_OPCODE;
-        }
-        if command.opcode == WRITE_ZEROES {
-            let zero = |data: &mut [u8]| {
-                data.fill(0);
-                true
-            };
-            let zeroed = storage.write(command.lba() << power, bytes as usize, &mut self.scratch, zero);
-            return if zeroed.is_ok() { Status::SUCCESS } else { Status::WRITE_FAULT };
-        }
-        if self.emulation.transfer_max.is_some_and(|max| bytes > max) {
-            return Status::INVALID_FIELD;
-        }
-        if matches!(command.data, spec::DataPointer::Sgl(_)) && !self.emulation.sgl {
-            return Status::INVALID_FIELD;
-        }
-        let pieces = match transfer::pieces(mappings, command.data, bytes, corrupt) {
-            Ok(pieces) => pieces,
-            Err(status) => {
-                self.counters.bad_addresses += u64::from(status == Status::DATA_TRANSFER);
-                return status;
-            }
-        };
-        let mut at = command.lba() << power;
-        for piece in pieces {
-            let (address, bytes) = (piece.address, piece.bytes as usize);
-            let scratch = &mut self.scratch;
-            let (moved, failure) = if command.opcode == READ {
-                let take = |data: &[u8]| transfer::copy_in(mappings, address, data);
-                (storage.read(at, bytes, scratch, take), Status::READ_ERROR)
-            } else {
-                let fill = |data: &mut [u8]| transfer::copy_out(mappings, address, data);
-                (storage.write(at, bytes, scratch, fill), Status::WRITE_FAULT)
-            };
-            match moved {
-                Ok(true) => at += piece.bytes,
-                Ok(false) => {
-                    self.counters.bad_addresses += 1;
-                    return Status::DATA_TRANSFER;
-                }
-                // A file that was cut is a namespace that has shrunk.
-                Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-                    return Status::OUT_OF_RANGE;
-                }
-                Err(_) => return failure,
-            }
-        }
-        Status::SUCCESS
-    }
-
-    /// Runs an admin command; `None` if it does not end now.
-    fn admin(&mut self, mappings: &Mappings, id: u16, command: &Command) -> Option<(Status, u32)> {
-        let [d10, d11, ..] = command.dwords;
-        let (queue, entries) = (d10 as u16, (d10 >> 16) + 1);
-        let address = match command.data {
-            spec::DataPointer::Prp { first, .. } => first,
-            spec::DataPointer::Sgl(_) => return Some((Status::INVALID_FIELD, 0)),
-        };
-        let status = match command.opcode {
-            IDENTIFY => self.identify(mappings, command, address),
-            GET_LOG_PAGE => self.log_page(mappings, command, address),
-            SET_FEATURES if d10 & 0xff == FEATURE_QUEUES => {
-                let granted = |wanted: u32| wanted.min(u32::from(self.emulation.queue_pairs) - 1);
-                return Some((Status::SUCCESS, granted(d11 >> 16) << 16 | granted(d11 & 0xffff)));
-            }
-            CREATE_CQ if queue == 0 || queue > self.emulation.queue_pairs => Status::INVALID_QUEUE,
-            CREATE_SQ if queue == 0 || queue > self.emulation.queue_pairs => Status::INVALID_QUEUE,
-            CREATE_CQ => self.add_completions(mappings, queue, entries, address),
-            CREATE_SQ => self.add_submissions(mappings, queue, entries, (address, (d11 >> 16) as u16)),
-            DELETE_SQ => self.delete_submissions(queue),
-            DELETE_CQ => self.delete_completions(queue),
-            ABORT => return Some((Status::SUCCESS, self.abort(mappings, d10 as u16, (d10 >> 16) as u16))),
-            ASYNC_EVENT_REQUEST if self.events.len() < EVENTS_MAX => {
-                self.events.push(id);
-                return None;
-            }
-            ASYNC_EVENT_REQUEST => Status::EVENT_LIMIT,
-            SET_FEATURES => Status::INVALID_FIELD,
-            _ => Status::INVALID_OPCODE,
-        };
-        Some((status, 0))
-    }
-
-    fn identify(&mut self, mappings: &Mappings, command: &Command, address: u64) -> Status {
-        let count = self.emulation.namespaces.len() as u32;
-        let data = match (command.dwords[0] & 0xff) as u8 {
-            cns::CONTROLLER => ControllerIdentity {
-                serial: self.emulation.serial.clone(),
-                model: "Reprise emulated controller".into(),
-                firmware: "1".into(),
-                transfer_max: self.emulation.transfer_max,
-                aborts_max: 4,
-                events_max: EVENTS_MAX as u16,
-                namespaces: count,
-                write_zeroes: self.emulation.write_zeroes,
-                write_cache: true,
-                sgl: self.emulation.sgl,
-            }
-            .encode(),
-            cns::NAMESPACES => {
-                NamespaceList((1..=count).filter(|id| *id > command.namespace).collect()).encode()
-            }
-            cns::NAMESPACE => {
-                let index = (command.namespace as usize).wrapping_sub(1);
-                let Some(storage) = self.emulation.namespaces.get(index) else {
-                    return Status::INVALID_NAMESPACE;
-                };
-                let power = self.emulation.block_power;
-                let format = LbaFormat { data_power: power, metadata_bytes: 0 };
-                let blocks = storage.bytes() >> power;
-                NamespaceIdentity { blocks, format, write_protected: false }.encode()
-            }
-            _ => return Status::INVALID_FIELD,
-        };
-        self.answer(mappings, address, &data[..])
-    }
-
-    fn log_page(&mut self, mappings: &Mappings, command: &Command, address: u64) -> Status {
-        let wanted = ((command.dwords[0] >> 16) as usize + 1) * 4;
-        if command.dwords[0] & 0xff != HEALTH_LOG || wanted > HEALTH_BYTES {
-            return Status::INVALID_FIELD;
-        }
-        let mut page = [0; HEALTH_BYTES];
-        page[3] = 100; // available spare in percent
-        self.answer(mappings, address, &page[..wanted])
-    }
-
-    fn answer(&mut self, mappings: &Mappings, address: u64, data: &[u8]) -> Status {
-        if transfer::copy_in(mappings, address, data) {
-            return Status::SUCCESS;
-        }
-        self.counters.bad_addresses += 1;
-        Status::DATA_TRANSFER
-    }
-
-    fn add_completions(&mut self, mappings: &Mappings, id: u16, entries: u32, address: u64) -> Status {
-        if self.completions.contains_key(&id) {
-            return Status::INVALID_QUEUE;
-        }
-        if !(2..=self.emulation.entries_max.max(4096)).contains(&entries) {
-            return Status::INVALID_QUEUE_SIZE;
-        }
-        match resolve(mappings, address, u64::from(entries) * CQE_BYTES as u64) {
-            Some((Mapping::Words(_), at)) if at.is_multiple_of(spec::PAGE_BYTES) => {
-                self.completions.insert(id, Completions { address, entries, tail: 0, phase: true });
-                Status::SUCCESS
-            }
-            _ => Status::INVALID_FIELD,
-        }
-    }
-
-    fn add_submissions(
-        &mut self,
-        mappings: &Mappings,
-        id: u16,
-        entries: u32,
-        (address, completions): (u64, u16),
-    ) -> Status {
-        if self.submissions.contains_key(&id) || !self.completions.contains_key(&completions) {
-            return Status::INVALID_QUEUE;
-        }
-        if !(2..=self.emulation.entries_max.max(4096)).contains(&entries) {
-            return Status::INVALID_QUEUE_SIZE;
-        }
-        if resolve(mappings, address, u64::from(entries) * SQE_BYTES as u64).is_none() {
-            return Status::INVALID_FIELD;
-        }
-        // A queue starts empty: an earlier queue may have left another value in the doorbell.
-        self.set(offset::sq_tail(id, STRIDE), 0);
-        self.set(offset::cq_head(id, STRIDE), 0);
-        self.submissions.insert(id, Submissions { address, entries, head: 0, completions, dropped: None });
-        Status::SUCCESS
-    }
-
-    fn delete_submissions(&mut self, id: u16) -> Status {
-        if id == 0 || self.submissions.remove(&id).is_none() {
-            return Status::INVALID_QUEUE;
-        }
-        self.pending.retain(|pending| pending.queue != id);
-        Status::SUCCESS
-    }
-
-    fn delete_completions(&mut self, id: u16) -> Status {
-        if id == 0 || self.submissions.values().any(|queue| queue.completions == id) {
-            return Status::INVALID_QUEUE;
-        }
-        if self.completions.remove(&id).is_none() { Status::INVALID_QUEUE } else { Status::SUCCESS }
-    }
-
-    /// Aborts a command that waits for its end. Returns bit 0 of the result: 1 if it was not aborted.
-    fn abort(&mut self, mappings: &Mappings, queue: u16, id: u16) -> u32 {
-        let Some(at) = self.pending.iter().position(|one| one.queue == queue && one.id == id) else {
-            return 1;
-        };
-        let pending = self.pending.remove(at).expect("it was found");
-        self.complete(mappings, Pending { status: Status::ABORTED, ..pending });
-        0
-    }
-
-    /// Writes the completions whose time has come.
-    fn complete_due(&mut self, mappings: &Mappings) -> bool {
-        let now = Instant::now();
-        let due: Vec<Pending> = {
-            let is_due = |one: &Pending| one.due.is_some_and(|due| due <= now) || one.after_next;
-            let all = self.pending.iter().copied();
-            all.filter(|one| is_due(one)).collect()
-        };
-        self.pending.retain(|one| !(one.due.is_some_and(|due| due <= now) || one.after_next));
-        due.iter().for_each(|one| self.post(mappings, one));
-        !due.is_empty()
-    }
-
-    /// Writes a completion, and those that wait for the next one.
-    fn complete(&mut self, mappings: &Mappings, pending: Pending) {
-        self.post(mappings, &pending);
-        let waits = |one: &Pending| one.after_next && one.queue == pending.queue;
-        let waiting: Vec<Pending> = self.pending.iter().copied().filter(waits).collect();
-        self.pending.retain(|one| !waits(one));
-        waiting.iter().for_each(|one| self.post(mappings, one));
-    }
-
-    /// Writes a completion, or keeps it while the completion queue is full.
-    fn post(&mut self, mappings: &Mappings, pending: &Pending) {
-        let Some(submissions) = self.submissions.get(&pending.queue) else { return };
-        let head = self.get(offset::cq_head(submissions.completions, STRIDE));
-        let Some(queue) = self.completions.get_mut(&submissions.completions) else { return };
-        if head >= queue.entries {
-            return self.fail();
-        }
-        if (queue.tail + 1) % queue.entries == head {
-            self.pending.push_back(Pending { due: Some(Instant::now()), after_next: false, ..*pending });
-            return;
-        }
-        let entry = Completion {
-            result: pending.result,
-            sq_head: submissions.head as u16,
-            sq_id: pending.queue,
-            id: pending.id,
-            status: pending.status,
-            phase: queue.phase,
-        };
-        let address = queue.address + u64::from(queue.tail) * CQE_BYTES as u64;
-        let Some((Mapping::Words(memory), at)) = resolve(mappings, address, CQE_BYTES as u64) else {
-            self.counters.bad_addresses += 1;
-            return;
-        };
-        let [first, second, third, last] = entry.encode();
-        for (index, dword) in [first, second, third].into_iter().enumerate() {
-            memory.atomic_u32(at + 4 * index).store(dword.to_le(), Ordering::Relaxed);
-        }
-        // Data and the other dwords are visible before the phase bit.
-        memory.atomic_u32(at + 12).store(last.to_le(), Ordering::Release);
-        queue.tail += 1;
-        if queue.tail == queue.entries {
-            (queue.tail, queue.phase) = (0, !queue.phase);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use reprise_buffers::{SharedMemory, Span};
 
-use crate::backing::DmaMemory;
+use crate::backing::{DmaMapping, DmaMemory, check_part};
 use crate::error::NvmeError;
 use crate::spec::PAGE_BYTES;
 
@@ -31,6 +31,42 @@ impl Mapping {
             Mapping::Span(span) => span.len() as u64,
         }
     }
+
+    /// Returns a word at an offset that was resolved.
+    pub(super) fn half_word(&self, at: usize) -> &AtomicU32 {
+        match self {
+            Mapping::Words(memory) => memory.atomic_u32(at),
+            Mapping::Span(span) => span.atomic_u32(at),
+        }
+    }
+
+    /// Returns a double word at an offset that was resolved.
+    pub(super) fn word(&self, at: usize) -> &AtomicU64 {
+        match self {
+            Mapping::Words(memory) => memory.atomic_u64(at),
+            Mapping::Span(span) => span.atomic_u64(at),
+        }
+    }
+
+    /// Reports whether queues can lie here: it is written as words.
+    pub(super) fn is_writable(&self) -> bool {
+        match self {
+            Mapping::Words(_) => true,
+            Mapping::Span(span) => span.is_writable(),
+        }
+    }
+}
+
+/// Ends a mapping when it is dropped.
+struct Unmap {
+    address: u64,
+    state: Arc<RwLock<Mappings>>,
+}
+
+impl Drop for Unmap {
+    fn drop(&mut self) {
+        self.state.write().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
+    }
 }
 
 /// The mappings by address.
@@ -49,12 +85,21 @@ impl AddressSpace {
     pub(super) fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
         let memory = Arc::new(SharedMemory::create(bytes.next_multiple_of(PAGE_BYTES))?);
         let address = self.add(Mapping::Words(Arc::clone(&memory)));
-        Ok(EmulatedMemory { memory, address, state: Arc::clone(&self.state) })
+        let bytes = memory.len();
+        let block = Arc::new(Block { memory, address, state: Arc::clone(&self.state) });
+        Ok(EmulatedMemory { block, offset: 0, bytes })
     }
 
     /// Maps a span while the address space lives.
     pub(super) fn map(&self, span: Span) -> u64 {
         self.add(Mapping::Span(span))
+    }
+
+    /// Maps a span until the result is dropped.
+    pub(super) fn map_until_dropped(&self, span: Span) -> DmaMapping {
+        let bytes = span.len() as u64;
+        let address = self.map(span);
+        DmaMapping::new(address, bytes, Box::new(Unmap { address, state: Arc::clone(&self.state) }))
     }
 
     fn add(&self, mapping: Mapping) -> u64 {
@@ -84,53 +129,75 @@ pub(super) fn read_words(mappings: &Mappings, address: u64, into: &mut [u64]) ->
         return false;
     }
     match resolve(mappings, address, bytes) {
-        Some((Mapping::Words(memory), at)) => {
+        Some((memory, at)) if memory.is_writable() => {
             for (index, word) in into.iter_mut().enumerate() {
-                *word = u64::from_le(memory.atomic_u64(at + 8 * index).load(Ordering::Relaxed));
+                *word = u64::from_le(memory.word(at + 8 * index).load(Ordering::Relaxed));
             }
             true
         }
-        // Lists may lie in data memory too.
+        // A list in memory that this process may only read.
         Some((Mapping::Span(span), at)) => {
             let mut copy = vec![0; bytes as usize];
-            let Ok(part) = span.slice(at, copy.len()) else { return false };
-            part.copy_out(&mut copy);
+            if span.read_at(at, &mut copy).is_err() {
+                return false;
+            }
             for (word, bytes) in into.iter_mut().zip(copy.chunks_exact(8)) {
                 *word = crate::spec::le!(bytes, 0, u64);
             }
             true
         }
-        None => false,
+        _ => false,
     }
 }
 
 /// Memory that an emulated controller accesses.
 #[derive(Debug)]
 pub struct EmulatedMemory {
+    block: Arc<Block>,
+    offset: usize,
+    bytes: usize,
+}
+
+/// Mapped memory, which parts share.
+#[derive(Debug)]
+struct Block {
     memory: Arc<SharedMemory>,
     address: u64,
     state: Arc<RwLock<Mappings>>,
 }
 
-impl DmaMemory for EmulatedMemory {
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn bytes(&self) -> usize {
-        self.memory.len()
-    }
-
-    fn word(&self, offset: usize) -> &AtomicU64 {
-        self.memory.atomic_u64(offset)
-    }
-
-    fn half_word(&self, offset: usize) -> &AtomicU32 {
-        self.memory.atomic_u32(offset)
+impl EmulatedMemory {
+    /// Returns the offset in the block of a word at an offset of this memory.
+    fn at(&self, offset: usize, size: usize) -> usize {
+        assert!(offset + size <= self.bytes, "a word at {offset} of {}", self.bytes);
+        self.offset + offset
     }
 }
 
-impl Drop for EmulatedMemory {
+impl DmaMemory for EmulatedMemory {
+    fn address(&self) -> u64 {
+        self.block.address + self.offset as u64
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        self.block.memory.atomic_u64(self.at(offset, 8))
+    }
+
+    fn half_word(&self, offset: usize) -> &AtomicU32 {
+        self.block.memory.atomic_u32(self.at(offset, 4))
+    }
+
+    fn part(&self, offset: usize, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
+        check_part(self.bytes, offset, bytes)?;
+        Ok(EmulatedMemory { block: Arc::clone(&self.block), offset: self.offset + offset, bytes })
+    }
+}
+
+impl Drop for Block {
     fn drop(&mut self) {
         self.state.write().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
     }

@@ -7,7 +7,7 @@ use crate::spec::{DataPointer, PAGE_BYTES, SglDescriptor, SglKind, Status};
 /// Maximum number of segments of an SGL that are followed.
 const SEGMENTS_MAX: usize = 64;
 
-/// Returns the pieces of memory that a data pointer describes, of `bytes` in all.
+/// Replaces `all` by the pieces of memory that a data pointer describes, of `bytes` in all.
 ///
 /// # Errors
 /// The status of the command.
@@ -16,10 +16,12 @@ pub(super) fn pieces(
     data: DataPointer,
     bytes: u64,
     corrupt: bool,
-) -> Result<Vec<Piece>, Status> {
+    all: &mut Vec<Piece>,
+) -> Result<(), Status> {
+    all.clear();
     match data {
-        DataPointer::Prp { first, second } => prp(mappings, (first, second), bytes, corrupt),
-        DataPointer::Sgl(descriptor) => sgl(mappings, descriptor, bytes, corrupt),
+        DataPointer::Prp { first, second } => prp(mappings, (first, second), bytes, corrupt, all),
+        DataPointer::Sgl(descriptor) => sgl(mappings, descriptor, bytes, corrupt, all),
     }
 }
 
@@ -29,12 +31,13 @@ fn prp(
     (first, second): (u64, u64),
     bytes: u64,
     corrupt: bool,
-) -> Result<Vec<Piece>, Status> {
+    all: &mut Vec<Piece>,
+) -> Result<(), Status> {
     let page = PAGE_BYTES as u64;
-    let mut all = vec![Piece { address: first, bytes: bytes.min(page - first % page) }];
+    all.push(Piece { address: first, bytes: bytes.min(page - first % page) });
     let mut left = bytes - all[0].bytes;
     if left == 0 {
-        return Ok(all);
+        return Ok(());
     }
     if left <= page {
         all.push(Piece { address: second, bytes: left });
@@ -44,15 +47,19 @@ fn prp(
     while left > 0 {
         let room = ((page - list % page) / 8) as usize;
         let needed = left.div_ceil(page) as usize;
-        let mut entries = vec![0; room.min(needed)];
-        if !read_words(mappings, list, &mut entries) {
+        let mut words = [0; PAGE_BYTES / 8];
+        let entries = &mut words[..room.min(needed)];
+        if !read_words(mappings, list, entries) {
             return Err(Status::DATA_TRANSFER);
         }
         if corrupt {
             entries[0] ^= 1 << 62;
         }
-        let next = if needed > room { entries.pop() } else { None };
-        for address in entries {
+        let (entries, next) = match entries.split_last() {
+            Some((next, entries)) if needed > room => (entries, Some(*next)),
+            _ => (&*entries, None),
+        };
+        for &address in entries {
             let bytes = left.min(page);
             all.push(Piece { address, bytes });
             left -= bytes;
@@ -67,9 +74,9 @@ fn prp(
 }
 
 /// All entries but the first one must start at a page (Base 2.0, 4.1.1).
-fn aligned(pieces: Vec<Piece>) -> Result<Vec<Piece>, Status> {
+fn aligned(pieces: &[Piece]) -> Result<(), Status> {
     let odd = pieces.iter().skip(1).any(|piece| !piece.address.is_multiple_of(PAGE_BYTES as u64));
-    if odd { Err(Status::INVALID_FIELD) } else { Ok(pieces) }
+    if odd { Err(Status::INVALID_FIELD) } else { Ok(()) }
 }
 
 /// An SGL (Base 2.0, 4.1.2): a data block, or segments of them.
@@ -78,8 +85,8 @@ fn sgl(
     descriptor: SglDescriptor,
     bytes: u64,
     corrupt: bool,
-) -> Result<Vec<Piece>, Status> {
-    let mut all = Vec::new();
+    all: &mut Vec<Piece>,
+) -> Result<(), Status> {
     let mut next = Some(descriptor);
     for _ in 0..SEGMENTS_MAX {
         let Some(segment) = next.take() else { break };
@@ -87,45 +94,55 @@ fn sgl(
             all.push(Piece { address: segment.address, bytes: segment.bytes.into() });
             break;
         }
-        let count = segment.bytes as usize / SglDescriptor::BYTES;
-        let whole =
-            (segment.bytes as usize).is_multiple_of(SglDescriptor::BYTES) && (1..=1 << 16).contains(&count);
-        if !whole || !matches!(segment.kind, SglKind::Segment | SglKind::LastSegment) {
-            return Err(Status::SGL_TYPE);
-        }
-        let mut words = vec![0; 2 * count];
-        if !read_words(mappings, segment.address, &mut words) {
-            return Err(Status::DATA_TRANSFER);
-        }
-        if corrupt {
-            words[0] ^= 1 << 62;
-        }
-        for (index, words) in words.chunks_exact(2).enumerate() {
-            let one = SglDescriptor::of_words([words[0], words[1]]);
-            match one.kind {
-                SglKind::DataBlock => all.push(Piece { address: one.address, bytes: one.bytes.into() }),
-                SglKind::Segment | SglKind::LastSegment
-                    if segment.kind == SglKind::Segment && index + 1 == count =>
-                {
-                    next = Some(one);
-                }
-                _ => return Err(Status::SGL_TYPE),
-            }
-        }
+        next = sgl_segment(mappings, segment, corrupt, all)?;
     }
     let described: u64 = all.iter().map(|piece| piece.bytes).sum();
     if next.is_some() || described != bytes {
         return Err(Status::SGL_LENGTH);
     }
-    Ok(all)
+    Ok(())
+}
+
+/// Appends the pieces of a segment; returns the segment that follows.
+fn sgl_segment(
+    mappings: &Mappings,
+    segment: SglDescriptor,
+    corrupt: bool,
+    all: &mut Vec<Piece>,
+) -> Result<Option<SglDescriptor>, Status> {
+    let count = segment.bytes as usize / SglDescriptor::BYTES;
+    let whole =
+        (segment.bytes as usize).is_multiple_of(SglDescriptor::BYTES) && (1..=1 << 16).contains(&count);
+    if !whole || !matches!(segment.kind, SglKind::Segment | SglKind::LastSegment) {
+        return Err(Status::SGL_TYPE);
+    }
+    let mut words = vec![0; 2 * count];
+    if !read_words(mappings, segment.address, &mut words) {
+        return Err(Status::DATA_TRANSFER);
+    }
+    if corrupt {
+        words[0] ^= 1 << 62;
+    }
+    let mut next = None;
+    for (index, words) in words.chunks_exact(2).enumerate() {
+        let one = SglDescriptor::of_words([words[0], words[1]]);
+        match one.kind {
+            SglKind::DataBlock => all.push(Piece { address: one.address, bytes: one.bytes.into() }),
+            SglKind::Segment | SglKind::LastSegment
+                if segment.kind == SglKind::Segment && index + 1 == count =>
+            {
+                next = Some(one);
+            }
+            _ => return Err(Status::SGL_TYPE),
+        }
+    }
+    Ok(next)
 }
 
 /// Copies bytes to memory of the driver; false if the range is not mapped.
 pub(super) fn copy_in(mappings: &Mappings, address: u64, bytes: &[u8]) -> bool {
     match resolve(mappings, address, bytes.len() as u64) {
-        Some((Mapping::Span(span), at)) => {
-            span.slice(at, bytes.len()).is_ok_and(|part| part.copy_in(bytes).is_ok())
-        }
+        Some((Mapping::Span(span), at)) => span.write_at(at, bytes).is_ok(),
         Some((Mapping::Words(memory), at)) if at.is_multiple_of(8) && bytes.len().is_multiple_of(8) => {
             for (index, word) in bytes.chunks_exact(8).enumerate() {
                 let word = crate::spec::le!(word, 0, u64);
@@ -140,13 +157,7 @@ pub(super) fn copy_in(mappings: &Mappings, address: u64, bytes: &[u8]) -> bool {
 /// Copies bytes from memory of the driver; false if the range is not mapped.
 pub(super) fn copy_out(mappings: &Mappings, address: u64, bytes: &mut [u8]) -> bool {
     match resolve(mappings, address, bytes.len() as u64) {
-        Some((Mapping::Span(span), at)) => match span.slice(at, bytes.len()) {
-            Ok(part) => {
-                part.copy_out(bytes);
-                true
-            }
-            Err(_) => false,
-        },
+        Some((Mapping::Span(span), at)) => span.read_at(at, bytes).is_ok(),
         Some((Mapping::Words(_), _)) if bytes.len().is_multiple_of(8) => {
             let mut words = vec![0; bytes.len() / 8];
             let read = read_words(mappings, address, &mut words);

@@ -21,6 +21,12 @@ pub mod offset {
     pub const ASQ: usize = 0x28;
     /// Admin Completion Queue Base Address, 8 bytes (3.1.3.10).
     pub const ACQ: usize = 0x30;
+    /// CMBLOC, Controller Memory Buffer Location (3.1.3.11).
+    pub const CMBLOC: usize = 0x38;
+    /// CMBSZ, Controller Memory Buffer Size (3.1.3.12).
+    pub const CMBSZ: usize = 0x3c;
+    /// CMBMSC, Controller Memory Buffer Memory Space Control, 8 bytes (3.1.3.16).
+    pub const CMBMSC: usize = 0x50;
     /// First doorbell (PCIe Transport 1.0, 3.1.2).
     pub const DOORBELLS: usize = 0x1000;
 
@@ -65,9 +71,69 @@ impl Capabilities {
         self.0 >> 37 & 1 == 1
     }
 
+    /// Reports whether the controller has a memory buffer with a configurable address: CMBS.
+    pub fn has_memory_buffer(self) -> bool {
+        self.0 >> 57 & 1 == 1
+    }
+
     /// Reports whether the controller accepts memory pages of 4 KiB: MPSMIN is 0.
     pub fn has_small_pages(self) -> bool {
         self.0 >> 48 & 0xf == 0
+    }
+}
+
+/// CMBLOC and CMBSZ: place, size and purposes of the controller memory buffer (3.1.3.11, 3.1.3.12).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryBufferProperties {
+    /// BAR that contains the buffer: BIR.
+    pub bar: u8,
+    /// Offset in the BAR in bytes: OFST, in units of SZU.
+    pub offset: u64,
+    /// Size in bytes: SZ, in units of SZU. 0 without a buffer.
+    pub bytes: u64,
+    /// Submission queues may be in the buffer: SQS.
+    pub submissions: bool,
+    /// Completion queues may be in the buffer: CQS.
+    pub completions: bool,
+    /// PRP lists and SGL segments may be in the buffer: LISTS.
+    pub lists: bool,
+    /// Data of commands may be read into the buffer and written from it: RDS and WDS.
+    pub data: bool,
+}
+
+impl MemoryBufferProperties {
+    /// Decodes the values of both registers.
+    pub fn decode(location: u32, size: u32) -> MemoryBufferProperties {
+        // SZU: 4 KiB · 16ⁿ. Values above 6 are reserved; they give a size that no BAR has.
+        let unit = 1_u64 << (12 + 4 * (size >> 8 & 0xf)).min(63);
+        let has = |bit: u32| size >> bit & 1 == 1;
+        MemoryBufferProperties {
+            bar: (location & 7) as u8,
+            offset: u64::from(location >> 12).saturating_mul(unit),
+            bytes: u64::from(size >> 12).saturating_mul(unit),
+            submissions: has(0),
+            completions: has(1),
+            lists: has(2),
+            data: has(3) && has(4),
+        }
+    }
+}
+
+/// CMBMSC: whether the buffer's registers have values (CRE), and the address that selects it (CMSE, CBA).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryBufferControl {
+    /// CMBLOC and CMBSZ have values.
+    pub registers: bool,
+    /// Address at which the controller finds the buffer, a multiple of 4,096; `None` if at none.
+    pub address: Option<u64>,
+}
+
+impl MemoryBufferControl {
+    /// Returns the value of the register.
+    pub fn encode(self) -> u64 {
+        self.address.unwrap_or(0) & !0xfff
+            | u64::from(self.address.is_some()) << 1
+            | u64::from(self.registers)
     }
 }
 
@@ -192,6 +258,26 @@ mod tests {
         assert_eq!(capabilities.ready_timeout(), Duration::from_millis(8_000));
         assert_eq!(capabilities.doorbell_stride(), 4);
         assert!(capabilities.has_nvm_commands() && capabilities.has_small_pages());
+    }
+
+    #[test]
+    fn decodes_the_memory_buffer_of_a_known_controller() {
+        assert!(Capabilities(0x0240_1820_0f01_07ff).has_memory_buffer());
+        // QEMU 7.2 with a buffer of 16 MiB.
+        let buffer = MemoryBufferProperties::decode(0x62, 0x1021d);
+        let expected = MemoryBufferProperties {
+            bar: 2,
+            offset: 0,
+            bytes: 16 << 20,
+            submissions: true,
+            completions: false,
+            lists: true,
+            data: true,
+        };
+        assert_eq!(buffer, expected);
+        let control = MemoryBufferControl { registers: true, address: Some(0x12_3456_7000) };
+        assert_eq!(control.encode(), 0x12_3456_7003);
+        assert_eq!(MemoryBufferControl { registers: false, address: None }.encode(), 0);
     }
 
     #[test]

@@ -30,6 +30,9 @@ impl DmaMemory for Memory {
     fn half_word(&self, offset: usize) -> &AtomicU32 {
         self.0.half_word(offset)
     }
+    fn part(&self, offset: usize, bytes: usize) -> Result<Memory, NvmeError> {
+        self.0.part(offset, bytes).map(|part| Memory(std::sync::Arc::new(part)))
+    }
 }
 
 /// An emulated controller whose memory the test overwrites: it remembers all of it.
@@ -41,6 +44,9 @@ struct Hostile {
 impl Backing for Hostile {
     type Memory = Memory;
 
+    fn register_bytes(&self) -> usize {
+        self.inner.register_bytes()
+    }
     fn read(&self, offset: usize) -> u32 {
         self.inner.read(offset)
     }
@@ -57,6 +63,9 @@ impl Backing for Hostile {
     }
     fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
         self.inner.map_region(region)
+    }
+    fn map_own_bar(&self, bar: u8, _offset: u64, _bytes: u64) -> Result<Memory, NvmeError> {
+        Err(NvmeError::Unsupported(format!("BAR {bar}")))
     }
 }
 

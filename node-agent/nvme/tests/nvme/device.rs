@@ -10,7 +10,7 @@ use reprise_io::{
 };
 use reprise_nvme::emulated::{EmulatedController, Emulation, Fault, FaultRule, Selection, Storage};
 use reprise_nvme::spec::{FLUSH, Status, WRITE, WRITE_ZEROES};
-use reprise_nvme::{DeviceSettings, NvmeDevice};
+use reprise_nvme::{DeviceSettings, NvmeDevice, NvmeError, OpenController};
 
 use crate::bench_rig::{LONG, emulation, pattern, settings};
 
@@ -233,4 +233,50 @@ fn a_controller_that_fails_or_vanishes_loses_the_engine_at_once() {
         assert!(start.elapsed() < LONG / 2, "before the deadline of the command");
         assert_eq!(engine.close(), close);
     }
+}
+
+#[test]
+fn others_use_the_controller_next_to_its_engine_until_the_engine_ends() {
+    let device = open(emulation(), LONG);
+    let controller = std::sync::Arc::clone(device.controller());
+    assert_eq!(device.namespace().id, 1);
+    let mut engine = Box::new(device).start_engine(&EngineSettings::default()).expect("a queue pair");
+    let pair = controller.with(|one| one.create_queue_pair(16)).expect("a second pair");
+    read(engine.as_mut(), 1);
+    controller.health().expect("the admin queue is free");
+    assert_eq!(error_of(engine.as_mut(), 1), None);
+    let deleted = controller.with(|one| one.delete_queue_pair(pair)).expect("deleted");
+    assert!(deleted.ended.is_empty() && deleted.unfinished.is_empty());
+    assert_eq!(engine.close(), CloseOutcome::Drained);
+    assert!(matches!(controller.health(), Err(NvmeError::Closed)));
+}
+
+#[test]
+fn an_overdue_command_is_aborted_after_another_user_has_left_the_admin_queue() {
+    let device = open(
+        Emulation {
+            faults: vec![FaultRule { on: once_of_queue(), fault: Fault::Late(LONG) }],
+            ..emulation()
+        },
+        SHORT,
+    );
+    let controller = std::sync::Arc::clone(device.controller());
+    let mut engine = Box::new(device).start_engine(&EngineSettings::default()).expect("a queue pair");
+    read(engine.as_mut(), 1);
+    let mut done = Vec::new();
+    controller
+        .with(|_| {
+            let start = Instant::now();
+            while start.elapsed() < 4 * SHORT {
+                engine.reap(Wait::Until(SHORT), &mut done).expect("it does not wait for the other user");
+            }
+            Ok(())
+        })
+        .expect("open");
+    assert!(done.is_empty(), "no abort was requested");
+    assert_eq!(error_of(engine.as_mut(), 1), Some(IoErrorKind::Media));
+}
+
+fn once_of_queue() -> Selection {
+    Selection { queue: Some(1), ..once() }
 }

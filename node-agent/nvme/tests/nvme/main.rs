@@ -5,5 +5,6 @@ mod bench_rig;
 mod device;
 mod faults;
 mod queues;
+mod raw;
 mod start;
 mod transfers;

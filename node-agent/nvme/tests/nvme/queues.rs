@@ -1,12 +1,13 @@
 //! Queue pairs: depths, wrap-around, full queues, many queues, random work against a model.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use proptest::prelude::*;
-use reprise_nvme::NvmeError;
 use reprise_nvme::emulated::{Emulation, Fault, FaultRule, Selection, Storage};
 use reprise_nvme::spec::{Command, READ, WRITE};
+use reprise_nvme::{Backing, DmaMemory, NvmeError, Piece, QueueMemory, QueueSizes};
 
 use crate::bench_rig::{ARENA_BYTES, LONG, Rig, emulation, pattern, run, wait};
 
@@ -56,8 +57,86 @@ fn a_full_queue_accepts_no_command_and_loses_none() {
 }
 
 #[test]
-fn sixty_four_queue_pairs_work_at_once_and_do_not_mix() {
+fn a_queue_pair_works_in_memory_of_the_caller_that_holds_old_completions() {
+    const ENTRIES: u32 = 16;
     let mut rig = Rig::new(emulation());
+    let sizes = QueueSizes::of(ENTRIES);
+    assert_eq!((sizes.submissions, sizes.completions, sizes.lists), (4096, 4096, 15 * 4096));
+    let window = rig.controller.backing().allocate(2 * sizes.total()).expect("memory");
+    for at in (0..window.bytes()).step_by(8) {
+        window.word(at).store(u64::MAX, Ordering::Relaxed);
+    }
+    let memory = QueueMemory::within(&window, sizes.total(), ENTRIES).expect("it fits");
+    let entries = memory.submissions.address()..memory.submissions.address() + sizes.submissions as u64;
+    assert_eq!(entries.start, window.address() + sizes.total() as u64);
+    let mut queue = rig.controller.create_queue_pair_in(ENTRIES, memory).expect("granted");
+    rig.fill(0, PAGE, 1);
+    for lba in 0..5 * u64::from(ENTRIES) {
+        assert!(rig.write(&mut queue, lba * 8, 0, PAGE).is_success());
+        assert!(rig.read(&mut queue, lba * 8, PAGE, PAGE).is_success());
+    }
+    assert!(rig.contents(PAGE, PAGE) == pattern(PAGE as usize, 1));
+    assert_eq!(window.word(0).load(Ordering::Relaxed), u64::MAX, "memory before the queue pair is not used");
+    rig.controller.delete_queue_pair(queue).expect("deleted");
+}
+
+#[test]
+fn memory_that_is_too_small_for_a_queue_pair_is_refused_with_the_sizes() {
+    let mut rig = Rig::new(emulation());
+    let total = QueueSizes::of(16).total();
+    let window = rig.controller.backing().allocate(total).expect("memory");
+    for (offset, entries) in [(4096, 16), (0, 17), (0, 4096), (64, 2), (usize::MAX - 4095, 2)] {
+        let error = QueueMemory::within(&window, offset, entries).expect_err("too small").to_string();
+        assert!(error.contains(&total.to_string()) && error.contains("use a larger BAR"), "{error}");
+    }
+    let memory = QueueMemory::within(&window, 0, 16).expect("it fits");
+    let error = rig.controller.create_queue_pair_in(100, memory).expect_err("too small").to_string();
+    assert!(error.contains("4096 bytes for a queue of 100 entries: it needs 8192"), "{error}");
+    for entries in [0, 1, 4097] {
+        let memory = QueueMemory::within(&window, 0, 16).expect("it fits");
+        let error = rig.controller.create_queue_pair_in(entries, memory).expect_err("impossible").to_string();
+        assert!(error.contains("2 to 4096"), "{error}");
+    }
+    // The refusals have used no queue.
+    assert_eq!(rig.controller.create_queue_pair(16).expect("granted").id(), 1);
+}
+
+#[test]
+fn a_controller_without_a_memory_buffer_reports_that() {
+    let mut rig = Rig::new(emulation());
+    let error = rig.controller.memory_buffer().expect_err("none").to_string();
+    assert!(error.contains("no memory buffer"), "{error}");
+}
+
+#[test]
+fn parts_keep_memory_mapped_until_the_last_of_them_is_dropped() {
+    let mut rig = Rig::new(emulation());
+    let window = rig.controller.backing().allocate(3 * 4096).expect("memory");
+    let part = window.part(8192, 4096).expect("inside");
+    drop(window);
+    let mut queue = rig.controller.create_queue_pair(4).expect("granted");
+    rig.fill(0, PAGE, 2);
+    assert!(rig.write(&mut queue, 0, 0, PAGE).is_success());
+    let to_part = |queue: &crate::bench_rig::Queue, rig: &Rig| {
+        rig.transfer(queue, READ, 0, &[Piece { address: part.address(), bytes: PAGE }])
+    };
+    let command = to_part(&queue, &rig);
+    assert!(run(&mut queue, &command).is_success());
+    assert_eq!(part.word(0).load(Ordering::Relaxed).to_le_bytes(), pattern(8, 2)[..]);
+    let command = to_part(&queue, &rig);
+    drop(part);
+    assert!(!run(&mut queue, &command).is_success(), "the address is no longer mapped");
+}
+
+#[test]
+fn sixty_four_queue_pairs_work_at_once_and_do_not_mix() {
+    for threads in [1, 4] {
+        sixty_four_queue_pairs(threads);
+    }
+}
+
+fn sixty_four_queue_pairs(threads: usize) {
+    let mut rig = Rig::new(Emulation { threads, ..emulation() });
     let mut queues: Vec<_> =
         (0..64).map(|_| rig.controller.create_queue_pair(16).expect("granted")).collect();
     // Each queue writes its own page, and then reads it to another place.

@@ -18,6 +18,13 @@ pub(in super::super) fn open_simulated(
     read_content(&params(bytes), Box::new(device))
 }
 
+/// Opens any device as a pool device, completely.
+pub(in super::super) fn open_block_device(
+    device: Box<dyn BlockDevice>,
+) -> Result<(RawDevice, DeviceContent), AgentError> {
+    read_content(&params(None), device)
+}
+
 fn params(bytes: Option<u64>) -> OpenParams {
     OpenParams {
         description: PathBuf::from("simulated").into(),

@@ -6,10 +6,12 @@
 //! copies of the surviving image, since reads would make the order of operations depend on real time.
 
 use reprise_agent_core::pool::{BatchId, PoolEvent};
-use reprise_io::simulated::{CrashMode, Image};
+use reprise_io::simulated::{CrashMode, Image, SimulatedDevice};
 
-use super::test_bench::{PLACES, TestBench, layouts};
-use ledger::{Block, Coverage, ExpectedState, Ledger};
+use super::test_bench::{PLACES, PoweredDevice, TestBench, layouts};
+use ledger::{Block, ExpectedState, Ledger};
+
+pub(super) use ledger::Coverage;
 
 mod ledger;
 
@@ -30,7 +32,7 @@ const FIRST_SEED_VARIABLE: &str = "REPRISE_FIRST_SEED";
 
 /// A SplitMix64 random number generator.
 #[derive(Clone, Debug)]
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -40,7 +42,7 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 }
@@ -60,15 +62,15 @@ impl Drop for SeedGuard {
 }
 
 /// A device in use between two power losses.
-struct Life {
-    bench: TestBench,
+struct Life<D> {
+    bench: TestBench<D>,
     /// Numbers of the blocks in the arena.
     places: [Option<u64>; PLACES],
     batches: u64,
 }
 
-impl Life {
-    fn on(bench: TestBench) -> Life {
+impl<D: PoweredDevice> Life<D> {
+    fn on(bench: TestBench<D>) -> Life<D> {
         Life { bench, places: [None; PLACES], batches: 0 }
     }
 
@@ -86,7 +88,7 @@ impl Life {
         }
         ledger.coverage.bank_changes += self.bench.pool.usage().checkpoints;
         let mode = if random.below(4) == 0 { CrashMode::UnsyncedDropped } else { CrashMode::PowerLost };
-        self.bench.device.crash(mode)
+        self.bench.device.cut_power(mode)
     }
 
     fn save(&mut self, ledger: &mut Ledger, random: &mut Random) {
@@ -147,8 +149,8 @@ impl Life {
 }
 
 /// Opens the surviving image and reads every block that is found.
-fn check(image: Image, seed: u64, ledger: &mut Ledger) {
-    let mut bench = TestBench::open(image, seed);
+fn check<D: PoweredDevice>(image: Image, seed: u64, ledger: &mut Ledger) {
+    let mut bench = TestBench::<D>::open(image, seed);
     ledger.verify(&bench.found);
     bench.assert_no_slot_leaks();
     assert_eq!(bench.pool.usage().slots_quarantined, 0, "no slot is quarantined");
@@ -157,19 +159,24 @@ fn check(image: Image, seed: u64, ledger: &mut Ledger) {
 }
 
 /// Runs a seed to its last power loss. Returns the coverage and the surviving image.
-fn run_seed(seed: u64) -> (Coverage, Image) {
+pub(super) fn lives_of<D: PoweredDevice>(seed: u64) -> (Coverage, Image) {
     let _guard = SeedGuard(seed);
     let mut random = Random(seed);
     let mut ledger = Ledger::default();
-    let mut life = Life::on(TestBench::blank(random.next()));
+    let mut life = Life::on(TestBench::<D>::blank(random.next()));
     for _ in 1..LIVES {
         let image = life.run_until_power_loss(&mut ledger, &mut random);
-        check(image.clone(), random.next(), &mut ledger);
+        check::<D>(image.clone(), random.next(), &mut ledger);
         life = Life::on(TestBench::open(image, random.next()));
     }
     let image = life.run_until_power_loss(&mut ledger, &mut random);
-    check(image.clone(), random.next(), &mut ledger);
+    check::<D>(image.clone(), random.next(), &mut ledger);
     (ledger.coverage, image)
+}
+
+/// Runs a seed on a simulated device.
+fn run_seed(seed: u64) -> (Coverage, Image) {
+    lives_of::<SimulatedDevice>(seed)
 }
 
 #[test]
@@ -181,15 +188,7 @@ fn durable_blocks_survive_power_loss_and_others_are_intact_or_missing() {
     let first = std::env::var(FIRST_SEED_VARIABLE).ok();
     let first: u64 = first.map_or(0, |seed| seed.parse().expect("a seed is a number"));
     let worlds = (first..first + RUNS).map(|seed| run_seed(seed).0);
-    let coverage = worlds.fold(Coverage::default(), |sum, coverage| Coverage {
-        power_losses: sum.power_losses + coverage.power_losses,
-        survived: sum.survived + coverage.survived,
-        early: sum.early + coverage.early,
-        missing: sum.missing + coverage.missing,
-        revived: sum.revived + coverage.revived,
-        slots_reused: sum.slots_reused + coverage.slots_reused,
-        bank_changes: sum.bank_changes + coverage.bank_changes,
-    });
+    let coverage = worlds.fold(Coverage::default(), Coverage::plus);
     println!("{coverage:?}");
     assert_eq!(coverage.power_losses, RUNS * LIVES);
     for count in [

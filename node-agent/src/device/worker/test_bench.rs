@@ -10,13 +10,14 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_agent_core::effect::{ArenaSlot, BlockRead, RegionId};
 use reprise_agent_core::pool::{BlockWrite, DevicePool, PageNumber, PoolEvent, PoolParams, StoredBlock};
 use reprise_buffers::{ArenaConfig, HugePolicy, PageCoverage, crc32c};
-use reprise_io::simulated::{Image, SimulatedDevice, SimulatedSettings};
+use reprise_io::simulated::{CrashMode, Image, SimulatedDevice, SimulatedSettings};
 use reprise_policy::{BlockKey, ContentId, Layout, LayoutSpec, TenantId};
 
 use super::*;
 use crate::device::open::RawDevice;
 use crate::device::open::tests::open_simulated;
 use crate::device::{DeviceContent, OpenDecision, RecoveredPool};
+use crate::error::AgentError;
 use crate::metrics::Metrics;
 
 /// Five segments of 2 MiB behind the journal.
@@ -25,9 +26,31 @@ pub(super) const DEVICE_BYTES: u64 = 12 << 20;
 /// Number of arena slots, each large enough for the larger layout.
 pub(super) const PLACES: usize = 32;
 
+/// A device whose power a test cuts.
+pub(super) trait PoweredDevice: Sized {
+    /// Starts a device with this content and opens it as in the agent.
+    fn start(image: Image, seed: u64) -> Result<(Self, RawDevice, DeviceContent), AgentError>;
+
+    /// Ends all access to the device; returns the surviving content.
+    fn cut_power(&self, mode: CrashMode) -> Image;
+}
+
+impl PoweredDevice for SimulatedDevice {
+    fn start(image: Image, seed: u64) -> Result<(SimulatedDevice, RawDevice, DeviceContent), AgentError> {
+        let settings = SimulatedSettings { seed, ..SimulatedSettings::default() };
+        let device = SimulatedDevice::new(image, settings).expect("valid settings");
+        let (open, content) = open_simulated(&device, None)?;
+        Ok((device, open, content))
+    }
+
+    fn cut_power(&self, mode: CrashMode) -> Image {
+        self.crash(mode)
+    }
+}
+
 /// A device that was opened as in the agent, with its pool and its worker.
-pub(super) struct TestBench {
-    pub(super) device: SimulatedDevice,
+pub(super) struct TestBench<D = SimulatedDevice> {
+    pub(super) device: D,
     pub(super) pool: DevicePool,
     /// Blocks that were recovered.
     pub(super) found: Vec<StoredBlock>,
@@ -81,9 +104,9 @@ fn params() -> PoolParams {
     }
 }
 
-impl TestBench {
+impl<D: PoweredDevice> TestBench<D> {
     /// Formats a blank device.
-    pub(super) fn blank(seed: u64) -> TestBench {
+    pub(super) fn blank(seed: u64) -> TestBench<D> {
         TestBench::with(Image::new(DEVICE_BYTES), seed, |open, found| {
             assert!(matches!(found, DeviceContent::Blank { .. }), "nothing was written yet");
             let formatted = open.apply(&OpenDecision::Format(params())).expect("a blank device takes a pool");
@@ -92,7 +115,7 @@ impl TestBench {
     }
 
     /// Opens a surviving image.
-    pub(super) fn open(image: Image, seed: u64) -> TestBench {
+    pub(super) fn open(image: Image, seed: u64) -> TestBench<D> {
         TestBench::with(image, seed, |_, found| match found {
             DeviceContent::Pool(recovered) => *recovered,
             DeviceContent::Blank { .. } => panic!("the image has a pool"),
@@ -103,10 +126,8 @@ impl TestBench {
         image: Image,
         seed: u64,
         recover: impl FnOnce(&mut RawDevice, DeviceContent) -> RecoveredPool,
-    ) -> TestBench {
-        let settings = SimulatedSettings { seed, ..SimulatedSettings::default() };
-        let device = SimulatedDevice::new(image, settings).expect("valid settings");
-        let (mut open, found) = open_simulated(&device, None).expect("the device works");
+    ) -> TestBench<D> {
+        let (device, mut open, found) = D::start(image, seed).expect("the device works");
         let RecoveredPool { pool, stored, .. } = recover(&mut open, found);
         let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
         let arena = Arc::new(Arena::new(&config).expect("2 MiB"));

@@ -56,7 +56,7 @@ fn with_four_blocks() -> (TestBench, Vec<StoredBlock>) {
 
 /// Asserts that the next start finds exactly these blocks.
 fn assert_found(bench: &TestBench, stored: &[StoredBlock]) {
-    let mut again = TestBench::open(bench.device.image(), 2);
+    let mut again: TestBench = TestBench::open(bench.device.image(), 2);
     assert_eq!(again.found, stored);
     again.assert_no_slot_leaks();
     again.read_and_compare(stored);
@@ -118,7 +118,7 @@ fn with_a_failed_journal_nothing_becomes_durable_and_durable_blocks_are_readable
     assert_eq!(bench.losses, [""; 0]);
     bench.read_and_compare(&stored);
     // The torn end of the journal is undefined, but everything before it is intact.
-    let mut again = TestBench::open(bench.device.image(), 2);
+    let mut again: TestBench = TestBench::open(bench.device.image(), 2);
     assert_eq!(again.found[..4], stored);
     let found = again.found.clone();
     again.read_and_compare(&found);

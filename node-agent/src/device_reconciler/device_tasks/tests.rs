@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use reprise_agent_core::pool::{DevicePool, PoolParams};
 use reprise_agent_kubernetes::{Engine, FallbackEngine};
+use reprise_io::ControllerDescription;
 use tempfile::TempDir;
 
 use super::*;
@@ -169,14 +170,50 @@ fn engine_that_this_release_lacks_needs_a_fallback() {
         attempt(Engine::GpuQueue, FallbackEngine::Plain),
         Ok(Attempt::Fallback(IoEngineChoice::Plain))
     );
+    let fault =
+        attempt(Engine::UserNvme, FallbackEngine::None).expect_err("a block device has no controller");
+    assert!(fault.message.contains("need each other"), "{}", fault.message);
     let fault = attempt(Engine::Gds, FallbackEngine::None).expect_err("no engine is left");
     assert!(fault.message.contains("does not support engine Gds"), "{}", fault.message);
 }
 
 #[test]
-fn device_that_no_engine_serves_is_refused_without_a_fallback() {
-    let mut request = open_request(Path::new("/x"), Kind::Device, IfMissing::Fail);
-    request.description = DeviceDescription::Controller("0000:3b:00.0".parse().expect("an address"));
-    let fault = prepare(&request).expect_err("no driver reads it");
-    assert!(fault.message.contains("driver in user space"), "{}", fault.message);
+fn engine_of_controllers_is_for_controllers_and_files() {
+    let attempt = |kind: Kind, engine: Engine| {
+        let request = open_request(Path::new("/x"), kind, IfMissing::Fail);
+        first_attempt(&DeviceSpec { engine, ..request.spec })
+    };
+    let chosen = Ok(Attempt::Preferred(IoEngineChoice::Auto));
+    assert_eq!(attempt(Kind::Controller, Engine::UserNvme), chosen);
+    assert_eq!(attempt(Kind::File, Engine::UserNvme), chosen, "the agent emulates a controller on it");
+    let fault = attempt(Kind::Controller, Engine::IoUring).expect_err("the kernel does not have it");
+    assert!(fault.message.contains("need each other"), "{}", fault.message);
+}
+
+#[test]
+fn wipe_of_an_emulated_controller_destroys_only_its_pool() {
+    let emulated = |path: &Path, pool| {
+        let mut request = wipe_request(path, Kind::File, pool);
+        request.description = DeviceDescription::Emulated(path.into());
+        request
+    };
+    let (_folder, path) = device(&pool(OWN));
+    let fault = wipe(&emulated(&path, Some(OTHER))).expect_err("another pool");
+    assert_eq!(fault.reason, Reason::ForeignSignature);
+    assert_eq!(wipe(&emulated(&path, Some(OWN))), Ok(WipeOutcome::FileRemains));
+    assert!(fs::read(&path).expect("it exists").iter().all(|byte| *byte == 0));
+    let (_folder, path) = device(&[b"XFSB".as_slice(), &[0; 8192]].concat());
+    let fault = wipe(&emulated(&path, None)).expect_err("a file system");
+    assert!(fault.message.contains("an XFS file system"), "{}", fault.message);
+}
+
+#[test]
+fn controller_that_the_node_lacks_is_refused_with_the_remedy() {
+    let mut request = open_request(Path::new("/x"), Kind::Controller, IfMissing::Fail);
+    let address = "ffff:ff:1f.7".parse().expect("an address");
+    request.description = DeviceDescription::Controller(ControllerDescription::at(address));
+    let fault = prepare(&request).expect_err("no function is there");
+    assert_eq!(fault.reason, Reason::DeviceFailed);
+    assert!(fault.message.contains("no function is at the PCI address ffff:ff:1f.7"), "{}", fault.message);
+    assert!(fault.message.contains("reprise doctor"), "{}", fault.message);
 }

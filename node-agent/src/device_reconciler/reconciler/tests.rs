@@ -47,6 +47,8 @@ fn claim(uid: &str, generation: i64) -> Claim {
         uid: uid.to_owned(),
         generation,
         source: Source::Devices { globs: vec!["/*".to_owned()], most: 1 },
+        serials: Vec::new(),
+        namespace: None,
         bytes: None,
         reserve_bytes: None,
         engine: Engine::IoUring,

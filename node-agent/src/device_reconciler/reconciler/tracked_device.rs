@@ -211,6 +211,8 @@ impl TrackedDevice {
             worn: None,
             serial: None,
             model: None,
+            namespace: None,
+            emulated: false,
         };
         (id, fact)
     }
@@ -222,6 +224,10 @@ pub(super) fn missing_fault(kind: Kind) -> DeviceFault {
         Kind::File => missing_file_fault(),
         Kind::Device => {
             let message = "the device is missing: its path does not resolve. The agent opens it again when it reappears, and drops it when its pool changes";
+            DeviceFault { reason: Reason::DeviceFailed, message: message.to_owned() }
+        }
+        Kind::Controller => {
+            let message = "the NVMe controller is missing: no function is at its PCI address. The agent opens it again when it reappears, and drops it when its pool changes";
             DeviceFault { reason: Reason::DeviceFailed, message: message.to_owned() }
         }
     }

@@ -10,18 +10,33 @@ use crate::device::worker::test_bench::number;
 
 /// Coverage of the power losses of a test. A test that does not cover all cases proves less than it claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Coverage {
-    pub(super) power_losses: u64,
+pub(in super::super) struct Coverage {
+    pub(in super::super) power_losses: u64,
     /// Blocks reported as durable before the loss and read after it.
-    pub(super) survived: u64,
+    pub(in super::super) survived: u64,
     /// Blocks not reported as durable that survived.
-    pub(super) early: u64,
+    pub(in super::super) early: u64,
     /// Blocks not reported as durable that were lost.
-    pub(super) missing: u64,
+    pub(in super::super) missing: u64,
     /// Blocks that reappeared because their free was not durable yet.
-    pub(super) revived: u64,
-    pub(super) slots_reused: u64,
-    pub(super) bank_changes: u64,
+    pub(in super::super) revived: u64,
+    pub(in super::super) slots_reused: u64,
+    pub(in super::super) bank_changes: u64,
+}
+
+impl Coverage {
+    /// Returns the sum of two coverages.
+    pub(in super::super) fn plus(self, other: Coverage) -> Coverage {
+        Coverage {
+            power_losses: self.power_losses + other.power_losses,
+            survived: self.survived + other.survived,
+            early: self.early + other.early,
+            missing: self.missing + other.missing,
+            revived: self.revived + other.revived,
+            slots_reused: self.slots_reused + other.slots_reused,
+            bank_changes: self.bank_changes + other.bank_changes,
+        }
+    }
 }
 
 /// Expected state of a block.

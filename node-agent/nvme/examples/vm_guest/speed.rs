@@ -1,0 +1,187 @@
+//! Reads of 4 KiB per second: this driver, and the kernel's with io_uring, on the same controller, in alternating rounds.
+//!
+//! The kernel's loop is the fastest known one: O_DIRECT, registered file and buffers (`reprise_io::bare`).
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use reprise_buffers::{Arena, Span};
+use reprise_io::bare::{self, BareLoop};
+use reprise_io::{
+    BlockDevice, DeviceFile, EngineSettings, FileAccess, IfMissing, Op, Submission, Token, Wait,
+};
+use reprise_nvme::spec::{Command, READ};
+use reprise_nvme::vfio::{FunctionError, PciFunction, VfioController};
+use reprise_nvme::{DeviceSettings, NvmeDevice};
+
+use crate::driver::lab_device;
+use crate::lab::{self, BLOCK, LONG, Lab};
+use crate::{Outcome, ensure, test};
+
+const PAGE: u64 = 4096;
+const ROUNDS: usize = 5;
+const DEPTHS: [usize; 2] = [1, 32];
+/// Size of the range that is read.
+const RANGE: u64 = 32 << 20;
+
+/// Number of reads of one measurement.
+fn reads(depth: usize) -> usize {
+    if depth == 1 { 2_000 } else { 8_000 }
+}
+
+fn offsets(depth: usize) -> Vec<u64> {
+    (0..reads(depth) as u64).map(|index| index * 977 % (RANGE / PAGE) * PAGE).collect()
+}
+
+fn rate(depth: usize, elapsed: Duration) -> f64 {
+    reads(depth) as f64 / elapsed.as_secs_f64()
+}
+
+fn buffers(arena: &Arena, depth: usize) -> Vec<Span> {
+    (0..depth as u64).map(|index| arena.span(0, index * PAGE, PAGE).expect("inside")).collect()
+}
+
+/// The kernel's driver with io_uring.
+fn kernel(path: &Path, arena: &Arena, depth: usize) -> Outcome<f64> {
+    let file = DeviceFile::open(path, FileAccess::ReadOnly, IfMissing::Fail)?;
+    let run = bare::read_loop(&BareLoop {
+        file: &file,
+        block_bytes: PAGE as u32,
+        offsets: &offsets(depth),
+        depth,
+        buffers: &buffers(arena, depth),
+        sync_every: None,
+    })?;
+    Ok(rate(depth, run.elapsed))
+}
+
+/// A queue pair of this driver.
+fn queue_pair(function: &PciFunction, depth: usize) -> Outcome<f64> {
+    let mut lab = Lab::open(function)?;
+    let mut queue = lab.controller.create_queue_pair(64)?;
+    let format = lab.controller.data_format();
+    let (mut ended, mut free) = (Vec::new(), (0..depth as u64).collect::<Vec<_>>());
+    let offsets = offsets(depth);
+    let (mut next, mut done) = (offsets.iter().peekable(), 0);
+    let start = Instant::now();
+    let deadline = start + LONG;
+    while done < offsets.len() {
+        while next.peek().is_some()
+            && let Some(buffer) = free.pop()
+        {
+            let data = format.describe(&queue, &[lab.piece(buffer * PAGE, PAGE)])?;
+            let offset = next.next().expect("just seen");
+            let command = Command::transfer(READ, 1, offset / BLOCK, (PAGE / BLOCK) as u32).with_data(data);
+            queue.submit(&command, buffer, deadline)?;
+        }
+        queue.ring();
+        queue.poll(&mut ended)?;
+        if ended.is_empty() {
+            std::thread::yield_now();
+        }
+        for one in ended.drain(..) {
+            lab::expect(one.status)?;
+            free.push(one.token);
+            done += 1;
+        }
+        ensure(done == offsets.len() || Instant::now() < deadline, "the reads do not end")?;
+    }
+    Ok(rate(depth, start.elapsed()))
+}
+
+/// The I/O engine on this driver.
+fn engine(function: &PciFunction, arena: &Arena, depth: usize) -> Outcome<f64> {
+    let settings =
+        DeviceSettings { namespace: Some(1), access: FileAccess::ReadOnly, ..DeviceSettings::default() };
+    let device = NvmeDevice::open(VfioController::open(function.clone())?, &settings)?;
+    let regions = arena.regions().to_vec();
+    let settings = EngineSettings { queue_depth: depth as u32, regions, ..EngineSettings::default() };
+    let mut engine = Box::new(device).start_engine(&settings)?;
+    let (offsets, mut free, mut ended) = (offsets(depth), buffers(arena, depth), Vec::new());
+    let (mut next, mut done) = (offsets.iter().peekable(), 0);
+    let start = Instant::now();
+    while done < offsets.len() {
+        while next.peek().is_some()
+            && let Some(buffer) = free.pop()
+        {
+            let offset = *next.next().expect("just seen");
+            let op = Op::Read { offset, into: vec![buffer] };
+            ensure(engine.submit(Submission { token: Token(offset), op }).is_ok(), "there is room")?;
+        }
+        engine.reap(Wait::Until(LONG), &mut ended)?;
+        for one in ended.drain(..) {
+            one.result?;
+            done += 1;
+            let Op::Read { into, .. } = one.op else { return Err("another operation".into()) };
+            free.extend(into);
+        }
+        ensure(start.elapsed() < LONG, "the reads do not end")?;
+    }
+    Ok(rate(depth, start.elapsed()))
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() / 2]
+}
+
+/// Rates of each round at one depth: kernel, queue pair, engine.
+#[derive(Default)]
+struct Rates {
+    kernel: Vec<f64>,
+    queue_pair: Vec<f64>,
+    engine: Vec<f64>,
+}
+
+/// Gives the controller to vfio-pci. The kernel closes files of an io_uring some time after the ring.
+fn bind(function: &PciFunction) -> Outcome {
+    let start = Instant::now();
+    loop {
+        match function.bind_to_vfio() {
+            Err(FunctionError::InUse { .. }) if start.elapsed() < LONG => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            result => return Ok(result?),
+        }
+    }
+}
+
+fn measure(function: &PciFunction) -> Outcome<Vec<Rates>> {
+    let arena = lab::arena()?;
+    let mut all: Vec<Rates> = DEPTHS.iter().map(|_| Rates::default()).collect();
+    for _ in 0..ROUNDS {
+        let path = lab_device(function)?;
+        for (depth, rates) in DEPTHS.into_iter().zip(&mut all) {
+            rates.kernel.push(kernel(&path, &arena, depth)?);
+        }
+        bind(function)?;
+        for (depth, rates) in DEPTHS.into_iter().zip(&mut all) {
+            rates.queue_pair.push(queue_pair(function, depth)?);
+            rates.engine.push(engine(function, &arena, depth)?);
+        }
+        function.release_to_kernel()?;
+    }
+    Ok(all)
+}
+
+/// Compares the medians: this driver reads at least as often as the kernel's.
+pub(crate) fn run(function: &PciFunction) -> bool {
+    let mut measured = Vec::new();
+    let mut passed = test("speed-measured", || {
+        measured = measure(function)?;
+        Ok(())
+    });
+    for (depth, rates) in DEPTHS.into_iter().zip(measured) {
+        let (kernel, own, engine) = (median(rates.kernel), median(rates.queue_pair), median(rates.engine));
+        println!(
+            "IOPS depth={depth} kernel-io_uring={kernel:.0} queue-pair={own:.0} engine={engine:.0} ratio={:.2} \
+             engine-ratio={:.2}",
+            own / kernel,
+            engine / kernel
+        );
+        passed &= test(&format!("speed-depth-{depth}"), || {
+            ensure(own >= kernel, format!("{own:.0} reads/s, the kernel {kernel:.0}"))
+        });
+    }
+    passed
+}
