@@ -23,6 +23,7 @@ mod handshake;
 mod identity;
 mod listener;
 mod outbound;
+mod queue_calls;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -39,6 +40,7 @@ use reprise_policy::{BlockKey, SessionId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
+use crate::queue_grants::QueueGrantService;
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
@@ -59,6 +61,9 @@ const _: () = assert!(PROGRESS_BLOCKS_MAX == limits::LOAD_BLOCKS_MAX);
 /// Maximum number of pending requests of a session. Loads wait for I/O, other requests are answered
 /// immediately; an engine has at most a few dozen loads in flight.
 pub(crate) const REQUESTS_IN_FLIGHT_MAX: usize = 1024;
+
+/// Answer to requests during shutdown.
+const STOPPING: &str = "the agent is stopping; reconnect when it is available again";
 
 /// The core's end of a session.
 pub(crate) struct Session {
@@ -96,6 +101,7 @@ pub(crate) struct SessionContext {
     pub(crate) draining: AtomicBool,
     /// Counters of rejected connections.
     pub(crate) rejected: RejectedConnections,
+    pub(crate) queue_grants: Arc<QueueGrantService>,
 }
 
 impl SessionContext {
@@ -123,7 +129,7 @@ impl Session {
 
     /// Sends a reply, with descriptors of devices that the session does not have; never blocks. A session that
     /// cannot accept it is closed.
-    pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, OwnedFd)>) {
+    pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, Option<OwnedFd>)>) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.outbound.send(Outgoing::Reply { request, reply, devices });
     }
@@ -145,10 +151,17 @@ impl Session {
 }
 
 /// Reads requests until the session ends, then reports the end to the core.
-fn read_requests(context: &SessionContext, session: &Session, frames: &mut FrameReader) {
+fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut FrameReader) {
     loop {
         match frames.next_frame() {
             Ok(Some(frame)) => match decode::request(frame) {
+                Ok(DecodeResult::Queues { id, call }) => {
+                    if context.draining.load(Ordering::Relaxed) && !call.frees_resources() {
+                        session.refuse(id, local::FailureKind::Busy, STOPPING);
+                    } else {
+                        queue_calls::answer(context, session, frames, (id, call));
+                    }
+                }
                 Ok(decoded) => {
                     if !submit_request(context, session, decoded) {
                         break;
@@ -176,6 +189,8 @@ fn read_requests(context: &SessionContext, session: &Session, frames: &mut Frame
             }
         }
     }
+    // First, so that no command of its queue pairs runs when the core frees its extents.
+    context.queue_grants.close_session(session.id);
     let closed = Event::SessionClosed { session: session.id };
     // Fails only if the core has stopped.
     let _ = context.inbox.send(Input::Event(closed));
@@ -189,16 +204,13 @@ fn frees_resources(body: &event::Request) -> bool {
 /// Passes a request to the core; returns false if the core has stopped.
 fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeResult) -> bool {
     match decoded {
+        DecodeResult::Queues { .. } => unreachable!("the reader makes these calls"),
         DecodeResult::Rejection { id, message } => {
             session.refuse(id, local::FailureKind::BadRequest, &message);
             true
         }
         DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {
-            session.refuse(
-                id.0,
-                local::FailureKind::Busy,
-                "the agent is stopping; reconnect when it is available again",
-            );
+            session.refuse(id.0, local::FailureKind::Busy, STOPPING);
             true
         }
         DecodeResult::Request { id, body: event::Request::Load(load) }

@@ -1,4 +1,4 @@
-//! Queue pairs of NVMe devices that sessions drive themselves: who has which, within which limits.
+//! Queue pairs of NVMe devices that sessions drive themselves: their holders and limits.
 //!
 //! ```text
 //! request ─▶ Creating ── created ─▶ Granted ── begin_end ─▶ Ending ── ended ─▶ removed

@@ -16,7 +16,10 @@ use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
+use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
+
+use super::queue_calls::QueueCall;
 
 // The protocol and the core use the same limit for lists.
 const _: () = assert!(KEYS_PER_CALL_MAX == MATCH_KEYS_MAX && KEYS_PER_CALL_MAX == LOAD_BLOCKS_MAX);
@@ -27,6 +30,8 @@ const _: () =
 pub(super) enum DecodeResult {
     /// A request for the core.
     Request { id: RequestId, body: Request },
+    /// A request about queue pairs, which the core does not see.
+    Queues { id: u64, call: QueueCall },
     /// An invalid request whose sender can be notified.
     Rejection { id: u64, message: String },
 }
@@ -46,10 +51,36 @@ pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
         let message = "unknown request; the client may be newer than the agent".to_owned();
         return Ok(DecodeResult::Rejection { id, message });
     };
+    if let Some(call) = queue_call(&body) {
+        return Ok(match call {
+            Ok(call) => DecodeResult::Queues { id, call },
+            Err(message) => DecodeResult::Rejection { id, message },
+        });
+    }
     Ok(match convert(body) {
         Ok(body) => DecodeResult::Request { id: RequestId(id), body },
         Err(message) => DecodeResult::Rejection { id, message },
     })
+}
+
+/// Returns a request about queue pairs; `None` for other requests.
+fn queue_call(body: &local::request::Body) -> Option<Result<QueueCall, String>> {
+    use local::request::Body;
+    match *body {
+        Body::RegisterMemory(local::RegisterMemory { bytes }) => Some(Ok(QueueCall::Register { bytes })),
+        Body::RequestQueues(local::RequestQueues { device, pairs, depth, memory }) => {
+            let request = |device| QueueCall::Request { device, pairs, depth, memory: MemoryNumber(memory) };
+            Some(
+                u8::try_from(device)
+                    .map(request)
+                    .map_err(|_| format!("request queues: unknown device {device}")),
+            )
+        }
+        Body::ReturnQueues(local::ReturnQueues { generation }) => {
+            Some(Ok(QueueCall::Return { generation: GrantGeneration(generation) }))
+        }
+        _ => None,
+    }
 }
 
 fn convert(body: local::request::Body) -> Result<Request, String> {
@@ -80,6 +111,9 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
         Body::Unpin(local::Unpin { pins }) => {
             count_within("unpin: pins", pins.len())?;
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
+        }
+        Body::RegisterMemory(_) | Body::RequestQueues(_) | Body::ReturnQueues(_) => {
+            unreachable!("requests about queue pairs were separated")
         }
     }
 }
