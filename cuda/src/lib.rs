@@ -4,6 +4,7 @@
 //! The host build is part of the library; device code only if `nvcc` was there when the crate was built.
 
 pub mod ring;
+pub mod store;
 
 /// True if the library has code for GPUs.
 pub const HAS_DEVICE_CODE: bool = cfg!(device_code);
