@@ -11,6 +11,7 @@ pub mod kernels;
 pub mod ring;
 pub mod slack;
 pub mod staged;
+pub mod store;
 
 /// True if the library has code for GPUs.
 pub const HAS_DEVICE_CODE: bool = cfg!(device_code);

@@ -42,7 +42,8 @@ use crate::config::Settings;
 use crate::core_loop::{Inbox, Input, Liveness};
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
-use crate::metrics::{CORE, Metrics, PEER, TenantRows, describe};
+use crate::metrics::{CORE, Metrics, PEER, QUEUE_GRANTS, TenantRows, describe};
+use crate::queue_grants::QueueGrantService;
 use crate::slack::ActiveProfiles;
 
 /// Time limit for the core's response: microseconds, or at most 0.4 s behind a full inbox.
@@ -74,6 +75,7 @@ pub(crate) struct AdminContext {
     pub(crate) connections_max: usize,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) slack: ActiveProfiles,
+    pub(crate) queue_grants: Arc<QueueGrantService>,
     /// Set while the agent serves.
     pub(crate) ready: AtomicBool,
 }
@@ -211,6 +213,7 @@ async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -
         numbers.extend(describe("peer_", PEER, peers.stats().fields()));
     }
     numbers.extend(status::directory_numbers(&context.directory.status()));
+    numbers.extend(describe("", QUEUE_GRANTS, context.queue_grants.counters().fields()));
     let tenants = TenantRows::new(&view.tenants, |tenant| tenant_name(&context, tenant));
     match context.metrics.render(numbers, tenants, view.inbox_waiting) {
         Ok(text) => {

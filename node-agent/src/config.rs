@@ -75,6 +75,11 @@ pub(crate) struct SessionSection {
     pub(crate) allow_uids: Vec<u32>,
     /// Whether sessions may lease and pin extents of pool files.
     pub(crate) extents: bool,
+    /// Queue pairs of each NVMe controller for all sessions, and for one of them; 0: none.
+    pub(crate) queue_pairs: u32,
+    pub(crate) queue_pairs_per_session: u32,
+    /// Maximum entries of a queue.
+    pub(crate) queue_depth: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -297,6 +302,9 @@ socket = "{socket}"        # engines connect here; its directory must exist
 mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
 extents = false            # true: clients may read and write pool files themselves, blocks of other tenants included
+queue_pairs = 0            # queue pairs of each NVMe controller that clients may drive; needs extents = true
+queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
+queue_depth = {session_queue_depth}         # maximum entries of such a queue
 
 [arena]
 bytes = "{arena_bytes}"    # memory for blocks; allocated completely at start
@@ -382,6 +390,8 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             mode = session.mode,
             arena_bytes = arena.bytes,
             region_bytes = arena.region_bytes,
+            queue_pairs_per_session = session.queue_pairs_per_session,
+            session_queue_depth = session.queue_depth,
             segment_bytes = pool.segment_bytes,
             queue_depth = pool.queue_depth,
             eviction = match cache.eviction {
@@ -419,6 +429,9 @@ impl Default for SessionSection {
             mode: defaults::SOCKET_MODE.to_owned(),
             allow_uids: Vec::new(),
             extents: false,
+            queue_pairs: 0,
+            queue_pairs_per_session: defaults::QUEUE_PAIRS_PER_SESSION,
+            queue_depth: defaults::SESSION_QUEUE_DEPTH,
         }
     }
 }

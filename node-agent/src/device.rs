@@ -34,12 +34,14 @@ use reprise_agent_core::effect::{DeviceId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
+use reprise_nvme::QueueLender;
 use reprise_policy::{TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
 use crate::core_loop::{Clock, Inbox};
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::Metrics;
+use crate::queue_grants::LendingDevice;
 use worker::{Worker, WorkerContext};
 
 /// Capacity of a device's command queue: the core's maximum in flight. That is a batch of reads for each of
@@ -277,6 +279,14 @@ impl Device {
     /// Returns the file for clients, if it is suitable.
     pub(crate) fn shared(&self) -> Option<&SharedFile> {
         self.shared.as_deref()
+    }
+
+    /// Returns how sessions get queue pairs of the device; `None` unless this process drives its controller.
+    pub(crate) fn lending(&self) -> Option<LendingDevice> {
+        let controller = self.info.controller.clone()?;
+        let ControllerProperties { namespace, kind, .. } = *controller.properties();
+        let find = move || controller.controller().map(|controller| controller as Arc<dyn QueueLender>);
+        Some(LendingDevice { find: Arc::new(find), namespace, is_emulated: kind == ControllerKind::Emulated })
     }
 
     /// Returns the number of commands that its thread has not received yet.

@@ -41,6 +41,7 @@ use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::metrics::{Metrics, Phase};
+use crate::queue_grants::QueueGrantService;
 use crate::session::{Peer, Session};
 use extents::SharedDevices;
 
@@ -77,6 +78,7 @@ pub(crate) struct ExecutorParts {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) queue_grants: Arc<QueueGrantService>,
 }
 
 /// An open or lost device.
@@ -169,7 +171,9 @@ impl Executor {
         let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
         let extents = SharedDevices::default();
-        Executor { parts, devices, sessions, feedback, fetches, extents, unnamed, named }
+        let executor = Executor { parts, devices, sessions, feedback, fetches, extents, unnamed, named };
+        executor.lend_all_queues();
+        executor
     }
 
     /// Adds a device under a free number.
@@ -178,14 +182,8 @@ impl Executor {
         if self.devices.len() <= at {
             self.devices.resize_with(at + 1, || None);
         }
+        self.lend_queues(DeviceId(id), &device);
         self.devices[at] = Some(DeviceEntry { device, lost: None, read_only: None });
-    }
-
-    /// Makes a device fail all further operations.
-    pub(crate) fn close_device(&self, id: DeviceId) {
-        if let Some(entry) = self.entry(id) {
-            entry.device.close();
-        }
     }
 
     fn entry(&self, id: DeviceId) -> Option<&DeviceEntry> {
@@ -198,6 +196,7 @@ impl Executor {
             self.devices.get_mut(usize::from(id.0)).and_then(Option::take)
         {
             self.extents.device_released(id);
+            self.parts.queue_grants.device_released(id);
             self.parts.metrics.device_closed(id, device.info());
             // If the agent is stopping, the receiver is gone and the device ends with its channel.
             let _ = self.parts.released.try_send(ReleasedDevice { id, device });
@@ -448,6 +447,7 @@ impl Executor {
             Diagnostic::WritesStopped { device, reason } => self.stop_writes(*device, reason),
             Diagnostic::DeviceLost { device, reason } => {
                 self.parts.metrics.device_lost(*device);
+                self.parts.queue_grants.revoke_device(*device, "the device is lost");
                 let mut path = String::new();
                 if let Some(entry) = self.devices.get_mut(usize::from(device.0)).and_then(Option::as_mut) {
                     entry.lost = Some(reason.clone());

@@ -32,6 +32,7 @@ mod kubernetes;
 mod metrics;
 mod modes;
 mod peer;
+mod queue_grants;
 mod runtime;
 mod session;
 mod slack;

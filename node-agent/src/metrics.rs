@@ -32,7 +32,7 @@ use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 
 use crate::device::DeviceInfo;
 pub(crate) use read_times::{ReadTimes, TimeRange, p99};
-pub(crate) use tables::{CORE, PEER};
+pub(crate) use tables::{CORE, PEER, QUEUE_GRANTS};
 pub(crate) use tenants::TenantRows;
 
 /// Histogram buckets from 10 µs to 10 s, a factor of 1.78 apart (four per decade).

@@ -45,6 +45,7 @@ use crate::in_cluster::{ClusterNode, ClusterSettings};
 use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer;
+use crate::queue_grants::QueueGrantService;
 use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
 use crate::slack::ActiveProfiles;
 
@@ -155,6 +156,7 @@ impl Runtime {
         let peers = port.as_ref().map(|port| port.peers.clone());
         let (releases, released) = bounded(DEVICES_MAX);
         let complete = Arc::new(AtomicBool::new(cluster.is_none()));
+        let queue_grants = Arc::new(QueueGrantService::new(settings.session.queue_grants));
         let parts = ExecutorParts {
             devices,
             released: releases,
@@ -165,6 +167,7 @@ impl Runtime {
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
+            queue_grants: queue_grants.clone(),
         };
         let liveness = Liveness::new(clock);
         let core_loop = CoreLoop::new(core, (clock, liveness.clone()), inputs, Executor::new(parts));
@@ -189,6 +192,7 @@ impl Runtime {
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
             slack: slack.clone(),
+            queue_grants: queue_grants.clone(),
         });
         let server = SessionServerSettings {
             session: settings.session.clone(),
@@ -210,6 +214,7 @@ impl Runtime {
             ready: AtomicBool::new(cluster.is_none()),
             tenants,
             slack,
+            queue_grants,
             settings,
             connections_max: limits.admin,
         });

@@ -23,6 +23,7 @@ mod handshake;
 mod identity;
 mod listener;
 mod outbound;
+mod queue_calls;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -39,6 +40,7 @@ use reprise_policy::{BlockKey, SessionId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
+use crate::queue_grants::QueueGrantService;
 use crate::slack::ActiveProfiles;
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
@@ -60,6 +62,9 @@ const _: () = assert!(PROGRESS_BLOCKS_MAX == limits::LOAD_BLOCKS_MAX);
 /// Maximum number of pending requests of a session. Loads wait for I/O, other requests are answered
 /// immediately; an engine has at most a few dozen loads in flight.
 pub(crate) const REQUESTS_IN_FLIGHT_MAX: usize = 1024;
+
+/// Answer to requests during shutdown.
+const STOPPING: &str = "the agent is stopping; reconnect when it is available again";
 
 /// The core's end of a session.
 pub(crate) struct Session {
@@ -99,6 +104,7 @@ pub(crate) struct SessionContext {
     pub(crate) rejected: RejectedConnections,
     /// Slack profiles, and what engines report about their layers.
     pub(crate) slack: ActiveProfiles,
+    pub(crate) queue_grants: Arc<QueueGrantService>,
 }
 
 impl SessionContext {
@@ -126,7 +132,7 @@ impl Session {
 
     /// Sends a reply, with descriptors of devices that the session does not have; never blocks. A session that
     /// cannot accept it is closed.
-    pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, OwnedFd)>) {
+    pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, Option<OwnedFd>)>) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.outbound.send(Outgoing::Reply { request, reply, devices });
     }
@@ -148,10 +154,17 @@ impl Session {
 }
 
 /// Reads requests until the session ends, then reports the end to the core.
-fn read_requests(context: &SessionContext, session: &Session, frames: &mut FrameReader) {
+fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut FrameReader) {
     loop {
         match frames.next_frame() {
             Ok(Some(frame)) => match decode::request(frame) {
+                Ok(DecodeResult::Queues { id, call }) => {
+                    if context.draining.load(Ordering::Relaxed) && !call.frees_resources() {
+                        session.refuse(id, local::FailureKind::Busy, STOPPING);
+                    } else {
+                        queue_calls::answer(context, session, frames, (id, call));
+                    }
+                }
                 Ok(decoded) => {
                     if !submit_request(context, session, decoded) {
                         break;
@@ -180,6 +193,8 @@ fn read_requests(context: &SessionContext, session: &Session, frames: &mut Frame
         }
     }
     context.slack.session_closed(session.id);
+    // First, so that no command of its queue pairs runs when the core frees its extents.
+    context.queue_grants.close_session(session.id);
     let closed = Event::SessionClosed { session: session.id };
     // Fails only if the core has stopped.
     let _ = context.inbox.send(Input::Event(closed));
@@ -193,6 +208,7 @@ fn frees_resources(body: &event::Request) -> bool {
 /// Passes a request to the core; returns false if the core has stopped.
 fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeResult) -> bool {
     match decoded {
+        DecodeResult::Queues { .. } => unreachable!("the reader makes these calls"),
         DecodeResult::Rejection { id, message } => {
             session.refuse(id, local::FailureKind::BadRequest, &message);
             true
@@ -203,11 +219,7 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
             true
         }
         DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {
-            session.refuse(
-                id.0,
-                local::FailureKind::Busy,
-                "the agent is stopping; reconnect when it is available again",
-            );
+            session.refuse(id.0, local::FailureKind::Busy, STOPPING);
             true
         }
         DecodeResult::Request { id, body: event::Request::Load(load) }

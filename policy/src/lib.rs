@@ -20,6 +20,7 @@ pub mod namespace;
 pub mod peer;
 pub mod placement;
 pub mod prefix_hash;
+pub mod queue_grants;
 pub mod quota;
 pub mod routing;
 pub mod session;

@@ -104,7 +104,38 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
                 previous_layer_us: 900,
             }),
         ),
+        ("`RegisterMemory`", "8,192 bytes", Body::RegisterMemory(local::RegisterMemory { bytes: 8192 })),
+        (
+            "`RequestQueues`",
+            "2 queue pairs of 64 entries on device 3, for memory 1",
+            Body::RequestQueues(local::RequestQueues { device: 3, pairs: 2, depth: 64, memory: 1 }),
+        ),
+        ("`ReturnQueues`", "generation 300", Body::ReturnQueues(local::ReturnQueues { generation: 300 })),
     ]
+}
+
+fn queues_granted() -> local::QueuesGranted {
+    let queue = local::GrantedQueue {
+        queue: 5,
+        entries: 64,
+        bytes: 8192,
+        address: 65_536,
+        completions_at: 4096,
+        lists_at: 8192,
+        submission_doorbell: 4136,
+        completion_doorbell: 4140,
+    };
+    local::QueuesGranted {
+        generation: 300,
+        queues: vec![queue],
+        namespace: 1,
+        block_bytes: 512,
+        transfer_max: 1 << 20,
+        format: local::DataFormat::Sgl as i32,
+        registers_bytes: 12_288,
+        memory_address: 131_072,
+        emulated: true,
+    }
 }
 
 fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
@@ -140,7 +171,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
     let (generation, header_crc, checksums_at) = (7, 5, 128);
     let extent = local::Extent { device, offset, bytes, generation, header_crc, checksums_at };
     let extent = || Some(local::Place { extent: Some(extent), ..local::Place::default() });
-    let devices = || vec![local::DeviceGrant { device: 3 }];
+    let devices = || vec![local::DeviceGrant { device: 3, queues_only: true }];
     let leased = local::Reserved {
         regions: Vec::new(),
         leases: vec![local::Lease { lease: 9, place: extent() }],
@@ -180,12 +211,12 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ("`StatsReply`", "\"loads\" is 8", Body::Stats(local::StatsReply { stats })),
         (
             "`Reserved` for extents",
-            "device 3; lease 9 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; retry after 2 ms",
+            "device 3 with queues only; lease 9 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; retry after 2 ms",
             Body::Reserved(leased),
         ),
         (
             "`Pinned`",
-            "device 3; pin 6 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; a block that is not durable",
+            "device 3 with queues only; pin 6 at device 3, 8,192, 4,096 bytes, generation 7, checksum 5, 128; a block that is not durable",
             Body::Pinned(pinned),
         ),
         ("`Unpinned`", "", Body::Unpinned(local::Unpinned {})),
@@ -200,11 +231,24 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
                 write_iocbs: 4,
             }),
         ),
+        ("`MemoryRegistered`", "memory 1", Body::MemoryRegistered(local::MemoryRegistered { memory: 1 })),
+        (
+            "`QueuesGranted`",
+            "generation 300; queue 5: 64 entries, 8,192 bytes at 65,536, parts 4,096, 8,192, doorbells 4,136, 4,140; \
+             namespace 1, 512, 1 MiB, SGL, registers 12,288, memory 131,072, emulated",
+            Body::QueuesGranted(queues_granted()),
+        ),
+        ("`QueuesReturned`", "", Body::QueuesReturned(local::QueuesReturned {})),
         ("`Trimmed`", "3 blocks", Body::Trimmed(local::Trimmed { blocks: 3 })),
         (
             "`Durable`",
             "ticket 4, 1 durable, lost 16 × 11",
             Body::Durable(local::Durable { ticket: 4, durable: 1, lost_keys: run(0x11, 16) }),
+        ),
+        (
+            "`QueuesRevoked`",
+            "generation 300, \"gone\"",
+            Body::QueuesRevoked(local::QueuesRevoked { generation: 300, reason: "gone".into() }),
         ),
     ]
 }
@@ -212,7 +256,8 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
 fn session_rows() -> Vec<String> {
     let request = |(name, values, body)| row(name, values, &Request { id: 2, body: Some(body) });
     // Notices have id 0.
-    let id = |body: &_| if matches!(body, response::Body::Durable(_)) { 0 } else { 2 };
+    let is_notice = |body: &_| matches!(body, response::Body::Durable(_) | response::Body::QueuesRevoked(_));
+    let id = |body: &_| if is_notice(body) { 0 } else { 2 };
     let response = |(name, values, body)| row(name, values, &Response { id: id(&body), body: Some(body) });
     requests().into_iter().map(request).chain(responses().into_iter().map(response)).collect()
 }
@@ -408,7 +453,7 @@ fn every_message_with_fields_appears_in_an_example() {
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
     let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
-    let of_extents = ["Extent", "DeviceGrant", "PinnedBlock"];
+    let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue"];
     let also_carried =
         ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
     let carried: BTreeSet<&str> =

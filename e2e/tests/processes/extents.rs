@@ -269,8 +269,7 @@ fn be_client(socket: &Path, first: u64, mut rng: StdRng) {
         };
         // Other bytes first: they must never be found under a key.
         let other = payload(rng.random());
-        let late: Vec<_> =
-            extents.iter().map(|extent| (extent.file().clone(), extent.payload_offset())).collect();
+        let late: Vec<_> = extents.iter().map(|extent| (file_of(extent), extent.payload_offset())).collect();
         write_late(&late, &other, rng.random_range(0..20));
         let numbers: Vec<u64> = (next..next + extents.len() as u64).collect();
         next = if next + 8 > first + CLIENT_BLOCKS { first } else { next + extents.len() as u64 };
@@ -313,6 +312,10 @@ fn write_late(extents: &[(std::sync::Arc<std::fs::File>, u64)], bytes: &PageBuff
             file.write_all_at(bytes, *offset).expect("the file can be written");
         }
     }
+}
+
+fn file_of(extent: &LeasedExtent) -> std::sync::Arc<std::fs::File> {
+    extent.file().cloned().expect("a pool in a file")
 }
 
 fn assert_lost(error: &ClientError) {

@@ -1,4 +1,5 @@
-//! A client's mapping of a region that the agent granted.
+//! Mappings of memory that two processes share: of a region that the agent granted, or of memory that an engine
+//! registered.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -66,6 +67,27 @@ impl MappedRegion {
         }
         let memory = Memory::map(fd, length, Access::ReadWrite).map_err(failed)?;
         Ok(MappedRegion { memory: Arc::new(memory) })
+    }
+
+    /// Allocates `bytes` zero bytes that can be registered with an agent; returns their descriptor too. The file is
+    /// sealed against changes of its size.
+    ///
+    /// Errors: too little memory.
+    pub fn allocate(bytes: u64) -> Result<(MappedRegion, OwnedFd), BufferError> {
+        let failed = |source| BufferError::system(format!("allocate {}", ByteSize(bytes)), source);
+        let fd = sys::sealed_memfd(c"reprise-engine", bytes, 0).map_err(failed)?;
+        let copy = fd.try_clone().map_err(failed)?;
+        Ok((MappedRegion::map(copy, bytes, Access::ReadWrite)?, fd))
+    }
+
+    /// Maps memory that another process has created, which may be malicious: the file must be sealed against
+    /// shrinking.
+    ///
+    /// Errors: the file is shorter than `bytes`, is not sealed, has pages of the hugetlb pool, or cannot be mapped for
+    /// writing.
+    pub fn map_sealed(fd: OwnedFd, bytes: u64) -> Result<MappedRegion, BufferError> {
+        sys::check_sealed(fd.as_fd(), bytes)?;
+        MappedRegion::map(fd, bytes, Access::ReadWrite)
     }
 
     /// Returns the region's size in bytes.

@@ -9,6 +9,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
+use reprise_policy::ByteSize;
+
+use crate::error::BufferError;
+
 /// Prevents an engine that holds the descriptor from changing the size (this process would fault), and from
 /// adding seals (this process could no longer map it for writing). It does not prevent holes: see the crate's
 /// doc. memfd_create(2), fcntl(2) "File Sealing".
@@ -72,6 +76,38 @@ pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: fstat succeeded, so the structure is filled.
     let status = unsafe { status.assume_init() };
     u64::try_from(status.st_size).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// Checks that a received memory file has at least `bytes` bytes, and that no process can make it shorter: an access
+/// beyond its end would end this process (SIGBUS). Files of the hugetlb pool are refused, because a hole in them has the
+/// same effect when the pool is empty (see the crate's doc).
+pub(crate) fn check_sealed(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), BufferError> {
+    let failed = |source| BufferError::system("examine a received memory file", source);
+    let there = file_bytes(fd).map_err(failed)?;
+    if bytes == 0 || there < bytes {
+        return Err(BufferError::Invalid(format!(
+            "invalid memory file for {}: it has {}",
+            ByteSize(bytes),
+            ByteSize(there)
+        )));
+    }
+    // SAFETY: F_GET_SEALS reads no memory of this process (fcntl(2)); the descriptor is open.
+    let seals = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) });
+    if !seals.is_ok_and(|seals| seals & libc::F_SEAL_SHRINK != 0) {
+        let text = "invalid memory file: expected one of memfd_create(2) with the seal F_SEAL_SHRINK";
+        return Err(BufferError::Invalid(text.to_owned()));
+    }
+    let mut system = std::mem::MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: the pointer is valid for one `statfs`, which fstatfs(2) fills.
+    check(unsafe { libc::fstatfs(fd.as_raw_fd(), system.as_mut_ptr()) }).map_err(failed)?;
+    // SAFETY: fstatfs succeeded, so the structure is filled.
+    let kind = unsafe { system.assume_init() }.f_type;
+    if kind == libc::HUGETLBFS_MAGIC as _ {
+        let text =
+            "invalid memory file: pages of the hugetlb pool cannot be registered, use transparent huge pages";
+        return Err(BufferError::Invalid(text.to_owned()));
+    }
+    Ok(())
 }
 
 /// Sleeps while `*word == expected`, at most `timeout`; [`futex_wake`] through any mapping of the page wakes

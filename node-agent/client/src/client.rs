@@ -419,6 +419,10 @@ impl Client {
         }
     }
 
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
     /// Checks that the agent answers.
     ///
     /// # Errors

@@ -14,7 +14,7 @@
 //! never leaks a slot for the life of the session.
 
 use std::io::ErrorKind;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -30,6 +30,7 @@ use crate::deadline;
 use crate::durable::DurableOutcomes;
 use crate::error::ClientError;
 use crate::extents::DeviceMap;
+use crate::queues::GrantMap;
 use crate::regions::RegionMap;
 use crate::wire::FrameReader;
 
@@ -55,6 +56,7 @@ pub(crate) struct Connection {
     durable_outcomes: DurableOutcomes,
     regions: RegionMap,
     devices: DeviceMap,
+    grants: GrantMap,
     progress: OnceLock<ProgressReader>,
     /// Set once, after `reason`; waiting loads poll it cheaply.
     ended: AtomicBool,
@@ -81,6 +83,7 @@ impl Connection {
             durable_outcomes: DurableOutcomes::default(),
             regions: RegionMap::default(),
             devices: DeviceMap::default(),
+            grants: GrantMap::default(),
             progress: OnceLock::new(),
             ended: AtomicBool::new(false),
             reason: OnceLock::new(),
@@ -100,7 +103,20 @@ impl Connection {
         body: request::Body,
         timeout: Duration,
     ) -> Result<PendingCall, ClientError> {
-        let ongoing = self.queue(call, body, timeout)?;
+        self.begin_with(call, (body, None), timeout)
+    }
+
+    /// [`Connection::begin`] with a descriptor that the request names.
+    ///
+    /// # Errors
+    /// As [`Connection::begin`].
+    pub(crate) fn begin_with(
+        self: &Arc<Self>,
+        call: &'static str,
+        (body, descriptor): (request::Body, Option<OwnedFd>),
+        timeout: Duration,
+    ) -> Result<PendingCall, ClientError> {
+        let ongoing = self.queue(call, (body, descriptor), timeout)?;
         self.sent(ongoing, WriteMode::Until(deadline::after(timeout)))
     }
 
@@ -115,14 +131,14 @@ impl Connection {
         body: request::Body,
         timeout: Duration,
     ) -> Result<PendingCall, ClientError> {
-        let ongoing = self.queue(call, body, timeout)?;
+        let ongoing = self.queue(call, (body, None), timeout)?;
         self.sent(ongoing, WriteMode::Once)
     }
 
     fn queue(
         self: &Arc<Self>,
         call: &'static str,
-        body: request::Body,
+        (body, descriptor): (request::Body, Option<OwnedFd>),
         timeout: Duration,
     ) -> Result<PendingCall, ClientError> {
         let deadline = deadline::after(timeout);
@@ -130,7 +146,7 @@ impl Connection {
         let answer = self.pending.register(id)?.ok_or_else(|| self.ended_error())?;
         let ongoing =
             PendingCall::new(Arc::clone(self), pending::CallContext { id, call, timeout, deadline }, answer);
-        self.outbox.push(&Request { id, body: Some(body) })?;
+        self.outbox.push_with(&Request { id, body: Some(body) }, descriptor)?;
         Ok(ongoing)
     }
 
@@ -249,6 +265,10 @@ impl Connection {
         &self.devices
     }
 
+    pub(crate) fn grants(&self) -> &GrantMap {
+        &self.grants
+    }
+
     pub(crate) fn regions(&self) -> &RegionMap {
         &self.regions
     }
@@ -299,6 +319,15 @@ impl Connection {
         self.take_descriptors(&body, descriptors)?;
         match body {
             response::Body::Durable(notice) => self.durable_outcomes.post(&notice),
+            response::Body::QueuesRevoked(notice) => {
+                tracing::warn!(
+                    generation = notice.generation,
+                    reason = notice.reason,
+                    "granted queue pairs were revoked"
+                );
+                self.grants.revoke(&notice);
+                Ok(())
+            }
             // Request number 0 means the whole session: the agent rejects or ends it, with the reason.
             response::Body::Failure(failure) if response.id == 0 => {
                 // Only the first error ends the session.
@@ -332,6 +361,9 @@ impl Connection {
             response::Body::Reserved(reserved) => (reserved.regions.as_slice(), reserved.devices.as_slice()),
             response::Body::Loaded(loaded) => (loaded.regions.as_slice(), [].as_slice()),
             response::Body::Pinned(pinned) => ([].as_slice(), pinned.devices.as_slice()),
+            response::Body::QueuesGranted(granted) => {
+                return self.grants.insert(granted, || descriptors.next());
+            }
             _ => return Ok(()),
         };
         regions.iter().try_for_each(|grant| self.regions.insert(grant, descriptors.next()?))?;
@@ -345,7 +377,8 @@ impl Connection {
         descriptors: &mut Descriptors,
     ) -> Result<(), ClientError> {
         for grant in grants {
-            self.devices.insert(grant.device, descriptors.next()?);
+            let descriptor = if grant.queues_only { None } else { Some(descriptors.next()?) };
+            self.devices.insert(grant.device, descriptor);
         }
         Ok(())
     }
@@ -362,6 +395,11 @@ impl Connection {
             response::Body::Pinned(pinned) => {
                 let pins = pinned.blocks.iter().map(|block| block.pin).filter(|pin| *pin > 0);
                 self.release_each(Releasable::Pins, pins);
+            }
+            response::Body::QueuesGranted(granted) => {
+                let generation = granted.generation;
+                self.grants.forget(generation);
+                self.cast(request::Body::ReturnQueues(local::ReturnQueues { generation }));
             }
             _ => {}
         }

@@ -37,7 +37,8 @@ const PAGE_CHECKSUM_BYTES: usize = 4;
 /// Open pool files of a session, by device number.
 #[derive(Debug, Default)]
 pub(crate) struct DeviceMap {
-    files: Mutex<BTreeMap<u32, Arc<File>>>,
+    /// Without a file: reached through granted queue pairs only.
+    files: Mutex<BTreeMap<u32, Option<Arc<File>>>>,
 }
 
 /// Slot to write. Dropping it ends the lease.
@@ -45,7 +46,8 @@ pub(crate) struct DeviceMap {
 pub struct LeasedExtent {
     session: Arc<Session>,
     lease: u64,
-    file: Arc<File>,
+    device: u32,
+    file: Option<Arc<File>>,
     offset: u64,
     bytes: u64,
     state: LeaseState,
@@ -62,7 +64,8 @@ enum LeaseState {
 pub struct PinnedExtent {
     session: Arc<Session>,
     pin: u64,
-    file: Arc<File>,
+    device: u32,
+    file: Option<Arc<File>>,
     offset: u64,
     bytes: u64,
     header_crc: u32,
@@ -98,9 +101,9 @@ pub enum ExtentStatus {
 }
 
 impl DeviceMap {
-    /// Keeps the file of a device; a later file replaces it, because the agent reuses numbers.
-    pub(crate) fn insert(&self, device: u32, descriptor: OwnedFd) {
-        self.lock().insert(device, Arc::new(File::from(descriptor)));
+    /// Keeps a device with its file, if it has one; a later device replaces it, because the agent reuses numbers.
+    pub(crate) fn insert(&self, device: u32, descriptor: Option<OwnedFd>) {
+        self.lock().insert(device, descriptor.map(|descriptor| Arc::new(File::from(descriptor))));
     }
 
     /// Closes the files, except those of extents that still exist.
@@ -108,25 +111,30 @@ impl DeviceMap {
         self.lock().clear();
     }
 
-    fn file(&self, device: u32) -> Result<Arc<File>, ClientError> {
+    fn file(&self, device: u32) -> Result<Option<Arc<File>>, ClientError> {
         let unknown = || ClientError::Protocol(format!("device {device} was not granted"));
         self.lock().get(&device).cloned().ok_or_else(unknown)
     }
 
     /// Every change leaves the map consistent, so a poisoned lock is ignored.
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, Arc<File>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, Option<Arc<File>>>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl LeasedExtent {
-    /// The pool file, open for direct I/O. Keeping a clone keeps the slot from being reused after the end of
-    /// the session.
-    pub fn file(&self) -> &Arc<File> {
-        &self.file
+    /// Number of the device.
+    pub fn device(&self) -> u32 {
+        self.device
     }
 
-    /// Byte offset of the payload in the file, a multiple of 4096.
+    /// The pool file, open for direct I/O. Keeping a clone keeps the slot from being reused after the end of
+    /// the session. `None` if the device is reached through granted queue pairs only.
+    pub fn file(&self) -> Option<&Arc<File>> {
+        self.file.as_ref()
+    }
+
+    /// Byte offset of the payload in the file or namespace, a multiple of 4096.
     pub fn payload_offset(&self) -> u64 {
         self.offset + PAGE_BYTES
     }
@@ -139,13 +147,14 @@ impl LeasedExtent {
     /// Writes the payload; returns the checksums of its objects for the commit.
     ///
     /// # Errors
-    /// The system's error; `InvalidInput` unless the buffer has [`LeasedExtent::payload_bytes`] bytes.
+    /// The system's error; `InvalidInput` unless the buffer has [`LeasedExtent::payload_bytes`] bytes; `Unsupported` if
+    /// the device has no file.
     pub fn write(&self, payload: &PageBuffer) -> io::Result<Vec<u32>> {
         if payload.len() as u64 != self.bytes {
             let text = format!("a payload of {} bytes: expected {}", payload.len(), self.bytes);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        self.file.write_all_at(payload, self.payload_offset())?;
+        self.file.as_ref().ok_or_else(no_file)?.write_all_at(payload, self.payload_offset())?;
         let layout = self.session.layout();
         let object_bytes = usize::try_from(layout.object_bytes()).map_err(io::Error::other)?;
         Ok(payload.chunks_exact(object_bytes).take(layout.objects() as usize).map(crc32c).collect())
@@ -166,12 +175,17 @@ impl Drop for LeasedExtent {
 }
 
 impl PinnedExtent {
-    /// The pool file, open for direct I/O.
-    pub fn file(&self) -> &Arc<File> {
-        &self.file
+    /// Number of the device.
+    pub fn device(&self) -> u32 {
+        self.device
     }
 
-    /// Byte offset of the header page in the file; the payload is directly behind it.
+    /// The pool file, open for direct I/O. `None` if the device is reached through granted queue pairs only.
+    pub fn file(&self) -> Option<&Arc<File>> {
+        self.file.as_ref()
+    }
+
+    /// Byte offset of the header page in the file or namespace; the payload is directly behind it.
     pub fn offset(&self) -> u64 {
         self.offset
     }
@@ -185,11 +199,11 @@ impl PinnedExtent {
     ///
     /// # Errors
     /// The system's error; `InvalidData` if the bytes are not those of the block: treat it as a miss, and load
-    /// it, so that the agent drops a damaged copy.
+    /// it, so that the agent drops a damaged copy. `Unsupported` if the device has no file.
     pub fn read(&self) -> io::Result<PageBuffer> {
         let bytes = usize::try_from(self.bytes()).map_err(io::Error::other)?;
         let mut slot = PageBuffer::new(bytes).map_err(io::Error::other)?;
-        self.file.read_exact_at(&mut slot, self.offset)?;
+        self.file.as_ref().ok_or_else(no_file)?.read_exact_at(&mut slot, self.offset)?;
         self.verify(&slot)?;
         Ok(slot)
     }
@@ -199,29 +213,52 @@ impl PinnedExtent {
     /// # Errors
     /// `InvalidData` if the bytes are not those of the block.
     pub fn verify(&self, slot: &[u8]) -> io::Result<()> {
-        let damaged = |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, what));
         let layout = self.session.layout();
         let object_bytes = usize::try_from(layout.object_bytes()).map_err(io::Error::other)?;
         let Some((header, payload)) = slot.split_at_checked(PAGE_BYTES as usize) else {
             return damaged("the slot has no header page".to_owned());
         };
-        // The agent has sent this checksum, so an intact page is the recorded one.
-        let (page, _) = header.split_at(header.len() - PAGE_CHECKSUM_BYTES);
-        if crc32c(page) != self.header_crc || header[page.len()..] != self.header_crc.to_le_bytes() {
-            return damaged("the header page is not the recorded one".to_owned());
-        }
-        let (checksums, _) = header.get(self.checksums_at..).unwrap_or_default().as_chunks();
+        let checksums = self.checksums(header)?;
         let objects = payload.chunks_exact(object_bytes).take(layout.objects() as usize);
-        if objects.len() != layout.objects() as usize || checksums.len() < objects.len() {
+        if objects.len() != checksums.len() {
             return damaged(format!("the payload has {} bytes", payload.len()));
         }
         for (number, (object, checksum)) in objects.zip(checksums).enumerate() {
-            if crc32c(object) != u32::from_le_bytes(*checksum) {
+            if crc32c(object) != checksum {
                 return damaged(format!("object {number} does not match its checksum"));
             }
         }
         Ok(())
     }
+
+    /// Verifies a header page that was read by other means; returns the checksums of the objects.
+    ///
+    /// # Errors
+    /// `InvalidData` if the page is not that of the block.
+    pub fn checksums(&self, header: &[u8]) -> io::Result<Vec<u32>> {
+        let objects = self.session.layout().objects() as usize;
+        // The agent has sent this checksum, so an intact page is the recorded one.
+        let Some((page, recorded)) = header.split_last_chunk::<PAGE_CHECKSUM_BYTES>() else {
+            return damaged("the slot has no header page".to_owned());
+        };
+        if crc32c(page) != self.header_crc || *recorded != self.header_crc.to_le_bytes() {
+            return damaged("the header page is not the recorded one".to_owned());
+        }
+        let (checksums, _) = header.get(self.checksums_at..).unwrap_or_default().as_chunks();
+        if checksums.len() < objects {
+            return damaged(format!("the header page has no room for {objects} checksums"));
+        }
+        Ok(checksums[..objects].iter().map(|checksum| u32::from_le_bytes(*checksum)).collect())
+    }
+}
+
+fn damaged<T>(what: String) -> io::Result<T> {
+    Err(io::Error::new(io::ErrorKind::InvalidData, what))
+}
+
+fn no_file() -> io::Error {
+    let text = "the device has no file: read and write it through granted queue pairs";
+    io::Error::new(io::ErrorKind::Unsupported, text)
 }
 
 impl Drop for PinnedExtent {
@@ -243,6 +280,7 @@ pub(crate) fn leased(
         Ok(LeasedExtent {
             session: Arc::clone(session),
             lease: lease.lease,
+            device: extent.device,
             file,
             offset: extent.offset,
             bytes: extent.bytes,
@@ -270,6 +308,7 @@ pub(crate) fn pinned(
             Ok(PinOutcome::Pinned(PinnedExtent {
                 session: Arc::clone(session),
                 pin: block.pin,
+                device: extent.device,
                 file,
                 offset: extent.offset,
                 bytes: extent.bytes,
@@ -329,7 +368,7 @@ pub(crate) fn statuses(committed: &local::Committed, count: usize) -> Result<Vec
 fn extent_of(
     session: &Session,
     place: Option<local::Place>,
-) -> Result<(Arc<File>, local::Extent), ClientError> {
+) -> Result<(Option<Arc<File>>, local::Extent), ClientError> {
     let invalid = || ClientError::Protocol("place without an extent of this layout".into());
     let extent = place.and_then(|place| place.extent).ok_or_else(invalid)?;
     if extent.bytes != session.layout().slot_bytes() || extent.offset % PAGE_BYTES != 0 {

@@ -8,6 +8,7 @@
 //! save:  reserve → fill (copy and checksum) → commit → wait_durable
 //! load:  match_keys → load → wait_layer → copy (and verify) → drop
 //! own I/O: lease_extents → write → commit_extents, and pin_extents → read (and verify) → drop
+//! own queues: register_memory → request_queues → commands → return_queues
 //! ```
 //!
 //! Cost of the hot path: a block of 2 MiB in DRAM costs its copy (100–120 µs) plus the checksum of each 16
@@ -46,6 +47,7 @@ pub mod keeper;
 pub mod load;
 pub mod matching;
 pub mod paged;
+pub mod queues;
 mod regions;
 pub mod reservation;
 pub mod transfers;
@@ -63,6 +65,7 @@ pub use matching::PendingMatch;
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
+pub use queues::{QueueGrant, RegisteredMemory};
 pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket};
 pub use reservation::Reservation;
 pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};

@@ -6,6 +6,7 @@
 //! | [`Controller`], [`QueuePair`] | the driver, generic over its [`Backing`] |
 //! | [`RawQueuePair`] | queue pairs that another processor or process drives, in memory of its own |
 //! | [`SharedController`] | a controller that an engine and others use, such as the health log |
+//! | [`QueueLender`] | queue pairs of an open controller that another process drives |
 //! | [`NvmeDevice`], [`NvmeEngine`] | a namespace as a block device, and the I/O engine on it |
 //! | [`host`] | what a machine lacks for drivers in user space; reads files only |
 //! | [`emulated`] | a controller in this process, with faults on request |
@@ -27,6 +28,7 @@ pub mod emulated;
 mod engine;
 mod error;
 pub mod host;
+mod lender;
 mod queue;
 mod shared;
 pub mod spec;
@@ -40,5 +42,6 @@ pub use data::{DataFormat, Piece};
 pub use device::{DeviceSettings, NvmeDevice};
 pub use engine::NvmeEngine;
 pub use error::NvmeError;
+pub use lender::{LentDevice, LentQueue, LentRegisters, QueueLender};
 pub use queue::{CommandId, Ended, QueueMemory, QueuePair, QueueSizes};
 pub use shared::{OpenController, SharedController};

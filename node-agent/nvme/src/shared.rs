@@ -4,19 +4,21 @@
 //! The engine never waits for another user while it moves data. When the engine ends, the controller is shut down for
 //! all users: later calls return [`NvmeError::Closed`].
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use reprise_io::HealthLog;
 
 use crate::backing::Backing;
-use crate::controller::{Controller, check_alive};
+use crate::controller::{Controller, RawQueuePair, check_alive};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
+use crate::lender::QueueLender;
 use crate::spec::{ControllerIdentity, ControllerStatus, Version, offset};
 
 /// A controller that an engine uses, without the type of its backing.
-pub trait OpenController: fmt::Debug + Send + Sync {
+pub trait OpenController: QueueLender + fmt::Debug {
     /// Returns the identity of the controller.
     fn identity(&self) -> &ControllerIdentity;
 
@@ -42,6 +44,8 @@ pub struct SharedController<B: Backing> {
     data_format: DataFormat,
     transfer_max: u64,
     admin: Mutex<Admin<B>>,
+    /// Queue pairs that other processes drive, by number.
+    lent: Mutex<BTreeMap<u16, RawQueuePair>>,
 }
 
 /// The part that one user at a time has.
@@ -71,6 +75,7 @@ impl<B: Backing> SharedController<B> {
             data_format: controller.data_format(),
             transfer_max: controller.transfer_max(),
             admin: Mutex::new(Admin { controller, is_closed: false }),
+            lent: Mutex::default(),
         }
     }
 
@@ -147,6 +152,16 @@ impl<B: Backing> SharedController<B> {
         let mut admin = self.lock();
         admin.is_closed = true;
         admin.controller.disable()
+    }
+
+    /// Returns the queue pairs that other processes drive.
+    pub(crate) fn lent(&self) -> MutexGuard<'_, BTreeMap<u16, RawQueuePair>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns how data is described.
+    pub(crate) fn format(&self) -> DataFormat {
+        self.data_format
     }
 
     fn lock(&self) -> MutexGuard<'_, Admin<B>> {

@@ -14,6 +14,7 @@ use crate::device::{ControllerHandle, ControllerKind};
 use crate::directory::DirectoryStatus;
 use crate::executor::DeviceView;
 use crate::metrics::{Kind, MetricValue};
+use crate::queue_grants::GrantView;
 
 /// JSON object of the agent. Sizes are bytes and times microseconds, unless the value has a unit.
 #[derive(Serialize)]
@@ -25,6 +26,7 @@ pub(super) struct Status {
     placement: Placement,
     devices: Vec<Device>,
     sessions: Vec<Session>,
+    queue_grants: Vec<QueueGrant>,
     tenants: Vec<Tenant>,
     peers: Option<Peers>,
     controlplane: ControlPlane,
@@ -120,6 +122,18 @@ struct Session {
     requests_in_flight: usize,
 }
 
+/// Queue pairs of a device that a session drives itself.
+#[derive(Serialize)]
+struct QueueGrant {
+    generation: u64,
+    session: u64,
+    device: u8,
+    /// Numbers of the queue pairs; empty while they are created, or if the controller did not confirm their deletion.
+    queues: Vec<u16>,
+    pairs: u32,
+    depth: u32,
+}
+
 /// Usage and quotas of a tenant; `null` if unlimited.
 #[derive(Serialize)]
 struct Tenant {
@@ -197,12 +211,25 @@ impl Status {
             placement: placement(view),
             devices: view.devices.iter().map(|device| Device::new(device, view)).collect(),
             sessions: view.sessions.iter().map(session).collect(),
+            queue_grants: context.queue_grants.views().into_iter().map(queue_grant).collect(),
             tenants: view.tenants.iter().map(|usage| tenant(context, usage)).collect(),
             peers: peers(context),
             controlplane: control_plane(&context.directory.status()),
             inbox_waiting: view.inbox_waiting,
             counters: view.counters.fields().collect(),
         }
+    }
+}
+
+fn queue_grant(view: GrantView) -> QueueGrant {
+    let GrantView { generation, request, queues } = view;
+    QueueGrant {
+        generation: generation.0,
+        session: request.session.0,
+        device: request.device,
+        queues,
+        pairs: request.pairs,
+        depth: request.depth,
     }
 }
 

@@ -37,12 +37,17 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         directory: Arc::new(DirectoryClient::start(alone, Arc::new(|_| {})).expect("the client starts")),
         peers: None,
         arena: ArenaInfo { bytes: 0, regions: 0, page_kind: String::new() },
-        settings: Config::default().validate().expect("the defaults are valid"),
+        settings: settings(),
         tenants: Arc::default(),
         slack: ActiveProfiles::default(),
+        queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })
+}
+
+fn settings() -> Settings {
+    Config::default().validate().expect("the defaults are valid")
 }
 
 fn input() -> Input {

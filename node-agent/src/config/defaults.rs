@@ -13,6 +13,12 @@ pub(super) const SOCKET: &str = "/run/reprise/agent.sock";
 /// Owner and group may connect; `allow_uids` decides which users are accepted.
 pub(super) const SOCKET_MODE: &str = "0660";
 
+/// A warp drives one queue pair: 8 SMs with two warps each.
+pub(super) const QUEUE_PAIRS_PER_SESSION: u32 = 16;
+
+/// Entries of a queue that a client drives. With lists of pages, each has a page: 4 MiB for each queue pair.
+pub(super) const SESSION_QUEUE_DEPTH: u32 = 1024;
+
 /// Small enough to start on any machine. A node that serves engines gives the arena most of its free
 /// memory.
 pub(super) const ARENA_BYTES: ByteSize = ByteSize(1 << 30);

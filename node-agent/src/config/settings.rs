@@ -13,6 +13,7 @@ use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
 use reprise_policy::eviction::EvictionKind;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
+use reprise_policy::queue_grants::{PAIRS_PER_GRANT_MAX, QueueGrantLimits};
 use serde::Deserialize;
 
 use super::{
@@ -31,6 +32,12 @@ const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// Maximum length of `allow_uids`.
 const ALLOW_UIDS_MAX: usize = 64;
+
+/// Maximum queue pairs of a controller for sessions: queue numbers have 16 bits, and controllers grant far fewer.
+const QUEUE_PAIRS_MAX: u32 = 1024;
+
+/// Maximum entries of a queue that a session drives: identifiers of commands have 12 bits of slot.
+const SESSION_QUEUE_DEPTH_MAX: u32 = 4096;
 
 /// Unit of regions and segments: the size of a huge page.
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
@@ -81,6 +88,7 @@ pub(crate) struct SessionSettings {
     pub(crate) mode: u32,
     /// `None`: the agent's own user and root.
     pub(crate) allow_uids: Option<Vec<u32>>,
+    pub(crate) queue_grants: QueueGrantLimits,
 }
 
 #[derive(Clone, Debug)]
@@ -100,6 +108,8 @@ pub(crate) struct PoolSettings {
     pub(crate) reserve: Reserve,
     /// Whether sessions may lease and pin extents of files.
     pub(crate) lend_extents: bool,
+    /// Whether sessions may reach extents of a controller through their own queue pairs.
+    pub(crate) lend_queues: bool,
     pub(crate) devices: Vec<DeviceSettings>,
 }
 
@@ -181,7 +191,7 @@ impl Config {
             node: self.node.validate()?,
             session: self.session.validate()?,
             arena: self.arena.validate()?,
-            pool: self.pool.validate(self.session.extents)?,
+            pool: self.pool.validate(&self.session)?,
             cache: self.cache.validate()?,
             tenants: self.validate_tenants()?,
             writeback_delay: self.writeback.delay.0,
@@ -230,7 +240,25 @@ impl SessionSection {
             return Err(refuse("session.allow_uids", &found, &format!("at most {ALLOW_UIDS_MAX}")));
         }
         let allow_uids = (!self.allow_uids.is_empty()).then(|| self.allow_uids.clone());
-        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids })
+        let queue_grants = self.queue_grants()?;
+        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids, queue_grants })
+    }
+
+    fn queue_grants(&self) -> Result<QueueGrantLimits, AgentError> {
+        let (pairs, each, depth) = (self.queue_pairs, self.queue_pairs_per_session, self.queue_depth);
+        if pairs > QUEUE_PAIRS_MAX || (pairs > 0 && !self.extents) {
+            let allowed = format!("at most {QUEUE_PAIRS_MAX}, and 0 unless session.extents is true");
+            return Err(refuse("session.queue_pairs", &pairs.to_string(), &allowed));
+        }
+        if !(1..=PAIRS_PER_GRANT_MAX).contains(&each) {
+            let allowed = format!("1 to {PAIRS_PER_GRANT_MAX}");
+            return Err(refuse("session.queue_pairs_per_session", &each.to_string(), &allowed));
+        }
+        if !(2..=SESSION_QUEUE_DEPTH_MAX).contains(&depth) {
+            let allowed = format!("2 to {SESSION_QUEUE_DEPTH_MAX}");
+            return Err(refuse("session.queue_depth", &depth.to_string(), &allowed));
+        }
+        Ok(QueueGrantLimits { pairs_per_device: pairs, pairs_per_session: each, depth })
     }
 }
 
@@ -253,7 +281,8 @@ impl ArenaSection {
 }
 
 impl PoolSection {
-    fn validate(&self, lend_extents: bool) -> Result<PoolSettings, AgentError> {
+    fn validate(&self, session: &SessionSection) -> Result<PoolSettings, AgentError> {
+        let (lend_extents, lend_queues) = (session.extents, session.queue_pairs > 0);
         size(
             "pool.segment_bytes",
             self.segment_bytes.0,
@@ -282,7 +311,15 @@ impl PoolSection {
         }
         let PoolSection { queue_depth, io_engine, .. } = *self;
         let segment_bytes = self.segment_bytes.0;
-        Ok(PoolSettings { segment_bytes, queue_depth, io_engine, reserve, lend_extents, devices })
+        Ok(PoolSettings {
+            segment_bytes,
+            queue_depth,
+            io_engine,
+            reserve,
+            lend_extents,
+            lend_queues,
+            devices,
+        })
     }
 }
 

@@ -35,6 +35,7 @@ pub(super) struct OpenParams {
     missing: IfMissing,
     reserve: Reserve,
     lend_extents: bool,
+    lend_queues: bool,
     engine: EngineSettings,
 }
 
@@ -50,7 +51,8 @@ pub(super) struct RawDevice {
     shared: Option<Arc<SharedFile>>,
     /// The controller of a device that this process drives.
     controller: Option<ControllerHandle>,
-    lend_extents: bool,
+    /// Whether the pool lends extents.
+    lends: bool,
     engine: Box<dyn IoEngine>,
 }
 
@@ -72,29 +74,26 @@ impl OpenParams {
         };
         let engine = EngineSettings { queue_depth: settings.queue_depth, engine, regions };
         let DeviceSettings { description, bytes, missing, reserve } = device.clone();
-        let lend_extents = settings.lend_extents;
-        OpenParams { description, bytes, missing, reserve, lend_extents, engine }
+        let PoolSettings { lend_extents, lend_queues, .. } = *settings;
+        OpenParams { description, bytes, missing, reserve, lend_extents, lend_queues, engine }
     }
 }
 
 /// Opens a device and reads its content. The device stays locked from before the first read until its engine
 /// is dropped.
 pub(super) fn open(params: &OpenParams) -> Result<(RawDevice, DeviceContent), AgentError> {
-    let OpenDevice { device, controller } =
-        access::open(&params.description, params.creation()).map_err(|error| params.error(error))?;
-    if device.caching() == Caching::PageCache {
+    let opened = access::open(&params.description, params.creation()).map_err(|error| params.error(error))?;
+    if opened.device.caching() == Caching::PageCache {
         tracing::warn!(path = %params.description, "this file system does not support direct I/O: data is copied and cached twice");
     }
-    let (mut open, content) = read_content(params, device)?;
-    open.controller = controller;
-    Ok((open, content))
+    read_content(params, opened)
 }
 
 /// Reads the content of an open device. A file is enlarged to its configured size, and its pool grows with it.
 /// Any other content is not changed.
 fn read_content(
     params: &OpenParams,
-    mut device: Box<dyn BlockDevice>,
+    OpenDevice { mut device, controller }: OpenDevice,
 ) -> Result<(RawDevice, DeviceContent), AgentError> {
     let found = if device.size() == 0 { None } else { params.inspect(&mut device)? };
     if let (Some(recovered), Some(wanted)) = (&found, params.bytes) {
@@ -107,7 +106,7 @@ fn read_content(
         device = params.enlarge(device, bytes)?;
     }
     let has_leases = found.as_ref().is_some_and(|recovered| !recovered.pool.earlier_leases().is_empty());
-    let mut open = params.start_engine(device, has_leases)?;
+    let mut open = params.start_engine((device, controller), has_leases)?;
     let found = match found {
         Some(recovered) => {
             let grown = open.grow(recovered).map_err(|error| params.error(error))?;
@@ -159,7 +158,11 @@ impl OpenParams {
 
     /// Starts the engine. If an earlier process of the agent has leased extents, clients may still write to them:
     /// then the device is opened only if their locks can be examined.
-    fn start_engine(&self, device: Box<dyn BlockDevice>, has_leases: bool) -> Result<RawDevice, AgentError> {
+    fn start_engine(
+        &self,
+        (device, controller): (Box<dyn BlockDevice>, Option<ControllerHandle>),
+        has_leases: bool,
+    ) -> Result<RawDevice, AgentError> {
         let size = whole_pages(device.as_ref());
         let usable = self.bytes.unwrap_or(size).min(size);
         let caching = device.caching();
@@ -176,11 +179,24 @@ impl OpenParams {
                 None
             }
         };
-        let (shared, lend_extents) = (shared.map(Arc::new), self.lend_extents);
+        let shared = shared.map(Arc::new);
+        let lends = self.lend_extents && (shared.is_some() || self.shares_queues(controller.as_ref()));
         let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
         let description = self.description.clone();
-        let controller = None;
-        Ok(RawDevice { description, size, usable, caching, shared, controller, lend_extents, engine })
+        Ok(RawDevice { description, size, usable, caching, shared, controller, lends, engine })
+    }
+
+    /// Whether sessions can reach extents of the device through queue pairs of its controller.
+    fn shares_queues(&self, controller: Option<&ControllerHandle>) -> bool {
+        let Some(controller) = controller.and_then(ControllerHandle::controller) else { return false };
+        if !self.lend_queues {
+            return false;
+        }
+        let registers = controller.lend_registers();
+        if let Err(error) = &registers {
+            tracing::warn!(path = %self.description, %error, "sessions get no queue pairs and extents of this controller");
+        }
+        registers.is_ok()
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {
@@ -248,7 +264,7 @@ impl RawDevice {
                 pool.end_earlier_leases();
             }
         }
-        if self.lend_extents && self.shared.is_some() {
+        if self.lends {
             pool.allow_lending();
         }
         recovered

@@ -1,8 +1,9 @@
 //! Devices that sessions read and write themselves: their descriptors, and the end of their I/O.
 //!
-//! A session gets one descriptor of each device, with the first reply that names an extent there. The lock of
+//! A session gets one descriptor of each file, with the first reply that names an extent there. The lock of
 //! that descriptor ([`SharedFile`]) shows when no process can do I/O for the session. The core thread polls
-//! the locks, because the kernel reports no event for them.
+//! the locks, because the kernel reports no event for them. A controller that the agent drives has no file: sessions
+//! reach it through granted queue pairs only ([`crate::queue_grants`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -14,7 +15,7 @@ use reprise_io::{HolderNumber, SharedFile};
 use reprise_policy::SessionId;
 
 use super::Executor;
-use crate::device::is_held_by_earlier;
+use crate::device::{Device, is_held_by_earlier};
 
 /// Interval between two polls. A poll is one system call for each device of a holder.
 const POLL_EVERY: Duration = Duration::from_millis(20);
@@ -52,13 +53,35 @@ impl SharedDevices {
 }
 
 impl Executor {
+    /// Lets sessions have queue pairs of a controller that this process drives.
+    pub(super) fn lend_queues(&self, id: DeviceId, device: &Device) {
+        if let Some(lending) = device.lending() {
+            self.parts.queue_grants.add_device(id, lending);
+        }
+    }
+
+    /// Lets sessions have queue pairs of all controllers.
+    pub(super) fn lend_all_queues(&self) {
+        for (id, entry) in (0..).zip(&self.devices) {
+            entry.iter().for_each(|entry| self.lend_queues(DeviceId(id), &entry.device));
+        }
+    }
+
+    /// Makes a device fail all further operations.
+    pub(crate) fn close_device(&self, id: DeviceId) {
+        self.parts.queue_grants.revoke_device(id, "the agent closes the device");
+        if let Some(entry) = self.entry(id) {
+            entry.device.close();
+        }
+    }
+
     /// Returns descriptors of the devices that a reply names and the session does not have; `None` if one
     /// cannot be created.
     pub(super) fn grant_devices(
         &mut self,
         session: SessionId,
         reply: &Reply,
-    ) -> Option<Vec<(DeviceId, OwnedFd)>> {
+    ) -> Option<Vec<(DeviceId, Option<OwnedFd>)>> {
         let mut grants = Vec::new();
         for device in devices_of(reply) {
             if self.extents.granted.get(&session).is_some_and(|granted| granted.contains(&device)) {
@@ -66,7 +89,8 @@ impl Executor {
             }
             let shared = self.entry(device).and_then(|entry| entry.device.shared());
             let granted = match (shared, holder_of(session)) {
-                (Some(shared), Some(holder)) => shared.share(holder),
+                (Some(shared), Some(holder)) => shared.share(holder).map(Some),
+                _ if self.parts.queue_grants.lends(device) => Ok(None),
                 _ => Err(std::io::Error::other("the device is gone")),
             };
             match granted {
@@ -79,6 +103,16 @@ impl Executor {
             self.extents.granted.entry(session).or_default().insert(device);
         }
         Some(grants)
+    }
+
+    /// Whether a controller may still run commands of a session: its queue pairs are deleted before the core learns of
+    /// its end, unless the controller does not confirm.
+    fn has_queues(&self, holder: ExtentHolder) -> bool {
+        match holder {
+            ExtentHolder::Session(session) => self.parts.queue_grants.is_fenced(session),
+            // A controller is reset when its device is opened.
+            ExtentHolder::Earlier(_) => false,
+        }
     }
 
     /// Time of the next call of [`Executor::released_extents`], if a holder's I/O must end.
@@ -102,6 +136,7 @@ impl Executor {
             .iter()
             .filter(|(holder, devices)| devices.iter().all(|device| has_ended(holder, device)))
             .map(|(holder, _)| *holder)
+            .filter(|holder| !self.has_queues(*holder))
             .collect();
         for holder in &ended {
             self.extents.ending.remove(holder);

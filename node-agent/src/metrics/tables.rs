@@ -173,6 +173,20 @@ pub(crate) const PEER: &[MetricInfo] = &[
     gauge("in_flight_bytes_max", "Maximum payload bytes in flight to one requester"),
 ];
 
+/// Numbers of queue pairs that sessions drive, in their order.
+pub(crate) const QUEUE_GRANTS: &[MetricInfo] = &[
+    gauge("queue_grants", "Grants of queue pairs to sessions"),
+    gauge("queue_pairs_granted", "Queue pairs that sessions drive themselves"),
+    gauge("registered_memory_bytes", "Bytes of engine memory that is registered for controllers"),
+    counter("queue_grants_created", "Grants of queue pairs"),
+    counter("queue_grants_refused", "Refused requests for queue pairs or registrations of memory"),
+    counter(
+        "queue_grants_revoked",
+        "Grants that ended before their session, because their device was closed",
+    ),
+    counter("queue_grants_unconfirmed", "Ended grants whose deletion the controller did not confirm"),
+];
+
 const fn counter(name: &'static str, help: &'static str) -> MetricInfo {
     MetricInfo { name, kind: Kind::Counter, help }
 }

@@ -16,10 +16,13 @@ use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
+use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX};
 use reprise_policy::slack::content::MICROS_MAX;
 use reprise_policy::slack::{Computation, Phase};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
+
+use super::queue_calls::QueueCall;
 
 // The protocol and the core use the same limit for lists.
 const _: () = assert!(KEYS_PER_CALL_MAX == MATCH_KEYS_MAX && KEYS_PER_CALL_MAX == LOAD_BLOCKS_MAX);
@@ -32,6 +35,8 @@ pub(super) enum DecodeResult {
     Request { id: RequestId, body: Request },
     /// A report about the engine's computation, which the core does not see.
     Layer { id: u64, report: LayerReport },
+    /// A request about queue pairs, which the core does not see.
+    Queues { id: u64, call: QueueCall },
     /// An invalid request whose sender can be notified.
     Rejection { id: u64, message: String },
 }
@@ -57,10 +62,36 @@ pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
             Err(message) => DecodeResult::Rejection { id, message },
         });
     }
+    if let Some(call) = queue_call(&body) {
+        return Ok(match call {
+            Ok(call) => DecodeResult::Queues { id, call },
+            Err(message) => DecodeResult::Rejection { id, message },
+        });
+    }
     Ok(match convert(body) {
         Ok(body) => DecodeResult::Request { id: RequestId(id), body },
         Err(message) => DecodeResult::Rejection { id, message },
     })
+}
+
+/// Returns a request about queue pairs; `None` for other requests.
+fn queue_call(body: &local::request::Body) -> Option<Result<QueueCall, String>> {
+    use local::request::Body;
+    match *body {
+        Body::RegisterMemory(local::RegisterMemory { bytes }) => Some(Ok(QueueCall::Register { bytes })),
+        Body::RequestQueues(local::RequestQueues { device, pairs, depth, memory }) => {
+            let request = |device| QueueCall::Request { device, pairs, depth, memory: MemoryNumber(memory) };
+            Some(
+                u8::try_from(device)
+                    .map(request)
+                    .map_err(|_| format!("request queues: unknown device {device}")),
+            )
+        }
+        Body::ReturnQueues(local::ReturnQueues { generation }) => {
+            Some(Ok(QueueCall::Return { generation: GrantGeneration(generation) }))
+        }
+        _ => None,
+    }
 }
 
 fn convert(body: local::request::Body) -> Result<Request, String> {
@@ -93,6 +124,9 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
         Body::ReportLayer(_) => unreachable!("reports were separated"),
+        Body::RegisterMemory(_) | Body::RequestQueues(_) | Body::ReturnQueues(_) => {
+            unreachable!("requests about queue pairs were separated")
+        }
     }
 }
 

@@ -65,6 +65,20 @@ fn requests_in_the_document_are_decoded() {
 }
 
 #[test]
+fn requests_about_queue_pairs_in_the_document_are_decoded() {
+    for (message, meaning) in [
+        ("RegisterMemory", "Register { bytes: 8192 }"),
+        ("RequestQueues", "Request { device: 3, pairs: 2, depth: 64, memory: MemoryNumber(1) }"),
+        ("ReturnQueues", "Return { generation: GrantGeneration(300) }"),
+    ] {
+        match decode::request(example(message).into()).expect("readable") {
+            DecodeResult::Queues { id: 2, call } => assert_eq!(format!("{call:?}"), meaning),
+            other => panic!("{message} is decoded as {other:?}"),
+        }
+    }
+}
+
+#[test]
 fn replies_match_the_bytes_in_the_document() {
     let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
     let arena = Arena::new(&config).expect("a small arena");

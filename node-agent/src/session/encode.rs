@@ -42,13 +42,16 @@ pub(super) fn reply(
     arena: &Arena,
     request: RequestId,
     reply: Reply,
-    devices: Vec<(DeviceId, OwnedFd)>,
+    devices: Vec<(DeviceId, Option<OwnedFd>)>,
 ) -> Frame {
-    let grants = devices.iter().map(|(device, _)| local::DeviceGrant { device: u32::from(device.0) });
+    let grants = devices.iter().map(|(device, descriptor)| local::DeviceGrant {
+        device: u32::from(device.0),
+        queues_only: descriptor.is_none(),
+    });
     let mut granted = Grants { arena, devices: grants.collect(), descriptors: Vec::new() };
     let body = convert(&mut granted, reply);
     // Behind those of regions.
-    let devices = devices.into_iter().map(|(_, descriptor)| Descriptor::Device(descriptor));
+    let devices = devices.into_iter().filter_map(|(_, descriptor)| descriptor.map(Descriptor::Device));
     granted.descriptors.extend(devices);
     Frame::new(&local::Response { id: request.0, body: Some(body) }, granted.descriptors)
 }

@@ -1,12 +1,13 @@
 //! Frames of the session protocol: a little-endian u32 length, then one message.
 //!
 //! Reading uses a buffer that takes a whole match request (128 KiB of keys) in one system call if the
-//! socket has it. Descriptors from a client are ignored; the kernel closes them.
+//! socket has it. Descriptors from a client wait, in order, for the messages that name them.
 //!
 //! Writing: a [`Frame`] carries descriptors, of which a unix socket passes at most [`DESCRIPTORS_PER_PART`]
 //! per call. All groups except the last are sent with one byte each, the last one with the rest of the
 //! frame.
 
+use std::collections::VecDeque;
 use std::io::{self, BufReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -16,7 +17,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use prost::Message;
 use reprise_agent_core::effect::Access;
-use reprise_buffers::Region;
+use reprise_buffers::{BufferError, Region, recv_with_fds};
 use reprise_proto::local::{self, FRAME_BYTES_MAX};
 
 /// Size of a frame's length prefix.
@@ -28,10 +29,19 @@ const READ_BUFFER_BYTES: usize = 160 << 10;
 /// Maximum number of descriptors in one `sendmsg`, as in `reprise_buffers`.
 pub(super) const DESCRIPTORS_PER_PART: usize = 32;
 
+/// Maximum number of descriptors that wait for their message: a client sends one with each.
+const DESCRIPTORS_WAITING_MAX: usize = 8;
+
 /// Reads frames from a session's socket.
 pub(super) struct FrameReader {
-    socket: BufReader<UnixStream>,
+    socket: BufReader<Socket>,
     limits: Limits,
+}
+
+/// A socket, and the descriptors that came with its bytes.
+struct Socket {
+    stream: UnixStream,
+    descriptors: VecDeque<OwnedFd>,
 }
 
 /// Limits of a reader.
@@ -58,6 +68,8 @@ pub(super) enum Descriptor {
     Region(Arc<Region>, Access),
     /// The progress page, read-only.
     Progress(OwnedFd),
+    /// Registers of a controller, or queues, which the session writes.
+    Memory(OwnedFd),
     /// A device that the session reads and writes itself.
     Device(OwnedFd),
 }
@@ -71,13 +83,19 @@ pub(super) struct Frame {
 
 impl FrameReader {
     pub(super) fn new(socket: UnixStream, limits: Limits) -> FrameReader {
+        let socket = Socket { stream: socket, descriptors: VecDeque::new() };
         FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket), limits }
+    }
+
+    /// Takes the oldest descriptor that no message has named yet.
+    pub(super) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.socket.get_mut().descriptors.pop_front()
     }
 
     /// Changes the limits from the next message on.
     pub(super) fn set_limits(&mut self, limits: Limits) -> io::Result<()> {
         self.limits = limits;
-        self.socket.get_ref().set_read_timeout(None)
+        self.socket.get_ref().stream.set_read_timeout(None)
     }
 
     /// Returns the next message; `None` if the client has closed the session between two frames.
@@ -119,9 +137,27 @@ impl FrameReader {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            self.socket.get_ref().set_read_timeout(Some(left))?;
+            self.socket.get_ref().stream.set_read_timeout(Some(left))?;
         }
         self.socket.read(into)
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let mut descriptors = Vec::new();
+        let received = recv_with_fds(self.stream.as_fd(), into, &mut descriptors);
+        let received = received.map_err(|error| match error {
+            BufferError::System { source, .. } => source,
+            other => io::Error::other(other),
+        })?;
+        self.descriptors.extend(descriptors);
+        if self.descriptors.len() > DESCRIPTORS_WAITING_MAX {
+            let text =
+                format!("more than {DESCRIPTORS_WAITING_MAX} descriptors without a message that names them");
+            return Err(io::Error::other(text));
+        }
+        Ok(received)
     }
 }
 
@@ -135,7 +171,9 @@ impl AsFd for Descriptor {
         match self {
             Descriptor::Region(region, Access::ReadOnly) => region.readonly_fd(),
             Descriptor::Region(region, Access::ReadWrite) => region.writable_fd(),
-            Descriptor::Progress(descriptor) | Descriptor::Device(descriptor) => descriptor.as_fd(),
+            Descriptor::Progress(descriptor)
+            | Descriptor::Memory(descriptor)
+            | Descriptor::Device(descriptor) => descriptor.as_fd(),
         }
     }
 }
@@ -184,8 +222,11 @@ impl Frame {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Write;
     use std::time::Duration;
+
+    use reprise_buffers::{MappedRegion, send_with_fds};
 
     use super::*;
 
@@ -209,6 +250,39 @@ mod tests {
             let error = pipe(&b"\x03\0\0\0abc"[..cut]).next_frame().expect_err("cut short");
             assert!(matches!(error, FrameError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof));
         }
+    }
+
+    #[test]
+    fn descriptors_wait_in_order_for_their_messages() {
+        let (client, agent) = UnixStream::pair().expect("a socket pair");
+        let files: Vec<_> =
+            (1..=3u64).map(|bytes| MappedRegion::allocate(bytes << 12).expect("memory").1).collect();
+        let mut frames = FrameReader::new(agent, Limits::SESSION);
+        for file in &files {
+            send_with_fds(client.as_fd(), b"\x01\0\0\0x", &[file.as_fd()]).expect("sent");
+        }
+        assert!(frames.take_descriptor().is_none(), "nothing was read");
+        for bytes in 1..=3u64 {
+            assert_eq!(frames.next_frame().expect("a frame").as_deref(), Some(b"x".as_slice()));
+            let file = File::from(frames.take_descriptor().expect("it came with or before the message"));
+            assert_eq!(file.metadata().expect("readable").len(), bytes << 12);
+        }
+        assert!(frames.take_descriptor().is_none());
+    }
+
+    #[test]
+    fn client_that_sends_descriptors_without_messages_is_rejected() {
+        let (client, agent) = UnixStream::pair().expect("a socket pair");
+        let file = MappedRegion::allocate(4096).expect("memory").1;
+        for _ in 0..=DESCRIPTORS_WAITING_MAX {
+            send_with_fds(client.as_fd(), b"\x01\0\0\0x", &[file.as_fd()]).expect("sent");
+        }
+        let mut frames = FrameReader::new(agent, Limits::SESSION);
+        let failed = std::iter::repeat_with(|| frames.next_frame()).find_map(Result::err).expect("too many");
+        assert!(
+            matches!(&failed, FrameError::Io(error) if error.to_string().contains("descriptors")),
+            "{failed:?}"
+        );
     }
 
     #[test]

@@ -42,8 +42,8 @@ pub(super) enum Outgoing {
     Reply {
         request: RequestId,
         reply: Reply,
-        /// Descriptors of devices that the session does not have.
-        devices: Vec<(DeviceId, OwnedFd)>,
+        /// Devices that the session does not know, with their descriptors, if they have one.
+        devices: Vec<(DeviceId, Option<OwnedFd>)>,
     },
 }
 

@@ -21,7 +21,7 @@
 //! empty socket (208 KiB by default), so bytes remain only while unanswered requests fill the socket.
 
 use std::io::{self, ErrorKind, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -38,6 +38,12 @@ pub(super) const WRITE_SLICE: Duration = Duration::from_millis(5);
 
 /// Queue limit in bytes: two frames of maximum length and a margin for small ones.
 const QUEUE_BYTES_MAX: usize = 2 * FRAME_BYTES_MAX + (1 << 20);
+
+/// Maximum number of queued descriptors: the agent keeps as many that no message has named yet.
+const DESCRIPTORS_QUEUED_MAX: usize = 8;
+
+/// Pause between two attempts to send descriptors to a full socket.
+const DESCRIPTORS_PAUSE: Duration = Duration::from_millis(1);
 
 /// How long a flush tries to write.
 #[derive(Clone, Copy, Debug)]
@@ -73,6 +79,8 @@ pub(crate) enum Releasable {
 #[derive(Debug, Default)]
 struct Queue {
     bytes: Vec<u8>,
+    /// Descriptors that requests in `bytes` name, in their order.
+    descriptors: Vec<OwnedFd>,
     leases: Gathered,
     pins: Gathered,
 }
@@ -91,6 +99,8 @@ struct Gathered {
 struct Writer {
     bytes: Vec<u8>,
     written: usize,
+    /// Descriptors that are sent with the next byte: with or before the requests that name them.
+    descriptors: Vec<OwnedFd>,
 }
 
 /// Result of a write: everything is written, or the socket is full.
@@ -121,14 +131,28 @@ impl Outbox {
     /// `BadRequest` when the request exceeds the frame limit, `Busy` when the agent has not read for too
     /// long.
     pub(super) fn push(&self, request: &Request) -> Result<(), ClientError> {
+        self.push_with(request, None)
+    }
+
+    /// Queues a request with the descriptor that it names.
+    ///
+    /// # Errors
+    /// As [`Outbox::push`]; `Busy` while as many descriptors as a message can carry are not sent yet.
+    pub(super) fn push_with(
+        &self,
+        request: &Request,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<(), ClientError> {
         let mut queue = self.lock_queue();
-        if queue.is_full() {
+        if queue.is_full() || queue.descriptors.len() >= DESCRIPTORS_QUEUED_MAX {
             return Err(ClientError::Busy("the agent does not read from its socket".into()));
         }
         for kind in Releasable::ALL {
             self.queue_gathered(&mut queue, kind);
         }
-        append_frame(request, &mut queue.bytes)
+        append_frame(request, &mut queue.bytes)?;
+        queue.descriptors.extend(descriptor);
+        Ok(())
     }
 
     /// Gathers leases or pins to release; this flush or a later one sends them.
@@ -146,7 +170,7 @@ impl Outbox {
     }
 
     /// Moves the bytes that may be sent now into `bytes`, which must be empty.
-    fn take(&self, bytes: &mut Vec<u8>) {
+    fn take(&self, bytes: &mut Vec<u8>) -> Vec<OwnedFd> {
         let mut queue = self.lock_queue();
         for kind in Releasable::ALL {
             if queue.gathered(kind).unanswered.is_none() {
@@ -154,6 +178,7 @@ impl Outbox {
             }
         }
         std::mem::swap(bytes, &mut queue.bytes);
+        std::mem::take(&mut queue.descriptors)
     }
 
     /// Turns the gathered numbers of a kind into messages of at most [`KEYS_PER_CALL_MAX`] numbers. They stay
@@ -220,10 +245,21 @@ impl Outbox {
             if writer.written == writer.bytes.len() {
                 writer.bytes.clear();
                 writer.written = 0;
-                self.take(&mut writer.bytes);
+                writer.descriptors = self.take(&mut writer.bytes);
                 if writer.bytes.is_empty() {
                     return Ok(WriteResult::Yes);
                 }
+            }
+            if !writer.descriptors.is_empty() {
+                match (send_descriptors(socket, writer)?, patience) {
+                    (true, _) => {}
+                    (false, WriteMode::Once) => return Ok(WriteResult::SocketFull),
+                    (false, WriteMode::Until(deadline)) if Instant::now() >= deadline => {
+                        return Err(ErrorKind::TimedOut.into());
+                    }
+                    (false, WriteMode::Until(_)) => std::thread::sleep(DESCRIPTORS_PAUSE),
+                }
+                continue;
             }
             let rest = &writer.bytes[writer.written..];
             match patience {
@@ -251,6 +287,21 @@ fn send_now(socket: &UnixStream, bytes: &[u8]) -> io::Result<Option<usize>> {
         BufferError::System { source, .. } => source,
         other => io::Error::other(other),
     })
+}
+
+/// Writes the bytes that the socket accepts without waiting, with all descriptors; returns false if it accepts none.
+fn send_descriptors(socket: &UnixStream, writer: &mut Writer) -> io::Result<bool> {
+    let descriptors: Vec<_> = writer.descriptors.iter().map(AsFd::as_fd).collect();
+    match try_send_with_fds(socket.as_fd(), &writer.bytes[writer.written..], &descriptors) {
+        Ok(Some(count)) => {
+            writer.written += count;
+            writer.descriptors.clear();
+            Ok(true)
+        }
+        Ok(None) => Ok(false),
+        Err(BufferError::System { source, .. }) => Err(source),
+        Err(other) => Err(io::Error::other(other)),
+    }
 }
 
 /// Writes the bytes that the socket accepts within [`WRITE_SLICE`], its timeout; `None` if it accepts none.

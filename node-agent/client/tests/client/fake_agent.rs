@@ -121,10 +121,21 @@ impl Peer {
         Some((request.id, request.body.expect("a known kind of request")))
     }
 
+    /// Receives the request whose first byte the caller has received.
+    pub(crate) fn receive_after(&mut self, first: u8) -> Option<(u64, request::Body)> {
+        let frame = self.receive_rest([first, 0, 0, 0], 1)?;
+        let request = Request::decode(frame.as_slice()).expect("a request");
+        Some((request.id, request.body.expect("a known kind of request")))
+    }
+
     /// Receives the bytes of the next request.
     pub(crate) fn receive_raw(&mut self) -> Option<Vec<u8>> {
-        let mut length = [0; 4];
-        self.socket.read_exact(&mut length).ok()?;
+        self.receive_rest([0; 4], 0)
+    }
+
+    /// Receives a request after the first bytes of its length.
+    fn receive_rest(&mut self, mut length: [u8; 4], received: usize) -> Option<Vec<u8>> {
+        self.socket.read_exact(&mut length[received..]).ok()?;
         let mut frame = vec![0; u32::from_le_bytes(length) as usize];
         self.socket.read_exact(&mut frame).expect("a whole frame");
         Some(frame)

@@ -7,6 +7,7 @@ mod load;
 mod matching;
 mod memory;
 mod paged;
+mod queues;
 mod save;
 mod session;
 mod transfers;

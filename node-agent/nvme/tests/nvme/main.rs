@@ -4,6 +4,7 @@ mod arbitrary;
 mod bench_rig;
 mod device;
 mod faults;
+mod lending;
 mod queues;
 mod raw;
 mod start;

@@ -15,14 +15,18 @@ pub(in super::super) fn open_simulated(
     bytes: Option<u64>,
 ) -> Result<(RawDevice, DeviceContent), AgentError> {
     let device = device.open_engine().expect("the device has no other engine");
-    read_content(&params(bytes), Box::new(device))
+    read_content(&params(bytes), plain(Box::new(device)))
 }
 
 /// Opens any device as a pool device, completely.
 pub(in super::super) fn open_block_device(
     device: Box<dyn BlockDevice>,
 ) -> Result<(RawDevice, DeviceContent), AgentError> {
-    read_content(&params(None), device)
+    read_content(&params(None), plain(device))
+}
+
+fn plain(device: Box<dyn BlockDevice>) -> OpenDevice {
+    OpenDevice { device, controller: None }
 }
 
 fn params(bytes: Option<u64>) -> OpenParams {
@@ -32,6 +36,7 @@ fn params(bytes: Option<u64>) -> OpenParams {
         missing: IfMissing::Fail,
         reserve: Reserve::Default,
         lend_extents: false,
+        lend_queues: false,
         engine: EngineSettings::default(),
     }
 }
@@ -117,7 +122,7 @@ fn device_with_leased_extents_is_refused_while_their_locks_cannot_be_examined() 
     drop(open);
     let open_unknown = || {
         let engine = device.open_engine().expect("the device has no other engine");
-        read_content(&params(None), Box::new(UnknownLocks(engine)))
+        read_content(&params(None), plain(Box::new(UnknownLocks(engine))))
     };
     let (mut open, found) = open_unknown().unwrap_or_else(|error| panic!("without leases: {error}"));
     let DeviceContent::Pool(mut found) = found else { panic!("the device holds a pool") };
@@ -197,6 +202,7 @@ fn file_is_created_only_if_allowed() {
         missing,
         reserve: Reserve::Bytes(0),
         lend_extents: false,
+        lend_queues: false,
         engine: EngineSettings { queue_depth: 1, engine: EngineChoice::Plain, regions: Vec::new() },
     };
     assert!(open(&params(IfMissing::Fail)).is_err() && !path.exists(), "it must exist");

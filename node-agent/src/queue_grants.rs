@@ -1,0 +1,450 @@
+//! Queue pairs that sessions drive themselves, and the memory that their commands access.
+//!
+//! ```text
+//! RegisterMemory ─▶ map the engine's memory in this process
+//! RequestQueues ──▶ map it for the controller ─▶ create queue pairs in files that both processes map ─▶ reply
+//! end ────────────▶ delete queue pairs ─▶ unmap their files and the memory ─▶ the core may reuse the extents
+//! ```
+//!
+//! A session's reader thread makes all its calls, and ends its grants before the core learns of the session's end
+//! ([`QueueGrantService::close_session`]). So a killed engine's commands have ended before its leased extents leave
+//! quarantine. If the controller does not confirm a deletion, its commands may still run: the session stays fenced, and the
+//! core keeps its extents until the device is closed.
+//!
+//! The lock is never held during a command of a controller. [`reprise_policy::queue_grants`] has limits and generations.
+
+mod resources;
+#[cfg(test)]
+mod tests;
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use reprise_agent_core::effect::DeviceId;
+use reprise_buffers::MappedRegion;
+use reprise_nvme::{DmaMapping, LentDevice, LentQueue, LentRegisters, NvmeError, QueueLender};
+use reprise_policy::SessionId;
+use reprise_policy::queue_grants::{
+    GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants, QueueRequest,
+};
+
+use resources::{HeldQueues, Resources};
+
+/// Finds the controller of a device; `None` after the device was closed.
+pub(crate) type FindLender = Arc<dyn Fn() -> Option<Arc<dyn QueueLender>> + Send + Sync>;
+
+/// Notifies a session that one of its grants was revoked, with the reason.
+pub(crate) type RevocationSink = Arc<dyn Fn(GrantGeneration, &str) + Send + Sync>;
+
+/// A device whose controller may lend queue pairs.
+#[derive(Clone)]
+pub(crate) struct LendingDevice {
+    pub(crate) find: FindLender,
+    pub(crate) namespace: u32,
+    pub(crate) is_emulated: bool,
+}
+
+/// Queue pairs of a new grant, with the descriptors for the session.
+#[derive(Debug)]
+pub(crate) struct NewGrant {
+    pub(crate) generation: GrantGeneration,
+    pub(crate) registers: LentRegisters,
+    pub(crate) queues: Vec<NewQueue>,
+    pub(crate) device: LentDevice,
+    pub(crate) namespace: u32,
+    pub(crate) is_emulated: bool,
+    /// Address of the first byte of the registered memory.
+    pub(crate) memory_address: u64,
+}
+
+/// A queue pair of a new grant.
+#[derive(Debug)]
+pub(crate) struct NewQueue {
+    pub(crate) id: u16,
+    pub(crate) entries: u32,
+    pub(crate) file: OwnedFd,
+    pub(crate) bytes: u64,
+    pub(crate) address: u64,
+    pub(crate) completions_at: u64,
+    pub(crate) lists_at: u64,
+    pub(crate) submission_doorbell: u64,
+    pub(crate) completion_doorbell: u64,
+}
+
+/// A grant for the status page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GrantView {
+    pub(crate) generation: GrantGeneration,
+    pub(crate) request: QueueRequest,
+    /// Numbers of the queue pairs; empty while they are created or after a failed deletion.
+    pub(crate) queues: Vec<u16>,
+}
+
+/// Numbers of grants for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GrantCounters {
+    pub(crate) grants: u64,
+    pub(crate) pairs: u64,
+    pub(crate) memory_bytes: u64,
+    pub(crate) granted_total: u64,
+    pub(crate) refused_total: u64,
+    pub(crate) revoked_total: u64,
+    pub(crate) unconfirmed_total: u64,
+}
+
+/// Grants of all sessions; see the module.
+pub(crate) struct QueueGrantService {
+    state: Mutex<State>,
+    granted: AtomicU64,
+    refused: AtomicU64,
+    revoked: AtomicU64,
+    unconfirmed: AtomicU64,
+}
+
+/// Grants of a device that is being closed.
+struct Revocation {
+    device: DeviceId,
+    find: FindLender,
+    grants: Vec<(GrantGeneration, SessionId)>,
+    /// Memory of sessions, which the controller accesses until the queue pairs are deleted.
+    mappings: Vec<DmaMapping>,
+    reason: String,
+}
+
+struct State {
+    table: QueueGrants,
+    resources: Resources,
+}
+
+impl GrantCounters {
+    /// Returns names and values, in the order of the table of metrics.
+    pub(crate) fn fields(self) -> impl Iterator<Item = (&'static str, u64)> {
+        let GrantCounters {
+            grants,
+            pairs,
+            memory_bytes,
+            granted_total,
+            refused_total,
+            revoked_total,
+            unconfirmed_total,
+        } = self;
+        [
+            ("queue_grants", grants),
+            ("queue_pairs_granted", pairs),
+            ("registered_memory_bytes", memory_bytes),
+            ("queue_grants_created", granted_total),
+            ("queue_grants_refused", refused_total),
+            ("queue_grants_revoked", revoked_total),
+            ("queue_grants_unconfirmed", unconfirmed_total),
+        ]
+        .into_iter()
+    }
+}
+
+impl QueueGrantService {
+    /// Creates a service without devices.
+    pub(crate) fn new(limits: QueueGrantLimits) -> QueueGrantService {
+        let state = State { table: QueueGrants::new(limits), resources: Resources::default() };
+        let [granted, refused, revoked, unconfirmed] = std::array::from_fn(|_| AtomicU64::new(0));
+        QueueGrantService { state: Mutex::new(state), granted, refused, revoked, unconfirmed }
+    }
+
+    /// Adds a device whose controller lends queue pairs.
+    pub(crate) fn add_device(&self, device: DeviceId, lending: LendingDevice) {
+        self.lock().resources.add_device(device, lending);
+    }
+
+    /// Stops granting queue pairs of a device, and revokes its grants on a thread, which is returned if there are any.
+    pub(crate) fn revoke_device(self: &Arc<Self>, device: DeviceId, reason: &str) -> Option<JoinHandle<()>> {
+        let revocation = {
+            let mut state = self.lock();
+            let lending = state.resources.remove_device(device)?;
+            Revocation {
+                device,
+                find: lending.find,
+                grants: state.table.begin_revocation(device.0),
+                mappings: state.resources.take_mappings(device),
+                reason: reason.to_owned(),
+            }
+        };
+        if revocation.grants.is_empty() {
+            return None;
+        }
+        let service = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(format!("revoke-{}", device.0));
+        let spawned = thread.spawn(move || service.revoke(revocation));
+        // The sessions then end their grants.
+        spawned
+            .inspect_err(|error| tracing::error!(device = device.0, %error, "cannot revoke queue pairs"))
+            .ok()
+    }
+
+    fn revoke(&self, revocation: Revocation) {
+        let Revocation { device, find, grants, mappings, reason } = revocation;
+        for (generation, session) in grants {
+            self.end(generation, &find);
+            self.revoked.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(
+                generation = generation.0,
+                session = session.0,
+                device = device.0,
+                reason,
+                "queue pairs revoked"
+            );
+            let sink = self.lock().resources.sink(session);
+            if let Some(sink) = sink {
+                sink(generation, &reason);
+            }
+        }
+        drop(mappings);
+    }
+
+    /// Notes that the core has released a device, and thus holds no extent of it for a fenced session. Its controller is
+    /// disabled next.
+    pub(crate) fn device_released(&self, device: DeviceId) {
+        let mut state = self.lock();
+        state.resources.remove_device(device);
+        let mappings = state.resources.take_mappings(device);
+        state.table.device_reset(device.0);
+        drop(state);
+        drop(mappings);
+    }
+
+    /// Maps memory of a session; returns its number.
+    ///
+    /// # Errors
+    /// A limit is exceeded, or the descriptor cannot be mapped safely.
+    pub(crate) fn register(
+        &self,
+        session: SessionId,
+        (file, bytes): (OwnedFd, u64),
+        sink: RevocationSink,
+    ) -> Result<MemoryNumber, QueueGrantRefusal> {
+        let number = self.lock().table.register(session, bytes).inspect_err(|_| self.count_refused())?;
+        // Touches every page, so without the lock.
+        match MappedRegion::map_sealed(file, bytes) {
+            Ok(region) => {
+                self.lock().resources.add_memory(session, number, region, sink);
+                Ok(number)
+            }
+            Err(error) => {
+                self.lock().table.unregister(session, number);
+                self.count_refused();
+                Err(QueueGrantRefusal::Invalid(format!("register memory: {error}")))
+            }
+        }
+    }
+
+    /// Creates queue pairs for a session.
+    ///
+    /// # Errors
+    /// A limit is exceeded, or the controller has no further queue pairs, or cannot share them.
+    pub(crate) fn grant(&self, request: QueueRequest) -> Result<NewGrant, QueueGrantRefusal> {
+        let granted = self.try_grant(request);
+        match &granted {
+            Ok(_) => drop(self.granted.fetch_add(1, Ordering::Relaxed)),
+            Err(_) => self.count_refused(),
+        }
+        granted
+    }
+
+    fn try_grant(&self, request: QueueRequest) -> Result<NewGrant, QueueGrantRefusal> {
+        let QueueRequest { session, device, memory, .. } = request;
+        let (generation, lending) = {
+            let mut state = self.lock();
+            let Some(lending) = state.resources.device(DeviceId(device)) else {
+                return Err(QueueGrantRefusal::Invalid(format!(
+                    "device {device} lends no queue pairs: only NVMe controllers that the agent drives itself do"
+                )));
+            };
+            (state.table.request(request)?, lending)
+        };
+        let created = (lending.find)()
+            .ok_or_else(|| QueueGrantRefusal::Invalid(format!("device {device} is closed")))
+            .and_then(|lender| self.create(&*lender, &lending, request));
+        let (grant, held) = match created {
+            Ok(created) => created,
+            Err(refusal) => {
+                self.lock().table.failed(generation);
+                return Err(refusal);
+            }
+        };
+        let mut state = self.lock();
+        state.table.created(generation);
+        state.resources.hold(generation, held);
+        if state.resources.device(DeviceId(device)).is_none() {
+            // Revoked while the queue pairs were created.
+            state.table.begin_end(session, generation);
+            drop(state);
+            self.end(generation, &lending.find);
+            return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));
+        }
+        drop(state);
+        let bytes: u64 = grant.queues.iter().map(|queue| queue.bytes).sum();
+        tracing::info!(
+            generation = generation.0, session = session.0, device, memory = memory.0, queues = grant.queues.len(),
+            depth = request.depth, queue_bytes = bytes, format = %grant.device.format, emulated = grant.is_emulated,
+            "queue pairs granted"
+        );
+        Ok(NewGrant { generation, ..grant })
+    }
+
+    /// Creates the queue pairs of a grant; those that exist are deleted again if one fails.
+    fn create(
+        &self,
+        lender: &dyn QueueLender,
+        lending: &LendingDevice,
+        request: QueueRequest,
+    ) -> Result<(NewGrant, HeldQueues), QueueGrantRefusal> {
+        let QueueRequest { session, device, pairs, depth, memory } = request;
+        let invalid = |what: &str, error: &NvmeError| QueueGrantRefusal::Invalid(format!("{what}: {error}"));
+        let Some(properties) = lender.lent_device(lending.namespace) else {
+            return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));
+        };
+        let registers = lender
+            .lend_registers()
+            .map_err(|error| invalid("share the registers of the controller", &error))?;
+        let region = self.lock().resources.memory(session, memory);
+        let span = region.and_then(|region| region.span(0, region.bytes()).ok());
+        let span =
+            span.ok_or_else(|| QueueGrantRefusal::Invalid(format!("memory {} is not registered", memory.0)))?;
+        let mapped = self.lock().resources.mapped_address(session, memory, DeviceId(device));
+        let memory_address = match mapped {
+            Some(address) => address,
+            None => {
+                let mapping = lender.map_lent(&span).map_err(|error| invalid("map the memory", &error))?;
+                self.lock().resources.add_mapping(session, memory, DeviceId(device), mapping)
+            }
+        };
+        let mut lent: Vec<LentQueue> = Vec::new();
+        for _ in 0..pairs {
+            match lender.lend(depth) {
+                Ok(queue) => lent.push(queue),
+                Err(error) => {
+                    let undone = lent.into_iter().try_for_each(|queue| {
+                        let result = lender.delete(queue.id);
+                        drop(queue);
+                        result
+                    });
+                    if let Err(error) = undone {
+                        tracing::error!(device, %error, "cannot delete a queue pair that was not granted");
+                    }
+                    return Err(match error {
+                        NvmeError::NoQueue { .. } => QueueGrantRefusal::Exhausted(error.to_string()),
+                        error => invalid("create a queue pair", &error),
+                    });
+                }
+            }
+        }
+        let base = registers.offset;
+        let (queues, held) = lent.into_iter().map(|queue| resources::divide(queue, base)).unzip();
+        let grant = NewGrant {
+            // Replaced by the caller.
+            generation: GrantGeneration(0),
+            registers,
+            queues,
+            device: properties,
+            namespace: lending.namespace,
+            is_emulated: lending.is_emulated,
+            memory_address,
+        };
+        Ok((grant, HeldQueues { device: DeviceId(device), queues: held }))
+    }
+
+    /// Ends a grant at the request of its session. One that was revoked has ended already.
+    pub(crate) fn return_grant(&self, session: SessionId, generation: GrantGeneration) {
+        let find = {
+            let mut state = self.lock();
+            if !state.table.begin_end(session, generation) {
+                return;
+            }
+            state.resources.find_lender(generation)
+        };
+        self.end(generation, &find);
+    }
+
+    /// Ends all grants of a session, then its memory. Blocks for the controllers.
+    pub(crate) fn close_session(&self, session: SessionId) {
+        let ending = self.lock().table.begin_session_end(session);
+        for generation in ending {
+            let find = self.lock().resources.find_lender(generation);
+            self.end(generation, &find);
+        }
+        let memory = self.lock().resources.remove_session(session);
+        // Unmapped without the lock.
+        drop(memory);
+    }
+
+    /// Deletes the queue pairs of a grant, then ends the access of the controller to their memory.
+    fn end(&self, generation: GrantGeneration, find: &FindLender) {
+        let Some(held) = self.lock().resources.take(generation) else { return };
+        let mut confirmed = true;
+        // A controller whose device was closed was disabled.
+        if let Some(lender) = find() {
+            for queue in &held.queues {
+                if let Err(error) = lender.delete(queue.id) {
+                    confirmed = false;
+                    tracing::error!(
+                        generation = generation.0, device = held.device.0, queue = queue.id, %error,
+                        "cannot delete a granted queue pair: extents of its session stay reserved until the device is opened again"
+                    );
+                }
+            }
+        }
+        drop(held);
+        let mut state = self.lock();
+        if confirmed {
+            state.table.ended(generation);
+        } else {
+            state.table.not_confirmed(generation);
+            self.unconfirmed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a controller may still run commands of a session that has ended.
+    pub(crate) fn is_fenced(&self, session: SessionId) -> bool {
+        self.lock().table.is_fenced(session)
+    }
+
+    /// Whether sessions reach a device through queue pairs.
+    pub(crate) fn lends(&self, device: DeviceId) -> bool {
+        self.lock().resources.device(device).is_some()
+    }
+
+    /// Returns all grants by generation.
+    pub(crate) fn views(&self) -> Vec<GrantView> {
+        let state = self.lock();
+        let view = |(generation, request): (GrantGeneration, &QueueRequest)| GrantView {
+            generation,
+            request: *request,
+            queues: state.resources.queues(generation),
+        };
+        state.table.iter().map(view).collect()
+    }
+
+    /// Returns numbers for metrics.
+    pub(crate) fn counters(&self) -> GrantCounters {
+        let state = self.lock();
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        GrantCounters {
+            grants: state.table.iter().count() as u64,
+            pairs: state.table.pairs().into(),
+            memory_bytes: state.table.memory_bytes(),
+            granted_total: read(&self.granted),
+            refused_total: read(&self.refused),
+            revoked_total: read(&self.revoked),
+            unconfirmed_total: read(&self.unconfirmed),
+        }
+    }
+
+    fn count_refused(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Every change leaves the state consistent, so a poisoned lock is ignored.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

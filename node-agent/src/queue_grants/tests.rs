@@ -1,0 +1,264 @@
+//! Grants on a fake controller that records the calls.
+
+use std::sync::atomic::AtomicBool;
+
+use reprise_buffers::Span;
+use reprise_nvme::{DataFormat, DmaMapping};
+
+use super::*;
+
+const DEVICE: DeviceId = DeviceId(2);
+const ONE: SessionId = SessionId(1);
+const LIMITS: QueueGrantLimits = QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
+
+type Log = Arc<Mutex<Vec<String>>>;
+
+/// A controller with some queue pairs.
+struct FakeLender {
+    log: Log,
+    free: Mutex<Vec<u16>>,
+    hangs: AtomicBool,
+    /// Runs when the next queue pair is created.
+    on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+/// Records its own drop in the log.
+struct Guard(Log, String);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.lock().expect("no panic").push(std::mem::take(&mut self.1));
+    }
+}
+
+impl FakeLender {
+    fn note(&self, what: String) {
+        self.log.lock().expect("no panic").push(what);
+    }
+
+    fn guard(&self, what: String) -> Box<dyn Send + Sync> {
+        Box::new(Guard(Arc::clone(&self.log), what))
+    }
+}
+
+impl QueueLender for FakeLender {
+    fn lent_device(&self, namespace: u32) -> Option<LentDevice> {
+        let format = DataFormat::Sgl;
+        (namespace == 1).then_some(LentDevice {
+            block_bytes: 512,
+            transfer_max: 1 << 20,
+            format,
+            entries_max: 4096,
+        })
+    }
+
+    fn lend_registers(&self) -> Result<LentRegisters, NvmeError> {
+        Ok(LentRegisters { file: memory(), bytes: 4096, offset: 8192 })
+    }
+
+    fn map_lent(&self, memory: &Span) -> Result<DmaMapping, NvmeError> {
+        self.note(format!("map {} bytes", memory.len()));
+        Ok(DmaMapping::new(0x10_0000, memory.len() as u64, self.guard("unmap memory".to_owned())))
+    }
+
+    fn lend(&self, entries: u32) -> Result<LentQueue, NvmeError> {
+        if let Some(run) = self.on_lend.lock().expect("no panic").take() {
+            run();
+        }
+        let id = self.free.lock().expect("no panic").pop().ok_or(NvmeError::NoQueue { granted: 4 })?;
+        self.note(format!("create {id}"));
+        let (memory, file) = MappedRegion::allocate(4096)?;
+        Ok(LentQueue {
+            id,
+            entries,
+            file,
+            bytes: 4096,
+            completions_at: 2048,
+            lists_at: 4096,
+            submission_doorbell: 0x1000 + 8 * u64::from(id),
+            completion_doorbell: 0x1004 + 8 * u64::from(id),
+            mapping: DmaMapping::new(u64::from(id) << 32, 4096, self.guard(format!("unmap {id}"))),
+            memory,
+        })
+    }
+
+    fn delete(&self, queue: u16) -> Result<(), NvmeError> {
+        self.note(format!("delete {queue}"));
+        if self.hangs.load(Ordering::SeqCst) {
+            return Err(NvmeError::Fatal);
+        }
+        self.free.lock().expect("no panic").push(queue);
+        Ok(())
+    }
+}
+
+fn memory() -> OwnedFd {
+    MappedRegion::allocate(4096).expect("memory").1
+}
+
+struct Fixture {
+    service: Arc<QueueGrantService>,
+    lender: Arc<FakeLender>,
+    log: Log,
+    notices: Arc<Mutex<Vec<(GrantGeneration, String)>>>,
+}
+
+impl Fixture {
+    fn new() -> Fixture {
+        let log = Log::default();
+        let lender = Arc::new(FakeLender {
+            log: Arc::clone(&log),
+            free: Mutex::new(vec![4, 3, 2, 1]),
+            hangs: AtomicBool::new(false),
+            on_lend: Mutex::new(None),
+        });
+        let service = Arc::new(QueueGrantService::new(LIMITS));
+        let weak = Arc::downgrade(&lender);
+        let find: FindLender = Arc::new(move || weak.upgrade().map(|lender| lender as Arc<dyn QueueLender>));
+        service.add_device(DEVICE, LendingDevice { find, namespace: 1, is_emulated: true });
+        Fixture { service, lender, log, notices: Arc::default() }
+    }
+
+    fn register(&self, session: SessionId) -> MemoryNumber {
+        let notices = Arc::clone(&self.notices);
+        let sink: RevocationSink = Arc::new(move |generation, reason: &str| {
+            notices.lock().expect("no panic").push((generation, reason.to_owned()));
+        });
+        self.service.register(session, (memory(), 4096), sink).expect("registered")
+    }
+
+    fn grant(&self, session: SessionId, pairs: u32) -> Result<NewGrant, QueueGrantRefusal> {
+        let memory = MemoryNumber(1);
+        self.service.grant(QueueRequest { session, device: DEVICE.0, pairs, depth: 64, memory })
+    }
+
+    /// Takes the recorded calls.
+    fn log(&self) -> Vec<String> {
+        std::mem::take(&mut self.log.lock().expect("no panic"))
+    }
+}
+
+#[test]
+fn grant_names_queue_pairs_and_ends_in_order() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let grant = fixture.grant(ONE, 2).expect("granted");
+    assert_eq!(grant.memory_address, 0x10_0000);
+    let queues: Vec<_> = grant.queues.iter().map(|queue| (queue.id, queue.submission_doorbell)).collect();
+    assert_eq!(queues, [(1, 8192 + 0x1008), (2, 8192 + 0x1010)], "doorbells are offsets in the file");
+    assert_eq!(fixture.log(), ["map 4096 bytes", "create 1", "create 2"]);
+    fixture.grant(ONE, 1).expect("granted");
+    assert_eq!(fixture.log(), ["create 3"], "the memory is mapped already");
+    let counters = fixture.service.counters();
+    assert_eq!((counters.grants, counters.pairs, counters.memory_bytes), (2, 3, 4096));
+    assert_eq!(fixture.service.views()[0].queues, [1, 2]);
+
+    fixture.service.close_session(ONE);
+    let expected = ["delete 1", "delete 2", "unmap 1", "unmap 2", "delete 3", "unmap 3", "unmap memory"]
+        .map(str::to_owned);
+    assert_eq!(fixture.log(), expected);
+    assert_eq!(fixture.service.counters().pairs, 0);
+    assert!(!fixture.service.is_fenced(ONE));
+}
+
+#[test]
+fn queue_pairs_of_a_failed_request_are_deleted() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let refused = fixture.grant(ONE, 5).expect_err("the controller has four");
+    assert!(
+        matches!(&refused, QueueGrantRefusal::Exhausted(text) if text.contains("granted 4")),
+        "{refused}"
+    );
+    assert_eq!(fixture.log().iter().filter(|line| line.starts_with("delete")).count(), 4);
+    assert_eq!(fixture.service.counters().pairs, 0);
+    assert_eq!(fixture.service.counters().refused_total, 1);
+    fixture.grant(ONE, 4).expect("all are free again");
+}
+
+#[test]
+fn returned_grant_is_ended_once_and_only_by_its_session() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 1).expect("granted").generation;
+    fixture.log();
+    fixture.service.return_grant(SessionId(9), generation);
+    assert!(fixture.log().is_empty(), "another session");
+    fixture.service.return_grant(ONE, generation);
+    assert_eq!(fixture.log(), ["delete 1", "unmap 1"]);
+    fixture.service.return_grant(ONE, generation);
+    assert!(fixture.log().is_empty());
+}
+
+#[test]
+fn revoked_session_is_notified_after_the_deletion_and_gets_none_later() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 2).expect("granted").generation;
+    fixture.log();
+    let revoking = fixture.service.revoke_device(DEVICE, "the device is closed").expect("a grant");
+    revoking.join().expect("it ends well");
+    assert_eq!(fixture.log(), ["delete 1", "delete 2", "unmap 1", "unmap 2", "unmap memory"]);
+    let notices = std::mem::take(&mut *fixture.notices.lock().expect("no panic"));
+    assert_eq!(notices, [(generation, "the device is closed".to_owned())]);
+    assert_eq!(fixture.service.counters().revoked_total, 1);
+    let refused = fixture.grant(ONE, 1).expect_err("the device is gone");
+    assert!(refused.to_string().contains("lends no queue pairs"), "{refused}");
+    fixture.service.close_session(ONE);
+    assert!(fixture.log().is_empty(), "nothing is left");
+}
+
+#[test]
+fn device_that_is_revoked_during_a_request_grants_nothing() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let service = Arc::clone(&fixture.service);
+    let revoke = Box::new(move || drop(service.revoke_device(DEVICE, "gone")));
+    *fixture.lender.on_lend.lock().expect("no panic") = Some(revoke);
+    let refused = fixture.grant(ONE, 1).expect_err("revoked");
+    assert!(refused.to_string().contains("closed"), "{refused}");
+    assert!(fixture.log().contains(&"delete 1".to_owned()));
+    assert_eq!(fixture.service.counters().pairs, 0);
+}
+
+#[test]
+fn session_stays_fenced_while_the_controller_does_not_confirm() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    fixture.grant(ONE, 1).expect("granted");
+    fixture.lender.hangs.store(true, Ordering::SeqCst);
+    fixture.log();
+    fixture.service.close_session(ONE);
+    // The controller has no access to memory, but may still write data that it has read before.
+    assert_eq!(fixture.log(), ["delete 1", "unmap 1", "unmap memory"]);
+    assert!(fixture.service.is_fenced(ONE));
+    assert_eq!((fixture.service.counters().unconfirmed_total, fixture.service.counters().pairs), (1, 1));
+    fixture.service.device_released(DEVICE);
+    assert!(!fixture.service.is_fenced(ONE), "the controller was reset");
+    assert_eq!(fixture.service.counters().pairs, 0);
+}
+
+#[test]
+fn queue_pairs_of_a_closed_device_need_no_deletion() {
+    let Fixture { service, lender, log, .. } = Fixture::new();
+    let sink: RevocationSink = Arc::new(|_, _| {});
+    let number = service.register(ONE, (memory(), 4096), sink).expect("registered");
+    let request = QueueRequest { session: ONE, device: DEVICE.0, pairs: 1, depth: 2, memory: number };
+    service.grant(request).expect("granted");
+    drop(lender);
+    log.lock().expect("no panic").clear();
+    service.close_session(ONE);
+    assert_eq!(*log.lock().expect("no panic"), ["unmap 1", "unmap memory"]);
+    assert!(!service.is_fenced(ONE));
+}
+
+#[test]
+fn memory_that_could_shrink_is_refused_and_not_counted() {
+    let fixture = Fixture::new();
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(4096).expect("enlarged");
+    let sink: RevocationSink = Arc::new(|_, _| {});
+    let refused = fixture.service.register(ONE, (file.into(), 4096), sink).expect_err("not sealed");
+    assert!(refused.to_string().contains("F_SEAL_SHRINK"), "{refused}");
+    assert_eq!(fixture.service.counters().memory_bytes, 0);
+}

@@ -1,0 +1,130 @@
+//! Calls about queue pairs that a session drives itself. The session's reader thread makes them: they wait for
+//! controllers, and the core does not.
+
+use std::sync::Arc;
+
+use reprise_nvme::DataFormat;
+use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber, QueueGrantRefusal, QueueRequest};
+use reprise_proto::local::{self, FailureKind, response::Body};
+
+use super::frame::{Descriptor, Frame, FrameReader};
+use super::outbound::Outgoing;
+use super::{Session, SessionContext};
+use crate::queue_grants::{NewGrant, NewQueue, RevocationSink};
+
+/// A request about queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QueueCall {
+    /// Its descriptor arrived with or before it.
+    Register {
+        bytes: u64,
+    },
+    Request {
+        device: u8,
+        pairs: u32,
+        depth: u32,
+        memory: MemoryNumber,
+    },
+    Return {
+        generation: GrantGeneration,
+    },
+}
+
+impl QueueCall {
+    /// Whether the call releases resources; such calls are never rejected.
+    pub(super) fn frees_resources(self) -> bool {
+        matches!(self, QueueCall::Return { .. })
+    }
+}
+
+/// Makes a call and sends its answer.
+pub(super) fn answer(
+    context: &SessionContext,
+    session: &Arc<Session>,
+    frames: &mut FrameReader,
+    (id, call): (u64, QueueCall),
+) {
+    let answered = match call {
+        QueueCall::Register { bytes } => register(context, session, frames, bytes).map(|memory| {
+            let registered = local::MemoryRegistered { memory: memory.0 };
+            frame(id, Body::MemoryRegistered(registered), Vec::new())
+        }),
+        QueueCall::Request { device, pairs, depth, memory } => {
+            let request = QueueRequest { session: session.id, device, pairs, depth, memory };
+            context.queue_grants.grant(request).map(|grant| granted(id, grant))
+        }
+        QueueCall::Return { generation } => {
+            context.queue_grants.return_grant(session.id, generation);
+            Ok(frame(id, Body::QueuesReturned(local::QueuesReturned {}), Vec::new()))
+        }
+    };
+    match answered {
+        Ok(frame) => session.outbound.send(Outgoing::Frame(frame)),
+        Err(QueueGrantRefusal::Invalid(text)) => session.refuse(id, FailureKind::BadRequest, &text),
+        Err(QueueGrantRefusal::Exhausted(text)) => session.refuse(id, FailureKind::Busy, &text),
+    }
+}
+
+fn register(
+    context: &SessionContext,
+    session: &Arc<Session>,
+    frames: &mut FrameReader,
+    bytes: u64,
+) -> Result<MemoryNumber, QueueGrantRefusal> {
+    let missing =
+        || QueueGrantRefusal::Invalid("register memory: no descriptor came with the request".to_owned());
+    let file = frames.take_descriptor().ok_or_else(missing)?;
+    let weak = Arc::downgrade(session);
+    let sink: RevocationSink = Arc::new(move |generation, reason| {
+        if let Some(session) = weak.upgrade() {
+            session.outbound.send(Outgoing::Frame(revoked(generation, reason)));
+        }
+    });
+    context.queue_grants.register(session.id, (file, bytes), sink)
+}
+
+fn frame(id: u64, body: Body, descriptors: Vec<Descriptor>) -> Frame {
+    Frame::new(&local::Response { id, body: Some(body) }, descriptors)
+}
+
+/// Encodes a grant, with the descriptors of registers and queue pairs.
+fn granted(id: u64, grant: NewGrant) -> Frame {
+    let NewGrant { generation, registers, queues, device, namespace, is_emulated, memory_address } = grant;
+    let mut descriptors = vec![Descriptor::Memory(registers.file)];
+    let queue = |queue: NewQueue| {
+        descriptors.push(Descriptor::Memory(queue.file));
+        local::GrantedQueue {
+            queue: queue.id.into(),
+            entries: queue.entries,
+            bytes: queue.bytes,
+            address: queue.address,
+            completions_at: queue.completions_at,
+            lists_at: queue.lists_at,
+            submission_doorbell: queue.submission_doorbell,
+            completion_doorbell: queue.completion_doorbell,
+        }
+    };
+    let queues = queues.into_iter().map(queue).collect();
+    let format = match device.format {
+        DataFormat::Prp => local::DataFormat::Prp,
+        DataFormat::Sgl => local::DataFormat::Sgl,
+    };
+    let granted = local::QueuesGranted {
+        generation: generation.0,
+        queues,
+        namespace,
+        block_bytes: device.block_bytes,
+        transfer_max: device.transfer_max,
+        format: format as i32,
+        registers_bytes: registers.bytes,
+        memory_address,
+        emulated: is_emulated,
+    };
+    frame(id, Body::QueuesGranted(granted), descriptors)
+}
+
+/// Encodes the notice that a grant was revoked.
+fn revoked(generation: GrantGeneration, reason: &str) -> Frame {
+    let notice = local::QueuesRevoked { generation: generation.0, reason: reason.to_owned() };
+    frame(0, Body::QueuesRevoked(notice), Vec::new())
+}

@@ -1,0 +1,454 @@
+//! Queue pairs of NVMe devices that sessions drive themselves: their holders and limits.
+//!
+//! ```text
+//! request ─▶ Creating ── created ─▶ Granted ── begin_end ─▶ Ending ── ended ─▶ removed
+//!               └── failed ─▶ removed                          └── not confirmed: the session stays fenced
+//! ```
+//!
+//! A grant is identified by its generation, which is never used twice: a request that names an ended grant reaches no
+//! later one, although controllers reuse the numbers of queues. While a session is fenced, a controller may still run its
+//! commands, so the slots that it leased or pinned must not be used again.
+//!
+//! Not included: the queue pairs themselves, and the memory of sessions.
+
+use std::collections::BTreeMap;
+
+use crate::SessionId;
+
+/// Maximum queue pairs of one request: each has a descriptor in the answer.
+pub const PAIRS_PER_GRANT_MAX: u32 = 64;
+
+/// Maximum number of memories that a session registers: KV memory, and buffers of headers, of some GPUs.
+pub const MEMORIES_PER_SESSION_MAX: usize = 16;
+
+/// Maximum bytes of the memories of a session.
+pub const MEMORY_BYTES_MAX: u64 = 1 << 40;
+
+/// Number of a grant in the life of an agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GrantGeneration(pub u64);
+
+/// Number of a registered memory in its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MemoryNumber(pub u32);
+
+/// Limits from the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueGrantLimits {
+    /// Queue pairs of all sessions on one device; 0: none are granted.
+    pub pairs_per_device: u32,
+    /// Queue pairs of one session on one device.
+    pub pairs_per_session: u32,
+    /// Entries of a queue.
+    pub depth: u32,
+}
+
+/// Why a request is refused; the message names the remedy.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QueueGrantRefusal {
+    /// The request is outside its limits: fix it.
+    #[error("{0}")]
+    Invalid(String),
+    /// Others hold the queue pairs: return some first.
+    #[error("{0}")]
+    Exhausted(String),
+}
+
+/// Request of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueRequest {
+    /// The session.
+    pub session: SessionId,
+    /// Number of the device.
+    pub device: u8,
+    /// Number of queue pairs.
+    pub pairs: u32,
+    /// Entries of each queue.
+    pub depth: u32,
+    /// Memory that commands access.
+    pub memory: MemoryNumber,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Creating,
+    Granted,
+    Ending,
+}
+
+#[derive(Debug)]
+struct Grant {
+    request: QueueRequest,
+    state: State,
+}
+
+/// Grants of all sessions; see the module.
+#[derive(Debug)]
+pub struct QueueGrants {
+    limits: QueueGrantLimits,
+    last: u64,
+    grants: BTreeMap<GrantGeneration, Grant>,
+    memories: BTreeMap<SessionId, Memories>,
+    /// Number of grants of each session whose end was not confirmed.
+    fenced: BTreeMap<SessionId, usize>,
+}
+
+/// Memories of one session.
+#[derive(Debug, Default)]
+struct Memories {
+    last: u32,
+    bytes: BTreeMap<MemoryNumber, u64>,
+}
+
+impl QueueGrants {
+    /// Creates a table without grants.
+    pub fn new(limits: QueueGrantLimits) -> QueueGrants {
+        let (grants, memories, fenced) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        QueueGrants { limits, last: 0, grants, memories, fenced }
+    }
+
+    /// Adds a memory of a session; returns its number.
+    ///
+    /// # Errors
+    /// The session has too many, or too large ones.
+    pub fn register(&mut self, session: SessionId, bytes: u64) -> Result<MemoryNumber, QueueGrantRefusal> {
+        self.check_enabled()?;
+        let memories = self.memories.entry(session).or_default();
+        let total = memories.bytes.values().sum::<u64>().saturating_add(bytes);
+        if bytes == 0 || memories.bytes.len() >= MEMORIES_PER_SESSION_MAX || total > MEMORY_BYTES_MAX {
+            return Err(QueueGrantRefusal::Invalid(format!(
+                "invalid memory of {bytes} bytes: a session registers at most {MEMORIES_PER_SESSION_MAX} memories of 1 \
+                 to {MEMORY_BYTES_MAX} bytes in all"
+            )));
+        }
+        memories.last += 1;
+        let number = MemoryNumber(memories.last);
+        memories.bytes.insert(number, bytes);
+        Ok(number)
+    }
+
+    /// Removes a memory that could not be mapped.
+    pub fn unregister(&mut self, session: SessionId, memory: MemoryNumber) {
+        if let Some(memories) = self.memories.get_mut(&session) {
+            memories.bytes.remove(&memory);
+        }
+    }
+
+    /// Admits a request; the caller creates the queue pairs, then reports [`created`](Self::created) or
+    /// [`failed`](Self::failed).
+    ///
+    /// # Errors
+    /// `Invalid` outside the limits or for a memory that is not registered, `Exhausted` if others have the queue pairs.
+    pub fn request(&mut self, request: QueueRequest) -> Result<GrantGeneration, QueueGrantRefusal> {
+        self.check_enabled()?;
+        let QueueRequest { session, device, pairs, depth, memory } = request;
+        let invalid = |text: String| Err(QueueGrantRefusal::Invalid(text));
+        let most = self.limits.pairs_per_session.min(PAIRS_PER_GRANT_MAX);
+        if pairs == 0 || pairs > most {
+            return invalid(format!("invalid number of queue pairs {pairs}: expected 1 to {most}"));
+        }
+        if depth < 2 || depth > self.limits.depth {
+            let most = self.limits.depth;
+            return invalid(format!(
+                "invalid queue depth {depth}: expected 2 to {most} (session.queue_depth)"
+            ));
+        }
+        if !self.memories.get(&session).is_some_and(|memories| memories.bytes.contains_key(&memory)) {
+            return invalid(format!("memory {} is not registered", memory.0));
+        }
+        let held = |of: Option<SessionId>| -> u32 {
+            let counts = |grant: &&Grant| {
+                grant.request.device == device && of.is_none_or(|session| grant.request.session == session)
+            };
+            self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum()
+        };
+        for (held, limit, name) in [
+            (held(Some(session)), self.limits.pairs_per_session, "this session"),
+            (held(None), self.limits.pairs_per_device, "all sessions"),
+        ] {
+            if held + pairs > limit {
+                return Err(QueueGrantRefusal::Exhausted(format!(
+                    "{name} may have {limit} queue pairs of device {device} and hold {held}: return some first"
+                )));
+            }
+        }
+        self.last += 1;
+        let generation = GrantGeneration(self.last);
+        self.grants.insert(generation, Grant { request, state: State::Creating });
+        Ok(generation)
+    }
+
+    /// Notes that the queue pairs of a grant exist.
+    pub fn created(&mut self, generation: GrantGeneration) {
+        if let Some(grant) = self.grants.get_mut(&generation) {
+            grant.state = State::Granted;
+        }
+    }
+
+    /// Removes a grant whose queue pairs could not be created.
+    pub fn failed(&mut self, generation: GrantGeneration) {
+        self.grants.remove(&generation);
+    }
+
+    /// Begins to end a grant of a session; false if it has no such grant, for example because it was revoked.
+    pub fn begin_end(&mut self, session: SessionId, generation: GrantGeneration) -> bool {
+        let own = |grant: &&mut Grant| grant.request.session == session && grant.state == State::Granted;
+        match self.grants.get_mut(&generation).filter(own) {
+            Some(grant) => {
+                grant.state = State::Ending;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Begins to end all grants of a session, which has ended; returns them.
+    pub fn begin_session_end(&mut self, session: SessionId) -> Vec<GrantGeneration> {
+        self.memories.remove(&session);
+        self.begin_all(|request| request.session == session)
+    }
+
+    /// Begins to end all grants of a device, which is revoked; returns them with their sessions.
+    pub fn begin_revocation(&mut self, device: u8) -> Vec<(GrantGeneration, SessionId)> {
+        let ending = self.begin_all(|request| request.device == device);
+        ending.into_iter().map(|generation| (generation, self.grants[&generation].request.session)).collect()
+    }
+
+    fn begin_all(&mut self, ends: impl Fn(&QueueRequest) -> bool) -> Vec<GrantGeneration> {
+        let granted = |grant: &Grant| grant.state == State::Granted && ends(&grant.request);
+        let ending = self.grants.iter_mut().filter(|(_, grant)| granted(grant));
+        ending
+            .map(|(generation, grant)| {
+                grant.state = State::Ending;
+                *generation
+            })
+            .collect()
+    }
+
+    /// Removes a grant whose queue pairs were deleted.
+    pub fn ended(&mut self, generation: GrantGeneration) {
+        self.grants.remove(&generation);
+    }
+
+    /// Removes a grant whose end the controller has not confirmed. Its session stays fenced, and its queue pairs stay
+    /// counted, until the device ends ([`device_reset`](Self::device_reset)).
+    pub fn not_confirmed(&mut self, generation: GrantGeneration) {
+        if let Some(grant) = self.grants.get(&generation) {
+            *self.fenced.entry(grant.request.session).or_default() += 1;
+        }
+    }
+
+    /// Removes all grants of a device whose controller was reset: it has forgotten all queues.
+    pub fn device_reset(&mut self, device: u8) {
+        let (gone, grants) = std::mem::take(&mut self.grants)
+            .into_iter()
+            .partition(|(_, grant)| grant.request.device == device && grant.state == State::Ending);
+        self.grants = grants;
+        let gone: BTreeMap<GrantGeneration, Grant> = gone;
+        for grant in gone.values() {
+            let session = grant.request.session;
+            if let Some(count) = self.fenced.get_mut(&session) {
+                *count -= 1;
+                if *count == 0 {
+                    self.fenced.remove(&session);
+                }
+            }
+        }
+    }
+
+    /// Whether a controller may still run commands of a session that has ended.
+    pub fn is_fenced(&self, session: SessionId) -> bool {
+        self.fenced.contains_key(&session)
+    }
+
+    /// Returns the grants with their requests, by generation.
+    pub fn iter(&self) -> impl Iterator<Item = (GrantGeneration, &QueueRequest)> {
+        self.grants.iter().map(|(generation, grant)| (*generation, &grant.request))
+    }
+
+    /// Returns the number of queue pairs of all grants.
+    pub fn pairs(&self) -> u32 {
+        self.grants.values().map(|grant| grant.request.pairs).sum()
+    }
+
+    /// Returns the bytes of all registered memories.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memories.values().flat_map(|memories| memories.bytes.values()).sum()
+    }
+
+    fn check_enabled(&self) -> Result<(), QueueGrantRefusal> {
+        if self.limits.pairs_per_device > 0 {
+            return Ok(());
+        }
+        let text = "this agent grants no queue pairs: set session.queue_pairs in its configuration";
+        Err(QueueGrantRefusal::Invalid(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMITS: QueueGrantLimits =
+        QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
+    const ONE: SessionId = SessionId(1);
+    const TWO: SessionId = SessionId(2);
+
+    fn table() -> QueueGrants {
+        let mut table = QueueGrants::new(LIMITS);
+        for session in [ONE, TWO] {
+            assert_eq!(table.register(session, 4096), Ok(MemoryNumber(1)));
+        }
+        table
+    }
+
+    fn of(session: SessionId, pairs: u32) -> QueueRequest {
+        QueueRequest { session, device: 3, pairs, depth: 64, memory: MemoryNumber(1) }
+    }
+
+    fn granted(table: &mut QueueGrants, request: QueueRequest) -> GrantGeneration {
+        let generation = table.request(request).expect("within the limits");
+        table.created(generation);
+        generation
+    }
+
+    #[test]
+    fn requests_outside_of_the_limits_name_the_limit() {
+        let mut table = table();
+        for (request, words) in [
+            (of(ONE, 0), "expected 1 to 6"),
+            (of(ONE, 7), "expected 1 to 6"),
+            (QueueRequest { depth: 65, ..of(ONE, 1) }, "session.queue_depth"),
+            (QueueRequest { depth: 1, ..of(ONE, 1) }, "expected 2 to 64"),
+            (QueueRequest { memory: MemoryNumber(2), ..of(ONE, 1) }, "memory 2 is not registered"),
+            (of(SessionId(9), 1), "memory 1 is not registered"),
+        ] {
+            let refusal = table.request(request).expect_err("refused");
+            assert!(
+                matches!(&refusal, QueueGrantRefusal::Invalid(text) if text.contains(words)),
+                "{refusal}"
+            );
+        }
+        let mut none = QueueGrants::new(QueueGrantLimits { pairs_per_device: 0, ..LIMITS });
+        let refusal = none.register(ONE, 4096).expect_err("disabled");
+        assert!(refusal.to_string().contains("session.queue_pairs"), "{refusal}");
+    }
+
+    #[test]
+    fn sessions_share_the_queue_pairs_of_a_device() {
+        let mut table = table();
+        let first = granted(&mut table, of(ONE, 6));
+        let refusal = table.request(of(ONE, 1)).expect_err("its share");
+        assert!(matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("this session")));
+        let refusal = table.request(of(TWO, 3)).expect_err("two are left");
+        assert!(matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("all sessions")));
+        granted(&mut table, of(TWO, 2));
+        granted(&mut table, QueueRequest { device: 4, ..of(TWO, 6) });
+        assert!(table.begin_end(ONE, first));
+        table.request(of(TWO, 1)).expect_err("the queue pairs are not deleted yet");
+        table.ended(first);
+        granted(&mut table, of(TWO, 1));
+        assert_eq!(table.pairs(), 9);
+    }
+
+    #[test]
+    fn an_ended_generation_reaches_no_later_grant() {
+        let mut table = table();
+        let first = granted(&mut table, of(ONE, 1));
+        assert!(!table.begin_end(TWO, first), "the grant of another session");
+        assert!(table.begin_end(ONE, first));
+        assert!(!table.begin_end(ONE, first), "it is ending");
+        table.ended(first);
+        let second = granted(&mut table, of(ONE, 1));
+        assert!(second > first && !table.begin_end(ONE, first));
+        assert_eq!(table.begin_revocation(3), [(second, ONE)]);
+        assert!(!table.begin_end(ONE, second), "it was revoked");
+    }
+
+    #[test]
+    fn a_session_is_fenced_until_its_queue_pairs_are_gone_for_certain() {
+        let mut table = table();
+        let (first, second) = (granted(&mut table, of(ONE, 1)), granted(&mut table, of(ONE, 2)));
+        granted(&mut table, of(TWO, 1));
+        assert_eq!(table.begin_session_end(ONE), [first, second]);
+        table.ended(first);
+        table.not_confirmed(second);
+        assert!(table.is_fenced(ONE) && !table.is_fenced(TWO));
+        assert_eq!(table.pairs(), 3, "unconfirmed queue pairs stay counted");
+        table.device_reset(3);
+        assert!(!table.is_fenced(ONE));
+        assert_eq!(table.pairs(), 1, "the grant of the other session");
+    }
+
+    #[test]
+    fn memories_are_limited_in_number_and_size() {
+        let mut table = table();
+        table.register(ONE, MEMORY_BYTES_MAX).expect_err("with the first one, it is too large");
+        for _ in 1..MEMORIES_PER_SESSION_MAX {
+            table.register(ONE, 4096).expect("within the limit");
+        }
+        table.register(ONE, 4096).expect_err("too many");
+        table.unregister(ONE, MemoryNumber(2));
+        assert_eq!(table.register(ONE, 4096), Ok(MemoryNumber(17)), "numbers are not used again");
+        table.begin_session_end(ONE);
+        assert_eq!(table.memory_bytes(), 4096, "the memory of the other session");
+    }
+
+    proptest! {
+        /// Random steps: no limit is exceeded, and everything ends with the sessions.
+        #[test]
+        fn limits_hold_in_every_order_of_steps(steps in proptest::collection::vec((0..5u8, 1..4u64, 0..3u8, 1..7u32), 1..80)) {
+            let mut table = QueueGrants::new(LIMITS);
+            let mut live: Vec<(GrantGeneration, SessionId)> = Vec::new();
+            for session in 1..4 {
+                table.register(SessionId(session), 4096).expect("registered");
+            }
+            for (step, session, device, pairs) in steps {
+                let session = SessionId(session);
+                match step {
+                    0 | 1 => {
+                        let request = QueueRequest { device, ..of(session, pairs) };
+                        if let Ok(generation) = table.request(request) {
+                            prop_assert!(live.iter().all(|(other, _)| *other < generation));
+                            table.created(generation);
+                            live.push((generation, session));
+                        }
+                    }
+                    2 => {
+                        if let Some((generation, owner)) = live.pop() {
+                            prop_assert!(table.begin_end(owner, generation));
+                            table.ended(generation);
+                        }
+                    }
+                    3 => {
+                        let ending = table.begin_revocation(device);
+                        for (generation, owner) in &ending {
+                            prop_assert!(live.contains(&(*generation, *owner)));
+                            table.ended(*generation);
+                        }
+                        live.retain(|one| !ending.contains(one));
+                    }
+                    _ => {
+                        let ending = table.begin_session_end(session);
+                        ending.iter().for_each(|generation| table.ended(*generation));
+                        live.retain(|(_, owner)| *owner != session);
+                        table.register(session, 4096).expect("registered again");
+                    }
+                }
+                for device in 0..3 {
+                    let pairs = |of: Option<SessionId>| -> u32 {
+                        let counts = |request: &&QueueRequest| {
+                            request.device == device && of.is_none_or(|session| session == request.session)
+                        };
+                        table.iter().map(|(_, request)| request).filter(counts).map(|request| request.pairs).sum()
+                    };
+                    prop_assert!(pairs(None) <= LIMITS.pairs_per_device);
+                    prop_assert!((1..4).all(|session| pairs(Some(SessionId(session))) <= LIMITS.pairs_per_session));
+                }
+                prop_assert_eq!(table.iter().count(), live.len());
+            }
+        }
+    }
+}
