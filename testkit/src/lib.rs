@@ -25,5 +25,7 @@ pub mod model;
 pub mod output;
 pub mod paged_kv;
 pub mod process;
+#[cfg(feature = "rings")]
+pub mod rings;
 pub mod trace;
 pub mod wait;

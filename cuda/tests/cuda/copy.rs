@@ -8,8 +8,11 @@ fn reference_checksum(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// A layout and where its objects are, computed from the shape of its tensors.
-fn layouts(shape: KvShape) -> Vec<(KvLayout, Box<dyn Fn(usize, usize, usize) -> usize>)> {
+/// Returns the offset of an object by layer, part and block.
+type ObjectOffset = Box<dyn Fn(usize, usize, usize) -> usize>;
+
+/// Layouts and where their objects are, computed from the shape of their tensors.
+fn layouts(shape: KvShape) -> Vec<(KvLayout, ObjectOffset)> {
     let KvShape { layers, parts, blocks, object_bytes } = shape;
     let (layers, parts) = (layers as usize, parts as usize);
     let (blocks, object) = (blocks as usize, object_bytes as usize);

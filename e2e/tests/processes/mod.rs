@@ -23,6 +23,7 @@ mod peers;
 mod placement;
 mod prefix_chains;
 mod pressure;
+mod rings;
 mod sessions;
 mod shard_owners;
 mod start_errors;

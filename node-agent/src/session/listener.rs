@@ -421,12 +421,24 @@ mod tests {
     use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
     use reprise_daemon::rejected_connections::RejectedConnections;
 
+    use reprise_policy::queue_grants::QueueGrantLimits;
+
     use super::*;
     use crate::core_loop::Inbox;
+    use crate::queue_grants::QueueGrantService;
     use crate::session::SESSIONS_MAX;
 
+    /// Limits of an agent that grants no queue pairs.
+    const NO_QUEUES: QueueGrantLimits =
+        QueueGrantLimits { pairs_per_device: 0, pairs_per_session: 0, depth: 64 };
+
     fn settings(directory: &Path) -> SessionSettings {
-        SessionSettings { socket: directory.join("agent.sock"), mode: 0o640, allow_uids: None }
+        SessionSettings {
+            socket: directory.join("agent.sock"),
+            mode: 0o640,
+            allow_uids: None,
+            queue_grants: NO_QUEUES,
+        }
     }
 
     #[test]
@@ -453,6 +465,7 @@ mod tests {
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
             slack: crate::slack::ActiveProfiles::default(),
+            queue_grants: Arc::new(QueueGrantService::new(NO_QUEUES)),
         };
         let settings = SessionServerSettings {
             session: settings(directory),

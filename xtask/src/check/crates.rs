@@ -49,7 +49,15 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise-testkit",
-        &["reprise-policy", "reprise-proto", "reprise-buffers", "reprise-io", "reprise-client"],
+        &[
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-client",
+            "reprise-nvme",
+            "reprise-cuda",
+        ],
     ),
     (
         "reprise",

@@ -1,0 +1,356 @@
+//! Engines whose rings move blocks between registered KV memory and extents, on an emulated controller of the agent, and
+//! SIGKILL of engines and agent at random moments.
+//!
+//! An engine saves blocks with ring writes and loads them with ring reads. It compares every byte. After the kills:
+//! * a block that was reported durable is loaded byte-exact;
+//! * any other block is byte-exact or a miss, and no block is damaged;
+//! * no queue pair, registered memory or extent is left of an engine that has ended.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use reprise_client::{BlockStatus, Client, ClientError, CommitOptions, ExtentStatus, Source};
+use reprise_e2e::content::{device_slot_bytes, key, keys, small};
+use reprise_e2e::seed::{number, print_line, seeded};
+use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
+use reprise_policy::BlockKey;
+use reprise_testkit::kv_function;
+use reprise_testkit::rings::{Backend, KvOrder, RingLoad, RingPath, RingPathSettings};
+
+/// Set in a child process of this executable that acts as an engine: seed, first block and socket.
+const CLIENT: &str = "REPRISE_E2E_RING_CLIENT";
+
+/// Environment variable with the number of kills.
+const KILLS_VARIABLE: &str = "REPRISE_E2E_RING_KILLS";
+
+/// Number of kills without the variable.
+const KILLS: u64 = 8;
+
+/// The signal that ends a killed engine.
+const SIGKILL: i32 = 9;
+
+/// Blocks of each engine, far fewer than the slots of the pool.
+const CLIENT_BLOCKS: u64 = 300;
+
+const CLIENTS: u64 = 2;
+
+/// Blocks of the KV memory of an engine: the first half is saved, the second half is loaded.
+const SLOTS: usize = 64;
+
+/// Microseconds from the first leases to a kill.
+const KILL_AFTER_US: std::ops::Range<u64> = 500..120_000;
+
+/// Returns the configuration of an agent that lends queue pairs of an emulated controller, and the controller's file.
+fn lender(env: &TestEnv) -> (AgentConfig, PathBuf) {
+    let file = env.folder().join("lender.nvme");
+    let config = AgentConfig {
+        pool: None,
+        session: "extents = true\nqueue_pairs = 12\nqueue_pairs_per_session = 4\nqueue_depth = 64".to_owned(),
+        extra: format!("[[pool.devices]]\nemulated = \"{}\"\nbytes = \"64MiB\"", file.display()),
+        ..AgentConfig::named("lender")
+    };
+    (config, file)
+}
+
+fn settings(order: KvOrder) -> RingPathSettings {
+    RingPathSettings { order, timeout: Duration::from_secs(5), ..RingPathSettings::default() }
+}
+
+/// Computes the blocks into KV memory.
+fn prefill(path: &RingPath, blocks: &[(usize, BlockKey)]) {
+    let mut bytes = vec![0; small().object_bytes() as usize];
+    for (slot, key) in blocks {
+        for object in 0..small().objects() {
+            kv_function::fill(&key.0, object, &mut bytes);
+            path.object(*slot, object as usize).copy_in(&bytes).expect("KV memory is writable");
+        }
+    }
+}
+
+/// Compares every byte of blocks in KV memory; returns the words that differ.
+fn mismatches(path: &RingPath, blocks: &[(usize, BlockKey)]) -> u64 {
+    let mut bytes = vec![0; small().object_bytes() as usize];
+    let mut wrong = 0;
+    for (slot, key) in blocks {
+        for object in 0..small().objects() {
+            path.object(*slot, object as usize).copy_out(&mut bytes);
+            wrong += kv_function::mismatches(&key.0, object, &bytes);
+        }
+    }
+    wrong
+}
+
+/// Numbers of blocks and their places in KV memory.
+fn at(first_slot: usize, numbers: &[u64]) -> Vec<(usize, BlockKey)> {
+    (first_slot..).zip(keys(numbers)).collect()
+}
+
+fn save(path: &mut RingPath, numbers: &[u64]) -> Vec<ExtentStatus> {
+    let blocks = at(0, numbers);
+    prefill(path, &blocks);
+    path.save(&blocks, CommitOptions::default(), PATIENCE).expect("saved")
+}
+
+/// Waits until no engine has queue pairs, registered memory or extents.
+fn wait_for_no_grants(agent: &Agent) {
+    wait_until("the queue pairs to be deleted", PATIENCE, || {
+        let left = ["queue_pairs_granted", "registered_memory_bytes", "extents_quarantined"]
+            .map(|name| agent.admin().metric(&format!("reprise_agent_{name}"), "") as u64);
+        (left == [0; 3]).then_some(())
+    });
+    assert_eq!(agent.admin().json("/status")["queue_grants"], serde_json::json!([]));
+}
+
+#[test]
+fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
+    let env = TestEnv::new();
+    let (config, _) = lender(&env);
+    let agent = env.agent(&config);
+    for (first, order) in
+        [(0, KvOrder::LayerPartBlock), (100, KvOrder::LayerBlockPart), (200, KvOrder::BlockLayerPart)]
+    {
+        let engine = agent.engine(small());
+        let mut path =
+            RingPath::open(engine.client(), SLOTS, settings(order)).expect("queue pairs are granted");
+        assert_eq!(path.name(), "gpu-queue-emulated");
+        let numbers: Vec<u64> = (first..first + 20).collect();
+        assert_eq!(save(&mut path, &numbers), [ExtentStatus::Durable; 20]);
+        let grants = agent.admin().json("/status")["queue_grants"].clone();
+        assert_eq!(
+            (&grants[0]["depth"], grants[0]["queues"].as_array().map(Vec::len)),
+            (&64.into(), Some(2)),
+            "{grants}"
+        );
+        assert_eq!(
+            path.generations().values().copied().map(serde_json::Value::from).collect::<Vec<_>>(),
+            [grants[0]["generation"].clone()]
+        );
+
+        let loaded = at(SLOTS / 2, &numbers);
+        assert_eq!(path.load(&loaded).expect("answered"), [RingLoad::Verified; 20]);
+        assert_eq!(mismatches(&path, &loaded), 0);
+        assert_eq!(path.load(&at(0, &[first + 50])).expect("answered"), [RingLoad::Miss]);
+        // One planning call for each layer of each operation, for any number of blocks.
+        assert_eq!(path.counters().calls, 3 * u64::from(small().layers()));
+        // The agent reads the same blocks with its own queue pair.
+        let found = engine.load(&numbers, &LoadParams::LOCAL).expect("answered");
+        assert_eq!(found, [Outcome::Verified(Source::OwnNvme); 20]);
+        path.close().expect("returned");
+        drop(engine);
+        wait_for_no_grants(&agent);
+    }
+    assert_eq!(agent.admin().counter("corrupt_blocks"), 0);
+}
+
+#[test]
+fn damage_by_a_write_outside_of_leases_is_found_by_checksums() {
+    let env = TestEnv::new();
+    env.allow("dropped a stored block that failed verification");
+    let (config, file) = lender(&env);
+    let agent = env.agent(&config);
+    let engine = agent.engine(small());
+    let mut path =
+        RingPath::open(engine.client(), SLOTS, settings(KvOrder::LayerPartBlock)).expect("granted");
+    assert_eq!(save(&mut path, &[1, 2, 3]), [ExtentStatus::Durable; 3]);
+    // What a queue pair with a wrong offset would do.
+    let disk = std::fs::File::options().read(true).write(true).open(&file).expect("the controller's file");
+    let object = |number: u64| {
+        let mut bytes = vec![0; small().object_bytes() as usize];
+        kv_function::fill(&key(number).0, 5, &mut bytes);
+        bytes
+    };
+    let content = std::fs::read(&file).expect("readable");
+    let place = |bytes: &[u8]| {
+        content.chunks_exact(4096).position(|page| page == &bytes[..4096]).expect("on the disk")
+    };
+    disk.write_all_at(&[0xee; 512], place(&object(2)) as u64 * 4096).expect("written");
+    let loaded = at(SLOTS / 2, &[1, 2, 3]);
+    let results = path.load(&loaded).expect("answered");
+    assert_eq!(results, [RingLoad::Verified, RingLoad::Corrupt, RingLoad::Verified]);
+    // The agent finds the damage too, and drops the block.
+    let found = engine.load(&[2], &LoadParams::LOCAL).expect("answered");
+    assert_eq!(found, [Outcome::Missing(BlockStatus::Failed)]);
+    assert_eq!(path.load(&at(0, &[2])).expect("answered"), [RingLoad::Miss]);
+}
+
+#[test]
+fn queue_pairs_are_limited_and_refused_with_the_remedy() {
+    let env = TestEnv::new();
+    let (config, _) = lender(&env);
+    let agent = env.agent(&config);
+    let engine = agent.engine(small());
+    let open = |pairs, depth| {
+        let settings = RingPathSettings { pairs, depth, ..RingPathSettings::default() };
+        let mut path = RingPath::open(engine.client(), 4, settings).expect("registered");
+        prefill(&path, &at(0, &[1]));
+        path.save(&at(0, &[1]), CommitOptions::default(), PATIENCE)
+            .map(|_| ())
+            .map_err(|error| format!("{error:#}"))
+    };
+    assert!(open(5, 64).expect_err("too many").contains("expected 1 to 4"));
+    assert!(open(1, 128).expect_err("too deep").contains("session.queue_depth"));
+    open(4, 64).expect("within the limits");
+
+    let without = AgentConfig { session: "extents = true".to_owned(), ..AgentConfig::named("file") };
+    let agent = env.agent(&without);
+    let error = RingPath::open(agent.engine(small()).client(), 4, RingPathSettings::default())
+        .err()
+        .expect("refused");
+    assert!(format!("{error:#}").contains("session.queue_pairs"), "{error:#}");
+    let queues =
+        AgentConfig { session: "extents = true\nqueue_pairs = 4".to_owned(), ..AgentConfig::named("queues") };
+    let agent = env.agent(&queues);
+    let engine = agent.engine(small());
+    let mut path = RingPath::open(engine.client(), 4, RingPathSettings::default()).expect("registered");
+    prefill(&path, &at(0, &[1]));
+    let error =
+        path.save(&at(0, &[1]), CommitOptions::default(), PATIENCE).expect_err("a file has no queues");
+    assert!(format!("{error:#}").contains("lends no queue pairs"), "{error:#}");
+}
+
+/// An engine process, and the blocks that it reported durable.
+struct EngineProcess {
+    child: Child,
+}
+
+impl EngineProcess {
+    fn start(agent: &Agent, seed: u64, first: u64) -> EngineProcess {
+        let socket = agent.files().socket.to_str().expect("a path in UTF-8");
+        let child = Command::new(std::env::current_exe().expect("this executable"))
+            .args(["--exact", "processes::rings::killed_engines_and_agents_damage_no_block", "--nocapture"])
+            .env(CLIENT, format!("{seed} {first} {socket}"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("an engine can be started");
+        EngineProcess { child }
+    }
+
+    /// Waits until the process exits; returns the blocks that it reported.
+    fn finish(mut self) -> BTreeSet<u64> {
+        let output = BufReader::new(self.child.stdout.take().expect("piped"));
+        let line = |line: std::io::Result<String>| line.ok()?.strip_prefix("durable ")?.parse().ok();
+        let durable = output.lines().filter_map(line).collect();
+        let status = self.child.wait().expect("the engine exits");
+        assert!(status.success() || status.signal() == Some(SIGKILL), "the engine failed: {status}");
+        durable
+    }
+}
+
+#[test]
+fn killed_engines_and_agents_damage_no_block() {
+    if let Ok(parameters) = std::env::var(CLIENT) {
+        let mut words = parameters.splitn(3, ' ');
+        let mut next = || words.next().expect("three parameters");
+        let (seed, first) = (next().parse().expect("a seed"), next().parse().expect("a block"));
+        return be_engine(Path::new(next()), first, StdRng::seed_from_u64(seed));
+    }
+    let env = TestEnv::new();
+    let mut rng = seeded("kill with rings");
+    let (config, _) = lender(&env);
+    let mut agent = env.agent(&config);
+    let (mut durable, mut agents) = (BTreeSet::new(), 0);
+    let kills = number(KILLS_VARIABLE, KILLS);
+    for kill in 0..kills {
+        let before = agent.admin().counter("extent_leases");
+        let engines: Vec<EngineProcess> = (0..CLIENTS)
+            .map(|engine| EngineProcess::start(&agent, rng.random(), engine * CLIENT_BLOCKS))
+            .collect();
+        agent.admin().wait_for("extent_leases", PATIENCE, |leases| leases > before);
+        // Not a synchronisation: the sleep selects the random moment of the kill.
+        std::thread::sleep(Duration::from_micros(rng.random_range(KILL_AFTER_US)));
+        let mut engines = engines.into_iter();
+        if kill % 2 == 0 {
+            agents += 1;
+            agent.kill();
+            agent.start();
+            durable.extend(engines.flat_map(EngineProcess::finish));
+        } else {
+            let mut victims: Vec<EngineProcess> = engines.by_ref().collect();
+            victims.iter_mut().for_each(|victim| victim.child.kill().expect("killed"));
+            durable.extend(victims.into_iter().flat_map(EngineProcess::finish));
+        }
+        wait_for_no_grants(&agent);
+        check(&agent, &durable);
+    }
+    print_line(&format!("{kills} kills, {agents} of the agent; {} durable blocks", durable.len()));
+    assert!(durable.len() > 20, "only {} blocks became durable", durable.len());
+}
+
+/// Compares all blocks with the ledger, and the used bytes of the pool with the blocks.
+fn check(agent: &Agent, durable: &BTreeSet<u64>) {
+    let engine = agent.engine(small());
+    let all: Vec<u64> = (0..CLIENTS * CLIENT_BLOCKS).collect();
+    let mut found = 0;
+    for numbers in all.chunks(128) {
+        let outcomes = engine.load(numbers, &LoadParams::LOCAL).expect("the agent is running");
+        for (number, outcome) in numbers.iter().zip(outcomes) {
+            match outcome {
+                Outcome::Verified(_) => found += 1,
+                Outcome::Missing(BlockStatus::Miss) => {
+                    assert!(!durable.contains(number), "block {number} was durable and is missing");
+                }
+                other => panic!("block {number} is neither right nor a miss: {other:?}"),
+            }
+        }
+    }
+    drop(engine);
+    let counters = wait_until("extents to be returned", PATIENCE, || {
+        let counters = agent.admin().wait_quiet(PATIENCE);
+        (counters.get("extents_leased") + counters.get("extents_pinned") == 0).then_some(counters)
+    });
+    assert_eq!(counters.get("nvme_blocks"), found, "blocks on the device");
+    assert_eq!(counters.get("pool_used_bytes"), found * device_slot_bytes(&small()), "bytes of their slots");
+    assert_eq!(counters.get("corrupt_blocks"), 0, "a kill corrupts no block");
+}
+
+/// Saves and loads blocks through rings until the agent is lost or this process is killed.
+fn be_engine(socket: &Path, first: u64, rng: StdRng) {
+    let engine = match Engine::connect(socket, small()) {
+        Ok(engine) => engine,
+        Err(error) => {
+            let is_lost = matches!(error, ClientError::AgentLost { .. } | ClientError::AgentAbsent { .. });
+            return assert!(is_lost, "unexpected error after a kill: {error}");
+        }
+    };
+    if let Err(error) = save_and_load(engine.client(), first, rng) {
+        let start = Instant::now();
+        while engine.client().is_alive() {
+            assert!(start.elapsed() < PATIENCE, "an error while the agent runs: {error:#}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn save_and_load(client: &Client, first: u64, mut rng: StdRng) -> anyhow::Result<()> {
+    let mut path = RingPath::open(client, SLOTS, settings(KvOrder::LayerPartBlock))?;
+    let (mut saved, mut next) = (Vec::new(), first);
+    let mut output = std::io::stdout();
+    // Ends the line that the test harness has begun.
+    writeln!(output)?;
+    loop {
+        let count = rng.random_range(1..SLOTS as u64 / 2);
+        let numbers: Vec<u64> = (next..(next + count).min(first + CLIENT_BLOCKS)).collect();
+        next = if next + count >= first + CLIENT_BLOCKS { first } else { next + count };
+        let blocks = at(0, &numbers);
+        prefill(&path, &blocks);
+        let statuses = path.save(&blocks, CommitOptions::default(), PATIENCE)?;
+        let kept = [ExtentStatus::Durable, ExtentStatus::Exists];
+        assert!(statuses.iter().all(|status| kept.contains(status)), "{statuses:?}");
+        for number in &numbers[..statuses.len()] {
+            writeln!(output, "durable {number}")?;
+        }
+        output.flush()?;
+        saved.extend_from_slice(&numbers[..statuses.len()]);
+        let wanted: Vec<u64> = (0..8).map(|_| saved[rng.random_range(0..saved.len())]).collect();
+        let loaded = at(SLOTS / 2, &wanted);
+        assert_eq!(path.load(&loaded)?, [RingLoad::Verified; 8]);
+        assert_eq!(mismatches(&path, &loaded), 0);
+    }
+}
