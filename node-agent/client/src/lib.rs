@@ -44,6 +44,7 @@ pub mod durable;
 pub mod error;
 pub mod extents;
 pub mod keeper;
+mod layers;
 pub mod load;
 pub mod matching;
 pub mod paged;
