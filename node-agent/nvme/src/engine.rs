@@ -310,13 +310,21 @@ impl<B: Backing> NvmeEngine<B> {
             return Ok(());
         }
         let (queue, limit) = (self.queue.id(), self.command_timeout);
+        let hopeless =
+            now.checked_sub(3 * limit).map(|earlier| self.queue.overdue(earlier)).unwrap_or_default();
         for part in self.parts.values_mut().filter(|part| overdue.contains(&part.id)) {
             match part.aborted_until {
                 // The others are aborted by a later check, also while another user has the admin queue.
                 None => {
                     let requested = self.controller.try_with(|one| one.request_abort(queue, part.id))?;
-                    if requested == Some(true) {
-                        part.aborted_until = Some(now + limit);
+                    match requested {
+                        Some(true) => part.aborted_until = Some(now + limit),
+                        // The controller takes no further aborts, because it has not ended the earlier ones.
+                        Some(false) if hopeless.contains(&part.id) => {
+                            let what = "a command that cannot be aborted";
+                            return Err(NvmeError::Timeout { what, limit: 3 * limit });
+                        }
+                        Some(false) | None => {}
                     }
                 }
                 Some(until) if until <= now => {

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use reprise_io::PciAddress;
 
+pub(crate) use functions::visible_name;
 pub use functions::{DeviceUse, NvmeFunction};
 
 /// Driver of the kernel that gives functions to user space.

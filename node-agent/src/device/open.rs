@@ -20,7 +20,7 @@ use reprise_policy::layout::PAGE_BYTES;
 
 use super::access::{self, Creation, OpenDevice};
 use super::names;
-use super::user_nvme::ControllerHandle;
+use super::user_nvme::{ControllerHandle, ControllerKind};
 use super::{DeviceContent, OpenDecision, OpenProperties, RecoveredPool, RecoveryInfo};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
@@ -188,10 +188,16 @@ impl OpenParams {
 
     /// Whether sessions can reach extents of the device through queue pairs of its controller.
     fn shares_queues(&self, controller: Option<&ControllerHandle>) -> bool {
-        let Some(controller) = controller.and_then(ControllerHandle::controller) else { return false };
+        let Some(handle) = controller else { return false };
         if !self.lend_queues {
             return false;
         }
+        // The file of a VFIO device has all registers of the controller, so it stays in this process.
+        if handle.properties().kind != ControllerKind::Emulated {
+            tracing::warn!(path = %self.description, "sessions get no queue pairs of a controller behind VFIO");
+            return false;
+        }
+        let Some(controller) = handle.controller() else { return false };
         let registers = controller.lend_registers();
         if let Err(error) = &registers {
             tracing::warn!(path = %self.description, %error, "sessions get no queue pairs and extents of this controller");

@@ -82,7 +82,13 @@ pub async fn read(profile: &SlackProfile, context: &Context) -> Result<Source, O
         return Ok(Source::Inline(content::inline(measurement)));
     }
     let Some(reference) = &spec.config_map_ref else {
-        let message = "ociRef is not supported by this release: use measurement or configMapRef";
+        // Profiles of earlier versions have fields that this one does not know, and then no source.
+        let message = match &spec.oci_ref {
+            Some(_) => "ociRef is not supported by this release: use measurement or configMapRef",
+            None => {
+                "the profile has no measurement that this release knows: create it again with spec.measurement"
+            }
+        };
         return Ok(Source::Missing(Refusal::new(Reason::Unsupported, message)));
     };
     if let Some(held) = context.profile_sources.get(profile) {

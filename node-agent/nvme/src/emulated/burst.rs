@@ -90,7 +90,11 @@ impl<'a> Burst<'a> {
             return true;
         };
         let mut count = 0;
-        while self.queue.head != rung && !self.machine.has_failed() {
+        // A client that takes no completions gets no further commands run.
+        while self.queue.head != rung
+            && self.queue.pending.len() < entries as usize
+            && !self.machine.has_failed()
+        {
             let head = self.queue.head;
             let at = base + head as usize * SQE_BYTES;
             let load = |index: usize| u64::from_le(memory.word(at + 8 * index).load(Ordering::Relaxed));
@@ -101,7 +105,7 @@ impl<'a> Burst<'a> {
             count += 1;
         }
         self.machine.count_commands(self.id, count);
-        true
+        count > 0
     }
 
     /// Runs a command, with the fault that harms it.

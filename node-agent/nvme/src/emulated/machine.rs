@@ -182,16 +182,18 @@ impl Machine {
                 || place.has_pending.load(Ordering::Acquire);
             if has_work && place.exists.load(Ordering::Acquire) {
                 let mappings = &**mappings.get_or_insert_with(|| shared.space.read());
-                worked |= self.serve(mappings, id, rung, scratch);
+                worked |= self.serve(mappings, id, scratch);
             }
         }
         worked
     }
 
     /// Serves one queue with its lock held.
-    fn serve(&self, mappings: &Mappings, id: u16, rung: u32, scratch: &mut Scratch) -> bool {
+    fn serve(&self, mappings: &Mappings, id: u16, scratch: &mut Scratch) -> bool {
         let mut place = self.queues.lock(id);
         let Some(queue) = place.as_mut() else { return false };
+        // Behind the lock: the queue may have been created again since its doorbell was read.
+        let rung = self.get(offset::sq_tail(id, STRIDE));
         let mut burst = Burst::new(self, mappings, (id, queue), scratch);
         let mut worked = burst.take_commands(rung);
         if id == 0 {

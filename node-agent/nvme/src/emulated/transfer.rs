@@ -44,7 +44,11 @@ fn prp(
         return aligned(all);
     }
     let mut list = second;
-    while left > 0 {
+    // Each list but the last one describes a page at least; lists that only lead to others have no end.
+    for _ in 0..=left.div_ceil(page) {
+        if left == 0 {
+            break;
+        }
         let room = ((page - list % page) / 8) as usize;
         let needed = left.div_ceil(page) as usize;
         let mut words = [0; PAGE_BYTES / 8];
@@ -65,10 +69,13 @@ fn prp(
             left -= bytes;
         }
         match next {
-            Some(next) if next != list => list = next,
+            Some(next) if next.is_multiple_of(page) => list = next,
             Some(_) => return Err(Status::INVALID_FIELD),
             None => {}
         }
+    }
+    if left > 0 {
+        return Err(Status::INVALID_FIELD);
     }
     aligned(all)
 }

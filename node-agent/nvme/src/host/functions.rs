@@ -147,7 +147,8 @@ pub(super) fn read(host: &Host, address: PciAddress) -> Result<NvmeFunction, Obs
     let controller = name.as_ref().map(|name| folder.join("nvme").join(name));
     let text = |file: &str| Some(fs::read_to_string(controller.as_ref()?.join(file)).ok()?.trim().to_owned());
     let queues = text("queue_count").and_then(|count| count.parse::<u32>().ok());
-    let block_devices: Vec<String> = controller.as_deref().map(namespaces).unwrap_or_default();
+    let block_devices: Vec<String> =
+        controller.as_deref().map(|folder| namespaces(host, folder)).unwrap_or_default();
     Ok(NvmeFunction {
         address,
         driver: link_name(&folder.join("driver")),
@@ -190,16 +191,31 @@ fn group_users(folder: &Path, address: PciAddress) -> Vec<String> {
     in_use.collect()
 }
 
-/// Returns the names of the block devices of a controller: `nvme0n1`, with the partitions of each.
-fn namespaces(controller: &Path) -> Vec<String> {
+/// Returns the names of the block devices of a controller: `nvme0n1`, with the partitions of each. With multipath, the
+/// visible device is that of the subsystem.
+fn namespaces(host: &Host, controller: &Path) -> Vec<String> {
     let mut all = Vec::new();
-    for disk in names(controller).into_iter().filter(|name| name.starts_with("nvme")) {
-        let partitions = names(&controller.join(&disk)).into_iter();
-        let partitions: Vec<String> = partitions.filter(|name| name.starts_with(&disk)).collect();
+    for entry in names(controller) {
+        let Some(disk) = visible_name(&entry) else { continue };
+        let visible = host.path("sys/class/block").join(&disk);
+        let mut partitions = names(&controller.join(&entry));
+        partitions.extend(names(&visible));
+        partitions.retain(|name| name.starts_with(&disk));
+        partitions.sort();
+        partitions.dedup();
         all.push(disk);
         all.extend(partitions);
     }
     all
+}
+
+/// Returns the name under which a namespace of a controller is visible: with multipath, `nvme0c1n2` is `nvme0n2`.
+/// `None` if the entry is not a namespace.
+pub(crate) fn visible_name(entry: &str) -> Option<String> {
+    let (controller, namespace) = entry.strip_prefix("nvme")?.split_once('n')?;
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let subsystem = controller.split('c').next()?;
+    (digits(subsystem) && digits(namespace)).then(|| format!("nvme{subsystem}n{namespace}"))
 }
 
 /// Returns the uses of a block device. Its directory is in `sys/class/block`.

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use reprise_io::PciAddress;
 
 use super::error::FunctionError;
+use crate::host::visible_name;
 
 /// Class, subclass and programming interface of an NVMe controller (NVMe over PCIe 1.0, 3.3).
 const NVME_CLASS: u32 = 0x01_0802;
@@ -258,15 +259,6 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
         fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())).collect();
     all.sort();
     all
-}
-
-/// Returns the name under which a namespace of a controller is visible: with multipath, `nvme0c1n2` is `nvme0n2`.
-/// `None` if the entry is not a namespace.
-fn visible_name(entry: &str) -> Option<String> {
-    let (controller, namespace) = entry.strip_prefix("nvme")?.split_once('n')?;
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let subsystem = controller.split('c').next()?;
-    (digits(subsystem) && digits(namespace)).then(|| format!("nvme{subsystem}n{namespace}"))
 }
 
 /// Returns the mount point of a device number in mountinfo (proc(5)).

@@ -1,10 +1,11 @@
 //! Every fault of the emulated controller: what the driver reports, and that nothing is lost or doubled.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use reprise_nvme::emulated::{Emulation, Fault, FaultRule, Selection};
-use reprise_nvme::spec::{Command, READ, Status, WRITE};
-use reprise_nvme::{Backing, NvmeError, was_aborted};
+use reprise_nvme::spec::{Command, DataPointer, READ, Status, WRITE};
+use reprise_nvme::{Backing, DmaMemory, NvmeError, was_aborted};
 
 use crate::bench_rig::{LONG, Queue, Rig, emulation, run, wait};
 
@@ -220,4 +221,19 @@ fn a_vanished_controller_is_gone() {
         assert!(start.elapsed() < LONG);
     }
     assert!(matches!(rig.controller.health(), Err(NvmeError::Gone)));
+}
+
+#[test]
+fn lists_that_lead_to_each_other_end_as_an_error() {
+    let mut rig = Rig::new(Emulation { sgl: false, ..emulation() });
+    let mut queue = rig.controller.create_queue_pair(16).expect("granted");
+    let lists = rig.controller.backing().allocate(2 * PAGE as usize).expect("two pages");
+    let last = PAGE as usize - 8;
+    for (first, other) in [(last, PAGE as usize + last), (PAGE as usize + last, last)] {
+        lists.word(first).store((lists.address() + other as u64).to_le(), Ordering::Release);
+    }
+    let pieces = [rig.piece(0, 4 * PAGE)];
+    let mut command = rig.transfer(&queue, WRITE, 0, &pieces);
+    command.data = DataPointer::prp(pieces[0].address, lists.address() + last as u64);
+    assert_eq!(run(&mut queue, &command), Status::INVALID_FIELD);
 }

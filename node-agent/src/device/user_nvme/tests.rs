@@ -159,7 +159,7 @@ fn a_ready_machine_has_no_obstacle() {
 fn each_obstacle_is_reported_with_its_remedy() {
     type Change = fn(&Path);
     let remove = |path: &Path| fs::remove_dir_all(path).or_else(|_| fs::remove_file(path)).expect("removed");
-    let cases: [(Change, [&str; 2]); 9] = [
+    let cases: [(Change, [&str; 2]); 10] = [
         (|_| {}, ["may lock 64 MiB of memory, and needs 80 MiB", "ulimit -l"]),
         (
             |root| fs::write(root.join("proc/interrupts"), "1: 0 IO-APIC i8042\n").expect("written"),
@@ -183,6 +183,18 @@ fn each_obstacle_is_reported_with_its_remedy() {
                 fs::write(root.join("proc/mounts"), "/dev/nvme0n1p2 /data ext4 rw 0 0\n").expect("written");
             },
             ["nvme0n1p2 is mounted at /data", "choose another controller"],
+        ),
+        (
+            |root| {
+                give_to_kernel(root);
+                // With multipath, the disk of the subsystem is mounted, and that of the path is hidden.
+                let controller = root.join("sys/bus/pci/devices/0000:3b:00.0/nvme/nvme0");
+                fs::remove_dir_all(controller.join("nvme0n1")).expect("a folder");
+                fs::create_dir_all(controller.join("nvme0c1n1")).expect("a folder");
+                fs::create_dir_all(root.join("sys/class/block/nvme0n1/nvme0n1p1")).expect("a folder");
+                fs::write(root.join("proc/mounts"), "/dev/nvme0n1p1 /data ext4 rw 0 0\n").expect("written");
+            },
+            ["nvme0n1p1 is mounted at /data", "choose another controller"],
         ),
         (
             |root| {
