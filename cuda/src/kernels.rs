@@ -111,6 +111,18 @@ impl DeviceLayout {
         objects: Range<u32>,
         expected: &[u32],
     ) -> Result<DeviceJobs, GpuError> {
+        self.jobs_in(None, slots, (jobs, expected), objects)
+    }
+
+    /// Uploads jobs as [`DeviceLayout::jobs`] does, into `room` if that is large enough, because the release of GPU
+    /// memory waits for all work of the GPU. No work may use `room`.
+    pub(crate) fn jobs_in(
+        &self,
+        room: Option<DeviceMemory>,
+        slots: Slots,
+        (jobs, expected): (&[CopyJob], &[u32]),
+        objects: Range<u32>,
+    ) -> Result<DeviceJobs, GpuError> {
         self.layout.check(jobs, slots.count, &objects)?;
         let invalid = |text: String| Err(GpuError::Invalid(text));
         if jobs.is_empty() {
@@ -142,7 +154,12 @@ impl DeviceLayout {
         contents.resize(contents.len() + jobs.len() * 4, 0);
         let expected_at = contents.len() as u64;
         contents.extend(expected.iter().flat_map(|checksum| checksum.to_ne_bytes()));
-        let memory = DeviceMemory::with_contents(self.bases.gpu(), &contents)?;
+        let bytes = contents.len() as u64;
+        let memory = match room.filter(|room| room.bytes() >= bytes) {
+            Some(room) => room,
+            None => DeviceMemory::new(self.bases.gpu(), bytes.next_power_of_two())?,
+        };
+        memory.write(0, &contents)?;
         let start = memory.address(0, contents.len() as u64)?;
         let arguments = CopyArguments {
             bases: self.bases.address(0, self.bases.bytes())?,
@@ -163,6 +180,11 @@ impl DeviceLayout {
 }
 
 impl DeviceJobs {
+    /// Returns the memory for other jobs; no copy may use it any longer.
+    pub(crate) fn into_room(self) -> DeviceMemory {
+        self.memory
+    }
+
     /// Returns the number of jobs.
     pub fn count(&self) -> u32 {
         self.arguments.job_count
