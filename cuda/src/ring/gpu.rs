@@ -46,15 +46,23 @@ impl WorkMemory {
     }
 }
 
-/// A kernel that drives queues of a ring. Dropping it parks them and waits for the kernel.
+/// A kernel that drives queues of a ring. Dropping it parks them, waits for the kernel, and only then releases what the
+/// kernel uses: the memory of the ring and of its queue pairs, and the kernels, which it borrows.
+///
+/// The kernel runs until then. The driver releases memory and kernels of a GPU only when the GPU has nothing to do, so
+/// while a runner lives, dropping any [`HostMemory`], [`DeviceMemory`] or [`Kernels`] of the same GPU waits for ever, and
+/// so does [`Gpu::synchronize`]. Whoever has a runner allocates before its start, keeps buffers for later use, as
+/// [`Staged`](crate::staged::Staged) does, and drops the runner first.
 #[derive(Debug)]
-pub struct GpuRunner {
+pub struct GpuRunner<'a> {
     shared: Arc<Shared>,
     queues: Range<usize>,
     stream: Stream,
+    /// They must stay loaded while the kernel runs.
+    _kernels: &'a Kernels,
 }
 
-impl GpuRunner {
+impl<'a> GpuRunner<'a> {
     /// Starts the kernel for queues that have a queue pair, on at most `sms` SMs. All memory of the ring must be
     /// registered for the GPU: see [`RingMemory::registered`].
     ///
@@ -63,10 +71,10 @@ impl GpuRunner {
     pub fn start(
         ring: &Ring,
         queues: Range<usize>,
-        kernels: &Kernels,
+        kernels: &'a Kernels,
         stream: Stream,
         sms: u32,
-    ) -> Result<GpuRunner, RingError> {
+    ) -> Result<GpuRunner<'a>, RingError> {
         let shared = Arc::clone(&ring.shared);
         for queue in queues.clone() {
             if ring.queues.get(queue).is_none_or(|state| state.queue.is_none()) {
@@ -96,12 +104,13 @@ impl GpuRunner {
             release(queues);
             return Err(error.into());
         }
-        Ok(GpuRunner { shared, queues, stream })
+        Ok(GpuRunner { shared, queues, stream, _kernels: kernels })
     }
 }
 
-impl Drop for GpuRunner {
+impl Drop for GpuRunner<'_> {
     fn drop(&mut self) {
+        // Before the fields are dropped: releasing memory waits for the kernel, which waits for this request.
         for queue in self.queues.clone() {
             self.shared.request(queue, Request::Park);
         }
