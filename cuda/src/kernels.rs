@@ -30,7 +30,7 @@ const DEVICE_CODE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/device_code
 #[cfg(not(device_code))]
 const DEVICE_CODE: &[u8] = &[];
 
-/// The kernels, loaded on one GPU.
+/// The kernels, loaded on one GPU. Dropping them waits until the GPU has nothing to do.
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
@@ -89,6 +89,12 @@ impl DeviceLayout {
         if !address.is_multiple_of(ALIGNMENT) {
             return Err(GpuError::Invalid(format!(
                 "invalid address {address:#x} of pages: expected a multiple of 16"
+            )));
+        }
+        if address.checked_add(layout.end()).is_none() {
+            return Err(GpuError::Invalid(format!(
+                "invalid address {address:#x} of pages of {} bytes: they end beyond 64 bits",
+                layout.end()
             )));
         }
         let bases: Vec<u8> =
