@@ -9,7 +9,7 @@ use std::ops::Range;
 use cudarc::driver::sys;
 
 use crate::copy::{ALIGNMENT, CopyArguments, CopyJob, CopyKind, CopyResult, KvLayout};
-use crate::gpu::{DeviceMemory, Gpu, GpuError, Stream, call};
+use crate::gpu::{DeviceMemory, Gpu, GpuError, HostMemory, Stream, call};
 
 pub use index::{GpuIndex, compare_on_gpu};
 pub use layer::{HEAD_VALUES, Layer, LayerShape, TOKENS_MULTIPLE};
@@ -45,15 +45,41 @@ unsafe impl Send for Kernels {}
 // SAFETY: as for `Send`; the handles do not change.
 unsafe impl Sync for Kernels {}
 
-/// Slots in GPU memory, or in host memory that the GPU accesses.
+/// Slots in GPU memory, or in host memory that the GPU accesses. They lie inside of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slots {
     /// The GPU's address of slot 0.
-    pub address: u64,
+    address: u64,
     /// Bytes from one slot to the next.
-    pub stride: u64,
+    stride: u64,
     /// Number of slots.
-    pub count: u32,
+    count: u32,
+}
+
+impl Slots {
+    /// Describes `count` slots from the start of GPU memory, which must live until copies have ended.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory has less than `count` times `stride` bytes.
+    pub fn on_gpu(memory: &DeviceMemory, stride: u64, count: u32) -> Result<Slots, GpuError> {
+        let address = memory.address(0, slots_bytes(stride, count)?)?;
+        Ok(Slots { address, stride, count })
+    }
+
+    /// Describes `count` slots from the start of host memory, which must live until copies have ended.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory has less than `count` times `stride` bytes.
+    pub fn on_host(memory: &HostMemory, stride: u64, count: u32) -> Result<Slots, GpuError> {
+        let address = memory.device_address(0, slots_bytes(stride, count)?)?;
+        Ok(Slots { address, stride, count })
+    }
+}
+
+fn slots_bytes(stride: u64, count: u32) -> Result<u64, GpuError> {
+    let bytes = stride.checked_mul(u64::from(count));
+    bytes
+        .ok_or_else(|| GpuError::Invalid(format!("{count} slots of {stride} bytes are more than 2^64 bytes")))
 }
 
 /// A layout whose table is in GPU memory, for the pages at one address.

@@ -148,8 +148,7 @@ impl<'a> Staged<'a> {
             slot: (index % count as usize) as u32,
         };
         let jobs: Vec<CopyJob> = blocks.iter().enumerate().map(job).collect();
-        let address = self.window.address(0, self.window.bytes())?;
-        let slots = Slots { address, stride: self.slot_bytes, count };
+        let slots = Slots::on_gpu(&self.window, self.slot_bytes, count)?;
         layout.jobs_in(self.room.take(), slots, (&jobs, expected), 0..layout.layout().objects())
     }
 

@@ -76,8 +76,7 @@ impl<'a> GpuMachine<'a> {
             // Reads go to the first half of the pages, writes come from the second one.
             let job = |slot: u32| CopyJob { block: index * blocks + slot, slot };
             let jobs: Vec<CopyJob> = (0..blocks).map(job).collect();
-            let address = memory.device_address(0, bytes)?;
-            let slots = Slots { address, stride: shape.block_bytes(), count: blocks };
+            let slots = Slots::on_host(memory, shape.block_bytes(), blocks)?;
             layout.jobs(slots, &jobs, 0..shape.objects(), &[])
         };
         let jobs = [upload(0, &host[0])?, upload(1, &host[1])?];
