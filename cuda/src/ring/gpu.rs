@@ -147,17 +147,19 @@ pub(super) fn with_kernel<T>(
     let gpu = kernels.gpu();
     let rig = Rig::start(settings, |bytes| RingMemory::registered(gpu, bytes))?;
     let registers = Arc::new(register_doorbells(gpu, &rig)?);
+    let base = registers.device_address(0, registers.bytes())?;
+    let reached = base + offset::DOORBELLS as u64..base + registers.bytes();
     let ring_settings = bench::ring_settings(settings);
     let (shared, work) = ring_settings.memory_bytes()?;
     let mut ring =
         Ring::new(&ring_settings, RingMemory::registered(gpu, shared)?, WorkMemory::on_gpu(gpu, work)?)?;
     for (index, queue) in rig.owned.iter().enumerate() {
         let address = |at: usize| registers.device_address(at as u64, 4);
-        let (submission, completion) =
-            (address(queue.raw().submission_doorbell())?, address(queue.raw().completion_doorbell())?);
+        let (submission, completion) = queue.doorbell_offsets();
+        let words = (address(submission)?, address(completion)?);
         // SAFETY: the GPU may store to doorbells at any time, and reaches them while the registration lives.
         let doorbells =
-            unsafe { Doorbells::of_processor(submission, completion, Arc::clone(&registers) as Arc<_>) };
+            unsafe { Doorbells::of_processor(words, reached.clone(), Arc::clone(&registers) as Arc<_>) };
         ring.init_queue(index, queue.with_doorbells(doorbells)?)?;
     }
     let runner =
@@ -173,8 +175,7 @@ fn register_doorbells(gpu: &Gpu, rig: &Rig) -> Result<HostMemory, RingError> {
     let backing = Arc::clone(rig.controller.backing());
     let unmapped = || RingError::Invalid("registers that are not mapped".to_owned());
     let base = backing.register_address(0).ok_or_else(unmapped)?;
-    let last =
-        rig.owned.iter().map(|queue| queue.raw().completion_doorbell()).max().unwrap_or(offset::DOORBELLS);
+    let last = rig.owned.iter().map(|queue| queue.doorbell_offsets().1).max().unwrap_or(offset::DOORBELLS);
     let bytes = (last + 4).next_multiple_of(PAGE_BYTES) as u64;
     let keep: Box<dyn Any + Send + Sync> = Box::new(Registers(backing));
     // SAFETY: registers are mapped in whole pages, and stay mapped while the backing lives, which `keep` has.
