@@ -1,10 +1,16 @@
 //! Builds the native sources: always for the host, and for GPUs if `nvcc` is there.
 //!
-//! `nvcc` is taken from `REPRISE_NVCC`, `CUDA_HOME`, or `PATH`. Without it, the crate has no device code and reports so.
+//! `nvcc` is taken from `REPRISE_NVCC`, `CUDA_HOME`, or `PATH`. Without one of version 12.8 or later, the crate has no
+//! device code and reports so; with a `REPRISE_NVCC` that cannot be used, the build fails.
+
+#[path = "build/nvcc.rs"]
+mod nvcc;
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use nvcc::Found;
 
 /// Architectures with machine code; the last one also has PTX, for later GPUs.
 const ARCHITECTURES: &[&str] = &["80", "90", "100", "120"];
@@ -40,7 +46,7 @@ fn main() {
         .cpp_link_stdlib(None)
         .compile("reprise_cuda_host");
     let units: Vec<PathBuf> = has_extension("cu").collect();
-    if let (Some(nvcc), [unit]) = (nvcc(), &units[..]) {
+    if let (Some(nvcc), [unit]) = (find_nvcc(), &units[..]) {
         compile_device_code(&nvcc, unit);
         println!("cargo::rustc-cfg=device_code");
     }
@@ -54,15 +60,23 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-fn nvcc() -> Option<PathBuf> {
-    if let Some(path) = env::var_os("REPRISE_NVCC") {
-        return Some(path.into());
+/// Returns the `nvcc` to use; without one, the build has no device code.
+fn find_nvcc() -> Option<PathBuf> {
+    let places = nvcc::Places {
+        reprise_nvcc: env::var_os("REPRISE_NVCC"),
+        cuda_home: env::var_os("CUDA_HOME"),
+        path: env::var_os("PATH"),
+    };
+    match nvcc::find(&places) {
+        Found::Usable(program) => Some(program),
+        Found::Nothing(reason) => {
+            if let Some(reason) = reason {
+                println!("cargo::warning=no device code: {reason}");
+            }
+            None
+        }
+        Found::Unusable(reason) => panic!("{reason}"),
     }
-    if let Some(home) = env::var_os("CUDA_HOME") {
-        return Some(Path::new(&home).join("bin/nvcc"));
-    }
-    let path = env::var_os("PATH")?;
-    env::split_paths(&path).map(|folder| folder.join("nvcc")).find(|program| program.is_file())
 }
 
 /// Writes one fat binary: machine code for each architecture, and PTX.
@@ -83,7 +97,7 @@ fn compile_device_code(nvcc: &Path, unit: &Path) {
         Ok(status) if status.success() => {}
         Ok(status) => panic!("{} failed for {}: {status}", nvcc.display(), unit.display()),
         Err(error) => {
-            panic!("{} cannot be started: {error}; unset REPRISE_NVCC and CUDA_HOME", nvcc.display())
+            panic!("{} cannot be started: {error}", nvcc.display())
         }
     }
 }

@@ -2,8 +2,16 @@
 # Fetches the pinned nvcc 13.0 from PyPI into the cache folder, once (104 MB). Prints the path of nvcc.
 #
 # The packages are NVIDIA's and have its licence; they are fetched, never copied into the tree. Python 3.9 or later
-# with pip is needed, and a C++ compiler to run nvcc.
+# with pip is needed, and a C++ compiler to run nvcc. REPRISE_NVCC names another nvcc: then nothing is fetched.
 set -euo pipefail
+if [ -n "${REPRISE_NVCC:-}" ]; then
+    if [ ! -x "$REPRISE_NVCC" ]; then
+        echo "REPRISE_NVCC is $REPRISE_NVCC, which is not a program: set it to an nvcc 12.8 or later, or unset it" >&2
+        exit 1
+    fi
+    echo "$REPRISE_NVCC"
+    exit
+fi
 cd "$(dirname "$0")"
 cache=${REPRISE_CACHE:-$HOME/.cache/reprise}
 requirements=$PWD/toolkit.txt

@@ -119,7 +119,7 @@ impl Lab {
 
     fn close(mut self) -> Outcome {
         drop(self.runner.take());
-        for queue in std::mem::take(&mut self.owned) {
+        for queue in &mut self.owned {
             queue.delete(&mut self.controller)?;
         }
         Ok(())

@@ -10,6 +10,13 @@ use crate::gpu::GpuError;
 /// Alignment of addresses, strides and sizes, in bytes.
 pub const ALIGNMENT: u64 = 16;
 
+/// Largest object in bytes: kernels count its parts with 32 bits.
+pub const OBJECT_BYTES_MAX: u32 = 1 << 30;
+/// Most objects of a block.
+pub const OBJECTS_MAX: u32 = 1 << 20;
+/// Most units of one copy, chunks of 4 KiB: kernels count them with 32 bits.
+const UNITS_MAX: u64 = u32::MAX as u64 / 2;
+
 /// Size of a paged KV memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
@@ -33,6 +40,7 @@ pub struct KvLayout {
     block_stride: u64,
     blocks: u32,
     object_bytes: u32,
+    end: u64,
 }
 
 /// One block and its slot.
@@ -97,9 +105,9 @@ pub(crate) struct CopyArguments {
 const _: () = assert!(size_of::<CopyArguments>() == 80, "shared with native/copy.h");
 
 impl KvShape {
-    /// Returns the number of objects of a block.
+    /// Returns the number of objects of a block, at most `u32::MAX`; layouts have at most [`OBJECTS_MAX`].
     pub fn objects(self) -> u32 {
-        self.layers * self.parts
+        self.layers.saturating_mul(self.parts)
     }
 
     /// Returns the bytes of one block.
@@ -107,16 +115,28 @@ impl KvShape {
         u64::from(self.objects()) * u64::from(self.object_bytes)
     }
 
-    /// Returns the bytes of all blocks.
+    /// Returns the bytes of all blocks, at most `u64::MAX`.
     pub fn bytes(self) -> u64 {
-        self.block_bytes() * u64::from(self.blocks)
+        self.block_bytes().saturating_mul(u64::from(self.blocks))
+    }
+
+    /// Checks that layouts can be computed: bounded objects, and offsets of less than 2^63 bytes.
+    fn check(self) -> Result<(), GpuError> {
+        if self.objects() > OBJECTS_MAX || self.object_bytes > OBJECT_BYTES_MAX {
+            return Err(too_large(u64::from(self.objects()), self.object_bytes));
+        }
+        if self.bytes() > i64::MAX as u64 {
+            return Err(GpuError::Invalid(format!("invalid KV layout: {self:?} has more than 2^63 bytes")));
+        }
+        Ok(())
     }
 }
 
 impl KvLayout {
     /// Creates a layout from the offset of each object of block 0 and the bytes from one block to the next.
     ///
-    /// Errors: no objects, an offset, stride or size that is not a multiple of 16, a stride less than an object.
+    /// Errors: no objects, an offset, stride or size that is not a multiple of 16, a stride less than an object, more than
+    /// [`OBJECTS_MAX`] objects or [`OBJECT_BYTES_MAX`] bytes of one, an end beyond 64 bits.
     pub fn new(
         offsets: Vec<u64>,
         block_stride: u64,
@@ -136,11 +156,24 @@ impl KvLayout {
                 "invalid KV layout: blocks of {object_bytes} bytes overlap at a stride of {block_stride}"
             ));
         }
-        Ok(KvLayout { offsets, block_stride, blocks, object_bytes })
+        if offsets.len() as u64 > u64::from(OBJECTS_MAX) || object_bytes > OBJECT_BYTES_MAX {
+            return Err(too_large(offsets.len() as u64, object_bytes));
+        }
+        let last = offsets.iter().max().copied().unwrap_or(0);
+        let end = block_stride
+            .checked_mul(u64::from(blocks - 1))
+            .and_then(|blocks| blocks.checked_add(last)?.checked_add(u64::from(object_bytes)));
+        let Some(end) = end else {
+            return invalid(format!(
+                "invalid KV layout: {blocks} blocks with a stride of {block_stride} bytes and an object at {last} end beyond 64 bits"
+            ));
+        };
+        Ok(KvLayout { offsets, block_stride, blocks, object_bytes, end })
     }
 
     /// One tensor of the shape `[blocks][layers][parts][object]`: all layers of a block are contiguous.
     pub fn block_major(shape: KvShape) -> Result<KvLayout, GpuError> {
+        shape.check()?;
         let object = u64::from(shape.object_bytes);
         let offsets = (0..u64::from(shape.objects())).map(|index| index * object).collect();
         KvLayout::new(offsets, shape.block_bytes(), shape.blocks, shape.object_bytes)
@@ -148,6 +181,7 @@ impl KvLayout {
 
     /// One tensor for each layer, `[layers][blocks][parts][object]`: K and V of a block are contiguous.
     pub fn layer_major(shape: KvShape) -> Result<KvLayout, GpuError> {
+        shape.check()?;
         let object = u64::from(shape.object_bytes);
         let block = object * u64::from(shape.parts);
         let offset = |layer: u64, part: u64| layer * block * u64::from(shape.blocks) + part * object;
@@ -156,6 +190,7 @@ impl KvLayout {
 
     /// One tensor for each layer with K and V apart, `[layers][parts][blocks][object]`.
     pub fn split(shape: KvShape) -> Result<KvLayout, GpuError> {
+        shape.check()?;
         let object = u64::from(shape.object_bytes);
         let part_bytes = object * u64::from(shape.blocks);
         let offset = |layer: u64, part: u64| (layer * u64::from(shape.parts) + part) * part_bytes;
@@ -199,8 +234,7 @@ impl KvLayout {
 
     /// Returns the offset behind the last byte of the memory.
     pub fn end(&self) -> u64 {
-        let last = self.offsets.iter().max().copied().unwrap_or(0);
-        last + u64::from(self.blocks - 1) * self.block_stride + u64::from(self.object_bytes)
+        self.end
     }
 
     /// Checks jobs: blocks and slots that exist, objects that exist, and a number of objects that kernels can count.
@@ -215,13 +249,21 @@ impl KvLayout {
                 job.block, job.slot, self.blocks
             ));
         }
-        let units =
-            jobs.len() as u64 * u64::from(objects.len() as u32) * u64::from(self.object_bytes.div_ceil(4096));
-        if units > u64::from(u32::MAX / 2) {
-            return invalid(format!("{} jobs in one copy: use fewer", jobs.len()));
+        let chunks = u64::from(self.object_bytes.div_ceil(4096)) * u64::from(objects.len() as u32);
+        if (jobs.len() as u64).checked_mul(chunks).is_none_or(|units| units > UNITS_MAX) {
+            return invalid(format!(
+                "{} jobs of {chunks} chunks of 4 KiB in one copy: at most {UNITS_MAX} chunks, so use fewer jobs",
+                jobs.len()
+            ));
         }
         Ok(())
     }
+}
+
+fn too_large(objects: u64, object_bytes: u32) -> GpuError {
+    GpuError::Invalid(format!(
+        "invalid KV layout: {objects} objects of {object_bytes} bytes, expected at most {OBJECTS_MAX} of at most {OBJECT_BYTES_MAX}"
+    ))
 }
 
 fn offsets_of(shape: KvShape, offset: impl Fn(u64, u64) -> u64) -> Vec<u64> {
@@ -258,7 +300,7 @@ pub fn copy_on_host(
     objects: Range<u32>,
 ) -> Result<CopyResult, GpuError> {
     let HostCopy { pages, slots, expected } = memory;
-    let slot_count = (slots.len() as u64 / layout.slot_bytes()) as u32;
+    let slot_count = u32::try_from(slots.len() as u64 / layout.slot_bytes()).unwrap_or(u32::MAX);
     layout.check(jobs, slot_count, &objects)?;
     if (pages.len() as u64) < layout.end() {
         return Err(GpuError::Invalid(format!(
@@ -310,4 +352,19 @@ pub struct HostCopy<'a> {
     pub slots: &'a mut [u8],
     /// Expected CRC32C of each object of each job, or empty.
     pub expected: &'a [u32],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_has_as_many_units_as_kernels_count() {
+        let layout = KvLayout::new(vec![0], u64::from(OBJECT_BYTES_MAX), 1, OBJECT_BYTES_MAX).expect("valid");
+        let jobs = |count: usize| vec![CopyJob { block: 0, slot: 0 }; count];
+        // 2^18 chunks each.
+        layout.check(&jobs((1 << 13) - 1), 1, &(0..1)).expect("less than 2^31 units");
+        let error = layout.check(&jobs(1 << 13), 1, &(0..1)).expect_err("2^31 units");
+        assert!(error.to_string().contains("use fewer jobs"), "{error}");
+    }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use cudarc::driver::sys;
 
 use crate::copy::{ALIGNMENT, CopyArguments, CopyJob, CopyKind, CopyResult, KvLayout};
-use crate::gpu::{DeviceMemory, Gpu, GpuError, Stream, call};
+use crate::gpu::{DeviceMemory, Gpu, GpuError, HostMemory, Stream, call};
 
 pub use index::{GpuIndex, compare_on_gpu};
 pub use layer::{HEAD_VALUES, Layer, LayerShape, TOKENS_MULTIPLE};
@@ -30,7 +30,7 @@ const DEVICE_CODE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/device_code
 #[cfg(not(device_code))]
 const DEVICE_CODE: &[u8] = &[];
 
-/// The kernels, loaded on one GPU.
+/// The kernels, loaded on one GPU. Dropping them waits until the GPU has nothing to do.
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
@@ -45,15 +45,41 @@ unsafe impl Send for Kernels {}
 // SAFETY: as for `Send`; the handles do not change.
 unsafe impl Sync for Kernels {}
 
-/// Slots in GPU memory, or in host memory that the GPU accesses.
+/// Slots in GPU memory, or in host memory that the GPU accesses. They lie inside of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slots {
     /// The GPU's address of slot 0.
-    pub address: u64,
+    address: u64,
     /// Bytes from one slot to the next.
-    pub stride: u64,
+    stride: u64,
     /// Number of slots.
-    pub count: u32,
+    count: u32,
+}
+
+impl Slots {
+    /// Describes `count` slots from the start of GPU memory, which must live until copies have ended.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory has less than `count` times `stride` bytes.
+    pub fn on_gpu(memory: &DeviceMemory, stride: u64, count: u32) -> Result<Slots, GpuError> {
+        let address = memory.address(0, slots_bytes(stride, count)?)?;
+        Ok(Slots { address, stride, count })
+    }
+
+    /// Describes `count` slots from the start of host memory, which must live until copies have ended.
+    ///
+    /// # Errors
+    /// `Invalid` if the memory has less than `count` times `stride` bytes.
+    pub fn on_host(memory: &HostMemory, stride: u64, count: u32) -> Result<Slots, GpuError> {
+        let address = memory.device_address(0, slots_bytes(stride, count)?)?;
+        Ok(Slots { address, stride, count })
+    }
+}
+
+fn slots_bytes(stride: u64, count: u32) -> Result<u64, GpuError> {
+    let bytes = stride.checked_mul(u64::from(count));
+    bytes
+        .ok_or_else(|| GpuError::Invalid(format!("{count} slots of {stride} bytes are more than 2^64 bytes")))
 }
 
 /// A layout whose table is in GPU memory, for the pages at one address.
@@ -91,6 +117,12 @@ impl DeviceLayout {
                 "invalid address {address:#x} of pages: expected a multiple of 16"
             )));
         }
+        if address.checked_add(layout.end()).is_none() {
+            return Err(GpuError::Invalid(format!(
+                "invalid address {address:#x} of pages of {} bytes: they end beyond 64 bits",
+                layout.end()
+            )));
+        }
         let bases: Vec<u8> =
             layout.offsets().iter().flat_map(|offset| (address + offset).to_ne_bytes()).collect();
         Ok(DeviceLayout { layout: layout.clone(), bases: DeviceMemory::with_contents(gpu, &bases)? })
@@ -110,6 +142,18 @@ impl DeviceLayout {
         jobs: &[CopyJob],
         objects: Range<u32>,
         expected: &[u32],
+    ) -> Result<DeviceJobs, GpuError> {
+        self.jobs_in(None, slots, (jobs, expected), objects)
+    }
+
+    /// Uploads jobs as [`DeviceLayout::jobs`] does, into `room` if that is large enough, because the release of GPU
+    /// memory waits for all work of the GPU. No work may use `room`.
+    pub(crate) fn jobs_in(
+        &self,
+        room: Option<DeviceMemory>,
+        slots: Slots,
+        (jobs, expected): (&[CopyJob], &[u32]),
+        objects: Range<u32>,
     ) -> Result<DeviceJobs, GpuError> {
         self.layout.check(jobs, slots.count, &objects)?;
         let invalid = |text: String| Err(GpuError::Invalid(text));
@@ -142,7 +186,12 @@ impl DeviceLayout {
         contents.resize(contents.len() + jobs.len() * 4, 0);
         let expected_at = contents.len() as u64;
         contents.extend(expected.iter().flat_map(|checksum| checksum.to_ne_bytes()));
-        let memory = DeviceMemory::with_contents(self.bases.gpu(), &contents)?;
+        let bytes = contents.len() as u64;
+        let memory = match room.filter(|room| room.bytes() >= bytes) {
+            Some(room) => room,
+            None => DeviceMemory::new(self.bases.gpu(), bytes.next_power_of_two())?,
+        };
+        memory.write(0, &contents)?;
         let start = memory.address(0, contents.len() as u64)?;
         let arguments = CopyArguments {
             bases: self.bases.address(0, self.bases.bytes())?,
@@ -163,6 +212,11 @@ impl DeviceLayout {
 }
 
 impl DeviceJobs {
+    /// Returns the memory for other jobs; no copy may use it any longer.
+    pub(crate) fn into_room(self) -> DeviceMemory {
+        self.memory
+    }
+
     /// Returns the number of jobs.
     pub fn count(&self) -> u32 {
         self.arguments.job_count

@@ -185,7 +185,7 @@ pub struct QueueCounters {
 struct Shared {
     memory: RingMemory,
     /// The address of it is in the header.
-    _work: WorkMemory,
+    work: WorkMemory,
     layout: Layout,
     /// A thread of the host is there for the queue. One flag for each queue.
     attached: Vec<AtomicBool>,
@@ -291,7 +291,7 @@ impl Ring {
             batches: vec![batch; layout.depth],
             free: (0..layout.depth).rev().collect(),
             queues: (0..layout.queues).map(|_| queue()).collect(),
-            shared: Arc::new(Shared { memory, _work: work, layout, attached, pairs }),
+            shared: Arc::new(Shared { memory, work, layout, attached, pairs }),
             next: 0,
         })
     }

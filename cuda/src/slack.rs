@@ -21,27 +21,40 @@ use reprise_policy::slack::{
 use crate::gpu::GpuError;
 use crate::kernels::Kernels;
 use gpu::{GpuMachine, IOCB_BYTES};
-use pass::{Mode, Pass, run_pass};
+use pass::{Mode, Pass, PassResult, run_pass};
 
-/// Slowdown of a pass by I/O, with and without the scheduler.
+/// Slowdown of passes by I/O, with and without the scheduler.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slowdown {
-    /// Milliseconds of the pass without I/O.
+    /// Milliseconds of the passes without I/O.
     pub alone_ms: f64,
-    /// Slowdown by reads and writes that start before each layer, in hundredths.
-    pub concurrent_percent: f64,
-    /// Slowdown by the launches of the scheduler, in hundredths.
-    pub scheduled_percent: f64,
+    /// I/O that starts before each layer, on all SMs.
+    pub concurrent: ModeResult,
+    /// I/O that starts before each layer, with the SMs and the priority of the scheduler's launches.
+    pub limited: ModeResult,
+    /// The launches of the scheduler.
+    pub scheduled: ModeResult,
+    /// Size of the passes.
+    pub pass: Pass,
     /// Window of the layer that was measured before the passes.
     pub window: Window,
-    /// Read and write IOCBs of a pass.
-    pub iocbs: (u32, u32),
-    /// Write IOCBs of a scheduled pass that were left for later requests, median.
-    pub carried_over: f64,
-    /// Decisions of the last scheduled pass.
+    /// Decisions of the last scheduled passes.
     pub counters: Counters,
-    /// SMs that I/O kernels use at most.
+    /// SMs that limited I/O kernels use at most.
     pub io_sms: u32,
+}
+
+/// Passes with I/O: medians of the repetitions.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ModeResult {
+    /// Slowdown of the layers of all passes, in hundredths.
+    pub percent: f64,
+    /// Milliseconds until all I/O has ended too.
+    pub total_ms: f64,
+    /// Mebibytes of reads and writes, each time.
+    pub mebibytes: u64,
+    /// Write IOCBs that were launched behind the last layer.
+    pub carried_over: f64,
 }
 
 /// Why the slowdown could not be measured.
@@ -93,16 +106,22 @@ pub fn profile(kernels: &Kernels, io_sms: u32, plan: &Plan) -> Result<Content, S
     })
 }
 
-/// Measures how much I/O slows a pass of `layers` layers with 2,048 input tokens behind 8,192 prefix tokens.
+/// Passes that follow each other without a pause.
+const PASSES: u32 = 4;
+
+/// Measures how much I/O slows passes of `layers` layers with 2,048 input tokens behind 8,192 prefix tokens.
 ///
 /// Each layer reads the KV of the prefix and writes that of the input. Without the scheduler, the reads of the next
-/// layer and the writes of the last one start together before each layer, on all SMs. With it, the decisions come
-/// from a profile that is measured first. Both move the same bytes; writes that the scheduler carries over are
-/// written after the pass, outside of the measured time. Passes without I/O, without and with the scheduler
-/// alternate, `repetitions` times; medians count.
+/// layer and the writes of the last one start before each layer: together on all SMs, and once more with the SMs and the
+/// priority of the scheduler's launches. With the scheduler, the decisions come from a profile that is measured first.
+///
+/// One scheduler has four passes without a pause. Writes that it carries over wait for the next passes and are written
+/// when the GPU computes nothing, behind the last one. [`ModeResult::total_ms`] has the time until they have ended, so
+/// that all modes do the same work in it; another amount of I/O is an error. The modes alternate, `repetitions` times;
+/// medians count.
 ///
 /// # Errors
-/// The GPU refused work, or has too little memory.
+/// The GPU refused work, or has too little memory; a mode has moved other bytes than the passes have.
 pub fn slowdown(
     kernels: &Kernels,
     io_sms: u32,
@@ -113,71 +132,120 @@ pub fn slowdown(
     const PREFIX: u32 = 8192;
     let plan = Plan { inputs: vec![INPUT], prefixes: vec![PREFIX], decode_inputs: vec![], ..full_plan() };
     let profile = Arc::new(Profile::new(profile(kernels, io_sms, &plan)?)?);
-    let computation = Computation { phase: Phase::Prefill, input_tokens: INPUT, prefix_tokens: PREFIX };
     let pass = Pass {
-        computation,
+        computation: Computation { phase: Phase::Prefill, input_tokens: INPUT, prefix_tokens: PREFIX },
+        passes: PASSES,
         layers,
         reads: gpu::iocbs_of_tokens(PREFIX),
         writes: gpu::iocbs_of_tokens(INPUT),
     };
     let most = pass.reads.max(pass.writes);
     let mut machine = GpuMachine::new(kernels, io_sms, (INPUT, PREFIX), most)?;
-    let (mut alone, mut concurrent, mut scheduled) = (Vec::new(), Vec::new(), Vec::new());
-    let mut carried_over = Vec::new();
+    let mut alone = Vec::new();
+    let mut results: [Vec<PassResult>; 3] = Default::default();
     let mut counters = Counters::default();
-    run_pass(&mut machine, &pass, Mode::Alone)?;
+    run_pass(&mut machine, &Pass { passes: 1, ..pass }, Mode::Alone)?;
     for _ in 0..repetitions.max(1) {
         alone.push(run_pass(&mut machine, &pass, Mode::Alone)?.micros);
-        concurrent.push(run_pass(&mut machine, &pass, Mode::Concurrent)?.micros);
+        for (mode, limited) in [false, true].into_iter().enumerate() {
+            results[mode].push(run_pass(&mut machine, &pass, Mode::Unscheduled { limited })?);
+        }
         let mut scheduler = Scheduler::new(Arc::clone(&profile), limits(&pass));
-        let result = run_pass(&mut machine, &pass, Mode::Scheduled(&mut scheduler))?;
-        scheduled.push(result.micros);
-        carried_over.push(f64::from(result.carried_over));
+        results[2].push(run_pass(&mut machine, &pass, Mode::Scheduled(&mut scheduler))?);
         counters = scheduler.counters().clone();
     }
     let alone = median(alone);
-    let percent = |times: Vec<f64>| (median(times) / alone - 1.0) * 100.0;
-    let window = profile.content().measurement.windows[0];
+    let [concurrent, limited, scheduled] = results.map(|runs| mode_result(&pass, alone, &runs));
     Ok(Slowdown {
         alone_ms: alone / 1e3,
-        concurrent_percent: percent(concurrent),
-        scheduled_percent: percent(scheduled),
-        window,
-        iocbs: ((layers - 1) * pass.reads, layers * pass.writes),
-        carried_over: median(carried_over),
+        concurrent: concurrent?,
+        limited: limited?,
+        scheduled: scheduled?,
+        pass,
+        window: profile.content().measurement.windows[0],
         counters,
         io_sms,
     })
 }
 
-/// Limits under which all I/O of a pass may wait.
+/// Returns the medians of the runs of a mode, next to passes without I/O of `alone` microseconds.
+fn mode_result(pass: &Pass, alone: f64, runs: &[PassResult]) -> Result<ModeResult, GpuError> {
+    let (reads, writes) = pass.iocbs();
+    if let Some(run) = runs.iter().find(|run| run.iocbs != (reads, writes)) {
+        return Err(GpuError::Invalid(format!(
+            "passes of {reads} reads and {writes} writes launched {:?}: their times cannot be compared",
+            run.iocbs
+        )));
+    }
+    let of = |value: fn(&PassResult) -> f64| median(runs.iter().map(value).collect());
+    Ok(ModeResult {
+        percent: (of(|run| run.micros) / alone - 1.0) * 100.0,
+        total_ms: of(|run| run.total_micros) / 1e3,
+        mebibytes: (u64::from(reads + writes) * u64::from(IOCB_BYTES)) >> 20,
+        carried_over: of(|run| f64::from(run.carried_over)),
+    })
+}
+
+/// Limits under which all I/O of the passes may wait.
 fn limits(pass: &Pass) -> Limits {
-    let all = |each: u32| (pass.layers * each) as usize + 1;
-    Limits { reads_max: all(pass.reads), writes_max: all(pass.writes), ..Limits::default() }
+    let (reads, writes) = pass.iocbs();
+    Limits { reads_max: reads as usize + 1, writes_max: writes as usize + 1, ..Limits::default() }
 }
 
 impl Slowdown {
-    /// Sizes, the measured window and the decisions, in one line.
+    /// Sizes and what was compared, in one line.
     pub fn detail(&self) -> String {
-        let (reads, writes) = self.iocbs;
-        let mut parts = vec![
-            format!("{reads} reads and {writes} writes of 1 MiB"),
-            format!("window of {} of {} µs", self.window.slack_micros, self.window.layer_micros),
-            format!("at most {} SMs by a bounded grid", self.io_sms),
-            format!("{:.0} writes carried over", self.carried_over),
-        ];
+        let (reads, writes) = self.pass.iocbs();
+        format!(
+            "{} passes of {} layers without a pause, {reads} reads and {writes} writes of 1 MiB in all modes, window of {} of {} µs, at most {} SMs by a bounded grid",
+            self.pass.passes,
+            self.pass.layers,
+            self.window.slack_micros,
+            self.window.layer_micros,
+            self.io_sms
+        )
+    }
+
+    /// Launches of the scheduler by direction and reason, in one line.
+    pub fn decisions(&self) -> String {
+        let mut parts = Vec::new();
         for direction in [Direction::Read, Direction::Write] {
             for reason in Reason::ALL {
                 let count = self.counters.launched(direction, reason);
                 if count.launches > 0 {
-                    let reason = reason.as_str();
-                    parts.push(format!(
-                        "{direction:?} {reason}: {} in {} launches",
-                        count.iocbs, count.launches
-                    ));
+                    let (reason, iocbs, launches) = (reason.as_str(), count.iocbs, count.launches);
+                    parts.push(format!("{direction:?} {reason}: {iocbs} in {launches} launches"));
                 }
             }
         }
         parts.join(", ")
+    }
+}
+
+impl ModeResult {
+    /// Bytes and what was left behind the layers, in one line.
+    pub fn detail(&self) -> String {
+        format!(
+            "{} MiB moved, {:.0} writes left behind the last layer, all I/O ended after {:.1} ms",
+            self.mebibytes, self.carried_over, self.total_ms
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_that_move_other_bytes_are_not_compared() {
+        let computation = Computation { phase: Phase::Prefill, input_tokens: 1, prefix_tokens: 1 };
+        let pass = Pass { computation, passes: 2, layers: 3, reads: 4, writes: 5 };
+        let run = PassResult { micros: 110.0, total_micros: 5000.0, carried_over: 7, iocbs: (16, 30) };
+        let result = mode_result(&pass, 100.0, &[run]).expect("equal work");
+        assert!((result.percent - 10.0).abs() < 1e-9, "{result:?}");
+        assert_eq!((result.total_ms, result.mebibytes, result.carried_over), (5.0, 46, 7.0));
+        let less = PassResult { iocbs: (16, 29), ..run };
+        let error = mode_result(&pass, 100.0, &[run, less]).expect_err("a write less");
+        assert!(error.to_string().contains("cannot be compared"), "{error}");
     }
 }

@@ -32,7 +32,8 @@ enum Direction {
     Save,
 }
 
-/// Streams and window of transfers; one transfer at a time uses them.
+/// Streams and window of transfers; one transfer at a time uses them. Transfers keep the memory of their jobs for the
+/// next one: releasing GPU memory would wait for all work of the GPU.
 #[derive(Debug)]
 pub struct Staged<'a> {
     kernels: &'a Kernels,
@@ -40,6 +41,8 @@ pub struct Staged<'a> {
     pages: Stream,
     halves: [Half; 2],
     window: DeviceMemory,
+    /// Memory of the jobs of the last transfer, for the next one.
+    room: Option<DeviceMemory>,
     slot_bytes: u64,
     half_slots: u32,
 }
@@ -80,6 +83,7 @@ impl<'a> Staged<'a> {
             pages: partition.io_stream()?,
             halves: [half()?, half()?],
             window: DeviceMemory::new(gpu, 2 * u64::from(half_slots) * slot_bytes)?,
+            room: None,
             slot_bytes,
             half_slots,
         })
@@ -100,7 +104,7 @@ impl<'a> Staged<'a> {
     /// `expected` has the CRC32C of each object of each block, or is empty. Blocks with other checksums are in the
     /// result's mismatches; their pages have the wrong bytes and must not be used. Errors: blocks outside.
     pub fn load(
-        &self,
+        &mut self,
         layout: &DeviceLayout,
         blocks: &[HostBlock<'_>],
         expected: &[u32],
@@ -108,21 +112,25 @@ impl<'a> Staged<'a> {
         let kind = if expected.is_empty() { CopyKind::Scatter } else { CopyKind::ScatterChecked };
         let jobs = self.jobs(layout, blocks, expected)?;
         self.transfer(Direction::Load, kind, &jobs, blocks)?;
-        if expected.is_empty() { Ok(CopyResult::default()) } else { jobs.result() }
+        let result = if expected.is_empty() { Ok(CopyResult::default()) } else { jobs.result() };
+        self.room = Some(jobs.into_room());
+        result
     }
 
     /// Saves blocks of paged memory to host memory, waits until they are there, and returns their checksums.
     ///
     /// Errors: blocks outside, host memory that is registered for reading only.
-    pub fn save(&self, layout: &DeviceLayout, blocks: &[HostBlock<'_>]) -> Result<CopyResult, GpuError> {
+    pub fn save(&mut self, layout: &DeviceLayout, blocks: &[HostBlock<'_>]) -> Result<CopyResult, GpuError> {
         let jobs = self.jobs(layout, blocks, &[])?;
         self.transfer(Direction::Save, CopyKind::GatherChecked, &jobs, blocks)?;
-        jobs.result()
+        let result = jobs.result();
+        self.room = Some(jobs.into_room());
+        result
     }
 
     /// Uploads the jobs: the slot of a block is its place in the window.
     fn jobs(
-        &self,
+        &mut self,
         layout: &DeviceLayout,
         blocks: &[HostBlock<'_>],
         expected: &[u32],
@@ -140,9 +148,8 @@ impl<'a> Staged<'a> {
             slot: (index % count as usize) as u32,
         };
         let jobs: Vec<CopyJob> = blocks.iter().enumerate().map(job).collect();
-        let address = self.window.address(0, self.window.bytes())?;
-        let slots = Slots { address, stride: self.slot_bytes, count };
-        layout.jobs(slots, &jobs, 0..layout.layout().objects(), expected)
+        let slots = Slots::on_gpu(&self.window, self.slot_bytes, count)?;
+        layout.jobs_in(self.room.take(), slots, (&jobs, expected), 0..layout.layout().objects())
     }
 
     fn transfer(

@@ -9,7 +9,8 @@ use reprise_buffers::Span;
 use super::driver::call;
 use super::{Gpu, GpuError};
 
-/// An allocation of GPU memory. It is released when no work uses it any longer.
+/// An allocation of GPU memory. Dropping it waits until the GPU has nothing to do: for ever while a kernel of a ring runs,
+/// see [`GpuRunner`](crate::ring::GpuRunner).
 #[derive(Debug)]
 pub struct DeviceMemory {
     gpu: Gpu,
@@ -17,7 +18,8 @@ pub struct DeviceMemory {
     bytes: u64,
 }
 
-/// Pinned host memory: an allocation, or a registered mapping such as a region of the arena.
+/// Pinned host memory: an allocation, or a registered mapping such as a region of the arena. Dropping it waits as that of
+/// [`DeviceMemory`] does.
 pub struct HostMemory {
     gpu: Gpu,
     pointer: *mut u8,

@@ -53,11 +53,7 @@ pub fn device_copies(kernels: &Kernels, repetitions: usize) -> Result<Vec<Measur
         let job = |(slot, block): (usize, u32)| CopyJob { block, slot: slot as u32 };
         let jobs: Vec<CopyJob> = order.into_iter().enumerate().map(job).collect();
         let table = DeviceLayout::new(&case.layout, &pages)?;
-        let all = Slots {
-            address: slots.address(0, bytes)?,
-            stride: case.layout.slot_bytes(),
-            count: case.layout.blocks(),
-        };
+        let all = Slots::on_gpu(&slots, case.layout.slot_bytes(), case.layout.blocks())?;
         let jobs = table.jobs(all, &jobs, 0..case.layout.objects(), &[])?;
         let mut ratios = vec![Vec::new(); CopyKind::ALL.len()];
         let mut bandwidths = ratios.clone();

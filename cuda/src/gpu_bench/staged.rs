@@ -135,7 +135,7 @@ pub fn staged_load(
     let bytes = source.shape.bytes();
     let pages = DeviceMemory::new(gpu, bytes)?;
     let layout = DeviceLayout::new(&KvLayout::split(source.shape)?, &pages)?;
-    let staged = Staged::new(kernels, partition, source.shape.block_bytes(), WINDOW_BYTES)?;
+    let mut staged = Staged::new(kernels, partition, source.shape.block_bytes(), WINDOW_BYTES)?;
     let pinned = HostMemory::new(gpu, bytes)?;
     let stream = Stream::new(gpu)?;
     let order = Random(1).permutation(blocks);
@@ -164,7 +164,7 @@ pub fn staged_load(
             unchecked.push(bytes as f64 / plain / 1e9);
         }
     }
-    compare_sample(&staged, &layout, &host_blocks, &pinned)?;
+    compare_sample(&mut staged, &layout, &host_blocks, &pinned)?;
     let scaled = if blocks == BLOCKS { "" } else { ", scaled down to the free memory" };
     let detail = format!(
         "{} blocks of 2 MiB{scaled}, {} SMs for I/O by {}, {repetitions} repetitions",
@@ -183,7 +183,7 @@ pub fn staged_load(
 
 /// Saves some of the loaded blocks to other memory and compares every byte with their source.
 fn compare_sample(
-    staged: &Staged<'_>,
+    staged: &mut Staged<'_>,
     layout: &DeviceLayout,
     loaded: &[HostBlock<'_>],
     target: &HostMemory,

@@ -154,7 +154,7 @@ impl Rig {
 
     /// Deletes the queue pairs; no ring may drive them.
     pub(super) fn stop(mut self) -> Result<(), RingError> {
-        for queue in std::mem::take(&mut self.owned) {
+        for queue in &mut self.owned {
             queue.delete(&mut self.controller)?;
         }
         Ok(())

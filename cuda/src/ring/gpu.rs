@@ -46,15 +46,23 @@ impl WorkMemory {
     }
 }
 
-/// A kernel that drives queues of a ring. Dropping it parks them and waits for the kernel.
+/// A kernel that drives queues of a ring. Dropping it parks them, waits for the kernel, and only then releases what the
+/// kernel uses: the memory of the ring and of its queue pairs, and the kernels, which it borrows.
+///
+/// The kernel runs until then. The driver releases memory and kernels of a GPU only when the GPU has nothing to do, so
+/// while a runner lives, dropping any [`HostMemory`], [`DeviceMemory`] or [`Kernels`] of the same GPU waits for ever, and
+/// so does [`Gpu::synchronize`]. Whoever has a runner allocates before its start, keeps buffers for later use, as
+/// [`Staged`](crate::staged::Staged) does, and drops the runner first.
 #[derive(Debug)]
-pub struct GpuRunner {
+pub struct GpuRunner<'a> {
     shared: Arc<Shared>,
     queues: Range<usize>,
     stream: Stream,
+    /// They must stay loaded while the kernel runs.
+    _kernels: &'a Kernels,
 }
 
-impl GpuRunner {
+impl<'a> GpuRunner<'a> {
     /// Starts the kernel for queues that have a queue pair, on at most `sms` SMs. All memory of the ring must be
     /// registered for the GPU: see [`RingMemory::registered`].
     ///
@@ -63,10 +71,10 @@ impl GpuRunner {
     pub fn start(
         ring: &Ring,
         queues: Range<usize>,
-        kernels: &Kernels,
+        kernels: &'a Kernels,
         stream: Stream,
         sms: u32,
-    ) -> Result<GpuRunner, RingError> {
+    ) -> Result<GpuRunner<'a>, RingError> {
         let shared = Arc::clone(&ring.shared);
         for queue in queues.clone() {
             if ring.queues.get(queue).is_none_or(|state| state.queue.is_none()) {
@@ -96,12 +104,13 @@ impl GpuRunner {
             release(queues);
             return Err(error.into());
         }
-        Ok(GpuRunner { shared, queues, stream })
+        Ok(GpuRunner { shared, queues, stream, _kernels: kernels })
     }
 }
 
-impl Drop for GpuRunner {
+impl Drop for GpuRunner<'_> {
     fn drop(&mut self) {
+        // Before the fields are dropped: releasing memory waits for the kernel, which waits for this request.
         for queue in self.queues.clone() {
             self.shared.request(queue, Request::Park);
         }
@@ -138,17 +147,19 @@ pub(super) fn with_kernel<T>(
     let gpu = kernels.gpu();
     let rig = Rig::start(settings, |bytes| RingMemory::registered(gpu, bytes))?;
     let registers = Arc::new(register_doorbells(gpu, &rig)?);
+    let base = registers.device_address(0, registers.bytes())?;
+    let reached = base + offset::DOORBELLS as u64..base + registers.bytes();
     let ring_settings = bench::ring_settings(settings);
     let (shared, work) = ring_settings.memory_bytes()?;
     let mut ring =
         Ring::new(&ring_settings, RingMemory::registered(gpu, shared)?, WorkMemory::on_gpu(gpu, work)?)?;
     for (index, queue) in rig.owned.iter().enumerate() {
         let address = |at: usize| registers.device_address(at as u64, 4);
-        let (submission, completion) =
-            (address(queue.raw().submission_doorbell())?, address(queue.raw().completion_doorbell())?);
+        let (submission, completion) = queue.doorbell_offsets();
+        let words = (address(submission)?, address(completion)?);
         // SAFETY: the GPU may store to doorbells at any time, and reaches them while the registration lives.
         let doorbells =
-            unsafe { Doorbells::of_processor(submission, completion, Arc::clone(&registers) as Arc<_>) };
+            unsafe { Doorbells::of_processor(words, reached.clone(), Arc::clone(&registers) as Arc<_>) };
         ring.init_queue(index, queue.with_doorbells(doorbells)?)?;
     }
     let runner =
@@ -164,8 +175,7 @@ fn register_doorbells(gpu: &Gpu, rig: &Rig) -> Result<HostMemory, RingError> {
     let backing = Arc::clone(rig.controller.backing());
     let unmapped = || RingError::Invalid("registers that are not mapped".to_owned());
     let base = backing.register_address(0).ok_or_else(unmapped)?;
-    let last =
-        rig.owned.iter().map(|queue| queue.raw().completion_doorbell()).max().unwrap_or(offset::DOORBELLS);
+    let last = rig.owned.iter().map(|queue| queue.doorbell_offsets().1).max().unwrap_or(offset::DOORBELLS);
     let bytes = (last + 4).next_multiple_of(PAGE_BYTES) as u64;
     let keep: Box<dyn Any + Send + Sync> = Box::new(Registers(backing));
     // SAFETY: registers are mapped in whole pages, and stay mapped while the backing lives, which `keep` has.

@@ -28,14 +28,25 @@ impl HostRunner {
     /// Starts the threads of queues that have a queue pair.
     ///
     /// # Errors
-    /// `Invalid` if a queue has none, or is driven; `Thread`.
+    /// `Invalid` if a queue has none, or is driven, or if memory of the ring or a queue pair is that of another processor;
+    /// `Thread`.
     pub fn start(ring: &Ring, queues: impl IntoIterator<Item = usize>) -> Result<HostRunner, RingError> {
         let shared = Arc::clone(&ring.shared);
         let ending = Arc::new(AtomicBool::new(false));
         let mut runner = HostRunner { shared, queues: Vec::new(), ending, threads: Vec::new() };
+        if !runner.shared.memory.is_host() || !runner.shared.work.is_host() {
+            return Err(RingError::Invalid(
+                "memory of another processor: threads need a ring of `Ring::on_host`".to_owned(),
+            ));
+        }
         for queue in queues {
-            if ring.queues.get(queue).is_none_or(|state| state.queue.is_none()) {
+            let Some(pair) = ring.queues.get(queue).and_then(|state| state.queue.as_ref()) else {
                 return Err(RingError::Invalid(format!("queue {queue} without a queue pair")));
+            };
+            if !pair.memory.is_host() {
+                return Err(RingError::Invalid(format!(
+                    "queue {queue} with memory of another processor: threads need `RingMemory::allocate`"
+                )));
             }
             if runner.shared.attached[queue].swap(true, Ordering::AcqRel) {
                 return Err(RingError::Invalid(format!("queue {queue} has a thread already")));
@@ -86,5 +97,36 @@ fn drive(shared: &Shared, queue: usize, ending: &AtomicBool) {
         // `shared` has its `RingQueue`, which is replaced only while the CPU has claimed the queue. Other threads access
         // the memory as atomic words only.
         unsafe { reprise_ring_run(base, queue as u32) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::{RingMemory, RingSettings, WorkMemory};
+
+    #[test]
+    fn threads_refuse_a_ring_in_memory_of_another_processor() {
+        let settings = RingSettings { depth: 2, queues: 1, entries_max: 2 };
+        let (shared, work) = settings.memory_bytes().expect("valid");
+        let host = || RingMemory::allocate(shared).expect("memory");
+        let others = || {
+            let memory = host();
+            let (span, keep) = (memory.span().clone(), Arc::new(memory));
+            // SAFETY: no processor runs the ring, so nothing accesses this address.
+            let of_memory = unsafe { RingMemory::of_processor(span, 1 << 40, keep.clone()) };
+            // SAFETY: as above.
+            let of_work = unsafe { WorkMemory::of_processor(1 << 41, work, keep) };
+            (of_memory.expect("whole pages"), of_work)
+        };
+        let allocated = || WorkMemory::allocate(work).expect("memory");
+        for (memory, work) in [(others().0, allocated()), (host(), others().1), others()] {
+            let ring = Ring::new(&settings, memory, work).expect("valid");
+            let refused = HostRunner::start(&ring, [0]).expect_err("not this process");
+            assert!(refused.to_string().contains("memory of another processor"), "{refused}");
+        }
+        let ring = Ring::new(&settings, host(), allocated()).expect("valid");
+        let refused = HostRunner::start(&ring, [0]).expect_err("no queue pair");
+        assert!(refused.to_string().contains("without a queue pair"), "{refused}");
     }
 }

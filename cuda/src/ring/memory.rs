@@ -13,8 +13,8 @@ use crate::ring::RingError;
 pub struct RingMemory {
     span: Span,
     processor: u64,
-    /// What keeps the processor's address valid, besides the span.
-    _keep: Option<Arc<dyn Keep>>,
+    /// What keeps the address of another processor valid, besides the span; `None` for this process.
+    keep: Option<Arc<dyn Keep>>,
 }
 
 /// Memory that only the ring's processor accesses.
@@ -22,6 +22,8 @@ pub struct RingMemory {
 pub struct WorkMemory {
     address: u64,
     bytes: usize,
+    /// This process reaches it at the same address.
+    is_host: bool,
     _keep: Arc<dyn Keep>,
 }
 
@@ -48,7 +50,7 @@ impl RingMemory {
     pub fn host(span: Span) -> Result<RingMemory, RingError> {
         let processor = span.as_ptr().addr() as u64;
         check(&span)?;
-        Ok(RingMemory { span, processor, _keep: None })
+        Ok(RingMemory { span, processor, keep: None })
     }
 
     /// Uses memory that another processor accesses at `processor`, as long as `keep` lives.
@@ -64,7 +66,7 @@ impl RingMemory {
         keep: Arc<dyn Keep>,
     ) -> Result<RingMemory, RingError> {
         check(&span)?;
-        Ok(RingMemory { span, processor, _keep: Some(keep) })
+        Ok(RingMemory { span, processor, keep: Some(keep) })
     }
 
     /// Returns the memory as a span.
@@ -80,6 +82,11 @@ impl RingMemory {
     /// Returns the address for the ring's processor.
     pub fn processor_address(&self) -> u64 {
         self.processor
+    }
+
+    /// Reports whether threads of this process can be the ring's processor.
+    pub(super) fn is_host(&self) -> bool {
+        self.keep.is_none()
     }
 
     /// Fills a range of whole double words with zeros.
@@ -117,7 +124,12 @@ impl WorkMemory {
     /// `Memory` if the machine has too little.
     pub fn allocate(bytes: usize) -> Result<WorkMemory, RingError> {
         let memory = RingMemory::allocate(bytes)?;
-        Ok(WorkMemory { address: memory.processor, bytes: memory.bytes(), _keep: Arc::new(memory) })
+        Ok(WorkMemory {
+            address: memory.processor,
+            bytes: memory.bytes(),
+            is_host: true,
+            _keep: Arc::new(memory),
+        })
     }
 
     /// Uses memory of another processor, as long as `keep` lives.
@@ -126,7 +138,7 @@ impl WorkMemory {
     /// The processor that runs the ring must reach `bytes` bytes from `address`, a multiple of 128, and no other
     /// software uses them.
     pub unsafe fn of_processor(address: u64, bytes: usize, keep: Arc<dyn Keep>) -> WorkMemory {
-        WorkMemory { address, bytes, _keep: keep }
+        WorkMemory { address, bytes, is_host: false, _keep: keep }
     }
 
     /// Returns the size in bytes.
@@ -136,6 +148,11 @@ impl WorkMemory {
 
     pub(super) fn address(&self) -> u64 {
         self.address
+    }
+
+    /// Reports whether threads of this process can be the ring's processor.
+    pub(super) fn is_host(&self) -> bool {
+        self.is_host
     }
 }
 

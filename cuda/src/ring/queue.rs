@@ -1,5 +1,6 @@
 //! A queue pair as a ring drives it, and its owner.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -63,6 +64,8 @@ impl QueueShape {
 pub struct Doorbells {
     pub(super) submission: u64,
     pub(super) completion: u64,
+    /// Addresses of registers that the processor reaches; `None` if the backing knows.
+    registers: Option<Range<u64>>,
     _keep: Arc<dyn Keep>,
 }
 
@@ -77,27 +80,43 @@ impl Doorbells {
             _ => Err(RingError::Invalid(format!("a doorbell at {offset} of {} bytes", registers.len()))),
         };
         let (submission, completion) = (address(submission)?, address(completion)?);
-        Ok(Doorbells { submission, completion, _keep: Arc::new(registers.clone()) })
+        let start = registers.as_ptr().addr() as u64;
+        let range = start..start + registers.len() as u64;
+        Ok(Doorbells { submission, completion, registers: Some(range), _keep: Arc::new(registers.clone()) })
     }
 
-    /// Uses addresses of doorbells for the ring's processor, as long as `keep` lives.
+    /// Uses addresses of doorbells for the ring's processor, as long as `keep` lives. `registers` are the addresses at
+    /// which it reaches doorbells of the controller.
     ///
     /// # Safety
-    /// The processor that runs the ring may store words of 4 bytes there.
-    pub unsafe fn of_processor(submission: u64, completion: u64, keep: Arc<dyn Keep>) -> Doorbells {
-        Doorbells { submission, completion, _keep: keep }
+    /// The processor that runs the ring may store words of 4 bytes to both, and to multiples of 4 in `registers`.
+    pub unsafe fn of_processor(
+        (submission, completion): (u64, u64),
+        registers: Range<u64>,
+        keep: Arc<dyn Keep>,
+    ) -> Doorbells {
+        Doorbells { submission, completion, registers: Some(registers), _keep: keep }
     }
-}
 
-impl Doorbells {
     /// Returns the doorbells at a distance in bytes: those of another queue of the controller.
-    pub(super) fn moved(&self, by: i64) -> Doorbells {
-        let moved = |address: u64| address.wrapping_add_signed(by);
-        Doorbells {
-            submission: moved(self.submission),
-            completion: moved(self.completion),
+    ///
+    /// # Errors
+    /// `Invalid` if one lies outside of the registers that the processor reaches.
+    pub(super) fn moved(&self, by: i64) -> Result<Doorbells, RingError> {
+        let moved = |address: u64| {
+            let to = address.checked_add_signed(by).filter(|to| by % 4 == 0 && to.checked_add(4).is_some());
+            to.filter(|to| {
+                self.registers.as_ref().is_none_or(|all| all.start <= *to && *to + 4 <= all.end)
+            })
+            .ok_or_else(|| RingError::Invalid(format!("a doorbell {by} bytes from {address:#x}, outside of the registers that the processor reaches")))
+        };
+        let (submission, completion) = (moved(self.submission)?, moved(self.completion)?);
+        Ok(Doorbells {
+            submission,
+            completion,
+            registers: self.registers.clone(),
             _keep: Arc::clone(&self._keep),
-        }
+        })
     }
 }
 
@@ -152,11 +171,24 @@ impl RingQueue {
 /// [deleted](Self::delete) before the controller is dropped, or its number stays in use.
 #[derive(Debug)]
 pub struct OwnedQueue<B: Backing> {
-    raw: RawQueuePair,
+    pair: Pair,
+    /// Offsets of the doorbells in BAR 0.
+    doorbells: (usize, usize),
     shape: QueueShape,
     memory: RingMemory,
     mapping: DmaMapping,
     backing: Arc<B>,
+}
+
+/// What is known of a queue pair at its controller.
+#[derive(Debug)]
+enum Pair {
+    /// It exists.
+    Live(RawQueuePair),
+    /// It does not exist.
+    Deleted,
+    /// Its deletion was not confirmed: only a reset ends it.
+    Unknown,
 }
 
 /// Registers of a backing stay mapped while it lives.
@@ -195,7 +227,8 @@ impl<B: Backing> OwnedQueue<B> {
         let mapping = backing.map(memory.span())?;
         let raw = create(controller, &memory, &mapping, entries)?;
         let shape = QueueShape { id: raw.id(), ..shape };
-        Ok(OwnedQueue { raw, shape, memory, mapping, backing })
+        let doorbells = (raw.submission_doorbell(), raw.completion_doorbell());
+        Ok(OwnedQueue { pair: Pair::Live(raw), doorbells, shape, memory, mapping, backing })
     }
 
     /// Returns the shape of the queue pair.
@@ -203,9 +236,9 @@ impl<B: Backing> OwnedQueue<B> {
         self.shape
     }
 
-    /// Returns the raw queue pair.
-    pub fn raw(&self) -> &RawQueuePair {
-        &self.raw
+    /// Returns the offsets of the tail doorbell of the submissions and the head doorbell of the completions in BAR 0.
+    pub fn doorbell_offsets(&self) -> (usize, usize) {
+        self.doorbells
     }
 
     /// Returns the address of the memory for the controller.
@@ -224,12 +257,11 @@ impl<B: Backing> OwnedQueue<B> {
                 RingError::Invalid("registers that are not mapped: use the driver's own queue pairs".into())
             })
         };
-        let (submission, completion) =
-            (address(self.raw.submission_doorbell())?, address(self.raw.completion_doorbell())?);
+        let (submission, completion) = (address(self.doorbells.0)?, address(self.doorbells.1)?);
         let keep = Arc::new(KeepBacking(Arc::clone(&self.backing)));
-        // SAFETY: `Backing::register_address` returns addresses of registers that stay valid while the backing lives,
-        // and doorbells may be written at any time.
-        let doorbells = unsafe { Doorbells::of_processor(submission, completion, keep) };
+        // `Backing::register_address` returns addresses of registers that stay valid while the backing lives, and
+        // doorbells may be written at any time. `recreate` asks it about moved ones.
+        let doorbells = Doorbells { submission, completion, registers: None, _keep: keep };
         self.with_doorbells(doorbells)
     }
 
@@ -245,23 +277,48 @@ impl<B: Backing> OwnedQueue<B> {
     /// change. Afterwards the controller no longer accesses memory of the commands that it had.
     ///
     /// # Errors
-    /// If the controller does not confirm, that memory must not be used again before a reset.
-    pub fn recreate(self, controller: &mut Controller<B>) -> Result<OwnedQueue<B>, RingError> {
-        let OwnedQueue { raw, shape, memory, mapping, backing } = self;
-        controller.delete_raw_queue_pair(raw)?;
-        let raw = create(controller, &memory, &mapping, shape.entries)?;
-        let shape = QueueShape { id: raw.id(), ..shape };
-        Ok(OwnedQueue { raw, shape, memory, mapping, backing })
+    /// If the controller does not confirm, it may still access the queue pair and memory of its commands: both stay mapped
+    /// while this value lives, and must live until a reset. If only the creation fails, another call tries it again.
+    pub fn recreate(&mut self, controller: &mut Controller<B>) -> Result<(), RingError> {
+        self.end(controller)?;
+        let raw = create(controller, &self.memory, &self.mapping, self.shape.entries)?;
+        self.shape.id = raw.id();
+        self.doorbells = (raw.submission_doorbell(), raw.completion_doorbell());
+        self.pair = Pair::Live(raw);
+        let is_mapped = |offset: usize| self.backing.register_address(offset).is_some();
+        if is_mapped(0) && !(is_mapped(self.doorbells.0) && is_mapped(self.doorbells.1)) {
+            return Err(outside(self.doorbells));
+        }
+        Ok(())
     }
 
     /// Deletes the queue pair, and returns its memory. No ring may drive it.
     ///
     /// # Errors
-    /// As [`recreate`](Self::recreate).
-    pub fn delete(self, controller: &mut Controller<B>) -> Result<RingMemory, RingError> {
-        controller.delete_raw_queue_pair(self.raw)?;
-        Ok(self.memory)
+    /// If the controller does not confirm: as [`recreate`](Self::recreate).
+    pub fn delete(&mut self, controller: &mut Controller<B>) -> Result<RingMemory, RingError> {
+        self.end(controller)?;
+        Ok(self.memory.clone())
     }
+
+    fn end(&mut self, controller: &mut Controller<B>) -> Result<(), RingError> {
+        match std::mem::replace(&mut self.pair, Pair::Unknown) {
+            Pair::Live(raw) => controller.delete_raw_queue_pair(raw)?,
+            Pair::Deleted => {}
+            Pair::Unknown => {
+                return Err(RingError::Invalid(format!(
+                    "queue pair {} whose end the controller has not confirmed: reset the controller first",
+                    self.shape.id
+                )));
+            }
+        }
+        self.pair = Pair::Deleted;
+        Ok(())
+    }
+}
+
+fn outside(offsets: (usize, usize)) -> RingError {
+    RingError::Invalid(format!("doorbells at {offsets:?} outside of the mapped registers"))
 }
 
 fn create<B: Backing>(
@@ -279,4 +336,22 @@ fn create<B: Backing>(
         entries,
         QueueAddresses { submissions, completions: submissions + offset as u64 },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn doorbells_move_inside_of_the_registers_only() {
+        let memory = RingMemory::allocate(2 * PAGE_BYTES).expect("two pages");
+        let doorbells = Doorbells::mapped(memory.span(), 4096, 4100).expect("inside");
+        let last = doorbells.moved(4088).expect("the last words");
+        assert_eq!(last.completion + 4, memory.processor_address() + 2 * PAGE_BYTES as u64);
+        assert_eq!(doorbells.moved(-4096).expect("the first words").submission, memory.processor_address());
+        for by in [4092, 4096, -4100, 2, i64::MAX, i64::MIN] {
+            let error = doorbells.moved(by).expect_err("outside");
+            assert!(error.to_string().contains("outside of the registers"), "{by}: {error}");
+        }
+    }
 }

@@ -28,33 +28,34 @@ impl Ring {
     /// must run; a thread of the host resumes the queue, a GPU needs another launch.
     ///
     /// # Errors
-    /// `Nvme` if the controller fails; then only its reset ends its access. `Stuck` if the processor does not answer.
+    /// `Nvme` if the controller fails; then only its reset ends its access. `Stuck` if the processor does not answer. After
+    /// an error, `owned` keeps the queue pair mapped: it must live until the controller was reset.
     pub fn reclaim<B: Backing>(
         &mut self,
         queue: usize,
-        owned: OwnedQueue<B>,
+        owned: &mut OwnedQueue<B>,
         controller: &mut Controller<B>,
         grace: Duration,
-    ) -> Result<(OwnedQueue<B>, Reclaimed), RingError> {
+    ) -> Result<Reclaimed, RingError> {
         if self.given_up(queue) == 0 && !self.is_broken(queue) {
-            return Ok((owned, Reclaimed::Nothing));
+            return Ok(Reclaimed::Nothing);
         }
         let until = Instant::now() + grace;
         while !self.is_broken(queue) && Instant::now() < until {
             self.request_aborts(queue, controller)?;
             if self.given_up(queue) == 0 {
-                return Ok((owned, Reclaimed::Aborted));
+                return Ok(Reclaimed::Aborted);
             }
             std::thread::sleep(PAUSE);
         }
         self.park(queue)?;
-        let before = owned.raw().submission_doorbell();
-        let owned = owned.recreate(controller)?;
-        let moved = owned.raw().submission_doorbell() as i64 - before as i64;
+        let (before, _) = owned.doorbell_offsets();
+        owned.recreate(controller)?;
+        let moved = owned.doorbell_offsets().0 as i64 - before as i64;
         let pair = self.queues[queue].queue.as_ref().map(|one| one.doorbells.moved(moved));
         let doorbells = pair.ok_or_else(|| RingError::Invalid(format!("queue {queue} has no queue pair")))?;
-        self.resume(queue, owned.with_doorbells(doorbells)?)?;
-        Ok((owned, Reclaimed::Recreated))
+        self.resume(queue, owned.with_doorbells(doorbells?)?)?;
+        Ok(Reclaimed::Recreated)
     }
 
     /// Returns identifiers that were given up since the last call: for an abort by the owner of the controller.

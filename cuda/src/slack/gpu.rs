@@ -41,9 +41,11 @@ pub struct GpuMachine<'a> {
     open: IoStreams,
     jobs: [DeviceJobs; 2],
     io_sms: u32,
-    /// Begin of each layer of the pass.
+    /// Begin of each layer of the passes.
     begins: Vec<Event>,
-    /// End of each launch of the pass, in order.
+    /// End of the last layer.
+    ends: Vec<Event>,
+    /// End of each launch of the passes, in order.
     launches: Vec<Event>,
     // Memory that kernels use, released after the streams.
     _layout: DeviceLayout,
@@ -74,8 +76,7 @@ impl<'a> GpuMachine<'a> {
             // Reads go to the first half of the pages, writes come from the second one.
             let job = |slot: u32| CopyJob { block: index * blocks + slot, slot };
             let jobs: Vec<CopyJob> = (0..blocks).map(job).collect();
-            let address = memory.device_address(0, bytes)?;
-            let slots = Slots { address, stride: shape.block_bytes(), count: blocks };
+            let slots = Slots::on_host(memory, shape.block_bytes(), blocks)?;
             layout.jobs(slots, &jobs, 0..shape.objects(), &[])
         };
         let jobs = [upload(0, &host[0])?, upload(1, &host[1])?];
@@ -89,6 +90,7 @@ impl<'a> GpuMachine<'a> {
             jobs,
             io_sms,
             begins: Vec::new(),
+            ends: Vec::new(),
             launches: Vec::new(),
             _layout: layout,
             _pages: pages,
@@ -159,6 +161,7 @@ impl PassMachine for GpuMachine<'_> {
     fn start(&mut self) -> Result<(), GpuError> {
         self.kernels.gpu().synchronize()?;
         self.begins.clear();
+        self.ends.clear();
         self.launches.clear();
         Ok(())
     }
@@ -204,6 +207,20 @@ impl PassMachine for GpuMachine<'_> {
         end.record(&self.compute)?;
         self.compute.synchronize()?;
         let Some(first) = self.begins.first() else { return Ok(0.0) };
-        Ok(end.since(first)?.as_secs_f64() * 1e6)
+        let micros = end.since(first)?.as_secs_f64() * 1e6;
+        self.ends.push(end);
+        Ok(micros)
+    }
+
+    fn drain(&mut self) -> Result<f64, GpuError> {
+        for stream in [&self.compute, &self.limited, &self.open.read, &self.open.write] {
+            stream.synchronize()?;
+        }
+        let Some(first) = self.begins.first() else { return Ok(0.0) };
+        let mut last = 0.0;
+        for end in self.ends.iter().chain(&self.launches) {
+            last = f64::max(last, end.since(first)?.as_secs_f64() * 1e6);
+        }
+        Ok(last)
     }
 }

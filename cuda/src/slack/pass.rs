@@ -1,7 +1,8 @@
-//! Forward pass of a model whose layers read and write KV. Independent of the machine that computes it.
+//! Forward passes of a model whose layers read and write KV. Independent of the machine that computes it.
 //!
 //! The CPU is one layer ahead: when layer n begins, it launches I/O and enqueues layer n + 1, which waits for its
-//! reads. Layer 0 has no reads: they belong to the time before the pass.
+//! reads. The first layer of a pass has no reads: they belong to the time before the pass. Passes follow each other
+//! without a pause, so that I/O of one that is left may slow the next one.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ pub trait PassMachine {
     /// Why a pass failed.
     type Error;
 
-    /// Starts a pass.
+    /// Starts passes.
     ///
     /// # Errors
     /// The machine refused work.
@@ -31,7 +32,7 @@ pub trait PassMachine {
     /// The machine failed.
     fn wait_begin(&mut self, layer: u32) -> Result<(), Self::Error>;
 
-    /// Launches an I/O kernel now. Launches are numbered from 0 in each pass. `limited`: on few SMs, one kernel at a
+    /// Launches an I/O kernel now. Launches and layers are numbered from 0 since the start. `limited`: on few SMs, one kernel at a
     /// time; otherwise on all SMs, next to kernels of the other direction.
     ///
     /// # Errors
@@ -49,42 +50,75 @@ pub trait PassMachine {
     /// # Errors
     /// The machine failed.
     fn finish(&mut self) -> Result<f64, Self::Error>;
+
+    /// Waits for all launches too; returns the microseconds from the begin of the first layer until all has ended.
+    ///
+    /// # Errors
+    /// The machine failed.
+    fn drain(&mut self) -> Result<f64, Self::Error>;
 }
 
-/// Size of a pass.
+/// Size of passes that follow each other without a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pass {
     /// Computation of each layer.
     pub computation: Computation,
-    /// Number of layers, at least 1.
+    /// Number of passes, at least 1.
+    pub passes: u32,
+    /// Number of layers of each pass, at least 1.
     pub layers: u32,
-    /// Read IOCBs of each layer but the first.
+    /// Read IOCBs of each layer but the first of a pass.
     pub reads: u32,
     /// Write IOCBs of each layer.
     pub writes: u32,
 }
 
-/// I/O of a pass.
+impl Pass {
+    /// Returns the number of layers of all passes.
+    fn all_layers(&self) -> u32 {
+        self.passes * self.layers
+    }
+
+    /// Returns the read IOCBs of a layer, counted over all passes.
+    fn reads_of(&self, layer: u32) -> u32 {
+        if layer < self.all_layers() && !layer.is_multiple_of(self.layers) { self.reads } else { 0 }
+    }
+
+    /// Returns the read and write IOCBs of all passes.
+    pub fn iocbs(&self) -> (u32, u32) {
+        (self.passes * (self.layers - 1) * self.reads, self.all_layers() * self.writes)
+    }
+}
+
+/// I/O of passes.
 #[derive(Debug)]
 pub enum Mode<'a> {
     /// No I/O.
     Alone,
-    /// Reads of the next layer and writes of the last one start together before each layer.
-    Concurrent,
-    /// The scheduler decides before each layer.
+    /// Reads of the next layer and writes of the last one start before each layer. `limited`: on few SMs, one kernel
+    /// at a time, as launches of the scheduler; otherwise both together on all SMs.
+    Unscheduled {
+        /// Whether launches have the limits of those of the scheduler.
+        limited: bool,
+    },
+    /// The scheduler decides before each layer. What it has left waits over all passes, and is launched behind them.
     Scheduled(&'a mut Scheduler),
 }
 
-/// Result of a pass.
+/// Result of passes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PassResult {
-    /// Microseconds of the layers, with the time that they wait for reads.
+    /// Microseconds of the layers of all passes, with the time that they wait for reads.
     pub micros: f64,
-    /// Write IOCBs that were launched after the last layer had begun.
+    /// Microseconds until all I/O of the passes has ended too.
+    pub total_micros: f64,
+    /// Write IOCBs that were launched after the last layer had ended.
     pub carried_over: u32,
+    /// Read and write IOCBs that were launched.
+    pub iocbs: (u32, u32),
 }
 
-/// Runs a pass; all I/O has ended when it returns.
+/// Runs passes; all I/O has ended when it returns.
 ///
 /// # Errors
 /// The machine refused work or failed.
@@ -97,49 +131,51 @@ pub fn run_pass<M: PassMachine>(
     machine.enqueue(pass.computation, None)?;
     match mode {
         Mode::Alone => {
-            for layer in 0..pass.layers {
+            for layer in 0..pass.all_layers() {
                 machine.wait_begin(layer)?;
-                if layer + 1 < pass.layers {
+                if layer + 1 < pass.all_layers() {
                     machine.enqueue(pass.computation, None)?;
                 }
             }
-            Ok(PassResult { micros: machine.finish()?, carried_over: 0 })
+            let micros = machine.finish()?;
+            Ok(PassResult { micros, total_micros: machine.drain()?, ..PassResult::default() })
         }
-        Mode::Concurrent => concurrent(machine, pass),
+        Mode::Unscheduled { limited } => unscheduled(machine, pass, limited),
         Mode::Scheduled(scheduler) => Scheduled::new(machine, pass, scheduler).run(),
     }
 }
 
-fn concurrent<M: PassMachine>(machine: &mut M, pass: &Pass) -> Result<PassResult, M::Error> {
-    let mut launches = 0;
-    for layer in 0..pass.layers {
+fn unscheduled<M: PassMachine>(machine: &mut M, pass: &Pass, limited: bool) -> Result<PassResult, M::Error> {
+    let (mut launches, mut reads, mut writes) = (0, 0, 0);
+    for layer in 0..pass.all_layers() {
         machine.wait_begin(layer)?;
         let mut behind = None;
-        if layer + 1 < pass.layers && pass.reads > 0 {
-            machine.launch(Direction::Read, pass.reads, false)?;
+        let due = pass.reads_of(layer + 1);
+        if due > 0 {
+            machine.launch(Direction::Read, due, limited)?;
             behind = Some(launches);
             launches += 1;
+            reads += due;
         }
         if layer > 0 && pass.writes > 0 {
-            machine.launch(Direction::Write, pass.writes, false)?;
+            machine.launch(Direction::Write, pass.writes, limited)?;
             launches += 1;
+            writes += pass.writes;
         }
-        if layer + 1 < pass.layers {
+        if layer + 1 < pass.all_layers() {
             machine.enqueue(pass.computation, behind)?;
         }
     }
     let micros = machine.finish()?;
     if pass.writes > 0 {
-        machine.launch(Direction::Write, pass.writes, false)?;
-        launches += 1;
+        machine.launch(Direction::Write, pass.writes, limited)?;
+        writes += pass.writes;
     }
-    while machine.ended()? < launches {
-        std::thread::yield_now();
-    }
-    Ok(PassResult { micros, carried_over: pass.writes })
+    let total_micros = machine.drain()?;
+    Ok(PassResult { micros, total_micros, carried_over: pass.writes, iocbs: (reads, writes) })
 }
 
-/// State of a scheduled pass.
+/// State of scheduled passes. Layers are counted over all passes.
 struct Scheduled<'a, M> {
     machine: &'a mut M,
     pass: &'a Pass,
@@ -151,22 +187,21 @@ struct Scheduled<'a, M> {
     /// Launched IOCBs by launch, emptied when it ends.
     launches: Vec<Vec<Ticket>>,
     ended: usize,
+    /// Launched read and write IOCBs.
+    iocbs: (u32, u32),
 }
 
 impl<'a, M: PassMachine> Scheduled<'a, M> {
     fn new(machine: &'a mut M, pass: &'a Pass, scheduler: &'a mut Scheduler) -> Scheduled<'a, M> {
-        let mut layers = BTreeMap::new();
-        for layer in 1..pass.layers {
-            for _ in 0..pass.reads {
-                layers.extend(scheduler.push_read(layer).map(|ticket| (ticket, layer)));
-            }
-        }
-        let (last_read, launches) = (BTreeMap::new(), Vec::new());
-        Scheduled { machine, pass, scheduler, layers, last_read, launches, ended: 0 }
+        let (layers, last_read, launches) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        Scheduled { machine, pass, scheduler, layers, last_read, launches, ended: 0, iocbs: (0, 0) }
     }
 
     fn run(mut self) -> Result<PassResult, M::Error> {
-        for layer in 0..self.pass.layers {
+        for layer in 0..self.pass.all_layers() {
+            if layer.is_multiple_of(self.pass.layers) {
+                self.push_reads(layer);
+            }
             self.machine.wait_begin(layer)?;
             self.complete()?;
             if layer > 0 {
@@ -180,7 +215,7 @@ impl<'a, M: PassMachine> Scheduled<'a, M> {
                     break;
                 }
             }
-            if layer + 1 < self.pass.layers {
+            if layer + 1 < self.pass.all_layers() {
                 let behind = self.last_read.get(&(layer + 1)).copied();
                 self.machine.enqueue(self.pass.computation, behind)?;
             }
@@ -193,7 +228,16 @@ impl<'a, M: PassMachine> Scheduled<'a, M> {
             self.complete()?;
             std::thread::yield_now();
         }
-        Ok(PassResult { micros, carried_over })
+        Ok(PassResult { micros, total_micros: self.machine.drain()?, carried_over, iocbs: self.iocbs })
+    }
+
+    /// Adds the reads of a pass that begins with a layer.
+    fn push_reads(&mut self, first: u32) {
+        for layer in first..first + self.pass.layers {
+            for _ in 0..self.pass.reads_of(layer) {
+                self.layers.extend(self.scheduler.push_read(layer).map(|ticket| (ticket, layer)));
+            }
+        }
     }
 
     /// Adds the writes of a layer. A rejected one is not written, as a cache may do.
@@ -215,6 +259,10 @@ impl<'a, M: PassMachine> Scheduled<'a, M> {
         }
         let iocbs = u32::try_from(tickets.len()).unwrap_or(u32::MAX);
         self.launches.push(tickets);
+        match direction {
+            Direction::Read => self.iocbs.0 += iocbs,
+            Direction::Write => self.iocbs.1 += iocbs,
+        }
         self.machine.launch(direction, iocbs, true)
     }
 

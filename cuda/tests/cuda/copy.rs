@@ -150,3 +150,26 @@ fn invalid_copies_are_rejected_before_memory_is_accessed() {
     assert!(KvLayout::new(Vec::new(), 64, 4, 64).is_err());
     assert!(KvLayout::new(vec![0], 64, 0, 64).is_err());
 }
+
+#[test]
+fn layouts_that_kernels_cannot_count_are_rejected() {
+    let error = |layout: Result<KvLayout, reprise_cuda::gpu::GpuError>, part: &str| {
+        let error = layout.expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    // The end of each of these is a small number when it wraps.
+    error(KvLayout::new(vec![u64::MAX - 15], 64, 1, 64), "beyond 64 bits");
+    error(KvLayout::new(vec![0], 1 << 60, 17, 64), "beyond 64 bits");
+    error(KvLayout::new(vec![u64::MAX - 127], 64, 3, 64), "beyond 64 bits");
+    KvLayout::new(vec![u64::MAX - 127], 64, 1, 64).expect("it ends before");
+    // Sizes of which the number of chunks wraps to 0.
+    error(KvLayout::new(vec![0], 1 << 32, 1, u32::MAX - 15), "at most 1048576 of at most 1073741824");
+    KvLayout::new(vec![0], 1 << 30, 1, 1 << 30).expect("the largest object");
+    let shape = KvShape { layers: 1 << 16, parts: 1 << 16, blocks: 1, object_bytes: 16 };
+    let large = KvShape { layers: 1 << 19, parts: 2, blocks: u32::MAX, object_bytes: 1 << 30 };
+    for layout in [KvLayout::split, KvLayout::block_major, KvLayout::layer_major] {
+        error(layout(shape), "expected at most 1048576");
+        error(layout(large), "more than 2^63 bytes");
+    }
+    assert_eq!((shape.objects(), large.bytes()), (u32::MAX, u64::MAX));
+}

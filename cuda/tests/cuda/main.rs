@@ -5,3 +5,4 @@ mod driver;
 mod index;
 mod ptx;
 mod ring;
+mod toolkit;

@@ -154,7 +154,7 @@ fn compare(
     let bytes = case.slots.len() as u64;
     let result = if seed.is_multiple_of(2) {
         let slots = DeviceMemory::with_contents(gpu, &case.slots)?;
-        let place = Slots { address: slots.address(0, bytes)?, stride, count };
+        let place = Slots::on_gpu(&slots, stride, count)?;
         let jobs = layout.jobs(place, &case.jobs, case.objects.clone(), expected)?;
         kernels.copy(stream, kind, &jobs)?;
         stream.synchronize()?;
@@ -163,7 +163,7 @@ fn compare(
     } else {
         let slots = HostMemory::new(gpu, bytes)?;
         slots.write(0, &case.slots)?;
-        let place = Slots { address: slots.device_address(0, bytes)?, stride, count };
+        let place = Slots::on_host(&slots, stride, count)?;
         let jobs = layout.jobs(place, &case.jobs, case.objects.clone(), expected)?;
         kernels.copy(stream, kind, &jobs)?;
         stream.synchronize()?;

@@ -122,26 +122,26 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
 /// Slowdown of computation by I/O with the scheduler of slack, in percent at most.
 const SLACK_GOAL: f64 = 2.0;
 
-/// Measures how much I/O slows a pass of layers, with and without the scheduler of slack.
+/// Measures how much I/O slows passes of layers: with and without the scheduler of slack, and limited without it.
 fn slack_of_layers(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     let sms = options.sms.of(kernels.gpu().info().sms);
-    let result = slack::slowdown(kernels, sms, 16, 5).map_err(|error| StepError(error.to_string()))?;
-    let figure = |name: &str, value, goal| Measurement {
-        name: name.to_owned(),
-        value,
-        unit: "%",
-        goal,
-        detail: result.detail(),
-    };
-    checked("slack", &format!("a pass of 16 layers takes {:.1} ms alone", result.alone_ms));
-    figures(vec![
-        figure("computation slowed by I/O without the scheduler", result.concurrent_percent, None),
-        figure(
-            "computation slowed by I/O with the scheduler",
-            result.scheduled_percent,
-            Some(Goal::AtMost(SLACK_GOAL)),
-        ),
-    ])
+    let result = slack::slowdown(kernels, sms, 16, 3).map_err(|error| StepError(error.to_string()))?;
+    checked("slack", &format!("{}; {:.1} ms alone", result.detail(), result.alone_ms));
+    checked("launches of the scheduler", &result.decisions());
+    let modes = [
+        ("without the scheduler", result.concurrent, None),
+        ("on as few SMs without the scheduler", result.limited, None),
+        ("with the scheduler", result.scheduled, Some(Goal::AtMost(SLACK_GOAL))),
+    ];
+    let mut measured = Vec::new();
+    for (name, mode, goal) in modes {
+        let mut figure = |name: String, value, unit, goal| {
+            measured.push(Measurement { name, value, unit, goal, detail: mode.detail() });
+        };
+        figure(format!("computation slowed by I/O {name}"), mode.percent, "%", goal);
+        figure(format!("computation and all of its I/O {name}"), mode.total_ms, "ms", None);
+    }
+    figures(measured)
 }
 
 /// Prints measurements as JSON lines.

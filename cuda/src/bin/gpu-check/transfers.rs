@@ -65,7 +65,7 @@ fn case(kernels: &Kernels, partition: &Partition, seed: u64) -> Result<(), StepE
     random.fill(&mut pages);
     let device = DeviceMemory::with_contents(kernels.gpu(), &pages)?;
     let table = DeviceLayout::new(&layout, &device)?;
-    let staged = Staged::new(kernels, partition, bytes, (2 + random.below(7)) * bytes)?;
+    let mut staged = Staged::new(kernels, partition, bytes, (2 + random.below(7)) * bytes)?;
 
     // Some of the blocks, in places that may follow each other.
     let count = 1 + random.below(u64::from(blocks)) as usize;

@@ -92,6 +92,11 @@ impl PassMachine for Model {
         self.now = self.now.max(last);
         Ok(last)
     }
+
+    fn drain(&mut self) -> Result<f64, Infallible> {
+        let layer = self.layers.last().map_or(0.0, |(_, end)| *end);
+        Ok(self.launches.iter().map(|(.., end)| *end).fold(layer, f64::max))
+    }
 }
 
 fn scheduler(window: u32) -> Scheduler {
@@ -127,7 +132,7 @@ fn scheduler(window: u32) -> Scheduler {
 
 fn pass(layers: u32, reads: u32, writes: u32) -> Pass {
     let computation = Computation { phase: Phase::Prefill, input_tokens: 1, prefix_tokens: 1 };
-    Pass { computation, layers, reads, writes }
+    Pass { computation, passes: 1, layers, reads, writes }
 }
 
 #[test]
@@ -138,7 +143,7 @@ fn scheduled_io_hides_in_windows_and_concurrent_io_does_not() {
         (result.micros / (32.0 * LAYER) - 1.0) * 100.0
     };
     assert_eq!(percent(Mode::Alone), 0.0);
-    let concurrent = percent(Mode::Concurrent);
+    let concurrent = percent(Mode::Unscheduled { limited: false });
     let mut scheduler = scheduler(160);
     let scheduled = percent(Mode::Scheduled(&mut scheduler));
     assert!(
@@ -159,20 +164,46 @@ fn reads_that_do_not_fit_start_at_once() {
     assert_eq!(result.carried_over, 8 - 4);
 }
 
+#[test]
+fn all_modes_do_the_same_work_and_their_total_time_has_all_of_it() {
+    let pass = Pass { passes: 3, ..pass(8, 8, 16) };
+    let io = (3 * 7 * 8, 3 * 8 * 16);
+    let mut scheduler = scheduler(160);
+    let modes = [
+        Mode::Unscheduled { limited: false },
+        Mode::Unscheduled { limited: true },
+        Mode::Scheduled(&mut scheduler),
+    ];
+    for mode in modes {
+        let mut model = Model::new(160.0);
+        let name = format!("{mode:?}");
+        let result = run_pass(&mut model, &pass, mode).expect("passes");
+        assert_eq!((result.iocbs, model.layers.len()), (io, 24), "{name}");
+        assert_eq!((model.iocbs(Direction::Read), model.iocbs(Direction::Write)), io, "{name}");
+        let end = model.launches.iter().map(|(.., end)| *end).fold(result.micros, f64::max);
+        assert_eq!(result.total_micros, end, "{name}");
+        assert!(result.total_micros > result.micros, "{name}: the last writes end behind the layers");
+    }
+    // A window takes reads or writes: more writes than one pass has are left over all passes.
+    assert_eq!(scheduler.pending(), (0, 0));
+    let idle = scheduler.counters().launched(Direction::Write, Reason::Idle);
+    assert!(idle.launches >= 1 && idle.iocbs > 8 * 16, "{idle:?}");
+}
+
 proptest! {
     #[test]
     fn every_layer_begins_behind_its_reads_and_all_io_happens(
+        passes in 1_u32..4,
         layers in 1_u32..12,
         reads in 0_u32..20,
         writes in 0_u32..20,
         window in 1_u32..400,
     ) {
-        let (mut model, pass) = (Model::new(f64::from(window)), pass(layers, reads, writes));
+        let (mut model, pass) = (Model::new(f64::from(window)), Pass { passes, ..pass(layers, reads, writes) });
         let mut scheduler = scheduler(window);
-        run_pass(&mut model, &pass, Mode::Scheduled(&mut scheduler)).expect("a pass");
-        prop_assert_eq!(model.layers.len(), layers as usize);
-        prop_assert_eq!(model.iocbs(Direction::Read), (layers - 1) * reads);
-        prop_assert_eq!(model.iocbs(Direction::Write), layers * writes);
+        run_pass(&mut model, &pass, Mode::Scheduled(&mut scheduler)).expect("passes");
+        prop_assert_eq!(model.layers.len(), (passes * layers) as usize);
+        prop_assert_eq!((model.iocbs(Direction::Read), model.iocbs(Direction::Write)), pass.iocbs());
         // Reads are launched in the order of layers: those of layer n end with the n-th multiple.
         let mut seen = 0;
         for (direction, iocbs, end) in &model.launches {
@@ -180,8 +211,10 @@ proptest! {
                 continue;
             }
             seen += iocbs;
-            let covered = (seen / reads.max(1)).min(layers - 1) as usize;
-            let partial = covered + 1;
+            // The first layer of a pass has no reads, so layers with reads are counted without it.
+            let layer_of = |nth: u32| ((nth - 1) / (layers - 1) * layers + (nth - 1) % (layers - 1) + 1) as usize;
+            let full = seen / reads;
+            let (covered, partial) = (layer_of(full.max(1)), layer_of(full + 1));
             if let Some((begin, _)) = model.layers.get(partial).filter(|_| seen % reads.max(1) != 0) {
                 prop_assert!(begin >= end, "a layer began before a part of its reads had ended");
             }

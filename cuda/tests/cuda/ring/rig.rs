@@ -123,25 +123,26 @@ impl Rig {
 
     /// Reclaims a queue after commands were given up or a violation.
     pub(crate) fn reclaim(&mut self, queue: usize, grace: Duration) -> Reclaimed {
-        let owned = self.owned.remove(queue);
-        let (owned, outcome) =
-            self.ring.reclaim(queue, owned, &mut self.controller, grace).expect("the controller works");
-        self.owned.insert(queue, owned);
-        outcome
+        let owned = &mut self.owned[queue];
+        self.ring.reclaim(queue, owned, &mut self.controller, grace).expect("the controller works")
     }
 
     /// Fails to reclaim a queue, since its controller has failed.
     pub(crate) fn fail_to_reclaim(&mut self, queue: usize) {
-        let owned = self.owned.remove(queue);
+        let owned = &mut self.owned[queue];
         let failed = self.ring.reclaim(queue, owned, &mut self.controller, Duration::ZERO);
         assert!(matches!(failed, Err(RingError::Nvme(_))), "{failed:?}");
+        // The queue pair stays with its owner, who cannot end it either.
+        let again = self.ring.reclaim(queue, owned, &mut self.controller, Duration::ZERO);
+        let again = again.expect_err("the queue pair may live").to_string();
+        assert!(again.contains("reset the controller first"), "{again}");
     }
 
     /// Creates the queue pair of a parked queue again, and resumes the queue.
     pub(crate) fn recreate(&mut self, queue: usize) {
-        let owned = self.owned.remove(queue).recreate(&mut self.controller).expect("confirmed");
+        let owned = &mut self.owned[queue];
+        owned.recreate(&mut self.controller).expect("confirmed");
         self.ring.resume(queue, owned.for_host().expect("registers")).expect("it is parked");
-        self.owned.insert(queue, owned);
     }
 
     /// Drops everything but the threads of the ring.
@@ -153,7 +154,7 @@ impl Rig {
     pub(crate) fn stop(self) -> (EmulationCounters, Vec<u8>) {
         let Rig { ring, mut controller, owned, runner, data, mapping } = self;
         drop(runner);
-        for queue in owned {
+        for mut queue in owned {
             queue.delete(&mut controller).expect("confirmed");
         }
         let backing = std::sync::Arc::clone(controller.backing());
