@@ -317,7 +317,9 @@ impl CoreLoop {
                 self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
             }
             Input::Detach(device) => {
-                // The core first, so that it issues no further operations for the device.
+                // Queue pairs first: the core releases an idle device immediately. Then the core, so that it issues no
+                // further operations for the device.
+                self.executor.revoke_queues(device);
                 self.apply(Event::DeviceDetached { device });
                 self.executor.close_device(device);
             }

@@ -19,18 +19,22 @@ mod tests;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_buffers::MappedRegion;
-use reprise_nvme::{DmaMapping, LentDevice, LentQueue, LentRegisters, NvmeError, QueueLender};
+use reprise_nvme::{LentDevice, LentQueue, LentRegisters, NvmeError, QueueLender};
 use reprise_policy::SessionId;
 use reprise_policy::queue_grants::{
-    GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants, QueueRequest,
+    GrantEnd, GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants, QueueRequest,
 };
 
-use resources::{HeldQueues, Resources};
+use resources::{HeldQueues, MemoryAccess, Resources};
+
+/// How long a returned grant waits for a deletion that another thread has begun: longer than admin commands take.
+const END_WAIT: Duration = Duration::from_secs(10);
 
 /// Finds the controller of a device; `None` after the device was closed.
 pub(crate) type FindLender = Arc<dyn Fn() -> Option<Arc<dyn QueueLender>> + Send + Sync>;
@@ -97,6 +101,8 @@ pub(crate) struct GrantCounters {
 /// Grants of all sessions; see the module.
 pub(crate) struct QueueGrantService {
     state: Mutex<State>,
+    /// Notified when a grant has ended, or was not confirmed.
+    ended: Condvar,
     granted: AtomicU64,
     refused: AtomicU64,
     revoked: AtomicU64,
@@ -106,10 +112,9 @@ pub(crate) struct QueueGrantService {
 /// Grants of a device that is being closed.
 struct Revocation {
     device: DeviceId,
-    find: FindLender,
     grants: Vec<(GrantGeneration, SessionId)>,
     /// Memory of sessions, which the controller accesses until the queue pairs are deleted.
-    mappings: Vec<DmaMapping>,
+    mappings: Vec<MemoryAccess>,
     reason: String,
 }
 
@@ -148,7 +153,14 @@ impl QueueGrantService {
     pub(crate) fn new(limits: QueueGrantLimits) -> QueueGrantService {
         let state = State { table: QueueGrants::new(limits), resources: Resources::default() };
         let [granted, refused, revoked, unconfirmed] = std::array::from_fn(|_| AtomicU64::new(0));
-        QueueGrantService { state: Mutex::new(state), granted, refused, revoked, unconfirmed }
+        QueueGrantService {
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+            granted,
+            refused,
+            revoked,
+            unconfirmed,
+        }
     }
 
     /// Adds a device whose controller lends queue pairs.
@@ -160,10 +172,9 @@ impl QueueGrantService {
     pub(crate) fn revoke_device(self: &Arc<Self>, device: DeviceId, reason: &str) -> Option<JoinHandle<()>> {
         let revocation = {
             let mut state = self.lock();
-            let lending = state.resources.remove_device(device)?;
+            state.resources.remove_device(device)?;
             Revocation {
                 device,
-                find: lending.find,
                 grants: state.table.begin_revocation(device.0),
                 mappings: state.resources.take_mappings(device),
                 reason: reason.to_owned(),
@@ -172,19 +183,24 @@ impl QueueGrantService {
         if revocation.grants.is_empty() {
             return None;
         }
-        let service = Arc::clone(self);
+        let revocation = Arc::new(Mutex::new(Some(revocation)));
+        let (service, theirs) = (Arc::clone(self), Arc::clone(&revocation));
         let thread = std::thread::Builder::new().name(format!("revoke-{}", device.0));
-        let spawned = thread.spawn(move || service.revoke(revocation));
-        // The sessions then end their grants.
-        spawned
-            .inspect_err(|error| tracing::error!(device = device.0, %error, "cannot revoke queue pairs"))
-            .ok()
+        match thread.spawn(move || service.revoke(&theirs)) {
+            Ok(thread) => Some(thread),
+            Err(error) => {
+                tracing::error!(device = device.0, %error, "cannot spawn a thread: revoking queue pairs without it");
+                self.revoke(&revocation);
+                None
+            }
+        }
     }
 
-    fn revoke(&self, revocation: Revocation) {
-        let Revocation { device, find, grants, mappings, reason } = revocation;
+    fn revoke(&self, revocation: &Mutex<Option<Revocation>>) {
+        let taken = revocation.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Revocation { device, grants, mappings, reason }) = taken else { return };
         for (generation, session) in grants {
-            self.end(generation, &find);
+            self.end(generation);
             self.revoked.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
                 generation = generation.0,
@@ -202,14 +218,11 @@ impl QueueGrantService {
     }
 
     /// Notes that the core has released a device, and thus holds no extent of it for a fenced session. Its controller is
-    /// disabled next.
-    pub(crate) fn device_released(&self, device: DeviceId) {
-        let mut state = self.lock();
-        state.resources.remove_device(device);
-        let mappings = state.resources.take_mappings(device);
-        state.table.device_reset(device.0);
-        drop(state);
-        drop(mappings);
+    /// disabled next, and its number may be used again. Grants that still exist are revoked.
+    pub(crate) fn device_released(self: &Arc<Self>, device: DeviceId) {
+        self.revoke_device(device, "the agent has closed the device");
+        self.lock().table.device_reset(device.0);
+        self.ended.notify_all();
     }
 
     /// Maps memory of a session; returns its number.
@@ -274,11 +287,11 @@ impl QueueGrantService {
         let mut state = self.lock();
         state.table.created(generation);
         state.resources.hold(generation, held);
-        if state.resources.device(DeviceId(device)).is_none() {
+        if !state.resources.is_lent(DeviceId(device), &lending) {
             // Revoked while the queue pairs were created.
             state.table.begin_end(session, generation);
             drop(state);
-            self.end(generation, &lending.find);
+            self.end(generation);
             return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));
         }
         drop(state);
@@ -310,12 +323,14 @@ impl QueueGrantService {
         let span = region.and_then(|region| region.span(0, region.bytes()).ok());
         let span =
             span.ok_or_else(|| QueueGrantRefusal::Invalid(format!("memory {} is not registered", memory.0)))?;
-        let mapped = self.lock().resources.mapped_address(session, memory, DeviceId(device));
-        let memory_address = match mapped {
-            Some(address) => address,
+        let at = (session, memory, DeviceId(device));
+        let mapped = self.lock().resources.mapping(at, lending);
+        let access = match mapped {
+            Some(mapped) => mapped,
             None => {
                 let mapping = lender.map_lent(&span).map_err(|error| invalid("map the memory", &error))?;
-                self.lock().resources.add_mapping(session, memory, DeviceId(device), mapping)
+                let added = self.lock().resources.add_mapping(at, lending, mapping);
+                added.ok_or_else(|| QueueGrantRefusal::Invalid(format!("device {device} is closed")))?
             }
         };
         let mut lent: Vec<LentQueue> = Vec::new();
@@ -348,41 +363,45 @@ impl QueueGrantService {
             device: properties,
             namespace: lending.namespace,
             is_emulated: lending.is_emulated,
-            memory_address,
+            memory_address: access.address(),
         };
-        Ok((grant, HeldQueues { device: DeviceId(device), queues: held }))
+        let find = Arc::clone(&lending.find);
+        Ok((grant, HeldQueues { device: DeviceId(device), find, queues: held, _access: access }))
     }
 
-    /// Ends a grant at the request of its session. One that was revoked has ended already.
-    pub(crate) fn return_grant(&self, session: SessionId, generation: GrantGeneration) {
-        let find = {
-            let mut state = self.lock();
-            if !state.table.begin_end(session, generation) {
-                return;
-            }
-            state.resources.find_lender(generation)
-        };
-        self.end(generation, &find);
+    /// Ends a grant at the request of its session. One that was revoked has ended already, or ends now on another
+    /// thread, for which this call waits some seconds: `Pending` if that was too short.
+    pub(crate) fn return_grant(&self, session: SessionId, generation: GrantGeneration) -> GrantEnd {
+        let begun = self.lock().table.begin_end(session, generation);
+        if begun {
+            return if self.end(generation) { GrantEnd::Ended } else { GrantEnd::Unconfirmed };
+        }
+        let end = |state: &State| state.table.end_of(session, generation);
+        let pending = |state: &mut State| end(state) == GrantEnd::Pending;
+        let waited = self.ended.wait_timeout_while(self.lock(), END_WAIT, pending);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        end(&state)
     }
 
     /// Ends all grants of a session, then its memory. Blocks for the controllers.
     pub(crate) fn close_session(&self, session: SessionId) {
         let ending = self.lock().table.begin_session_end(session);
         for generation in ending {
-            let find = self.lock().resources.find_lender(generation);
-            self.end(generation, &find);
+            self.end(generation);
         }
         let memory = self.lock().resources.remove_session(session);
         // Unmapped without the lock.
         drop(memory);
     }
 
-    /// Deletes the queue pairs of a grant, then ends the access of the controller to their memory.
-    fn end(&self, generation: GrantGeneration, find: &FindLender) {
-        let Some(held) = self.lock().resources.take(generation) else { return };
+    /// Deletes the queue pairs of a grant, then ends the access of the controller to their memory. Returns whether the
+    /// controller has confirmed.
+    fn end(&self, generation: GrantGeneration) -> bool {
+        let taken = self.lock().resources.take(generation);
+        let Some(held) = taken else { return true };
         let mut confirmed = true;
         // A controller whose device was closed was disabled.
-        if let Some(lender) = find() {
+        if let Some(lender) = (held.find)() {
             for queue in &held.queues {
                 if let Err(error) = lender.delete(queue.id) {
                     confirmed = false;
@@ -401,6 +420,9 @@ impl QueueGrantService {
             state.table.not_confirmed(generation);
             self.unconfirmed.fetch_add(1, Ordering::Relaxed);
         }
+        drop(state);
+        self.ended.notify_all();
+        confirmed
     }
 
     /// Whether a controller may still run commands of a session that has ended.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! request ─▶ Creating ── created ─▶ Granted ── begin_end ─▶ Ending ── ended ─▶ removed
-//!               └── failed ─▶ removed                          └── not confirmed: the session stays fenced
+//!               └── failed ─▶ removed                          └── not_confirmed ─▶ Unconfirmed ── device_reset ─▶ removed
 //! ```
 //!
 //! A grant is identified by its generation, which is never used twice: a request that names an ended grant reaches no
@@ -74,12 +74,33 @@ enum State {
     Creating,
     Granted,
     Ending,
+    /// The controller did not confirm the end: commands may still run.
+    Unconfirmed,
+}
+
+/// Progress of the end of a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GrantEnd {
+    /// The session has no such grant: it has ended.
+    Ended,
+    /// The grant exists, or its queue pairs are being deleted.
+    Pending,
+    /// The controller did not confirm the deletion.
+    Unconfirmed,
 }
 
 #[derive(Debug)]
 struct Grant {
     request: QueueRequest,
     state: State,
+    /// The device was released: a later device may have its number.
+    is_device_gone: bool,
+}
+
+impl Grant {
+    fn is_on(&self, device: u8) -> bool {
+        self.request.device == device && !self.is_device_gone
+    }
 }
 
 /// Grants of all sessions; see the module.
@@ -89,8 +110,6 @@ pub struct QueueGrants {
     last: u64,
     grants: BTreeMap<GrantGeneration, Grant>,
     memories: BTreeMap<SessionId, Memories>,
-    /// Number of grants of each session whose end was not confirmed.
-    fenced: BTreeMap<SessionId, usize>,
 }
 
 /// Memories of one session.
@@ -103,8 +122,19 @@ struct Memories {
 impl QueueGrants {
     /// Creates a table without grants.
     pub fn new(limits: QueueGrantLimits) -> QueueGrants {
-        let (grants, memories, fenced) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        QueueGrants { limits, last: 0, grants, memories, fenced }
+        QueueGrants { limits, last: 0, grants: BTreeMap::new(), memories: BTreeMap::new() }
+    }
+
+    /// Whether sessions may have queue pairs.
+    ///
+    /// # Errors
+    /// `Invalid`, with the setting that is missing.
+    pub fn check_enabled(&self) -> Result<(), QueueGrantRefusal> {
+        if self.limits.pairs_per_device > 0 {
+            return Ok(());
+        }
+        let text = "this agent grants no queue pairs: set session.queue_pairs in its configuration";
+        Err(QueueGrantRefusal::Invalid(text.to_owned()))
     }
 
     /// Adds a memory of a session; returns its number.
@@ -158,7 +188,7 @@ impl QueueGrants {
         }
         let held = |of: Option<SessionId>| -> u32 {
             let counts = |grant: &&Grant| {
-                grant.request.device == device && of.is_none_or(|session| grant.request.session == session)
+                grant.is_on(device) && of.is_none_or(|session| grant.request.session == session)
             };
             self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum()
         };
@@ -174,7 +204,7 @@ impl QueueGrants {
         }
         self.last += 1;
         let generation = GrantGeneration(self.last);
-        self.grants.insert(generation, Grant { request, state: State::Creating });
+        self.grants.insert(generation, Grant { request, state: State::Creating, is_device_gone: false });
         Ok(generation)
     }
 
@@ -205,17 +235,17 @@ impl QueueGrants {
     /// Begins to end all grants of a session, which has ended; returns them.
     pub fn begin_session_end(&mut self, session: SessionId) -> Vec<GrantGeneration> {
         self.memories.remove(&session);
-        self.begin_all(|request| request.session == session)
+        self.begin_all(|grant| grant.request.session == session)
     }
 
     /// Begins to end all grants of a device, which is revoked; returns them with their sessions.
     pub fn begin_revocation(&mut self, device: u8) -> Vec<(GrantGeneration, SessionId)> {
-        let ending = self.begin_all(|request| request.device == device);
+        let ending = self.begin_all(|grant| grant.is_on(device));
         ending.into_iter().map(|generation| (generation, self.grants[&generation].request.session)).collect()
     }
 
-    fn begin_all(&mut self, ends: impl Fn(&QueueRequest) -> bool) -> Vec<GrantGeneration> {
-        let granted = |grant: &Grant| grant.state == State::Granted && ends(&grant.request);
+    fn begin_all(&mut self, ends: impl Fn(&Grant) -> bool) -> Vec<GrantGeneration> {
+        let granted = |grant: &Grant| grant.state == State::Granted && ends(grant);
         let ending = self.grants.iter_mut().filter(|(_, grant)| granted(grant));
         ending
             .map(|(generation, grant)| {
@@ -230,35 +260,37 @@ impl QueueGrants {
         self.grants.remove(&generation);
     }
 
-    /// Removes a grant whose end the controller has not confirmed. Its session stays fenced, and its queue pairs stay
-    /// counted, until the device ends ([`device_reset`](Self::device_reset)).
-    pub fn not_confirmed(&mut self, generation: GrantGeneration) {
-        if let Some(grant) = self.grants.get(&generation) {
-            *self.fenced.entry(grant.request.session).or_default() += 1;
+    /// Returns how far the end of a grant of a session has come.
+    pub fn end_of(&self, session: SessionId, generation: GrantGeneration) -> GrantEnd {
+        match self.grants.get(&generation).filter(|grant| grant.request.session == session) {
+            None => GrantEnd::Ended,
+            Some(Grant { state: State::Unconfirmed, .. }) => GrantEnd::Unconfirmed,
+            Some(_) => GrantEnd::Pending,
         }
     }
 
-    /// Removes all grants of a device whose controller was reset: it has forgotten all queues.
+    /// Notes that the controller has not confirmed the end of a grant. Its session stays fenced, and its queue pairs stay
+    /// counted, until the device ends ([`device_reset`](Self::device_reset)).
+    pub fn not_confirmed(&mut self, generation: GrantGeneration) {
+        match self.grants.get_mut(&generation) {
+            Some(grant) if !grant.is_device_gone => grant.state = State::Unconfirmed,
+            _ => drop(self.grants.remove(&generation)),
+        }
+    }
+
+    /// Notes that the controller of a device is reset, and forgets all queues: unconfirmed grants are removed. Those
+    /// that are being created or deleted count no longer for the number of the device.
     pub fn device_reset(&mut self, device: u8) {
-        let (gone, grants) = std::mem::take(&mut self.grants)
-            .into_iter()
-            .partition(|(_, grant)| grant.request.device == device && grant.state == State::Ending);
-        self.grants = grants;
-        let gone: BTreeMap<GrantGeneration, Grant> = gone;
-        for grant in gone.values() {
-            let session = grant.request.session;
-            if let Some(count) = self.fenced.get_mut(&session) {
-                *count -= 1;
-                if *count == 0 {
-                    self.fenced.remove(&session);
-                }
-            }
+        self.grants.retain(|_, grant| !(grant.is_on(device) && grant.state == State::Unconfirmed));
+        for grant in self.grants.values_mut().filter(|grant| grant.request.device == device) {
+            grant.is_device_gone = true;
         }
     }
 
     /// Whether a controller may still run commands of a session that has ended.
     pub fn is_fenced(&self, session: SessionId) -> bool {
-        self.fenced.contains_key(&session)
+        let runs = |state| matches!(state, State::Ending | State::Unconfirmed);
+        self.grants.values().any(|grant| grant.request.session == session && runs(grant.state))
     }
 
     /// Returns the grants with their requests, by generation.
@@ -274,14 +306,6 @@ impl QueueGrants {
     /// Returns the bytes of all registered memories.
     pub fn memory_bytes(&self) -> u64 {
         self.memories.values().flat_map(|memories| memories.bytes.values()).sum()
-    }
-
-    fn check_enabled(&self) -> Result<(), QueueGrantRefusal> {
-        if self.limits.pairs_per_device > 0 {
-            return Ok(());
-        }
-        let text = "this agent grants no queue pairs: set session.queue_pairs in its configuration";
-        Err(QueueGrantRefusal::Invalid(text.to_owned()))
     }
 }
 
@@ -380,6 +404,30 @@ mod tests {
         table.device_reset(3);
         assert!(!table.is_fenced(ONE));
         assert_eq!(table.pairs(), 1, "the grant of the other session");
+    }
+
+    #[test]
+    fn reset_of_a_device_ends_unconfirmed_grants_only() {
+        let mut table = table();
+        let (first, second) = (granted(&mut table, of(ONE, 1)), granted(&mut table, of(ONE, 1)));
+        let other = granted(&mut table, QueueRequest { device: 4, ..of(ONE, 1) });
+        assert_eq!(table.begin_session_end(ONE), [first, second, other]);
+        assert!(table.is_fenced(ONE), "queue pairs are being deleted");
+        table.not_confirmed(first);
+        table.not_confirmed(other);
+        assert_eq!(table.end_of(ONE, first), GrantEnd::Unconfirmed);
+        assert_eq!(table.end_of(TWO, first), GrantEnd::Ended, "the grant of another session");
+        table.device_reset(3);
+        assert_eq!(table.end_of(ONE, first), GrantEnd::Ended);
+        assert_eq!(table.end_of(ONE, second), GrantEnd::Pending);
+        // The replacement has all its queue pairs, and its end does not reach the earlier grant.
+        granted(&mut table, of(TWO, 6));
+        assert_eq!(table.begin_revocation(3).len(), 1);
+        table.not_confirmed(second);
+        assert_eq!(table.end_of(ONE, second), GrantEnd::Ended, "its controller was reset");
+        assert!(table.is_fenced(ONE), "the controller of the other device was not");
+        table.device_reset(4);
+        assert!(!table.is_fenced(ONE));
     }
 
     #[test]

@@ -67,9 +67,13 @@ impl Executor {
         }
     }
 
+    /// Ends all grants of queue pairs of a device, before the core may release it.
+    pub(crate) fn revoke_queues(&self, id: DeviceId) {
+        self.parts.queue_grants.revoke_device(id, "the agent closes the device");
+    }
+
     /// Makes a device fail all further operations.
     pub(crate) fn close_device(&self, id: DeviceId) {
-        self.parts.queue_grants.revoke_device(id, "the agent closes the device");
         if let Some(entry) = self.entry(id) {
             entry.device.close();
         }

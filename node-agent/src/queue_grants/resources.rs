@@ -19,11 +19,33 @@ pub(super) struct Resources {
     held: BTreeMap<GrantGeneration, HeldQueues>,
 }
 
-/// Queue pairs of one grant.
+/// Queue pairs of one grant, and what their commands access.
 pub(super) struct HeldQueues {
     pub(super) device: DeviceId,
+    /// Finds the controller that has created them; a later one may have the number of the device.
+    pub(super) find: FindLender,
     pub(super) queues: Vec<HeldQueue>,
+    /// Memory of the session.
+    pub(super) _access: MemoryAccess,
 }
+
+/// Memory of a session as a controller accesses it. The access ends with the last clone.
+#[derive(Clone)]
+pub(super) struct MemoryAccess {
+    /// Dropped before the region.
+    mapping: Arc<DmaMapping>,
+    _region: MappedRegion,
+}
+
+impl MemoryAccess {
+    /// Returns the address of the first byte for the controller.
+    pub(super) fn address(&self) -> u64 {
+        self.mapping.address()
+    }
+}
+
+/// A memory of a session, and the device that accesses it.
+type AccessKey = (SessionId, MemoryNumber, DeviceId);
 
 /// A queue pair, whose memory is mapped for the controller.
 pub(super) struct HeldQueue {
@@ -40,8 +62,7 @@ pub(super) struct SessionMemory {
 }
 
 struct Memory {
-    /// Dropped before the region.
-    mappings: BTreeMap<DeviceId, DmaMapping>,
+    mappings: BTreeMap<DeviceId, MemoryAccess>,
     region: MappedRegion,
 }
 
@@ -92,35 +113,40 @@ impl Resources {
         Some(self.sessions.get(&session)?.memories.get(&number)?.region.clone())
     }
 
-    /// Returns the address of a memory for the controller of a device.
-    pub(super) fn mapped_address(
-        &self,
-        session: SessionId,
-        number: MemoryNumber,
-        device: DeviceId,
-    ) -> Option<u64> {
-        let memory = self.sessions.get(&session)?.memories.get(&number)?;
-        Some(memory.mappings.get(&device)?.address())
+    /// Whether a device has this lending controller: it was neither removed nor replaced.
+    pub(super) fn is_lent(&self, device: DeviceId, lending: &LendingDevice) -> bool {
+        self.devices.get(&device).is_some_and(|found| Arc::ptr_eq(&found.find, &lending.find))
     }
 
-    /// Adds a mapping of a memory; returns its address.
+    /// Returns a memory as the controller of a device accesses it.
+    pub(super) fn mapping(
+        &self,
+        (session, number, device): AccessKey,
+        lending: &LendingDevice,
+    ) -> Option<MemoryAccess> {
+        let memory = self.sessions.get(&session)?.memories.get(&number)?;
+        memory.mappings.get(&device).filter(|_| self.is_lent(device, lending)).cloned()
+    }
+
+    /// Adds a mapping of a memory; `None` if the device or the memory is gone.
     pub(super) fn add_mapping(
         &mut self,
-        session: SessionId,
-        number: MemoryNumber,
-        device: DeviceId,
+        (session, number, device): AccessKey,
+        lending: &LendingDevice,
         mapping: DmaMapping,
-    ) -> u64 {
-        let address = mapping.address();
-        let memories = self.sessions.get_mut(&session).map(|session| &mut session.memories);
-        if let Some(memory) = memories.and_then(|memories| memories.get_mut(&number)) {
-            memory.mappings.insert(device, mapping);
+    ) -> Option<MemoryAccess> {
+        if !self.is_lent(device, lending) {
+            return None;
         }
-        address
+        let memory = self.sessions.get_mut(&session)?.memories.get_mut(&number)?;
+        let access = MemoryAccess { mapping: Arc::new(mapping), _region: memory.region.clone() };
+        memory.mappings.insert(device, access.clone());
+        Some(access)
     }
 
-    /// Takes the mappings of the memory of all sessions for a controller; dropping them ends its access.
-    pub(super) fn take_mappings(&mut self, device: DeviceId) -> Vec<DmaMapping> {
+    /// Takes the mappings of the memory of all sessions for a controller. Its access ends when they are dropped, and no
+    /// queue pairs are left that use them.
+    pub(super) fn take_mappings(&mut self, device: DeviceId) -> Vec<MemoryAccess> {
         let memories = self.sessions.values_mut().flat_map(|session| session.memories.values_mut());
         memories.filter_map(|memory| memory.mappings.remove(&device)).collect()
     }
@@ -140,12 +166,6 @@ impl Resources {
 
     pub(super) fn take(&mut self, generation: GrantGeneration) -> Option<HeldQueues> {
         self.held.remove(&generation)
-    }
-
-    /// Returns how the controller of a grant is found; of a device that is gone, it is not.
-    pub(super) fn find_lender(&self, generation: GrantGeneration) -> FindLender {
-        let device = self.held.get(&generation).and_then(|held| self.devices.get(&held.device));
-        device.map_or_else(|| Arc::new(|| None) as FindLender, |lending| Arc::clone(&lending.find))
     }
 
     pub(super) fn queues(&self, generation: GrantGeneration) -> Vec<u16> {

@@ -20,6 +20,8 @@ struct FakeLender {
     hangs: AtomicBool,
     /// Runs when the next queue pair is created.
     on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// Runs when the next queue pair is deleted.
+    on_delete: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 /// Records its own drop in the log.
@@ -32,6 +34,16 @@ impl Drop for Guard {
 }
 
 impl FakeLender {
+    fn new(log: &Log) -> Arc<FakeLender> {
+        Arc::new(FakeLender {
+            log: Arc::clone(log),
+            free: Mutex::new(vec![4, 3, 2, 1]),
+            hangs: AtomicBool::new(false),
+            on_lend: Mutex::new(None),
+            on_delete: Mutex::new(None),
+        })
+    }
+
     fn note(&self, what: String) {
         self.log.lock().expect("no panic").push(what);
     }
@@ -83,12 +95,31 @@ impl QueueLender for FakeLender {
     }
 
     fn delete(&self, queue: u16) -> Result<(), NvmeError> {
+        if let Some(run) = self.on_delete.lock().expect("no panic").take() {
+            run();
+        }
         self.note(format!("delete {queue}"));
         if self.hangs.load(Ordering::SeqCst) {
             return Err(NvmeError::Fatal);
         }
         self.free.lock().expect("no panic").push(queue);
         Ok(())
+    }
+}
+
+/// Adds a controller as the device.
+fn attach(service: &QueueGrantService, lender: &Arc<FakeLender>) {
+    let weak = Arc::downgrade(lender);
+    let find: FindLender = Arc::new(move || weak.upgrade().map(|lender| lender as Arc<dyn QueueLender>));
+    service.add_device(DEVICE, LendingDevice { find, namespace: 1, is_emulated: true });
+}
+
+/// Runs a test until a condition holds, for at most some seconds.
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < END_WAIT, "timeout: {what}");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -106,16 +137,9 @@ struct Fixture {
 impl Fixture {
     fn new() -> Fixture {
         let log = Log::default();
-        let lender = Arc::new(FakeLender {
-            log: Arc::clone(&log),
-            free: Mutex::new(vec![4, 3, 2, 1]),
-            hangs: AtomicBool::new(false),
-            on_lend: Mutex::new(None),
-        });
+        let lender = FakeLender::new(&log);
         let service = Arc::new(QueueGrantService::new(LIMITS));
-        let weak = Arc::downgrade(&lender);
-        let find: FindLender = Arc::new(move || weak.upgrade().map(|lender| lender as Arc<dyn QueueLender>));
-        service.add_device(DEVICE, LendingDevice { find, namespace: 1, is_emulated: true });
+        attach(&service, &lender);
         Fixture { service, lender, log, notices: Arc::default() }
     }
 
@@ -182,11 +206,11 @@ fn returned_grant_is_ended_once_and_only_by_its_session() {
     fixture.register(ONE);
     let generation = fixture.grant(ONE, 1).expect("granted").generation;
     fixture.log();
-    fixture.service.return_grant(SessionId(9), generation);
+    assert_eq!(fixture.service.return_grant(SessionId(9), generation), GrantEnd::Ended);
     assert!(fixture.log().is_empty(), "another session");
-    fixture.service.return_grant(ONE, generation);
+    assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
     assert_eq!(fixture.log(), ["delete 1", "unmap 1"]);
-    fixture.service.return_grant(ONE, generation);
+    assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
     assert!(fixture.log().is_empty());
 }
 
@@ -219,6 +243,85 @@ fn device_that_is_revoked_during_a_request_grants_nothing() {
     assert!(refused.to_string().contains("closed"), "{refused}");
     assert!(fixture.log().contains(&"delete 1".to_owned()));
     assert_eq!(fixture.service.counters().pairs, 0);
+}
+
+#[test]
+fn device_that_is_replaced_during_a_request_grants_nothing() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let (service, log) = (Arc::clone(&fixture.service), Log::default());
+    let replacement = FakeLender::new(&log);
+    let replace = {
+        let replacement = Arc::clone(&replacement);
+        move || {
+            service.device_released(DEVICE);
+            attach(&service, &replacement);
+        }
+    };
+    *fixture.lender.on_lend.lock().expect("no panic") = Some(Box::new(replace));
+    let refused = fixture.grant(ONE, 1).expect_err("replaced");
+    assert!(refused.to_string().contains("closed"), "{refused}");
+    assert_eq!(
+        fixture.log(),
+        ["map 4096 bytes", "create 1", "delete 1", "unmap 1", "unmap memory"],
+        "on the controller that created it"
+    );
+    assert_eq!(fixture.service.counters().pairs, 0);
+    fixture.grant(ONE, 4).expect("of the replacement");
+    assert_eq!(log.lock().expect("no panic")[0], "map 4096 bytes", "the replacement has its own mapping");
+}
+
+#[test]
+fn grants_of_a_released_device_end_on_its_controller() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 1).expect("granted").generation;
+    fixture.log();
+    fixture.service.device_released(DEVICE);
+    let log = Log::default();
+    let replacement = FakeLender::new(&log);
+    attach(&fixture.service, &replacement);
+    assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
+    fixture.service.close_session(ONE);
+    wait_until("the notice", || fixture.notices.lock().expect("no panic").len() == 1);
+    wait_until("the end", || fixture.log.lock().expect("no panic").len() == 3);
+    assert_eq!(fixture.log(), ["delete 1", "unmap 1", "unmap memory"]);
+    assert!(log.lock().expect("no panic").is_empty(), "the replacement has no such queue pair");
+    assert_eq!(fixture.service.counters().pairs, 0);
+}
+
+#[test]
+fn return_of_a_grant_that_is_revoked_waits_for_the_deletion() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 1).expect("granted").generation;
+    let (go, gate) = std::sync::mpsc::channel::<()>();
+    let wait = Box::new(move || gate.recv().expect("the test lets it go"));
+    *fixture.lender.on_delete.lock().expect("no panic") = Some(wait);
+    let revoking = fixture.service.revoke_device(DEVICE, "gone").expect("a grant");
+    let (service, (answer, answered)) = (Arc::clone(&fixture.service), std::sync::mpsc::channel());
+    let returning = std::thread::spawn(move || answer.send(service.return_grant(ONE, generation)));
+    answered.recv_timeout(Duration::from_millis(100)).expect_err("the queue pair is not deleted");
+    assert!(fixture.service.is_fenced(ONE));
+    go.send(()).expect("the controller waits");
+    assert_eq!(answered.recv().expect("an answer"), GrantEnd::Ended);
+    assert!(!fixture.service.is_fenced(ONE));
+    returning.join().expect("it ends well").expect("sent");
+    revoking.join().expect("it ends well");
+}
+
+#[test]
+fn return_that_the_controller_does_not_confirm_fails() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 2).expect("granted").generation;
+    fixture.lender.hangs.store(true, Ordering::SeqCst);
+    for _ in 0..2 {
+        assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Unconfirmed);
+    }
+    fixture.service.close_session(ONE);
+    assert!(fixture.service.is_fenced(ONE));
+    assert_eq!(fixture.service.counters().unconfirmed_total, 1);
 }
 
 #[test]

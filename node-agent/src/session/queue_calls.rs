@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use reprise_nvme::DataFormat;
-use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber, QueueGrantRefusal, QueueRequest};
+use reprise_policy::queue_grants::{
+    GrantEnd, GrantGeneration, MemoryNumber, QueueGrantRefusal, QueueRequest,
+};
 use reprise_proto::local::{self, FailureKind, response::Body};
 
 use super::frame::{Descriptor, Frame, FrameReader};
@@ -54,14 +56,34 @@ pub(super) fn answer(
             context.queue_grants.grant(request).map(|grant| granted(id, grant))
         }
         QueueCall::Return { generation } => {
-            context.queue_grants.return_grant(session.id, generation);
-            Ok(frame(id, Body::QueuesReturned(local::QueuesReturned {}), Vec::new()))
+            return returned(session, id, context.queue_grants.return_grant(session.id, generation));
         }
     };
     match answered {
         Ok(frame) => session.outbound.send(Outgoing::Frame(frame)),
         Err(QueueGrantRefusal::Invalid(text)) => session.refuse(id, FailureKind::BadRequest, &text),
         Err(QueueGrantRefusal::Exhausted(text)) => session.refuse(id, FailureKind::Busy, &text),
+    }
+}
+
+/// Answers the return of a grant. A session whose commands may still run is closed, which fences its extents.
+fn returned(session: &Session, id: u64, end: GrantEnd) {
+    match end {
+        GrantEnd::Ended => {
+            let body = Body::QueuesReturned(local::QueuesReturned {});
+            session.outbound.send(Outgoing::Frame(frame(id, body, Vec::new())));
+        }
+        GrantEnd::Pending => {
+            let text = "the queue pairs are still being deleted: return them again later";
+            session.refuse(id, FailureKind::Busy, text);
+        }
+        GrantEnd::Unconfirmed => {
+            let text = "the controller has not confirmed the end of the queue pairs, and may still run their commands: \
+                        the session ends. Do not reuse the memory until the device was closed";
+            tracing::error!(session = session.id.0, "session closed: its queue pairs could not be deleted");
+            session.refuse(id, FailureKind::Internal, text);
+            session.outbound.close_when_sent();
+        }
     }
 }
 
