@@ -18,7 +18,7 @@ pub(crate) struct Places {
     pub(crate) path: Option<OsString>,
 }
 
-/// What was found.
+/// Result of the search for an `nvcc`.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// A program that compiles the device code.

@@ -300,7 +300,8 @@ impl Ring {
     /// again.
     ///
     /// # Errors
-    /// `Invalid` if a processor drives the queue, or for more entries than the ring has room for.
+    /// `Invalid` if a processor drives the queue, for more entries than the ring has room for, or for memory of another
+    /// processor than the ring's.
     pub fn init_queue(&mut self, index: usize, queue: RingQueue) -> Result<(), RingError> {
         let layout = self.shared.layout;
         let entries = queue.shape.entries as usize;
@@ -308,6 +309,11 @@ impl Ring {
             return Err(RingError::Invalid(format!(
                 "queue {index} with {entries} entries: the ring has {} queues of up to {} entries",
                 layout.queues, layout.entries_max
+            )));
+        }
+        if queue.memory.is_host() != self.shared.memory.is_host() {
+            return Err(RingError::Invalid(format!(
+                "queue {index} in memory of another processor than the ring"
             )));
         }
         // A thread that reads the request claims the queue for a moment.

@@ -193,7 +193,7 @@ fn limits(pass: &Pass) -> Limits {
 }
 
 impl Slowdown {
-    /// Sizes and what was compared, in one line.
+    /// Sizes of the passes and their I/O, in one line.
     pub fn detail(&self) -> String {
         let (reads, writes) = self.pass.iocbs();
         format!(
@@ -223,7 +223,7 @@ impl Slowdown {
 }
 
 impl ModeResult {
-    /// Bytes and what was left behind the layers, in one line.
+    /// Bytes, and writes that were left behind the layers, in one line.
     pub fn detail(&self) -> String {
         format!(
             "{} MiB moved, {:.0} writes left behind the last layer, all I/O ended after {:.1} ms",

@@ -18,7 +18,7 @@ const PREFIX: u32 = 8192;
 const BLOCKS: u32 = 256;
 /// Loads that measure the bandwidth without layers.
 const LOADS_ALONE: usize = 5;
-/// Share of the bandwidth without layers that loads must reach beside them, or nothing was measured.
+/// Share of the bandwidth without layers that loads must reach next to them, or nothing was measured.
 const LEAST_SHARE: f64 = 0.25;
 
 /// Loads that run while layers are measured. They allocate and release nothing after the first one.
@@ -31,7 +31,7 @@ struct Load<'a> {
 }
 
 /// Layers and loads that ran at the same time.
-struct Beside {
+struct Together {
     /// Median time of a layer in milliseconds.
     layer_ms: f64,
     /// Bandwidth of the loads while the layers ran, in GB/s.
@@ -46,14 +46,14 @@ struct Case<'a> {
     load: Load<'a>,
     stream: &'a Stream,
     alone: Vec<f64>,
-    beside: Vec<Beside>,
+    together: Vec<Together>,
 }
 
 /// Measures the time of a layer alone, and with staged loads from DRAM without a pause: on all SMs, on the SMs of
 /// `share` next to computation on all SMs, and on the SMs of `share` with computation on the other SMs.
 ///
 /// # Errors
-/// Failures of the GPU; loads that reach less beside the layers than a quarter of their bandwidth without them.
+/// Failures of the GPU; loads that reach less next to the layers than a quarter of their bandwidth without them.
 pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Measurement>, GpuError> {
     let gpu = kernels.gpu();
     let source = Source::new(gpu, BLOCKS)?;
@@ -72,7 +72,7 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
             expected: source.expected(&order),
             bytes: source.shape.bytes(),
         };
-        Ok::<Case<'_>, GpuError>(Case { name, load, stream, alone: Vec::new(), beside: Vec::new() })
+        Ok::<Case<'_>, GpuError>(Case { name, load, stream, alone: Vec::new(), together: Vec::new() })
     };
     let mut cases = [
         case("all SMs", &all, &stream)?,
@@ -84,7 +84,7 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
         alone.push(layer_ms(&layer, &stream, runs)?);
         for case in &mut cases {
             case.alone.push(case.load.rate_alone()?);
-            case.beside.push(beside(&mut case.load, &layer, case.stream, runs)?);
+            case.together.push(together(&mut case.load, &layer, case.stream, runs)?);
         }
     }
     let alone = median(alone);
@@ -102,11 +102,11 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
 impl Case<'_> {
     /// Returns the slowdown of layers that take `alone` milliseconds without loads. Errors: loads that hardly ran.
     fn measurement(&self, alone: f64, limit: &str) -> Result<Measurement, GpuError> {
-        let of = |value: fn(&Beside) -> f64| median(self.beside.iter().map(value).collect());
+        let of = |value: fn(&Together) -> f64| median(self.together.iter().map(value).collect());
         let (rate, rate_alone) = (of(|one| one.rate), median(self.alone.clone()));
         check_rate(self.name, rate, rate_alone)?;
         let detail = format!(
-            "verified loads from DRAM without a pause, {:.1} GB at {rate:.1} GB/s beside the layers, {rate_alone:.1} GB/s without them; limit: {limit}",
+            "verified loads from DRAM without a pause, {:.1} GB at {rate:.1} GB/s next to the layers, {rate_alone:.1} GB/s without them; limit: {limit}",
             of(|one| one.bytes) / 1e9
         );
         let percent = (of(|one| one.layer_ms) / alone - 1.0) * 100.0;
@@ -142,7 +142,7 @@ fn check_rate(name: &str, rate: f64, alone: f64) -> Result<(), GpuError> {
         return Ok(());
     }
     Err(GpuError::Invalid(format!(
-        "loads on {name} reached {rate:.1} GB/s beside the layers and {alone:.1} GB/s without them: less than a quarter, so the time of the layers does not show what loads cost"
+        "loads on {name} reached {rate:.1} GB/s next to the layers and {alone:.1} GB/s without them: less than a quarter, so the time of the layers does not show what loads cost"
     )))
 }
 
@@ -153,7 +153,12 @@ fn layer_ms(layer: &Layer<'_>, stream: &Stream, runs: usize) -> Result<f64, GpuE
 }
 
 /// Measures layers while loads run.
-fn beside(load: &mut Load<'_>, layer: &Layer<'_>, stream: &Stream, runs: usize) -> Result<Beside, GpuError> {
+fn together(
+    load: &mut Load<'_>,
+    layer: &Layer<'_>,
+    stream: &Stream,
+    runs: usize,
+) -> Result<Together, GpuError> {
     let (began, ended, has_begun) = (Instant::now(), AtomicBool::new(false), AtomicBool::new(false));
     let bytes = load.bytes as f64;
     thread::scope(|scope| {
@@ -179,7 +184,7 @@ fn beside(load: &mut Load<'_>, layer: &Layer<'_>, stream: &Stream, runs: usize) 
             Err(_) => return Err(GpuError::Invalid("the thread of the loads panicked".to_owned())),
         };
         let bytes = bytes * loads_within(&ends, from, to);
-        Ok(Beside { layer_ms: time?, rate: bytes / (to - from).as_secs_f64() / 1e9, bytes })
+        Ok(Together { layer_ms: time?, rate: bytes / (to - from).as_secs_f64() / 1e9, bytes })
     })
 }
 
@@ -216,6 +221,6 @@ mod tests {
     fn a_slowdown_by_loads_that_hardly_ran_is_an_error() {
         check_rate("all SMs", 12.5, 50.0).expect("a quarter");
         let error = check_rate("all SMs", 3.5, 50.0).expect_err("less");
-        assert!(error.to_string().contains("3.5 GB/s beside the layers and 50.0 GB/s"), "{error}");
+        assert!(error.to_string().contains("3.5 GB/s next to the layers and 50.0 GB/s"), "{error}");
     }
 }

@@ -51,7 +51,7 @@ impl WorkMemory {
 ///
 /// The kernel runs until then. The driver releases memory and kernels of a GPU only when the GPU has nothing to do, so
 /// while a runner lives, dropping any [`HostMemory`], [`DeviceMemory`] or [`Kernels`] of the same GPU waits for ever, and
-/// so does [`Gpu::synchronize`]. Whoever has a runner allocates before its start, keeps buffers for later use, as
+/// so does [`Gpu::synchronize`]. The owner of a runner allocates before its start, keeps buffers for later use, as
 /// [`Staged`](crate::staged::Staged) does, and drops the runner first.
 #[derive(Debug)]
 pub struct GpuRunner<'a> {

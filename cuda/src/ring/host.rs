@@ -28,8 +28,7 @@ impl HostRunner {
     /// Starts the threads of queues that have a queue pair.
     ///
     /// # Errors
-    /// `Invalid` if a queue has none, or is driven, or if memory of the ring or a queue pair is that of another processor;
-    /// `Thread`.
+    /// `Invalid` if a queue has none, or is driven, or if memory of the ring is that of another processor; `Thread`.
     pub fn start(ring: &Ring, queues: impl IntoIterator<Item = usize>) -> Result<HostRunner, RingError> {
         let shared = Arc::clone(&ring.shared);
         let ending = Arc::new(AtomicBool::new(false));
@@ -40,13 +39,8 @@ impl HostRunner {
             ));
         }
         for queue in queues {
-            let Some(pair) = ring.queues.get(queue).and_then(|state| state.queue.as_ref()) else {
+            if ring.queues.get(queue).is_none_or(|state| state.queue.is_none()) {
                 return Err(RingError::Invalid(format!("queue {queue} without a queue pair")));
-            };
-            if !pair.memory.is_host() {
-                return Err(RingError::Invalid(format!(
-                    "queue {queue} with memory of another processor: threads need `RingMemory::allocate`"
-                )));
             }
             if runner.shared.attached[queue].swap(true, Ordering::AcqRel) {
                 return Err(RingError::Invalid(format!("queue {queue} has a thread already")));
@@ -103,7 +97,8 @@ fn drive(shared: &Shared, queue: usize, ending: &AtomicBool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::{RingMemory, RingSettings, WorkMemory};
+    use crate::ring::{Doorbells, QueueShape, RingMemory, RingQueue, RingSettings, WorkMemory};
+    use reprise_nvme::DataFormat;
 
     #[test]
     fn threads_refuse_a_ring_in_memory_of_another_processor() {
@@ -125,7 +120,14 @@ mod tests {
             let refused = HostRunner::start(&ring, [0]).expect_err("not this process");
             assert!(refused.to_string().contains("memory of another processor"), "{refused}");
         }
-        let ring = Ring::new(&settings, host(), allocated()).expect("valid");
+        let mut ring = Ring::new(&settings, host(), allocated()).expect("valid");
+        let shape =
+            QueueShape { id: 1, entries: 2, format: DataFormat::Sgl, transfer_max: 4096, block_bytes: 512 };
+        let memory = others().0;
+        let doorbells = Doorbells::mapped(memory.span(), 0, 4).expect("inside");
+        let pair = RingQueue::new(shape, memory, 0, doorbells).expect("valid");
+        let refused = ring.init_queue(0, pair).expect_err("another processor");
+        assert!(refused.to_string().contains("of another processor than the ring"), "{refused}");
         let refused = HostRunner::start(&ring, [0]).expect_err("no queue pair");
         assert!(refused.to_string().contains("without a queue pair"), "{refused}");
     }

@@ -180,7 +180,7 @@ pub struct OwnedQueue<B: Backing> {
     backing: Arc<B>,
 }
 
-/// What is known of a queue pair at its controller.
+/// State of a queue pair at its controller.
 #[derive(Debug)]
 enum Pair {
     /// It exists.

@@ -90,7 +90,7 @@ impl Pass {
     }
 }
 
-/// I/O of passes.
+/// I/O kernels next to the layers of passes.
 #[derive(Debug)]
 pub enum Mode<'a> {
     /// No I/O.
@@ -101,11 +101,11 @@ pub enum Mode<'a> {
         /// Whether launches have the limits of those of the scheduler.
         limited: bool,
     },
-    /// The scheduler decides before each layer. What it has left waits over all passes, and is launched behind them.
+    /// The scheduler decides before each layer. I/O that it has left waits over all passes, and is launched behind them.
     Scheduled(&'a mut Scheduler),
 }
 
-/// Result of passes.
+/// Times and I/O of passes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PassResult {
     /// Microseconds of the layers of all passes, with the time that they wait for reads.

@@ -122,7 +122,25 @@ fn without_green_contexts_a_bounded_grid_is_reported() {
     fs::write(fake.folder.join("code"), "x").expect("a file");
     let output = fake.run(&["step", "partition", "--device-code", "code", "--sms", "4"]);
     assert_output(&output, 0, "the driver lacks cuDeviceGetDevResource");
-    assert_output(&output, 0, "4 blocks ran on 0 SMs");
+    assert_output(&output, 0, "4 blocks ran on 4 SMs");
+}
+
+#[test]
+fn a_partition_on_which_no_kernel_ran_fails() {
+    let fake = FakeDriver::new("no-marks", &["WITHOUT_MARKS"]);
+    fs::write(fake.folder.join("code"), "x").expect("a file");
+    let output = fake.run(&["step", "partition", "--device-code", "code", "--sms", "4"]);
+    assert_output(&output, 1, "a grid of 4 blocks ran on []");
+}
+
+#[test]
+fn a_step_that_does_not_exist_is_an_error_of_its_own() {
+    let fake = FakeDriver::new("typo", &[]);
+    assert_output(
+        &fake.run(&["--only", "kernels,typo"]),
+        64,
+        "unknown step \"typo\": expected some of kernels,",
+    );
 }
 
 #[test]

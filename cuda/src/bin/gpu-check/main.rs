@@ -119,11 +119,21 @@ fn parse(arguments: impl Iterator<Item = String>) -> Result<Option<Options>, Str
                     value.parse().map_err(|_| format!("invalid --seconds {value}: expected a number"))?;
                 options.limit = Duration::from_secs(seconds);
             }
-            "--only" => options.only = value.split(',').map(str::to_owned).collect(),
+            "--only" => options.only = step_names(&value)?,
             other => return Err(format!("unknown argument {other}")),
         }
     }
     Ok(Some(options))
+}
+
+/// Parses names of steps that are separated by commas.
+fn step_names(list: &str) -> Result<Vec<String>, String> {
+    let unknown = list.split(',').find(|name| !runner::names().any(|known| known == *name));
+    if let Some(name) = unknown {
+        let all: Vec<&str> = runner::names().collect();
+        return Err(format!("unknown step \"{name}\": expected some of {}", all.join(",")));
+    }
+    Ok(list.split(',').map(str::to_owned).collect())
 }
 
 /// Prints a line; a closed output does not stop the checks.
@@ -145,8 +155,11 @@ mod tests {
         let options = parsed("step copies --small --sms 6%").expect("valid").expect("no help");
         assert_eq!((options.step.as_deref(), options.small), (Some("copies"), true));
         assert_eq!(options.sms, SmShare::Percent(6));
+        let options = parsed("--only kernels,slack").expect("valid").expect("no help");
+        assert_eq!(options.only, ["kernels", "slack"]);
         assert!(parsed("--help").expect("valid").is_none());
-        for line in ["--sms 0", "--seconds x", "--what 1", "--out", "step"] {
+        for line in ["--sms 0", "--seconds x", "--what 1", "--out", "step", "--only typo", "--only kernels,"]
+        {
             assert!(parsed(line).is_err(), "{line}");
         }
     }

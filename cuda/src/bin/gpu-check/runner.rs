@@ -53,6 +53,11 @@ const STEPS: &[Step] = &[
     step("build", "kernels", 60, Under::MachineCode),
 ];
 
+/// Returns the names of all steps.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    STEPS.iter().map(|step| step.name)
+}
+
 /// Runs all steps. Returns the exit code.
 pub(crate) fn run(options: &Options) -> u8 {
     let began = Instant::now();

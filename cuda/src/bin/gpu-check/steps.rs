@@ -196,6 +196,13 @@ fn partition(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     } else {
         let io = kernels.used_sms(&chosen.io_stream()?, 4 * gpu.info().sms)?;
         let compute = kernels.used_sms(&chosen.compute_stream()?, 4 * gpu.info().sms)?;
+        if io.is_empty() || compute.is_empty() {
+            return Err(StepError(format!(
+                "{} SMs for I/O and {} for computation ran kernels: expected some of each",
+                io.len(),
+                compute.len()
+            )));
+        }
         if io.len() > chosen.io_sms() as usize || compute.len() > chosen.compute_sms() as usize {
             return Err(StepError(format!(
                 "{} and {} SMs ran kernels of streams with {} and {}",
@@ -214,7 +221,7 @@ fn partition(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     }
     let bounded = Partition::with_bounded_grid(gpu, options.sms, &"requested");
     let used = kernels.used_sms(&bounded.io_stream()?, bounded.io_sms())?;
-    if used.len() > bounded.io_sms() as usize {
+    if used.is_empty() || used.len() > bounded.io_sms() as usize {
         return Err(StepError(format!("a grid of {} blocks ran on {used:?}", bounded.io_sms())));
     }
     checked("bounded grid", &format!("{} blocks ran on {} SMs", bounded.io_sms(), used.len()));

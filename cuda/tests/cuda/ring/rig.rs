@@ -132,7 +132,7 @@ impl Rig {
         let owned = &mut self.owned[queue];
         let failed = self.ring.reclaim(queue, owned, &mut self.controller, Duration::ZERO);
         assert!(matches!(failed, Err(RingError::Nvme(_))), "{failed:?}");
-        // The queue pair stays with its owner, who cannot end it either.
+        // The queue pair stays with its owner. No other call can end it.
         let again = self.ring.reclaim(queue, owned, &mut self.controller, Duration::ZERO);
         let again = again.expect_err("the queue pair may live").to_string();
         assert!(again.contains("reset the controller first"), "{again}");
