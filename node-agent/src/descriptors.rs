@@ -8,20 +8,23 @@
 //!             64 (in a cluster) control plane members, API server
 //!   sessions  × 6               socket, its copy for reading, a copy during the handshake, the progress page twice,
 //!                               its copy on the way to the client
+//!             + 41 + pairs      if queue pairs are granted: 8 that wait for their messages, the 32 of the message that is
+//!                               read, registers and queue pairs of one grant on the way to the client
 //!   peers     × 3               one accepted, one opened with its eventfd
 //!   admin     × 1
 //! ```
 //!
 //! With the hard limit of 524,288 that container runtimes set, all parts get their maximum: 256 sessions,
 //! 1,024 peers in each direction, 64 admin connections. That is about 4,900 descriptors in addition to the
-//! arena's.
+//! arena's, and at most 27,000 more with queue pairs.
 
 use reprise_agent_core::limits::DEVICES_MAX;
 use reprise_daemon::descriptors::{self, Part};
+use reprise_policy::queue_grants::QueueGrantLimits;
 
 use crate::config::Settings;
 use crate::error::{AgentError, ErrorKind};
-use crate::session::SESSIONS_MAX;
+use crate::session::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX, SESSIONS_MAX};
 
 /// Fixed descriptors; see the module.
 const REGION_DESCRIPTORS: u64 = 2;
@@ -29,8 +32,14 @@ const DEVICE_DESCRIPTORS: u64 = 5;
 const RESERVE: u64 = 64;
 const CLUSTER_RESERVE: u64 = 64;
 
+/// Descriptors of a session without queue pairs.
+const SESSION_DESCRIPTORS: u64 = 6;
+
+/// Descriptors that a session may send, and the registers of a grant.
+const QUEUE_DESCRIPTORS: u64 = (DESCRIPTORS_WAITING_MAX + DESCRIPTORS_PER_PART + 1) as u64;
+
 /// Minimum: one engine with 8 processes.
-const SESSIONS: Part = Part { each: 6, min: 8, max: SESSIONS_MAX as u64 };
+const SESSIONS_MIN: u64 = 8;
 
 /// Maximum: 1,024 connections reach every node of a cluster of 1,000.
 const PEERS: Part = Part { each: 3, min: 8, max: 1024 };
@@ -48,12 +57,14 @@ pub(crate) struct ConnectionLimits {
     pub(crate) admin: usize,
 }
 
-/// Parameters of the fixed part.
+/// Parameters of the fixed part and of sessions.
 #[derive(Clone, Copy, Debug)]
 struct Fixed {
     regions: u64,
     devices: u64,
     clustered: bool,
+    /// Queue pairs of one grant; 0: none are granted.
+    pairs: u64,
 }
 
 impl ConnectionLimits {
@@ -65,7 +76,9 @@ impl ConnectionLimits {
     /// number.
     pub(crate) fn of(settings: &Settings, in_cluster: bool) -> Result<ConnectionLimits, AgentError> {
         let devices = if in_cluster { DEVICES_MAX } else { settings.pool.devices.len() };
+        let QueueGrantLimits { pairs_per_device, pairs_per_session, .. } = settings.session.queue_grants;
         let fixed = Fixed {
+            pairs: u64::from(pairs_per_device.min(pairs_per_session)),
             regions: settings.arena.bytes.div_ceil(settings.arena.region_bytes),
             devices: devices as u64,
             clustered: in_cluster || settings.controlplane.is_some(),
@@ -77,11 +90,14 @@ impl ConnectionLimits {
     }
 
     fn under(limit: u64, fixed: Fixed) -> Result<ConnectionLimits, AgentError> {
-        let Fixed { regions, devices, clustered } = fixed;
+        let Fixed { regions, devices, clustered, pairs } = fixed;
+        let queues = if pairs > 0 { QUEUE_DESCRIPTORS + pairs } else { 0 };
+        let each = SESSION_DESCRIPTORS + queues;
+        let sessions = Part { each, min: SESSIONS_MIN, max: SESSIONS_MAX as u64 };
         let reserve = RESERVE + if clustered { CLUSTER_RESERVE } else { 0 };
         let sum = regions * REGION_DESCRIPTORS + devices * DEVICE_DESCRIPTORS + reserve;
         let [sessions, peers, admin] =
-            descriptors::divide(limit, sum, [SESSIONS, PEERS, ADMIN]).map_err(|too_few| {
+            descriptors::divide(limit, sum, [sessions, PEERS, ADMIN]).map_err(|too_few| {
                 let plural = |count: u64| if count == 1 { "" } else { "s" };
                 let context = format!(
                     "too few file descriptors for {regions} arena region{} (raise arena.region_bytes to \
@@ -100,11 +116,11 @@ impl ConnectionLimits {
 mod tests {
     use super::*;
 
-    const SMALL: Fixed = Fixed { regions: 2, devices: 1, clustered: false };
+    const SMALL: Fixed = Fixed { regions: 2, devices: 1, clustered: false, pairs: 0 };
 
     #[test]
     fn every_listener_gets_its_maximum_under_the_limit_of_a_container() {
-        let fixed = Fixed { regions: 1024, devices: 32, clustered: true };
+        let fixed = Fixed { regions: 1024, devices: 32, clustered: true, pairs: 64 };
         let limits = ConnectionLimits::under(524_288, fixed).expect("enough");
         assert_eq!(limits, ConnectionLimits { sessions: SESSIONS_MAX, peers: 1024, admin: 64 });
     }
@@ -115,6 +131,15 @@ mod tests {
             ConnectionLimits::under(256, SMALL).expect("enough for a small agent");
         assert!(2 * 2 + 4 + 64 + 6 * sessions + 3 * peers + admin <= 256);
         assert!(sessions >= 8 && peers >= 8 && admin >= 8);
+    }
+
+    #[test]
+    fn sessions_with_queue_pairs_need_more() {
+        // 2×2 + 1×5 + 64 + 8×(6 + 41 + 16) + 8×3 + 8
+        let fixed = Fixed { pairs: 16, ..SMALL };
+        let error = ConnectionLimits::under(608, fixed).expect_err("one too few");
+        assert!(error.chain().contains("at least 609"), "{}", error.chain());
+        assert_eq!(ConnectionLimits::under(609, fixed).expect("enough").sessions, 8);
     }
 
     #[test]

@@ -163,6 +163,20 @@ impl QueueGrantService {
         }
     }
 
+    /// Whether sessions may have queue pairs.
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.lock().table.check_enabled().is_ok()
+    }
+
+    /// Refuses a request of a session unless sessions may have queue pairs.
+    ///
+    /// # Errors
+    /// `Invalid`, with the setting that is missing.
+    pub(crate) fn check_enabled(&self) -> Result<(), QueueGrantRefusal> {
+        let enabled = self.lock().table.check_enabled();
+        enabled.inspect_err(|_| self.count_refused())
+    }
+
     /// Adds a device whose controller lends queue pairs.
     pub(crate) fn add_device(&self, device: DeviceId, lending: LendingDevice) {
         self.lock().resources.add_device(device, lending);

@@ -46,6 +46,7 @@ use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
 
+pub(crate) use frame::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX};
 pub(crate) use identity::{Identity, Review};
 pub(crate) use listener::{SessionServer, SessionServerSettings};
 

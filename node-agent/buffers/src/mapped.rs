@@ -69,8 +69,8 @@ impl MappedRegion {
         Ok(MappedRegion { memory: Arc::new(memory) })
     }
 
-    /// Allocates `bytes` zero bytes that can be registered with an agent; returns their descriptor too. The file is
-    /// sealed against changes of its size.
+    /// Allocates `bytes` zero bytes that can be registered with an agent, and touches every page; returns their
+    /// descriptor too. The file is sealed against changes of its size.
     ///
     /// Errors: too little memory.
     pub fn allocate(bytes: u64) -> Result<(MappedRegion, OwnedFd), BufferError> {
@@ -83,8 +83,8 @@ impl MappedRegion {
     /// Maps memory that another process has created, which may be malicious: the file must be sealed against
     /// shrinking.
     ///
-    /// Errors: the file is shorter than `bytes`, is not sealed, has pages of the hugetlb pool, or cannot be mapped for
-    /// writing.
+    /// Errors: the file is shorter than `bytes`, is not sealed or not allocated as a whole, has pages of the hugetlb pool,
+    /// or cannot be mapped for writing.
     pub fn map_sealed(fd: OwnedFd, bytes: u64) -> Result<MappedRegion, BufferError> {
         sys::check_sealed(fd.as_fd(), bytes)?;
         MappedRegion::map(fd, bytes, Access::ReadWrite)

@@ -13,6 +13,9 @@ use reprise_policy::ByteSize;
 
 use crate::error::BufferError;
 
+/// Unit of `st_blocks`, stat(3type).
+const STAT_BLOCK_BYTES: u64 = 512;
+
 /// Prevents an engine that holds the descriptor from changing the size (this process would fault), and from
 /// adding seals (this process could no longer map it for writing). It does not prevent holes: see the crate's
 /// doc. memfd_create(2), fcntl(2) "File Sealing".
@@ -70,20 +73,27 @@ pub(crate) fn set_mapping_threshold(bytes: libc::c_int) {
 
 /// Returns the size of the file behind a descriptor.
 pub(crate) fn file_bytes(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    Ok(file_size(fd)?.0)
+}
+
+/// Returns the size of a file, and the bytes that are allocated for it.
+fn file_size(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the pointer is valid for one `stat`, which fstat(2) fills.
     check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
     // SAFETY: fstat succeeded, so the structure is filled.
     let status = unsafe { status.assume_init() };
-    u64::try_from(status.st_size).map_err(|_| io::ErrorKind::InvalidData.into())
+    let unsigned = |value: i64| u64::try_from(value).map_err(|_| io::Error::from(io::ErrorKind::InvalidData));
+    Ok((unsigned(status.st_size)?, unsigned(status.st_blocks)?.saturating_mul(STAT_BLOCK_BYTES)))
 }
 
 /// Checks that a received memory file has at least `bytes` bytes, and that no process can make it shorter: an access
 /// beyond its end would end this process (SIGBUS). Files of the hugetlb pool are refused, because a hole in them has the
-/// same effect when the pool is empty (see the crate's doc).
+/// same effect when the pool is empty (see the crate's doc). The file must be allocated as a whole: the kernel charges
+/// a page to the process that touches it first, which must not be this one.
 pub(crate) fn check_sealed(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), BufferError> {
     let failed = |source| BufferError::system("examine a received memory file", source);
-    let there = file_bytes(fd).map_err(failed)?;
+    let (there, allocated) = file_size(fd).map_err(failed)?;
     if bytes == 0 || there < bytes {
         return Err(BufferError::Invalid(format!(
             "invalid memory file for {}: it has {}",
@@ -96,6 +106,13 @@ pub(crate) fn check_sealed(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), BufferE
     if !seals.is_ok_and(|seals| seals & libc::F_SEAL_SHRINK != 0) {
         let text = "invalid memory file: expected one of memfd_create(2) with the seal F_SEAL_SHRINK";
         return Err(BufferError::Invalid(text.to_owned()));
+    }
+    if allocated < there {
+        return Err(BufferError::Invalid(format!(
+            "invalid memory file of {}: only {} are allocated, touch or fallocate(2) all of it first",
+            ByteSize(there),
+            ByteSize(allocated)
+        )));
     }
     let mut system = std::mem::MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: the pointer is valid for one `statfs`, which fstatfs(2) fills.

@@ -26,6 +26,9 @@ use crate::error::ClientError;
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
 pub const QUEUE_PAIRS_MAX: u32 = 64;
 
+/// Maximum revocations that are kept for grants that are not known yet.
+const EARLY_REVOCATIONS_MAX: usize = 64;
+
 /// Memory of this process that controllers may access. It stays registered until the session ends.
 #[derive(Clone, Debug)]
 pub struct RegisteredMemory {
@@ -42,8 +45,9 @@ impl RegisteredMemory {
 
 impl Client {
     /// Registers memory of this process for controllers: the first `bytes` bytes of a memfd that is sealed against
-    /// shrinking, such as [`MappedRegion::allocate`](reprise_buffers::MappedRegion::allocate) returns. The agent maps it
-    /// until the session ends.
+    /// shrinking and allocated as a whole, such as
+    /// [`MappedRegion::allocate`](reprise_buffers::MappedRegion::allocate) returns. The agent maps it until the session
+    /// ends.
     ///
     /// # Errors
     /// `BadRequest` (the agent grants no queue pairs, or the memory is unsuitable), `Timeout`, `AgentLost`.
@@ -202,7 +206,14 @@ impl Drop for QueueGrant {
 /// Grants of a session: memory that arrived for them, and their revocations.
 #[derive(Debug, Default)]
 pub(crate) struct GrantMap {
-    grants: Mutex<BTreeMap<u64, Incoming>>,
+    state: Mutex<Grants>,
+}
+
+#[derive(Debug, Default)]
+struct Grants {
+    known: BTreeMap<u64, Incoming>,
+    /// Reasons of revocations by generation: a notice may arrive before its grant, or after the grant was returned.
+    early: BTreeMap<u64, String>,
 }
 
 #[derive(Debug)]
@@ -230,32 +241,41 @@ impl GrantMap {
         for queue in &granted.queues {
             memory.push(map(queue.bytes)?);
         }
-        let incoming = Incoming { memory, revocation: Arc::default() };
-        self.lock().insert(granted.generation, incoming);
+        let mut grants = self.lock();
+        let revoked = grants.early.remove(&granted.generation);
+        let revocation = Arc::new(revoked.map_or_else(OnceLock::new, OnceLock::from));
+        grants.known.insert(granted.generation, Incoming { memory, revocation });
         Ok(())
     }
 
-    /// Notes that a grant was revoked; a grant that was returned is not known any longer.
+    /// Notes that a grant was revoked. The notice of a grant that is not known is kept until the grant arrives; of too
+    /// many, those of the latest generations are kept, because generations grow.
     pub(crate) fn revoke(&self, notice: &local::QueuesRevoked) {
-        if let Some(incoming) = self.lock().get(&notice.generation) {
+        let mut grants = self.lock();
+        if let Some(incoming) = grants.known.get(&notice.generation) {
             // The first reason stays.
             let _ = incoming.revocation.set(notice.reason.clone());
+            return;
+        }
+        grants.early.insert(notice.generation, notice.reason.clone());
+        if grants.early.len() > EARLY_REVOCATIONS_MAX {
+            grants.early.pop_first();
         }
     }
 
     pub(crate) fn forget(&self, generation: u64) {
-        self.lock().remove(&generation);
+        self.lock().known.remove(&generation);
     }
 
     fn take(&self, generation: u64) -> Option<(Vec<MappedRegion>, Arc<OnceLock<String>>)> {
         let mut grants = self.lock();
-        let incoming = grants.get_mut(&generation)?;
+        let incoming = grants.known.get_mut(&generation)?;
         Some((std::mem::take(&mut incoming.memory), Arc::clone(&incoming.revocation)))
     }
 
     /// Every change leaves the map consistent, so a poisoned lock is ignored.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Incoming>> {
-        self.grants.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Grants> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -296,7 +296,7 @@ fn return_of_a_grant_that_is_revoked_waits_for_the_deletion() {
     fixture.register(ONE);
     let generation = fixture.grant(ONE, 1).expect("granted").generation;
     let (go, gate) = std::sync::mpsc::channel::<()>();
-    let wait = Box::new(move || gate.recv().expect("the test lets it go"));
+    let wait = Box::new(move || gate.recv().expect("the test sends"));
     *fixture.lender.on_delete.lock().expect("no panic") = Some(wait);
     let revoking = fixture.service.revoke_device(DEVICE, "gone").expect("a grant");
     let (service, (answer, answered)) = (Arc::clone(&fixture.service), std::sync::mpsc::channel());

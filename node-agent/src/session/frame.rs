@@ -27,10 +27,10 @@ const LENGTH_BYTES: usize = 4;
 const READ_BUFFER_BYTES: usize = 160 << 10;
 
 /// Maximum number of descriptors in one `sendmsg`, as in `reprise_buffers`.
-pub(super) const DESCRIPTORS_PER_PART: usize = 32;
+pub(crate) const DESCRIPTORS_PER_PART: usize = 32;
 
 /// Maximum number of descriptors that wait for their message: a client sends one with each.
-const DESCRIPTORS_WAITING_MAX: usize = 8;
+pub(crate) const DESCRIPTORS_WAITING_MAX: usize = 8;
 
 /// Reads frames from a session's socket.
 pub(super) struct FrameReader {
@@ -42,6 +42,18 @@ pub(super) struct FrameReader {
 struct Socket {
     stream: UnixStream,
     descriptors: VecDeque<OwnedFd>,
+    incoming: Incoming,
+}
+
+/// What happens to descriptors from the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Incoming {
+    /// The connection fails.
+    Refused,
+    /// They are closed, because no message can use them.
+    Closed,
+    /// They wait for their messages.
+    Kept,
 }
 
 /// Limits of a reader.
@@ -51,6 +63,7 @@ pub(super) struct Limits {
     pub(super) message_bytes: usize,
     /// Deadline for the complete message; `None`: no deadline.
     pub(super) until: Option<Instant>,
+    pub(super) incoming: Incoming,
 }
 
 /// Why there is no next frame.
@@ -83,7 +96,7 @@ pub(super) struct Frame {
 
 impl FrameReader {
     pub(super) fn new(socket: UnixStream, limits: Limits) -> FrameReader {
-        let socket = Socket { stream: socket, descriptors: VecDeque::new() };
+        let socket = Socket { stream: socket, descriptors: VecDeque::new(), incoming: limits.incoming };
         FrameReader { socket: BufReader::with_capacity(READ_BUFFER_BYTES, socket), limits }
     }
 
@@ -95,6 +108,7 @@ impl FrameReader {
     /// Changes the limits from the next message on.
     pub(super) fn set_limits(&mut self, limits: Limits) -> io::Result<()> {
         self.limits = limits;
+        self.socket.get_mut().incoming = limits.incoming;
         self.socket.get_ref().stream.set_read_timeout(None)
     }
 
@@ -151,7 +165,13 @@ impl Read for Socket {
             BufferError::System { source, .. } => source,
             other => io::Error::other(other),
         })?;
-        self.descriptors.extend(descriptors);
+        match self.incoming {
+            Incoming::Refused if !descriptors.is_empty() => {
+                return Err(io::Error::other("a descriptor came with it"));
+            }
+            Incoming::Refused | Incoming::Closed => return Ok(received),
+            Incoming::Kept => self.descriptors.extend(descriptors),
+        }
         if self.descriptors.len() > DESCRIPTORS_WAITING_MAX {
             let text =
                 format!("more than {DESCRIPTORS_WAITING_MAX} descriptors without a message that names them");
@@ -163,7 +183,8 @@ impl Read for Socket {
 
 impl Limits {
     /// Limits after the handshake.
-    pub(super) const SESSION: Limits = Limits { message_bytes: FRAME_BYTES_MAX, until: None };
+    pub(super) const SESSION: Limits =
+        Limits { message_bytes: FRAME_BYTES_MAX, until: None, incoming: Incoming::Kept };
 }
 
 impl AsFd for Descriptor {
@@ -187,6 +208,11 @@ impl Frame {
         bytes.extend_from_slice(&prefix.to_le_bytes());
         response.encode(&mut bytes).expect("a Vec grows as needed");
         Frame { bytes, descriptors, bytes_sent: 0, descriptors_sent: 0 }
+    }
+
+    /// Whether the frame passes queue pairs to the client.
+    pub(super) fn is_grant(&self) -> bool {
+        self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Memory(_)))
     }
 
     /// Returns the size of the frame in bytes.
@@ -286,6 +312,27 @@ mod tests {
     }
 
     #[test]
+    fn descriptors_that_no_message_may_name_are_closed_or_refused() {
+        let file = MappedRegion::allocate(4096).expect("memory").1;
+        let read = |incoming| {
+            let (client, agent) = UnixStream::pair().expect("a socket pair");
+            let mut frames = FrameReader::new(agent, Limits { incoming, ..Limits::SESSION });
+            for _ in 0..=DESCRIPTORS_WAITING_MAX {
+                send_with_fds(client.as_fd(), b"\x01\0\0\0x", &[file.as_fd()]).expect("sent");
+            }
+            let read = (0..=DESCRIPTORS_WAITING_MAX).try_for_each(|_| frames.next_frame().map(drop));
+            assert!(frames.take_descriptor().is_none());
+            read
+        };
+        read(Incoming::Closed).expect("messages are read");
+        let failed = read(Incoming::Refused).expect_err("refused");
+        assert!(
+            matches!(&failed, FrameError::Io(error) if error.to_string().contains("descriptor")),
+            "{failed:?}"
+        );
+    }
+
+    #[test]
     fn too_large_length_is_rejected_before_allocation() {
         let error = pipe(&u32::MAX.to_le_bytes()).next_frame().expect_err("too long");
         assert!(matches!(error, FrameError::TooLong(_)));
@@ -295,7 +342,7 @@ mod tests {
     fn slow_message_is_rejected_at_its_deadline() {
         let (mut client, agent) = UnixStream::pair().expect("a socket pair");
         let until = Instant::now() + Duration::from_millis(200);
-        let limits = Limits { message_bytes: 1000, until: Some(until) };
+        let limits = Limits { message_bytes: 1000, until: Some(until), incoming: Incoming::Refused };
         let mut frames = FrameReader::new(agent, limits);
         let dribbling = std::thread::spawn(move || {
             client.write_all(&1000u32.to_le_bytes()).expect("sent");

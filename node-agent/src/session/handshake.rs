@@ -21,7 +21,7 @@ use reprise_policy::tenant::TenantError;
 use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
-use super::frame::{Descriptor, FrameError, FrameReader, Limits};
+use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
 use super::{Peer, Session, SessionContext, encode};
 
@@ -100,7 +100,8 @@ pub(super) fn perform_handshake(
 
 fn prepare(socket: &UnixStream) -> std::io::Result<FrameReader> {
     socket.set_write_timeout(Some(outbound::SEND_TIMEOUT))?;
-    let limits = Limits { message_bytes: HELLO_BYTES_MAX, until: Some(Instant::now() + HELLO_TIMEOUT) };
+    let until = Some(Instant::now() + HELLO_TIMEOUT);
+    let limits = Limits { message_bytes: HELLO_BYTES_MAX, until, incoming: Incoming::Refused };
     Ok(FrameReader::new(socket.try_clone()?, limits))
 }
 
@@ -121,7 +122,8 @@ fn open(
         }
     };
     // From here on there is no deadline between requests.
-    frames.set_limits(Limits::SESSION).ok()?;
+    let incoming = if context.queue_grants.is_enabled() { Incoming::Kept } else { Incoming::Closed };
+    frames.set_limits(Limits { incoming, ..Limits::SESSION }).ok()?;
     let welcome = local::Welcome {
         session: id.0,
         node: context.node.clone(),

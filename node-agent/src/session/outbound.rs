@@ -59,6 +59,8 @@ pub(super) struct Outbound {
 struct State {
     queue: VecDeque<Outgoing>,
     queued_bytes: usize,
+    /// Queued frames that pass queue pairs, the one that is being sent included.
+    queued_grants: usize,
     phase: Phase,
 }
 
@@ -92,6 +94,10 @@ impl Outgoing {
             }
             Outgoing::Reply { .. } => 64,
         }
+    }
+
+    fn is_grant(&self) -> bool {
+        matches!(self, Outgoing::Frame(frame) if frame.is_grant())
     }
 
     fn is_large(&self) -> bool {
@@ -135,6 +141,7 @@ impl Outbound {
             outgoing
         };
         state.queued_bytes += outgoing.bytes_estimated();
+        state.queued_grants += usize::from(outgoing.is_grant());
         state.queue.push_back(outgoing);
         if state.queue.len() > QUEUE_FRAMES_MAX || state.queued_bytes > QUEUE_BYTES_MAX {
             tracing::warn!(
@@ -147,6 +154,11 @@ impl Outbound {
         }
         drop(state);
         self.changed.notify_one();
+    }
+
+    /// Whether queue pairs wait for the client, with a descriptor for each.
+    pub(super) fn has_queued_grant(&self) -> bool {
+        self.lock().queued_grants > 0
     }
 
     /// Closes the session immediately; reader and writer detect it.
@@ -181,11 +193,13 @@ impl Outbound {
                 if state.phase == Phase::Open {
                     state.phase = Phase::Writing;
                 }
+                let is_grant = outgoing.is_grant();
                 // Sending may block for up to `SEND_TIMEOUT`; the core thread must be able to queue
                 // meanwhile.
                 drop(state);
                 let sent = self.send_whole(outgoing.into_frame(&self.arena));
                 state = self.lock();
+                state.queued_grants = state.queued_grants.saturating_sub(usize::from(is_grant));
                 if state.phase == Phase::Writing {
                     state.phase = Phase::Open;
                 }
@@ -221,6 +235,7 @@ impl Outbound {
         state.phase = Phase::Closed;
         state.queue.clear();
         state.queued_bytes = 0;
+        state.queued_grants = 0;
         match self.socket.shutdown(Shutdown::Both) {
             Err(error) if error.kind() != io::ErrorKind::NotConnected => {
                 tracing::debug!(%error, "cannot shut down the socket of a session");
@@ -245,4 +260,47 @@ pub(super) fn send_frame(socket: &UnixStream, mut frame: Frame) -> Result<(), Bu
         frame.advance(sent);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::time::Instant;
+
+    use reprise_buffers::{ArenaConfig, HugePolicy, MappedRegion};
+    use reprise_proto::local::{self, response::Body};
+
+    use super::super::frame::Descriptor;
+    use super::*;
+
+    #[test]
+    fn queue_pairs_wait_until_the_client_reads() {
+        let (mut client, agent) = UnixStream::pair().expect("a socket pair");
+        let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
+        let arena = Arc::new(Arena::new(&config).expect("an arena of 2 MiB"));
+        let outbound = Arc::new(Outbound::new(agent, arena));
+        let frame = |descriptors| {
+            let body = Some(Body::Released(local::Released {}));
+            Outgoing::Frame(Frame::new(&local::Response { id: 1, body }, descriptors))
+        };
+        let grant = || frame(vec![Descriptor::Memory(MappedRegion::allocate(4096).expect("memory").1)]);
+        outbound.send(grant());
+        assert!(!outbound.has_queued_grant(), "the socket has it");
+        while outbound.lock().queue.is_empty() {
+            outbound.send(frame(Vec::new()));
+        }
+        outbound.send(grant());
+        assert!(outbound.has_queued_grant());
+        let writer = std::thread::spawn({
+            let outbound = Arc::clone(&outbound);
+            move || outbound.write_queued()
+        });
+        let start = Instant::now();
+        while outbound.has_queued_grant() {
+            assert!(start.elapsed() < SEND_TIMEOUT, "the grant is not sent");
+            client.read_exact(&mut [0]).expect("the agent sends");
+        }
+        outbound.close();
+        writer.join().expect("it ends");
+    }
 }

@@ -51,6 +51,10 @@ pub(super) fn answer(
             let registered = local::MemoryRegistered { memory: memory.0 };
             frame(id, Body::MemoryRegistered(registered), Vec::new())
         }),
+        QueueCall::Request { .. } if session.outbound.has_queued_grant() => {
+            let text = "the answer to an earlier request for queue pairs is still queued: read it first";
+            Err(QueueGrantRefusal::Exhausted(text.to_owned()))
+        }
         QueueCall::Request { device, pairs, depth, memory } => {
             let request = QueueRequest { session: session.id, device, pairs, depth, memory };
             context.queue_grants.grant(request).map(|grant| granted(id, grant))
@@ -95,6 +99,8 @@ fn register(
 ) -> Result<MemoryNumber, QueueGrantRefusal> {
     let missing =
         || QueueGrantRefusal::Invalid("register memory: no descriptor came with the request".to_owned());
+    // Descriptors are closed unless queue pairs are granted.
+    context.queue_grants.check_enabled()?;
     let file = frames.take_descriptor().ok_or_else(missing)?;
     let weak = Arc::downgrade(session);
     let sink: RevocationSink = Arc::new(move |generation, reason| {

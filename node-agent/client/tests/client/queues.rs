@@ -135,6 +135,28 @@ fn revoked_grant_names_its_reason() {
 }
 
 #[test]
+fn revocation_that_overtakes_its_grant_is_remembered() {
+    let agent = FakeAgent::serve(move |peer| {
+        drop(register(peer));
+        for generation in (1..=7).rev() {
+            let reason = format!("device {generation} is closed");
+            peer.reply(0, response::Body::QueuesRevoked(local::QueuesRevoked { generation, reason }));
+        }
+        let files = answer(peer, grant(vec![queue()]));
+        while peer.receive().is_some() {}
+        drop(files);
+    });
+    let client = agent.connect();
+    let memory =
+        client.register_memory(MappedRegion::allocate(8192).expect("memory").1, 8192).expect("registered");
+    let granted = client.request_queues(2, (1, 16), &memory).expect("granted");
+    assert_eq!(granted.revoked().as_deref(), Some("device 7 is closed"));
+    client.close();
+    drop(granted);
+    agent.end(client);
+}
+
+#[test]
 fn grant_outside_of_its_memory_ends_the_session() {
     let wrong = [
         local::GrantedQueue { entries: 1024, ..queue() },
