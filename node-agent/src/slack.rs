@@ -12,10 +12,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use reprise_agent_kubernetes::PredictionError;
 use reprise_policy::SessionId;
 use reprise_policy::session::{LayerGuidance, LayerReport};
-use reprise_policy::slack::prediction::PredictionErrors;
+use reprise_policy::slack::prediction::{PredictionError, PredictionErrors};
 use reprise_policy::slack::{Budget, Direction, Profile};
 
 /// A reported error stays while the measured one differs from it by less than this share.

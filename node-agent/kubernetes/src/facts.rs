@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use reprise_crds::fields::{Engine, NodeMode};
 use reprise_crds::node::{DeviceState, PageKind};
 use reprise_crds::status::Reason;
+use reprise_policy::slack::prediction::PredictionError;
 
 /// State of the node at one point in time.
 #[derive(Clone, Debug, PartialEq)]
@@ -206,15 +207,6 @@ pub struct ProfileFact {
     pub refused: Option<String>,
     /// Error of its predictions; `None` before enough layers were measured.
     pub prediction_error: Option<PredictionError>,
-}
-
-/// Quantiles of the prediction error of a profile, in percent of the prediction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PredictionError {
-    /// Median of the error.
-    pub p50_percent: u32,
-    /// 99th percentile of the error.
-    pub p99_percent: u32,
 }
 
 /// Progress of draining the node.

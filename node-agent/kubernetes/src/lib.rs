@@ -39,7 +39,7 @@ pub use connect::{Access, ConnectError};
 pub use desired::{Claim, DataPolicy, Desired, DesiredProfile, DesiredQueues, Source, SpecError, SpecPart};
 pub use facts::{
     ClaimFact, ControlPlane, ControllerFact, DeviceFact, DeviceFault, DrainFact, Facts, GpuFact, Memory,
-    Phase, PredictionError, ProfileFact, QueueFact,
+    Phase, ProfileFact, QueueFact,
 };
 pub use persisted::{PersistedSpec, StateDirectory};
 pub use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode};

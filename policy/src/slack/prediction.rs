@@ -34,6 +34,15 @@ impl Default for Generation {
     }
 }
 
+/// Quantiles of the prediction error of a profile, in percent of the prediction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PredictionError {
+    /// Median of the error.
+    pub p50_percent: u32,
+    /// 99th percentile of the error.
+    pub p99_percent: u32,
+}
+
 /// Error of one prediction in hundredths of the prediction, rounded up, at most [`ERROR_PERCENT_MAX`]. A
 /// prediction of 0 µs counts as 1 µs.
 pub fn error_percent(predicted_micros: u32, measured_micros: u32) -> u32 {

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use reprise_crds::fields::Engine;
 use reprise_crds::node::PageKind;
 use reprise_crds::status::find;
+use reprise_policy::slack::prediction::PredictionError;
 
 use super::*;
-use crate::facts::{DeviceFault, DrainFact, Memory, PredictionError};
+use crate::facts::{DeviceFault, DrainFact, Memory};
 
 const GIB: u64 = 1 << 30;
 
