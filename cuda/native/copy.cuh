@@ -19,7 +19,10 @@ __device__ inline void copy_grid(const CopyArguments& arguments) {
 
 template <CopyMode kMode>
 __device__ inline void copy_grid_checked(const CopyArguments& arguments) {
-  __shared__ __align__(kTableAlignment) uint32_t table[kTableWords];
+  // Aligned here: the driver places its own memory before that of the kernel, so the start has no such alignment.
+  __shared__ uint32_t storage[kTableWords + kTableAlignment / 4];
+  const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(storage));
+  uint32_t* table = storage + (0u - start) % kTableAlignment / 4;
   crc_fill_table(table, threadIdx.x, blockDim.x);
   __syncthreads();
   const uint32_t units = arguments.job_count * arguments.objects;
