@@ -114,6 +114,7 @@ fn wait_for_no_grants(agent: &Agent) {
 #[test]
 fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
     let env = TestEnv::new();
+    env.require("this NVMe controller is EMULATED");
     let (config, _) = lender(&env);
     let agent = env.agent(&config);
     for (first, order) in
@@ -155,6 +156,7 @@ fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
 #[test]
 fn damage_by_a_write_outside_of_leases_is_found_by_checksums() {
     let env = TestEnv::new();
+    env.require("this NVMe controller is EMULATED");
     env.allow("dropped a stored block that failed verification");
     let (config, file) = lender(&env);
     let agent = env.agent(&config);
@@ -186,6 +188,7 @@ fn damage_by_a_write_outside_of_leases_is_found_by_checksums() {
 #[test]
 fn queue_pairs_are_limited_and_refused_with_the_remedy() {
     let env = TestEnv::new();
+    env.require("this NVMe controller is EMULATED");
     let (config, _) = lender(&env);
     let agent = env.agent(&config);
     let engine = agent.engine(small());
@@ -255,6 +258,7 @@ fn killed_engines_and_agents_damage_no_block() {
         return be_engine(Path::new(next()), first, StdRng::seed_from_u64(seed));
     }
     let env = TestEnv::new();
+    env.require("this NVMe controller is EMULATED");
     let mut rng = seeded("kill with rings");
     let (config, _) = lender(&env);
     let mut agent = env.agent(&config);
