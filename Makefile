@@ -1,5 +1,6 @@
 # Build and test targets; `make help` lists them. `make demo` needs a Rust toolchain only. `make test` also needs
-# root, for the nodes of its Kubernetes cluster; with Python 3.11 or later it also tests the Python package.
+# root, for the nodes of its Kubernetes cluster, and Python 3 to fetch nvcc; with Python 3.11 or later it also tests the
+# Python package.
 #
 # Build outputs are in one folder outside the tree: $REPRISE_CACHE, by default ~/.cache/reprise.
 

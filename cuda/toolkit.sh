@@ -23,6 +23,13 @@ if [ ! -x "$nvcc" ]; then
         echo "nvcc cannot be fetched: python3 is not installed; install it, or set REPRISE_NVCC to an nvcc 13" >&2
         exit 1
     fi
+    if ! python3 -c 'import venv, ensurepip' 2> /dev/null; then
+        # Debian has them in a separate package.
+        apt-get install -y python3-venv >&2 || {
+            echo "nvcc cannot be fetched: python3-venv is missing; install it, or set REPRISE_NVCC to an nvcc 13" >&2
+            exit 1
+        }
+    fi
     mkdir -p "$cache"
     new=$(mktemp -d "$cache/cuda-toolkit.XXXXXX")
     trap 'rm -rf "$new"' EXIT
