@@ -1,6 +1,6 @@
-//! `reprise bench gpu`: copies, staged loads and their effect on computation, on the first GPU.
+//! `reprise bench gpu`: copies, staged loads, an index, and the effect of I/O on computation, on the first GPU.
 //!
-//! Without a GPU, it reports the device `none` with the reason, and the figures of the host build of the copies.
+//! Without a GPU, it reports the device `none` with the reason, and the figures of the host build of copies and index.
 
 use reprise_cuda::gpu::{Gpu, Partition, SmShare};
 use reprise_cuda::gpu_bench::{self, Goal, Measurement};
@@ -37,7 +37,9 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
                 settings,
                 Device { benchmark: "gpu", device: "none".to_owned(), code: "host build", reason },
             );
-            return Ok(figures("host", gpu_bench::host_copies(settings.repetitions)?));
+            let mut measured = gpu_bench::host_copies(settings.repetitions)?;
+            measured.extend(gpu_bench::host_index_times(settings.repetitions));
+            return Ok(figures("host", measured));
         }
         Err(error) => return Err(error.into()),
     };
@@ -46,6 +48,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let mut measured = gpu_bench::device_copies(&kernels, settings.repetitions)?;
     let partition = Partition::new(&gpu, IO_SMS)?;
     measured.extend(gpu_bench::staged_load(&kernels, &partition, settings.repetitions)?);
+    measured.extend(gpu_bench::index_times(&kernels, settings.repetitions)?);
     measured.extend(gpu_bench::slowdown(&kernels, IO_SMS, LAYERS)?);
     Ok(figures("gpu", measured))
 }
