@@ -25,7 +25,7 @@ use reprise_client::{
 };
 use reprise_cuda::ring::Operation;
 use reprise_cuda::store::{
-    BackendKind, BlockPlace, DescriptorMemory, DevicePlan, KvGeometry, PlanCounters, alternate, plan_layer,
+    BackendKind, BlockPlace, DevicePlan, KvGeometry, PlanCounters, alternate, plan_layer,
 };
 use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::{BlockKey, Layout};
@@ -130,11 +130,6 @@ impl RingPath {
     /// Returns the work of planning so far.
     pub fn counters(&self) -> PlanCounters {
         self.counters
-    }
-
-    /// Returns the memory of descriptors for one device.
-    pub fn descriptor_memory(&self) -> DescriptorMemory {
-        DescriptorMemory::of(&self.geometry)
     }
 
     /// Returns the generations of the grants in use, by device.

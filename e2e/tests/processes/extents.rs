@@ -9,14 +9,12 @@
 //! * when the clients have ended, the used bytes of the pool are those of the blocks: no slot is lost.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::io::Write;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rand::RngExt;
 use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 use reprise_client::extents::PageBuffer;
 use reprise_client::{
     BlockStatus, ClientError, CommitOptions, ExtentStatus, LeasedExtent, PinOutcome, Source,
@@ -26,17 +24,19 @@ use reprise_e2e::seed::{number, print_line, seeded};
 use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
 use reprise_testkit::kv_function;
 
+use crate::processes::client_process::{ClientProcess, ClientTest};
+
 /// Set in a child process of this executable that acts as a client: socket, seed and first block.
-const CLIENT: &str = "REPRISE_E2E_EXTENT_CLIENT";
+const CLIENT: ClientTest = ClientTest {
+    name: "processes::extents::killed_clients_and_agents_damage_no_block",
+    variable: "REPRISE_E2E_EXTENT_CLIENT",
+};
 
 /// Environment variable with the number of kills.
 const KILLS_VARIABLE: &str = "REPRISE_E2E_EXTENT_KILLS";
 
 /// Number of kills without the variable.
 const KILLS: u64 = 12;
-
-/// The signal that ends a killed client.
-const SIGKILL: i32 = 9;
 
 /// Blocks of each client, far fewer than the slots of the pool.
 const CLIENT_BLOCKS: u64 = 300;
@@ -152,41 +152,10 @@ fn assert_no_leak(agent: &Agent, blocks: u64) {
     assert_eq!(counters.get("corrupt_blocks"), 0, "a kill corrupts no block");
 }
 
-/// A client process, and the blocks that it reported durable.
-struct ClientProcess {
-    child: Child,
-}
-
-impl ClientProcess {
-    fn start(agent: &Agent, seed: u64, first: u64) -> ClientProcess {
-        let socket = agent.files().socket.to_str().expect("a path in UTF-8");
-        let child = Command::new(std::env::current_exe().expect("this executable"))
-            .args(["--exact", "processes::extents::killed_clients_and_agents_damage_no_block", "--nocapture"])
-            .env(CLIENT, format!("{seed} {first} {socket}"))
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("a client can be started");
-        ClientProcess { child }
-    }
-
-    /// Waits until the process exits; returns the blocks that it reported.
-    fn finish(mut self) -> BTreeSet<u64> {
-        let output = BufReader::new(self.child.stdout.take().expect("piped"));
-        let line = |line: std::io::Result<String>| line.ok()?.strip_prefix("durable ")?.parse().ok();
-        let durable = output.lines().filter_map(line).collect();
-        let status = self.child.wait().expect("the client exits");
-        assert!(status.success() || status.signal() == Some(SIGKILL), "the client failed: {status}");
-        durable
-    }
-}
-
 #[test]
 fn killed_clients_and_agents_damage_no_block() {
-    if let Ok(parameters) = std::env::var(CLIENT) {
-        let mut words = parameters.splitn(3, ' ');
-        let mut next = || words.next().expect("three parameters");
-        let (seed, first) = (next().parse().expect("a seed"), next().parse().expect("a block"));
-        return be_client(Path::new(next()), first, StdRng::seed_from_u64(seed));
+    if let Some(parameters) = CLIENT.parameters() {
+        return be_client(&parameters.socket, parameters.first, parameters.rng);
     }
     let env = TestEnv::new();
     let mut rng = seeded("kill with extents");
@@ -194,9 +163,8 @@ fn killed_clients_and_agents_damage_no_block() {
     let (mut durable, mut agents, mut others) = (BTreeSet::new(), 0, 1_000_000);
     let kills = number(KILLS_VARIABLE, KILLS);
     for kill in 0..kills {
-        let clients: Vec<ClientProcess> = (0..CLIENTS)
-            .map(|client| ClientProcess::start(&agent, rng.random(), client * CLIENT_BLOCKS))
-            .collect();
+        let clients: Vec<ClientProcess> =
+            (0..CLIENTS).map(|client| CLIENT.start(&agent, rng.random(), client * CLIENT_BLOCKS)).collect();
         let before = agent.admin().counter("extent_leases");
         agent.admin().wait_for("extent_leases", PATIENCE, |leases| leases > before);
         // Not a synchronisation: the sleep selects the random moment of the kill.
@@ -206,7 +174,7 @@ fn killed_clients_and_agents_damage_no_block() {
             agents += 1;
         } else {
             let mut victim = clients.next().expect("two clients");
-            victim.child.kill().expect("killed");
+            victim.kill();
             durable.extend(victim.finish());
             save_others(&agent, &mut others, &mut durable);
             agent.admin().wait_for("extents_quarantined", PATIENCE, |extents| extents == 0);

@@ -3,6 +3,7 @@
 
 mod agent;
 mod check;
+mod client_process;
 mod clocks;
 mod control_plane;
 mod corruption;

@@ -7,15 +7,13 @@
 //! * no queue pair, registered memory or extent is left of an engine that has ended.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rand::RngExt;
 use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 use reprise_client::{BlockStatus, Client, ClientError, CommitOptions, ExtentStatus, Source};
 use reprise_e2e::content::{device_slot_bytes, key, keys, small};
 use reprise_e2e::seed::{number, print_line, seeded};
@@ -24,17 +22,19 @@ use reprise_policy::BlockKey;
 use reprise_testkit::kv_function;
 use reprise_testkit::rings::{Backend, KvOrder, RingLoad, RingPath, RingPathSettings};
 
+use crate::processes::client_process::{ClientProcess, ClientTest};
+
 /// Set in a child process of this executable that acts as an engine: seed, first block and socket.
-const CLIENT: &str = "REPRISE_E2E_RING_CLIENT";
+const CLIENT: ClientTest = ClientTest {
+    name: "processes::rings::killed_engines_and_agents_damage_no_block",
+    variable: "REPRISE_E2E_RING_CLIENT",
+};
 
 /// Environment variable with the number of kills.
 const KILLS_VARIABLE: &str = "REPRISE_E2E_RING_KILLS";
 
 /// Number of kills without the variable.
 const KILLS: u64 = 8;
-
-/// The signal that ends a killed engine.
-const SIGKILL: i32 = 9;
 
 /// Blocks of each engine, far fewer than the slots of the pool.
 const CLIENT_BLOCKS: u64 = 300;
@@ -221,41 +221,10 @@ fn queue_pairs_are_limited_and_refused_with_the_remedy() {
     assert!(format!("{error:#}").contains("lends no queue pairs"), "{error:#}");
 }
 
-/// An engine process, and the blocks that it reported durable.
-struct EngineProcess {
-    child: Child,
-}
-
-impl EngineProcess {
-    fn start(agent: &Agent, seed: u64, first: u64) -> EngineProcess {
-        let socket = agent.files().socket.to_str().expect("a path in UTF-8");
-        let child = Command::new(std::env::current_exe().expect("this executable"))
-            .args(["--exact", "processes::rings::killed_engines_and_agents_damage_no_block", "--nocapture"])
-            .env(CLIENT, format!("{seed} {first} {socket}"))
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("an engine can be started");
-        EngineProcess { child }
-    }
-
-    /// Waits until the process exits; returns the blocks that it reported.
-    fn finish(mut self) -> BTreeSet<u64> {
-        let output = BufReader::new(self.child.stdout.take().expect("piped"));
-        let line = |line: std::io::Result<String>| line.ok()?.strip_prefix("durable ")?.parse().ok();
-        let durable = output.lines().filter_map(line).collect();
-        let status = self.child.wait().expect("the engine exits");
-        assert!(status.success() || status.signal() == Some(SIGKILL), "the engine failed: {status}");
-        durable
-    }
-}
-
 #[test]
 fn killed_engines_and_agents_damage_no_block() {
-    if let Ok(parameters) = std::env::var(CLIENT) {
-        let mut words = parameters.splitn(3, ' ');
-        let mut next = || words.next().expect("three parameters");
-        let (seed, first) = (next().parse().expect("a seed"), next().parse().expect("a block"));
-        return be_engine(Path::new(next()), first, StdRng::seed_from_u64(seed));
+    if let Some(parameters) = CLIENT.parameters() {
+        return be_engine(&parameters.socket, parameters.first, parameters.rng);
     }
     let env = TestEnv::new();
     env.require("this NVMe controller is EMULATED");
@@ -267,9 +236,8 @@ fn killed_engines_and_agents_damage_no_block() {
     let (mut kill, mut start) = (0, Instant::now());
     while kill < kills || (durable.len() < DURABLE_MIN && start.elapsed() < PATIENCE) {
         let before = agent.admin().counter("extent_leases");
-        let engines: Vec<EngineProcess> = (0..CLIENTS)
-            .map(|engine| EngineProcess::start(&agent, rng.random(), engine * CLIENT_BLOCKS))
-            .collect();
+        let engines: Vec<ClientProcess> =
+            (0..CLIENTS).map(|engine| CLIENT.start(&agent, rng.random(), engine * CLIENT_BLOCKS)).collect();
         agent.admin().wait_for("extent_leases", PATIENCE, |leases| leases > before);
         // Not a synchronisation: the sleep selects the random moment of the kill.
         let slower = 1u32 << kill.saturating_sub(kills.saturating_sub(1)).min(5);
@@ -280,11 +248,11 @@ fn killed_engines_and_agents_damage_no_block() {
             agents += 1;
             agent.kill();
             agent.start();
-            durable.extend(engines.flat_map(EngineProcess::finish));
+            durable.extend(engines.flat_map(ClientProcess::finish));
         } else {
-            let mut victims: Vec<EngineProcess> = engines.by_ref().collect();
-            victims.iter_mut().for_each(|victim| victim.child.kill().expect("killed"));
-            durable.extend(victims.into_iter().flat_map(EngineProcess::finish));
+            let mut victims: Vec<ClientProcess> = engines.by_ref().collect();
+            victims.iter_mut().for_each(|victim| victim.kill());
+            durable.extend(victims.into_iter().flat_map(ClientProcess::finish));
         }
         wait_for_no_grants(&agent);
         check(&agent, &durable);
