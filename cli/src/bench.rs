@@ -19,7 +19,7 @@ mod store;
 
 use std::path::PathBuf;
 
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use clap::Subcommand;
 use reprise_testkit::bench::directory_service::ENTRIES_MAX;
 use reprise_testkit::bench::preflight::{self, CLUSTER_PROGRAMS, Requirements};
@@ -110,9 +110,17 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
     let requirements: Vec<_> = all.iter().map(|which| which.requirements(&settings)).collect();
     let checked = preflight::check(&requirements, &settings.directory);
     preflight::report(audience, &checked)?;
-    for (which, _) in all.iter().zip(&checked).filter(|(_, readiness)| readiness.runs) {
-        report::print(audience, &which.run(&settings)?);
+    let mut failed = Vec::new();
+    for ((which, needs), _) in
+        all.iter().zip(&requirements).zip(&checked).filter(|(_, readiness)| readiness.runs)
+    {
+        match which.run(&settings) {
+            Ok(figures) => report::print(audience, &figures),
+            // The others are measured nevertheless.
+            Err(error) => failed.push(format!("{}: {error:#}", needs.name)),
+        }
     }
+    ensure!(failed.is_empty(), "benchmarks failed: {}", failed.join("; "));
     Ok(())
 }
 

@@ -98,6 +98,7 @@ pub struct Cluster {
 #[derive(Debug)]
 struct Agent {
     config: PathBuf,
+    sizes: AgentSizes,
     process: Process,
     addresses: AgentAddresses,
 }
@@ -205,6 +206,14 @@ impl Cluster {
         self.agents[index].process.child.kill();
     }
 
+    /// Configures the size of an agent's pool for its next start: a pool may grow.
+    pub fn configure_pool(&mut self, index: usize, bytes: ByteSize) -> anyhow::Result<()> {
+        let agent = &mut self.agents[index];
+        agent.sizes.pool = bytes;
+        let (node, sizes) = (agent.addresses.node.clone(), agent.sizes);
+        self.write_config(&node, sizes).map(drop)
+    }
+
     /// Restarts a killed agent on its pool; returns the seconds until it was ready.
     pub fn restart_agent(&mut self, index: usize) -> anyhow::Result<f64> {
         let started = Instant::now();
@@ -251,21 +260,8 @@ impl Cluster {
     fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
         let home = self.directory.path().join(node);
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
-        let pool = home.join(POOL_FILE);
-        remove_if_exists(&pool)?;
-        let moves = sizes.moves.map(|bytes| format!("placement.bandwidth = \"{bytes}\"\n"));
-        let config = AgentConfig {
-            node,
-            socket: &home.join("agent.sock"),
-            address: Ipv4Addr::LOCALHOST,
-            arena: sizes.arena,
-            region: ByteSize(sizes.arena.0.min(REGION_BYTES_MAX)),
-            pool: Some((&pool, sizes.pool)),
-            control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
-        };
-        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{}", moves.unwrap_or_default()));
-        let config = self.directory.path().join(format!("{node}.toml"));
-        fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
+        remove_if_exists(&home.join(POOL_FILE))?;
+        let config = self.write_config(node, sizes)?;
         let log = self.directory.path().join(format!("{node}.log"));
         let process = Process::start("reprise-agent", &config, &log, &mut self.directory)?;
         let addresses = AgentAddresses {
@@ -273,7 +269,26 @@ impl Cluster {
             socket: process.ready.socket.clone(),
             admin: process.ready.admin.clone(),
         };
-        Ok(Agent { config, process, addresses })
+        Ok(Agent { config, sizes, process, addresses })
+    }
+
+    /// Writes the configuration of an agent; returns its path.
+    fn write_config(&self, node: &str, sizes: AgentSizes) -> anyhow::Result<PathBuf> {
+        let home = self.directory.path().join(node);
+        let moves = sizes.moves.map(|bytes| format!("placement.bandwidth = \"{bytes}\"\n"));
+        let config = AgentConfig {
+            node,
+            socket: &home.join("agent.sock"),
+            address: Ipv4Addr::LOCALHOST,
+            arena: sizes.arena,
+            region: ByteSize(sizes.arena.0.min(REGION_BYTES_MAX)),
+            pool: Some((&home.join(POOL_FILE), sizes.pool)),
+            control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
+        };
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{}", moves.unwrap_or_default()));
+        let path = self.directory.path().join(format!("{node}.toml"));
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(path)
     }
 
     fn write_file(&self) -> anyhow::Result<()> {

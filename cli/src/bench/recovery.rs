@@ -59,6 +59,7 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
     let empty = process_memory::anonymous_bytes(pid(&cluster)?)?;
     cluster.kill_agent(0);
     write_pool(&cluster.pool_path(0), bytes, entries)?;
+    cluster.configure_pool(0, ByteSize(bytes))?;
     let (mut seconds, mut ready, mut per_block) = (Vec::new(), Vec::new(), Vec::new());
     for repetition in settings.rounds("recovery.open") {
         if repetition > 0 {

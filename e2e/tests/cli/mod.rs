@@ -294,6 +294,17 @@ fn bench_failover_finds_all_keys_again_and_no_answer_is_wrong() {
 }
 
 #[test]
+fn bench_recovery_opens_a_pool_that_grew() {
+    built_binary();
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let figures =
+        objects(&["bench", "recovery", "--repetitions", "1", "--entries", "5000", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    assert_eq!(figures[0]["name"], "recovery.open_5000_entries", "{figures:?}");
+}
+
+#[test]
 fn the_data_in_etcd_do_not_grow_with_the_blocks() {
     built_binary();
     let env = TestEnv::new();
