@@ -24,7 +24,7 @@ help:
 	@echo "make wheel       build the Python package for Python 3.11 and later"
 	@echo "make test-python run the tests of the Python package with real processes"
 	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
-	@echo "make vm-test     run the NVMe driver on a controller of a virtual machine, through VFIO; needs Debian packages"
+	@echo "make vm-test     run NVMe driver and agent on controllers of virtual machines, through VFIO; needs Debian packages"
 	@echo "make e2e-k8s     run the Kubernetes tests only: two nodes with real pods; needs root, installs packages"
 	@echo "make e2e-scale   run the operator with 1,000 kwok nodes: time, memory, writes; needs root"
 	@echo "make e2e-skew    upgrade from an older commit (OLD=COMMIT) under load, and roll back; needs root"
@@ -114,12 +114,13 @@ test-vllm:
 	$(AGENT_PROGRAMS)
 	python/test-vllm.sh
 
-# The first run downloads QEMU and a kernel (114 MB). The programs in the machine are optimised, since the driver's speed
-# is compared with the kernel's.
+# The first run downloads QEMU and a kernel (114 MB). The programs in the machine that use the driver are optimised, since
+# its speed is compared with the kernel's. Agent and control plane are those of the other tests.
 VM_PROGRAMS := $(CARGO_TARGET_DIR)/images/examples
 vm-test:
 	e2e/vm/packages.sh > /dev/null
 	cargo build --locked --profile images -p reprise-nvme -p reprise-cuda --example vm_guest --example vm_rings
+	cargo build --locked --workspace --bin reprise-agent --bin reprise-controlplane --test vm
 	REPRISE_VM_GUEST=$(VM_PROGRAMS)/vm_guest REPRISE_VM_RINGS=$(VM_PROGRAMS)/vm_rings \
 	    cargo test --locked --workspace --test vm
 

@@ -48,10 +48,14 @@ impl Image {
         Ok(())
     }
 
-    /// Adds a program of this machine, with its libraries at their places.
-    pub(crate) fn add_program(&mut self, program: &Path) -> io::Result<()> {
-        let name = program.file_name().ok_or_else(|| missing("a program"))?.to_string_lossy();
-        self.add(&format!("bin/{name}"), fs::read(program)?);
+    /// Adds a program of this machine under a name, without debug information, and its libraries at their places.
+    pub(crate) fn add_program(&mut self, name: &str, program: &Path, scratch: &Path) -> io::Result<()> {
+        let stripped = scratch.join(name);
+        let status = Command::new("objcopy").arg("--strip-debug").arg(program).arg(&stripped).status()?;
+        if !status.success() {
+            return Err(io::Error::other(format!("objcopy cannot read {}", program.display())));
+        }
+        self.add(&format!("bin/{name}"), fs::read(stripped)?);
         let output = Command::new("ldd").arg(program).output()?;
         for word in String::from_utf8_lossy(&output.stdout).split_whitespace() {
             if let Some(path) = word.strip_prefix('/') {
@@ -99,6 +103,11 @@ impl Image {
     pub(crate) fn with_script(mut self, script: &str) -> Image {
         self.add("tests.sh", script.as_bytes().to_vec());
         self
+    }
+
+    /// Size of all files.
+    pub(crate) fn bytes(&self) -> usize {
+        self.files.values().map(|(_, contents)| contents.len()).sum()
     }
 
     /// Writes the archive to a file.

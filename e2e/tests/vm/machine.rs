@@ -10,15 +10,22 @@ use std::time::{Duration, Instant};
 /// A machine to start.
 #[derive(Debug)]
 pub(crate) struct Machine {
+    name: &'static str,
     packages: PathBuf,
     initramfs: PathBuf,
     options: Vec<String>,
 }
 
 impl Machine {
-    pub(crate) fn new(packages: &Path, folder: &Path) -> Machine {
-        let initramfs = folder.join("initramfs");
-        Machine { packages: packages.to_owned(), initramfs, options: Vec::new() }
+    /// Creates a machine with a name, which starts the lines of its console, and a number of processors.
+    pub(crate) fn new(name: &'static str, processors: u8, packages: &Path, folder: &Path) -> Machine {
+        let initramfs = folder.join(format!("{name}.initramfs"));
+        let options = vec!["-smp".to_owned(), processors.to_string()];
+        Machine { name, packages: packages.to_owned(), initramfs, options }
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
     }
 
     pub(crate) fn option(&mut self, name: &str, value: &str) {
@@ -38,17 +45,9 @@ impl Machine {
         &self.initramfs
     }
 
-    /// Starts the machine and reads its console until it is powered off, at most for a limit.
-    pub(crate) fn run(&self, limit: Duration) -> io::Result<Vec<String>> {
-        self.run_until(limit, |_| false)
-    }
-
-    /// Starts the machine, and takes its power away after a line that `is_last` selects.
-    pub(crate) fn run_until(
-        &self,
-        limit: Duration,
-        is_last: impl Fn(&str) -> bool,
-    ) -> io::Result<Vec<String>> {
+    /// Starts the machine and reads its console until it is powered off, at most for a limit. Takes the power away after
+    /// a line that `is_last` selects.
+    pub(crate) fn run(&self, limit: Duration, is_last: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
         let mut qemu = self.command()?.stdout(Stdio::piped()).stdin(Stdio::null()).spawn()?;
         let console = BufReader::new(qemu.stdout.take().expect("piped"));
         let (sender, receiver) = mpsc::channel();
@@ -65,7 +64,7 @@ impl Machine {
         loop {
             match receiver.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(line) => {
-                    println!("  {line}");
+                    println!("  {}: {line}", self.name);
                     let ends = is_last(&line);
                     lines.push(line);
                     if ends {
@@ -75,7 +74,7 @@ impl Machine {
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    println!("the virtual machine has not ended within {limit:?}");
+                    println!("virtual machine {}: not ended within {limit:?}", self.name);
                     qemu.kill()?;
                     break;
                 }
@@ -106,7 +105,7 @@ impl Machine {
         for folder in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
             command.arg("-L").arg(packages.join(folder));
         }
-        command.args("-accel tcg,thread=multi -machine q35 -cpu max -smp 2 -m 768".split(' '));
+        command.args("-accel tcg,thread=multi -machine q35 -cpu max -m 768".split(' '));
         let console = "-nic none -display none -monitor none -no-reboot -serial stdio";
         command.args(console.split(' '));
         command.args(&self.options).arg("-kernel").arg(kernel).arg("-initrd").arg(&self.initramfs);
