@@ -325,7 +325,7 @@ impl QueueGrantService {
         lending: &LendingDevice,
         request: QueueRequest,
     ) -> Result<(NewGrant, HeldQueues), QueueGrantRefusal> {
-        let QueueRequest { session, device, pairs, depth, memory } = request;
+        let QueueRequest { session, device, pairs, depth, memory, .. } = request;
         let invalid = |what: &str, error: &NvmeError| QueueGrantRefusal::Invalid(format!("{what}: {error}"));
         let Some(properties) = lender.lent_device(lending.namespace) else {
             return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));

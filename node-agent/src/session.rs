@@ -36,7 +36,7 @@ use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, SessionId, TenantName};
+use reprise_policy::{BlockKey, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
@@ -70,6 +70,8 @@ const STOPPING: &str = "the agent is stopping; reconnect when it is available ag
 /// The core's end of a session.
 pub(crate) struct Session {
     id: SessionId,
+    /// Its number in the core.
+    tenant: TenantId,
     peer: Peer,
     outbound: Outbound,
     in_flight: AtomicUsize,

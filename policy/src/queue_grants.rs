@@ -9,11 +9,14 @@
 //! later one, although controllers reuse the numbers of queues. While a session is fenced, a controller may still run its
 //! commands, so the slots that it leased or pinned must not be used again.
 //!
+//! A command can name any block and any memory that is mapped for its controller, so a controller does not separate
+//! tenants: all queue pairs of a device belong to sessions of one tenant.
+//!
 //! Not included: the queue pairs themselves, and the memory of sessions.
 
 use std::collections::BTreeMap;
 
-use crate::SessionId;
+use crate::{SessionId, TenantId};
 
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
 pub const PAIRS_PER_GRANT_MAX: u32 = 64;
@@ -59,6 +62,8 @@ pub enum QueueGrantRefusal {
 pub struct QueueRequest {
     /// The session.
     pub session: SessionId,
+    /// Tenant of the session.
+    pub tenant: TenantId,
     /// Number of the device.
     pub device: u8,
     /// Number of queue pairs.
@@ -168,10 +173,11 @@ impl QueueGrants {
     /// [`failed`](Self::failed).
     ///
     /// # Errors
-    /// `Invalid` outside the limits or for a memory that is not registered, `Exhausted` if others have the queue pairs.
+    /// `Invalid` outside the limits or for a memory that is not registered, `Exhausted` if others have the queue pairs or
+    /// another tenant has some of this device.
     pub fn request(&mut self, request: QueueRequest) -> Result<GrantGeneration, QueueGrantRefusal> {
         self.check_enabled()?;
-        let QueueRequest { session, device, pairs, depth, memory } = request;
+        let QueueRequest { session, tenant, device, pairs, depth, memory } = request;
         let invalid = |text: String| Err(QueueGrantRefusal::Invalid(text));
         let most = self.limits.pairs_per_session.min(PAIRS_PER_GRANT_MAX);
         if pairs == 0 || pairs > most {
@@ -185,6 +191,13 @@ impl QueueGrants {
         }
         if !self.memories.get(&session).is_some_and(|memories| memories.bytes.contains_key(&memory)) {
             return invalid(format!("memory {} is not registered", memory.0));
+        }
+        let is_foreign = |grant: &Grant| grant.is_on(device) && grant.request.tenant != tenant;
+        if self.grants.values().any(is_foreign) {
+            return Err(QueueGrantRefusal::Exhausted(format!(
+                "another tenant holds queue pairs of device {device}, and a controller does not separate tenants: use a \
+                 device of another controller or virtual function, or retry after that tenant's sessions have ended"
+            )));
         }
         let held = |of: Option<SessionId>| -> u32 {
             let counts = |grant: &&Grant| {
@@ -329,7 +342,12 @@ mod tests {
     }
 
     fn of(session: SessionId, pairs: u32) -> QueueRequest {
-        QueueRequest { session, device: 3, pairs, depth: 64, memory: MemoryNumber(1) }
+        QueueRequest { session, tenant: TenantId(1), device: 3, pairs, depth: 64, memory: MemoryNumber(1) }
+    }
+
+    /// Sessions 1 and 2 have one tenant, session 3 another.
+    fn tenant_of(session: SessionId) -> TenantId {
+        TenantId(session.0 as u16 / 3)
     }
 
     fn granted(table: &mut QueueGrants, request: QueueRequest) -> GrantGeneration {
@@ -375,6 +393,30 @@ mod tests {
         table.ended(first);
         granted(&mut table, of(TWO, 1));
         assert_eq!(table.pairs(), 9);
+    }
+
+    #[test]
+    fn controller_has_queue_pairs_of_one_tenant() {
+        let mut table = table();
+        let foreign = QueueRequest { tenant: TenantId(2), ..of(TWO, 1) };
+        let first = granted(&mut table, of(ONE, 1));
+        let refusal = table.request(foreign).expect_err("of another tenant");
+        assert!(
+            matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("virtual function")),
+            "{refusal}"
+        );
+        granted(&mut table, of(TWO, 1));
+        granted(&mut table, QueueRequest { device: 4, ..foreign });
+        // An unconfirmed deletion keeps the device, because commands may still run.
+        assert_eq!(table.begin_session_end(TWO).len(), 2);
+        table.register(TWO, 4096).expect("registered again");
+        table.not_confirmed(GrantGeneration(2));
+        assert!(table.begin_end(ONE, first));
+        table.ended(first);
+        table.request(QueueRequest { memory: MemoryNumber(1), ..foreign }).expect_err("unconfirmed");
+        table.device_reset(3);
+        table.request(foreign).expect("the controller was reset");
+        table.request(of(ONE, 1)).expect_err("the device has another tenant now");
     }
 
     #[test]
@@ -457,7 +499,7 @@ mod tests {
                 let session = SessionId(session);
                 match step {
                     0 | 1 => {
-                        let request = QueueRequest { device, ..of(session, pairs) };
+                        let request = QueueRequest { device, tenant: tenant_of(session), ..of(session, pairs) };
                         if let Ok(generation) = table.request(request) {
                             prop_assert!(live.iter().all(|(other, _)| *other < generation));
                             table.created(generation);
@@ -486,6 +528,10 @@ mod tests {
                     }
                 }
                 for device in 0..3 {
+                    let on_device = table.iter().map(|(_, request)| request).filter(|request| request.device == device);
+                    let mut tenants: Vec<_> = on_device.map(|request| request.tenant).collect();
+                    tenants.dedup();
+                    prop_assert!(tenants.len() <= 1, "{tenants:?} on device {device}");
                     let pairs = |of: Option<SessionId>| -> u32 {
                         let counts = |request: &&QueueRequest| {
                             request.device == device && of.is_none_or(|session| session == request.session)

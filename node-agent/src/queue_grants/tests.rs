@@ -4,11 +4,13 @@ use std::sync::atomic::AtomicBool;
 
 use reprise_buffers::Span;
 use reprise_nvme::{DataFormat, DmaMapping};
+use reprise_policy::TenantId;
 
 use super::*;
 
 const DEVICE: DeviceId = DeviceId(2);
 const ONE: SessionId = SessionId(1);
+const TENANT: TenantId = TenantId(0);
 const LIMITS: QueueGrantLimits = QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
 
 type Log = Arc<Mutex<Vec<String>>>;
@@ -152,8 +154,17 @@ impl Fixture {
     }
 
     fn grant(&self, session: SessionId, pairs: u32) -> Result<NewGrant, QueueGrantRefusal> {
+        self.grant_to(TENANT, session, pairs)
+    }
+
+    fn grant_to(
+        &self,
+        tenant: TenantId,
+        session: SessionId,
+        pairs: u32,
+    ) -> Result<NewGrant, QueueGrantRefusal> {
         let memory = MemoryNumber(1);
-        self.service.grant(QueueRequest { session, device: DEVICE.0, pairs, depth: 64, memory })
+        self.service.grant(QueueRequest { session, tenant, device: DEVICE.0, pairs, depth: 64, memory })
     }
 
     /// Takes the recorded calls.
@@ -183,6 +194,22 @@ fn grant_names_queue_pairs_and_ends_in_order() {
     assert_eq!(fixture.log(), expected);
     assert_eq!(fixture.service.counters().pairs, 0);
     assert!(!fixture.service.is_fenced(ONE));
+}
+
+#[test]
+fn session_of_another_tenant_gets_no_queue_pairs_of_the_controller() {
+    let fixture = Fixture::new();
+    let two = SessionId(2);
+    fixture.register(ONE);
+    fixture.register(two);
+    fixture.grant(ONE, 1).expect("granted");
+    fixture.log();
+    let refused = fixture.grant_to(TenantId(1), two, 1).expect_err("of another tenant");
+    assert!(matches!(&refused, QueueGrantRefusal::Exhausted(text) if text.contains("tenant")), "{refused}");
+    assert!(fixture.log().is_empty(), "the controller has no memory of the other tenant");
+    assert_eq!(fixture.service.counters().refused_total, 1);
+    fixture.service.close_session(ONE);
+    fixture.grant_to(TenantId(1), two, 1).expect("the sessions of the tenant have ended");
 }
 
 #[test]
@@ -346,7 +373,8 @@ fn queue_pairs_of_a_closed_device_need_no_deletion() {
     let Fixture { service, lender, log, .. } = Fixture::new();
     let sink: RevocationSink = Arc::new(|_, _| {});
     let number = service.register(ONE, (memory(), 4096), sink).expect("registered");
-    let request = QueueRequest { session: ONE, device: DEVICE.0, pairs: 1, depth: 2, memory: number };
+    let request =
+        QueueRequest { session: ONE, tenant: TENANT, device: DEVICE.0, pairs: 1, depth: 2, memory: number };
     service.grant(request).expect("granted");
     drop(lender);
     log.lock().expect("no panic").clear();

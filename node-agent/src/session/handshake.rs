@@ -134,6 +134,7 @@ fn open(
     let opened = SessionOpened { session: id, tenant, namespace: hello.namespace, layout: hello.layout };
     let session = Session {
         id,
+        tenant,
         peer: Peer { client_name: hello.client_name, tenant: hello.tenant, ..peer },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),

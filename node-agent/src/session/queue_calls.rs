@@ -56,7 +56,8 @@ pub(super) fn answer(
             Err(QueueGrantRefusal::Exhausted(text.to_owned()))
         }
         QueueCall::Request { device, pairs, depth, memory } => {
-            let request = QueueRequest { session: session.id, device, pairs, depth, memory };
+            let tenant = session.tenant;
+            let request = QueueRequest { session: session.id, tenant, device, pairs, depth, memory };
             context.queue_grants.grant(request).map(|grant| granted(id, grant))
         }
         QueueCall::Return { generation } => {
