@@ -10,13 +10,11 @@
 //!
 //! Nothing here does I/O or waits. [`Backend`] names the ways of blocks, and why one is not used.
 
-mod affinity;
 mod backend;
 mod mapping;
 mod plan;
 mod stripe;
 
-pub use affinity::{DevicePlace, pci_place, prefer_near};
 pub use backend::{Backend, BackendChoice, BackendKind, Unusable, choose};
 pub use mapping::{DescriptorMemory, KvGeometry, KvOrder, MappingTable};
 pub use plan::{BlockPlace, DevicePlan, PlanCounters, Planned, plan_layer};

@@ -9,6 +9,7 @@
 pub mod arena_slot;
 pub mod connection_table;
 pub mod content;
+pub mod device_place;
 pub mod eviction;
 pub mod identity;
 pub mod ids;
@@ -34,6 +35,7 @@ pub mod units;
 
 pub use arena_slot::{ArenaSlot, RegionId};
 pub use content::ContentId;
+pub use device_place::{DevicePlace, Distance, GpuPlace, PciAddress, PciAddressError};
 pub use ids::{Epoch, Generation, NodeId, SessionId, TenantId};
 pub use key::BlockKey;
 pub use layout::{Dtype, Layout, LayoutDigest, LayoutSpec, Parts};

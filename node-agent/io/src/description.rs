@@ -13,7 +13,8 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
+
+use reprise_policy::PciAddress;
 
 /// Kind and identity of a device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -104,99 +105,9 @@ impl fmt::Display for DeviceDescription {
     }
 }
 
-/// Address of a function on the PCI bus: `domain:bus:device.function`, all hexadecimal. The domain has 4 to 8
-/// digits, as host bridges in software have domains from 10000 on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PciAddress {
-    domain: u32,
-    bus: u8,
-    device: u8,
-    function: u8,
-}
-
-/// Error of a text that is not a [`PciAddress`].
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("invalid PCI address \"{0}\": expected domain:bus:device.function, for example 0000:3b:00.0")]
-pub struct PciAddressError(String);
-
-/// Number of devices of a bus.
-const DEVICES_OF_BUS: u32 = 32;
-
-/// Number of functions of a device.
-const FUNCTIONS_OF_DEVICE: u32 = 8;
-
-impl FromStr for PciAddress {
-    type Err = PciAddressError;
-
-    fn from_str(text: &str) -> Result<PciAddress, PciAddressError> {
-        parse(text).ok_or_else(|| PciAddressError(text.chars().take(64).collect()))
-    }
-}
-
-fn parse(text: &str) -> Option<PciAddress> {
-    let mut parts = text.split(':');
-    let (domain, bus, slot) = (parts.next()?, parts.next()?, parts.next()?);
-    let (device, function) = slot.split_once('.')?;
-    let function = hex(function, 1..=1).filter(|function| *function < FUNCTIONS_OF_DEVICE)?;
-    let device = hex(device, 2..=2).filter(|device| *device < DEVICES_OF_BUS)?;
-    let address = PciAddress {
-        domain: hex(domain, 4..=8)?,
-        bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
-        device: u8::try_from(device).ok()?,
-        function: u8::try_from(function).ok()?,
-    };
-    parts.next().is_none().then_some(address)
-}
-
-/// Parses hexadecimal digits; `None` for another number of digits.
-fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
-    let is_number = digits.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    is_number.then(|| u32::from_str_radix(text, 16).ok()).flatten()
-}
-
-impl fmt::Display for PciAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PciAddress { domain, bus, device, function } = self;
-        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function}")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pci_addresses_are_parsed_and_written_in_one_form() {
-        for (text, written) in [
-            ("0000:3b:00.0", "0000:3b:00.0"),
-            ("0000:AF:1f.7", "0000:af:1f.7"),
-            ("10000:e1:00.0", "10000:e1:00.0"),
-            ("00010000:e1:00.0", "10000:e1:00.0"),
-        ] {
-            assert_eq!(text.parse::<PciAddress>().expect(text).to_string(), written);
-        }
-    }
-
-    #[test]
-    fn other_texts_are_rejected_with_an_example() {
-        for text in [
-            "",
-            "3b:00.0",
-            "000:3b:00.0",
-            "0000:3b:00",
-            "0000:3b:00.8",
-            "0000:3b:20.0",
-            "0000:3b:00.0:1",
-            "0000:3b:0.0",
-            "0000:3g:00.0",
-            "0000:+b:00.0",
-            "100000000:00:00.0",
-            "/dev/nvme0n1",
-        ] {
-            let refused = text.parse::<PciAddress>().expect_err(text).to_string();
-            assert!(refused.contains(text) && refused.contains("for example 0000:3b:00.0"), "{refused}");
-        }
-    }
 
     #[test]
     fn descriptions_name_paths_and_controllers() {

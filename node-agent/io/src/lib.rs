@@ -10,8 +10,8 @@
 //! * [`EngineKind::UserNvme`]: a driver in user space; in the crate `reprise-nvme`.
 //! * [`EngineKind::Simulated`]: a device in memory with latency, faults and crashes, all drawn from a seed.
 //!
-//! In addition, [`health_log`] reads the wear indicators of an NVMe drive, and [`foreign_signature`] recognises data of
-//! other programs.
+//! In addition, [`health_log`] reads the wear indicators of an NVMe drive, [`foreign_signature`] recognises data of
+//! other programs, and [`device_place`] reads where a device is in the machine.
 //!
 //! [`open_engine`] chooses between the first two. The suite in `tests/io/conformance` holds for all of them.
 //!
@@ -29,6 +29,7 @@ mod engine;
 mod error;
 mod op;
 mod open;
+mod place;
 mod plain;
 mod probe;
 mod queue;
@@ -42,15 +43,18 @@ mod uring;
 mod waker;
 
 pub use block_device::BlockDevice;
-pub use description::{ControllerDescription, DeviceDescription, PciAddress, PciAddressError};
+pub use description::{ControllerDescription, DeviceDescription};
 pub use device::{Caching, DeviceFile, FileAccess, HOLDER_PATIENCE, IfMissing, Preallocation, Reserve};
 pub use engine::{CloseOutcome, EngineKind, IoEngine, Wait};
 pub use error::{IoError, IoErrorKind};
 pub use op::{Bounds, Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_BYTES_MAX, Token};
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};
+pub use place::{device_place, gpu_place, pci_place};
 pub use probe::{IoProbe, RingMode, probe};
 pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
 pub use shared::{HolderNumber, SharedFile};
 pub use signature::{POOL_MAGIC, SIGNATURE_BYTES, foreign_signature};
 pub use smart::{HealthLog, health_log};
 pub use waker::{Doorbell, Waker};
+
+pub use reprise_policy::{PciAddress, PciAddressError};
