@@ -56,7 +56,7 @@ impl Node {
             _ => tenant,
         };
         let mut out = Outcomes::default();
-        out.event(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
+        out.event(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout, gpu: None }));
         self.run(env, out);
     }
 

@@ -40,6 +40,7 @@ mod pending_space;
 mod pins;
 mod publish;
 mod readers;
+mod rotation;
 mod sizes;
 mod space;
 

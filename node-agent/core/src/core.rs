@@ -454,7 +454,7 @@ impl AgentCore {
     }
 
     /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
-    fn open_session(&mut self, SessionOpened { session, tenant, layout, .. }: &SessionOpened) {
+    fn open_session(&mut self, SessionOpened { session, tenant, layout, gpu, .. }: &SessionOpened) {
         if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(session) {
             return;
         }
@@ -462,6 +462,9 @@ impl AgentCore {
         self.sessions.insert(*session, size_class);
         self.load.open(*session);
         self.save.open(*session);
+        if let Some(gpu) = gpu {
+            self.extents.open(*session, gpu);
+        }
     }
 
     /// Closes a session and releases everything that it holds, in time proportional to that. Fills that it

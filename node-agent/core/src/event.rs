@@ -7,7 +7,8 @@ use reprise_policy::quota::Quota;
 pub use reprise_policy::routing::Replica;
 pub use reprise_policy::session::{Priority, Scope};
 use reprise_policy::{
-    BlockKey, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId, TenantName, Tick,
+    BlockKey, DevicePlace, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId,
+    TenantName, Tick,
 };
 
 use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind};
@@ -213,6 +214,8 @@ pub struct SessionOpened {
     pub namespace: NamespaceDigest,
     /// Layout of the session's blocks.
     pub layout: Layout,
+    /// Place of the session's GPU, if it states one: extents are leased near it.
+    pub gpu: Option<DevicePlace>,
 }
 
 /// Request of an engine.

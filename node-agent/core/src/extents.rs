@@ -14,6 +14,9 @@
 //! can do I/O for the session. Leases that an earlier process of the agent granted are kept in the
 //! same way, by device.
 //!
+//! **Devices.** Consecutive slots of a lease are of consecutive devices. A session that states the place of its GPU
+//! gets slots of the devices near it, as long as they have space.
+//!
 //! Limits: each session and all of them together hold at most a share of the devices, and leased slots count
 //! as their tenant's usage. Leases do not expire, because a slot cannot be taken from a living process.
 //!
@@ -28,7 +31,7 @@ mod pins;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use reprise_policy::SessionId;
+use reprise_policy::{DevicePlace, SessionId};
 
 use crate::cache::{Cache, LentSlot};
 use crate::context::{Caller, Context};
@@ -38,7 +41,7 @@ use crate::pool::{BatchId, StoredBlock};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
 use commits::{CommitBatch, PendingCommit};
-use leases::PendingLease;
+use leases::{LeaseBatch, PendingLease};
 use pins::HeldPin;
 
 pub use messages::{ExtentHolder, PinId, PinRefusal, PinnedBlock};
@@ -52,6 +55,9 @@ pub(crate) struct Extents {
     holders: BTreeMap<SessionId, Holder>,
     leases: Slab<Lease>,
     pins: Slab<HeldPin>,
+    /// GPUs of open sessions, as far as they state a place.
+    gpus: BTreeMap<SessionId, DevicePlace>,
+    leasing: Slab<PendingLease>,
     commits: Slab<PendingCommit>,
     batches: BTreeMap<BatchId, Batch>,
     batches_started: u64,
@@ -89,7 +95,7 @@ struct Lease {
 /// Batch of one device.
 #[derive(Debug)]
 enum Batch {
-    Lease(PendingLease),
+    Lease(LeaseBatch),
     Commit(CommitBatch),
 }
 
@@ -100,6 +106,8 @@ impl Extents {
             holders: BTreeMap::new(),
             leases: Slab::new(),
             pins: Slab::new(),
+            gpus: BTreeMap::new(),
+            leasing: Slab::new(),
             commits: Slab::new(),
             batches: BTreeMap::new(),
             batches_started: 0,
@@ -107,6 +115,11 @@ impl Extents {
             retry_after: settings.retry_after,
             counters: ExtentCounters::default(),
         }
+    }
+
+    /// Notes the place of a new session's GPU.
+    pub(crate) fn open(&mut self, session: SessionId, gpu: &DevicePlace) {
+        self.gpus.insert(session, gpu.clone());
     }
 
     /// Returns leased slots of a session; leases of the arena are ignored.
@@ -128,12 +141,10 @@ impl Extents {
 
     /// Quarantines what an ended session holds. Its commits continue, without a reply.
     pub(crate) fn close(&mut self, cx: &mut Context, session: SessionId) {
-        for batch in self.batches.values_mut() {
-            if let Batch::Lease(pending) = batch
-                && pending.from.session == session
-            {
-                pending.is_answered = true;
-            }
+        self.gpus.remove(&session);
+        for id in self.leasing.iter().map(|(id, _)| id).collect::<Vec<_>>() {
+            let pending = self.leasing.get_mut(id).expect("just listed");
+            pending.is_answered |= pending.from.session == session;
         }
         let commits: Vec<SlabId> = self.commits.iter().map(|(id, _)| id).collect();
         for id in commits {
@@ -178,7 +189,7 @@ impl Extents {
         stored: &[StoredBlock],
     ) {
         match self.batches.remove(&id) {
-            Some(Batch::Lease(pending)) => self.lease_done(cache, cx, pending, stored),
+            Some(Batch::Lease(batch)) => self.lease_done(cache, cx, batch, stored),
             Some(Batch::Commit(batch)) => self.commit_done(cache, cx, batch, stored),
             None => {}
         }
@@ -218,7 +229,7 @@ impl Extents {
         let mut places = BTreeSet::new();
         // Without commits: the pool may have freed the slot of a failed item before the batch ends.
         let in_lease = self.batches.values().filter_map(|batch| match batch {
-            Batch::Lease(pending) => Some(&pending.slots),
+            Batch::Lease(batch) => Some(batch.slots.iter().map(|(_, slot)| slot)),
             Batch::Commit(_) => None,
         });
         for slot in self.leases.iter().map(|(_, lease)| &lease.slot).chain(in_lease.flatten()) {

@@ -1,7 +1,7 @@
 //! The devices of the pool as one store: allocation, eviction and failures.
 //!
-//! One eviction order per tenant covers all devices. New blocks go to the emptiest device, so writes follow
-//! evictions wherever they free space. A block that is being read is not in the order. A freed slot is
+//! One eviction order per tenant covers all devices. New blocks go to the devices in turn ([`rotation`](super::rotation)), by their
+//! free space, so writes follow evictions wherever they free space. A block that is being read is not in the order. A freed slot is
 //! reusable only when its free record is durable, so space is freed ahead of writes: a share of the pool's
 //! bytes and of its journals' entries is kept free. If a slot size has no free slot, a segment is emptied for
 //! it ([`space`](super::space)).
@@ -29,6 +29,7 @@ use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::index::Stored;
 use crate::cache::pins::Pin;
+use crate::cache::rotation::{Rotation, Target};
 use crate::effect::DeviceId;
 use crate::limits::{DEVICES_MAX, TENANTS_MAX};
 use crate::pool::{BatchId, BlockWrite, DeviceOp, DevicePool, PageNumber, PoolUsage, StoredBlock};
@@ -44,6 +45,7 @@ pub(crate) struct Devices {
     pub(super) order: Box<dyn EvictionPolicy>,
     /// Slots that processes outside the agent read; their blocks are not in the order.
     pub(super) pins: BTreeMap<(DeviceId, PageNumber), Pin>,
+    rotation: Rotation,
     pub(super) space_check: SpaceCheck,
 }
 
@@ -90,6 +92,7 @@ impl Devices {
             closing: 0,
             order: eviction.build(),
             pins: BTreeMap::new(),
+            rotation: Rotation::default(),
             space_check: SpaceCheck::Due,
         }
     }
@@ -99,16 +102,35 @@ impl Devices {
         self.writable_devices().count()
     }
 
-    /// Returns the device with the most free space that can start a batch and is not in `full`.
-    pub(crate) fn emptiest(&self, full: &[DeviceId]) -> Option<DeviceId> {
-        self.ids()
-            .filter(|id| !full.contains(id) && self.device(*id).can_start_batch())
-            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
+    /// Returns the devices that can start a batch and have a slot for a payload.
+    pub(super) fn write_targets(&self, slot_bytes: u64) -> Vec<Target> {
+        self.targets(slot_bytes, Device::can_start_batch)
     }
 
-    /// Allocates a slot for a payload on a device.
-    pub(crate) fn allocate(&mut self, device: DeviceId, slot_bytes: u64) -> Option<PageNumber> {
-        self.device_mut(device).pool.allocate(slot_bytes)
+    /// Returns the suitable devices that have a slot for a payload, with their shares of the next blocks.
+    pub(super) fn targets(&self, slot_bytes: u64, is_suitable: impl Fn(&Device) -> bool) -> Vec<Target> {
+        let free = |id: DeviceId| {
+            let device = self.device(id);
+            let has_slot = is_suitable(device) && device.pool.allocatable(slot_bytes) > 0;
+            has_slot.then(|| (id, device.pool.usage().slot_bytes_free))
+        };
+        Target::divide(&self.ids().filter_map(free).collect::<Vec<_>>(), nvme_bytes(slot_bytes))
+    }
+
+    /// Allocates a slot for a payload on the device whose turn is next; removes full devices from the targets.
+    pub(super) fn allocate(
+        &mut self,
+        targets: &mut Vec<Target>,
+        slot_bytes: u64,
+    ) -> Option<(DeviceId, PageNumber)> {
+        loop {
+            let target = self.rotation.next(targets)?;
+            if let Some(page) = self.device_mut(target.device).pool.allocate(slot_bytes) {
+                self.rotation.advance(target);
+                return Some((target.device, page));
+            }
+            targets.retain(|other| other.device != target.device);
+        }
     }
 
     /// Starts a write batch on a device.
@@ -330,7 +352,7 @@ impl Device {
         }
     }
 
-    fn is_writable(&self) -> bool {
+    pub(super) fn is_writable(&self) -> bool {
         self.health == Health::Usable && self.pool.is_writable()
     }
 

@@ -8,7 +8,7 @@
 //! A device is released only when no slot of it is lent or pinned.
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Generation};
+use reprise_policy::{BlockKey, DevicePlace, Generation};
 
 use crate::cache::accounts::TenantIndex;
 use crate::cache::blocks::priority_of_class;
@@ -55,39 +55,48 @@ impl Cache {
         self.devices.pins.len()
     }
 
-    /// Lends up to `count` slots for blocks of a size class, evicting blocks of its tenant at the tenant's
-    /// limit. `None` without a free slot; space is then being freed if possible.
+    /// Allocates up to `count` slots to lend for blocks of a size class, evicting blocks of its tenant at the tenant's
+    /// limit. Consecutive slots are of consecutive devices, near the GPU as long as those have space. Without a free
+    /// slot there are none, and space is being freed if possible.
+    pub(crate) fn allocate_lent(
+        &mut self,
+        (size_class, count): (SizeClassId, u32),
+        gpu: Option<&DevicePlace>,
+    ) -> Vec<LentSlot> {
+        let SizeClass { tenant_index: tenant, slot_bytes, .. } = *self.sizes.get(size_class);
+        let request = SlotRequest { tenant, slot_bytes };
+        let lenders = self.devices.lenders(slot_bytes, gpu);
+        if lenders.is_empty() && self.devices.ids().any(|id| self.devices.can_lend(id)) {
+            // The client retries; the end of an eviction is not reported to it.
+            let _ = self.make_pool_room(request);
+        }
+        let mut slots = Vec::new();
+        for mut equally_near in lenders {
+            while slots.len() < count as usize && self.make_nvme_room(request) {
+                let Some((device, page)) = self.devices.allocate(&mut equally_near, slot_bytes) else {
+                    break;
+                };
+                self.accounts.charge_nvme(tenant, slot_bytes);
+                slots.push(LentSlot { device, page, tenant, slot_bytes });
+            }
+        }
+        slots
+    }
+
+    /// Records that allocated slots of a device are lent; they may be written when the batch has ended.
     pub(crate) fn lend(
         &mut self,
         cx: &mut Context,
-        (size_class, count): (SizeClassId, u32),
-        batch: BatchId,
-    ) -> Option<Vec<LentSlot>> {
-        let SizeClass { tenant, tenant_index, layout, slot_bytes, .. } = *self.sizes.get(size_class);
-        let request = SlotRequest { tenant: tenant_index, slot_bytes };
-        let Some(device) = self.devices.emptiest_lender(slot_bytes) else {
-            if self.devices.ids().any(|id| self.devices.can_lend(id)) {
-                // The client retries; the end of an eviction is not reported to it.
-                let _ = self.make_pool_room(request);
-            }
-            return None;
-        };
-        let mut slots = Vec::new();
-        while slots.len() < count as usize && self.make_nvme_room(request) {
-            let Some(page) = self.devices.allocate(device, slot_bytes) else { break };
-            self.accounts.charge_nvme(tenant_index, slot_bytes);
-            slots.push(LentSlot { device, page, tenant: tenant_index, slot_bytes });
-        }
-        if slots.is_empty() {
-            return None;
-        }
-        let pages: Vec<PageNumber> = slots.iter().map(|slot| slot.page).collect();
+        size_class: SizeClassId,
+        (device, batch): (DeviceId, BatchId),
+        pages: &[PageNumber],
+    ) {
+        let SizeClass { tenant, layout, .. } = *self.sizes.get(size_class);
         let lender = self.devices.device_mut(device);
-        lender.extents += slots.len() as u64;
+        lender.extents += pages.len() as u64;
         lender.batches_in_flight += 1;
-        let ops = lender.pool.lend(batch, (tenant, layout), &pages);
+        let ops = lender.pool.lend(batch, (tenant, layout), pages);
         self.emit_ops(cx, device, ops);
-        Some(slots)
     }
 
     /// Place of a lent slot.

@@ -7,6 +7,7 @@ use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::devices::{Health, SpaceCheck};
 use crate::cache::index::Stored;
+use crate::cache::rotation::Target;
 use crate::cache::sizes::SizeClassId;
 use crate::cache::{Cache, DoneBatch};
 use crate::context::Context;
@@ -31,9 +32,9 @@ impl Cache {
         self.devices.writable()
     }
 
-    /// Returns the device with the most free space that can start a batch and is not in `full`.
-    pub(crate) fn emptiest_device(&self, full: &[DeviceId]) -> Option<DeviceId> {
-        self.devices.emptiest(full)
+    /// Returns the devices that can start a batch and have a slot for a block of this size.
+    pub(crate) fn write_targets(&self, slot_bytes: u64) -> Vec<Target> {
+        self.devices.write_targets(slot_bytes)
     }
 
     /// Whether a writable device has space for a block of this size.

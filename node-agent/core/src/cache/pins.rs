@@ -1,9 +1,12 @@
 //! Pinned slots of devices, and devices that lend slots.
 
-use reprise_policy::BlockKey;
+use std::collections::BTreeSet;
 
-use crate::cache::devices::Devices;
+use reprise_policy::{BlockKey, DevicePlace, Distance};
+
+use crate::cache::devices::{Device, Devices};
 use crate::cache::index::Stored;
+use crate::cache::rotation::Target;
 use crate::effect::DeviceId;
 use crate::pool::PageNumber;
 
@@ -31,15 +34,24 @@ impl Devices {
         })
     }
 
-    /// Returns the device with the most free space that can lend slots of a size.
-    pub(super) fn emptiest_lender(&self, slot_bytes: u64) -> Option<DeviceId> {
-        self.ids()
-            .filter(|id| self.can_lend(*id) && self.device(*id).pool.allocatable(slot_bytes) > 0)
-            .max_by_key(|id| (self.device(*id).pool.usage().slot_bytes_free, std::cmp::Reverse(*id)))
+    /// Returns the devices that can lend a slot of a size, by their distance to the GPU, the nearest first. Without the
+    /// place of a GPU, all are equally near.
+    pub(super) fn lenders(&self, slot_bytes: u64, gpu: Option<&DevicePlace>) -> Vec<Vec<Target>> {
+        let distance = |device: &Device| gpu.map(|gpu| gpu.distance_to(device.pool.place()));
+        let lenders = self.devices.iter().flatten().filter(|device| device.can_lend());
+        let distances: BTreeSet<Option<Distance>> = lenders.map(distance).collect();
+        let at = |at| self.targets(slot_bytes, |device| device.can_lend() && distance(device) == at);
+        distances.into_iter().map(at).filter(|targets| !targets.is_empty()).collect()
     }
 
     /// Whether slots of a device can be lent or committed.
     pub(super) fn can_lend(&self, device: DeviceId) -> bool {
-        self.is_writable(device) && self.device(device).pool.can_lend()
+        self.get(device).is_some_and(Device::can_lend)
+    }
+}
+
+impl Device {
+    fn can_lend(&self) -> bool {
+        self.is_writable() && self.pool.can_lend()
     }
 }

@@ -12,6 +12,7 @@ use crate::cache::describe::BlockOrigin;
 use crate::cache::frames::{EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::lease::{Lease, Save, Write};
+use crate::cache::rotation::Target;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest};
 use crate::context::Context;
@@ -212,11 +213,15 @@ impl Cache {
         self.index.entry(entry).key()
     }
 
-    /// Allocates space on a device and charges its tenant; `None` if the device has none.
-    pub(crate) fn allocate_page(&mut self, device: DeviceId, request: SlotRequest) -> Option<PageNumber> {
-        let page = self.devices.allocate(device, request.slot_bytes)?;
+    /// Allocates space on the device whose turn is next and charges its tenant; `None` if no device has any.
+    pub(crate) fn allocate_page(
+        &mut self,
+        targets: &mut Vec<Target>,
+        request: SlotRequest,
+    ) -> Option<(DeviceId, PageNumber)> {
+        let place = self.devices.allocate(targets, request.slot_bytes)?;
         self.accounts.charge_nvme(request.tenant, request.slot_bytes);
-        Some(page)
+        Some(place)
     }
 
     /// Releases the charge of a block whose write has ended.

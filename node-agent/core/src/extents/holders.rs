@@ -56,7 +56,9 @@ impl Extents {
 
     fn session_of(&self, batch: &Batch) -> SessionId {
         match batch {
-            Batch::Lease(pending) => pending.from.session,
+            Batch::Lease(batch) => {
+                self.leasing.get(batch.lease).expect("it waits for the batch").from.session
+            }
             Batch::Commit(batch) => {
                 self.commits.get(batch.commit).expect("it waits for the batch").from.session
             }
@@ -67,16 +69,16 @@ impl Extents {
 impl Batch {
     /// Slots that are being lent or committed.
     pub(super) fn slots(&self) -> impl Iterator<Item = &LentSlot> {
-        let (lent, committed): (&[LentSlot], &[CommittedItem]) = match self {
-            Batch::Lease(pending) => (&pending.slots, &[]),
+        let (lent, committed): (&[(usize, LentSlot)], &[CommittedItem]) = match self {
+            Batch::Lease(batch) => (&batch.slots, &[]),
             Batch::Commit(batch) => (&[], &batch.items),
         };
-        lent.iter().chain(committed.iter().map(|item| &item.slot))
+        lent.iter().map(|(_, slot)| slot).chain(committed.iter().map(|item| &item.slot))
     }
 
     fn len(&self) -> usize {
         match self {
-            Batch::Lease(pending) => pending.slots.len(),
+            Batch::Lease(batch) => batch.slots.len(),
             Batch::Commit(batch) => batch.items.len(),
         }
     }

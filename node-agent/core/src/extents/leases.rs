@@ -5,19 +5,31 @@ use std::time::Duration;
 
 use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest, nvme_bytes};
 use crate::context::{Caller, Context};
-use crate::effect::{LeaseId, Place, Reply};
+use crate::effect::{DeviceId, LeaseId, Place, Reply};
 use crate::extents::{Batch, Extents, Lease};
 use crate::limits::{EXTENTS_PER_SESSION_MAX, EXTENTS_PERMILLE, EXTENTS_SESSION_PERMILLE, RESERVE_SLOTS_MAX};
-use crate::pool::StoredBlock;
+use crate::pool::{PageNumber, StoredBlock};
+use crate::slab::SlabId;
 
-/// Slots whose lend records are not durable yet.
+/// Lease request with slots whose lend records are not durable yet.
 #[derive(Debug)]
 pub(super) struct PendingLease {
     pub(super) from: Caller,
-    pub(super) slots: Vec<LentSlot>,
+    /// Leases with durable records, by the position of their slots in the rotation.
+    leases: BTreeMap<usize, (LeaseId, Place)>,
     wanted: u32,
+    /// Number of batches without a result.
+    open: usize,
     /// Whether the session has ended.
     pub(super) is_answered: bool,
+}
+
+/// Slots of one lease request on one device.
+#[derive(Debug)]
+pub(super) struct LeaseBatch {
+    pub(super) lease: SlabId,
+    /// Slots with their positions in the request.
+    pub(super) slots: Vec<(usize, LentSlot)>,
 }
 
 impl Extents {
@@ -40,30 +52,39 @@ impl Extents {
                     .to_owned();
             return cx.reply(from, Reply::Busy { message, retry_after: self.retry_after });
         }
-        let batch = self.next_batch();
-        match cache.lend(cx, (from.size_class, possible), batch) {
-            Some(slots) => {
-                let pending = PendingLease { from, slots, wanted: count, is_answered: false };
-                self.batches.insert(batch, Batch::Lease(pending));
-            }
-            None => {
-                reply(cx, from, Vec::new(), self.retry_after);
-            }
+        let slots = cache.allocate_lent((from.size_class, possible), self.gpus.get(&from.session));
+        if slots.is_empty() {
+            return reply(cx, from, Vec::new(), self.retry_after);
+        }
+        let mut devices: BTreeMap<DeviceId, Vec<(usize, LentSlot)>> = BTreeMap::new();
+        for (position, slot) in slots.into_iter().enumerate() {
+            devices.entry(slot.device).or_default().push((position, slot));
+        }
+        let open = devices.len();
+        let pending = PendingLease { from, leases: BTreeMap::new(), wanted: count, open, is_answered: false };
+        let lease = self.leasing.insert(pending);
+        for (device, slots) in devices {
+            let batch = self.next_batch();
+            let pages: Vec<PageNumber> = slots.iter().map(|(_, slot)| slot.page).collect();
+            cache.lend(cx, from.size_class, (device, batch), &pages);
+            self.batches.insert(batch, Batch::Lease(LeaseBatch { lease, slots }));
         }
     }
 
-    /// Answers a lease request whose records are durable.
+    /// Leases the slots of a device whose records are durable. The request is answered with the last device.
     pub(super) fn lease_done(
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        pending: PendingLease,
+        LeaseBatch { lease: request, slots }: LeaseBatch,
         lent: &[StoredBlock],
     ) {
-        let PendingLease { from, slots, wanted, is_answered } = pending;
+        let pending = self.leasing.get_mut(request).expect("it waits for the batch");
+        pending.open -= 1;
+        let (from, is_answered) = (pending.from, pending.is_answered);
         let mut leases = Vec::with_capacity(slots.len());
         let lent: BTreeMap<_, _> = lent.iter().map(|block| (block.page, block)).collect();
-        for slot in slots {
+        for (position, slot) in slots {
             let block = lent.get(&slot.page);
             let Some(block) = block.filter(|_| !is_answered && cache.can_lend(slot.device)) else {
                 cache.return_lent(&slot);
@@ -77,12 +98,23 @@ impl Extents {
                 holder.bytes += bytes;
             });
             self.held_bytes += bytes;
-            leases.push((LeaseId::of_extent(id), place));
+            leases.push((position, (LeaseId::of_extent(id), place)));
         }
         self.counters.extent_leases += leases.len() as u64;
+        self.leasing.get_mut(request).expect("it waits for the batch").leases.extend(leases);
+        self.reply_if_leased(cx, request);
+    }
+
+    fn reply_if_leased(&mut self, cx: &mut Context, id: SlabId) {
+        if self.leasing.get(id).is_none_or(|pending| pending.open > 0) {
+            return;
+        }
+        let PendingLease { from, leases, wanted, is_answered, .. } =
+            self.leasing.remove(id).expect("just seen");
         if is_answered {
             return;
         }
+        let leases: Vec<(LeaseId, Place)> = leases.into_values().collect();
         let is_complete = leases.len() >= wanted as usize;
         let retry_after = if is_complete { Duration::ZERO } else { self.retry_after };
         reply(cx, from, leases, retry_after);

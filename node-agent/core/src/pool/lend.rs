@@ -5,7 +5,7 @@
 //! therefore finds every slot that a living process may still write to. Such slots stay lent until the agent
 //! has proof that no process can write to them ([`DevicePool::end_earlier_leases`]).
 
-use reprise_policy::{BlockKey, ContentId, Layout, TenantId, TenantName};
+use reprise_policy::{BlockKey, ContentId, DevicePlace, Layout, TenantId, TenantName};
 
 use super::batch::{Batch, BatchProgress, Payloads};
 use super::device::DevicePool;
@@ -19,6 +19,8 @@ use super::{BatchId, DeviceOp, DeviceOpKind, PageNumber};
 #[derive(Debug, Default)]
 pub(super) struct Lending {
     allowed: bool,
+    /// Place of the device in the machine, if it has one.
+    place: Option<DevicePlace>,
     /// Lent slots that recovery found.
     earlier: Vec<PageNumber>,
 }
@@ -26,7 +28,7 @@ pub(super) struct Lending {
 impl Lending {
     /// Slots of leases that an earlier process of the agent granted.
     pub(super) fn of_earlier(earlier: Vec<PageNumber>) -> Lending {
-        Lending { allowed: false, earlier }
+        Lending { earlier, ..Lending::default() }
     }
 }
 
@@ -54,6 +56,16 @@ impl DevicePool {
     /// process's I/O.
     pub fn allow_lending(&mut self) {
         self.lending.allowed = true;
+    }
+
+    /// Sets the place of the device in the machine. Slots for a GPU are lent of devices near it.
+    pub fn set_place(&mut self, place: Option<DevicePlace>) {
+        self.lending.place = place;
+    }
+
+    /// Returns the place of the device in the machine, if it has one.
+    pub fn place(&self) -> Option<&DevicePlace> {
+        self.lending.place.as_ref()
     }
 
     /// Whether other processes may read and write slots of this device.

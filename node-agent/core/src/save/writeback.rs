@@ -2,8 +2,8 @@
 //!
 //! Unsaved blocks are queued in order of commit, in one queue per tenant and slot size. The queues are
 //! flushed when the oldest block has waited for the delay, when enough bytes are queued, or when an
-//! allocation found the arena full. A flush assigns batches to devices, the emptiest first; the pools turn
-//! batches into writes and syncs. After a failed write, a block is retried in another slot, a few times. A
+//! allocation found the arena full. A flush assigns blocks to the devices in turn, one batch to each; the pools
+//! turn batches into writes and syncs. After a failed write, a block is retried in another slot, a few times. A
 //! queue whose size has no free slot, or whose tenant is at its limit, waits without delaying the others.
 //!
 //! Without a usable device, nothing is saved: tickets end as lost at once, and blocks are clean, so they are
@@ -24,7 +24,7 @@ use crate::cache::{
 use crate::context::Context;
 use crate::effect::DeviceId;
 use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
-use crate::pool::{BatchId, StoredBlock};
+use crate::pool::{BatchId, BlockWrite, StoredBlock};
 use crate::save::Save;
 use crate::save::queue::{Lane, Queue, WriteCause};
 use crate::save::tickets::{ItemOutcome, TicketList};
@@ -91,6 +91,27 @@ struct Batch {
     id: BatchId,
     device: DeviceId,
     blocks: Vec<SlabId>,
+}
+
+/// Batch that is being put together.
+#[derive(Debug)]
+struct NewBatch {
+    id: BatchId,
+    blocks: Vec<SlabId>,
+    writes: Vec<BlockWrite>,
+    bytes: u64,
+}
+
+impl NewBatch {
+    fn new(id: BatchId) -> NewBatch {
+        NewBatch { id, blocks: Vec::new(), writes: Vec::new(), bytes: 0 }
+    }
+
+    /// Whether one more block fits. The first one always does.
+    fn has_room(&self, slot_bytes: u64, bytes_max: u64) -> bool {
+        let count = self.blocks.len();
+        count == 0 || (self.bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX)
+    }
 }
 
 impl WriteBack {
@@ -189,41 +210,38 @@ impl WriteBack {
             || cache.writable_devices() == 0
     }
 
-    /// Bytes of one batch: each device gets an equal share of the queue, at most `writeback_bytes`.
-    fn batch_bytes(&self, cache: &Cache, settings: &Settings) -> u64 {
-        let devices = cache.writable_devices().max(1) as u64;
-        self.queue.bytes().div_ceil(devices).min(settings.writeback_bytes)
-    }
-
-    /// Starts a batch of the oldest blocks that the device has slots for, at least one; `false` if there is
-    /// no such block.
-    fn start_batch(&mut self, cache: &mut Cache, cx: &mut Context, device: DeviceId, bytes_max: u64) -> bool {
-        let id = BatchId(self.batches_started + 1);
-        let (mut writes, mut blocks, mut bytes) = (Vec::new(), Vec::new(), 0);
+    /// Starts a batch on each device that has slots for the oldest blocks, which go to the devices in turn; returns the
+    /// number of batches.
+    fn start_batches(&mut self, cache: &mut Cache, cx: &mut Context) -> u64 {
+        let bytes_max = cx.settings.writeback_bytes;
+        let mut batches: BTreeMap<DeviceId, NewBatch> = BTreeMap::new();
         for lane in self.queue.lanes() {
-            let slot_bytes = lane.slot_bytes;
-            let room =
-                |count, bytes| count == 0 || (bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX);
-            while self.queue.holds(lane) && room(writes.len(), bytes) {
-                if !make_nvme_room(cache, lane) {
-                    break;
-                }
-                let Some(page) = cache.allocate_page(device, lane.request()) else { break };
+            let mut targets = cache.write_targets(lane.slot_bytes);
+            let is_full = |batch: &NewBatch| !batch.has_room(lane.slot_bytes, bytes_max);
+            targets.retain(|target| !batches.get(&target.device).is_some_and(is_full));
+            while self.queue.holds(lane) && !targets.is_empty() && make_nvme_room(cache, lane) {
+                let Some((device, page)) = cache.allocate_page(&mut targets, lane.request()) else { break };
+                let batch = batches.entry(device).or_insert_with(|| {
+                    self.batches_started += 1;
+                    NewBatch::new(BatchId(self.batches_started))
+                });
                 let record = self.queue.pop(lane).expect("just seen");
                 let block = self.unsaved.get_mut(record).expect("queued records live");
-                block.state = SaveState::Writing(id);
-                bytes += slot_bytes;
-                blocks.push(record);
-                writes.push(cache.block_write(&block.lease, page));
+                block.state = SaveState::Writing(batch.id);
+                batch.bytes += lane.slot_bytes;
+                batch.blocks.push(record);
+                batch.writes.push(cache.block_write(&block.lease, page));
+                if is_full(batch) {
+                    targets.retain(|target| target.device != device);
+                }
             }
         }
-        if writes.is_empty() {
-            return false;
+        let started = batches.len() as u64;
+        for (device, NewBatch { id, blocks, writes, .. }) in batches {
+            self.batches.push(Batch { id, device, blocks });
+            cache.start_batch(cx, device, id, writes);
         }
-        self.batches_started += 1;
-        self.batches.push(Batch { id, device, blocks });
-        cache.start_batch(cx, device, id, writes);
-        true
+        started
     }
 
     /// Removes a batch that has ended, and releases the space that its tenants are charged for. Stored blocks
@@ -356,15 +374,12 @@ impl Save {
         if !self.writeback.is_due(cache, cx) {
             return;
         }
-        let share = self.writeback.batch_bytes(cache, cx.settings);
-        let mut full = Vec::new();
         while !self.writeback.queue.is_empty() {
-            let Some(device) = cache.emptiest_device(&full) else { break };
-            if self.writeback.start_batch(cache, cx, device, share) {
-                self.counters.writeback_batches += 1;
-            } else {
-                full.push(device);
+            let started = self.writeback.start_batches(cache, cx);
+            if started == 0 {
+                break;
             }
+            self.counters.writeback_batches += started;
         }
         let mut urgency = Urgency::Stalled;
         for lane in self.writeback.queue.lanes() {

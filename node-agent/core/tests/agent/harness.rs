@@ -15,7 +15,8 @@ use reprise_agent_core::event::{
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
 use reprise_policy::{
-    BlockKey, Dtype, Layout, LayoutSpec, NamespaceDigest, NodeId, Parts, SessionId, TenantId, Tick, Tier,
+    BlockKey, DevicePlace, Dtype, Layout, LayoutSpec, NamespaceDigest, NodeId, Parts, SessionId, TenantId,
+    Tick, Tier,
 };
 
 use crate::descriptions;
@@ -52,6 +53,8 @@ pub(crate) struct Setup {
     pub(crate) regions: u16,
     pub(crate) region_bytes: u64,
     pub(crate) disks: Vec<u64>,
+    /// Places of the first disks; the others have none.
+    pub(crate) places: Vec<DevicePlace>,
     pub(crate) settings: Settings,
     pub(crate) faults: Faults,
 }
@@ -136,6 +139,7 @@ impl Default for Setup {
             regions: 4,
             region_bytes: 4 * slot,
             disks: vec![16 << 20],
+            places: Vec::new(),
             settings: Settings {
                 writeback_delay: Duration::from_millis(5),
                 writeback_bytes: 4 * slot,
@@ -161,6 +165,9 @@ impl Harness {
     fn open(setup: Setup, disks: Vec<Disk>, pools: Vec<(DevicePool, Vec<StoredBlock>)>) -> Harness {
         let mut pools = pools;
         pools.iter_mut().for_each(|(pool, _)| pool.allow_lending());
+        for ((pool, _), place) in pools.iter_mut().zip(&setup.places) {
+            pool.set_place(Some(place.clone()));
+        }
         let regions: Vec<_> =
             (0..setup.regions).map(|region| (RegionId(region), setup.region_bytes)).collect();
         let stored = pools.iter().flat_map(|(_, stored)| stored);
@@ -304,11 +311,20 @@ impl Harness {
     }
 
     pub(crate) fn open_session(&mut self, tenant: TenantId, layout: Layout) -> SessionId {
+        self.open_session_near(tenant, layout, None)
+    }
+
+    pub(crate) fn open_session_near(
+        &mut self,
+        tenant: TenantId,
+        layout: Layout,
+        gpu: Option<DevicePlace>,
+    ) -> SessionId {
         self.sessions += 1;
         let session = SessionId(self.sessions);
         self.engines.insert(session, Engine::new(tenant, layout));
         let namespace = NamespaceDigest([0; 32]);
-        self.apply(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout }));
+        self.apply(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout, gpu }));
         session
     }
 

@@ -43,6 +43,7 @@ pub(crate) fn random_setup(seed: u64, faults: Faults) -> Setup {
     let disks = [vec![], vec![8 << 20], vec![8 << 20, 8 << 20]];
     Setup {
         seed,
+        places: Vec::new(),
         regions: 2 + rng.below(4) as u16,
         region_bytes: 4 * slot,
         disks: disks[if seed.is_multiple_of(8) { 0 } else { 1 + rng.below(2) }].clone(),
@@ -438,7 +439,7 @@ fn equal_seeds_produce_equal_runs() {
 #[test]
 fn lost_devices_cost_capacity_only() {
     let coverage = Coverage::of(&["devices_lost", "durable_items", "lost_items", "arena_lost_bytes"]);
-    for_seeds(24, |seed| {
+    for_seeds(80, |seed| {
         let faults = Faults { device_lost: 2, stranded: 1000, ..FAULTS };
         let mut harness = Harness::new(random_setup(seed, faults));
         for _ in 0..1500 {

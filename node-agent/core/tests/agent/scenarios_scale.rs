@@ -38,7 +38,13 @@ impl Quick {
         let mut quick = Quick { core, now: Tick(1), layout, replies, fills, lost: 0 };
         quick.execute(effects);
         let (tenant, namespace) = (TenantId::DEFAULT, NamespaceDigest([0; 32]));
-        quick.apply(Event::SessionOpened(SessionOpened { session: SESSION, tenant, namespace, layout }));
+        quick.apply(Event::SessionOpened(SessionOpened {
+            session: SESSION,
+            tenant,
+            namespace,
+            layout,
+            gpu: None,
+        }));
         quick
     }
 

@@ -60,7 +60,13 @@ impl Bench {
         let keys = (0..blocks as u64).map(key).collect();
         let mut bench = Bench { core, effects, keys, layout };
         let (tenant, namespace) = (TenantId::DEFAULT, NamespaceDigest([0; 32]));
-        bench.apply(Event::SessionOpened(SessionOpened { session: SESSION, tenant, namespace, layout }));
+        bench.apply(Event::SessionOpened(SessionOpened {
+            session: SESSION,
+            tenant,
+            namespace,
+            layout,
+            gpu: None,
+        }));
         bench
     }
 
