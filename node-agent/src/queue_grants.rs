@@ -423,6 +423,10 @@ impl QueueGrantService {
                         generation = generation.0, device = held.device.0, queue = queue.id, %error,
                         "cannot delete a granted queue pair: extents of its session stay reserved until the device is opened again"
                     );
+                    // Each further deletion would wait as long, with the admin queue that disabling the controller needs.
+                    if matches!(error, NvmeError::Timeout { .. } | NvmeError::Fatal | NvmeError::Gone) {
+                        break;
+                    }
                 }
             }
         }

@@ -343,9 +343,15 @@ fn return_that_the_controller_does_not_confirm_fails() {
     fixture.register(ONE);
     let generation = fixture.grant(ONE, 2).expect("granted").generation;
     fixture.lender.hangs.store(true, Ordering::SeqCst);
+    fixture.log();
     for _ in 0..2 {
         assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Unconfirmed);
     }
+    assert_eq!(
+        fixture.log(),
+        ["delete 1", "unmap 1", "unmap 2"],
+        "a controller that hangs is not waited for again"
+    );
     fixture.service.close_session(ONE);
     assert!(fixture.service.is_fenced(ONE));
     assert_eq!(fixture.service.counters().unconfirmed_total, 1);
