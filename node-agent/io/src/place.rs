@@ -131,7 +131,7 @@ mod tests {
 
     use super::*;
 
-    /// Simulated sysfs.
+    /// Simulated sysfs in a temporary folder.
     struct Sysfs(tempfile::TempDir);
 
     impl Sysfs {

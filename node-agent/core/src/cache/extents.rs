@@ -57,7 +57,7 @@ impl Cache {
 
     /// Allocates up to `count` slots to lend for blocks of a size class, evicting blocks of its tenant at the tenant's
     /// limit. Consecutive slots are of consecutive devices, near the GPU as long as those have space. Without a free
-    /// slot there are none, and space is being freed if possible.
+    /// slot, the list is empty, and space is being freed if possible.
     pub(crate) fn allocate_lent(
         &mut self,
         (size_class, count): (SizeClassId, u32),
