@@ -16,7 +16,7 @@ use reprise_buffers::{
     Arena, ArenaConfig, BufferError, HugePolicy, Meminfo, PageKind, REGION_BYTES_MAX, REGIONS_MAX,
     checksum_method,
 };
-use reprise_policy::ByteSize;
+use reprise_policy::{ByteSize, DevicePlace};
 use serde::Serialize;
 
 use reprise_testkit::cluster::cache_directory;
@@ -95,7 +95,7 @@ pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<(
     });
     let mut findings = vec![processor(), memory(), huge_pages(&arena)];
     findings.extend(io(&arena));
-    findings.extend([direct_io(&directory), nvme(), rdma(), gpu()]);
+    findings.extend([direct_io(&args.root, &directory), nvme(), rdma(), gpu()]);
     findings.extend(user_nvme::findings(&args.root));
     if args.gpu {
         findings.extend(gpu_path::findings(&args.root));
@@ -253,7 +253,8 @@ fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
     vec![ring, buffers]
 }
 
-fn direct_io(directory: &Path) -> Finding {
+fn direct_io(root: &Path, directory: &Path) -> Finding {
+    let place = place_text(reprise_io::device_place(root, &directory.into()));
     let path = directory.join(".reprise-doctor");
     let opened = fs::write(&path, [0; 4096]).and_then(|()| {
         fs::File::options().read(true).write(true).custom_flags(O_DIRECT).open(&path).map(drop)
@@ -263,13 +264,13 @@ fn direct_io(directory: &Path) -> Finding {
         Ok(()) => Finding {
             name: "direct I/O".into(),
             verdict: Verdict::Good,
-            found: format!("files can be opened with O_DIRECT in {}", directory.display()),
+            found: format!("files can be opened with O_DIRECT in {} ({place})", directory.display()),
             consequence: "pool files bypass the page cache".to_owned(),
         },
         Err(error) => Finding {
             name: "direct I/O".into(),
             verdict: Verdict::Fair,
-            found: format!("cannot open a file with O_DIRECT in {}: {error}", directory.display()),
+            found: format!("cannot open a file with O_DIRECT in {} ({place}): {error}", directory.display()),
             consequence:
                 "a pool here uses the page cache, which costs memory and copies: use ext4 or XFS on a \
                           local device"
@@ -313,6 +314,11 @@ fn gpu() -> Finding {
             "engines read blocks through host memory unless queue pairs are granted to a GPU: see --gpu"
                 .to_owned(),
     }
+}
+
+/// Describes where a device is in the machine.
+fn place_text(place: Option<DevicePlace>) -> String {
+    place.map_or_else(|| "place unknown".to_owned(), |place| format!("at {place}"))
 }
 
 /// Whether a kernel release such as `6.8.0-31-generic` is older than a version; false if it is not parsable.

@@ -26,6 +26,7 @@ pub fn hello(layout: &Layout) -> local::Hello {
         client_name: "raw".to_owned(),
         tenant: String::new(),
         service_account_token: String::new(),
+        gpu: None,
     }
 }
 

@@ -35,7 +35,7 @@ use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, St
 use reprise_buffers::Arena;
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
 use reprise_nvme::QueueLender;
-use reprise_policy::{TenantId, TenantName};
+use reprise_policy::{DevicePlace, TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
 use crate::core_loop::{Clock, Inbox};
@@ -86,6 +86,8 @@ pub(crate) struct DeviceInfo {
     /// The controller, if this process drives it.
     pub(crate) controller: Option<ControllerHandle>,
     pub(crate) caching: Caching,
+    /// Place in the machine, if it has one.
+    pub(crate) place: Option<DevicePlace>,
     pub(crate) recovery: RecoveryInfo,
     /// Set when a sync has failed: with a page cache, later reads may return data that is not on the
     /// medium.
@@ -396,6 +398,7 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
         engine,
         controller,
         caching,
+        place: pool.place().cloned(),
         recovery,
         sync_failed,
         write_error,

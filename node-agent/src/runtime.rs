@@ -187,6 +187,7 @@ impl Runtime {
             inbox: inbox.clone(),
             arena: arena.clone(),
             node: settings.node.name.clone(),
+            root: "/".into(),
             identity,
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),

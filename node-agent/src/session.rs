@@ -26,6 +26,7 @@ mod outbound;
 mod queue_calls;
 
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -36,7 +37,7 @@ use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, SessionId, TenantId, TenantName};
+use reprise_policy::{BlockKey, DevicePlace, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
@@ -90,6 +91,8 @@ pub(crate) struct Peer {
     pub(crate) pid: i32,
     /// User id when it connected.
     pub(crate) uid: u32,
+    /// Place of the GPU that its greeting states.
+    pub(crate) gpu: Option<DevicePlace>,
 }
 
 /// State shared by all sessions.
@@ -97,6 +100,8 @@ pub(crate) struct SessionContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
     pub(crate) node: String,
+    /// Root of the file system whose `/sys` has the places of GPUs.
+    pub(crate) root: PathBuf,
     /// Verifies tenants of sessions; `None`: tenants are not verified.
     pub(crate) identity: Option<Identity>,
     /// Names and numbers of tenants; locked briefly by each greeting.

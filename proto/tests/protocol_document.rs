@@ -49,16 +49,27 @@ fn layout() -> local::Layout {
     }
 }
 
-fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
-    use request::Body;
-    let hello = local::Hello {
-        protocol_version: 4,
+fn hello() -> local::Hello {
+    local::Hello {
+        protocol_version: 5,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
         tenant: "team-a".into(),
         service_account_token: "jwt".into(),
-    };
+        gpu: Some(local::hello::Gpu::GpuPciAddress("0000:3b:00.0".into())),
+    }
+}
+
+/// Returns a greeting with the other way to state the place of a GPU.
+fn hello_with_a_numa_node() -> local::Hello {
+    let (client_name, service_account_token) = (String::new(), String::new());
+    let gpu = Some(local::hello::Gpu::GpuNumaNode(1));
+    local::Hello { client_name, service_account_token, gpu, ..hello() }
+}
+
+fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
+    use request::Body;
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
     let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16) };
     let load =
@@ -66,8 +77,14 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 4, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\"",
-            Body::Hello(hello),
+            "version 5, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+             GPU 0000:3b:00.0",
+            Body::Hello(hello()),
+        ),
+        (
+            "`Hello` with a NUMA node",
+            "version 5, namespace, layout and tenant as before, NUMA node 1",
+            Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
         ("`Reserve` of extents", "3 extents", Body::Reserve(local::Reserve { count: 3, kind: 1 })),
@@ -471,10 +488,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (4, 16 << 20, 8192)
+        (5, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 4 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 5 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

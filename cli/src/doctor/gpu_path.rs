@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::{Finding, Verdict};
+use super::{Finding, Verdict, place_text};
 
 /// First driver with green contexts: that of CUDA 12.4.
 const GREEN_CONTEXTS_SINCE: u32 = 550;
@@ -97,8 +97,14 @@ fn gpus(root: &Path) -> Vec<Finding> {
                 information.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'));
             line.map_or("unknown", str::trim).to_owned()
         };
-        let found = format!("{}, UUID {}", field("Model"), field("GPU UUID"));
-        Finding::new(format!("GPU: {address}"), Verdict::Good, found, "an allocation can name it by its UUID")
+        let place = address.parse().ok().and_then(|address| reprise_io::pci_place(root, address).ok());
+        let found = format!("{}, UUID {}, {}", field("Model"), field("GPU UUID"), place_text(place));
+        Finding::new(
+            format!("GPU: {address}"),
+            Verdict::Good,
+            found,
+            "an allocation can name it by its UUID; sessions that state it get extents of devices near it",
+        )
     };
     addresses.into_iter().map(finding).collect()
 }
@@ -239,11 +245,15 @@ mod tests {
             ("dev/nvidia-uvm", ""),
             ("dev/nvidia0", ""),
             ("proc/driver/nvidia-fs/version", "version: 2.20\n"),
+            ("sys/devices/pci0000:40/0000:41:00.0/numa_node", "1\n"),
+            ("sys/bus/pci/devices/other", ""),
         ]);
+        let (function, bus) = ("sys/devices/pci0000:40/0000:41:00.0", "sys/bus/pci/devices/0000:41:00.0");
+        std::os::unix::fs::symlink(root.path().join(function), root.path().join(bus)).expect("a link");
         let all = findings(root.path());
         assert!(all.iter().all(|finding| finding.verdict == Verdict::Good), "{all:?}");
         let gpu = all.iter().find(|finding| finding.name == "GPU: 0000:41:00.0").expect("the GPU");
-        assert_eq!(gpu.found, "NVIDIA H100, UUID GPU-1");
+        assert_eq!(gpu.found, "NVIDIA H100, UUID GPU-1, at pci0000:40, NUMA node 1");
         assert_eq!(all[0].found, "NVIDIA 580.65.06");
     }
 

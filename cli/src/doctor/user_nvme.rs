@@ -9,7 +9,7 @@ use reprise_io::{POOL_MAGIC, SIGNATURE_BYTES, foreign_signature};
 use reprise_nvme::host::{Host, InterruptRemapping, NvmeFunction, Obstacle};
 use reprise_testkit::output::bytes_text;
 
-use super::{Finding, Verdict};
+use super::{Finding, Verdict, place_text};
 
 /// Default size of an agent's arena, which a controller accesses: it is locked in memory.
 const ARENA_BYTES: u64 = 1 << 30;
@@ -114,6 +114,7 @@ fn controller(root: &Path, host: &Host, function: &NvmeFunction) -> Finding {
         Some(driver) => format!("driver {driver}"),
         None => "no driver".to_owned(),
     }];
+    found.push(place_text(reprise_io::pci_place(root, function.address).ok()));
     found.extend(function.iommu_group.map(|group| format!("IOMMU group {group}")));
     found.extend(function.name.clone());
     found.extend(function.serial.as_ref().map(|serial| format!("serial {serial}")));

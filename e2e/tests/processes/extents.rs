@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -17,11 +18,13 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use reprise_client::extents::PageBuffer;
 use reprise_client::{
-    BlockStatus, ClientError, CommitOptions, ExtentStatus, LeasedExtent, PinOutcome, Source,
+    BlockStatus, Client, ClientError, CommitOptions, ConnectOptions, ExtentStatus, LeasedExtent, PinOutcome,
+    Source,
 };
-use reprise_e2e::content::{device_slot_bytes, key, keys, small};
+use reprise_e2e::content::{NAMESPACE, device_slot_bytes, key, keys, small};
 use reprise_e2e::seed::{number, print_line, seeded};
 use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
+use reprise_policy::GpuPlace;
 use reprise_testkit::kv_function;
 
 use crate::processes::client_process::{ClientProcess, ClientTest};
@@ -84,6 +87,51 @@ fn read_pinned(pinned: &PinOutcome, number: u64) {
     for (object, bytes) in (0..).zip(objects) {
         assert_eq!(kv_function::mismatches(&key(number).0, object, bytes), 0, "block {number}");
     }
+}
+
+#[test]
+fn stated_place_of_a_gpu_is_checked_and_reported() {
+    let env = TestEnv::new();
+    env.allow("session rejected");
+    let agent = env.agent(&config());
+    let connect = |gpu: GpuPlace| {
+        let options = ConnectOptions::new(&agent.files().socket, NAMESPACE, small()).call_timeout(PATIENCE);
+        Client::connect(options.gpu(gpu))
+    };
+    let sessions = || agent.admin().json("/status")["sessions"].as_array().cloned().expect("sessions");
+    let missing = GpuPlace::Pci("ffff:ff:1f.7".parse().expect("an address"));
+    for (gpu, words) in [(missing, "ffff:ff:1f.7"), (GpuPlace::NumaNode(4_000_000), "NUMA node 4000000")] {
+        let error = connect(gpu).expect_err("this machine has no such place");
+        assert!(matches!(&error, ClientError::BadRequest(text) if text.contains(words)), "{error}");
+    }
+    let engine = agent.engine(small());
+    assert!(sessions()[0]["gpu"].is_null(), "no place is guessed");
+    drop(engine);
+    wait_until("the session to end", PATIENCE, || sessions().is_empty().then_some(()));
+    // Any function of this machine: the agent does not require that it is a GPU.
+    let functions = std::fs::read_dir("/sys/bus/pci/devices").into_iter().flatten().flatten();
+    let mut functions = functions.filter_map(|entry| {
+        let address = entry.file_name().to_str()?.parse().ok()?;
+        Some((address, root_complex(&entry.path())?))
+    });
+    let Some((address, complex)) = functions.next() else { return };
+    let client = connect(GpuPlace::Pci(address)).expect("a session");
+    assert_eq!(sessions()[0]["gpu"]["pci_root"].as_str(), Some(complex.as_str()));
+    assert_eq!(client.lease_extents(4, PATIENCE).expect("leases").len(), 4);
+    let device = std::fs::metadata(&agent.files().pool).expect("a file").dev();
+    // The low bits of both parts suffice for disks.
+    let disk = format!("/sys/dev/block/{}:{}", (device >> 8) & 0xfff, device & 0xff);
+    if let Some(complex) = root_complex(Path::new(&disk)) {
+        let shown = &agent.admin().json("/status")["devices"][0]["place"];
+        assert_eq!(shown["pci_root"].as_str(), Some(complex.as_str()), "the disk of the pool's file");
+    }
+}
+
+/// Root complex above an entry of sysfs.
+fn root_complex(entry: &Path) -> Option<String> {
+    let path = std::fs::canonicalize(entry).ok()?;
+    let names = path.iter().filter_map(|part| part.to_str());
+    names.into_iter().find(|name| name.starts_with("pci") && name.contains(':')).map(str::to_owned)
 }
 
 #[test]

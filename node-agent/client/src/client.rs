@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use crossbeam_channel::{Sender, bounded};
 use reprise_policy::session::{Scope, Source, Ticket};
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, TenantName};
+use reprise_policy::{BlockKey, GpuPlace, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
 use crate::commit::{CommitOptions, CommitOutcome, commit_message, commit_outcome};
@@ -54,6 +54,9 @@ pub struct ConnectOptions {
     /// token where a `CacheTenant` names its pods. The file is read at each connection, because tokens are
     /// rotated.
     pub token_file: Option<PathBuf>,
+    /// Place of the GPU that accesses extents: they are leased from devices near it, as long as those have space.
+    /// `None`: no preference.
+    pub gpu: Option<GpuPlace>,
     /// Name for logs and status; at most [`CLIENT_NAME_BYTES_MAX`] bytes.
     pub client_name: String,
     /// Time that a call waits for its answer. A load waits for its own deadline in addition.
@@ -85,6 +88,7 @@ impl ConnectOptions {
             layout,
             tenant: TenantName::default_tenant(),
             token_file: None,
+            gpu: None,
             client_name: "client".to_owned(),
             call_timeout: CALL_TIMEOUT_DEFAULT,
         }
@@ -105,6 +109,12 @@ impl ConnectOptions {
     /// Sets the file with the token that identifies this pod.
     pub fn token_file(mut self, path: impl Into<PathBuf>) -> ConnectOptions {
         self.token_file = Some(path.into());
+        self
+    }
+
+    /// Sets the place of the GPU that accesses extents.
+    pub fn gpu(mut self, gpu: GpuPlace) -> ConnectOptions {
+        self.gpu = Some(gpu);
         self
     }
 
@@ -134,6 +144,10 @@ impl ConnectOptions {
             client_name: self.client_name,
             tenant: self.tenant.into(),
             service_account_token,
+            gpu: self.gpu.map(|gpu| match gpu {
+                GpuPlace::Pci(address) => local::hello::Gpu::GpuPciAddress(address.to_string()),
+                GpuPlace::NumaNode(node) => local::hello::Gpu::GpuNumaNode(node),
+            }),
         })
     }
 }

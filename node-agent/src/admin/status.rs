@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use reprise_agent_core::TenantUsage;
-use reprise_policy::{ByteSize, DrainProgress, Interval, NodeMode, quota};
+use reprise_policy::{ByteSize, DevicePlace, DrainProgress, Interval, NodeMode, quota};
 use reprise_transport::Transport;
 use serde::Serialize;
 
@@ -81,6 +81,8 @@ struct Device {
     /// The NVMe controller, if the agent drives it itself.
     controller: Option<Controller>,
     direct: bool,
+    /// Where the device is; `null` if it has no place.
+    place: Option<Place>,
     /// Why the device is lost.
     lost: Option<String>,
     /// Why the device rejects writes, while its blocks are still read.
@@ -92,6 +94,14 @@ struct Device {
     formatted: bool,
     /// Bytes that the pool gained when it was opened.
     grown_bytes: u64,
+}
+
+/// Place in the machine: sessions prefer devices near their GPU.
+#[derive(Serialize)]
+struct Place {
+    /// PCIe root complex, as sysfs names it.
+    pci_root: Option<String>,
+    numa_node: Option<u32>,
 }
 
 /// Identity of an NVMe controller that the agent drives itself, and the queue pairs that it has granted.
@@ -119,6 +129,8 @@ struct Session {
     uid: u32,
     /// Namespace digest in hexadecimal.
     namespace: String,
+    /// Place of the GPU that the session states.
+    gpu: Option<Place>,
     requests_in_flight: usize,
 }
 
@@ -256,6 +268,7 @@ impl Device {
             io_engine: info.engine_name(),
             controller: info.controller.as_ref().map(Controller::new),
             direct: info.caching == reprise_io::Caching::Direct,
+            place: info.place.as_ref().map(place),
             lost: lost.clone(),
             read_only: read_only.clone(),
             queue_waiting: *waiting,
@@ -266,6 +279,10 @@ impl Device {
             grown_bytes: info.recovery.grown_bytes,
         }
     }
+}
+
+fn place(place: &DevicePlace) -> Place {
+    Place { pci_root: place.root.clone(), numa_node: place.numa_node }
 }
 
 impl Controller {
@@ -291,6 +308,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
         pid: view.peer.pid,
         uid: view.peer.uid,
         namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),
+        gpu: view.peer.gpu.as_ref().map(place),
         requests_in_flight: view.in_flight,
     }
 }

@@ -6,6 +6,7 @@
 //! which would be announced as durable and lost at a power loss. Unreadable parts of the journal are passed
 //! to recovery, which has two superblocks and two banks for this case.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -273,6 +274,8 @@ impl RawDevice {
         if self.lends {
             pool.allow_lending();
         }
+        // The kernel shows a container the PCI bus of its node.
+        pool.set_place(reprise_io::device_place(Path::new("/"), &self.description));
         recovered
     }
 

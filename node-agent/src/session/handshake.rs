@@ -10,6 +10,7 @@
 use std::io::ErrorKind as IoKind;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,9 @@ use reprise_agent_core::event::SessionOpened;
 use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
 use reprise_daemon::rejected_connections::Reason;
 use reprise_policy::tenant::TenantError;
-use reprise_policy::{Dtype, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName};
+use reprise_policy::{
+    DevicePlace, Dtype, GpuPlace, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName,
+};
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
@@ -53,6 +56,13 @@ struct Rejection {
     message: String,
 }
 
+/// A greeting whose tenant and GPU exist.
+struct Greeting {
+    hello: Hello,
+    tenant: TenantId,
+    gpu: Option<DevicePlace>,
+}
+
 struct Hello {
     id: u64,
     namespace: NamespaceDigest,
@@ -61,6 +71,7 @@ struct Hello {
     /// Empty if the greeting has no token.
     token: String,
     client_name: String,
+    gpu: Option<GpuPlace>,
 }
 
 /// Performs the handshake; returns `None` if the session must end.
@@ -79,10 +90,11 @@ pub(super) fn perform_handshake(
         }
     };
     let greeting = read_hello(&mut frames).and_then(|hello| {
+        let gpu = locate_gpu(&context.root, &hello).map_err(Some)?;
         let tenant = bind_tenant(context, &hello).map_err(Some)?;
-        Ok((hello, tenant))
+        Ok(Greeting { hello, tenant, gpu })
     });
-    let (hello, tenant) = match greeting {
+    let greeting = match greeting {
         Ok(greeting) => greeting,
         Err(None) => return None,
         Err(Some(refused)) => {
@@ -95,7 +107,7 @@ pub(super) fn perform_handshake(
             return None;
         }
     };
-    open(context, socket, frames, (id, peer, hello, tenant))
+    open(context, socket, frames, (id, peer, greeting))
 }
 
 fn prepare(socket: &UnixStream) -> std::io::Result<FrameReader> {
@@ -109,8 +121,9 @@ fn open(
     context: &SessionContext,
     socket: UnixStream,
     mut frames: FrameReader,
-    (id, peer, hello, tenant): (SessionId, Peer, Hello, TenantId),
+    (id, peer, greeting): (SessionId, Peer, Greeting),
 ) -> Option<Handshake> {
+    let Greeting { hello, tenant, gpu } = greeting;
     let (progress, page) = match progress_page() {
         Ok(made) => made,
         Err(error) => {
@@ -131,11 +144,17 @@ fn open(
         progress_entries: u32::from(PROGRESS_ENTRIES),
         progress_entry_bytes: u32::try_from(PROGRESS_ENTRY_BYTES).expect("entries are a few KiB"),
     };
-    let opened = SessionOpened { session: id, tenant, namespace: hello.namespace, layout: hello.layout };
+    let opened = SessionOpened {
+        session: id,
+        tenant,
+        namespace: hello.namespace,
+        layout: hello.layout,
+        gpu: gpu.clone(),
+    };
     let session = Session {
         id,
         tenant,
-        peer: Peer { client_name: hello.client_name, tenant: hello.tenant, ..peer },
+        peer: Peer { client_name: hello.client_name, tenant: hello.tenant, gpu, ..peer },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
@@ -149,6 +168,17 @@ fn progress_page() -> Result<(ProgressWriter, OwnedFd), Box<dyn std::error::Erro
     let writer = ProgressWriter::create()?;
     let page = writer.readonly_fd().try_clone_to_owned()?;
     Ok((writer, page))
+}
+
+/// Returns where the GPU of a greeting is, if the greeting states one.
+fn locate_gpu(root: &Path, hello: &Hello) -> Result<Option<DevicePlace>, Rejection> {
+    let place = hello.gpu.map(|gpu| reprise_io::gpu_place(root, gpu)).transpose();
+    place.map_err(|message| Rejection {
+        id: hello.id,
+        kind: FailureKind::BadRequest,
+        reason: Reason::Refused,
+        message,
+    })
 }
 
 /// Returns the greeting's tenant if its identity and namespace are valid.
@@ -234,7 +264,17 @@ fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
     let tenant = hello.tenant.parse().map_err(|error: TenantError| bad(error.to_string()))?;
     let client_name = cut(hello.client_name, CLIENT_NAME_BYTES_MAX);
     let token = hello.service_account_token;
-    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, token, client_name })
+    let gpu = hello.gpu.map(stated_gpu).transpose().map_err(bad)?;
+    Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, token, client_name, gpu })
+}
+
+fn stated_gpu(gpu: local::hello::Gpu) -> Result<GpuPlace, String> {
+    match gpu {
+        local::hello::Gpu::GpuPciAddress(text) => {
+            text.parse().map(GpuPlace::Pci).map_err(|error| format!("place of the GPU: {error}"))
+        }
+        local::hello::Gpu::GpuNumaNode(node) => Ok(GpuPlace::NumaNode(node)),
+    }
 }
 
 fn convert_layout(layout: &local::Layout) -> Result<Layout, String> {
@@ -287,6 +327,7 @@ mod tests {
             client_name: "test".to_owned(),
             tenant: String::new(),
             service_account_token: String::new(),
+            gpu: None,
         }
     }
 
@@ -331,6 +372,34 @@ mod tests {
         assert!(with(|layout| layout.parts = 3).contains("parts"));
         assert!(with(|layout| layout.dtype = 99).contains("dtype"));
         assert!(with(|layout| layout.tp_rank = 1).contains("tp_rank"));
+    }
+
+    #[test]
+    fn stated_gpu_must_be_a_function_of_this_node() {
+        let root = tempfile::tempdir().expect("a folder");
+        let function = root.path().join("sys/devices/pci0000:3a/0000:3b:00.0");
+        std::fs::create_dir_all(&function).expect("a folder");
+        let bus = root.path().join("sys/bus/pci/devices");
+        std::fs::create_dir_all(&bus).expect("a folder");
+        std::os::unix::fs::symlink(&function, bus.join("0000:3b:00.0")).expect("a link");
+        let locate = |gpu| {
+            let mut greeting = hello();
+            greeting.gpu = gpu;
+            let Ok(greeting) = check(1, greeting) else { panic!("rejected") };
+            locate_gpu(root.path(), &greeting).map_err(|rejection| rejection.message)
+        };
+        let at = |address: &str| Some(local::hello::Gpu::GpuPciAddress(address.to_owned()));
+        assert_eq!(locate(None), Ok(None), "no place is guessed");
+        let place = DevicePlace { root: Some("pci0000:3a".to_owned()), numa_node: None };
+        // The form of CUDA.
+        assert_eq!(locate(at("00000000:3B:00.0")), Ok(Some(place)));
+        let message = locate(at("0000:3c:00.0")).expect_err("missing");
+        assert!(message.contains("0000:3c:00.0") && message.contains("or none"), "{message}");
+        let message = locate(Some(local::hello::Gpu::GpuNumaNode(7))).expect_err("missing");
+        assert!(message.contains("NUMA node 7"), "{message}");
+        let (kind, message) = refused(|hello| hello.gpu = at("3b:00.0"));
+        assert_eq!(kind, FailureKind::BadRequest);
+        assert!(message.contains("for example 0000:3b:00.0"), "{message}");
     }
 
     #[test]

@@ -197,6 +197,7 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
             tenant: TenantName::default_tenant(),
             pid: credentials.pid,
             uid: credentials.uid,
+            gpu: None,
         },
         Err(error) => {
             shared.context.count_rejected(Reason::System);
@@ -460,6 +461,7 @@ mod tests {
             inbox: Inbox::new().0,
             arena: Arc::new(Arena::new(&config).expect("an arena of 2 MiB")),
             node: "test".to_owned(),
+            root: "/".into(),
             identity: None,
             tenants: Arc::default(),
             draining: AtomicBool::new(false),

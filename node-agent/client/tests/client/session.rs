@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, key, options};
 use reprise_client::{Client, ClientError, LoadRequest, Scope};
+use reprise_policy::GpuPlace;
 use reprise_proto::local::{self, response};
 
 #[test]
@@ -83,17 +84,19 @@ fn a_rejection_before_the_greeting_has_the_message_of_the_agent() {
 }
 
 #[test]
-fn the_greeting_contains_version_namespace_layout_tenant_and_name() {
+fn the_greeting_contains_version_namespace_layout_tenant_name_and_gpu() {
     let agent = FakeAgent::start(|peer| {
         let hello = peer.greet();
         assert_eq!(hello.protocol_version, local::PROTOCOL_VERSION);
         assert_eq!(hello.namespace.as_ref(), [7; 32]);
         assert_eq!((hello.client_name.as_str(), hello.tenant.as_str()), ("engine-3", "team-a"));
+        assert_eq!(hello.gpu, Some(local::hello::Gpu::GpuPciAddress("0000:3b:00.0".into())));
         let layout = hello.layout.expect("a layout");
         assert_eq!((layout.layers, layout.parts, layout.head_dim, layout.dtype), (2, 2, 72, 1));
     });
     let tenant = "team-a".parse().expect("a name");
-    let options = agent.options().client_name("engine-3").tenant(tenant);
+    let gpu = GpuPlace::Pci("0000:3B:00.0".parse().expect("an address"));
+    let options = agent.options().client_name("engine-3").tenant(tenant).gpu(gpu);
     let client = Client::connect(options).expect("a session");
     assert_eq!((client.node(), client.agent_version()), ("node-a", "test"));
     agent.join();
