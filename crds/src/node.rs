@@ -19,8 +19,8 @@ use crate::queues::QueueIsolation;
 mod status;
 
 pub use status::{
-    AgentInfo, Applied, AppliedPool, AppliedProfile, AppliedQueues, CacheNodeStatus, Controller, Device,
-    DeviceState, Drain, Endpoints, Gpu, NodeCapacity, PageKind, Registration,
+    AgentInfo, Applied, AppliedPool, AppliedProfile, AppliedQueues, CacheNodeStatus, Controller,
+    CreatedQueues, Device, DeviceState, Drain, Endpoints, Gpu, NodeCapacity, PageKind, Registration,
 };
 
 /// Desired state of one node.
@@ -79,8 +79,8 @@ pub struct CacheNodeSpec {
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub profiles: Vec<ProfileClaim>,
-    /// Queue pairs that the agent reserves for GPUs. Removing an entry releases them. Agents of this
-    /// release create no queues from them.
+    /// Queue pairs that the agent reserves for GPUs, and that engines of the node may create. Removing an entry deletes
+    /// and releases them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 128))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["uid".into()]))]
@@ -174,6 +174,10 @@ pub struct QueueClaim {
     /// Sharing of the controllers with other allocations.
     #[serde(default)]
     pub isolation: QueueIsolation,
+    /// Maximum entries of each queue.
+    #[serde(default = "crate::queues::depth")]
+    #[schemars(range(min = 2, max = 4096))]
+    pub depth: u32,
     /// Queue pairs by controller.
     #[schemars(length(min = 1, max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]

@@ -2,14 +2,14 @@
 //!
 //! The spec is immutable, as that of a resource claim: a change is a new object. The operator sums the
 //! requests for each controller and grants them within the pool's `maxGpuQueuePercent`. The agent reserves
-//! the granted queue pairs and releases them before the finalizer is removed. Agents of this release create
-//! no queues; `Programmed` reports it.
+//! the granted queue pairs. Engines of the node create them, if the agent drives the controller; `Programmed` and
+//! the numbers in the status follow. The agent deletes and releases them before the finalizer is removed.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-use crate::fields::{GpuUuid, NodeName, ObjectRef, PciAddress, Serial, Span, choice};
+use crate::fields::{GpuUuid, NodeName, ObjectRef, PciAddress, Serial, Span, Text, choice};
 use crate::status::Condition;
 
 /// Requested queue pairs for one GPU of one node. Immutable.
@@ -27,7 +27,8 @@ use crate::status::Condition;
     derive = "PartialEq",
     selectable = ".spec.nodeName",
     doc = "NVMe queue pairs of one node, reserved for one GPU, so that GPU kernels can read and write blocks directly. \
-           The operator grants them and the node's agent reserves them. Agents of this release create no queues.",
+           The operator grants them and the node's agent reserves them. Engines of the node create them, in a pool whose \
+           controllers the agent drives (engine UserNvme).",
     validation = Rule::new("size(self.metadata.name) <= 63")
         .message("the allocation's name is longer than 63 characters, the most for a label value: use at most 63 characters"),
     printcolumn(name = "Node", type_ = "string", json_path = ".spec.nodeName"),
@@ -35,6 +36,8 @@ use crate::status::Condition;
     printcolumn(name = "Pool", type_ = "string", json_path = ".spec.poolRef.name"),
     printcolumn(name = "Pairs", type_ = "integer", json_path = ".spec.queuePairs"),
     printcolumn(name = "Allocated", type_ = "string", json_path = ".status.conditions[?(@.type==\"Allocated\")].status"),
+    printcolumn(name = "Programmed", type_ = "string", json_path = ".status.conditions[?(@.type==\"Programmed\")].status"),
+    printcolumn(name = "Queues", type_ = "string", json_path = ".status.queues"),
     printcolumn(name = "Expires", type_ = "date", json_path = ".status.expiresAt"),
     printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type==\"Allocated\")].reason", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -50,18 +53,19 @@ pub struct GPUQueueAllocationSpec {
     pub node_name: NodeName,
     /// UUID of the GPU, as shown by `nvidia-smi -L`.
     pub gpu_uuid: GpuUuid,
-    /// Pool whose controllers provide the queue pairs. It must have raw `devices`.
+    /// Pool whose controllers provide the queue pairs. It must have raw `devices`, or engine `UserNvme`, whose
+    /// controllers engines can use.
     pub pool_ref: ObjectRef,
     /// Queue pairs on each controller of the pool. With `ExclusiveController`: on one controller without
     /// other users.
     #[schemars(range(min = 1, max = 128))]
     pub queue_pairs: u32,
-    /// Entries of each queue. Without effect in this release; the condition `Programmed` reports it.
+    /// Maximum entries of each queue.
     #[serde(default = "depth")]
     #[x_kube(validation = Rule::new("self in [32, 64, 128, 256, 512, 1024, 2048, 4096]")
         .message("depth is not a power of two from 32 to 4096: round it"))]
     pub depth: u32,
-    /// Memory of the queues. Without effect in this release; the condition `Programmed` reports it.
+    /// Memory of the queues. Without effect in this release: queues are in memory of the host.
     #[serde(default)]
     pub memory: QueueMemory,
     /// Sharing of the controllers with other allocations.
@@ -71,7 +75,7 @@ pub struct GPUQueueAllocationSpec {
     #[serde(default)]
     pub qos: QueueQos,
     /// SlackProfile for pacing the GPU's I/O. Absent: none. It must exist and be valid. Without effect in this
-    /// release; the condition `Programmed` reports it.
+    /// release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
     /// Time to live of the grant, from 1m to 720h; it is released afterwards. Absent: until the object is
@@ -131,6 +135,9 @@ pub struct GPUQueueAllocationStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
     pub allocations: Vec<QueueGrant>,
+    /// Numbers of the existing queue pairs, for display. With several controllers, their serial numbers come first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub queues: Option<Text>,
     /// End of the grant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Time>,
@@ -152,8 +159,17 @@ pub struct QueueGrant {
     pub pci_address: Option<PciAddress>,
     /// Number of reserved queue pairs.
     pub queue_pairs: u32,
+    /// Numbers of the queue pairs that exist. Engines create them, and they end with the engine's session.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 128))]
+    pub queues: Vec<u32>,
+    /// Generation of the last of `queues`, which the agent counts from its start. A controller uses numbers again; a
+    /// queue pair that has the number of a deleted one has a higher generation. Absent: none exists.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub generation: Option<i64>,
 }
 
-fn depth() -> u32 {
+pub(crate) fn depth() -> u32 {
     1024
 }

@@ -302,7 +302,7 @@ socket = "{socket}"        # engines connect here; its directory must exist
 mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
 extents = false            # true: clients may read and write pool files themselves, blocks of other tenants included
-queue_pairs = 0            # queue pairs of each NVMe controller that clients may drive; needs extents = true
+queue_pairs = 0            # queue pairs of each NVMe controller that clients may drive; needs extents = true; 0 in Kubernetes
 queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
 queue_depth = {session_queue_depth}         # maximum entries of such a queue
 

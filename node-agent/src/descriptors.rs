@@ -69,7 +69,7 @@ struct Fixed {
 
 impl ConnectionLimits {
     /// Computes the limits from the soft limit on open files. In a Kubernetes cluster, devices are claimed
-    /// at run time, so the maximum number of devices is assumed.
+    /// at run time, so the maximum number of devices is assumed, and that sessions get queue pairs.
     ///
     /// # Errors
     /// `ErrorKind::Resource` if the limit on open files is too low; the message contains the required
@@ -78,7 +78,11 @@ impl ConnectionLimits {
         let devices = if in_cluster { DEVICES_MAX } else { settings.pool.devices.len() };
         let QueueGrantLimits { pairs_per_device, pairs_per_session, .. } = settings.session.queue_grants;
         let fixed = Fixed {
-            pairs: u64::from(pairs_per_device.min(pairs_per_session)),
+            pairs: u64::from(if in_cluster {
+                pairs_per_session
+            } else {
+                pairs_per_device.min(pairs_per_session)
+            }),
             regions: settings.arena.bytes.div_ceil(settings.arena.region_bytes),
             devices: devices as u64,
             clustered: in_cluster || settings.controlplane.is_some(),

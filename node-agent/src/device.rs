@@ -287,11 +287,12 @@ impl Device {
     pub(crate) fn lending(&self) -> Option<LendingDevice> {
         let controller = self.info.controller.clone()?;
         let ControllerProperties { namespace, kind, .. } = *controller.properties();
+        let serial = controller.properties().serial.as_str().into();
         if kind != ControllerKind::Emulated {
             return None;
         }
         let find = move || controller.controller().map(|controller| controller as Arc<dyn QueueLender>);
-        Some(LendingDevice { find: Arc::new(find), namespace, is_emulated: true })
+        Some(LendingDevice { find: Arc::new(find), serial, namespace, is_emulated: true })
     }
 
     /// Returns the number of commands that its thread has not received yet.

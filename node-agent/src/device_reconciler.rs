@@ -295,6 +295,9 @@ impl Worker {
         for action in self.reconciler.next_actions(retry) {
             self.act(action);
         }
+        if self.queues.has_ending() {
+            self.settle_queues();
+        }
         // The error is logged there; the next run retries.
         let _ = self.persist_records();
         self.read_health_logs();
@@ -312,7 +315,7 @@ impl Worker {
             controllers: &self.controllers,
             gpus: &self.gpus,
             profiles: &self.profiles,
-            queues: &self.queues,
+            queues: self.queues.facts(&self.parts.admin.queue_grants.created(), &self.open_controllers),
             latency: &self.latency,
             wear: &self.wear,
             drives: &self.drives,
@@ -410,8 +413,18 @@ impl Worker {
         let sys = self.parts.root.join("sys");
         self.open_controllers.retain(|_, handle| handle.controller().is_some());
         self.controllers = controllers::scan(&sys, self.reconciler.wanted(), &self.open_controllers);
-        self.queues.update(&self.controllers);
+        self.settle_queues();
         self.drives = controllers::drives(&sys, self.reconciler.wanted());
+    }
+
+    /// Lets sessions have the queue pairs of reserved grants only, and releases ended grants whose queue pairs are gone.
+    fn settle_queues(&mut self) {
+        let grants = &self.parts.admin.queue_grants;
+        // First, because a session could otherwise get queue pairs of a grant that is being released. Revocations run on
+        // their own threads.
+        drop(grants.set_allocations(self.queues.allocations()));
+        self.queues.update(&self.controllers, |uid| grants.pairs_of(uid));
+        drop(grants.set_allocations(self.queues.allocations()));
     }
 
     /// Applies settings of the configuration file that may change at run time.

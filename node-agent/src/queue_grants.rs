@@ -11,12 +11,16 @@
 //! quarantine. If the controller does not confirm a deletion, its commands may still run: the session stays fenced, and the
 //! core keeps its extents until the device is closed.
 //!
+//! In a cluster, grants are parts of allocations, which the reconciler thread replaces
+//! ([`QueueGrantService::set_allocations`]). It releases an allocation when no queue pair of it is left.
+//!
 //! The lock is never held during a command of a controller. [`reprise_policy::queue_grants`] has limits and generations.
 
 mod resources;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -28,7 +32,8 @@ use reprise_buffers::MappedRegion;
 use reprise_nvme::{LentDevice, LentQueue, LentRegisters, NvmeError, QueueLender};
 use reprise_policy::SessionId;
 use reprise_policy::queue_grants::{
-    GrantEnd, GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants, QueueRequest,
+    Allocation, GrantEnd, GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants,
+    QueueRequest,
 };
 
 use resources::{HeldQueues, MemoryAccess, Resources};
@@ -46,6 +51,8 @@ pub(crate) type RevocationSink = Arc<dyn Fn(GrantGeneration, &str) + Send + Sync
 #[derive(Clone)]
 pub(crate) struct LendingDevice {
     pub(crate) find: FindLender,
+    /// Serial number of the controller.
+    pub(crate) serial: Arc<str>,
     pub(crate) namespace: u32,
     pub(crate) is_emulated: bool,
 }
@@ -84,7 +91,22 @@ pub(crate) struct GrantView {
     pub(crate) request: QueueRequest,
     /// Numbers of the queue pairs; empty while they are created or after a failed deletion.
     pub(crate) queues: Vec<u16>,
+    /// Namespace and name of the allocation that it is a part of, in a cluster.
+    pub(crate) allocation: Option<String>,
 }
+
+/// Queue pairs of an allocation that exist on one controller.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CreatedQueues {
+    /// Generation of the last grant. Controllers use numbers again; a queue pair with the number of an earlier one has
+    /// a higher generation.
+    pub(crate) generation: u64,
+    /// Their numbers, in ascending order.
+    pub(crate) queues: Vec<u16>,
+}
+
+/// Existing queue pairs by the uid of the allocation and the serial number of the controller.
+pub(crate) type CreatedByAllocation = BTreeMap<String, BTreeMap<String, CreatedQueues>>;
 
 /// Numbers of grants for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -109,11 +131,11 @@ pub(crate) struct QueueGrantService {
     unconfirmed: AtomicU64,
 }
 
-/// Grants of a device that is being closed.
+/// Grants of a device that is being closed, or of allocations that have ended.
 struct Revocation {
-    device: DeviceId,
     grants: Vec<(GrantGeneration, SessionId)>,
-    /// Memory of sessions, which the controller accesses until the queue pairs are deleted.
+    /// Memory of sessions, which the controller accesses until the queue pairs are deleted. Empty if only some of the
+    /// queue pairs of a controller end.
     mappings: Vec<MemoryAccess>,
     reason: String,
 }
@@ -149,9 +171,18 @@ impl GrantCounters {
 }
 
 impl QueueGrantService {
-    /// Creates a service without devices.
+    /// Creates a service without devices, which grants queue pairs as the configuration allows.
     pub(crate) fn new(limits: QueueGrantLimits) -> QueueGrantService {
-        let state = State { table: QueueGrants::new(limits), resources: Resources::default() };
+        QueueGrantService::with(QueueGrants::new(limits))
+    }
+
+    /// Creates a service without devices, which grants queue pairs of allocations.
+    pub(crate) fn of_allocations(limits: QueueGrantLimits) -> QueueGrantService {
+        QueueGrantService::with(QueueGrants::of_allocations(limits))
+    }
+
+    fn with(table: QueueGrants) -> QueueGrantService {
+        let state = State { table, resources: Resources::default() };
         let [granted, refused, revoked, unconfirmed] = std::array::from_fn(|_| AtomicU64::new(0));
         QueueGrantService {
             state: Mutex::new(state),
@@ -163,9 +194,9 @@ impl QueueGrantService {
         }
     }
 
-    /// Whether sessions may have queue pairs.
-    pub(crate) fn is_enabled(&self) -> bool {
-        self.lock().table.check_enabled().is_ok()
+    /// Whether sessions may have queue pairs, now or later.
+    pub(crate) fn may_grant(&self) -> bool {
+        self.lock().table.may_grant()
     }
 
     /// Refuses a request of a session unless sessions may have queue pairs.
@@ -188,22 +219,33 @@ impl QueueGrantService {
             let mut state = self.lock();
             state.resources.remove_device(device)?;
             Revocation {
-                device,
                 grants: state.table.begin_revocation(device.0),
                 mappings: state.resources.take_mappings(device),
                 reason: reason.to_owned(),
             }
         };
+        self.start_revocation(revocation)
+    }
+
+    /// Replaces the allocations of the node. Revokes the grants of those that are gone or have changed, on a thread,
+    /// which is returned if there are any.
+    pub(crate) fn set_allocations(self: &Arc<Self>, allocations: Vec<Allocation>) -> Option<JoinHandle<()>> {
+        let reason = "the GPUQueueAllocation of the queue pairs has ended or changed".to_owned();
+        let grants = self.lock().table.set_allocations(allocations);
+        self.start_revocation(Revocation { grants, mappings: Vec::new(), reason })
+    }
+
+    fn start_revocation(self: &Arc<Self>, revocation: Revocation) -> Option<JoinHandle<()>> {
         if revocation.grants.is_empty() {
             return None;
         }
         let revocation = Arc::new(Mutex::new(Some(revocation)));
         let (service, theirs) = (Arc::clone(self), Arc::clone(&revocation));
-        let thread = std::thread::Builder::new().name(format!("revoke-{}", device.0));
+        let thread = std::thread::Builder::new().name("revoke-queues".to_owned());
         match thread.spawn(move || service.revoke(&theirs)) {
             Ok(thread) => Some(thread),
             Err(error) => {
-                tracing::error!(device = device.0, %error, "cannot spawn a thread: revoking queue pairs without it");
+                tracing::error!(%error, "cannot spawn a thread: revoking queue pairs without it");
                 self.revoke(&revocation);
                 None
             }
@@ -212,17 +254,11 @@ impl QueueGrantService {
 
     fn revoke(&self, revocation: &Mutex<Option<Revocation>>) {
         let taken = revocation.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Revocation { device, grants, mappings, reason }) = taken else { return };
+        let Some(Revocation { grants, mappings, reason }) = taken else { return };
         for (generation, session) in grants {
             self.end(generation);
             self.revoked.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(
-                generation = generation.0,
-                session = session.0,
-                device = device.0,
-                reason,
-                "queue pairs revoked"
-            );
+            tracing::warn!(generation = generation.0, session = session.0, reason, "queue pairs revoked");
             let sink = self.lock().resources.sink(session);
             if let Some(sink) = sink {
                 sink(generation, &reason);
@@ -286,7 +322,7 @@ impl QueueGrantService {
                     "device {device} lends no queue pairs: only NVMe controllers that the agent drives itself do"
                 )));
             };
-            (state.table.request(request)?, lending)
+            (state.table.request(request, &lending.serial)?, lending)
         };
         let created = (lending.find)()
             .ok_or_else(|| QueueGrantRefusal::Invalid(format!("device {device} is closed")))
@@ -301,12 +337,19 @@ impl QueueGrantService {
         let mut state = self.lock();
         state.table.created(generation);
         state.resources.hold(generation, held);
-        if !state.resources.is_lent(DeviceId(device), &lending) {
+        let revoked = match () {
+            () if !state.resources.is_lent(DeviceId(device), &lending) => {
+                format!("device {device} is closed")
+            }
+            () if !state.table.is_allocated(generation) => "the GPUQueueAllocation has ended".to_owned(),
+            () => String::new(),
+        };
+        if !revoked.is_empty() {
             // Revoked while the queue pairs were created.
             state.table.begin_end(session, generation);
             drop(state);
             self.end(generation);
-            return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));
+            return Err(QueueGrantRefusal::Invalid(revoked));
         }
         drop(state);
         let bytes: u64 = grant.queues.iter().map(|queue| queue.bytes).sum();
@@ -380,7 +423,8 @@ impl QueueGrantService {
             memory_address: access.address(),
         };
         let find = Arc::clone(&lending.find);
-        Ok((grant, HeldQueues { device: DeviceId(device), find, queues: held, _access: access }))
+        let serial = Arc::clone(&lending.serial);
+        Ok((grant, HeldQueues { device: DeviceId(device), serial, find, queues: held, _access: access }))
     }
 
     /// Ends a grant at the request of its session. One that was revoked has ended already, or ends now on another
@@ -460,8 +504,30 @@ impl QueueGrantService {
             generation,
             request: *request,
             queues: state.resources.queues(generation),
+            allocation: state.table.allocation(generation).map(|of| of.name.clone()),
         };
         state.table.iter().map(view).collect()
+    }
+
+    /// Returns the queue pairs of allocations that exist, without those that are being deleted.
+    pub(crate) fn created(&self) -> CreatedByAllocation {
+        let state = self.lock();
+        let mut all = CreatedByAllocation::new();
+        for (generation, _) in state.table.iter() {
+            let held = state.resources.held(generation).zip(state.table.allocation(generation));
+            let Some((held, allocation)) = held else { continue };
+            let of_controller = all.entry(allocation.uid.clone()).or_default();
+            let created = of_controller.entry(held.serial.to_string()).or_default();
+            created.generation = created.generation.max(generation.0);
+            created.queues.extend(held.queues.iter().map(|queue| queue.id));
+            created.queues.sort_unstable();
+        }
+        all
+    }
+
+    /// Returns the queue pairs of an allocation that exist or may exist.
+    pub(crate) fn pairs_of(&self, uid: &str) -> u32 {
+        self.lock().table.pairs_of(uid)
     }
 
     /// Returns numbers for metrics.

@@ -156,7 +156,11 @@ impl Runtime {
         let peers = port.as_ref().map(|port| port.peers.clone());
         let (releases, released) = bounded(DEVICES_MAX);
         let complete = Arc::new(AtomicBool::new(cluster.is_none()));
-        let queue_grants = Arc::new(QueueGrantService::new(settings.session.queue_grants));
+        let queue_limits = settings.session.queue_grants;
+        let queue_grants = Arc::new(match &cluster {
+            Some(_) => QueueGrantService::of_allocations(queue_limits),
+            None => QueueGrantService::new(queue_limits),
+        });
         let parts = ExecutorParts {
             devices,
             released: releases,

@@ -26,12 +26,12 @@
 //! * A grant decided by a former leader never takes effect ([`apply`]).
 //!
 //! Agents read grants from `spec.queues` of their `CacheNode` ([`crate::node`]) and list the pairs that they
-//! set aside in `status.applied.queues`. A replica that has lost its lease, or a stale cache, may write an
+//! set aside in `status.applied.queues`, with the numbers of those that engines have created. The status of the
+//! allocation repeats the numbers ([`programmed`]). A replica that has lost its lease, or a stale cache, may write an
 //! outdated grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no
 //! pairs that conflict with those it already has.
 //!
-//! Not implemented in this release: agents do not create the queues, which `Programmed` reports; per-tenant
-//! limits (`maxGpuQueuePairs`) are rejected.
+//! Not implemented in this release: per-tenant limits (`maxGpuQueuePairs`) are rejected.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,9 +41,12 @@ use kube::runtime::controller::Action;
 use reprise_crds::GPUQueueAllocation;
 
 use crate::clock;
+use crate::cluster::REPORT_TIMEOUT;
 use crate::context::Context;
 use crate::error::OperatorError;
+use crate::node::readiness::next_check;
 use apply::WriteError;
+use dereference::AgentQueues;
 
 pub mod apply;
 pub mod build;
@@ -51,6 +54,7 @@ pub mod dereference;
 pub mod failed_writes;
 pub mod grant;
 pub mod lifecycle;
+pub mod programmed;
 pub mod status;
 pub mod validate;
 pub mod violations;
@@ -79,7 +83,7 @@ pub async fn reconcile(
         let result = task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
         report(&allocation, result?, &context).await?;
     }
-    Ok(next(&allocation, &now))
+    Ok(next(&allocation, &known, &now))
 }
 
 /// Returns this allocation's own write error, so that the queue retries it with backoff. Other allocations
@@ -103,13 +107,16 @@ async fn report(
     Ok(())
 }
 
-/// Requeues at the expiry time of the grant, which causes no watch event.
-fn next(allocation: &GPUQueueAllocation, now: &Time) -> Action {
+/// Requeues at the expiry time of the grant, which causes no watch event. Neither does an agent that becomes silent, or
+/// reports again without a change.
+fn next(allocation: &GPUQueueAllocation, inputs: &dereference::GrantInputs, now: &Time) -> Action {
     let granted = allocation.status.as_ref().filter(|status| !status.allocations.is_empty());
-    match granted.and_then(|status| status.expires_at.as_ref()) {
-        Some(ends) if ends.0 > now.0 => Action::requeue(clock::until(ends).max(REQUEUE_MIN)),
-        _ => Action::await_change(),
-    }
+    let ends = granted.and_then(|status| status.expires_at.as_ref()).filter(|ends| ends.0 > now.0);
+    let ends = ends.map(|ends| clock::until(ends).max(REQUEUE_MIN));
+    let made = |queues: &AgentQueues| matches!(queues, AgentQueues::Reported { made: 1.., .. });
+    let made = granted.and_then(|_| inputs.agent_queues(allocation)).filter(made);
+    let check = made.map(|_| next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT));
+    ends.into_iter().chain(check).min().map_or_else(Action::await_change, Action::requeue)
 }
 
 #[cfg(test)]

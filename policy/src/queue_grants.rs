@@ -12,11 +12,20 @@
 //! A command can name any block and any memory that is mapped for its controller, so a controller does not separate
 //! tenants: all queue pairs of a device belong to sessions of one tenant.
 //!
+//! On bare metal, the configuration limits the queue pairs of each device. In a cluster, each grant is part of an
+//! [`Allocation`], and ends with it.
+//!
 //! Not included: the queue pairs themselves, and the memory of sessions.
 
+mod allocations;
+
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::{SessionId, TenantId};
+
+pub use allocations::Allocation;
+use allocations::Allocations;
 
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
 pub const PAIRS_PER_GRANT_MAX: u32 = 64;
@@ -74,6 +83,12 @@ pub struct QueueRequest {
     pub memory: MemoryNumber,
 }
 
+impl QueueGrantRefusal {
+    fn invalid<T>(text: String) -> Result<T, QueueGrantRefusal> {
+        Err(QueueGrantRefusal::Invalid(text))
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Creating,
@@ -100,6 +115,8 @@ struct Grant {
     state: State,
     /// The device was released: a later device may have its number.
     is_device_gone: bool,
+    /// What it is a part of, in a cluster.
+    allocation: Option<Arc<Allocation>>,
 }
 
 impl Grant {
@@ -112,6 +129,8 @@ impl Grant {
 #[derive(Debug)]
 pub struct QueueGrants {
     limits: QueueGrantLimits,
+    /// `None`: the limits say how many queue pairs a device lends.
+    allocations: Option<Allocations>,
     last: u64,
     grants: BTreeMap<GrantGeneration, Grant>,
     memories: BTreeMap<SessionId, Memories>,
@@ -127,19 +146,61 @@ struct Memories {
 impl QueueGrants {
     /// Creates a table without grants.
     pub fn new(limits: QueueGrantLimits) -> QueueGrants {
-        QueueGrants { limits, last: 0, grants: BTreeMap::new(), memories: BTreeMap::new() }
+        QueueGrants { limits, allocations: None, last: 0, grants: BTreeMap::new(), memories: BTreeMap::new() }
     }
 
-    /// Whether sessions may have queue pairs.
+    /// Creates a table that grants queue pairs of allocations only, of which there are none yet. Of the limits, it
+    /// uses the one of a session.
+    pub fn of_allocations(limits: QueueGrantLimits) -> QueueGrants {
+        QueueGrants { allocations: Some(Allocations::default()), ..QueueGrants::new(limits) }
+    }
+
+    /// Whether sessions may have queue pairs, now or after a change of the allocations.
+    pub fn may_grant(&self) -> bool {
+        self.allocations.is_some() || self.limits.pairs_per_device > 0
+    }
+
+    /// Whether sessions may have queue pairs now.
     ///
     /// # Errors
-    /// `Invalid`, with the setting that is missing.
+    /// `Invalid`, with the setting or the object that is missing.
     pub fn check_enabled(&self) -> Result<(), QueueGrantRefusal> {
-        if self.limits.pairs_per_device > 0 {
-            return Ok(());
+        match &self.allocations {
+            Some(allocations) => allocations.check_any(),
+            None if self.limits.pairs_per_device > 0 => Ok(()),
+            None => QueueGrantRefusal::invalid(
+                "this agent grants no queue pairs: set session.queue_pairs in its configuration".to_owned(),
+            ),
         }
-        let text = "this agent grants no queue pairs: set session.queue_pairs in its configuration";
-        Err(QueueGrantRefusal::Invalid(text.to_owned()))
+    }
+
+    /// Replaces the allocations. Begins to end the grants of those that are gone or have changed; returns the grants
+    /// with their sessions. A grant whose queue pairs are being created ends after that ([`Self::is_allocated`]).
+    pub fn set_allocations(&mut self, wanted: Vec<Allocation>) -> Vec<(GrantGeneration, SessionId)> {
+        let Some(allocations) = &mut self.allocations else { return Vec::new() };
+        allocations.replace(wanted);
+        let allocations = allocations.clone();
+        let ending = self.begin_all(|grant| !allocations.has(grant.allocation.as_ref()));
+        ending.into_iter().map(|generation| (generation, self.grants[&generation].request.session)).collect()
+    }
+
+    /// Whether the allocation of a grant still exists, unchanged.
+    pub fn is_allocated(&self, generation: GrantGeneration) -> bool {
+        let grant = self.grants.get(&generation);
+        let has =
+            |allocations: &Allocations| grant.is_some_and(|grant| allocations.has(grant.allocation.as_ref()));
+        self.allocations.as_ref().is_none_or(has)
+    }
+
+    /// Returns the allocation that a grant is a part of.
+    pub fn allocation(&self, generation: GrantGeneration) -> Option<&Arc<Allocation>> {
+        self.grants.get(&generation)?.allocation.as_ref()
+    }
+
+    /// Returns the queue pairs of an allocation that exist or may exist.
+    pub fn pairs_of(&self, uid: &str) -> u32 {
+        let is_of = |grant: &&Grant| grant.allocation.as_ref().is_some_and(|of| of.uid == uid);
+        self.grants.values().filter(is_of).map(|grant| grant.request.pairs).sum()
     }
 
     /// Adds a memory of a session; returns its number.
@@ -169,29 +230,11 @@ impl QueueGrants {
         }
     }
 
-    /// Admits a request; the caller creates the queue pairs, then reports [`created`](Self::created) or
-    /// [`failed`](Self::failed).
-    ///
-    /// # Errors
-    /// `Invalid` outside the limits or for a memory that is not registered, `Exhausted` if others have the queue pairs or
-    /// another tenant has some of this device.
-    pub fn request(&mut self, request: QueueRequest) -> Result<GrantGeneration, QueueGrantRefusal> {
-        self.check_enabled()?;
-        let QueueRequest { session, tenant, device, pairs, depth, memory } = request;
-        let invalid = |text: String| Err(QueueGrantRefusal::Invalid(text));
-        let most = self.limits.pairs_per_session.min(PAIRS_PER_GRANT_MAX);
-        if pairs == 0 || pairs > most {
-            return invalid(format!("invalid number of queue pairs {pairs}: expected 1 to {most}"));
-        }
-        if depth < 2 || depth > self.limits.depth {
-            let most = self.limits.depth;
-            return invalid(format!(
-                "invalid queue depth {depth}: expected 2 to {most} (session.queue_depth)"
-            ));
-        }
-        if !self.memories.get(&session).is_some_and(|memories| memories.bytes.contains_key(&memory)) {
-            return invalid(format!("memory {} is not registered", memory.0));
-        }
+    /// Refuses a request for a device of which another tenant holds queue pairs.
+    fn check_tenant(
+        &self,
+        QueueRequest { device, tenant, .. }: QueueRequest,
+    ) -> Result<(), QueueGrantRefusal> {
         let is_foreign = |grant: &Grant| grant.is_on(device) && grant.request.tenant != tenant;
         if self.grants.values().any(is_foreign) {
             return Err(QueueGrantRefusal::Exhausted(format!(
@@ -199,26 +242,80 @@ impl QueueGrants {
                  device of another controller or virtual function, or retry after that tenant's sessions have ended"
             )));
         }
-        let held = |of: Option<SessionId>| -> u32 {
-            let counts = |grant: &&Grant| {
-                grant.is_on(device) && of.is_none_or(|session| grant.request.session == session)
-            };
-            self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum()
-        };
-        for (held, limit, name) in [
-            (held(Some(session)), self.limits.pairs_per_session, "this session"),
-            (held(None), self.limits.pairs_per_device, "all sessions"),
-        ] {
-            if held + pairs > limit {
-                return Err(QueueGrantRefusal::Exhausted(format!(
-                    "{name} may have {limit} queue pairs of device {device} and hold {held}: return some first"
-                )));
-            }
+        Ok(())
+    }
+
+    /// Admits a request for queue pairs of the controller with this serial number; the caller creates them, then
+    /// reports [`created`](Self::created) or [`failed`](Self::failed).
+    ///
+    /// # Errors
+    /// `Invalid` outside the limits or for a memory that is not registered, `Exhausted` if others have the queue pairs or
+    /// another tenant has some of this device.
+    pub fn request(
+        &mut self,
+        request: QueueRequest,
+        serial: &str,
+    ) -> Result<GrantGeneration, QueueGrantRefusal> {
+        self.check_enabled()?;
+        let QueueRequest { session, device, pairs, depth, memory, .. } = request;
+        let most = self.limits.pairs_per_session.min(PAIRS_PER_GRANT_MAX);
+        if pairs == 0 || pairs > most {
+            return QueueGrantRefusal::invalid(format!(
+                "invalid number of queue pairs {pairs}: expected 1 to {most}"
+            ));
         }
+        if depth < 2 || (self.allocations.is_none() && depth > self.limits.depth) {
+            let most = self.limits.depth;
+            return QueueGrantRefusal::invalid(format!(
+                "invalid queue depth {depth}: expected 2 to {most} (session.queue_depth)"
+            ));
+        }
+        if !self.memories.get(&session).is_some_and(|memories| memories.bytes.contains_key(&memory)) {
+            return QueueGrantRefusal::invalid(format!("memory {} is not registered", memory.0));
+        }
+        self.check_tenant(request)?;
+        self.check_limit(request, Some(session), (self.limits.pairs_per_session, "this session"))?;
+        let allocation = match &self.allocations {
+            Some(allocations) => {
+                let held = |allocation: &Arc<Allocation>| self.pairs_on(device, allocation);
+                Some(allocations.choose(serial, (pairs, depth), held)?)
+            }
+            None => {
+                self.check_limit(request, None, (self.limits.pairs_per_device, "all sessions"))?;
+                None
+            }
+        };
         self.last += 1;
         let generation = GrantGeneration(self.last);
-        self.grants.insert(generation, Grant { request, state: State::Creating, is_device_gone: false });
+        let grant = Grant { request, state: State::Creating, is_device_gone: false, allocation };
+        self.grants.insert(generation, grant);
         Ok(generation)
+    }
+
+    /// Refuses a request above a limit of one session, or of all.
+    fn check_limit(
+        &self,
+        request: QueueRequest,
+        of: Option<SessionId>,
+        (limit, name): (u32, &str),
+    ) -> Result<(), QueueGrantRefusal> {
+        let QueueRequest { device, pairs, .. } = request;
+        let counts =
+            |grant: &&Grant| grant.is_on(device) && of.is_none_or(|session| grant.request.session == session);
+        let held: u32 = self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum();
+        if held + pairs <= limit {
+            return Ok(());
+        }
+        Err(QueueGrantRefusal::Exhausted(format!(
+            "{name} may have {limit} queue pairs of device {device} and hold {held}: return some first"
+        )))
+    }
+
+    /// Returns the queue pairs of a device that are part of an allocation.
+    fn pairs_on(&self, device: u8, allocation: &Arc<Allocation>) -> u32 {
+        let is_of = |of: &Arc<Allocation>| Arc::ptr_eq(of, allocation);
+        let counts = |grant: &&Grant| grant.is_on(device) && grant.allocation.as_ref().is_some_and(is_of);
+        self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum()
     }
 
     /// Notes that the queue pairs of a grant exist.
@@ -330,6 +427,7 @@ mod tests {
 
     const LIMITS: QueueGrantLimits =
         QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
+    const SERIAL: &str = "S1";
     const ONE: SessionId = SessionId(1);
     const TWO: SessionId = SessionId(2);
 
@@ -351,7 +449,7 @@ mod tests {
     }
 
     fn granted(table: &mut QueueGrants, request: QueueRequest) -> GrantGeneration {
-        let generation = table.request(request).expect("within the limits");
+        let generation = table.request(request, SERIAL).expect("within the limits");
         table.created(generation);
         generation
     }
@@ -367,7 +465,7 @@ mod tests {
             (QueueRequest { memory: MemoryNumber(2), ..of(ONE, 1) }, "memory 2 is not registered"),
             (of(SessionId(9), 1), "memory 1 is not registered"),
         ] {
-            let refusal = table.request(request).expect_err("refused");
+            let refusal = table.request(request, SERIAL).expect_err("refused");
             assert!(
                 matches!(&refusal, QueueGrantRefusal::Invalid(text) if text.contains(words)),
                 "{refusal}"
@@ -382,14 +480,14 @@ mod tests {
     fn sessions_share_the_queue_pairs_of_a_device() {
         let mut table = table();
         let first = granted(&mut table, of(ONE, 6));
-        let refusal = table.request(of(ONE, 1)).expect_err("its share");
+        let refusal = table.request(of(ONE, 1), SERIAL).expect_err("its share");
         assert!(matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("this session")));
-        let refusal = table.request(of(TWO, 3)).expect_err("two are left");
+        let refusal = table.request(of(TWO, 3), SERIAL).expect_err("two are left");
         assert!(matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("all sessions")));
         granted(&mut table, of(TWO, 2));
         granted(&mut table, QueueRequest { device: 4, ..of(TWO, 6) });
         assert!(table.begin_end(ONE, first));
-        table.request(of(TWO, 1)).expect_err("the queue pairs are not deleted yet");
+        table.request(of(TWO, 1), SERIAL).expect_err("the queue pairs are not deleted yet");
         table.ended(first);
         granted(&mut table, of(TWO, 1));
         assert_eq!(table.pairs(), 9);
@@ -400,7 +498,7 @@ mod tests {
         let mut table = table();
         let foreign = QueueRequest { tenant: TenantId(2), ..of(TWO, 1) };
         let first = granted(&mut table, of(ONE, 1));
-        let refusal = table.request(foreign).expect_err("of another tenant");
+        let refusal = table.request(foreign, SERIAL).expect_err("of another tenant");
         assert!(
             matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("virtual function")),
             "{refusal}"
@@ -415,8 +513,8 @@ mod tests {
         table.ended(first);
         table.request(QueueRequest { memory: MemoryNumber(1), ..foreign }).expect_err("unconfirmed");
         table.device_reset(3);
-        table.request(foreign).expect("the controller was reset");
-        table.request(of(ONE, 1)).expect_err("the device has another tenant now");
+        table.request(foreign, SERIAL).expect("the controller was reset");
+        table.request(of(ONE, 1), SERIAL).expect_err("the device has another tenant now");
     }
 
     #[test]
@@ -500,7 +598,7 @@ mod tests {
                 match step {
                     0 | 1 => {
                         let request = QueueRequest { device, tenant: tenant_of(session), ..of(session, pairs) };
-                        if let Ok(generation) = table.request(request) {
+                        if let Ok(generation) = table.request(request, SERIAL) {
                             prop_assert!(live.iter().all(|(other, _)| *other < generation));
                             table.created(generation);
                             live.push((generation, session));

@@ -1,7 +1,8 @@
 //! What an agent reports about its node. The agent writes on change, on average at most once in 10 s.
 //!
-//! Size bounds: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, and 128 allocations of 100 bytes
-//! (400 if rejected). The status of a node is below 80 KiB in the worst case, and 3 KiB with four devices.
+//! Size bounds: 32 devices of about 400 bytes, 16 GPUs, 32 controllers, 128 allocations of 100 bytes (400 if
+//! rejected), and 6 bytes for each of their queue pairs. The status of a node is below 100 KiB with 128 queue pairs on
+//! each of 32 controllers, and 3 KiB with four devices.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
@@ -252,7 +253,7 @@ pub struct Controller {
     pub pool: Option<ShortName>,
     /// I/O queue pairs of the controller: those of the kernel, or those that it has granted to the agent.
     pub queue_pairs: u32,
-    /// Queue pairs created for GPUs. Always 0 in this release; `applied.queues` lists the reserved ones.
+    /// Queue pairs that engines have created. `applied.queues` lists them by allocation.
     pub queue_pairs_lent: u32,
 }
 
@@ -321,14 +322,38 @@ pub struct AppliedProfile {
 pub struct AppliedQueues {
     /// UID of the GPUQueueAllocation.
     pub uid: Uid,
-    /// Queue pairs created on all controllers. Always 0 in this release.
+    /// Queue pairs that engines have created on all controllers.
     pub queue_pairs: u32,
     /// Queue pairs reserved for the allocation on all controllers.
     #[serde(default)]
     pub kept: u32,
+    /// Queue pairs that exist, by controller.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]
+    pub created: Vec<CreatedQueues>,
+    /// Why engines cannot create the queue pairs, for example because the kernel drives the controller. Absent: they
+    /// can.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unavailable: Option<Text>,
     /// Cause of the rejection, and the remedy. Absent: the queue pairs are reserved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<Text>,
+}
+
+/// Queue pairs of an allocation that exist on one controller.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CreatedQueues {
+    /// Serial number of the controller.
+    pub serial: Serial,
+    /// Generation of the last of these queue pairs, which the agent counts from its start. A controller uses numbers
+    /// again; a queue pair that has the number of a deleted one has a higher generation.
+    #[schemars(range(min = 0))]
+    pub generation: i64,
+    /// Numbers of the queue pairs, in ascending order.
+    #[schemars(length(max = 128))]
+    pub queues: Vec<u32>,
 }
 
 /// Progress of draining the node.

@@ -67,8 +67,7 @@ words! {
         DeletionBlocked,
         /// The requested queue pairs are reserved on the node.
         Allocated,
-        /// The agent has created the queue pairs. Agents of this release create none; the message reports
-        /// whether the agent reserves them.
+        /// All granted queue pairs exist: engines have created them. False: the message names what is missing.
         Programmed,
         /// The agent has released the queue pairs; no process can use them any longer.
         Released,
@@ -118,6 +117,8 @@ words! {
         Paused,
         /// A field has an invalid value; the message names the field.
         InvalidSpec,
+        /// No engine has requested the granted queue pairs, or not all of them.
+        NotRequested,
         /// The requested mode is not available in this release.
         Unsupported,
         /// A referenced object does not exist.

@@ -16,7 +16,9 @@ fn claim(uid: &str, isolation: &str, pairs: u32) -> Value {
 fn reported<'a>(status: &'a Value, uid: &str) -> Option<(u64, &'a str)> {
     let queues = status["applied"]["queues"].as_array()?;
     let found = queues.iter().find(|queues| queues["uid"] == uid)?;
-    assert_eq!(found["queuePairs"], 0, "no agent makes queues");
+    assert_eq!(found["queuePairs"], 0, "no engine has queue pairs of a controller of the kernel");
+    let unavailable = found["unavailable"].as_str().unwrap_or_default();
+    assert!(unavailable.contains("does not drive controller S1"), "{found}");
     Some((found["kept"].as_u64()?, found["refused"].as_str().unwrap_or_default()))
 }
 

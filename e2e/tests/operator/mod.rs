@@ -21,6 +21,7 @@ mod node_condition;
 mod pools;
 mod profiles;
 mod queue_agents;
+mod queue_engines;
 mod queue_faults;
 mod queues;
 mod replicas;

@@ -32,6 +32,11 @@ fn agent(k8s: &TestCluster) -> Agent {
     std::fs::write(root.join("dev/drive"), vec![0; DEVICE_BYTES]).expect("a device file can be written");
     std::os::unix::fs::symlink("../../drive", names.join("nvme-drive")).expect("a link can be created");
     NvmeController { number: 0, serial: "S1", pairs: PAIRS, device: "drive" }.create_under(&root);
+    agent_at(k8s, &root)
+}
+
+/// Starts the agent of `n1`, configured as in a pod, with this root directory of its node.
+pub(crate) fn agent_at(k8s: &TestCluster, root: &std::path::Path) -> Agent {
     let state = k8s.env.folder().join("n1-state");
     let config = AgentConfig {
         pool: None,
@@ -40,7 +45,7 @@ fn agent(k8s: &TestCluster) -> Agent {
     };
     let text = |path: &std::path::Path| path.to_str().expect("folders of tests are UTF-8").to_owned();
     let kubeconfig = text(&k8s.server.kubeconfig(&User::ADMIN));
-    let arguments = ["--in-cluster", "--kubeconfig", &kubeconfig, "--node-root", &text(&root)];
+    let arguments = ["--in-cluster", "--kubeconfig", &kubeconfig, "--node-root", &text(root)];
     let cluster = format!("{NAMESPACE}/c");
     let environment =
         [("NODE_NAME", "n1"), ("POD_IP", "127.0.0.1"), ("POD_NAME", "c-agent-x"), ("CLUSTER", &cluster)];
@@ -76,8 +81,10 @@ fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
     allocate_and_wait(&k8s, "a", 12);
     let uid = k8s.get(KIND, "a").expect("the object exists").metadata.uid.expect("stored objects have a UID");
     let (reported, requested) = queues(&k8s);
-    assert_eq!(reported, json!([{ "uid": uid, "queuePairs": 0, "kept": 12 }]));
+    let unavailable = "the agent does not drive controller S1: engines get queue pairs of open devices of engine UserNvme only";
+    assert_eq!(reported, json!([{ "uid": uid, "queuePairs": 0, "kept": 12, "unavailable": unavailable }]));
     assert_eq!(requested[0]["allocation"], "cache/a");
+    assert_eq!(requested[0]["depth"], 1024);
     assert_eq!(requested[0]["controllers"], json!([{ "serial": "S1", "queuePairs": 12 }]));
 
     // An unresponsive agent may still use the queue pairs.

@@ -69,6 +69,8 @@ pub struct DesiredQueues {
     pub allocation: String,
     /// Whether the controllers must not be shared with other allocations.
     pub exclusive: bool,
+    /// Maximum entries of a queue.
+    pub depth: u32,
     /// Queue pairs by the controllers' serial numbers.
     pub pairs: BTreeMap<String, u32>,
 }
@@ -281,6 +283,7 @@ fn read_queues(value: &Value) -> Result<Vec<DesiredQueues>, String> {
         uid: claim.uid.to_string(),
         allocation: claim.allocation.to_string(),
         exclusive: claim.isolation == QueueIsolation::ExclusiveController,
+        depth: claim.depth,
         pairs: claim.controllers.iter().map(|share| (share.serial.to_string(), share.queue_pairs)).collect(),
     };
     Ok(claims.into_iter().map(profile).collect())
@@ -469,13 +472,14 @@ mod tests {
         let claim =
             json!({ "uid": "u-1", "allocation": "chat/x", "controllers": [share("S1", 8), share("S2", 4)] });
         let mut own = claim.clone();
-        own["isolation"] = json!("ExclusiveController");
+        (own["isolation"], own["depth"]) = (json!("ExclusiveController"), json!(64));
         let desired = read(&json!({ "queues": [claim, own] }));
         let [shared, own] = desired.queues.as_deref().expect("the grants are valid") else {
             panic!("{desired:?}")
         };
         let pairs = BTreeMap::from([("S1".to_owned(), 8), ("S2".to_owned(), 4)]);
         assert_eq!((shared.allocation.as_str(), shared.exclusive, &shared.pairs), ("chat/x", false, &pairs));
+        assert_eq!((shared.depth, own.depth), (1024, 64));
         assert!(own.exclusive);
         assert_eq!(read(&json!({})).queues, Some(Vec::new()));
         assert_eq!(desired.without_destruction().queues, None);

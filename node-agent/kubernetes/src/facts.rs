@@ -192,8 +192,23 @@ pub struct QueueFact {
     pub uid: String,
     /// Queue pairs reserved on all controllers.
     pub kept: u32,
+    /// Queue pairs that exist, by controller.
+    pub created: Vec<CreatedFact>,
+    /// Why engines cannot create the queue pairs, if they cannot.
+    pub unavailable: Option<String>,
     /// Why the grant was refused, if it was.
     pub refused: Option<String>,
+}
+
+/// Queue pairs of a grant that exist on one controller.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CreatedFact {
+    /// Serial number of the controller.
+    pub serial: String,
+    /// Generation of the last of them, in the life of the agent.
+    pub generation: u64,
+    /// Numbers of the queue pairs.
+    pub queues: Vec<u16>,
 }
 
 /// A slack profile that is active or was rejected.

@@ -38,8 +38,8 @@ mod write_pacer;
 pub use connect::{Access, ConnectError};
 pub use desired::{Claim, DataPolicy, Desired, DesiredProfile, DesiredQueues, Source, SpecError, SpecPart};
 pub use facts::{
-    ClaimFact, ControlPlane, ControllerFact, DeviceFact, DeviceFault, DrainFact, Facts, GpuFact, Memory,
-    Phase, ProfileFact, QueueFact,
+    ClaimFact, ControlPlane, ControllerFact, CreatedFact, DeviceFact, DeviceFault, DrainFact, Facts, GpuFact,
+    Memory, Phase, ProfileFact, QueueFact,
 };
 pub use persisted::{PersistedSpec, StateDirectory};
 pub use reprise_crds::fields::{Engine, FallbackEngine, ForeignSignatures, NodeMode};

@@ -10,13 +10,14 @@ use reprise_crds::fields::{
     Text, Uid, Version,
 };
 use reprise_crds::node::{
-    AgentInfo, Applied, AppliedPool, AppliedProfile, AppliedQueues, Controller, Device, DeviceState, Drain,
-    Endpoints, Gpu, NodeCapacity, Registration,
+    AgentInfo, Applied, AppliedPool, AppliedProfile, AppliedQueues, Controller, CreatedQueues, Device,
+    DeviceState, Drain, Endpoints, Gpu, NodeCapacity, Registration,
 };
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, set};
 
 use crate::facts::{
-    ClaimFact, ControlPlane, ControllerFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact, QueueFact,
+    ClaimFact, ControlPlane, ControllerFact, CreatedFact, DeviceFact, Facts, GpuFact, Phase, ProfileFact,
+    QueueFact,
 };
 
 /// Number of steps in which used bytes are reported.
@@ -42,6 +43,9 @@ const CONTROLLERS_MAX: usize = 32;
 
 /// Maximum number of queue allocations in a status.
 const QUEUES_MAX: usize = 128;
+
+/// Maximum number of reported queue pairs of one allocation on one controller.
+const QUEUE_NUMBERS_MAX: usize = 128;
 
 /// Properties that do not change while the agent runs.
 #[derive(Clone, Debug)]
@@ -85,7 +89,12 @@ pub(crate) fn status(
         sessions: Some(if facts.phase == Phase::Stopping { 0 } else { facts.sessions }),
         capacity: Some(capacity(facts)),
         devices: facts.devices.iter().take(DEVICES_MAX).map(device).collect(),
-        controllers: facts.controllers.iter().take(CONTROLLERS_MAX).map(controller).collect(),
+        controllers: facts
+            .controllers
+            .iter()
+            .take(CONTROLLERS_MAX)
+            .map(|one| controller(one, facts))
+            .collect(),
         gpus: facts.gpus.iter().take(GPUS_MAX).map(gpu).collect(),
         applied: Some(applied(facts)),
         drain: (facts.mode == NodeMode::Draining).then(|| drain(facts)),
@@ -186,14 +195,19 @@ fn device(fact: &DeviceFact) -> Device {
     }
 }
 
-fn controller(fact: &ControllerFact) -> Controller {
+fn controller(fact: &ControllerFact, facts: &Facts) -> Controller {
+    let created = facts.queues.iter().flat_map(|queues| &queues.created);
+    let created = created.filter(|created| created.serial == fact.serial);
+    let lent = created.map(|created| created.queues.len()).sum();
     Controller {
         serial: Serial::new(&fact.serial),
         pci_address: fact.pci_address.as_ref().map(PciAddress::new),
         pool: fact.pool.as_ref().map(ShortName::new),
         queue_pairs: fact.queue_pairs,
-        // This release does not create queues for GPUs.
-        queue_pairs_lent: 0,
+        queue_pairs_lent: match facts.phase {
+            Phase::Stopping => 0,
+            Phase::Starting | Phase::Serving => count(lent),
+        },
     }
 }
 
@@ -212,13 +226,23 @@ fn profile(fact: &ProfileFact) -> AppliedProfile {
 }
 
 fn queues(fact: &QueueFact) -> AppliedQueues {
+    let created = |created: &CreatedFact| CreatedQueues {
+        serial: Serial::new(&created.serial),
+        generation: i64::try_from(created.generation).unwrap_or(i64::MAX),
+        queues: created.queues.iter().take(QUEUE_NUMBERS_MAX).copied().map(u32::from).collect(),
+    };
     AppliedQueues {
         uid: Uid::new(&fact.uid),
-        // This release does not create queues for GPUs.
-        queue_pairs: 0,
+        queue_pairs: count(fact.created.iter().map(|created| created.queues.len()).sum()),
         kept: fact.kept,
+        created: fact.created.iter().take(CONTROLLERS_MAX).map(created).collect(),
+        unavailable: fact.unavailable.as_deref().map(short),
         refused: fact.refused.as_deref().map(short),
     }
+}
+
+fn count(of: usize) -> u32 {
+    u32::try_from(of).unwrap_or(u32::MAX)
 }
 
 /// Joins lines and truncates the text: one invalid value would invalidate the whole status.

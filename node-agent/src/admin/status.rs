@@ -144,6 +144,9 @@ struct QueueGrant {
     queues: Vec<u16>,
     pairs: u32,
     depth: u32,
+    /// Namespace and name of its GPUQueueAllocation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    allocation: Option<String>,
 }
 
 /// Usage and quotas of a tenant; `null` if unlimited.
@@ -234,7 +237,7 @@ impl Status {
 }
 
 fn queue_grant(view: GrantView) -> QueueGrant {
-    let GrantView { generation, request, queues } = view;
+    let GrantView { generation, request, queues, allocation } = view;
     QueueGrant {
         generation: generation.0,
         session: request.session.0,
@@ -242,6 +245,7 @@ fn queue_grant(view: GrantView) -> QueueGrant {
         queues,
         pairs: request.pairs,
         depth: request.depth,
+        allocation,
     }
 }
 

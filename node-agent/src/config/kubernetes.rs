@@ -97,7 +97,8 @@ impl Config {
     /// Completes the configuration with the pod's environment.
     ///
     /// # Errors
-    /// The file sets the node name, the failure domain or devices, which the pod and the `CacheNode` define.
+    /// The file sets the node name, the failure domain, devices or queue pairs, which the pod and the `CacheNode`
+    /// define.
     pub(crate) fn placed(mut self, pod: &PodEnvironment) -> Result<Config, AgentError> {
         if !self.node.name.is_empty() && self.node.name != pod.node {
             return Err(refuse("node.name", &self.node.name, "no value, since NODE_NAME defines the node"));
@@ -115,6 +116,13 @@ impl Config {
                 "pool.devices",
                 &found,
                 "no devices, since the node's CacheNode defines them",
+            ));
+        }
+        if self.session.queue_pairs > 0 {
+            return Err(refuse(
+                "session.queue_pairs",
+                &self.session.queue_pairs.to_string(),
+                "0, since each GPUQueueAllocation of the node defines queue pairs for engines",
             ));
         }
         self.node.name.clone_from(&pod.node);
@@ -166,11 +174,12 @@ mod tests {
     }
 
     #[test]
-    fn file_with_node_or_devices_is_rejected() {
+    fn file_with_node_devices_or_queue_pairs_is_rejected() {
         let pod = pod(HERE).expect("a complete environment");
         for (text, words) in [
             ("[node]\nname = \"other\"", "node.name"),
             ("[[pool.devices]]\npath = \"/x\"\nbytes = \"64MiB\"", "CacheNode"),
+            ("[session]\nextents = true\nqueue_pairs = 4", "GPUQueueAllocation"),
         ] {
             let error = Config::parse(text).expect("parses").placed(&pod).expect_err("refused").chain();
             assert!(error.contains(words), "{error}");

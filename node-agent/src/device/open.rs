@@ -181,7 +181,8 @@ impl OpenParams {
             }
         };
         let shared = shared.map(Arc::new);
-        let lends = self.lend_extents && (shared.is_some() || self.shares_queues(controller.as_ref()));
+        // Extents of a controller have no file: sessions reach them through granted queue pairs only.
+        let lends = (self.lend_extents && shared.is_some()) || self.shares_queues(controller.as_ref());
         let engine = device.start_engine(&self.engine).map_err(|error| self.error(error))?;
         let description = self.description.clone();
         Ok(RawDevice { description, size, usable, caching, shared, controller, lends, engine })
@@ -195,7 +196,7 @@ impl OpenParams {
         }
         // The file of a VFIO device has all registers of the controller, so it stays in this process.
         if handle.properties().kind != ControllerKind::Emulated {
-            tracing::warn!(path = %self.description, "sessions get no queue pairs of a controller behind VFIO");
+            tracing::info!(path = %self.description, "sessions get no queue pairs of a controller behind VFIO");
             return false;
         }
         let Some(controller) = handle.controller() else { return false };

@@ -8,7 +8,7 @@ use crossbeam_channel::bounded;
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_kubernetes::{
     ControlPlane, ControllerFact, Desired, DrainFact, Facts, GpuFact, Memory, NodeMode as SpecMode, PageKind,
-    Phase,
+    Phase, QueueFact,
 };
 use reprise_policy::NodeMode;
 
@@ -16,7 +16,6 @@ use super::ReconcilerParts;
 use super::controllers::Drive;
 use super::device_health::{DevicePath, LatencyMonitor, WearLimits, WearMonitor};
 use super::profiles::Profiles;
-use super::queue_reservations::QueueReservations;
 use super::reconciler::{DesiredDevice, DeviceReconciler, Kind};
 use crate::admin::AdminContext;
 use crate::bindings::BindingsFile;
@@ -32,7 +31,7 @@ pub(super) struct NodeObservations<'a> {
     pub(super) controllers: &'a [ControllerFact],
     pub(super) gpus: &'a [GpuFact],
     pub(super) profiles: &'a Profiles,
-    pub(super) queues: &'a QueueReservations,
+    pub(super) queues: Vec<QueueFact>,
     pub(super) latency: &'a LatencyMonitor,
     pub(super) wear: &'a WearMonitor,
     /// Drives by device path.
@@ -141,7 +140,7 @@ pub(super) fn gather(
         gpus: observed.gpus.to_vec(),
         tenants: parts.bindings.as_ref().map(BindingsFile::digest),
         profiles: observed.profiles.facts(),
-        queues: observed.queues.facts(),
+        queues: observed.queues.clone(),
         controllers: observed.controllers.to_vec(),
         mode: spec_mode(view.mode),
         drain: DrainFact {

@@ -41,7 +41,9 @@ impl ClusterSettings {
     ) -> Result<(Settings, ClusterSettings), AgentError> {
         let pod = PodEnvironment::read(|name| std::env::var(name).ok())?;
         let config = ReloadableConfig::read(config.to_owned(), pod.clone())?;
-        let settings = config.running().clone().placed(&pod)?.validate()?;
+        let mut settings = config.running().clone().placed(&pod)?.validate()?;
+        // Allocations may come at any time, and say whose queue pairs sessions may have.
+        settings.pool.lend_queues = true;
         let access = kubeconfig.map_or(Access::ServiceAccount, |path| Access::Kubeconfig(path.to_owned()));
         let (reviewer, token_reviews) = token_review_channel(TOKEN_AUDIENCE);
         let root = root.to_owned();

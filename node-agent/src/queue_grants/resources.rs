@@ -22,6 +22,8 @@ pub(super) struct Resources {
 /// Queue pairs of one grant, and what their commands access.
 pub(super) struct HeldQueues {
     pub(super) device: DeviceId,
+    /// Serial number of the controller.
+    pub(super) serial: Arc<str>,
     /// Finds the controller that has created them; a later one may have the number of the device.
     pub(super) find: FindLender,
     pub(super) queues: Vec<HeldQueue>,
@@ -168,8 +170,13 @@ impl Resources {
         self.held.remove(&generation)
     }
 
+    /// Returns the queue pairs of a grant, unless they are being deleted.
+    pub(super) fn held(&self, generation: GrantGeneration) -> Option<&HeldQueues> {
+        self.held.get(&generation)
+    }
+
     pub(super) fn queues(&self, generation: GrantGeneration) -> Vec<u16> {
-        let queues = self.held.get(&generation).map(|held| &held.queues);
+        let queues = self.held(generation).map(|held| &held.queues);
         queues.into_iter().flatten().map(|queue| queue.id).collect()
     }
 }

@@ -113,7 +113,7 @@ impl QueueLender for FakeLender {
 fn attach(service: &QueueGrantService, lender: &Arc<FakeLender>) {
     let weak = Arc::downgrade(lender);
     let find: FindLender = Arc::new(move || weak.upgrade().map(|lender| lender as Arc<dyn QueueLender>));
-    service.add_device(DEVICE, LendingDevice { find, namespace: 1, is_emulated: true });
+    service.add_device(DEVICE, LendingDevice { find, serial: "S1".into(), namespace: 1, is_emulated: true });
 }
 
 /// Runs a test until a condition holds, for at most some seconds.
@@ -140,7 +140,20 @@ impl Fixture {
     fn new() -> Fixture {
         let log = Log::default();
         let lender = FakeLender::new(&log);
-        let service = Arc::new(QueueGrantService::new(LIMITS));
+        Fixture::of(QueueGrantService::new(LIMITS), lender, log)
+    }
+
+    /// A node with this allocation.
+    fn of_allocation(allocation: &Allocation) -> Fixture {
+        let log = Log::default();
+        let lender = FakeLender::new(&log);
+        let fixture = Fixture::of(QueueGrantService::of_allocations(LIMITS), lender, log);
+        assert!(fixture.service.set_allocations(vec![allocation.clone()]).is_none());
+        fixture
+    }
+
+    fn of(service: QueueGrantService, lender: Arc<FakeLender>, log: Log) -> Fixture {
+        let service = Arc::new(service);
         attach(&service, &lender);
         Fixture { service, lender, log, notices: Arc::default() }
     }
@@ -398,4 +411,71 @@ fn memory_that_could_shrink_is_refused_and_not_counted() {
     let refused = fixture.service.register(ONE, (file.into(), 4096), sink).expect_err("not sealed");
     assert!(refused.to_string().contains("F_SEAL_SHRINK"), "{refused}");
     assert_eq!(fixture.service.counters().memory_bytes, 0);
+}
+
+fn allocation(pairs: u32) -> Allocation {
+    let pairs = BTreeMap::from([("S1".to_owned(), pairs)]);
+    Allocation { uid: "u".to_owned(), name: "n/a".to_owned(), depth: 64, pairs }
+}
+
+#[test]
+fn numbers_of_queue_pairs_are_known_by_allocation_while_they_exist() {
+    let fixture = Fixture::of_allocation(&allocation(3));
+    fixture.register(ONE);
+    let first = fixture.grant(ONE, 2).expect("granted").generation;
+    let last = fixture.grant(ONE, 1).expect("granted").generation;
+    let created = |generation: GrantGeneration, queues: &[u16]| {
+        let created = CreatedQueues { generation: generation.0, queues: queues.to_vec() };
+        BTreeMap::from([("u".to_owned(), BTreeMap::from([("S1".to_owned(), created)]))])
+    };
+    assert_eq!(fixture.service.created(), created(last, &[1, 2, 3]));
+    assert_eq!(fixture.service.views()[0].allocation.as_deref(), Some("n/a"));
+    let refused = fixture.grant(ONE, 1).expect_err("the allocation has three");
+    assert!(refused.to_string().contains("at most 0 left"), "{refused}");
+    assert_eq!(fixture.service.return_grant(ONE, last), GrantEnd::Ended);
+    assert_eq!(fixture.service.created(), created(first, &[1, 2]));
+    fixture.service.close_session(ONE);
+    assert_eq!((fixture.service.created(), fixture.service.pairs_of("u")), (BTreeMap::new(), 0));
+}
+
+#[test]
+fn allocation_has_queue_pairs_until_the_controller_has_deleted_those_of_its_sessions() {
+    for successor in [vec![], vec![allocation(1)]] {
+        let fixture = Fixture::of_allocation(&allocation(2));
+        fixture.register(ONE);
+        let generation = fixture.grant(ONE, 2).expect("granted").generation;
+        let (go, gate) = std::sync::mpsc::channel::<()>();
+        let wait = Box::new(move || gate.recv().expect("the test sends"));
+        *fixture.lender.on_delete.lock().expect("no panic") = Some(wait);
+        assert!(fixture.service.set_allocations(vec![allocation(2)]).is_none(), "nothing has changed");
+        let revoking = fixture.service.set_allocations(successor).expect("a grant ends");
+        wait_until("the numbers vanish", || fixture.service.created().is_empty());
+        assert_eq!(fixture.service.pairs_of("u"), 2, "they are not deleted");
+        assert!(fixture.notices.lock().expect("no panic").is_empty());
+        go.send(()).expect("the controller waits");
+        revoking.join().expect("it ends well");
+        assert_eq!(fixture.service.pairs_of("u"), 0);
+        let notices = std::mem::take(&mut *fixture.notices.lock().expect("no panic"));
+        assert!(notices[0].0 == generation && notices[0].1.contains("GPUQueueAllocation"), "{notices:?}");
+        assert_eq!(fixture.service.counters().revoked_total, 1);
+        fixture.grant(ONE, 2).expect_err("the allocation is gone, or smaller");
+    }
+}
+
+#[test]
+fn allocation_that_ends_during_a_request_grants_nothing() {
+    let fixture = Fixture::of_allocation(&allocation(2));
+    fixture.register(ONE);
+    let service = Arc::clone(&fixture.service);
+    // It comes back at once, as another allocation with the same uid.
+    let replace = move || {
+        assert!(service.set_allocations(Vec::new()).is_none(), "the queue pair is being created");
+        assert!(service.set_allocations(vec![allocation(2)]).is_none());
+    };
+    *fixture.lender.on_lend.lock().expect("no panic") = Some(Box::new(replace));
+    let refused = fixture.grant(ONE, 1).expect_err("revoked");
+    assert!(refused.to_string().contains("GPUQueueAllocation has ended"), "{refused}");
+    assert!(fixture.log().contains(&"delete 1".to_owned()));
+    assert_eq!(fixture.service.pairs_of("u"), 0);
+    fixture.grant(ONE, 2).expect("of the later allocation");
 }

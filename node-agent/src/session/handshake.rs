@@ -135,7 +135,7 @@ fn open(
         }
     };
     // From here on there is no deadline between requests.
-    let incoming = if context.queue_grants.is_enabled() { Incoming::Kept } else { Incoming::Closed };
+    let incoming = if context.queue_grants.may_grant() { Incoming::Kept } else { Incoming::Closed };
     frames.set_limits(Limits { incoming, ..Limits::SESSION }).ok()?;
     let welcome = local::Welcome {
         session: id.0,

@@ -169,6 +169,7 @@ async fn write(
         "status": {
             "observedGeneration": status.observed_generation,
             "allocations": grants,
+            "queues": status.queues,
             "expiresAt": status.expires_at,
             "conditions": status.conditions,
         },

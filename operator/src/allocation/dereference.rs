@@ -7,14 +7,15 @@ use std::sync::Arc;
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::reflector::ObjectRef;
-use reprise_crds::fields::{Engine, Percent};
-use reprise_crds::node::{AppliedQueues, Controller};
+use reprise_crds::fields::{Engine, Percent, Text};
+use reprise_crds::node::{AppliedQueues, Controller, CreatedQueues};
 use reprise_crds::pool::GPU_QUEUE_PERCENT_DEFAULT;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, SlackProfile};
 
 use super::grant::{LendableController, budget};
 use crate::assignment::PoolAssignment;
+use crate::cluster::status::has_reported;
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::node::dereference::cluster_of;
@@ -28,6 +29,8 @@ pub struct GrantInputs {
     pub presence: NodePresence,
     /// `CacheNode` with the agent's report; `None` if the node has none.
     pub cache_node: Option<Arc<CacheNode>>,
+    /// Whether the agent has not reported for a minute. Queue pairs end with it, whatever its last report says.
+    pub is_silent: bool,
     /// Its controllers that belong to a pool of raw devices.
     pub lenders: Vec<LendableController>,
     /// All allocations of the node, sorted by namespace and name.
@@ -59,8 +62,12 @@ pub enum AgentQueues {
     Reported {
         /// Queue pairs that it has set aside.
         kept: u32,
-        /// Queue pairs that it has created.
+        /// Queue pairs that engines have created.
         made: u32,
+        /// Their numbers, by controller.
+        created: Vec<CreatedQueues>,
+        /// Set if engines cannot create them: why.
+        unavailable: Option<String>,
         /// Set if it sets none aside: why.
         refused: Option<String>,
     },
@@ -122,6 +129,7 @@ fn build_inputs(
         node: node.to_owned(),
         presence: presence(node, cache_node.as_deref(), context),
         lenders: lenders(cache_node.as_deref(), context),
+        is_silent: cache_node.as_deref().is_some_and(|node| !has_reported(node)),
         cache_node,
         allocations,
         fresh_finalizers: BTreeSet::new(),
@@ -220,8 +228,14 @@ impl GrantInputs {
         let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
         let mut listed = applied.into_iter().flat_map(|applied| &applied.queues);
         if let Some(queues) = listed.find(|queues: &&AppliedQueues| queues.uid.as_str() == uid) {
-            let refused = queues.refused.as_ref().map(ToString::to_string);
-            return Some(AgentQueues::Reported { kept: queues.kept, made: queues.queue_pairs, refused });
+            let text = |of: &Option<Text>| of.as_ref().map(ToString::to_string);
+            return Some(AgentQueues::Reported {
+                kept: queues.kept,
+                made: queues.queue_pairs,
+                created: queues.created.clone(),
+                unavailable: text(&queues.unavailable),
+                refused: text(&queues.refused),
+            });
         }
         let is_told = node.spec.queues.iter().any(|claim| claim.uid.as_str() == uid);
         (is_told || !has_answered(node)).then_some(AgentQueues::Unconfirmed)

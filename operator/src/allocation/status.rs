@@ -11,6 +11,7 @@ use super::build::Candidate;
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
 use super::grant::{ControllerUsage, Share, Verdict, WaitReason};
 use super::lifecycle::{Cause, GrantEnd, Lifecycle, pairs};
+use super::programmed::{self, programmed};
 use super::validate::is_reportable;
 use super::violations::violation;
 use crate::assignment::Refusal;
@@ -38,6 +39,7 @@ pub fn compute(
     let object = &*candidate.of.object;
     let before = object.status.clone().unwrap_or_default();
     let mut status = before.clone();
+    programmed::record(&mut status, inputs.agent_queues(object).as_ref(), inputs);
     let mut findings = vec![accepted(candidate, inputs)];
     match (&candidate.lifecycle, verdict) {
         (Lifecycle::Released | Lifecycle::Deleting, _) => return None,
@@ -110,6 +112,8 @@ fn grants(shares: &[Share], inputs: &GrantInputs) -> Vec<QueueGrant> {
         serial: Serial::new(&share.serial),
         pci_address: address(&share.serial),
         queue_pairs: share.pairs,
+        queues: Vec::new(),
+        generation: None,
     };
     shares.iter().map(grant).collect()
 }
@@ -126,42 +130,7 @@ fn expires(object: &GPUQueueAllocation, now: &Time) -> Option<Time> {
 fn active_grant(grants: &[QueueGrant], kept: Option<&AgentQueues>, inputs: &GrantInputs) -> Vec<Finding> {
     let serials: Vec<&str> = grants.iter().map(|grant| grant.serial.as_str()).collect();
     let message = format!("{} queue pairs are set aside on {}", pairs(grants), join_names(&serials));
-    vec![
-        Finding::yes(Type::Allocated, Reason::AsDesired, message),
-        programmed(kept, pairs(grants), &inputs.node),
-    ]
-}
-
-/// Returns the condition `Programmed` of an active grant.
-fn programmed(kept: Option<&AgentQueues>, all: u32, node: &str) -> Finding {
-    let kind = Type::Programmed;
-    match kept {
-        None | Some(AgentQueues::Unconfirmed) => {
-            let message =
-                format!("the agent of node {node} has not reported yet that it set the queue pairs aside");
-            Finding::no(kind, Reason::Progressing, message)
-        }
-        Some(AgentQueues::Reported { refused: Some(why), .. }) => {
-            let message =
-                format!("the agent of node {node} cannot set the queue pairs aside: {why}. It retries");
-            Finding::no(kind, Reason::Refused, message)
-        }
-        Some(AgentQueues::Reported { made, .. }) if *made >= all => {
-            Finding::yes(kind, Reason::AsDesired, format!("the agent has created {made} queue pairs"))
-        }
-        Some(AgentQueues::Reported { kept, made: 0, .. }) => {
-            let message = format!(
-                "the agent of node {node} has set {kept} queue pairs aside. Agents of this release create no queues from them: nothing \
-                 uses them, and spec.depth, spec.memory and spec.slackProfileRef have no effect"
-            );
-            Finding::no(kind, Reason::Unsupported, message)
-        }
-        Some(AgentQueues::Reported { made, .. }) => Finding::no(
-            kind,
-            Reason::Progressing,
-            format!("the agent has created {made} of {all} queue pairs"),
-        ),
-    }
+    vec![Finding::yes(Type::Allocated, Reason::AsDesired, message), programmed(kept, pairs(grants), inputs)]
 }
 
 /// Returns the conditions of an ending grant of which the agent still holds queue pairs, or may.
@@ -192,6 +161,7 @@ fn ends(
     let message = format!("{left}. {gone}");
     let mut findings = vec![
         Finding::no(Type::Allocated, ending.cause.reason(), &ending.message),
+        Finding::no(Type::Programmed, ending.cause.reason(), &ending.message),
         Finding::no(Type::Released, Reason::Releasing, &message),
     ];
     if object.metadata.deletion_timestamp.is_some() {
@@ -208,6 +178,7 @@ fn ended(status: &mut GPUQueueAllocationStatus, ending: &GrantEnd) -> Vec<Findin
     let released = if ending.cause == Cause::Deleted { Reason::AsDesired } else { reason };
     vec![
         Finding::no(Type::Allocated, reason, &ending.message),
+        Finding::no(Type::Programmed, reason, &ending.message),
         Finding::yes(Type::Released, released, &ending.message),
     ]
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 
 mod faults;
-mod stored;
+pub(super) mod stored;
 
 use kube::ResourceExt;
 use rand::rngs::StdRng;
@@ -41,8 +41,7 @@ fn adds_finalizer_then_writes_grant_then_writes_nothing() {
     assert!(stored.expect("x", Allocated, TRUE, "AsDesired").contains("16 queue pairs"));
     assert!(stored.expect("x", Accepted, TRUE, "AsDesired").contains("reports no such GPU"));
     assert!(stored.expect("x", Programmed, FALSE, "Progressing").contains("n1 has not reported yet"));
-    // No agent of this release creates queues; a report that it did is accepted.
-    for (made, status, reason) in [(15, FALSE, "Progressing"), (16, TRUE, "AsDesired")] {
+    for (made, status, reason) in [(15, FALSE, "NotRequested"), (16, TRUE, "AsDesired")] {
         stored.queues.insert("uid-x".to_owned(), made);
         assert_eq!(stored.run_pass(ALL), ["update x"]);
         stored.expect("x", Programmed, status, reason);
@@ -212,12 +211,9 @@ fn agent_that_left_or_never_reported_holds_nothing_outside_the_spec() {
         node["status"]["conditions"] = ready("False", "AgentGone");
         node["status"]["applied"]["queues"] = listed(json!({ "kept": 8 }));
     });
-    assert_eq!(still, Some(AgentQueues::Reported { kept: 8, made: 0, refused: None }));
+    assert_eq!(still, Some(reported(8, None)));
     let refused = kept(&|node| node["status"]["applied"]["queues"] = listed(json!({ "refused": "no room" })));
-    assert_eq!(
-        refused,
-        Some(AgentQueues::Reported { kept: 0, made: 0, refused: Some("no room".to_owned()) })
-    );
+    assert_eq!(refused, Some(reported(0, Some("no room"))));
     stored.write_spec();
     let inputs = stored.found();
     assert_eq!(inputs.agent_queues(&stored.objects["x"]), Some(AgentQueues::Unconfirmed));
@@ -232,7 +228,7 @@ fn programmed_condition_follows_the_report_of_the_agent() {
     let mut stored = Stored::new();
     stored.create("x", json!({}));
     stored.run_until_stable();
-    let reported = |kept: &AgentQueues| {
+    let conditions = |kept: &AgentQueues| {
         let (found, object) = (stored.found(), &stored.objects["x"]);
         let lifecycle = lifecycle::Lifecycle::Granted { kept: Some(kept.clone()) };
         let candidate = build::Candidate { of: &found.allocations[0], refused: None, lifecycle };
@@ -242,17 +238,55 @@ fn programmed_condition_follows_the_report_of_the_agent() {
         let of = find(&status.conditions, Programmed).expect("the condition is set").clone();
         (of.reason, of.message)
     };
-    let (reason, message) = reported(&AgentQueues::Reported { kept: 16, made: 0, refused: None });
-    assert_eq!(reason, "Unsupported");
-    assert!(
-        message.contains("n1 has set 16 queue pairs aside") && message.contains("nothing uses them"),
-        "{message}"
-    );
-    let (reason, message) =
-        reported(&AgentQueues::Reported { kept: 0, made: 0, refused: Some("no room".to_owned()) });
+    let (reason, message) = conditions(&reported(16, None));
+    assert_eq!(reason, "NotRequested");
+    assert!(message.contains("n1 has set 16 queue pairs aside"), "{message}");
+    let (reason, message) = conditions(&reported(0, Some("no room")));
     assert_eq!(reason, "Refused");
     assert!(message.contains("no room"), "{message}");
-    assert_eq!(reported(&AgentQueues::Unconfirmed).0, "Progressing");
+    assert_eq!(conditions(&AgentQueues::Unconfirmed).0, "Progressing");
+}
+
+/// A report of an agent about an allocation of which no queue pair exists.
+fn reported(kept: u32, refused: Option<&str>) -> AgentQueues {
+    let refused = refused.map(str::to_owned);
+    AgentQueues::Reported { kept, made: 0, created: Vec::new(), unavailable: None, refused }
+}
+
+#[test]
+fn numbers_are_in_the_status_while_the_queue_pairs_exist() {
+    let mut stored = Stored::new();
+    stored.create("x", json!({}));
+    stored.run_until_stable();
+    stored.claims.1.insert("uid-x".to_owned());
+    let numbers = |stored: &Stored| {
+        let status = stored.objects["x"].status.clone().expect("written");
+        let generations: Vec<_> = status.allocations.iter().map(|of| of.generation).collect();
+        (status.queues.map(|text| text.to_string()), generations)
+    };
+    let created =
+        |serial: &str, queues: &[u32]| json!({ "serial": serial, "generation": 5, "queues": queues });
+    stored.queues.insert("uid-x".to_owned(), 2);
+    stored.created = vec![created("A", &[1, 2])];
+    stored.run_until_stable();
+    assert_eq!(numbers(&stored), (Some("A 1-2".to_owned()), vec![Some(5), None]));
+    assert!(stored.expect("x", Programmed, FALSE, "NotRequested").contains("2 of 16"));
+    // The engine has ended.
+    (stored.created, stored.queues) = (Vec::new(), [("uid-x".to_owned(), 0)].into());
+    stored.run_until_stable();
+    assert_eq!(numbers(&stored), (None, vec![None, None]));
+    stored.created =
+        vec![created("A", &(1..9).collect::<Vec<_>>()), created("B", &(1..9).collect::<Vec<_>>())];
+    stored.queues.insert("uid-x".to_owned(), 16);
+    stored.run_until_stable();
+    stored.expect("x", Programmed, TRUE, "AsDesired");
+    // The queue pairs are gone, and the agent has not released them.
+    stored.delete("x");
+    (stored.created, stored.queues) = (Vec::new(), [("uid-x".to_owned(), 0)].into());
+    stored.run_until_stable();
+    assert_eq!(numbers(&stored).0, None);
+    stored.expect("x", Programmed, FALSE, "Releasing");
+    stored.expect("x", Released, FALSE, "Releasing");
 }
 
 /// A profile of this GPU product with this status of its condition `Valid`.

@@ -149,6 +149,7 @@ fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<
             uid: Uid::new(one.uid().unwrap_or_default()),
             allocation: Text::new(allocation_name(one)),
             isolation: one.spec.isolation,
+            depth: one.spec.depth,
             controllers: share.collect(),
         }
     };

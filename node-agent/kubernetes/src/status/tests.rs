@@ -75,7 +75,13 @@ pub(crate) fn facts() -> Facts {
         gpus: vec![GpuFact { uuid: "GPU-0a".to_owned(), product: "NVIDIA H200".to_owned() }],
         tenants: Some("sha256:1".to_owned()),
         profiles: Vec::new(),
-        queues: vec![QueueFact { uid: "u-q".to_owned(), kept: 8, refused: None }],
+        queues: vec![QueueFact {
+            uid: "u-q".to_owned(),
+            kept: 8,
+            created: vec![CreatedFact { serial: "S1".to_owned(), generation: 3, queues: vec![1, 2] }],
+            unavailable: None,
+            refused: None,
+        }],
         controllers: vec![ControllerFact {
             serial: "S1".to_owned(),
             pci_address: Some("0000:01:00.0".to_owned()),
@@ -113,13 +119,15 @@ fn status_of_a_node_in_the_desired_state_has_every_field() {
     let applied = status.applied.as_ref().expect("applied");
     assert_eq!((applied.pools[0].generation, applied.pools[0].uid.as_str()), (2, "u"));
     let queues = &applied.queues[0];
-    assert_eq!((queues.uid.as_str(), queues.kept, queues.queue_pairs, &queues.refused), ("u-q", 8, 0, &None));
+    assert_eq!((queues.uid.as_str(), queues.kept, queues.queue_pairs, &queues.refused), ("u-q", 8, 2, &None));
+    let created = &queues.created[0];
+    assert_eq!((created.serial.as_str(), created.generation, &created.queues), ("S1", 3, &vec![1, 2]));
     assert_eq!(status.devices[0].engine, Some(Engine::IoUring));
     assert_eq!((status.gpus[0].uuid.as_str(), status.gpus[0].product.as_str()), ("GPU-0a", "NVIDIA H200"));
     let controller = &status.controllers[0];
     assert_eq!(
         (controller.serial.as_str(), controller.queue_pairs, controller.queue_pairs_lent),
-        ("S1", 64, 0)
+        ("S1", 64, 2)
     );
     assert_eq!(controller.pool.as_ref().map(ShortName::as_str), Some("fast"));
     for (kind, wanted) in [

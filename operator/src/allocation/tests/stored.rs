@@ -27,10 +27,12 @@ use crate::names::QUEUES_FINALIZER;
 pub(super) const ALL: usize = usize::MAX;
 
 /// The stored objects, and the state of the agent.
-pub(super) struct Stored {
+pub(in crate::allocation) struct Stored {
     pub(super) objects: BTreeMap<String, GPUQueueAllocation>,
     /// Queue pairs that the agent reports as created, by uid.
     pub(super) queues: BTreeMap<String, u32>,
+    /// Their numbers by controller, the same for each allocation.
+    pub(super) created: Vec<Value>,
     /// Generation of the spec, and uids of the allocations that it lists.
     pub(super) claims: (i64, BTreeSet<String>),
     /// Generation that the agent has applied, and uids of allocations whose pairs it holds.
@@ -74,10 +76,11 @@ pub(super) fn with(mut base: Value, more: Value) -> Value {
 
 impl Stored {
     /// A node with two controllers of which 16 queue pairs each can be granted.
-    pub(super) fn new() -> Stored {
+    pub(in crate::allocation) fn new() -> Stored {
         Stored {
             objects: BTreeMap::new(),
             queues: BTreeMap::new(),
+            created: Vec::new(),
             claims: (0, BTreeSet::new()),
             held: (0, BTreeSet::new()),
             observed: 0,
@@ -124,7 +127,7 @@ impl Stored {
         object.metadata.deletion_timestamp = Some(now);
     }
 
-    pub(super) fn found(&self) -> GrantInputs {
+    pub(in crate::allocation) fn found(&self) -> GrantInputs {
         let controllers: Vec<Value> = self
             .controllers
             .iter()
@@ -134,8 +137,8 @@ impl Stored {
                 })
             })
             .collect();
-        let queues: Vec<Value> =
-            self.queues.iter().map(|(uid, pairs)| json!({ "uid": uid, "queuePairs": pairs })).collect();
+        let queue = |(uid, pairs): (&String, &u32)| json!({ "uid": uid, "queuePairs": pairs, "created": self.created });
+        let queues: Vec<Value> = self.queues.iter().map(queue).collect();
         let claim = |uid: &String| json!({ "uid": uid, "allocation": "n/x", "controllers": [{ "serial": "A", "queuePairs": 8 }] });
         let claims: Vec<Value> = self.claims.1.iter().map(claim).collect();
         let left = json!([{
@@ -158,6 +161,7 @@ impl Stored {
         GrantInputs {
             node: "n1".to_owned(),
             presence: self.presence,
+            is_silent: false,
             cache_node: (self.presence != NodePresence::Removed).then(|| Arc::new(node)),
             lenders: self.controllers.iter().map(lender).collect(),
             allocations: self.objects.values().map(resolve).collect(),
