@@ -160,6 +160,7 @@ fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
         node: allocation.object.spec.node_name.to_string(),
         presence: crate::allocation::dereference::NodePresence::Present,
         cache_node: Some(Arc::new(node)),
+        is_silent: false,
         lenders: Vec::new(),
         allocations: Vec::new(),
         fresh_finalizers: BTreeSet::new(),

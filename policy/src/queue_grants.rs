@@ -115,7 +115,7 @@ struct Grant {
     state: State,
     /// The device was released: a later device may have its number.
     is_device_gone: bool,
-    /// What it is a part of, in a cluster.
+    /// The allocation that it is a part of, in a cluster.
     allocation: Option<Arc<Allocation>>,
 }
 
@@ -149,7 +149,7 @@ impl QueueGrants {
         QueueGrants { limits, allocations: None, last: 0, grants: BTreeMap::new(), memories: BTreeMap::new() }
     }
 
-    /// Creates a table that grants queue pairs of allocations only, of which there are none yet. Of the limits, it
+    /// Creates a table that grants queue pairs of allocations only, which are still missing. Of the limits, it
     /// uses the one of a session.
     pub fn of_allocations(limits: QueueGrantLimits) -> QueueGrants {
         QueueGrants { allocations: Some(Allocations::default()), ..QueueGrants::new(limits) }

@@ -67,7 +67,7 @@ words! {
         DeletionBlocked,
         /// The requested queue pairs are reserved on the node.
         Allocated,
-        /// All granted queue pairs exist: engines have created them. False: the message names what is missing.
+        /// All granted queue pairs exist: engines have created them. False: the message names the cause.
         Programmed,
         /// The agent has released the queue pairs; no process can use them any longer.
         Released,

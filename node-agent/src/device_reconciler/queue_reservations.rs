@@ -283,7 +283,7 @@ mod tests {
 
         let shrunk = grant("a", false, &[("S1", 4)]);
         queues.set_desired(Some(vec![shrunk, b]));
-        assert!(queues.allocations().is_empty(), "sessions get none of its queue pairs any more");
+        assert!(queues.allocations().is_empty(), "sessions no longer get its queue pairs");
         let has_two = |uid: &str| if uid == "a" { 2 } else { 0 };
         queues.update(&controllers(), has_two);
         assert!(queues.has_ending());

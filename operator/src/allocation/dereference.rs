@@ -29,7 +29,7 @@ pub struct GrantInputs {
     pub presence: NodePresence,
     /// `CacheNode` with the agent's report; `None` if the node has none.
     pub cache_node: Option<Arc<CacheNode>>,
-    /// Whether the agent has not reported for a minute. Queue pairs end with it, whatever its last report says.
+    /// Whether the agent has not reported for a minute. Queue pairs end with it, also those of its last report.
     pub is_silent: bool,
     /// Its controllers that belong to a pool of raw devices.
     pub lenders: Vec<LendableController>,

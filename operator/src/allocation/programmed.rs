@@ -10,6 +10,9 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 
 use super::dereference::{AgentQueues, GrantInputs};
 
+/// Fields of the spec that this release ignores.
+const IGNORED: &str = "Queues are in memory of the host; spec.memory and spec.slackProfileRef have no effect";
+
 /// Maximum length of the numbers for display, in characters.
 const NUMBERS_CHARS_MAX: usize = 253;
 
@@ -86,7 +89,7 @@ pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantI
         Some(AgentQueues::Reported { made, .. }) if *made >= all => Finding::yes(
             kind,
             Reason::AsDesired,
-            format!("engines of node {node} have created {made} queue pairs"),
+            format!("engines of node {node} have created {made} queue pairs. {IGNORED}"),
         ),
         Some(AgentQueues::Reported { kept, unavailable: Some(why), .. }) => {
             let message = format!(
@@ -96,7 +99,7 @@ pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantI
         }
         Some(AgentQueues::Reported { made: 0, kept, .. }) => {
             let message = format!(
-                "the agent of node {node} has set {kept} queue pairs aside, and no engine has requested them yet"
+                "the agent of node {node} has set {kept} queue pairs aside, and no engine has requested them yet. {IGNORED}"
             );
             Finding::no(kind, Reason::NotRequested, message)
         }
@@ -128,7 +131,7 @@ mod tests {
 
     fn reported(created: &[(&str, i64, &[u32])]) -> AgentQueues {
         let created = created.iter().map(|(serial, generation, queues)| CreatedQueues {
-            serial: Serial::new(serial),
+            serial: Serial::new(*serial),
             generation: *generation,
             queues: queues.to_vec(),
         });
@@ -169,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn condition_names_what_is_missing() {
+    fn condition_names_the_missing_part() {
         let mut inputs = Stored::new().found();
         let with = |change: &dyn Fn(&mut AgentQueues)| {
             let mut report = reported(&[("A", 7, &[2, 3])]);
