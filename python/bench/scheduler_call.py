@@ -196,6 +196,7 @@ def others(finished: list[str] | None = None) -> Any:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=running,
         num_scheduled_tokens={OTHER: 1},
+        scheduled_spec_decode_tokens={},
         finished_req_ids=finished or [],
     )
 
@@ -206,6 +207,7 @@ def computing(name: str, tokens: int, ids: list[int]) -> Any:
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[OTHER], num_computed_tokens=[0]),
         num_scheduled_tokens={name: tokens, OTHER: 1},
+        scheduled_spec_decode_tokens={},
         finished_req_ids=[],
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids,)),
     )

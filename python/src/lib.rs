@@ -9,6 +9,7 @@ mod arguments;
 mod client;
 mod error;
 mod geometry;
+mod layers;
 mod memory;
 mod outcome;
 mod session;
@@ -28,6 +29,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::geometry::{Layout, Namespace, block_keys};
+    #[pymodule_export]
+    use crate::layers::{LayerGuidance, PendingReport};
     #[pymodule_export]
     use crate::memory::KvMemory;
     #[pymodule_export]

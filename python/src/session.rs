@@ -11,6 +11,7 @@ use crate::arguments::{Keys, scope, seconds};
 use crate::client::connect_options;
 use crate::error::{exception, message};
 use crate::geometry::{Layout, Namespace};
+use crate::layers::PendingReport;
 use crate::outcome::source_numbers;
 
 /// Session with this node's agent that reconnects automatically: the agent may start later, stop and return.
@@ -123,6 +124,29 @@ impl Session {
                 Ok(None)
             }
         }
+    }
+
+    /// Reports the computation of the step that begins, and the measured time of a layer of the step reported before;
+    /// returns None if no agent answers. The agent compares the time with its slack profile of the model. Does not
+    /// wait.
+    ///
+    /// Args:
+    ///     model: name of the model, as in the subject of its profile; 1 to 253 bytes. phase: "prefill", "decode", or
+    ///     None if the engine computes nothing. input_tokens: tokens that the step computes. prefix_tokens: tokens
+    ///     before them, of all sequences. previous_micros: measured microseconds of one layer, at most 10,000,000;
+    ///         None: not measured.
+    #[pyo3(signature = (model, phase, input_tokens=0, prefix_tokens=0, previous_micros=None))]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
+    fn start_layer_report(
+        &self,
+        py: Python<'_>,
+        model: &str,
+        phase: Option<&str>,
+        input_tokens: u32,
+        prefix_tokens: u32,
+        previous_micros: Option<u32>,
+    ) -> PyResult<Option<PendingReport>> {
+        self.send_report(py, (model, phase), (input_tokens, prefix_tokens), previous_micros)
     }
 
     /// Marks the agent as hanging: no match is sent until the agent answers a cheap request, sent in the
@@ -245,7 +269,7 @@ pub(crate) fn closed() -> ClientError {
 }
 
 /// Logs an expected error, which callers handle as a miss, at level debug.
-fn log_debug(py: Python<'_>, error: &ClientError) {
+pub(crate) fn log_debug(py: Python<'_>, error: &ClientError) {
     write_log(py, "debug", &message(error));
 }
 

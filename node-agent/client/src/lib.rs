@@ -44,7 +44,7 @@ pub mod durable;
 pub mod error;
 pub mod extents;
 pub mod keeper;
-mod layers;
+pub mod layers;
 pub mod load;
 pub mod matching;
 pub mod paged;
@@ -61,6 +61,7 @@ pub use durable::DurableOutcome;
 pub use error::{ClientError, CopyError};
 pub use extents::{ExtentStatus, LeasedExtent, PinOutcome, PinnedExtent};
 pub use keeper::{KeeperStatus, SessionKeeper};
+pub use layers::PendingReport;
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
 pub use matching::PendingMatch;
 pub use paged::{

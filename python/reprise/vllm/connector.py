@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Session, Source
+from reprise.layer_reports import LayerReports
 from reprise.vllm import geometry
 from reprise.vllm.events import KvEvents
-from reprise.vllm.identity import Handshake
+from reprise.vllm.identity import Handshake, model_name
 from reprise.vllm.metadata import RepriseMetadata
 from reprise.vllm.metrics import PromMetrics, Stats
 from reprise.vllm.options import Options
@@ -116,7 +117,8 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             session = options.session(blocks.namespace, blocks.layout, f"vllm-worker-{rank}")
-            self._worker = WorkerSide(geometry=blocks, options=options, session=session)
+            reports = LayerReports(session, options.model_id or model_name(vllm_config), blocks.layer_names)
+            self._worker = WorkerSide(geometry=blocks, options=options, session=session, reports=reports)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -227,9 +229,11 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._working().start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for a layer of this step's layer-wise loads."""
+        """Waits for a layer of this step's layer-wise loads, and notes that its computation begins."""
+        worker, metadata = self._working(), self._metadata()
         if self._is_layerwise:
-            self._working().begin_layer(layer_name, self._metadata())
+            worker.begin_layer(layer_name, metadata)
+        worker.note_layer(layer_name, metadata)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from reprise.layer_reports import Computation
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -38,6 +40,8 @@ class RepriseMetadata(KVConnectorMetadata):
     saves: list[SavePlan] = field(default_factory=list)
     is_idle: bool = False
     """Whether the step computes nothing; vLLM then repeats steps until a load or save has ended."""
+    computation: Computation | None = None
+    """Computation of the step, for reports of its layers; None if it is idle."""
 
 
 @dataclass

@@ -1,24 +1,37 @@
 """vLLM's OffloadingConnector with the model's identity in the configuration of its Reprise tiers.
 
 vLLM passes only the model's name to a tier. This connector reads the other inputs of the keys (weights, revision, dtypes,
-quantization, overrides, hash algorithm) from vLLM's configuration and adds them to the tiers' configuration. Everything
-else is vLLM's code.
+quantization, overrides, hash algorithm) from vLLM's configuration and adds them to the tiers' configuration. Its workers
+also measure layers on the GPU and report them to the agent. Everything else is vLLM's code.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from reprise import Layout, Namespace, Session
+from reprise.layer_reports import Clock, GpuClock, HostClock, LayerReports
 from reprise.vllm import geometry, identity
+from reprise.vllm.computations import computation_of
+from reprise.vllm.options import TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TIER_TYPE = "RepriseTier"
+
+ENGINE_NAMES = ("type", "module_path")
+"""Names in a tier's configuration that vLLM itself reads."""
+
+COMPUTATION = "reprise_computation"
+"""Attribute of vLLM's metadata with the computation of its step; workers get it with the metadata."""
 
 
 class RepriseOffloadingConnector(OffloadingConnector):
@@ -32,6 +45,65 @@ class RepriseOffloadingConnector(OffloadingConnector):
         geometry.check_prefixes(vllm_config, kv_cache_config)
         identify(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._reports = layer_reports(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Returns vLLM's metadata of this step with its computation."""
+        metadata = super().build_connector_meta(scheduler_output)
+        setattr(metadata, COMPUTATION, computation_of(scheduler_output))
+        return metadata
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Notes that the computation of a layer begins."""
+        super().wait_for_layer_load(layer_name)
+        if self._reports is not None:
+            self._reports.begin_layer(layer_name, getattr(self._get_connector_metadata(), COMPUTATION, None))
+
+    def wait_for_save(self) -> None:
+        """Ends the step."""
+        if self._reports is not None:
+            idle = getattr(self._get_connector_metadata(), COMPUTATION, None) is None
+            self._reports.end_step(is_idle=idle)
+        super().wait_for_save()
+
+    def shutdown(self) -> None:
+        """Ends the session for reports, and vLLM's threads."""
+        if self._reports is not None:
+            self._reports.session.close()
+        super().shutdown()
+
+
+def layer_reports(config: VllmConfig, kv_cache: KVCacheConfig) -> LayerReports:
+    """Returns the reports of a worker, with a session of the first Reprise tier's agent."""
+    tier = next(tier for tier in _tiers(config))
+    options = TierOptions.read({name: value for name, value in tier.items() if name not in ENGINE_NAMES})
+    # The session has no blocks, but an agent wants to know them.
+    layout = Layout(layers=1, parts=1, kv_heads=1, head_dim=8, dtype="fp32", tokens_per_block=16)
+    namespace = Namespace(
+        model=options.model_id,
+        revision="",
+        layout=layout,
+        hash_algorithm="",
+        hash_seed="",
+        engine_format="layer-reports",
+        tenant_salt=geometry.tenant_salt(options.tenant),
+    )
+    session = Session(
+        options.socket,
+        namespace,
+        layout,
+        tenant=options.tenant,
+        token_file=options.token_file or None,
+        name="vllm-layers",
+    )
+    names = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
+    clock: Clock = GpuClock(torch.cuda) if torch.cuda.is_available() else HostClock()
+    return LayerReports(session, options.model_id, names, clock)
+
+
+def _tiers(config: VllmConfig) -> list[dict[str, Any]]:
+    extra: dict[str, Any] = config.kv_transfer_config.kv_connector_extra_config
+    return [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") == TIER_TYPE]
 
 
 def identify(config: VllmConfig) -> None:
@@ -47,7 +119,7 @@ def identify(config: VllmConfig) -> None:
             'Reprise is a cache: blocks that it cannot load must be recomputed. Set "kv_load_failure_policy": "recompute" in '
             "--kv-transfer-config"
         )
-    tiers = [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") == TIER_TYPE]
+    tiers = _tiers(config)
     if not tiers or extra.get("spec_name") != "TieringOffloadingSpec":
         raise ValueError(
             'RepriseOffloadingConnector needs "spec_name": "TieringOffloadingSpec" and, in "secondary_tiers", {"type": '

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from reprise import Session, block_keys
 from reprise.vllm.adapters import AdapterIdentification, Adapters
+from reprise.vllm.computations import computation_of
 from reprise.vllm.events import KvEvents
 from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
@@ -215,7 +216,12 @@ class SchedulerSide:
         """Returns the loads and saves of this step for the workers."""
         self._matcher.begin_step()
         self._computing = set(output.num_scheduled_tokens)
-        metadata = RepriseMetadata(loads=self._loads, saves=self._verified_saves, is_idle=not self._computing)
+        metadata = RepriseMetadata(
+            loads=self._loads,
+            saves=self._verified_saves,
+            is_idle=not self._computing,
+            computation=computation_of(output),
+        )
         self._loads, self._verified_saves = [], []
         if self.may_save and self.session.connected:
             for new in output.scheduled_new_reqs:

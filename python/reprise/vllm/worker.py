@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
+from reprise.layer_reports import LayerReports
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm.amx import request_tiles
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
@@ -41,6 +42,8 @@ class WorkerSide:
     geometry: Geometry
     options: Options
     session: Session
+    reports: LayerReports | None = None
+    """Reports of computed layers; None: nothing is reported."""
     stats: Stats = field(default_factory=Stats)
     _transfers: Transfers | None = None
     _loading: dict[int, tuple[LoadPlan, float]] = field(default_factory=dict)
@@ -117,6 +120,13 @@ class WorkerSide:
         while not self._transfers.wait_layer(self._step_loads, layer, ROUND_S):
             pass
 
+    def note_layer(self, layer_name: str, metadata: RepriseMetadata) -> None:
+        """Measures a layer whose computation begins, for the reports."""
+        if self.reports is not None:
+            # The waits of a layer-wise load would count as computation.
+            waits = self.options.layerwise_loads and bool(metadata.loads)
+            self.reports.begin_layer(layer_name, None if waits else metadata.computation)
+
     def end_layer(self, layer_name: str) -> None:
         """Makes a computed layer available to saves."""
         layer = self._layer(layer_name)
@@ -135,6 +145,8 @@ class WorkerSide:
             metadata: metadata of the step.
             is_complete: whether the forward pass has filled its blocks.
         """
+        if self.reports is not None:
+            self.reports.end_step(is_idle=metadata.is_idle)
         self._end_loads()
         saves, self._step_saves = self._step_saves, None
         self._filled.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from offloading import CHUNKS, LAYERS, LONG_S, TOKENS, Offloading, chain, offloa
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -24,8 +27,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.request import Request
 
+from reprise.layer_reports import Computation
 from reprise.vllm import chunks
-from reprise.vllm.offloading import RepriseOffloadingConnector, identify
+from reprise.vllm.offloading import COMPUTATION, RepriseOffloadingConnector, identify, layer_reports
 from reprise.vllm.options import TierOptions
 from reprise.vllm.tier import RepriseTier
 
@@ -153,6 +157,45 @@ def test_vllm_s_scheduler_finds_a_prompt_that_another_engine_has_stored(
         found, is_async = reader.get_num_new_matched_tokens(request, 0)
         reader.build_connector_meta(SchedulerOutput.make_empty())
     assert (found, is_async) == (8 * TOKENS, True)
+
+
+def test_metadata_has_the_computation_of_its_step(weights: Path, closing: list[Any]) -> None:
+    made = connector(vllm_config(weights))
+    closing.append(made)
+    metadata = made.build_connector_meta(SchedulerOutput.make_empty())
+    assert pickle.loads(pickle.dumps(metadata)).__dict__[COMPUTATION] is None
+
+
+def test_worker_reports_layers_with_the_computation_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wait_for_save", "shutdown"):
+        monkeypatch.setattr(OffloadingConnector, name, lambda self: None)
+    calls: list[Any] = []
+    made: Any = object.__new__(RepriseOffloadingConnector)
+    made._reports = SimpleNamespace(
+        begin_layer=lambda name, computation: calls.append((name, computation)),
+        end_step=lambda is_idle: calls.append(is_idle),
+        session=SimpleNamespace(close=lambda: calls.append("closed")),
+    )
+    decode = Computation("decode", 1, 10)
+    made._connector_metadata = SimpleNamespace(**{COMPUTATION: decode})
+    made.wait_for_layer_load("layer.0")
+    made.wait_for_save()
+    made._connector_metadata = SimpleNamespace(**{COMPUTATION: None})
+    made.wait_for_save()
+    made.shutdown()
+    assert calls == [("layer.0", decode), False, True, "closed"]
+
+
+def test_reports_are_those_of_the_engines_model_and_layers() -> None:
+    tier = tier_config(NOWHERE, model_id="test/model", tenant="team-a")
+    transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": [{"type": "other"}, tier]})
+    groups = [SimpleNamespace(layer_names=["layer.0", "layer.1"])]
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    reports = layer_reports(config, cache)
+    assert (reports.model, list(reports.layer_names)) == ("test/model", ["layer.0", "layer.1"])
+    assert not reports.session.connected
+    reports.session.close()
 
 
 @pytest.mark.parametrize(

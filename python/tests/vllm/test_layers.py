@@ -11,6 +11,7 @@ import pytest
 from test_scheduler import TOKENS, FakeSession, blocks_of, geometry, output, references, request, side
 
 from reprise import Source
+from reprise.layer_reports import Computation, LayerReports
 from reprise.vllm.connector import RepriseConnector
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.options import Options
@@ -236,3 +237,54 @@ def test_failed_forward_pass_saves_no_block(layerwise: bool) -> None:
     assert transfers.calls == ([("save by layers", (2,)), ("filled", 1)] if layerwise else [])
     connector.wait_for_save()
     assert transfers.calls[-1] == ("save", (2,)), "the next step saves again"
+
+
+def test_step_has_its_computation_and_an_idle_step_has_none() -> None:
+    scheduler = side(FakeSession())
+    for name in ("new", "old"):
+        scheduler.begin(request(4, name))
+    step = output({"new": (TOKENS, 2 * TOKENS)}, {"new": [1, 2, 3]})
+    generating = request(4, "old").num_prompt_tokens + 5
+    step.scheduled_cached_reqs = SimpleNamespace(req_ids=["old"], num_computed_tokens=[generating])
+    step.num_scheduled_tokens["old"] = 1
+    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda name: None)
+    mixed = Computation("prefill", input_tokens=2 * TOKENS + 1, prefix_tokens=TOKENS + generating)
+    assert scheduler.step(step).computation == mixed
+    step.scheduled_new_reqs, step.num_scheduled_tokens = [], {"old": 4}
+    step.scheduled_spec_decode_tokens = {"old": [7, 8, 9]}
+    assert scheduler.step(step).computation == Computation("decode", input_tokens=4, prefix_tokens=generating)
+    assert scheduler.step(output({}, {})).computation is None
+
+
+@dataclass
+class FakeReportSession:
+    """Session that records the reported computations and times."""
+
+    reports: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def start_layer_report(
+        self, model: str, phase: Any, input_tokens: int = 0, prefix_tokens: int = 0, previous_micros: int | None = None
+    ) -> Any:
+        self.reports.append((phase, previous_micros))
+        return SimpleNamespace(poll=lambda: SimpleNamespace(layer_micros=100))
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_connector_reports_its_layers_unless_they_wait_for_loads(layerwise: bool) -> None:
+    made, _ = worker(layerwise_loads=layerwise)
+    session, times = FakeReportSession(), iter(range(100))
+    made.reports = LayerReports(session, "m", ("a", "b"), now=lambda: float(next(times)))  # type: ignore[arg-type]
+    connector: Any = object.__new__(RepriseConnector)
+    connector._scheduler, connector._worker, connector._is_layerwise = None, made, layerwise
+    for loads in (False, True, False):
+        connector._connector_metadata = step_of(load=loads, save=False)
+        connector._connector_metadata.computation = Computation("decode", 1, 0)
+        for name in ("a", "b"):
+            connector.wait_for_layer_load(name)
+            connector.save_kv_layer(name, None, None)
+        connector.wait_for_save()
+    assert [phase for phase, _ in session.reports] == ["decode"] * (2 if layerwise else 3)
+    assert all(micros > 0 for _, micros in session.reports[1:])
+    connector._connector_metadata = RepriseMetadata(is_idle=True)
+    connector.wait_for_save()
+    assert session.reports[-1][0] is None

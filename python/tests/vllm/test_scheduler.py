@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from reprise import KvMemory, Layout, Namespace, Session, Source, Transfers, block_keys
 from reprise.vllm.events import KvEvents
 from reprise.vllm.geometry import Geometry
-from reprise.vllm.metadata import RepriseMetadata, RepriseWorkerMetadata
+from reprise.vllm.metadata import RepriseWorkerMetadata
 from reprise.vllm.options import Options
 from reprise.vllm.ranks import RankSessions
 from reprise.vllm.scheduler import SAVE_HOLDS_S, SchedulerSide
@@ -135,6 +135,7 @@ def output(new: dict[str, tuple[int, int]], ids: dict[str, list[int]], finished:
         ],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={name: now for name, (_, now) in new.items()},
+        scheduled_spec_decode_tokens={},
         finished_req_ids=finished or set(),
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids[name],)),
     )
@@ -432,7 +433,8 @@ def test_without_an_agent_no_block_is_found_or_pinned() -> None:
     scheduler = side(FakeSession(connected=False))
     new_request = request(4)
     assert scheduler.matched_tokens(new_request, 0) == (0, False)
-    assert scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]})) == RepriseMetadata()
+    metadata = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]}))
+    assert (metadata.loads, metadata.saves) == ([], [])
 
 
 def test_ranks_are_matched_together_and_a_block_is_found_if_all_ranks_have_it() -> None:

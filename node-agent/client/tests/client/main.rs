@@ -8,6 +8,7 @@ mod matching;
 mod memory;
 mod paged;
 mod queues;
+mod reports;
 mod save;
 mod session;
 mod transfers;
