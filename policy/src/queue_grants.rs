@@ -511,7 +511,7 @@ mod tests {
         table.not_confirmed(GrantGeneration(2));
         assert!(table.begin_end(ONE, first));
         table.ended(first);
-        table.request(QueueRequest { memory: MemoryNumber(1), ..foreign }).expect_err("unconfirmed");
+        table.request(QueueRequest { memory: MemoryNumber(1), ..foreign }, SERIAL).expect_err("unconfirmed");
         table.device_reset(3);
         table.request(foreign, SERIAL).expect("the controller was reset");
         table.request(of(ONE, 1), SERIAL).expect_err("the device has another tenant now");

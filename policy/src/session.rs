@@ -49,6 +49,17 @@ pub enum Scope {
     Cluster,
 }
 
+/// Ranks of a tensor-parallel group whose parts of each block are matched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ranks {
+    /// The session's own rank: one key for each block.
+    #[default]
+    Own,
+    /// All ranks of the session's layout: `tp_size` consecutive keys for each block, in the order of the ranks. A block
+    /// is available only if the parts of all ranks are.
+    All,
+}
+
 /// Location where a block was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]

@@ -97,7 +97,12 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         (
             "`Match`",
             "key 16 × 11, local only",
-            Body::Match(local::Match { keys: run(0x11, 16), local_only: true }),
+            Body::Match(local::Match { keys: run(0x11, 16), local_only: true, all_ranks: false }),
+        ),
+        (
+            "`Match` of all ranks",
+            "key 16 × 11",
+            Body::Match(local::Match { keys: run(0x11, 16), local_only: false, all_ranks: true }),
         ),
         ("`Load`", "key 16 × 11, 5 s, reads of 512 KiB, local only", Body::Load(load)),
         ("`Release`", "load 6", Body::Release(local::Release { load: 6 })),

@@ -69,9 +69,9 @@ class AsyncClient:
         """Blocking client of the same session."""
         return self._client
 
-    async def match(self, keys: bytes | Iterable[bytes], *, local: bool = False) -> list[int]:
+    async def match(self, keys: bytes | Iterable[bytes], *, local: bool = False, all_ranks: bool = False) -> list[int]:
         """See :meth:`reprise.Client.match`."""
-        return await self._run(lambda: self._client.match(keys, local=local))
+        return await self._run(lambda: self._client.match(keys, local=local, all_ranks=all_ranks))
 
     async def save(
         self,

@@ -59,11 +59,16 @@ impl Client {
         Ok(Client { client, timeout })
     }
 
-    /// Returns the source of each leading block that is available, as numbers of ``Source``.
-    #[pyo3(signature = (keys, *, local=false))]
-    fn r#match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Vec<u32>> {
+    /// Returns the source of each leading block that is available, as numbers of ``Source``. With ``all_ranks``, the
+    /// keys are those of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is
+    /// available only if the parts of all ranks are; its source is that of the slowest part.
+    #[pyo3(signature = (keys, *, local=false, all_ranks=false))]
+    fn r#match(&self, py: Python<'_>, keys: Keys, local: bool, all_ranks: bool) -> PyResult<Vec<u32>> {
         let Keys(keys) = keys;
-        let matched = py.detach(|| self.client.match_keys(&keys, scope(local)));
+        let matched = py.detach(|| match all_ranks {
+            false => self.client.match_keys(&keys, scope(local)),
+            true => self.client.match_ranks(&keys, scope(local)),
+        });
         matched.map(|sources| source_numbers(&sources)).map_err(|error| exception(&error))
     }
 

@@ -107,16 +107,28 @@ impl Session {
         refusal.map_or(Ok(()), |error| Err(exception(&error)))
     }
 
-    /// Starts a match of at most 8,192 keys; returns None if no agent answers. Does not wait and keeps the
-    /// GIL, because reacquiring it may take longer than the call.
-    #[pyo3(signature = (keys, local=false))]
-    fn start_match(&self, py: Python<'_>, keys: Keys, local: bool) -> PyResult<Option<PendingMatch>> {
+    /// Starts a match of at most 8,192 keys; returns None if no agent answers. With ``all_ranks``, the keys are those
+    /// of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is found only if
+    /// the parts of all ranks are. Does not wait and keeps the GIL, because reacquiring it may take longer than the
+    /// call.
+    #[pyo3(signature = (keys, local=false, all_ranks=false))]
+    fn start_match(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        local: bool,
+        all_ranks: bool,
+    ) -> PyResult<Option<PendingMatch>> {
         self.log_changes(py);
         let Some(client) = self.keeper().and_then(|keeper| keeper.responsive()) else {
             return Ok(None);
         };
         let Keys(keys) = keys;
-        match client.start_match(&keys, scope(local)) {
+        let started = match all_ranks {
+            false => client.start_match(&keys, scope(local)),
+            true => client.start_match_ranks(&keys, scope(local)),
+        };
+        match started {
             Ok(pending) => Ok(Some(PendingMatch { pending: Mutex::new(pending) })),
             Err(error @ ClientError::BadRequest(_)) => Err(exception(&error)),
             Err(error) => {

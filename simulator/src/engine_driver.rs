@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{LoadId, PlaceKind};
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, Event, LoadRequest, Priority, Request, Scope, SessionOpened,
+    CommitItem, CommitRequest, Event, LoadRequest, Priority, Ranks, Request, Scope, SessionOpened,
 };
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantId};
 
@@ -87,7 +87,7 @@ fn act(engines: &mut Engines, env: &mut Environment, session: SessionId, memory:
         50..52 => request_other_tenant(engines, env, session, layout),
         52..60 => {
             let scope = scope(env);
-            let body = Request::Match { keys: keys.clone(), scope };
+            let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, scope };
             engines.ask(env, session, RequestKind::Match(keys, scope), body);
         }
         60..80 => load(engines, env, session, keys),
@@ -115,7 +115,7 @@ fn request_other_tenant(engines: &mut Engines, env: &mut Environment, session: S
     let other = TenantId(env.rng.below(usize::from(env.setup.tenants)) as u16);
     let keys = draw_keys(env, other, layout);
     if env.rng.chance(500) {
-        let body = Request::Match { keys: keys.clone(), scope: Scope::Local };
+        let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, scope: Scope::Local };
         return engines.ask(env, session, RequestKind::Match(keys, Scope::Local), body);
     }
     let load =

@@ -119,7 +119,7 @@ impl Engines {
             of_tenant.map(|(place, _)| place).collect()
         };
         let held = match body {
-            Request::Match { keys, scope: Scope::Local } => {
+            Request::Match { keys, scope: Scope::Local, .. } => {
                 places(keys, &|key| replicas.has(key, Tier::Dram) || replicas.has(key, Tier::Nvme))
             }
             Request::Load(load) if load.scope == Scope::Local => {

@@ -460,7 +460,7 @@ impl Process {
     ) -> Event {
         let received = env.time(Host::Node(self.node()));
         self.engines.received(env, &self.replicas, (session, request, &body));
-        if let Request::Match { keys, scope: Scope::Local } = &mut body
+        if let Request::Match { keys, scope: Scope::Local, .. } = &mut body
             && !self.client.links.is_connected()
         {
             env.count("local matches alone");

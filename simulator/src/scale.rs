@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::effect::PlaceKind;
-use reprise_agent_core::event::{Request, Scope};
+use reprise_agent_core::event::{Ranks, Request, Scope};
 use reprise_policy::{BlockKey, SessionId, SlotSet};
 
 use crate::engine::RequestKind;
@@ -166,7 +166,7 @@ fn match_own(simulation: &mut Simulation) {
         let held = &simulation.nodes[node].process().replicas.held;
         let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
         let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
-        let body = Request::Match { keys: keys.clone(), scope };
+        let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, scope };
         let Simulation { env, nodes, .. } = &mut *simulation;
         nodes[node].process().engines.ask(env, session, RequestKind::Match(keys, scope), body);
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Sender, bounded};
-use reprise_policy::session::{Scope, Source, Ticket};
+use reprise_policy::session::Ticket;
 use reprise_policy::{BlockKey, GpuPlace, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
@@ -21,7 +21,6 @@ use crate::durable::DurableOutcome;
 use crate::error::ClientError;
 use crate::extents::{self, ExtentStatus, LeasedExtent, PinOutcome};
 use crate::load::{Load, LoadRequest, PendingLoad};
-use crate::matching::{PendingMatch, SendMode};
 use crate::reservation::{Reservation, reservations};
 
 /// Default time that a call waits for its answer. Calls other than loads take microseconds; the limit covers
@@ -374,33 +373,6 @@ impl Client {
         self.session.connection.durable_outcomes().wait(ticket, timeout)
     }
 
-    /// Returns the source of each leading block that is available; the length of the result is their number.
-    /// Accepts at most 8,192 keys. For no keys (a prompt shorter than a block) it returns an empty result
-    /// without a request.
-    ///
-    /// # Errors
-    /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
-    pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
-        self.ask(keys, scope, SendMode::Blocking)?.wait()
-    }
-
-    /// Sends a match request and returns without waiting for the answer or for room in the socket; at most
-    /// 8,192 keys.
-    ///
-    /// # Errors
-    /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
-    pub fn start_match(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
-        self.ask(keys, scope, SendMode::NonBlocking)
-    }
-
-    fn ask(&self, keys: &[BlockKey], scope: Scope, sending: SendMode) -> Result<PendingMatch, ClientError> {
-        if keys.is_empty() {
-            return Ok(PendingMatch::known(&self.session, Vec::new()));
-        }
-        check_count("match", keys.len())?;
-        PendingMatch::start(&self.session, keys, scope, sending)
-    }
-
     /// Loads blocks into the arena. Returns when every block has failed or is placed with layer 0 verified.
     ///
     /// # Errors
@@ -570,7 +542,7 @@ fn open(socket: &Path, timeout: Duration) -> Result<(Arc<Connection>, JoinHandle
     }
 }
 
-fn check_count(call: &'static str, count: usize) -> Result<(), ClientError> {
+pub(crate) fn check_count(call: &'static str, count: usize) -> Result<(), ClientError> {
     if (1..=KEYS_PER_CALL_MAX).contains(&count) {
         return Ok(());
     }

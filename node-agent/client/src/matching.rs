@@ -6,16 +6,19 @@
 //! ```text
 //! start_match ──► PendingMatch ── poll ──► None: later ──► poll ──► sources
 //! ```
+//!
+//! The scheduler of a tensor-parallel engine matches the parts of all ranks in one call. Then a block counts only if
+//! every rank has committed its part.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use reprise_policy::BlockKey;
-use reprise_policy::session::{Scope, Source};
+use reprise_policy::session::{Ranks, Scope, Source};
 use reprise_proto::local::{self, request, response};
 
-use crate::client::Session;
+use crate::client::{Client, Session, check_count};
 use crate::connection::PendingCall;
 use crate::error::ClientError;
 
@@ -23,7 +26,8 @@ use crate::error::ClientError;
 #[derive(Debug)]
 pub struct PendingMatch {
     session: Arc<Session>,
-    keys: usize,
+    /// Number of matched blocks.
+    blocks: usize,
     state: MatchState,
     /// From the request to the answer.
     span: tracing::Span,
@@ -44,15 +48,85 @@ enum MatchState {
     Known(Vec<Source>),
 }
 
-impl PendingMatch {
-    pub(crate) fn start(
-        session: &Arc<Session>,
-        keys: &[BlockKey],
+impl Client {
+    /// Returns the source of each leading block that is available; the length of the result is their number.
+    /// Accepts at most 8,192 keys. For no keys (a prompt shorter than a block) it returns an empty result
+    /// without a request.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
+    pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
+        self.ask((keys, Ranks::Own), scope, SendMode::Blocking)?.wait()
+    }
+
+    /// [`Client::match_keys`] for the parts of all ranks of the session's layout: all keys of rank 0, then as many of
+    /// rank 1, and so on. A block is available only if the parts of all ranks are; its source is that of its slowest
+    /// part.
+    ///
+    /// # Errors
+    /// As [`Client::match_keys`]; `BadRequest` if the number of keys is not a multiple of the number of ranks.
+    pub fn match_ranks(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
+        self.ask((keys, Ranks::All), scope, SendMode::Blocking)?.wait()
+    }
+
+    /// Sends a match request and returns without waiting for the answer or for room in the socket; at most
+    /// 8,192 keys.
+    ///
+    /// # Errors
+    /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
+    pub fn start_match(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
+        self.ask((keys, Ranks::Own), scope, SendMode::NonBlocking)
+    }
+
+    /// [`Client::start_match`] for the parts of all ranks, as in [`Client::match_ranks`].
+    ///
+    /// # Errors
+    /// As [`Client::start_match`]; `BadRequest` if the number of keys is not a multiple of the number of ranks.
+    pub fn start_match_ranks(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
+        self.ask((keys, Ranks::All), scope, SendMode::NonBlocking)
+    }
+
+    fn ask(
+        &self,
+        (keys, ranks): (&[BlockKey], Ranks),
         scope: Scope,
         sending: SendMode,
     ) -> Result<PendingMatch, ClientError> {
-        let body =
-            local::Match { keys: Bytes::from(BlockKey::pack(keys)), local_only: scope == Scope::Local };
+        if keys.is_empty() {
+            return Ok(PendingMatch::known(self.session(), Vec::new()));
+        }
+        check_count("match", keys.len())?;
+        PendingMatch::start(self.session(), (keys, ranks), scope, sending)
+    }
+}
+
+impl PendingMatch {
+    fn start(
+        session: &Arc<Session>,
+        (keys, ranks): (&[BlockKey], Ranks),
+        scope: Scope,
+        sending: SendMode,
+    ) -> Result<PendingMatch, ClientError> {
+        let parts = match ranks {
+            Ranks::Own => 1,
+            Ranks::All => usize::from(session.layout().spec().tp_size),
+        };
+        let blocks = keys.len() / parts;
+        if blocks * parts != keys.len() {
+            return Err(ClientError::BadRequest(format!(
+                "match: {} keys of {parts} ranks: expected the same number of each rank",
+                keys.len()
+            )));
+        }
+        let packed = match ranks {
+            Ranks::Own => BlockKey::pack(keys),
+            Ranks::All => BlockKey::pack(&block_after_block(keys, blocks)),
+        };
+        let body = local::Match {
+            keys: Bytes::from(packed),
+            local_only: scope == Scope::Local,
+            all_ranks: ranks == Ranks::All,
+        };
         let span = session.span("match");
         let entered = span.enter();
         let timeout = session.call_timeout();
@@ -62,19 +136,14 @@ impl PendingMatch {
             SendMode::NonBlocking => session.connection().try_begin("match", body, timeout)?,
         };
         drop(entered);
-        Ok(PendingMatch {
-            session: Arc::clone(session),
-            keys: keys.len(),
-            state: MatchState::Asked(ongoing),
-            span,
-        })
+        Ok(PendingMatch { session: Arc::clone(session), blocks, state: MatchState::Asked(ongoing), span })
     }
 
     /// Creates a match whose answer needs no request.
-    pub(crate) fn known(session: &Arc<Session>, sources: Vec<Source>) -> PendingMatch {
+    fn known(session: &Arc<Session>, sources: Vec<Source>) -> PendingMatch {
         PendingMatch {
             session: Arc::clone(session),
-            keys: sources.len(),
+            blocks: sources.len(),
             state: MatchState::Known(sources),
             span: tracing::Span::none(),
         }
@@ -101,7 +170,7 @@ impl PendingMatch {
     }
 
     /// Waits for the answer within the session's call timeout.
-    pub(crate) fn wait(mut self) -> Result<Vec<Source>, ClientError> {
+    fn wait(mut self) -> Result<Vec<Source>, ClientError> {
         let timeout = self.session.call_timeout();
         self.poll(Duration::MAX)?.ok_or(ClientError::Timeout { call: "match", after: timeout })
     }
@@ -113,8 +182,13 @@ impl PendingMatch {
         let sources: Option<Vec<Source>> =
             matched.sources.iter().map(|number| Source::from_number(u32::from(*number))).collect();
         match sources {
-            Some(sources) if sources.len() <= self.keys => Ok(sources),
+            Some(sources) if sources.len() <= self.blocks => Ok(sources),
             _ => Err(ClientError::Protocol("invalid sources in the answer to a match".into())),
         }
     }
+}
+
+/// Reorders keys from rank after rank to block after block.
+fn block_after_block(keys: &[BlockKey], blocks: usize) -> Vec<BlockKey> {
+    (0..blocks).flat_map(|block| keys.iter().skip(block).step_by(blocks).copied()).collect()
 }

@@ -58,7 +58,7 @@ pub(crate) use lease::{Fill, Lease, Read, Save, Write};
 use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
 use sizes::SizeClasses;
-pub(crate) use sizes::{SizeClass, SizeClassId};
+pub(crate) use sizes::{RankClasses, SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
 
 pub use accounts::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};

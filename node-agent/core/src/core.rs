@@ -438,7 +438,9 @@ impl AgentCore {
                 self.extents.abort(cache, session, &leases);
                 self.save.abort(cache, cx, caller, &leases);
             }
-            Request::Match { keys, scope } => self.load.match_keys(cache, cx, caller, (keys, scope)),
+            Request::Match { keys, ranks, scope } => {
+                self.load.match_keys(cache, cx, caller, (keys, ranks, scope));
+            }
             Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),

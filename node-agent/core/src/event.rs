@@ -5,7 +5,7 @@ use std::time::Duration;
 pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 use reprise_policy::quota::Quota;
 pub use reprise_policy::routing::Replica;
-pub use reprise_policy::session::{Priority, Scope};
+pub use reprise_policy::session::{Priority, Ranks, Scope};
 use reprise_policy::{
     BlockKey, DevicePlace, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId,
     TenantName, Tick,
@@ -237,8 +237,10 @@ pub enum Request {
     },
     /// Asks how many leading blocks of a chain are available, and where.
     Match {
-        /// Keys of the whole chain, in order.
+        /// Keys of the whole chain, in order; of all ranks, those of a block follow each other.
         keys: Vec<BlockKey>,
+        /// Ranks whose parts the keys are.
+        ranks: Ranks,
         /// Nodes to search for blocks.
         scope: Scope,
     },

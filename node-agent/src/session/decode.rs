@@ -17,7 +17,7 @@ use reprise_agent_core::limits::{
 };
 use reprise_policy::BlockKey;
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
-use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX};
+use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks};
 use reprise_policy::slack::content::MICROS_MAX;
 use reprise_policy::slack::{Computation, Phase};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
@@ -107,9 +107,11 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
         }
-        Body::Match(local::Match { keys, local_only }) => {
-            Ok(Request::Match { keys: unpack("match: keys", &keys)?, scope: scope(local_only) })
-        }
+        Body::Match(local::Match { keys, local_only, all_ranks }) => Ok(Request::Match {
+            keys: unpack("match: keys", &keys)?,
+            ranks: if all_ranks { Ranks::All } else { Ranks::Own },
+            scope: scope(local_only),
+        }),
         Body::Load(load) => convert_load(&load),
         Body::Release(local::Release { load }) => Ok(Request::Release { load: LoadId(load) }),
         Body::Suspect(local::Suspect { load, blocks }) => {
@@ -254,7 +256,7 @@ mod tests {
     #[test]
     fn invalid_sizes_are_rejected_with_a_reason() {
         let keys = |bytes: usize| Bytes::from(vec![0; bytes]);
-        let lookup = |bytes| Body::Match(local::Match { keys: keys(bytes), local_only: false });
+        let lookup = |bytes| Body::Match(local::Match { keys: keys(bytes), ..local::Match::default() });
         assert!(refusal(lookup(17)).contains("16-byte keys"));
         assert!(refusal(lookup(0)).contains("1 to 8192"));
         assert!(refusal(lookup(8193 * 16)).contains("8193"));

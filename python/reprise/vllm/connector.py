@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from reprise import Session, Source
+from reprise import Source
 from reprise.layer_reports import LayerReports
 from reprise.vllm import geometry
 from reprise.vllm.events import KvEvents
@@ -26,7 +26,6 @@ from reprise.vllm.identity import Handshake, model_name
 from reprise.vllm.metadata import RepriseMetadata
 from reprise.vllm.metrics import PromMetrics, Stats
 from reprise.vllm.options import Options
-from reprise.vllm.ranks import RankSessions
 from reprise.vllm.scheduler import SchedulerSide
 from reprise.vllm.worker import WorkerSide
 
@@ -66,18 +65,6 @@ def _check_layerwise(config: VllmConfig, options: Options) -> None:
         )
 
 
-def _session_of_all_ranks(blocks: geometry.Geometry, options: Options) -> Session | RankSessions:
-    sessions: list[Session] = []
-    try:
-        for rank, namespace in enumerate(blocks.namespaces):
-            sessions.append(options.session(namespace, namespace.layout, f"vllm-scheduler-{rank}"))
-    except BaseException:
-        for session in sessions:
-            session.close()
-        raise
-    return sessions[0] if len(sessions) == 1 else RankSessions(tuple(sessions))
-
-
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves KV blocks to Reprise and loads them from it.
 
@@ -109,10 +96,10 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 geometry=blocks,
                 options=options,
-                session=_session_of_all_ranks(blocks, options),
+                session=options.session(blocks.namespace, blocks.layout, "vllm-scheduler"),
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                ranks=len(blocks.namespaces),
                 events=KvEvents(blocks) if _events_are_wanted(vllm_config) else None,
             )
         else:

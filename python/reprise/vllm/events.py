@@ -84,6 +84,9 @@ class KvEvents:
             yield keys
 
     def _keys(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
-        """Yields the keys of the first rank's blocks; those of other ranks are saved and removed with them."""
+        """Yields the keys of the first rank's blocks; those of other ranks are saved with them.
+
+        Parts of a block are evicted one by one. So a key of the first rank does not imply that a match finds the block.
+        """
         packed = block_keys(self.geometry.namespaces[0], hashes)
         return (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))

@@ -7,6 +7,8 @@ start ── answered in time ──▶ sources of the leading blocks
   └── the step's budget is used up: not started; a later step starts it
 ```
 
+One match covers the blocks of all ranks. The agent finds a block only if every rank has saved its part.
+
 Starting a match also takes time, because keys are derived and queued: about 1 ms for 1,024 blocks of eight ranks. The
 budget is charged for this and for all waits, also those for other results (:meth:`Matcher.wait`). The caller can limit
 the wait of a step further.
@@ -22,7 +24,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reprise import PendingMatch, Session
 from reprise.vllm.metrics import CounterSink
-from reprise.vllm.ranks import RankSessions, RanksMatch
 
 if TYPE_CHECKING:
     from reprise.vllm.options import MatchOptions
@@ -37,7 +38,7 @@ KEYS_PER_MATCH = 8192
 class MatchCall:
     """A started match; ``pending`` is None if there was no agent."""
 
-    pending: PendingMatch | RanksMatch | None
+    pending: PendingMatch | None
     started_at: float
     waited: float = 0.0
     """Seconds that steps have waited for the answer."""
@@ -47,9 +48,11 @@ class MatchCall:
 class Matcher:
     """Starts and polls matches, with one time budget per step for all requests."""
 
-    session: Session | RankSessions
+    session: Session
     options: MatchOptions
     counters: CounterSink
+    all_ranks: bool = False
+    """Whether each block has parts of several ranks, with a key each."""
     _budget_left: float = field(init=False)
     _waited: float = field(init=False)
 
@@ -65,12 +68,12 @@ class Matcher:
         """Starts a match; returns None if the step has no time left.
 
         Args:
-            keys: derives the keys, at most :data:`KEYS_PER_MATCH`.
+            keys: derives the keys, at most :data:`KEYS_PER_MATCH`: first those of rank 0, then those of rank 1, and so on.
         """
         if self._budget_left <= 0.0:
             return None
         began = time.monotonic()
-        pending = self.session.start_match(keys())
+        pending = self.session.start_match(keys(), all_ranks=self.all_ranks)
         started_at = time.monotonic()
         self._budget_left -= started_at - began
         self.counters.add("queries", 1)

@@ -20,7 +20,6 @@ from reprise.vllm.events import KvEvents
 from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
-from reprise.vllm.ranks import RankSessions
 from reprise.vllm.unverified_loads import UnverifiedLoad
 
 if TYPE_CHECKING:
@@ -92,8 +91,8 @@ class SchedulerSide:
 
     geometry: Geometry
     options: Options
-    session: Session | RankSessions
-    """Session with the agent; with several ranks, one session per rank."""
+    session: Session
+    """Session with the agent, with the layout of one of the ranks."""
     may_load: bool
     may_save: bool
     ranks: int
@@ -126,7 +125,7 @@ class SchedulerSide:
     _matcher: Matcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self._matcher = Matcher(self.session, self.options, self.stats)
+        self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
 
     def begin(self, request: Request) -> None:
         """Starts the match of a new request, so that the answer arrives before the request is scheduled."""

@@ -25,7 +25,6 @@ from reprise.vllm.events import KvEvents
 from reprise.vllm.geometry import Geometry
 from reprise.vllm.metadata import RepriseWorkerMetadata
 from reprise.vllm.options import Options
-from reprise.vllm.ranks import RankSessions
 from reprise.vllm.scheduler import SAVE_HOLDS_S, SchedulerSide
 
 TOKENS = 16
@@ -38,6 +37,7 @@ class FakeMatch:
 
     keys: bytes
     answer: list[int] | None = None
+    all_ranks: bool = False
 
     def poll(self, seconds: float) -> list[int] | None:
         if self.answer is None:
@@ -54,10 +54,10 @@ class FakeSession:
     matches: list[FakeMatch] = field(default_factory=list)
     suspected: int = 0
 
-    def start_match(self, keys: bytes, local: bool = False) -> FakeMatch | None:
+    def start_match(self, keys: bytes, local: bool = False, all_ranks: bool = False) -> FakeMatch | None:
         if not self.connected:
             return None
-        self.matches.append(FakeMatch(keys, self.answer))
+        self.matches.append(FakeMatch(keys, self.answer, all_ranks))
         return self.matches[-1]
 
     def suspect(self) -> None:
@@ -312,10 +312,10 @@ class PrefixSession(FakeSession):
 
     available: int = 0
 
-    def start_match(self, keys: bytes, local: bool = False) -> FakeMatch | None:
+    def start_match(self, keys: bytes, local: bool = False, all_ranks: bool = False) -> FakeMatch | None:
         before = sum(len(match.keys) // 16 for match in self.matches)
         self.answer = [Source.OWN_DRAM] * max(min(len(keys) // 16, self.available - before), 0)
-        return super().start_match(keys, local)
+        return super().start_match(keys, local, all_ranks)
 
 
 @pytest.mark.parametrize(("available", "matches"), [(3, 1), (8, 2), (20, 3), (24, 3)])
@@ -437,22 +437,15 @@ def test_without_an_agent_no_block_is_found_or_pinned() -> None:
     assert (metadata.loads, metadata.saves) == ([], [])
 
 
-def test_ranks_are_matched_together_and_a_block_is_found_if_all_ranks_have_it() -> None:
-    first, second = FakeSession(answer=[Source.OWN_DRAM] * 4), FakeSession(answer=[Source.OWN_DRAM] * 2)
-    of_ranks: Any = (first, second)
-    scheduler = side(RankSessions(of_ranks), ranks=2, match_budget_ms=50.0)
+def test_one_match_covers_the_blocks_of_all_ranks() -> None:
+    session, alone = FakeSession(answer=[Source.OWN_DRAM] * 2), FakeSession()
+    scheduler = side(session, ranks=2)
     assert scheduler.matched_tokens(request(4), 0) == (2 * TOKENS, True)
-    of_first, of_second = keys_of(first.matches[0]), keys_of(second.matches[0])
-    assert len(of_first) == len(of_second) == 4
-    assert not set(of_first) & set(of_second)
-    # One rank with a pending answer, and one without an agent.
-    scheduler.step(output({}, {}))
-    first.answer = None
-    assert scheduler.matched_tokens(request(4, "late"), 0) == (None, False)
-    assert [len(session.matches) for session in of_ranks] == [2, 2]
-    scheduler.step(output({}, {}))
-    second.connected = False
-    assert scheduler.matched_tokens(request(4, "later"), 0) == (0, False)
+    (match,) = session.matches
+    expected = b"".join(block_keys(namespace, request(4).block_hashes) for namespace in geometry(ranks=2).namespaces)
+    assert (match.keys, match.all_ranks) == (expected, True)
+    side(alone).matched_tokens(request(4), 0)
+    assert not alone.matches[0].all_ranks
 
 
 def test_scheduler_finds_blocks_saved_by_two_ranks(tmp_path: Path) -> None:
@@ -467,7 +460,7 @@ def test_scheduler_finds_blocks_saved_by_two_ranks(tmp_path: Path) -> None:
             save = transfers.save(block_keys(namespace, new_request.block_hashes[:blocks]), range(blocks))
             assert transfers.wait([save], 60.0)
             transfers.close()
-        scheduler = side(RankSessions(sessions), ranks=2, match_deadline_ms=600_000.0)
+        scheduler = side(sessions[0], ranks=2, match_deadline_ms=600_000.0)
         assert scheduler.matched_tokens(new_request, 0) == (3 * TOKENS, True)
     finally:
         for session in sessions:

@@ -492,7 +492,7 @@ mod tests {
         let (ours, _theirs) = sockets();
         let outbox = Outbox::new();
         let keys = Bytes::from(vec![1; 16 * KEYS_PER_CALL_MAX]);
-        let ask = request::Body::Match(local::Match { keys, local_only: false });
+        let ask = request::Body::Match(local::Match { keys, ..local::Match::default() });
         outbox.push(&Request { id: 1, body: Some(ask) }).expect("there is room");
         outbox.flush(&ours, WriteMode::Once).expect("the socket works");
         assert!(

@@ -17,7 +17,7 @@ use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::describe::BlockOrigin;
 use crate::cache::frames::FrameIndex;
-use crate::cache::sizes::SizeClassId;
+use crate::cache::sizes::{RankClasses, SizeClassId};
 use crate::effect::{DeviceId, Source};
 use crate::event::Priority;
 use crate::limits::DEVICES_MAX;
@@ -285,12 +285,9 @@ impl Index {
 
     /// Returns the leading keys that are on this node in this size class, with their sources. Hot path: one
     /// allocation, no formatting.
-    pub(crate) fn leading_run(
-        &self,
-        keys: &[BlockKey],
-        size_class: SizeClassId,
-    ) -> Vec<(EntryIndex, Source)> {
+    pub(crate) fn leading_run(&self, keys: &[BlockKey], classes: &RankClasses) -> Vec<(EntryIndex, Source)> {
         let mut run = Vec::with_capacity(keys.len());
+        let mut classes = classes.cycle();
         let mut candidates = [None; RUN_KEYS];
         for chunk in keys.chunks(RUN_KEYS) {
             for (key, candidate) in chunk.iter().zip(&mut candidates) {
@@ -306,7 +303,10 @@ impl Index {
                         None => return run,
                     }
                 }
-                let Some(source) = self.entry(found).source(size_class) else { return run };
+                let class = classes.next().flatten();
+                let Some(source) = class.and_then(|class| self.entry(found).source(class)) else {
+                    return run;
+                };
                 run.push((found, source));
             }
         }
@@ -376,7 +376,8 @@ mod tests {
         }
         let first = index.find(&keys[0]).expect("inserted");
         index.entry_mut(first).set_dram(Dram::Resident(FrameIndex(0)));
-        let run = index.leading_run(&keys, SizeClassId(3));
+        let of = |class| RankClasses::one(SizeClassId(class));
+        let run = index.leading_run(&keys, &of(3));
         assert_eq!(run.len(), 200);
         assert_eq!([run[0].1, run[1].1], [Source::OwnDram, Source::OwnNvme]);
         assert!(run.iter().zip(&keys).all(|((entry, _), key)| index.find(key) == Some(*entry)));
@@ -384,12 +385,9 @@ mod tests {
         let middle = index.find(&keys[130]).expect("inserted");
         index.set_stored(middle, None);
         index.entry_mut(middle).set_dram(Dram::Filling(FrameIndex(1)));
-        let run = index.leading_run(&keys, SizeClassId(3));
+        let run = index.leading_run(&keys, &of(3));
         assert_eq!(run.len(), 130, "a block that is only being filled does not count");
-        assert!(
-            index.leading_run(&keys, SizeClassId(4)).is_empty(),
-            "blocks of another size class do not count"
-        );
+        assert!(index.leading_run(&keys, &of(4)).is_empty(), "blocks of another size class do not count");
         assert_eq!(index.stored_blocks(), 199);
     }
 
@@ -411,10 +409,10 @@ mod tests {
         duplicates[1].0[0] ^= 1;
         let first = index.insert(duplicates[0], SizeClassId(0), Priority::Normal, SAVED);
         index.set_stored(first, Some(stored(1)));
-        assert_eq!(index.leading_run(&duplicates, SizeClassId(0)).len(), 1);
+        assert_eq!(index.leading_run(&duplicates, &RankClasses::one(SizeClassId(0))).len(), 1);
         let second = index.insert(duplicates[1], SizeClassId(0), Priority::Normal, SAVED);
         index.set_stored(second, Some(stored(2)));
-        assert_eq!(index.leading_run(&duplicates, SizeClassId(0)).len(), 2);
+        assert_eq!(index.leading_run(&duplicates, &RankClasses::one(SizeClassId(0))).len(), 2);
         assert_ne!(index.find(&duplicates[0]), index.find(&duplicates[1]));
     }
 

@@ -8,7 +8,7 @@ use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;
 use crate::cache::frames::{Frame, FrameIndex};
 use crate::cache::index::Entry;
-use crate::cache::sizes::{SizeClass, SizeClassId};
+use crate::cache::sizes::{RankClasses, SizeClass, SizeClassId};
 use crate::effect::Source;
 
 impl Cache {
@@ -26,12 +26,8 @@ impl Cache {
     }
 
     /// Returns the leading blocks that a size class has on this node, and where.
-    pub(crate) fn leading_run(
-        &self,
-        keys: &[BlockKey],
-        size_class: SizeClassId,
-    ) -> Vec<(EntryIndex, Source)> {
-        self.index.leading_run(keys, size_class)
+    pub(crate) fn leading_run(&self, keys: &[BlockKey], classes: &RankClasses) -> Vec<(EntryIndex, Source)> {
+        self.index.leading_run(keys, classes)
     }
 
     /// Returns the block of an entry.

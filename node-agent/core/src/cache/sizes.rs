@@ -4,6 +4,8 @@
 //! blocks of other tenants and blocks of other layouts. A size class exists while sessions, blocks or frames
 //! use it; when the table is full, an unused class is replaced.
 
+use reprise_policy::layout::LayoutSpec;
+use reprise_policy::session::Ranks;
 use reprise_policy::{Layout, TenantId};
 
 use crate::cache::Cache;
@@ -37,13 +39,53 @@ enum UnstorableReport {
     Sent,
 }
 
+/// Size classes of the keys of a match, by rank: a key at position `p` has that of rank `p mod ranks`.
+#[derive(Clone, Debug)]
+pub(crate) struct RankClasses(Vec<Option<SizeClassId>>);
+
 /// Table of all size classes.
 #[derive(Debug, Default)]
 pub(crate) struct SizeClasses {
     size_classes: Vec<SizeClass>,
 }
 
+impl RankClasses {
+    /// Classes of keys of one rank.
+    pub(crate) fn one(class: SizeClassId) -> RankClasses {
+        RankClasses(vec![Some(class)])
+    }
+
+    /// Number of ranks, and so of keys of a block.
+    pub(crate) fn ranks(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Class of the key at a position of the match; `None` if the node has no block of that rank's layout.
+    pub(crate) fn at(&self, position: usize) -> Option<SizeClassId> {
+        self.0[position % self.0.len()]
+    }
+
+    /// Classes of all positions, without an end.
+    pub(crate) fn cycle(&self) -> impl Iterator<Item = Option<SizeClassId>> {
+        self.0.iter().copied().cycle()
+    }
+}
+
 impl SizeClasses {
+    /// Returns the classes of all ranks of a class's tensor-parallel group.
+    fn of_all_ranks(&self, own: SizeClassId) -> RankClasses {
+        let own = self.get(own);
+        let group = LayoutSpec { tp_rank: 0, ..*own.layout.spec() };
+        let mut classes = vec![None; usize::from(group.tp_size)];
+        for (number, other) in (0..).zip(&self.size_classes) {
+            let of_other = *other.layout.spec();
+            if other.tenant == own.tenant && (LayoutSpec { tp_rank: 0, ..of_other }) == group {
+                classes[usize::from(of_other.tp_rank)] = Some(SizeClassId(number));
+            }
+        }
+        RankClasses(classes)
+    }
+
     /// Returns the number of a tenant's layout, adding it if necessary; `None` if the table is full.
     pub(crate) fn intern(
         &mut self,
@@ -145,6 +187,14 @@ impl Cache {
     /// Whether a tenant's layout has a number.
     pub(crate) fn is_interned(&self, tenant: TenantId, layout: Layout) -> bool {
         self.sizes.find(tenant, layout).is_some()
+    }
+
+    /// Returns the classes of the keys of a match: those of the session's rank, or of all ranks of its group.
+    pub(crate) fn rank_classes(&self, own: SizeClassId, ranks: Ranks) -> RankClasses {
+        match ranks {
+            Ranks::Own => RankClasses::one(own),
+            Ranks::All => self.sizes.of_all_ranks(own),
+        }
     }
 
     /// Number of size classes in use.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use reprise_policy::{BlockKey, SessionId, Tick};
 
+use crate::cache::RankClasses;
 use crate::context::{Caller, Context};
 use crate::effect::{Effect, LookupId, LossReason, Source};
 use crate::limits::LOOKUP_GRACE;
@@ -41,6 +42,8 @@ pub(super) enum Purpose {
 #[derive(Debug)]
 pub(super) struct WaitingMatch {
     pub(super) caller: Caller,
+    /// Size classes of its keys.
+    pub(super) classes: RankClasses,
     /// Deadline of both lookups together.
     pub(super) deadline: Tick,
     /// Sources of the leading run found so far.

@@ -4,13 +4,16 @@
 //! lookup covers the first keys behind the local run that are missing here. Only if all of them are found, a
 //! second lookup covers the rest. Most chains end early, so the rest is rarely looked up. The blocks on this
 //! node may change in the meantime, so the answer is built from the index after the lookup.
+//!
+//! A match of all ranks is a match of a chain of parts: those of a block follow each other, so the leading run of parts
+//! has all parts of its leading blocks.
 
 use reprise_policy::BlockKey;
 
-use crate::cache::{Cache, SizeClassId};
+use crate::cache::{Cache, RankClasses};
 use crate::context::{Caller, Context};
 use crate::effect::{Reply, Source};
-use crate::event::{Replica, Scope};
+use crate::event::{Ranks, Replica, Scope};
 use crate::limits::{LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
 use crate::load::Loads;
 use crate::load::lookups::{Purpose, WaitingMatch};
@@ -22,22 +25,28 @@ impl Loads {
         cache: &mut Cache,
         cx: &mut Context,
         caller: Caller,
-        (mut keys, scope): (Vec<BlockKey>, Scope),
+        (mut keys, ranks, scope): (Vec<BlockKey>, Ranks, Scope),
     ) {
         if keys.len() > MATCH_KEYS_MAX {
             let text = format!("{} keys in one match: send at most {MATCH_KEYS_MAX}", keys.len());
             return cx.reply(caller, Reply::BadRequest(text));
         }
+        let classes = cache.rank_classes(caller.size_class, ranks);
+        if !keys.len().is_multiple_of(classes.ranks()) {
+            let (keys, ranks) = (keys.len(), classes.ranks());
+            let text = format!("{keys} keys in a match of {ranks} ranks: send {ranks} keys for each block");
+            return cx.reply(caller, Reply::BadRequest(text));
+        }
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
-        let run = cache.leading_run(&keys, caller.size_class);
+        let run = cache.leading_run(&keys, &classes);
         cache.touch_chain(run.iter().map(|(entry, _)| *entry));
         let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
-            return self.answer_match(cx, caller, sources);
+            return self.answer_match(cx, caller, sources, &classes);
         }
         let mut rest = keys.split_off(sources.len());
-        let mut queried = missing_keys(cache, &rest, caller.size_class);
+        let mut queried = missing_keys(cache, &rest, (&classes, sources.len()));
         // For a short rest, one larger lookup is cheaper than a second one.
         let later = match queried.get(MATCH_FIRST_KEYS) {
             Some(end) if queried.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
@@ -47,7 +56,7 @@ impl Loads {
             queried.truncate(MATCH_FIRST_KEYS);
         }
         let deadline = cx.now.after(cx.settings.lookup_timeout);
-        let waiting = WaitingMatch { caller, deadline, sources, rest, queried, later };
+        let waiting = WaitingMatch { caller, classes, deadline, sources, rest, queried, later };
         self.query_for_match(cache, cx, waiting);
     }
 
@@ -68,33 +77,50 @@ impl Loads {
         waiting: WaitingMatch,
         found: &[Vec<Replica>],
     ) {
-        let WaitingMatch { caller, deadline, mut sources, rest, queried, later } = waiting;
+        let WaitingMatch { caller, classes, deadline, mut sources, rest, queried, later } = waiting;
         let known = sources.len();
         let mut answers = queried.iter().zip(found).peekable();
         for (at, key) in (0..).zip(&rest) {
             let answer = answers.next_if(|(queried, _)| **queried == at);
             let elsewhere = || answer.and_then(|(_, replicas)| best_source(replicas));
-            let Some(source) = cache.local_source(key, caller.size_class).or_else(elsewhere) else { break };
+            let local = classes.at(sources.len()).and_then(|class| cache.local_source(key, class));
+            let Some(source) = local.or_else(elsewhere) else { break };
             sources.push(source);
         }
         let is_whole = sources.len() == known + rest.len();
         if !is_whole || later.is_empty() || self.lookups.len() >= LOOKUPS_MAX || deadline <= cx.now {
-            return self.answer_match(cx, caller, sources);
+            return self.answer_match(cx, caller, sources, &classes);
         }
-        let queried = missing_keys(cache, &later, caller.size_class);
-        let waiting = WaitingMatch { caller, deadline, sources, rest: later, queried, later: Vec::new() };
+        let queried = missing_keys(cache, &later, (&classes, sources.len()));
+        let waiting =
+            WaitingMatch { caller, classes, deadline, sources, rest: later, queried, later: Vec::new() };
         self.query_for_match(cache, cx, waiting);
     }
 
-    fn answer_match(&mut self, cx: &mut Context, caller: Caller, sources: Vec<Source>) {
+    /// Answers with the sources of a leading run of keys. A block counts if the run has its keys of all ranks, and is
+    /// as far away as the farthest of its parts.
+    fn answer_match(
+        &mut self,
+        cx: &mut Context,
+        caller: Caller,
+        mut sources: Vec<Source>,
+        classes: &RankClasses,
+    ) {
+        if classes.ranks() > 1 {
+            let blocks = sources.chunks_exact(classes.ranks());
+            sources = blocks.filter_map(|parts| parts.iter().max().copied()).collect();
+        }
         self.counters.matched(&sources);
         cx.reply(caller, Reply::Matched { sources });
     }
 }
 
-/// Returns the indices of those keys that are not on this node.
-fn missing_keys(cache: &Cache, keys: &[BlockKey], size_class: SizeClassId) -> Vec<u32> {
-    let is_absent = |(_, key): &(u32, &BlockKey)| cache.local_source(key, size_class).is_none();
+/// Returns the indices of those keys that are not on this node. The first key has this position in the match.
+fn missing_keys(cache: &Cache, keys: &[BlockKey], (classes, first): (&RankClasses, usize)) -> Vec<u32> {
+    let is_absent = |(at, key): &(u32, &BlockKey)| {
+        let class = classes.at(first + *at as usize);
+        class.and_then(|class| cache.local_source(key, class)).is_none()
+    };
     (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
 }
 

@@ -9,8 +9,8 @@ use reprise_agent_core::effect::{
     ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request,
-    RequestId, Scope, SessionOpened,
+    CommitItem, CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Ranks,
+    Request, RequestId, Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -383,7 +383,7 @@ impl Harness {
     }
 
     pub(crate) fn match_keys(&mut self, session: SessionId, keys: &[BlockKey], scope: Scope) -> RequestId {
-        let body = Request::Match { keys: keys.to_vec(), scope };
+        let body = Request::Match { keys: keys.to_vec(), ranks: Ranks::Own, scope };
         self.request(session, RequestKind::Match(keys.to_vec(), scope), body)
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{Effect, FillId, LeaseId, PlaceKind, RegionId, Reply};
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, Event, FillUpdate, LoadRequest, Priority, Request, RequestId, Scope,
+    CommitItem, CommitRequest, Event, FillUpdate, LoadRequest, Priority, Ranks, Request, RequestId, Scope,
     SessionOpened,
 };
 use reprise_agent_core::pool::{DevicePool, StoredBlock};
@@ -138,7 +138,7 @@ fn speed_of_match_load_and_commit() {
     bench.save_all();
     let chain = bench.keys[1000..1000 + CHAIN].to_vec();
     let match_time = best(|| {
-        let body = Request::Match { keys: chain.clone(), scope: Scope::Cluster };
+        let body = Request::Match { keys: chain.clone(), ranks: Ranks::Own, scope: Scope::Cluster };
         bench.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
     });
     let mut loads = Vec::new();
