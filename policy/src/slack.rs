@@ -11,8 +11,8 @@
 //! A profile is one JSON object ([`Content`]), identical for its writers and readers: the digest of its text
 //! identifies its revision. Its tables are those of Tutti §3.3: the duration and free multiprocessors of
 //! windows by input and prefix length, layer durations of both phases, and the time and multiprocessors of
-//! read and write kernels by IOCB count. [`scheduler`] decides by table lookup; [`prediction`] compares the
-//! tables with what engines measure.
+//! read and write kernels by IOCB count. [`scheduler`] decides by table lookup for a GPU, and [`WriteSlack`]
+//! states the same limits for an agent's writes. [`prediction`] compares the tables with what engines measure.
 //!
 //! Invariants: windows of a phase do not overlap, so at most one applies. A budget never exceeds the
 //! measurement. Outside of all windows, the fallback applies.
@@ -27,9 +27,11 @@ pub mod content;
 pub mod measure;
 pub mod prediction;
 pub mod scheduler;
+mod writes;
 
 use content::PERCENT_MAX;
 pub use content::{Content, Fallback, KernelTime, Measurement, ProfileError, Subject, Window};
+pub use writes::{LayerSlack, WriteSlack};
 
 /// Phase of a GPU's computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -89,6 +91,8 @@ pub enum Budget {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Profile {
     content: Content,
+    /// Bytes of writes that fit the largest window.
+    write_bytes_max: u64,
 }
 
 /// Predicted cost of a launch.
@@ -108,7 +112,9 @@ impl Profile {
     /// multiple of the step, or kernels are not sorted.
     pub fn new(mut content: Content) -> Result<Profile, ProfileError> {
         content.validate()?;
-        Ok(Profile { content })
+        let mut profile = Profile { content, write_bytes_max: 0 };
+        profile.write_bytes_max = profile.largest_write();
+        Ok(profile)
     }
 
     /// Content of the profile, with sorted windows.
@@ -127,14 +133,14 @@ impl Profile {
     /// I/O budget during a computation. The usable share of a window is rounded down; a window with no usable
     /// time does not apply.
     pub fn budget(&self, of: Computation) -> Budget {
+        self.window(of).map_or(Budget::Outside(self.content.fallback), |window| self.budget_of(window))
+    }
+
+    fn budget_of(&self, window: &Window) -> Budget {
         let usable = u32::from(self.content.usable_percent);
-        let budget = self.window(of).map(|window| {
-            let micros = window.slack_micros * usable / u32::from(PERCENT_MAX);
-            (micros, window.free_sms)
-        });
-        match budget {
-            Some((micros, io_sms)) if micros > 0 => Budget::Window { micros, io_sms },
-            _ => Budget::Outside(self.content.fallback),
+        match window.slack_micros * usable / u32::from(PERCENT_MAX) {
+            0 => Budget::Outside(self.content.fallback),
+            micros => Budget::Window { micros, io_sms: window.free_sms },
         }
     }
 
