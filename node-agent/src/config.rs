@@ -45,6 +45,7 @@ pub(crate) struct Config {
     /// Quotas of tenants; other tenants have no reservation and no limit.
     pub(crate) tenants: Vec<TenantSection>,
     pub(crate) writeback: WritebackSection,
+    pub(crate) slack: SlackSection,
     pub(crate) peers: PeersSection,
     pub(crate) controlplane: ControlPlaneSection,
     pub(crate) placement: PlacementSection,
@@ -188,6 +189,16 @@ pub(crate) struct QuotaSection {
 pub(crate) struct WritebackSection {
     pub(crate) delay: Interval,
     pub(crate) bytes: ByteSize,
+    /// Maximum additional delay of writes that wait for slack of engines; 0: writes never wait for it.
+    pub(crate) slack_delay: Interval,
+}
+
+/// Slack profiles of an agent outside of a cluster.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct SlackSection {
+    /// Files in the JSON form of `reprise profile --output`.
+    pub(crate) profiles: Vec<PathBuf>,
 }
 
 /// The transport between agents.
@@ -353,6 +364,12 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 [writeback]
 delay = "{delay}"          # maximum time before a committed block is written
 bytes = "{wb_bytes}"       # or earlier, if this many bytes are waiting
+slack_delay = "{slack_delay}"       # maximum additional delay while engines with a slack profile compute; "0s": none
+
+# Slack profiles of models, as `reprise profile --output` writes them. While engines report layers of these models,
+# writes go into their slack. In a cluster, the SlackProfiles of the node apply instead.
+# [slack]
+# profiles = ["/etc/reprise/llama-h200.json"]
 
 [peers]
 listen = "{listen}"        # empty: no peers; port 0: any free port
@@ -403,6 +420,7 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             serves = cache.arena_serves_permille,
             delay = writeback.delay,
             wb_bytes = writeback.bytes,
+            slack_delay = writeback.slack_delay,
             listen = peers.listen,
             credit = peers.credit_bytes,
             stall = peers.stall_timeout,
@@ -472,7 +490,11 @@ impl Default for CacheSection {
 
 impl Default for WritebackSection {
     fn default() -> Self {
-        WritebackSection { delay: defaults::WRITEBACK_DELAY, bytes: defaults::WRITEBACK_BYTES }
+        WritebackSection {
+            delay: defaults::WRITEBACK_DELAY,
+            bytes: defaults::WRITEBACK_BYTES,
+            slack_delay: defaults::SLACK_DELAY,
+        }
     }
 }
 

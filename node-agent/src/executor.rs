@@ -247,6 +247,7 @@ impl Executor {
             // Of extents: they wait for devices.
             Request::Reserve { .. } | Request::Commit(_) => Phase::Other,
             Request::Abort { .. }
+            | Request::AwaitDurable { .. }
             | Request::Release { .. }
             | Request::Suspect { .. }
             | Request::Pin { .. }

@@ -186,7 +186,7 @@ impl Runtime {
             .as_ref()
             .zip(bindings.clone())
             .map(|(cluster, bindings)| Identity::new(bindings, cluster.token_review()));
-        let slack = ActiveProfiles::default();
+        let slack = ActiveProfiles::from_files(&settings.slack_profiles)?;
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
@@ -353,6 +353,7 @@ fn core_settings(settings: &Settings) -> CoreSettings {
     CoreSettings {
         writeback_delay: settings.writeback_delay,
         writeback_bytes: settings.writeback_bytes,
+        slack_delay: settings.slack_delay,
         load_deadline_default: settings.load_deadline,
         lookup_timeout: settings.lookup_timeout,
         read_bytes_default: settings.read_bytes,

@@ -36,13 +36,14 @@ use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
+use reprise_policy::session::LayerReport;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, DevicePlace, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
 use crate::queue_grants::QueueGrantService;
-use crate::slack::ActiveProfiles;
+use crate::slack::{ActiveProfiles, SlackReports};
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
@@ -163,6 +164,7 @@ impl Session {
 
 /// Reads requests until the session ends, then reports the end to the core.
 fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut FrameReader) {
+    let mut slack_reports = SlackReports::default();
     loop {
         match frames.next_frame() {
             Ok(Some(frame)) => match decode::request(frame) {
@@ -171,6 +173,11 @@ fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut 
                         session.refuse(id, local::FailureKind::Busy, STOPPING);
                     } else {
                         queue_calls::answer(context, session, frames, (id, call));
+                    }
+                }
+                Ok(DecodeResult::Layer { id, report }) => {
+                    if !report_layer(context, session, &mut slack_reports, (id, &report)) {
+                        break;
                     }
                 }
                 Ok(decoded) => {
@@ -213,17 +220,31 @@ fn frees_resources(body: &event::Request) -> bool {
     matches!(body, Abort { .. } | Release { .. } | Unpin { .. })
 }
 
+/// Answers a report about the engine's computation, and passes the slack for writes to the core; returns false if the
+/// core has stopped.
+fn report_layer(
+    context: &SessionContext,
+    session: &Session,
+    reports: &mut SlackReports,
+    (id, report): (u64, &LayerReport),
+) -> bool {
+    let reported = context.slack.report(session.id, report);
+    session.outbound.send(Outgoing::Frame(encode::layer(id, reported.guidance)));
+    if !reports.is_news(reported.slack, Instant::now()) {
+        return true;
+    }
+    let event = Event::LayerReported { session: session.id, slack: reported.slack };
+    context.inbox.send(Input::Event(event)).is_ok()
+}
+
 /// Passes a request to the core; returns false if the core has stopped.
 fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeResult) -> bool {
     match decoded {
-        DecodeResult::Queues { .. } => unreachable!("the reader makes these calls"),
+        DecodeResult::Queues { .. } | DecodeResult::Layer { .. } => {
+            unreachable!("the reader answers these calls")
+        }
         DecodeResult::Rejection { id, message } => {
             session.refuse(id, local::FailureKind::BadRequest, &message);
-            true
-        }
-        DecodeResult::Layer { id, report } => {
-            let guidance = context.slack.report(session.id, &report);
-            session.outbound.send(Outgoing::Frame(encode::layer(id, guidance)));
             true
         }
         DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {

@@ -1,24 +1,39 @@
 //! Active slack profiles of the node: I/O budgets next to the compute of GPUs, and the errors of their predictions.
 //!
-//! The reconciler thread adds validated profiles; the admin port reads them. Sessions report the computation that
+//! The reconciler thread adds validated profiles, and an agent outside of a cluster those of its configuration
+//! ([`profile_file`]). The admin port reads them. Sessions report the computation that
 //! their engine begins ([`LayerReport`]), and get the prediction and budget of the model's profile. With the next
 //! report comes the measured time of a layer: its difference from the prediction is counted for the profile, and the
-//! CacheNode reports quantiles of these errors. The agent's own device I/O runs as without a profile.
+//! CacheNode reports quantiles of these errors. The core gets the slack for writes, to which it defers the agent's own
+//! device writes ([`SlackReports`]).
 //!
 //! Invariants: an error is counted for the revision that made the prediction. Another revision starts without
 //! errors. A reported error changes only by an eighth, or across the profile's limit, because each change causes a
 //! status write.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
+use reprise_agent_core::limits::SLACK_REPORT_MIN;
 use reprise_policy::SessionId;
 use reprise_policy::session::{LayerGuidance, LayerReport};
 use reprise_policy::slack::prediction::{PredictionError, PredictionErrors};
-use reprise_policy::slack::{Budget, Direction, Profile};
+use reprise_policy::slack::{Budget, Direction, Profile, WriteSlack};
+
+use crate::config::digest;
+use crate::error::{AgentError, ErrorKind};
+
+pub(crate) mod profile_file;
 
 /// A reported error stays while the measured one differs from it by less than this share.
 const REPORT_TOLERANCE_DIVISOR: u32 = 8;
+
+/// Interval at which the core is reminded of an unchanged slack: well within the time for which a report counts.
+const REMIND_EVERY: Duration = Duration::from_millis(250);
+
+const _: () = assert!(2 * REMIND_EVERY.as_millis() <= SLACK_REPORT_MIN.as_millis());
 
 /// All active profiles by name; clones share them.
 #[derive(Clone, Debug, Default)]
@@ -56,7 +71,61 @@ pub(crate) struct ActiveProfile {
     pub(crate) profile: Profile,
 }
 
+/// Answer to the report of a session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reported {
+    /// For the engine.
+    pub(crate) guidance: LayerGuidance,
+    /// For the core; `None` if the model has no profile.
+    pub(crate) slack: Option<WriteSlack>,
+}
+
+/// Slack for writes that one session has reported to the core. Engines report each layer or step, and the core needs
+/// only changes and reminders.
+#[derive(Debug, Default)]
+pub(crate) struct SlackReports {
+    last: Option<(Option<WriteSlack>, Instant)>,
+}
+
+impl SlackReports {
+    /// Whether the core needs this slack, which then counts as reported.
+    pub(crate) fn is_news(&mut self, slack: Option<WriteSlack>, now: Instant) -> bool {
+        let is_known = match self.last {
+            None => slack.is_none(),
+            Some((last, _)) if slack.is_none() => last.is_none(),
+            Some((last, at)) => last == slack && now.saturating_duration_since(at) < REMIND_EVERY,
+        };
+        if !is_known {
+            self.last = Some((slack, now));
+        }
+        !is_known
+    }
+}
+
 impl ActiveProfiles {
+    /// Reads the profiles of the configuration; each has the name of its file.
+    ///
+    /// # Errors
+    /// `ErrorKind::Config`: a file cannot be read or is not a valid profile, or two files have the same name.
+    pub(crate) fn from_files(paths: &[PathBuf]) -> Result<ActiveProfiles, AgentError> {
+        let profiles = ActiveProfiles::default();
+        for path in paths {
+            let refuse = |why: String| {
+                let what = format!("invalid slack.profiles: '{}': {why}", path.display());
+                AgentError::new(ErrorKind::Config, what)
+            };
+            let text = profile_file::read(path).map_err(|error| refuse(format!("cannot read: {error}")))?;
+            let profile = profile_file::parse(&text).map_err(refuse)?;
+            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            if profiles.get(&name).is_some() {
+                return Err(refuse(format!("another profile has the name '{name}': rename the file")));
+            }
+            tracing::info!(profile = name, "activated a slack profile");
+            profiles.put(&name, ActiveProfile { digest: digest(&text), profile });
+        }
+        Ok(profiles)
+    }
+
     /// Returns a profile by name.
     pub(crate) fn get(&self, name: &str) -> Option<Arc<ActiveProfile>> {
         self.state().profiles.get(name).map(|entry| entry.active.clone())
@@ -76,7 +145,7 @@ impl ActiveProfiles {
 
     /// Counts the error of the session's last prediction, and returns the next one. Of several profiles of a
     /// model, the first by name applies.
-    pub(crate) fn report(&self, session: SessionId, report: &LayerReport) -> LayerGuidance {
+    pub(crate) fn report(&self, session: SessionId, report: &LayerReport) -> Reported {
         let mut state = self.state();
         if let (Some(predicted), Some(measured)) =
             (state.predictions.remove(&session), report.previous_layer_micros)
@@ -85,12 +154,11 @@ impl ActiveProfiles {
         {
             entry.errors.record(predicted.layer_micros, measured);
         }
-        let Some(computation) = report.computation else { return LayerGuidance::default() };
         let of_model =
             |(_, entry): &(&String, &Entry)| entry.active.profile.content().subject.model == report.model;
-        let Some((name, entry)) = state.profiles.iter().find(of_model) else {
-            return LayerGuidance::default();
-        };
+        let Some((name, entry)) = state.profiles.iter().find(of_model) else { return Reported::default() };
+        let slack = Some(entry.active.profile.write_slack(report.computation));
+        let Some(computation) = report.computation else { return Reported { slack, ..Reported::default() } };
         let (profile, digest) = (&entry.active.profile, entry.active.digest.clone());
         let budget = profile.budget(computation);
         let (slack_micros, io_sms) = match budget {
@@ -109,7 +177,7 @@ impl ActiveProfiles {
         if let Some(layer_micros) = layer_micros {
             state.predictions.insert(session, Prediction { profile, digest, layer_micros });
         }
-        guidance
+        Reported { guidance, slack }
     }
 
     /// Forgets the last prediction for a session.
@@ -147,7 +215,7 @@ impl ActiveProfiles {
 mod tests {
     use reprise_policy::slack::content::TOKENS_MAX;
     use reprise_policy::slack::{
-        Computation, Content, Fallback, KernelTime, Measurement, Phase, Subject, Window,
+        Computation, Content, Fallback, KernelTime, LayerSlack, Measurement, Phase, Subject, Window,
     };
 
     use super::*;
@@ -196,15 +264,50 @@ mod tests {
     #[test]
     fn report_returns_the_budget_of_the_models_profile() {
         let profiles = ActiveProfiles::default();
-        assert_eq!(profiles.report(SESSION, &decode(0)), LayerGuidance::default());
+        assert_eq!(profiles.report(SESSION, &decode(0)), Reported::default());
         profiles.put("p", active("d", 100));
         let expected =
             LayerGuidance { layer_micros: 100, slack_micros: 50, io_sms: 4, read_iocbs: 1, write_iocbs: 1 };
-        assert_eq!(profiles.report(SESSION, &decode(0)), expected);
+        let reported = profiles.report(SESSION, &decode(0));
+        assert_eq!(reported.guidance, expected);
+        let slack = LayerSlack { phase: Phase::Decode, cycle_micros: 1000, bytes: 10, bytes_max: 10 };
+        assert_eq!(reported.slack, Some(WriteSlack::Layers(slack)), "ten layers with an IOCB of one byte");
         let other = LayerReport { model: "other".to_owned(), ..decode(0) };
-        assert_eq!(profiles.report(SESSION, &other), LayerGuidance::default());
+        assert_eq!(profiles.report(SESSION, &other), Reported::default());
         let idle = LayerReport { computation: None, ..decode(0) };
-        assert_eq!(profiles.report(SESSION, &idle), LayerGuidance::default());
+        let idle = profiles.report(SESSION, &idle);
+        assert_eq!(idle, Reported { slack: Some(WriteSlack::Idle), ..Reported::default() });
+    }
+
+    #[test]
+    fn profiles_of_the_configuration_have_the_names_of_their_files() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = serde_json::to_string(active("d", 100).profile.content()).expect("JSON");
+        let (valid, invalid) = (folder.path().join("llama.json"), folder.path().join("other.json"));
+        std::fs::write(&valid, &text).expect("written");
+        std::fs::write(&invalid, "{}").expect("written");
+        let profiles = ActiveProfiles::from_files(std::slice::from_ref(&valid)).expect("valid");
+        assert_eq!(profiles.get("llama").map(|active| active.digest.clone()), Some(digest(text.as_bytes())));
+        let refused =
+            |paths: &[PathBuf]| ActiveProfiles::from_files(paths).map(drop).expect_err("refused").chain();
+        assert!(refused(&[invalid]).contains("other.json"));
+        assert!(refused(&[folder.path().join("none.json")]).contains("cannot read"));
+        assert!(refused(&[valid.clone(), valid]).contains("another profile has the name 'llama'"));
+    }
+
+    #[test]
+    fn core_gets_changed_slack_at_once_and_unchanged_slack_as_a_reminder() {
+        let (idle, free) = (Some(WriteSlack::Idle), Some(WriteSlack::Unrestricted));
+        let mut reports = SlackReports::default();
+        let start = Instant::now();
+        let after = |millis| start + Duration::from_millis(millis);
+        assert!(!reports.is_news(None, start), "a session without a profile reports nothing");
+        assert!(reports.is_news(idle, start));
+        assert!(!reports.is_news(idle, after(249)));
+        assert!(reports.is_news(idle, after(250)));
+        assert!(reports.is_news(free, after(251)));
+        assert!(reports.is_news(None, after(252)), "the profile was removed");
+        assert!(!reports.is_news(None, after(900)));
     }
 
     #[test]

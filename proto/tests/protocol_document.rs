@@ -93,6 +93,7 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
             "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
             Body::Commit(commit),
         ),
+        ("`AwaitDurable`", "ticket 4", Body::AwaitDurable(local::AwaitDurable { ticket: 4 })),
         ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
         (
             "`Match`",
@@ -216,6 +217,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             Body::Reserved(reserved),
         ),
         ("`Committed`", "ticket 4, each status in order", Body::Committed(committed)),
+        ("`DurableAwaited`", "", Body::DurableAwaited(local::DurableAwaited {})),
         ("`Aborted`", "", Body::Aborted(local::Aborted {})),
         (
             "`Matched`",

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use reprise_agent_core::AgentCore;
 
 /// Counters of the core that show which code paths the runs have reached.
-const COUNTED: [&str; 32] = [
+const COUNTED: [&str; 39] = [
     "duplicate_items",
     "durable_items",
     "lost_items",
@@ -38,6 +38,13 @@ const COUNTED: [&str; 32] = [
     "offer_failures",
     "place_failures",
     "extent_commits",
+    "writeback_slack_blocks",
+    "writeback_decode_blocks",
+    "writeback_carried_over_blocks",
+    "writeback_nothing_fits_blocks",
+    "writeback_overdue_blocks",
+    "writeback_awaited_blocks",
+    "writeback_memory_blocks",
 ];
 
 /// Adds the counters of a core to `seen`, by their names.

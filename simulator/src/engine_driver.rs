@@ -37,6 +37,9 @@ impl Node {
             Some(session) => {
                 act(&mut process.engines, env, session, &mut process.memory);
                 self.drive_extents(env, session);
+                if awake {
+                    self.drive_layers(env, session);
+                }
             }
             None if awake => self.open_session(env, seat),
             None => {}

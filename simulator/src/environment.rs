@@ -33,6 +33,8 @@ pub(crate) struct Environment {
     pub(crate) rng: Rng,
     /// Draws the changes of failure domains, which only some simulations have. All others are independent of it.
     pub(crate) domains: Rng,
+    /// Draws the reports of engines about their layers, which only some simulations have.
+    pub(crate) layers: Option<Rng>,
     pub(crate) queue: Queue<Action>,
     pub(crate) trace: Trace,
     pub(crate) network: Network<Message>,
@@ -56,6 +58,7 @@ impl Environment {
             now: Tick(0),
             rng,
             domains: Rng::new(0),
+            layers: None,
             queue: Queue::new(),
             trace: Trace::new(recording),
             network: Network::new(),

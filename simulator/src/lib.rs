@@ -42,6 +42,9 @@
 //! * Blocks that were committed as durable survive, with the payloads that engines wrote.
 //! * A corrupt payload is detected, and the block is a miss.
 //!
+//! Half of the simulations have engines that report the layers that they compute (`layer_driver.rs`): the cores then
+//! defer writes, and every commit still gets its notice.
+//!
 //! Every process has its own clock (`clock.rs`), which drifts, and stops or jumps when its machine is
 //! suspended. Cores get the time of that clock.
 //!
@@ -78,6 +81,7 @@ mod extent_driver;
 mod extents;
 mod hosts;
 mod jobs;
+mod layer_driver;
 mod link;
 mod links;
 mod lookups;

@@ -13,6 +13,7 @@ use crate::answer_audit::AnswerAudit;
 use crate::budgets::{self, BudgetAudit, FIRST_BUDGET_AFTER};
 use crate::environment::Environment;
 use crate::extents::HolderId;
+use crate::layer_driver::begin_reports;
 use crate::link::LinkId;
 use crate::member::Member;
 use crate::membership::MemberStep;
@@ -171,6 +172,7 @@ impl Simulation {
         simulation.begin();
         simulation.begin_faults();
         begin_domain_changes(&mut simulation.env, seed);
+        simulation.env.layers = begin_reports(seed);
         simulation
     }
 

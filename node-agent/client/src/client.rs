@@ -370,7 +370,14 @@ impl Client {
     /// # Errors
     /// `Timeout`, `AgentLost`, `BadRequest` (the outcome is no longer kept).
     pub fn wait_durable(&self, ticket: Ticket, timeout: Duration) -> Result<DurableOutcome, ClientError> {
-        self.session.connection.durable_outcomes().wait(ticket, timeout)
+        let outcomes = self.session.connection.durable_outcomes();
+        // A call that does not wait asks only whether the outcome is known.
+        if !timeout.is_zero() && !outcomes.is_known(ticket) {
+            // The agent otherwise defers the writes of the commit to the slack of engines.
+            let awaited = local::AwaitDurable { ticket: ticket.0 };
+            self.session.connection.cast(request::Body::AwaitDurable(awaited));
+        }
+        outcomes.wait(ticket, timeout)
     }
 
     /// Loads blocks into the arena. Returns when every block has failed or is placed with layer 0 verified.

@@ -78,6 +78,13 @@ impl DurableOutcomes {
         self.changed.notify_all();
     }
 
+    /// Whether a wait for the ticket returns at once.
+    pub(crate) fn is_known(&self, ticket: Ticket) -> bool {
+        let table = self.lock();
+        let is_dropped = table.last_dropped.is_some_and(|last_dropped| ticket <= last_dropped);
+        table.outcomes.contains_key(&ticket) || is_dropped || table.closed.is_some()
+    }
+
     /// Waits for a ticket's outcome.
     pub(crate) fn wait(&self, ticket: Ticket, timeout: Duration) -> Result<DurableOutcome, ClientError> {
         let deadline = deadline::after(timeout);

@@ -145,7 +145,7 @@ impl AgentCore {
         // Before the write-back, which shrinking may make urgent.
         self.quota.shrink(&mut self.cache, context!(self));
         self.route();
-        self.save.write_back(&mut self.cache, context!(self));
+        self.save.write_back(&mut self.cache, context!(self), self.transfer.device_reads());
         self.cache.keep_pool_free(context!(self));
         self.cache.release_devices(context!(self));
         self.cache.announce(context!(self));
@@ -389,7 +389,8 @@ impl AgentCore {
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
             Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
-            Event::Flush => self.save.expedite(),
+            Event::LayerReported { session, slack } => self.save.report_layer(self.now, session, slack),
+            Event::Flush => self.save.stop(),
             Event::Tick => {}
         }
     }
@@ -438,6 +439,7 @@ impl AgentCore {
                 self.extents.abort(cache, session, &leases);
                 self.save.abort(cache, cx, caller, &leases);
             }
+            Request::AwaitDurable { ticket } => self.save.await_durable(cx, caller, ticket),
             Request::Match { keys, ranks, scope } => {
                 self.load.match_keys(cache, cx, caller, (keys, ranks, scope));
             }

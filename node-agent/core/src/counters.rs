@@ -121,6 +121,30 @@ counters! {
     fills_in_flight,
     /// Batches written to devices.
     writeback_batches,
+    /// Blocks written in slack windows of prefill.
+    writeback_slack_blocks,
+    /// Blocks written in slack windows of decode.
+    writeback_decode_blocks,
+    /// Blocks of these that were due in an earlier window.
+    writeback_carried_over_blocks,
+    /// Blocks written at once because no engine with a slack profile has reported recently.
+    writeback_no_report_blocks,
+    /// Blocks written at once because the profile lets writes continue outside of its windows.
+    writeback_fallback_blocks,
+    /// Blocks written at once because the engines computed nothing.
+    writeback_idle_blocks,
+    /// Blocks written at once because they fit no window of a profile.
+    writeback_nothing_fits_blocks,
+    /// Blocks written at once because they were deferred for the maximum time.
+    writeback_overdue_blocks,
+    /// Blocks written at once because a client waited until a commit is durable.
+    writeback_awaited_blocks,
+    /// Blocks written at once because unsaved blocks took much of the arena.
+    writeback_memory_blocks,
+    /// Blocks written at once because the agent was about to stop.
+    writeback_stopping_blocks,
+    /// Gauge: slot bytes of queued blocks while due writes wait for slack.
+    writeback_deferred_bytes,
     /// Blocks that became durable.
     stored_blocks_total,
     /// Payload bytes of blocks that became durable.
@@ -322,7 +346,9 @@ owner_counters! {
     /// Counters of saving.
     SaveCounters: reserves reserve_slots_wanted reserve_slots_given commits committed_blocks committed_bytes
     duplicate_items expired_reservations refused_items durable_items lost_items writeback_batches
-    write_failures taken_blocks_stored
+    writeback_slack_blocks writeback_decode_blocks writeback_carried_over_blocks writeback_no_report_blocks
+    writeback_fallback_blocks writeback_idle_blocks writeback_nothing_fits_blocks writeback_overdue_blocks
+    writeback_awaited_blocks writeback_memory_blocks writeback_stopping_blocks write_failures taken_blocks_stored
 }
 
 impl LoadCounters {

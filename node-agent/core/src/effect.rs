@@ -230,6 +230,8 @@ pub enum Reply {
     },
     /// Reservations were released.
     Aborted,
+    /// The writes of a commit are no longer deferred.
+    DurableAwaited,
     /// Result of a match.
     Matched {
         /// Source of each leading block that is available.

@@ -6,12 +6,13 @@ pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 use reprise_policy::quota::Quota;
 pub use reprise_policy::routing::Replica;
 pub use reprise_policy::session::{Priority, Ranks, Scope};
+use reprise_policy::slack::WriteSlack;
 use reprise_policy::{
     BlockKey, DevicePlace, Layout, NamespaceDigest, NodeId, NodeMode, SessionId, SlotSet, TenantId,
     TenantName, Tick,
 };
 
-use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind};
+use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind, Ticket};
 use crate::extents::{ExtentHolder, PinId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
@@ -158,7 +159,15 @@ pub enum Event {
         /// Hash slots to announce.
         slots: Box<SlotSet>,
     },
-    /// Writes all queued blocks to NVMe at once, because the agent is about to stop.
+    /// An engine began a computation. Until its next report, or until the report expires, the core defers writes to
+    /// the slack of the computation's layers.
+    LayerReported {
+        /// Session of the engine.
+        session: SessionId,
+        /// Slack by the profile of the engine's model; `None` if there is no profile.
+        slack: Option<WriteSlack>,
+    },
+    /// Writes all queued blocks to NVMe at once and defers no further write, because the agent is about to stop.
     Flush,
     /// Time passed. Sent at each [`AgentCore::next_deadline`](crate::AgentCore::next_deadline).
     Tick,
@@ -234,6 +243,11 @@ pub enum Request {
     Abort {
         /// Leases of the reservations; unknown ones are ignored.
         leases: Vec<LeaseId>,
+    },
+    /// Reports that the client waits for the notice of a commit, so that the core does not defer its writes.
+    AwaitDurable {
+        /// Ticket of the commit; ignored if its notice was sent.
+        ticket: Ticket,
     },
     /// Asks how many leading blocks of a chain are available, and where.
     Match {

@@ -207,3 +207,14 @@ pub const PULL_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Delay before a fetch that found no room in the arena is retried.
 pub const PULL_RETRY: Duration = Duration::from_millis(10);
+
+/// Minimum time for which a report about an engine's computation counts: several steps of decode, each of which
+/// the engine reports.
+pub const SLACK_REPORT_MIN: Duration = Duration::from_secs(1);
+
+/// Windows after which such a report no longer counts: no model has as many layers, so the computation has ended.
+pub const SLACK_REPORT_WINDOWS: u32 = 128;
+
+/// Part of the unsaved share of the arena that deferred writes may fill. The rest takes what engines save while the
+/// devices write.
+pub const DEFERRED_SHARE_DIVISOR: u64 = 2;

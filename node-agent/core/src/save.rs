@@ -6,10 +6,12 @@
 //! ```
 //!
 //! The owner names no other owner: it changes blocks through [`Cache`], and leaves no outcomes. Files call only
-//! files before them in this order: `queue`, `tickets`, `writeback`, `reservations`, `commits`, and this one.
+//! files before them in this order: `queue`, `tickets`, `slack`, `writeback`, `reservations`, `commits`, and
+//! this one.
 
 use std::collections::BTreeMap;
 
+use reprise_policy::slack::WriteSlack;
 use reprise_policy::{SessionId, Tick};
 
 use crate::cache::{Cache, FrameState};
@@ -21,6 +23,7 @@ use crate::timers::Timers;
 mod commits;
 mod queue;
 mod reservations;
+mod slack;
 mod tickets;
 mod writeback;
 
@@ -36,6 +39,8 @@ pub(crate) struct Save {
     groups: Slab<ReservationGroup>,
     reserved_bytes: u64,
     tickets: Slab<TicketState>,
+    /// Number of tickets whose clients wait for the notice.
+    awaited_tickets: usize,
     writeback: WriteBack,
     /// Expiry of the groups of reservations.
     timers: Timers<SlabId>,
@@ -51,6 +56,7 @@ impl Save {
             groups: Slab::new(),
             reserved_bytes: 0,
             tickets: Slab::new(),
+            awaited_tickets: 0,
             writeback: WriteBack::new(),
             timers: Timers::default(),
             counters: SaveCounters::default(),
@@ -62,8 +68,17 @@ impl Save {
         self.sessions.insert(session, Writer::default());
     }
 
+    /// Records the slack for writes in the computation that a session has reported; `None`: its model has no
+    /// profile.
+    pub(crate) fn report_layer(&mut self, now: Tick, session: SessionId, slack: Option<WriteSlack>) {
+        if self.sessions.contains_key(&session) {
+            self.writeback.slack.report(now, session, slack);
+        }
+    }
+
     /// Closes a session: its reservations end, and its notices are not sent.
     pub(crate) fn close(&mut self, cache: &mut Cache, session: SessionId) {
+        self.writeback.slack.remove(session);
         let Some(writer) = self.sessions.remove(&session) else { return };
         self.end_reservations(cache, &writer);
         self.drop_tickets(&writer.tickets);
@@ -97,6 +112,7 @@ impl Save {
         all.reserved_bytes = self.reserved_bytes;
         all.unsaved_bytes = self.writeback.unsaved_bytes();
         all.unsaved_blocks = self.writeback.unsaved_blocks() as u64;
+        all.writeback_deferred_bytes = self.writeback.deferred_bytes();
     }
 
     /// Number of blocks that are not durable yet.
@@ -109,6 +125,9 @@ impl Save {
         self.audit_reservations(cache)?;
         self.audit_tickets()?;
         self.audit_writeback(cache)?;
+        for session in self.writeback.slack.sessions() {
+            ensure!(self.sessions.contains_key(&session), "session {session} has a report and is not open");
+        }
         let (mut reserved, mut unsaved) = (0, 0);
         for (_, frame) in cache.frames() {
             match frame.state {

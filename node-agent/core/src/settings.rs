@@ -13,6 +13,8 @@ pub struct Settings {
     pub writeback_delay: Duration,
     /// Unsaved bytes that start a write before the delay has passed; also the size of a write batch.
     pub writeback_bytes: u64,
+    /// Maximum time after `writeback_delay` for which a write is deferred to the slack of engines; 0 never defers.
+    pub slack_delay: Duration,
     /// Deadline of loads without one, and minimum deadline of a fetch from a peer.
     pub load_deadline_default: Duration,
     /// Timeout of a lookup in the directory.
@@ -54,6 +56,8 @@ impl Default for Settings {
             // One sync per 50 ms is negligible; 64 MiB take 20 ms on a 3.6 GB/s device.
             writeback_delay: Duration::from_millis(50),
             writeback_bytes: 64 << 20,
+            // As long as the prefill of a long prompt, after which decode has other windows.
+            slack_delay: Duration::from_secs(1),
             load_deadline_default: Duration::from_secs(5),
             lookup_timeout: Duration::from_millis(500),
             // A quarter of a 2 MiB block, 8 layers of Llama-3-8B: near a device's full bandwidth.

@@ -42,6 +42,8 @@ pub(crate) struct Transfer {
     pulls: BTreeMap<(NodeId, SizeClassId), Vec<FetchBlock>>,
     /// Slot bytes of the fills whose blocks will be saved.
     retained_bytes: u64,
+    /// Number of fills that read from devices.
+    device_reads: usize,
     outcomes: Vec<TransferOutcome>,
     counters: TransferCounters,
 }
@@ -146,6 +148,7 @@ impl Transfer {
             fetches: 0,
             pulls: BTreeMap::new(),
             retained_bytes: 0,
+            device_reads: 0,
             outcomes: Vec::new(),
             counters: TransferCounters::default(),
         }
@@ -172,6 +175,11 @@ impl Transfer {
     /// Slot bytes of the fills whose blocks will be saved.
     pub(crate) fn retained_bytes(&self) -> u64 {
         self.retained_bytes
+    }
+
+    /// Number of blocks that are being read from devices.
+    pub(crate) fn device_reads(&self) -> usize {
+        self.device_reads
     }
 
     /// Sets the counters and gauges of fills.
@@ -246,6 +254,7 @@ impl Transfer {
         let bytes = layout.block_bytes();
         match fill.origin {
             FillSource::Device(_) => {
+                self.device_reads -= 1;
                 self.counters.device_fills += 1;
                 self.counters.device_fill_bytes += bytes;
             }
@@ -270,10 +279,13 @@ impl Transfer {
             (_, error) => error,
         };
         self.count_failure(error);
-        if let FillSource::Peer(node) = fill.origin {
-            self.peers.dequeue(node, cache.size_class_of(&fill.lease).slot_bytes);
-            if error == FillError::PeerLost {
-                self.peers.suspect(node, cx.now);
+        match fill.origin {
+            FillSource::Device(_) => self.device_reads -= 1,
+            FillSource::Peer(node) => {
+                self.peers.dequeue(node, cache.size_class_of(&fill.lease).slot_bytes);
+                if error == FillError::PeerLost {
+                    self.peers.suspect(node, cx.now);
+                }
             }
         }
         self.end_retention(cache, &fill);

@@ -55,6 +55,7 @@ struct Arena {
 struct Writeback {
     delay: Interval,
     bytes: ByteSize,
+    slack_delay: Interval,
 }
 
 /// Mode of the node and progress of draining it.
@@ -222,6 +223,7 @@ impl Status {
             writeback: Writeback {
                 delay: Interval(settings.writeback_delay),
                 bytes: ByteSize(settings.writeback_bytes),
+                slack_delay: Interval(settings.slack_delay),
             },
             placement: placement(view),
             devices: view.devices.iter().map(|device| Device::new(device, view)).collect(),

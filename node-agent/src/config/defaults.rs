@@ -49,6 +49,10 @@ pub(super) const ARENA_SERVES_PERMILLE: u16 = 250;
 /// Maximum time before a block is written. A crash loses the blocks of this time and of one batch.
 pub(super) const WRITEBACK_DELAY: Interval = Interval(Duration::from_millis(50));
 
+/// As long as the prefill of a long prompt, after which decode has other windows. A crash loses the blocks of this time
+/// too.
+pub(super) const SLACK_DELAY: Interval = Interval(Duration::from_secs(1));
+
 /// One write batch: 32 blocks of 2 MiB, so the cost of two syncs is small compared to the data.
 pub(super) const WRITEBACK_BYTES: ByteSize = ByteSize(64 << 20);
 

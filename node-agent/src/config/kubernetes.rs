@@ -125,6 +125,10 @@ impl Config {
                 "0, since each GPUQueueAllocation of the node defines queue pairs for engines",
             ));
         }
+        if !self.slack.profiles.is_empty() {
+            let found = format!("{} files", self.slack.profiles.len());
+            return Err(refuse("slack.profiles", &found, "no files, since SlackProfiles define them"));
+        }
         self.node.name.clone_from(&pod.node);
         // With port 0, the address is known only after binding.
         let listen = self.peers.listen.parse::<SocketAddr>().ok().filter(|listen| listen.port() != 0);
@@ -180,6 +184,7 @@ mod tests {
             ("[node]\nname = \"other\"", "node.name"),
             ("[[pool.devices]]\npath = \"/x\"\nbytes = \"64MiB\"", "CacheNode"),
             ("[session]\nextents = true\nqueue_pairs = 4", "GPUQueueAllocation"),
+            ("[slack]\nprofiles = [\"/x\"]", "SlackProfiles"),
         ] {
             let error = Config::parse(text).expect("parses").placed(&pod).expect_err("refused").chain();
             assert!(error.contains(words), "{error}");

@@ -19,7 +19,7 @@ use serde::Deserialize;
 use super::{
     Addresses, ArenaSection, CacheSection, Config, HugePages, IoEngineChoice, KubernetesSettings,
     LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, SessionSection,
-    TenantSettings,
+    SlackSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -35,6 +35,9 @@ const ALLOW_UIDS_MAX: usize = 64;
 
 /// Maximum queue pairs of a controller for sessions: queue numbers have 16 bits, and controllers grant far fewer.
 const QUEUE_PAIRS_MAX: u32 = 1024;
+
+/// Maximum slack profiles, as for a node of a cluster.
+const SLACK_PROFILES_MAX: usize = 16;
 
 /// Maximum entries of a queue that a session drives: identifiers of commands have 12 bits of slot.
 const SESSION_QUEUE_DEPTH_MAX: u32 = 4096;
@@ -59,6 +62,9 @@ pub(crate) struct Settings {
     pub(crate) tenants: Vec<TenantSettings>,
     pub(crate) writeback_delay: Duration,
     pub(crate) writeback_bytes: u64,
+    pub(crate) slack_delay: Duration,
+    /// Files of slack profiles; empty in a cluster.
+    pub(crate) slack_profiles: Vec<PathBuf>,
     pub(crate) load_deadline: Duration,
     pub(crate) load_hold: Duration,
     pub(crate) reservation: Duration,
@@ -177,6 +183,7 @@ impl Config {
         let LimitsSection { load_deadline, load_hold, reservation, read_bytes } = &self.limits;
         let second = Duration::from_secs(1);
         within("writeback.delay", self.writeback.delay.0, Duration::from_millis(1)..=10 * second)?;
+        within("writeback.slack_delay", self.writeback.slack_delay.0, Duration::ZERO..=60 * second)?;
         within("limits.load_deadline", load_deadline.0, Duration::from_millis(1)..=LOAD_DEADLINE_MAX)?;
         within("limits.load_hold", load_hold.0, second..=86_400 * second)?;
         within("limits.reservation", reservation.0, second..=86_400 * second)?;
@@ -196,6 +203,8 @@ impl Config {
             tenants: self.validate_tenants()?,
             writeback_delay: self.writeback.delay.0,
             writeback_bytes: self.writeback.bytes.0,
+            slack_delay: self.writeback.slack_delay.0,
+            slack_profiles: self.slack.validate()?,
             load_deadline: load_deadline.0,
             load_hold: load_hold.0,
             reservation: reservation.0,
@@ -343,6 +352,16 @@ impl CacheSection {
             arena_session_permille,
             arena_serves_permille,
         })
+    }
+}
+
+impl SlackSection {
+    fn validate(&self) -> Result<Vec<PathBuf>, AgentError> {
+        if self.profiles.len() > SLACK_PROFILES_MAX {
+            let found = format!("{} files", self.profiles.len());
+            return Err(refuse("slack.profiles", &found, &format!("at most {SLACK_PROFILES_MAX}")));
+        }
+        Ok(self.profiles.clone())
     }
 }
 
@@ -521,6 +540,7 @@ mod tests {
             ("[cache]\narena_serves_permille = 0", ["cache.arena_serves_permille", "0", "thousandths"]),
             ("[limits]\nreservation = \"5ms\"", ["limits.reservation", "5ms", "1s"]),
             ("[writeback]\ndelay = \"1m\"", ["writeback.delay", "60s", "10s"]),
+            ("[writeback]\nslack_delay = \"2m\"", ["writeback.slack_delay", "120s", "60s"]),
             ("[peers]\nlisten = \"0.0.0.0:0\"", ["peers.advertise", "", "wildcard"]),
             (
                 "[controlplane]\naddress = \"https://x:1\"",

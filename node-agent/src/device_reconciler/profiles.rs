@@ -6,18 +6,14 @@
 //! files are re-read periodically.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use reprise_agent_kubernetes::{DesiredProfile, ProfileFact};
-use reprise_policy::slack::{Content, Profile};
+use reprise_policy::slack::Profile;
 
 use crate::config::digest;
-use crate::slack::{ActiveProfile, ActiveProfiles};
-
-/// Maximum size of a profile: 256 windows of 200 bytes, 128 kernel times and four short texts.
-const FILE_BYTES_MAX: u64 = 256 << 10;
+use crate::slack::{ActiveProfile, ActiveProfiles, profile_file};
 
 /// Length of a digest prefix in messages.
 const DIGEST_CHARS: usize = "sha256:".len() + 12;
@@ -128,16 +124,11 @@ fn short(digest: &str) -> &str {
 }
 
 fn read(path: &Path, wanted: &str) -> Result<Profile, NotInEffect> {
-    let mut bytes = Vec::new();
-    let opened = File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
-    match opened {
+    let bytes = match profile_file::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(NotInEffect::Missing),
         Err(error) => return Err(NotInEffect::Rejected(format!("cannot read its file: {error}"))),
-        Ok(_) if bytes.len() as u64 > FILE_BYTES_MAX => {
-            return Err(NotInEffect::Rejected(format!("its file exceeds {FILE_BYTES_MAX} bytes")));
-        }
-        Ok(_) => {}
-    }
+        Ok(bytes) => bytes,
+    };
     let found = digest(&bytes);
     if found != wanted {
         let why = format!(
@@ -147,10 +138,7 @@ fn read(path: &Path, wanted: &str) -> Result<Profile, NotInEffect> {
         );
         return Err(NotInEffect::Rejected(why));
     }
-    let content: Content = serde_json::from_slice(&bytes).map_err(|error| {
-        NotInEffect::Rejected(format!("this version of the agent cannot parse it: {error}"))
-    })?;
-    Profile::new(content).map_err(|error| NotInEffect::Rejected(error.to_string()))
+    profile_file::parse(&bytes).map_err(NotInEffect::Rejected)
 }
 
 #[cfg(test)]
@@ -158,6 +146,7 @@ mod tests {
     use reprise_policy::slack::{Budget, Computation, Phase};
 
     use super::*;
+    use crate::slack::profile_file::FILE_BYTES_MAX;
 
     /// Returns a profile whose window has this slack.
     fn content(micros: u32) -> String {

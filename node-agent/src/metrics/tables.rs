@@ -53,6 +53,36 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("fill_peer_lost", "Fetches from peers that were lost"),
     gauge("fills_in_flight", "Fills in flight"),
     counter("writeback_batches", "Batches written to devices"),
+    counter("writeback_slack_blocks", "Blocks written in slack windows of prefill"),
+    counter("writeback_decode_blocks", "Blocks written in slack windows of decode"),
+    counter("writeback_carried_over_blocks", "Blocks of these that were due in an earlier window"),
+    counter(
+        "writeback_no_report_blocks",
+        "Blocks written at once because no engine with a slack profile has reported recently",
+    ),
+    counter(
+        "writeback_fallback_blocks",
+        "Blocks written at once because the profile lets writes continue outside of its windows",
+    ),
+    counter("writeback_idle_blocks", "Blocks written at once because the engines computed nothing"),
+    counter(
+        "writeback_nothing_fits_blocks",
+        "Blocks written at once because they fit no window of a profile",
+    ),
+    counter(
+        "writeback_overdue_blocks",
+        "Blocks written at once because they were deferred for writeback.slack_delay",
+    ),
+    counter(
+        "writeback_awaited_blocks",
+        "Blocks written at once because a client waited until a commit is durable",
+    ),
+    counter(
+        "writeback_memory_blocks",
+        "Blocks written at once because unsaved blocks took much of the arena",
+    ),
+    counter("writeback_stopping_blocks", "Blocks written at once because the agent was about to stop"),
+    gauge("writeback_deferred_bytes", "Slot bytes of queued blocks while due writes wait for slack"),
     counter("stored_blocks_total", "Blocks that became durable"),
     counter("stored_bytes_total", "Payload bytes that became durable"),
     counter("write_failures", "Writes of blocks that failed"),

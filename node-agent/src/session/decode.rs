@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use prost::Message;
-use reprise_agent_core::effect::{LeaseId, LoadId, PlaceKind};
+use reprise_agent_core::effect::{LeaseId, LoadId, PlaceKind, Ticket};
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
 };
@@ -33,7 +33,7 @@ const _: () =
 pub(super) enum DecodeResult {
     /// A request for the core.
     Request { id: RequestId, body: Request },
-    /// A report about the engine's computation, which the core does not see.
+    /// A report about the engine's computation, whose profile is looked up for the core.
     Layer { id: u64, report: LayerReport },
     /// A request about queue pairs, which the core does not see.
     Queues { id: u64, call: QueueCall },
@@ -103,6 +103,9 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             Ok(Request::Reserve { count, kind: place_kind(kind)? })
         }
         Body::Commit(commit) => convert_commit(&commit).map(Request::Commit),
+        Body::AwaitDurable(local::AwaitDurable { ticket }) => {
+            Ok(Request::AwaitDurable { ticket: Ticket(ticket) })
+        }
         Body::Abort(local::Abort { leases }) => {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })

@@ -44,6 +44,7 @@ fn requests_in_the_document_are_decoded() {
             "Commit(CommitRequest { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
              [572662306, 572662306] }], priority: High, parent: Some(33333333333333333333333333333333) })",
         ),
+        ("AwaitDurable", "AwaitDurable { ticket: Ticket(4) }"),
         ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
         ("Match", "Match { keys: [11111111111111111111111111111111], scope: Local }"),
         (
@@ -93,6 +94,7 @@ fn replies_match_the_bytes_in_the_document() {
     let sources = vec![Source::OwnDram, Source::OwnNvme, Source::PeerDram, Source::PeerNvme];
     let replies = [
         ("Committed", Reply::Committed { ticket: Some(Ticket(4)), statuses }),
+        ("DurableAwaited", Reply::DurableAwaited),
         ("Aborted", Reply::Aborted),
         ("Matched", Reply::Matched { sources }),
         ("Released", Reply::Released),

@@ -127,6 +127,7 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
             statuses: statuses.into_iter().map(|status| commit_status(status) as i32).collect(),
         }),
         Reply::Aborted => Body::Aborted(local::Aborted {}),
+        Reply::DurableAwaited => Body::DurableAwaited(local::DurableAwaited {}),
         Reply::Matched { sources } => {
             let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
             Body::Matched(local::Matched { sources: sources.into() })

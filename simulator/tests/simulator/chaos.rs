@@ -13,7 +13,7 @@ fn replay(run: &Run) -> String {
 }
 
 /// Events that these runs must reach, so that the absence of violations is meaningful.
-const REACHED: [&str; 93] = [
+const REACHED: [&str; 102] = [
     "kills",
     "power losses",
     "pauses",
@@ -107,6 +107,15 @@ const REACHED: [&str; 93] = [
     "extent writes after a restart of the agent",
     "extent writes in power losses",
     "blocks read after the end of their pin",
+    "layer reports",
+    "commits awaited",
+    "writeback_slack_blocks",
+    "writeback_decode_blocks",
+    "writeback_carried_over_blocks",
+    "writeback_nothing_fits_blocks",
+    "writeback_overdue_blocks",
+    "writeback_awaited_blocks",
+    "writeback_memory_blocks",
 ];
 
 #[test]

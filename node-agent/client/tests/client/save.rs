@@ -185,15 +185,17 @@ fn an_unfilled_reservation_cannot_be_committed_and_is_released() {
 
 #[test]
 fn a_durable_notice_may_arrive_before_or_after_the_wait() {
-    let (proceed, proceed_signal) = mpsc::channel::<()>();
-    let agent = FakeAgent::serve(move |peer| {
+    let agent = FakeAgent::serve(|peer| {
         peer.give_slots(2, Grant::First);
         let (id, _) = peer.expect_commit();
         send_durable(peer, 1, &[]);
         reply_committed(peer, id, 1, 1);
         let (id, _) = peer.expect_commit();
         reply_committed(peer, id, 2, 1);
-        proceed_signal.recv().expect("the test sends the signal");
+        // Only a call that waits, for an unknown outcome, reports that to the agent.
+        let (id, body) = peer.expect("a wait");
+        assert!(matches!(body, request::Body::AwaitDurable(local::AwaitDurable { ticket: 2 })), "{body:?}");
+        peer.reply(id, response::Body::DurableAwaited(local::DurableAwaited {}));
         send_durable(peer, 2, &[6; 16]);
     });
     let client = agent.connect();
@@ -208,11 +210,7 @@ fn a_durable_notice_may_arrive_before_or_after_the_wait() {
     let late = commit(6);
     let none_yet = client.wait_durable(late, Duration::ZERO).expect_err("no notice yet");
     assert!(matches!(none_yet, ClientError::Timeout { .. }), "{none_yet}");
-    let outcome = std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| client.wait_durable(late, LONG));
-        proceed.send(()).expect("the agent lives");
-        waiting.join().expect("no panic").expect("the notice arrives")
-    });
+    let outcome = client.wait_durable(late, LONG).expect("the notice arrives");
     assert_eq!(outcome, DurableOutcome { durable: 1, lost_keys: vec![key(6)] });
     agent.join();
 }

@@ -50,8 +50,14 @@ impl Save {
         writer.commits += 1;
         let ticket = Ticket(writer.commits);
         // The extra count is for this call: it delays the notice until after the reply.
-        let waiting =
-            TicketState { session: caller.session, ticket, waiting: 1, durable: 0, lost: Vec::new() };
+        let waiting = TicketState {
+            session: caller.session,
+            ticket,
+            waiting: 1,
+            durable: 0,
+            lost: Vec::new(),
+            is_awaited: false,
+        };
         let id = self.tickets.insert(waiting);
         writer.tickets.insert(id);
         self.counters.commits += 1;

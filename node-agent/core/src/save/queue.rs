@@ -57,11 +57,6 @@ impl Queue {
         self.lanes.is_empty()
     }
 
-    /// Whether a lane has queued blocks.
-    pub(super) fn holds(&self, lane: Lane) -> bool {
-        self.lanes.contains_key(&lane)
-    }
-
     /// Slot bytes of all queued blocks.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
@@ -70,6 +65,18 @@ impl Queue {
     /// Time at which the oldest block was queued.
     pub(super) fn oldest(&self) -> Option<Tick> {
         self.lanes.values().filter_map(|queue| queue.front()).map(|first| first.since).min()
+    }
+
+    /// Slot bytes of each lane, and the time at which its oldest block was queued.
+    pub(super) fn fronts(&self) -> impl Iterator<Item = (u64, Tick)> {
+        let front =
+            |(lane, queue): (&Lane, &VecDeque<Waiting>)| Some((lane.slot_bytes, queue.front()?.since));
+        self.lanes.iter().filter_map(front)
+    }
+
+    /// Time at which the oldest block of a lane was queued; `None` for an empty lane.
+    pub(super) fn oldest_of(&self, lane: Lane) -> Option<Tick> {
+        self.lanes.get(&lane)?.front().map(|first| first.since)
     }
 
     /// Appends a block to a lane.

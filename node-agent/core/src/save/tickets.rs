@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 
 use reprise_policy::{BlockKey, SessionId};
 
-use crate::context::Context;
-use crate::effect::{Effect, Ticket};
+use crate::context::{Caller, Context};
+use crate::effect::{Effect, Reply, Ticket};
 use crate::save::Save;
 use crate::slab::SlabId;
 
@@ -22,6 +22,8 @@ pub(super) struct TicketState {
     pub(super) waiting: u32,
     pub(super) durable: u32,
     pub(super) lost: Vec<BlockKey>,
+    /// The client waits for the notice.
+    pub(super) is_awaited: bool,
 }
 
 /// Outcome of a committed item.
@@ -93,6 +95,7 @@ impl Save {
             return;
         }
         let Some(ended) = self.tickets.remove(id) else { return };
+        self.awaited_tickets -= usize::from(ended.is_awaited);
         self.counters.durable_items += u64::from(ended.durable);
         self.counters.lost_items += ended.lost.len() as u64;
         if let Some(writer) = self.sessions.get_mut(&ended.session) {
@@ -102,10 +105,24 @@ impl Save {
         cx.emit(Effect::Durable { session, ticket, durable, lost });
     }
 
+    /// Notes that a client waits for the notice of a ticket, so that writes are not deferred; ignores a ticket whose
+    /// notice was sent. Costs time in proportion to the session's pending tickets.
+    pub(crate) fn await_durable(&mut self, cx: &mut Context, caller: Caller, ticket: Ticket) {
+        if let Some(writer) = self.sessions.get(&caller.session) {
+            let is_named = |id: &&SlabId| self.tickets.get(**id).is_some_and(|known| known.ticket == ticket);
+            if let Some(id) = writer.tickets.iter().rev().find(is_named).copied() {
+                let named = self.tickets.get_mut(id).expect("just found");
+                self.awaited_tickets += usize::from(!std::mem::replace(&mut named.is_awaited, true));
+            }
+        }
+        cx.reply(caller, Reply::DurableAwaited);
+    }
+
     /// Drops the tickets of a session that has closed.
     pub(super) fn drop_tickets(&mut self, tickets: &BTreeSet<SlabId>) {
         for ticket in tickets {
-            self.tickets.remove(*ticket);
+            let dropped = self.tickets.remove(*ticket);
+            self.awaited_tickets -= usize::from(dropped.is_some_and(|ticket| ticket.is_awaited));
         }
     }
 
@@ -113,6 +130,12 @@ impl Save {
     pub(super) fn audit_tickets(&self) -> Result<(), String> {
         let listed: usize = self.sessions.values().map(|writer| writer.tickets.len()).sum();
         ensure!(listed == self.tickets.len(), "tickets without a session");
+        let awaited = self.tickets.iter().filter(|(_, ticket)| ticket.is_awaited).count();
+        ensure!(
+            awaited == self.awaited_tickets,
+            "{awaited} tickets are awaited, {} counted",
+            self.awaited_tickets
+        );
         Ok(())
     }
 }

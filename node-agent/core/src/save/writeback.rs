@@ -6,6 +6,9 @@
 //! turn batches into writes and syncs. After a failed write, a block is retried in another slot, a few times. A
 //! queue whose size has no free slot, or whose tenant is at its limit, waits without delaying the others.
 //!
+//! While engines report layers with a slack profile, due writes go into their windows ([`super::slack`]). Blocks that
+//! do not fit are carried over to later windows, for at most `slack_delay`.
+//!
 //! Without a usable device, nothing is saved: tickets end as lost at once, and blocks are clean, so they are
 //! cached until they are evicted.
 //!
@@ -27,9 +30,12 @@ use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
 use crate::pool::{BatchId, BlockWrite, StoredBlock};
 use crate::save::Save;
 use crate::save::queue::{Lane, Queue, WriteCause};
+use crate::save::slack::{Release, Slack, Written};
 use crate::save::tickets::{ItemOutcome, TicketList};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
+
+mod release;
 
 /// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
 /// few.
@@ -46,6 +52,12 @@ pub(super) struct WriteBack {
     batches: Vec<Batch>,
     batches_started: u64,
     urgency: Urgency,
+    /// Limits of due writes.
+    pub(super) slack: Slack,
+    /// Time at which due writes that wait for slack are reconsidered; `None` if none wait.
+    deferred_until: Option<Tick>,
+    /// The agent is about to stop: no write is deferred.
+    is_stopping: bool,
 }
 
 /// Block that is not durable yet.
@@ -125,6 +137,9 @@ impl WriteBack {
             batches: Vec::new(),
             batches_started: 0,
             urgency: Urgency::Normal,
+            slack: Slack::default(),
+            deferred_until: None,
+            is_stopping: false,
         }
     }
 
@@ -136,6 +151,11 @@ impl WriteBack {
     /// Number of blocks that are not durable yet.
     pub(super) fn unsaved_blocks(&self) -> usize {
         self.unsaved.len()
+    }
+
+    /// Slot bytes of queued blocks while due writes wait for slack.
+    pub(super) fn deferred_bytes(&self) -> u64 {
+        self.deferred_until.map_or(0, |_| self.queue.bytes())
     }
 
     /// Unsaved slot bytes that count against the engines' share of the arena. Replicas have their own share;
@@ -198,6 +218,9 @@ impl WriteBack {
     /// Time at which the oldest queued block must be written; `None` while devices are busy or full.
     fn deadline(&self, settings: &Settings) -> Option<Tick> {
         let oldest = self.queue.oldest()?;
+        if self.deferred_until.is_some() {
+            return self.deferred_until;
+        }
         (self.urgency == Urgency::Normal).then(|| oldest.after(settings.writeback_delay))
     }
 
@@ -210,16 +233,22 @@ impl WriteBack {
             || cache.writable_devices() == 0
     }
 
-    /// Starts a batch on each device that has slots for the oldest blocks, which go to the devices in turn; returns the
-    /// number of batches.
-    fn start_batches(&mut self, cache: &mut Cache, cx: &mut Context) -> u64 {
+    /// Starts a batch on each device that has slots for the oldest released blocks, which go to the devices in turn;
+    /// returns the number of batches, and their blocks.
+    fn start_batches(&mut self, cache: &mut Cache, cx: &mut Context, release: &Release) -> (u64, Written) {
         let bytes_max = cx.settings.writeback_bytes;
         let mut batches: BTreeMap<DeviceId, NewBatch> = BTreeMap::new();
+        let mut written = Written::default();
         for lane in self.queue.lanes() {
-            let mut targets = cache.write_targets(lane.slot_bytes);
-            let is_full = |batch: &NewBatch| !batch.has_room(lane.slot_bytes, bytes_max);
+            let slot_bytes = lane.slot_bytes;
+            let mut targets = cache.write_targets(slot_bytes);
+            let is_full = |batch: &NewBatch| !batch.has_room(slot_bytes, bytes_max);
             targets.retain(|target| !batches.get(&target.device).is_some_and(is_full));
-            while self.queue.holds(lane) && !targets.is_empty() && make_nvme_room(cache, lane) {
+            while let Some(since) = self.queue.oldest_of(lane)
+                && release.includes(slot_bytes, since, written.bytes)
+                && !targets.is_empty()
+                && make_nvme_room(cache, lane)
+            {
                 let Some((device, page)) = cache.allocate_page(&mut targets, lane.request()) else { break };
                 let batch = batches.entry(device).or_insert_with(|| {
                     self.batches_started += 1;
@@ -228,7 +257,8 @@ impl WriteBack {
                 let record = self.queue.pop(lane).expect("just seen");
                 let block = self.unsaved.get_mut(record).expect("queued records live");
                 block.state = SaveState::Writing(batch.id);
-                batch.bytes += lane.slot_bytes;
+                written.add(release, slot_bytes, since.after(cx.settings.writeback_delay));
+                batch.bytes += slot_bytes;
                 batch.blocks.push(record);
                 batch.writes.push(cache.block_write(&block.lease, page));
                 if is_full(batch) {
@@ -241,7 +271,7 @@ impl WriteBack {
             self.batches.push(Batch { id, device, blocks });
             cache.start_batch(cx, device, id, writes);
         }
-        started
+        (started, written)
     }
 
     /// Removes a batch that has ended, and releases the space that its tenants are charged for. Stored blocks
@@ -322,6 +352,12 @@ impl Save {
         self.writeback.expedite();
     }
 
+    /// Flushes the queue at the next opportunity and defers no further write, because the agent is about to stop.
+    pub(crate) fn stop(&mut self) {
+        self.writeback.is_stopping = true;
+        self.writeback.expedite();
+    }
+
     /// Slot bytes of offered blocks that are not durable yet.
     pub(crate) fn replicated_bytes(&self) -> u64 {
         self.writeback.replicated_bytes
@@ -369,25 +405,33 @@ impl Save {
         self.writeback.deadline(settings)
     }
 
-    /// Starts all batches that are due and possible.
-    pub(crate) fn write_back(&mut self, cache: &mut Cache, cx: &mut Context) {
+    /// Starts all batches that are due and possible, within the slack of the engines. `device_reads` is the number
+    /// of blocks that are being read from devices.
+    pub(crate) fn write_back(&mut self, cache: &mut Cache, cx: &mut Context, device_reads: usize) {
+        self.writeback.deferred_until = None;
         if !self.writeback.is_due(cache, cx) {
             return;
         }
-        while !self.writeback.queue.is_empty() {
-            let started = self.writeback.start_batches(cache, cx);
-            if started == 0 {
-                break;
+        self.writeback.slack.drop_expired(cx.now);
+        let carried_over_until = match self.unlimited(cache, cx) {
+            Some(why) => {
+                self.release(cache, cx, Release::at_once(why));
+                None
             }
-            self.counters.writeback_batches += started;
-        }
+            None => self.write_back_in_slack(cache, cx, device_reads),
+        };
         let mut urgency = Urgency::Stalled;
         for lane in self.writeback.queue.lanes() {
             if can_never_be_written(cache, lane) && self.drop_lane(cache, cx, lane) == Remaining::Some {
                 urgency = Urgency::Normal;
             }
         }
-        self.writeback.urgency = if self.writeback.queue.is_empty() { Urgency::Normal } else { urgency };
+        if self.writeback.queue.is_empty() {
+            urgency = Urgency::Normal;
+        } else if carried_over_until.is_some() {
+            (urgency, self.writeback.deferred_until) = (Urgency::Normal, carried_over_until);
+        }
+        self.writeback.urgency = urgency;
     }
 
     /// Handles the end of a batch.

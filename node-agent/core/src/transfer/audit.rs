@@ -25,6 +25,12 @@ impl Transfer {
         ensure!(requested == counted, "{requested} bytes requested from peers, {counted} counted");
         let counted = self.retained_bytes;
         ensure!(retained == counted, "{retained} bytes of fills will be saved, {counted} counted");
+        let reads = self.fills.iter().filter(|(_, fill)| fill.origin.device().is_some()).count();
+        ensure!(
+            reads == self.device_reads,
+            "{reads} blocks are read from devices, {} counted",
+            self.device_reads
+        );
         ensure!(self.pulls.is_empty(), "fetches were started and not sent");
         ensure!(self.outcomes.is_empty(), "{} outcomes were not routed", self.outcomes.len());
         Ok(())

@@ -109,6 +109,7 @@ impl Transfer {
     fn begin_read(&mut self, cache: &mut Cache, entry: EntryIndex, reads: &mut Reads) -> Option<u32> {
         let (device, lease, read) = cache.begin_read(entry, self.fills.next_id())?;
         reads.push(device, read);
+        self.device_reads += 1;
         Some(self.fills.insert(Fill::new(lease, FillSource::Device(device), None)).slot())
     }
 

@@ -41,5 +41,6 @@ mod scenarios_ranks;
 mod scenarios_rotation;
 mod scenarios_save;
 mod scenarios_scale;
+mod scenarios_slack;
 mod scenarios_tenants;
 mod speed;

@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::DeviceId;
+use reprise_agent_core::effect::{DeviceId, Ticket};
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
 use reprise_agent_core::{Settings, TenantQuotas};
+use reprise_policy::slack::{LayerSlack, Phase, WriteSlack};
 use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::descriptions;
@@ -49,6 +50,7 @@ pub(crate) fn random_setup(seed: u64, faults: Faults) -> Setup {
         disks: disks[if seed.is_multiple_of(8) { 0 } else { 1 + rng.below(2) }].clone(),
         settings: Settings {
             writeback_bytes: slot * (1 + rng.below(6) as u64),
+            slack_delay: Duration::from_millis([0, 20, 1000, 1000][rng.below(4)]),
             arena_unsaved_permille: [500, 1000][rng.below(2)],
             arena_serves_permille: [100, 1000][rng.below(2)],
             pool_free_permille: [30, 600][rng.below(2)],
@@ -152,7 +154,9 @@ fn engine_acts(harness: &mut Harness) {
             let deadline = Duration::from_micros(harness.rng.below(30_000) as u64);
             harness.load(session, &keys, deadline, scope);
         }
-        80..94 => release_some(harness, session),
+        80..91 => release_some(harness, session),
+        91..93 => report_layer(harness, session),
+        93 => await_durable(harness, session),
         94..97 => suspect_some(harness, session),
         97 => {
             harness.request(session, RequestKind::Other, Request::Trim);
@@ -162,6 +166,33 @@ fn engine_acts(harness: &mut Harness) {
         }
         _ => harness.close_session(session),
     }
+}
+
+/// Reports a random computation, sometimes without a profile.
+fn report_layer(harness: &mut Harness, session: SessionId) {
+    let slot = large_layout().slot_bytes();
+    let rng = &mut harness.rng;
+    let layers = LayerSlack {
+        phase: [Phase::Prefill, Phase::Decode][rng.below(2)],
+        cycle_micros: 1_000 + rng.below(9_000) as u32,
+        bytes: slot / 2 * rng.below(6) as u64,
+        bytes_max: slot * rng.below(4) as u64,
+    };
+    let layers = LayerSlack { bytes: layers.bytes.min(layers.bytes_max), ..layers };
+    let slack = match rng.below(10) {
+        0 => None,
+        1 => Some(WriteSlack::Idle),
+        2 => Some(WriteSlack::Unrestricted),
+        _ => Some(WriteSlack::Layers(layers)),
+    };
+    harness.apply(Event::LayerReported { session, slack });
+}
+
+/// Awaits a recent commit, whose notice may have been sent.
+fn await_durable(harness: &mut Harness, session: SessionId) {
+    let ticket = harness.engines[&session].tickets.keys().next_back().copied();
+    let ticket = ticket.unwrap_or(Ticket(harness.rng.below(5) as u64));
+    harness.request(session, RequestKind::Other, Request::AwaitDurable { ticket });
 }
 
 fn some_tenant(rng: &mut Rng) -> TenantId {
@@ -410,6 +441,16 @@ fn random_runs_neither_leak_nor_hang_nor_read_wrong_bytes() {
         "pulled_blocks",
         "pulls_dropped",
         "taken_blocks_stored",
+        "writeback_slack_blocks",
+        "writeback_decode_blocks",
+        "writeback_carried_over_blocks",
+        "writeback_no_report_blocks",
+        "writeback_fallback_blocks",
+        "writeback_idle_blocks",
+        "writeback_nothing_fits_blocks",
+        "writeback_overdue_blocks",
+        "writeback_awaited_blocks",
+        "writeback_memory_blocks",
     ]);
     for_seeds(80, |seed| {
         let mut harness = Harness::new(random_setup(seed, FAULTS));
