@@ -15,6 +15,7 @@ mod peer;
 mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
+mod slack;
 mod store;
 
 use std::path::PathBuf;
@@ -48,6 +49,10 @@ pub(crate) struct BenchArgs {
 enum Benchmark {
     /// Compare cold loads and durable saves with a bare io_uring loop.
     Store,
+    /// Compare writes in the slack of layers with writes at once.
+    ///
+    /// An emulated engine loads in layer order and saves in each step. Reports the reads' times and bandwidth.
+    Slack,
     /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
@@ -97,6 +102,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
     }
     let all = [
         Benchmark::Store,
+        Benchmark::Slack,
         Benchmark::Local,
         Benchmark::Peer,
         Benchmark::Match,
@@ -128,6 +134,7 @@ impl Benchmark {
     fn run(&self, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
         match self {
             Benchmark::Store => store::run(settings),
+            Benchmark::Slack => slack::run(settings),
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Match => match_call::run(settings),
@@ -156,6 +163,12 @@ impl Benchmark {
                 memory_bytes: mib(store::ARENA_MIB) + 2 * REFERENCE_BYTES,
                 bare_loop: true,
                 optional: &["fio"],
+                ..cluster
+            },
+            Benchmark::Slack => Requirements {
+                name: "slack",
+                disk_bytes: mib(slack::POOL_MIB),
+                memory_bytes: mib(slack::ARENA_MIB),
                 ..cluster
             },
             // The engine's memory and the source of the bare copy have 256 MiB each.

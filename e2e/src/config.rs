@@ -27,6 +27,8 @@ pub struct AgentConfig {
     pub pool_folder: Option<PathBuf>,
     /// Delay before blocks are written back.
     pub writeback_delay: Duration,
+    /// Maximum additional delay of writes that wait for slack of engines.
+    pub slack_delay: Duration,
     /// Silence after which a peer counts as lost.
     pub stall_timeout: Duration,
     /// Members of the control plane, `host:port`; empty: stand-alone.
@@ -66,6 +68,7 @@ impl AgentConfig {
             pool: Some(ByteSize(64 << 20)),
             pool_folder: None,
             writeback_delay: Duration::from_millis(10),
+            slack_delay: Duration::from_secs(1),
             stall_timeout: Duration::from_secs(2),
             control_plane: Vec::new(),
             host: Host::LOOPBACK,
@@ -86,9 +89,10 @@ impl AgentConfig {
             control_plane: self.control_plane.clone(),
         };
         config.text(&format!(
-            "writeback.delay = \"{delay}\"\npeers.stall_timeout = \"{stall}\"\n[pool]\nsegment_bytes = \"2MiB\"\n\
+            "writeback.delay = \"{delay}\"\nwriteback.slack_delay = \"{slack}\"\npeers.stall_timeout = \"{stall}\"\n[pool]\nsegment_bytes = \"2MiB\"\n\
              reserve_bytes = \"1MiB\"\n[session]\n{session}\n{extra}\n",
             delay = Interval(self.writeback_delay),
+            slack = Interval(self.slack_delay),
             stall = Interval(self.stall_timeout),
             session = self.session,
             extra = self.extra,

@@ -91,6 +91,8 @@ pub struct Cluster {
     etcd: Option<Etcd>,
     members: Vec<Member>,
     agents: Vec<Agent>,
+    /// Further settings of agents, in TOML.
+    agent_settings: String,
     /// Released last.
     directory: WorkDirectory,
 }
@@ -135,7 +137,13 @@ impl Cluster {
     pub fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
         let claimed = WorkDirectory::claim(directory)?;
         interrupt::stop_cluster(directory)?;
-        let mut cluster = Cluster { etcd: None, members: Vec::new(), agents: Vec::new(), directory: claimed };
+        let mut cluster = Cluster {
+            etcd: None,
+            members: Vec::new(),
+            agents: Vec::new(),
+            agent_settings: String::new(),
+            directory: claimed,
+        };
         match control {
             ControlPlanes::Embedded => {
                 let store = directory.join("controlplane.redb");
@@ -156,6 +164,12 @@ impl Cluster {
         }
         cluster.write_file()?;
         Ok(cluster)
+    }
+
+    /// Adds settings in TOML, with dotted keys, for agents that start from now on.
+    pub fn configure_agents(&mut self, settings: &str) {
+        self.agent_settings.push_str(settings);
+        self.agent_settings.push('\n');
     }
 
     /// Starts agents named `node-1` and so on.
@@ -285,7 +299,8 @@ impl Cluster {
             pool: Some((&home.join(POOL_FILE), sizes.pool)),
             control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
         };
-        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{}", moves.unwrap_or_default()));
+        let (moves, more) = (moves.unwrap_or_default(), &self.agent_settings);
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{moves}{more}"));
         let path = self.directory.path().join(format!("{node}.toml"));
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)

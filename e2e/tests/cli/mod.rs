@@ -333,9 +333,9 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
     let count = lines.iter().take_while(|line| is_part(line)).count();
     let (parts, figures) = lines.split_at(count);
     let names: Vec<_> = parts.iter().filter_map(|part| part["benchmark"].as_str()).collect();
-    assert_eq!(names, ["store", "local", "peer", "match", "directory", "recovery", "gpu", "ring"]);
+    assert_eq!(names, ["store", "slack", "local", "peer", "match", "directory", "recovery", "gpu", "ring"]);
     assert!(!figures.is_empty() && !figures.iter().any(is_part), "the list precedes all figures: {lines:?}");
-    let (of_agents, others) = parts.split_at(6);
+    let (of_agents, others) = parts.split_at(7);
     assert!(others.iter().all(|part| part["runs"] == true), "{others:?}");
     for part in of_agents {
         assert_eq!(part["runs"], false, "{part}");
@@ -420,6 +420,19 @@ fn benchmarks_report_figures_with_all_fields() {
             .all(|figure| figure["name"].as_str().is_some_and(|name| name.starts_with("directory.")))
     );
     assert_form(&figures);
+}
+
+#[test]
+fn bench_slack_compares_writes_in_windows_with_writes_at_once() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "slack", "--repetitions", "1", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    let names: Vec<_> = figures.iter().filter_map(|figure| figure["name"].as_str()).collect();
+    let measured = ["layer_p50", "layer_p99", "read", "read_and_write", "written_in_windows"];
+    assert_eq!(names, measured.map(|name| format!("slack.{name}")));
+    let value = |figure: &Value| figure["value"].as_f64().expect("a number");
+    assert!(figures.iter().all(|figure| value(figure) > 0.0), "{figures:?}");
 }
 
 fn assert_form(figures: &[Value]) {

@@ -27,6 +27,7 @@ mod pressure;
 mod rings;
 mod sessions;
 mod shard_owners;
+mod slack;
 mod start_errors;
 mod tenants;
 mod user_nvme;
