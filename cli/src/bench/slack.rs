@@ -129,7 +129,7 @@ fn profile() -> anyhow::Result<Profile> {
     Profile::new(content).context("the profile of the benchmark")
 }
 
-/// Emulated engine.
+/// Emulated engine with its session and blocks.
 struct Engine {
     client: Client,
     payload: Vec<u8>,

@@ -90,7 +90,7 @@ fn writes_wait_for_the_slack_of_reported_layers_and_are_flushed_in_decode() {
     let counted = reasons.map(|reason| counters.get(&format!("writeback_{reason}_blocks")));
     assert_eq!(counted, [8, 8, 16, 0, 0], "{reasons:?}");
 
-    // A stopping agent writes what it has deferred.
+    // A stopping agent writes deferred blocks.
     let engine = agent.engine(small());
     let deferred = save_deferred(&agent, &engine, 50);
     agent.stop();

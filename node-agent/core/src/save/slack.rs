@@ -234,7 +234,7 @@ impl Written {
 }
 
 impl Release {
-    /// Releases all blocks.
+    /// Creates the release of all blocks.
     pub(super) fn at_once(why: AtOnce) -> Release {
         Release { cause: ReleaseCause::AtOnce(why), bytes: u64::MAX, above: 0, since: Tick(u64::MAX) }
     }

@@ -1,3 +1,5 @@
+//! Tests of windows: their bytes, several engines, and reports that expire.
+
 use super::*;
 
 const ONE: SessionId = SessionId(1);
@@ -28,7 +30,7 @@ fn each_window_admits_its_bytes_once_and_unused_slack_ends_with_it() {
 }
 
 #[test]
-fn repeated_report_continues_its_windows_and_another_keeps_what_was_written() {
+fn repeated_report_continues_its_windows_and_another_keeps_the_written_bytes() {
     let mut slack = Slack::default();
     slack.report(Tick(0), ONE, Some(layers(Phase::Decode, 2_000, 30)));
     slack.charge(Tick(100), 20);
