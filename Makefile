@@ -13,11 +13,13 @@ RELEASE := $(CARGO_TARGET_DIR)/release
 REPRISE_IMAGES_PROFILE ?= dev
 export REPRISE_IMAGES_PROFILE
 TRACE ?=
+# Path of blocks in `make demo`: `rings`, or empty for the default.
+ENGINE_PATH ?=
 
 .PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
-	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent"
+	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent; ENGINE_PATH=rings: with rings"
 	@echo "make test        run lints and all tests except e2e-scale and e2e-skew, with a real Kubernetes; needs root"
 	@echo "make test-quick  run lints and tests without the long end-to-end tests"
 	@echo "make soak        run random tests with new, printed seeds for SOAK_SECONDS (3600)"
@@ -52,9 +54,10 @@ build:
 # Only the programs that the demo starts, with the profile that compiles fastest: without link-time optimisation. The
 # agent is built without Kubernetes, which is a third of all code.
 DEMO_PROGRAMS := -p reprise -p reprise-agent -p reprise-controlplane --no-default-features
+# With ENGINE_PATH=rings also the rings, which need a C++ compiler.
 demo:
-	cargo build --locked --profile images $(DEMO_PROGRAMS) --bins
-	$(CARGO_TARGET_DIR)/images/reprise demo $(if $(TRACE),--trace $(TRACE))
+	cargo build --locked --profile images $(DEMO_PROGRAMS) $(if $(filter rings,$(ENGINE_PATH)),--features reprise/gpu) --bins
+	$(CARGO_TARGET_DIR)/images/reprise demo $(if $(TRACE),--trace $(TRACE)) $(if $(ENGINE_PATH),--engine-path $(ENGINE_PATH))
 
 # Structure and language of the tree; `cargo xtask figures` prints figures about its structure.
 check:

@@ -4,6 +4,7 @@
 //! reports medians and the median of the ratios ([`report`]). Bytes, repetitions and time are bounded.
 //! Comparisons with other systems are in `reprise-bench`, which is not shipped.
 
+mod device;
 mod directory;
 #[cfg(feature = "gpu")]
 mod gpu;
@@ -11,6 +12,7 @@ mod grpc_directory;
 mod local;
 mod loopback;
 mod match_call;
+mod nvme;
 mod peer;
 mod recovery;
 #[cfg(feature = "gpu")]
@@ -73,6 +75,11 @@ enum Benchmark {
         #[arg(long, default_value_t = 1_000_000)]
         entries: usize,
     },
+    /// Measure the user-space NVMe driver: random and sequential reads.
+    ///
+    /// Without --pci, reports the device `none` and measures a controller that is emulated on a file, next to the
+    /// kernel's io_uring on the same file.
+    Nvme(nvme::NvmeArgs),
     /// Measure copies, checksums and staged loads of the first GPU.
     ///
     /// Without a GPU, reports the device `none` and measures the host build of the copies.
@@ -108,6 +115,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
+        Benchmark::Nvme(nvme::NvmeArgs::default()),
         #[cfg(feature = "gpu")]
         Benchmark::Gpu,
         #[cfg(feature = "gpu")]
@@ -144,6 +152,7 @@ impl Benchmark {
                 Ok(figures)
             }
             Benchmark::Recovery { entries } => recovery::run(*entries, settings),
+            Benchmark::Nvme(args) => nvme::run(args, settings),
             #[cfg(feature = "gpu")]
             Benchmark::Gpu => gpu::run(settings),
             #[cfg(feature = "gpu")]
@@ -200,6 +209,14 @@ impl Benchmark {
                 disk_bytes: mib(recovery::DRAM_POOL_MIB),
                 memory_bytes: mib(recovery::DRAM_ARENA_MIB + 512),
                 ..cluster
+            },
+            // The file of the emulated controller, and the buffers.
+            Benchmark::Nvme(_) => Requirements {
+                name: "nvme",
+                disk_bytes: nvme::FILE_BYTES,
+                memory_bytes: nvme::BUFFER_BYTES,
+                bare_loop: true,
+                ..Requirements::default()
             },
             // The host build; a GPU's measurements use the free memory.
             #[cfg(feature = "gpu")]

@@ -4,25 +4,31 @@
 //! With `--etcd` the control plane has several members. The demo kills one of them during the replay and
 //! restarts it afterwards. The demo succeeds only if the directory finally equals the blocks that the agents
 //! hold.
+//!
+//! With `--engine-path rings`, agents emulate NVMe controllers, and rings of the engines move blocks between KV memory
+//! and the controllers. The demo states the backend, and counts the blocks that rings cannot reach.
 
 mod completeness;
+mod engine_path;
 mod faults;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::ProgressBar;
-use reprise_policy::{ByteSize, TenantName};
+use reprise_policy::{ByteSize, Layout, TenantName};
 use serde::Serialize;
 
 use crate::config::{Config, DemoConfig};
 use crate::engine_process::EngineProcess;
 use crate::replay::{self, Subject, Summary, Totals};
 use completeness::{ReplicaTotals, await_complete};
-use faults::{LostMember, demand_durable, kill_and_restart};
+use engine_path::RingReport;
+use faults::{KillOutcome, LostMember, demand_durable, kill_and_restart};
 use reprise_testkit::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
-use reprise_testkit::engine::EngineSettings;
+use reprise_testkit::engine::{EnginePath, EngineSettings};
 use reprise_testkit::http;
 use reprise_testkit::interrupt;
 use reprise_testkit::model::llama_3_8b_scaled;
@@ -31,6 +37,9 @@ use reprise_testkit::trace::{Trace, TraceRequest};
 
 /// Default and largest number of nodes; all of them share this machine.
 const NODES: usize = 2;
+/// Default number of nodes with rings. A node takes blocks from DRAM of another one only if a third node has caused the
+/// copy, because rings bypass DRAM.
+const NODES_WITH_RINGS: usize = 3;
 const NODES_MAX: usize = 16;
 
 /// Default and largest number of control-plane members with `--etcd`.
@@ -53,11 +62,13 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Replay at most this many requests before the kill [default: 1500].
+    ///
+    /// The default with `--engine-path rings` is 375.
     #[arg(long)]
     requests: Option<usize>,
     /// Divide the bytes of Llama-3-8B's KV cache by SCALE [default: 1024].
     ///
-    /// Must be a power of two.
+    /// Must be a power of two. The default and the maximum with `--engine-path rings` is 256.
     #[arg(long)]
     scale: Option<u32>,
     /// Set the size of each agent's DRAM arena [default: 192MiB].
@@ -75,10 +86,24 @@ pub(crate) struct DemoArgs {
     /// Save blocks for this tenant: 1 to 63 of a-z, 0-9 and '-'.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
+    /// Move blocks between engines and nodes on this path.
+    ///
+    /// With `arena`, engines copy blocks from and to the agent's arena. With `rings`, rings move them between registered
+    /// KV memory and extents of an NVMe controller, which the agent emulates; only blocks in DRAM and on other nodes take
+    /// the arena.
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value_t,
+        value_parser = PossibleValuesParser::new(EnginePath::NAMES).try_map(|name| name.parse::<EnginePath>())
+    )]
+    engine_path: EnginePath,
     /// Keep the cluster running after the demo, until Ctrl-C.
     #[arg(long)]
     hold: bool,
     /// Start this many nodes, each with an agent and an engine [default: 2].
+    ///
+    /// The default with `--engine-path rings` is 3.
     #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
     nodes: Option<u8>,
     /// Run several control-plane members on etcd, and kill one of them.
@@ -119,6 +144,11 @@ struct DemoSummary {
     complete: ReplicaTotals,
     /// Figures of the requests that were replayed again.
     after_restart: Summary,
+    /// Path of blocks between engines and nodes.
+    engine_path: String,
+    /// Traffic of rings, if the engines have them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rings: Option<RingReport>,
 }
 
 /// Copies of blocks that agents have dropped, for space or because the blocks were moved.
@@ -167,41 +197,17 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let trace = Trace::open(args.trace.as_deref())?;
     let chosen = args.over(&config.demo);
     let layout = llama_3_8b_scaled(chosen.scale)?;
+    args.engine_path.ensure_built()?;
+    engine_path::check_objects(args.engine_path, chosen.scale, &layout)?;
     let directory = config.cluster.directory(args.dir.as_deref());
-    audience.print_line(format!(
-        "Llama-3-8B KV cache at scale 1/{}: one trace block of 512 tokens is {} in {} objects of {}.",
-        chosen.scale,
-        bytes_text(layout.block_bytes()),
-        layout.objects(),
-        bytes_text(layout.object_bytes())
-    ));
-    let (control, nodes) = (args.control(), args.nodes());
-    audience.print_line(match control {
-        ControlPlanes::Embedded => {
-            format!("Starting a control plane and {nodes} agents in {} …", directory.display())
-        }
-        ControlPlanes::Etcd { members } => format!(
-            "Starting etcd, {members} control-plane members and {nodes} agents in {} …",
-            directory.display()
-        ),
-    });
-    let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool, moves: None };
-    let mut cluster = Cluster::start_controlplane(&directory, control)?;
-    cluster.start_agents(nodes, sizes)?;
-    for agent in cluster.file().agents {
+    let control = args.control();
+    let mut cluster = start_cluster(args, &chosen, (&layout, &directory), audience)?;
+    let mut engines = start_engines(args, layout, &cluster)?;
+    if let Some(backend) = engines[0].backend() {
         audience.print_line(format!(
-            "  {}: status at http://{admin}/status, metrics at http://{admin}/metrics",
-            agent.node,
-            admin = agent.admin
+            "Engine path: rings, backend {backend}: threads stand in for GPUs, and agents emulate their NVMe controllers."
         ));
     }
-    let settings: Vec<EngineSettings> = cluster
-        .file()
-        .agents
-        .iter()
-        .map(|agent| EngineSettings { socket: agent.socket.clone(), layout, tenant: args.tenant.clone() })
-        .collect();
-    let mut engines = settings.iter().map(EngineProcess::start).collect::<anyhow::Result<Vec<_>>>()?;
 
     let subject =
         Subject { trace: trace.name.clone(), scale: chosen.scale, block_bytes: layout.block_bytes() };
@@ -251,6 +257,10 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     replay.mismatches = mismatches;
     replay.bytes_verified +=
         after.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
+    let rings = engines[0].backend().map(|backend| ring_report(backend, (&totals, &after), &killed));
+    if let Some(report) = &rings {
+        audience.print_line(report.text());
+    }
     let unused = totals.hits.tiers_without_hits();
     audience.emit(&DemoSummary {
         replay,
@@ -267,6 +277,8 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         members_killed: lost.count(),
         complete,
         after_restart: after.summary("after_restart", &subject),
+        engine_path: args.engine_path.to_string(),
+        rings: rings.clone(),
     });
     if mismatches > 0 {
         bail!("{mismatches} loaded words differ from the saved ones");
@@ -274,11 +286,67 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     demand_calls(totals.errors + after.errors)?;
     demand_durable(&killed.after, killed.left).context("after the restart")?;
     demand_tiers(args.sizes(&chosen), &unused, audience)?;
+    rings.map_or(Ok(()), |report| report.demand_traffic())?;
     audience.print_line(format!("All bytes verified: {mismatches} mismatches."));
     if args.hold {
         hold(&cluster, audience)?;
     }
     Ok(())
+}
+
+/// Starts the control plane and the agents, and prints their addresses.
+fn start_cluster(
+    args: &DemoArgs,
+    chosen: &DemoConfig,
+    (layout, directory): (&Layout, &Path),
+    audience: Audience,
+) -> anyhow::Result<Cluster> {
+    audience.print_line(format!(
+        "Llama-3-8B KV cache at scale 1/{}: one trace block of 512 tokens is {} in {} objects of {}.",
+        chosen.scale,
+        bytes_text(layout.block_bytes()),
+        layout.objects(),
+        bytes_text(layout.object_bytes())
+    ));
+    let (control, nodes) = (args.control(), args.nodes());
+    audience.print_line(match control {
+        ControlPlanes::Embedded => {
+            format!("Starting a control plane and {nodes} agents in {} …", directory.display())
+        }
+        ControlPlanes::Etcd { members } => format!(
+            "Starting etcd, {members} control-plane members and {nodes} agents in {} …",
+            directory.display()
+        ),
+    });
+    let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool, moves: None };
+    let mut cluster = Cluster::start_controlplane(directory, control)?;
+    cluster.start_agents_on(engine_path::device(args.engine_path), nodes, sizes)?;
+    for agent in cluster.file().agents {
+        audience.print_line(format!(
+            "  {}: status at http://{admin}/status, metrics at http://{admin}/metrics",
+            agent.node,
+            admin = agent.admin
+        ));
+    }
+    Ok(cluster)
+}
+
+/// Starts an engine for each agent.
+fn start_engines(args: &DemoArgs, layout: Layout, cluster: &Cluster) -> anyhow::Result<Vec<EngineProcess>> {
+    let settings =
+        |socket| EngineSettings { socket, layout, tenant: args.tenant.clone(), path: args.engine_path };
+    let agents = cluster.file().agents.into_iter();
+    agents.map(|agent| EngineProcess::start(&settings(agent.socket))).collect()
+}
+
+/// Sums the traffic of rings in both replays and in the checks of durable blocks.
+fn ring_report(backend: &str, (first, again): (&Totals, &Totals), killed: &KillOutcome) -> RingReport {
+    let (mut traffic, mut hits) = (first.rings, first.hits);
+    for other in [again.rings, killed.before.rings, killed.after.rings] {
+        traffic.merge(&other);
+    }
+    hits.merge(&again.hits);
+    RingReport::new(backend, traffic, &hits)
 }
 
 /// Replays requests on the engines, with a progress bar on a terminal.
@@ -325,6 +393,7 @@ enum Sizes {
 impl DemoArgs {
     /// Returns the configuration with the flags applied over the file.
     fn over(&self, file: &DemoConfig) -> DemoConfig {
+        let file = engine_path::over(self.engine_path, file);
         DemoConfig {
             requests: self.requests.unwrap_or(file.requests),
             scale: self.scale.unwrap_or(file.scale),
@@ -341,12 +410,23 @@ impl DemoArgs {
     }
 
     fn nodes(&self) -> usize {
-        self.nodes.map_or(NODES, usize::from)
+        self.nodes.map_or(self.nodes_default(), usize::from)
+    }
+
+    fn nodes_default(&self) -> usize {
+        match self.engine_path {
+            EnginePath::Arena => NODES,
+            EnginePath::Rings => NODES_WITH_RINGS,
+        }
     }
 
     fn sizes(&self, chosen: &DemoConfig) -> Sizes {
-        let is_default = self.trace.is_none() && self.nodes() == NODES && !self.etcd;
-        if is_default && *chosen == DemoConfig::default() { Sizes::Default } else { Sizes::Custom }
+        let is_default = self.trace.is_none() && self.nodes() == self.nodes_default() && !self.etcd;
+        if is_default && *chosen == engine_path::defaults(self.engine_path) {
+            Sizes::Default
+        } else {
+            Sizes::Custom
+        }
     }
 }
 

@@ -46,8 +46,8 @@ enum EngineAnswer {
     Checked { check: DurableCheck },
     /// To `own`.
     Owned { counts: HitCounts },
-    /// Connected, at the start and after `reconnect`.
-    Connected,
+    /// Connected, at the start and after `reconnect`. The backend moves blocks without the arena, if there is one.
+    Connected { backend: Option<String> },
     /// The command failed.
     Failed { message: String },
 }
@@ -56,6 +56,7 @@ enum EngineAnswer {
 #[derive(Debug)]
 pub(crate) struct EngineProcess {
     conversation: Conversation,
+    backend: Option<String>,
 }
 
 impl EngineProcess {
@@ -65,9 +66,21 @@ impl EngineProcess {
         let mut command = Command::new(program);
         command.arg("engine").arg("--socket").arg(&settings.socket);
         command.args(["--layout", &hex(&settings.layout.encode()), "--tenant", settings.tenant.as_str()]);
-        let process = EngineProcess { conversation: Conversation::start(command, EXITS_WITHIN)? };
-        match process.answer()? {
-            EngineAnswer::Connected => Ok(process),
+        command.args(["--engine-path", &settings.path.to_string()]);
+        let conversation = Conversation::start(command, EXITS_WITHIN)?;
+        let mut process = EngineProcess { conversation, backend: None };
+        process.backend = process.connected()?;
+        Ok(process)
+    }
+
+    /// Returns the name of the backend that moves blocks without the arena; `None` if all take the arena.
+    pub(crate) fn backend(&self) -> Option<&str> {
+        self.backend.as_deref()
+    }
+
+    fn connected(&self) -> anyhow::Result<Option<String>> {
+        match self.answer()? {
+            EngineAnswer::Connected { backend } => Ok(backend),
             other => Err(unexpected(other)),
         }
     }
@@ -97,10 +110,9 @@ impl EngineProcess {
 
     /// Opens a new session.
     pub(crate) fn reconnect(&mut self) -> anyhow::Result<()> {
-        match self.call(&EngineCommand::Reconnect)? {
-            EngineAnswer::Connected => Ok(()),
-            other => Err(unexpected(other)),
-        }
+        self.send(&EngineCommand::Reconnect)?;
+        self.backend = self.connected()?;
+        Ok(())
     }
 
     /// Counts these blocks on the node by tier; missing blocks are not counted.
@@ -112,9 +124,13 @@ impl EngineProcess {
     }
 
     fn call(&mut self, command: &EngineCommand) -> anyhow::Result<EngineAnswer> {
-        let line = serde_json::to_string(command).context("encoding an engine command")?;
-        self.conversation.send(&line).context("the engine process has ended")?;
+        self.send(command)?;
         self.answer()
+    }
+
+    fn send(&mut self, command: &EngineCommand) -> anyhow::Result<()> {
+        let line = serde_json::to_string(command).context("encoding an engine command")?;
+        self.conversation.send(&line).context("the engine process has ended")
     }
 
     fn answer(&self) -> anyhow::Result<EngineAnswer> {
@@ -128,7 +144,7 @@ impl EngineProcess {
 pub(crate) fn serve(settings: &EngineSettings) -> anyhow::Result<()> {
     let mut output = std::io::stdout().lock();
     let mut engine = Engine::connect(settings)?;
-    send(&mut output, &EngineAnswer::Connected)?;
+    send(&mut output, &EngineAnswer::Connected { backend: engine.backend() })?;
     for line in std::io::stdin().lock().lines() {
         let line = line.context("reading commands")?;
         let command: EngineCommand =
@@ -147,7 +163,7 @@ fn execute(engine: &mut Engine, command: EngineCommand) -> anyhow::Result<Engine
         EngineCommand::CheckDurable => EngineAnswer::Checked { check: engine.check_durable()? },
         EngineCommand::Reconnect => {
             engine.reconnect()?;
-            EngineAnswer::Connected
+            EngineAnswer::Connected { backend: engine.backend() }
         }
         EngineCommand::Own { keys } => {
             let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();

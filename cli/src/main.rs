@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use reprise_daemon::{descriptors, log};
-use reprise_testkit::engine::EngineSettings;
+use reprise_testkit::engine::{EnginePath, EngineSettings};
 use reprise_testkit::output::{self, Audience, JsonFlag};
 use tracing_subscriber::fmt::format::FmtSpan;
 
@@ -104,6 +104,9 @@ enum Command {
         /// Save and load blocks of this tenant.
         #[arg(long, default_value = "default")]
         tenant: reprise_policy::TenantName,
+        /// Move blocks on this path: `arena` or `rings`.
+        #[arg(long, default_value_t, value_name = "PATH")]
+        engine_path: EnginePath,
     },
 }
 
@@ -155,8 +158,8 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Check(args)) => check::command(&args, audience),
         Some(Command::KeepFile(args)) => keep_file::command(&args, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
-        Some(Command::Engine { socket, layout, tenant }) => {
-            engine_process::serve(&EngineSettings { socket, layout, tenant })
+        Some(Command::Engine { socket, layout, tenant, engine_path }) => {
+            engine_process::serve(&EngineSettings { socket, layout, tenant, path: engine_path })
         }
         None => anyhow::bail!("no command given: `reprise --help` lists the commands"),
     }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::config::Config;
 use crate::engine_process::EngineProcess;
 use reprise_testkit::cluster::ClusterFile;
-use reprise_testkit::engine::{EngineSettings, HitCounts, RequestOutcome};
+use reprise_testkit::engine::{EnginePath, EngineSettings, HitCounts, RequestOutcome, RingTraffic};
 use reprise_testkit::model::llama_3_8b_scaled;
 use reprise_testkit::output::{Audience, Table, bytes_text, latency_text, transfer_text};
 use reprise_testkit::trace::{Trace, TraceRequest};
@@ -65,6 +65,7 @@ pub(crate) struct Totals {
     pub(crate) bytes_verified: u64,
     pub(crate) bytes_saved: u64,
     pub(crate) mismatches: u64,
+    pub(crate) rings: RingTraffic,
     load_seconds: f64,
     save_seconds: f64,
     match_us: Histogram<u64>,
@@ -125,6 +126,7 @@ impl Totals {
             bytes_verified: 0,
             bytes_saved: 0,
             mismatches: 0,
+            rings: RingTraffic::default(),
             load_seconds: 0.0,
             save_seconds: 0.0,
             match_us: histogram(),
@@ -146,6 +148,7 @@ impl Totals {
         self.bytes_verified += outcome.bytes_verified;
         self.bytes_saved += outcome.bytes_saved;
         self.mismatches += outcome.mismatches;
+        self.rings.merge(&outcome.rings);
         self.load_seconds += outcome.load_us as f64 / 1e6;
         self.save_seconds += outcome.save_us as f64 / 1e6;
         self.match_us.saturating_record(outcome.match_us.max(1));
@@ -278,7 +281,10 @@ pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) ->
     };
     let mut engines = sockets
         .into_iter()
-        .map(|socket| EngineProcess::start(&EngineSettings { socket, layout, tenant: args.tenant.clone() }))
+        .map(|socket| {
+            let (tenant, path) = (args.tenant.clone(), EnginePath::Arena);
+            EngineProcess::start(&EngineSettings { socket, layout, tenant, path })
+        })
         .collect::<anyhow::Result<Vec<_>>>()?;
     let requests = &trace.requests[..args.requests.unwrap_or(usize::MAX).min(trace.requests.len())];
     let subject = Subject { trace: trace.name.clone(), scale, block_bytes: layout.block_bytes() };

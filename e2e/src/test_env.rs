@@ -185,8 +185,8 @@ impl TestEnv {
         ApiServer::start_in(&folder, Host::LOOPBACK.address())
     }
 
-    /// Adds the log file of a process.
-    pub(crate) fn watch_log(&self, file: PathBuf) {
+    /// Adds the log file of a process that another program starts.
+    pub fn watch_log(&self, file: PathBuf) {
         self.logs().add(file);
     }
 

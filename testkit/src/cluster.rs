@@ -40,6 +40,10 @@ const POOL_FILE: &str = "device-0.pool";
 /// Maximum size of a region of an agent's arena.
 const REGION_BYTES_MAX: u64 = 64 << 20;
 
+/// Queue pairs that an emulated controller lends: those of the node's engine, and as many for its next session, which
+/// may begin before the pairs of the last one are deleted.
+const QUEUE_PAIRS: u32 = 8;
+
 /// Addresses of a running cluster; written at its start, read by `replay` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterFile {
@@ -73,6 +77,16 @@ pub struct AgentSizes {
     pub moves: Option<ByteSize>,
 }
 
+/// Device of every agent's pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PoolDevice {
+    /// A file.
+    #[default]
+    File,
+    /// A controller that the agent emulates on a file. Engines may drive queue pairs of it and access its extents.
+    EmulatedController,
+}
+
 /// Control plane of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlPlanes {
@@ -101,6 +115,7 @@ pub struct Cluster {
 struct Agent {
     config: PathBuf,
     sizes: AgentSizes,
+    device: PoolDevice,
     process: Process,
     addresses: AgentAddresses,
 }
@@ -172,10 +187,20 @@ impl Cluster {
         self.agent_settings.push('\n');
     }
 
-    /// Starts agents named `node-1` and so on.
+    /// Starts agents named `node-1` and so on, with pool files.
     pub fn start_agents(&mut self, count: usize, sizes: AgentSizes) -> anyhow::Result<()> {
+        self.start_agents_on(PoolDevice::File, count, sizes)
+    }
+
+    /// Starts agents named `node-1` and so on, with the given kind of device.
+    pub fn start_agents_on(
+        &mut self,
+        device: PoolDevice,
+        count: usize,
+        sizes: AgentSizes,
+    ) -> anyhow::Result<()> {
         for _ in 0..count {
-            let agent = self.start_agent(&format!("node-{}", self.agents.len() + 1), sizes)?;
+            let agent = self.start_agent(&format!("node-{}", self.agents.len() + 1), (sizes, device))?;
             self.agents.push(agent);
         }
         self.write_file()
@@ -224,8 +249,8 @@ impl Cluster {
     pub fn configure_pool(&mut self, index: usize, bytes: ByteSize) -> anyhow::Result<()> {
         let agent = &mut self.agents[index];
         agent.sizes.pool = bytes;
-        let (node, sizes) = (agent.addresses.node.clone(), agent.sizes);
-        self.write_config(&node, sizes).map(drop)
+        let (node, settings) = (agent.addresses.node.clone(), (agent.sizes, agent.device));
+        self.write_config(&node, settings).map(drop)
     }
 
     /// Restarts a killed agent on its pool; returns the seconds until it was ready.
@@ -271,11 +296,15 @@ impl Cluster {
         Ok(())
     }
 
-    fn start_agent(&mut self, node: &str, sizes: AgentSizes) -> anyhow::Result<Agent> {
+    fn start_agent(
+        &mut self,
+        node: &str,
+        (sizes, device): (AgentSizes, PoolDevice),
+    ) -> anyhow::Result<Agent> {
         let home = self.directory.path().join(node);
         fs::create_dir_all(&home).with_context(|| format!("cannot create {}", home.display()))?;
         remove_if_exists(&home.join(POOL_FILE))?;
-        let config = self.write_config(node, sizes)?;
+        let config = self.write_config(node, (sizes, device))?;
         let log = self.directory.path().join(format!("{node}.log"));
         let process = Process::start("reprise-agent", &config, &log, &mut self.directory)?;
         let addresses = AgentAddresses {
@@ -283,24 +312,26 @@ impl Cluster {
             socket: process.ready.socket.clone(),
             admin: process.ready.admin.clone(),
         };
-        Ok(Agent { config, sizes, process, addresses })
+        Ok(Agent { config, sizes, device, process, addresses })
     }
 
     /// Writes the configuration of an agent; returns its path.
-    fn write_config(&self, node: &str, sizes: AgentSizes) -> anyhow::Result<PathBuf> {
-        let home = self.directory.path().join(node);
+    fn write_config(&self, node: &str, (sizes, device): (AgentSizes, PoolDevice)) -> anyhow::Result<PathBuf> {
+        let pool = self.directory.path().join(node).join(POOL_FILE);
+        let socket = self.directory.path().join(node).join("agent.sock");
         let moves = sizes.moves.map(|bytes| format!("placement.bandwidth = \"{bytes}\"\n"));
         let config = AgentConfig {
             node,
-            socket: &home.join("agent.sock"),
+            socket: &socket,
             address: Ipv4Addr::LOCALHOST,
             arena: sizes.arena,
             region: ByteSize(sizes.arena.0.min(REGION_BYTES_MAX)),
-            pool: Some((&home.join(POOL_FILE), sizes.pool)),
+            pool: Some((&pool, sizes.pool)),
             control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
         };
         let (moves, more) = (moves.unwrap_or_default(), &self.agent_settings);
-        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{moves}{more}"));
+        let device = device.settings(&pool, sizes.pool);
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{device}{moves}{more}"));
         let path = self.directory.path().join(format!("{node}.toml"));
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
@@ -310,6 +341,21 @@ impl Cluster {
         let path = self.directory.path().join(CLUSTER_FILE);
         let text = serde_json::to_string_pretty(&self.file()).context("encoding the cluster file")?;
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+impl PoolDevice {
+    /// Returns the settings of an agent that replace those of a pool file.
+    fn settings(self, file: &Path, bytes: ByteSize) -> String {
+        match self {
+            PoolDevice::File => String::new(),
+            PoolDevice::EmulatedController => format!(
+                "pool.devices = [{{ emulated = {}, bytes = \"{bytes}\" }}]\n\
+                 session.extents = true\n\
+                 session.queue_pairs = {QUEUE_PAIRS}\n",
+                toml::Value::from(file.to_string_lossy().into_owned())
+            ),
+        }
     }
 }
 

@@ -4,8 +4,19 @@
 //! layer by layer into its own paged memory, checks every byte against the keyed function, "prefills" the
 //! rest by writing the function's bytes, and saves these blocks. Blocks that cannot be loaded are recomputed,
 //! failed calls are counted and lost sessions reopened: failures of the cache only cost time.
+//!
+//! An engine with rings ([`EnginePath::Rings`]) saves blocks to extents of its node's devices and loads them from there,
+//! without the arena. The blocks that rings cannot reach take the arena.
 
+mod by_rings;
+mod memory;
 mod outcome;
+mod path;
+#[cfg(feature = "rings")]
+mod registered_kv;
+#[cfg(not(feature = "rings"))]
+#[path = "engine/no_rings.rs"]
+mod registered_kv;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,10 +28,12 @@ use reprise_client::{
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 
-pub use outcome::{DurableCheck, HitCounts, RequestOutcome};
+use memory::KvMemory;
+pub use outcome::{DurableCheck, HitCounts, RequestOutcome, RingTraffic};
+pub use path::EnginePath;
 
 use crate::kv_function;
-use crate::paged_kv::{PagedKv, PhysicalBlock};
+use crate::paged_kv::PhysicalBlock;
 use crate::trace::{TOKENS_PER_HASH_ID, TraceRequest};
 
 /// Seed of the prefix chain: vLLM's default for its SHA-256 algorithms.
@@ -53,7 +66,7 @@ pub struct Engine {
     client: Client,
     namespace: NamespaceDigest,
     layout: Layout,
-    kv: PagedKv,
+    kv: KvMemory,
     none_hash: [u8; 32],
     tickets: Vec<(Ticket, Vec<ChainBlock>)>,
     durable: BTreeMap<BlockKey, ChainBlock>,
@@ -68,6 +81,8 @@ pub struct EngineSettings {
     pub layout: Layout,
     /// Tenant of the blocks.
     pub tenant: TenantName,
+    /// Path of blocks between KV memory and node.
+    pub path: EnginePath,
 }
 
 /// One block of a prompt: its prefix hash, which determines its bytes, and its key.
@@ -77,7 +92,17 @@ struct ChainBlock {
     key: BlockKey,
 }
 
-/// Blocks that a load call copied into paged memory.
+/// Blocks to load, and where they are.
+#[derive(Clone, Copy)]
+struct LoadPlan<'a> {
+    chain: &'a [ChainBlock],
+    table: &'a [PhysicalBlock],
+    scope: Scope,
+    /// Positions of the blocks on devices of the node, which rings load if the engine has them.
+    on_devices: &'a [usize],
+}
+
+/// Blocks that were loaded into paged memory.
 struct Loaded {
     /// Result of each block, including the copy.
     statuses: Vec<BlockStatus>,
@@ -86,6 +111,11 @@ struct Loaded {
 }
 
 impl Loaded {
+    /// Returns the state before a load of `count` blocks.
+    fn none(count: usize) -> Loaded {
+        Loaded { statuses: vec![BlockStatus::Miss; count], sources: vec![None; count] }
+    }
+
     /// Returns the number of leading blocks that are loaded.
     fn leading(&self) -> usize {
         self.statuses.iter().take_while(|status| **status == BlockStatus::Ok).count()
@@ -129,12 +159,14 @@ impl Engine {
     /// Connects to the agent.
     pub fn connect(settings: &EngineSettings) -> anyhow::Result<Engine> {
         let namespace = namespace(&settings.layout, &settings.tenant);
+        let client = connect(settings, namespace)?;
+        let kv = KvMemory::open(settings.path, &client, PAGED_BLOCKS_MIN)?;
         Ok(Engine {
             settings: settings.clone(),
-            client: connect(settings, namespace)?,
+            client,
             namespace,
             layout: settings.layout,
-            kv: PagedKv::new(&settings.layout, PAGED_BLOCKS_MIN)?,
+            kv,
             none_hash: prefix_hash::none_hash(HASH_SEED),
             tickets: Vec::new(),
             durable: BTreeMap::new(),
@@ -144,9 +176,16 @@ impl Engine {
     /// Opens a new session after the agent's restart; pending saves are dropped, durable blocks stay
     /// recorded.
     pub fn reconnect(&mut self) -> anyhow::Result<()> {
-        self.client = connect(&self.settings, self.namespace)?;
+        let client = connect(&self.settings, self.namespace)?;
+        self.kv.reopen(&client)?;
+        self.client = client;
         self.tickets.clear();
         Ok(())
+    }
+
+    /// Returns the name of the backend that moves blocks without the arena; `None` if all take the arena.
+    pub fn backend(&self) -> Option<String> {
+        self.kv.backend()
     }
 
     /// Serves a request: loads the available leading blocks, and computes and saves the rest.
@@ -209,9 +248,11 @@ impl Engine {
         window: &[ChainBlock],
         table: &[PhysicalBlock],
         check: &mut DurableCheck,
-    ) -> Result<(), ClientError> {
+    ) -> anyhow::Result<()> {
         let mut outcome = RequestOutcome::default();
-        let loaded = self.load(window, table, Scope::Local, &mut outcome)?;
+        let all: Vec<usize> = (0..window.len()).collect();
+        let plan = LoadPlan { chain: window, table, scope: Scope::Local, on_devices: &all };
+        let loaded = self.load(plan, &mut outcome)?;
         for (index, block) in window.iter().enumerate() {
             match loaded.statuses[index] {
                 BlockStatus::Ok if self.verify(block, table[index], &mut outcome) == 0 => {
@@ -224,6 +265,7 @@ impl Engine {
         }
         check.bytes_verified += outcome.bytes_verified;
         check.mismatches += outcome.mismatches;
+        check.rings.merge(&outcome.rings);
         Ok(())
     }
 
@@ -245,13 +287,13 @@ impl Engine {
     }
 
     /// Counts a failed call, and opens a new session if the old one has ended.
-    fn check_call<T>(&mut self, result: Result<T, ClientError>, outcome: &mut RequestOutcome) -> Option<T> {
+    fn check_call<T>(&mut self, result: anyhow::Result<T>, outcome: &mut RequestOutcome) -> Option<T> {
         let error = match result {
             Ok(value) => return Some(value),
             Err(error) => error,
         };
         outcome.errors += 1;
-        tracing::warn!(%error, "a call to the agent failed; its blocks are computed");
+        tracing::warn!(error = format!("{error:#}"), "a call to the agent failed; its blocks are computed");
         if !self.client.is_alive()
             && let Err(error) = self.reconnect()
         {
@@ -269,16 +311,21 @@ impl Engine {
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
         outcome: &mut RequestOutcome,
-    ) -> Result<usize, ClientError> {
+    ) -> anyhow::Result<usize> {
         let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
         let started = Instant::now();
-        let matched = self.client.match_keys(&keys, Scope::Cluster)?.len();
+        let sources = self.client.match_keys(&keys, Scope::Cluster)?;
         outcome.match_us = micros(started);
+        let matched = sources.len();
         if matched == 0 {
             return Ok(0);
         }
         outcome.lost = matched as u64;
-        let loaded = self.load(&chain[..matched], &table[..matched], Scope::Cluster, outcome)?;
+        let on_device = |(position, source)| (source == Source::OwnNvme).then_some(position);
+        let on_devices: Vec<usize> = sources.into_iter().enumerate().filter_map(on_device).collect();
+        let (chain, table) = (&chain[..matched], &table[..matched]);
+        let plan = LoadPlan { chain, table, scope: Scope::Cluster, on_devices: &on_devices };
+        let loaded = self.load(plan, outcome)?;
         let usable = loaded.leading();
         outcome.lost -= usable as u64;
         outcome.bytes_loaded += usable as u64 * self.layout.block_bytes();
@@ -288,50 +335,75 @@ impl Engine {
         Ok(usable)
     }
 
-    /// Loads blocks layer by layer into paged memory.
-    fn load(
-        &mut self,
-        chain: &[ChainBlock],
-        table: &[PhysicalBlock],
-        scope: Scope,
-        outcome: &mut RequestOutcome,
-    ) -> Result<Loaded, ClientError> {
+    /// Loads blocks into paged memory: through rings if the engine has them, and the rest through the arena.
+    fn load(&mut self, plan: LoadPlan<'_>, outcome: &mut RequestOutcome) -> anyhow::Result<Loaded> {
         let started = Instant::now();
+        let mut loaded = Loaded::none(plan.chain.len());
+        self.load_by_rings(plan, &mut loaded, outcome)?;
+        let is_left = |position: &usize| loaded.statuses[*position] != BlockStatus::Ok;
+        let rest: Vec<usize> = (0..plan.chain.len()).filter(is_left).collect();
+        // Rings report the end of blocks, not of layers.
+        let first_layer = match rest.is_empty() {
+            true => Instant::now(),
+            false => self.load_by_arena(plan, &rest, &mut loaded)?,
+        };
+        if self.kv.registered().is_some() {
+            let by_arena = rest.iter().filter(|position| plan.on_devices.binary_search(position).is_ok());
+            let by_arena = by_arena.filter(|position| loaded.statuses[**position] == BlockStatus::Ok);
+            outcome.rings.loads_by_arena += by_arena.count() as u64;
+        }
+        outcome.first_layer_us = micros_between(started, first_layer);
+        outcome.load_us = micros(started);
+        Ok(loaded)
+    }
+
+    /// Loads blocks layer by layer through the arena; returns when layer 0 of all of them was in paged memory.
+    fn load_by_arena(
+        &mut self,
+        plan: LoadPlan<'_>,
+        positions: &[usize],
+        loaded: &mut Loaded,
+    ) -> Result<Instant, ClientError> {
         let request = LoadRequest {
-            keys: chain.iter().map(|block| block.key).collect(),
+            keys: positions.iter().map(|position| plan.chain[*position].key).collect(),
             deadline: LOAD_DEADLINE,
             read_bytes: 0,
-            scope,
+            scope: plan.scope,
         };
         let load = self.client.load(&request)?;
-        let mut statuses: Vec<BlockStatus> = load.blocks().iter().map(|block| block.status()).collect();
+        for (position, block) in positions.iter().zip(load.blocks()) {
+            (loaded.statuses[*position], loaded.sources[*position]) = (block.status(), block.source());
+        }
         let parts = self.layout.parts();
+        let mut first_layer = Instant::now();
         for layer in 0..self.layout.layers() {
             load.wait_layer(layer, LOAD_DEADLINE)?;
-            let readable = statuses.iter_mut().enumerate().filter(|(_, status)| **status == BlockStatus::Ok);
-            for (block, status) in readable {
+            for (block, position) in positions.iter().enumerate() {
+                let status = &mut loaded.statuses[*position];
+                if *status != BlockStatus::Ok {
+                    continue;
+                }
                 let copied = (layer * parts..(layer + 1) * parts).all(|object| {
-                    let target = self.kv.object_mut(table[block], object as usize);
-                    load.copy_object(block, object, target).is_ok()
+                    let copy = |target: &mut [u8]| load.copy_object(block, object, target).is_ok();
+                    self.kv.write(plan.table[*position], object, copy)
                 });
                 if !copied {
                     *status = BlockStatus::Failed;
                 }
             }
             if layer == 0 {
-                outcome.first_layer_us = micros(started);
+                first_layer = Instant::now();
             }
         }
-        outcome.load_us = micros(started);
-        Ok(Loaded { statuses, sources: load.blocks().iter().map(|block| block.source()).collect() })
+        Ok(first_layer)
     }
 
     /// Compares a block in paged memory with the keyed function; returns the words that differ.
-    fn verify(&self, block: &ChainBlock, physical: PhysicalBlock, outcome: &mut RequestOutcome) -> u64 {
+    fn verify(&mut self, block: &ChainBlock, physical: PhysicalBlock, outcome: &mut RequestOutcome) -> u64 {
         let wrong = (0..self.layout.objects())
             .map(|object| {
-                let bytes = self.kv.object(physical, object as usize);
-                kv_function::mismatches(&block.prefix_hash, object, bytes)
+                let compare = |bytes: &[u8]| kv_function::mismatches(&block.prefix_hash, object, bytes);
+                self.kv.read(physical, object, compare)
             })
             .sum();
         outcome.bytes_verified += self.layout.block_bytes();
@@ -341,12 +413,30 @@ impl Engine {
 
     fn prefill(&mut self, block: &ChainBlock, physical: PhysicalBlock) {
         for object in 0..self.layout.objects() {
-            kv_function::fill(&block.prefix_hash, object, self.kv.object_mut(physical, object as usize));
+            let fill = |bytes: &mut [u8]| kv_function::fill(&block.prefix_hash, object, bytes);
+            self.kv.write(physical, object, fill);
         }
     }
 
-    /// Saves the blocks of a chain from `next_block` on until the arena is full; advances `next_block`.
+    /// Saves the blocks of a chain from `next_block` on: through rings if the engine has them and extents are free,
+    /// else through the arena until it is full. Advances `next_block`.
     fn save(
+        &mut self,
+        chain: &[ChainBlock],
+        table: &[PhysicalBlock],
+        next_block: &mut usize,
+        outcome: &mut RequestOutcome,
+    ) -> anyhow::Result<()> {
+        self.save_by_rings(chain, table, next_block, outcome)?;
+        let (by_rings, saved_before) = (self.kv.registered().is_some(), outcome.saved);
+        let saved = self.save_by_arena(chain, table, next_block, outcome);
+        if by_rings {
+            outcome.rings.saves_by_arena += outcome.saved - saved_before;
+        }
+        Ok(saved?)
+    }
+
+    fn save_by_arena(
         &mut self,
         chain: &[ChainBlock],
         table: &[PhysicalBlock],
@@ -366,11 +456,11 @@ impl Engine {
                 reservations.into_iter().zip(chain[at..end].iter().zip(&table[at..end]))
             {
                 for object in 0..self.layout.objects() {
-                    reservation.fill_object(object, self.kv.object(*physical, object as usize))?;
+                    self.kv.read(*physical, object, |bytes| reservation.fill_object(object, bytes))?;
                 }
                 items.push((reservation, block.key));
             }
-            let parent = at.checked_sub(1).map(|last| chain[last].key);
+            let parent = parent_key(chain, at);
             let committed =
                 self.client.commit(items, CommitOptions { parent, ..CommitOptions::default() })?;
             for status in &committed.statuses {
@@ -406,8 +496,17 @@ fn check_window_blocks(layout: &Layout) -> usize {
     usize::try_from(blocks).expect("at most 256")
 }
 
+/// Returns the key of the block before position `at` of a chain.
+fn parent_key(chain: &[ChainBlock], at: usize) -> Option<BlockKey> {
+    at.checked_sub(1).map(|last| chain[last].key)
+}
+
 fn micros(started: Instant) -> u64 {
-    u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX)
+    micros_between(started, Instant::now())
+}
+
+fn micros_between(started: Instant, ended: Instant) -> u64 {
+    u64::try_from(ended.duration_since(started).as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -12,11 +12,40 @@ use crate::kv_function::mix;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhysicalBlock(usize);
 
+impl PhysicalBlock {
+    /// Returns the number of the block in its memory.
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// Physical blocks that no request uses.
+#[derive(Debug)]
+pub struct FreeBlocks(Vec<PhysicalBlock>);
+
+impl FreeBlocks {
+    /// Creates `count` free blocks in a shuffled order, always the same.
+    pub fn new(count: usize) -> FreeBlocks {
+        FreeBlocks(shuffled(count))
+    }
+
+    /// Allocates `count` blocks; `None` if there are fewer.
+    pub fn allocate(&mut self, count: usize) -> Option<Vec<PhysicalBlock>> {
+        let at = self.0.len().checked_sub(count)?;
+        Some(self.0.split_off(at))
+    }
+
+    /// Returns blocks of a request to the free blocks.
+    pub fn release(&mut self, blocks: Vec<PhysicalBlock>) {
+        self.0.extend(blocks);
+    }
+}
+
 /// Paged KV memory of one engine.
 #[derive(Debug)]
 pub struct PagedKv {
     layers: Vec<PageBuffer>,
-    free: Vec<PhysicalBlock>,
+    free: FreeBlocks,
     parts: usize,
     object_bytes: usize,
 }
@@ -37,18 +66,17 @@ impl PagedKv {
             Ok(layer)
         };
         let layers = (0..layout.layers()).map(layer).collect::<anyhow::Result<_>>()?;
-        Ok(PagedKv { layers, free: shuffled(blocks), parts, object_bytes })
+        Ok(PagedKv { layers, free: FreeBlocks::new(blocks), parts, object_bytes })
     }
 
     /// Allocates `count` blocks; `None` if there are fewer.
     pub fn allocate(&mut self, count: usize) -> Option<Vec<PhysicalBlock>> {
-        let at = self.free.len().checked_sub(count)?;
-        Some(self.free.split_off(at))
+        self.free.allocate(count)
     }
 
     /// Returns blocks of a request to the free blocks.
     pub fn release(&mut self, blocks: Vec<PhysicalBlock>) {
-        self.free.extend(blocks);
+        self.free.release(blocks);
     }
 
     /// Returns an object of a block; `object` is layer × parts + part.

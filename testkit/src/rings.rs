@@ -31,6 +31,7 @@ use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::{BlockKey, Layout};
 
 use device::DeviceRing;
+pub use device::RingCounters;
 pub use reprise_cuda::store::{Backend, KvOrder};
 
 /// Header pages that are read at once.
@@ -130,6 +131,11 @@ impl RingPath {
     /// Returns the work of planning so far.
     pub fn counters(&self) -> PlanCounters {
         self.counters
+    }
+
+    /// Returns the work of the rings so far.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.devices.values().map(DeviceRing::counters).fold(RingCounters::default(), std::ops::Add::add)
     }
 
     /// Returns the generations of the grants in use, by device.

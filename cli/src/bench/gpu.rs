@@ -7,24 +7,13 @@ use reprise_cuda::gpu_bench::{self, Goal, Measurement};
 use reprise_cuda::kernels::Kernels;
 use reprise_testkit::bench::Settings;
 use reprise_testkit::bench::report::{Figure, Target};
-use serde::Serialize;
+
+use super::device::{Device, announce};
 
 /// SMs for I/O kernels.
 const IO_SMS: SmShare = SmShare::Count(8);
 /// Layers of each measurement of the effect on computation.
 const LAYERS: usize = 40;
-
-/// What the figures that follow were measured on.
-#[derive(Debug, Serialize)]
-pub(super) struct Device {
-    pub(super) benchmark: &'static str,
-    /// Name of the GPU, or `none`.
-    pub(super) device: String,
-    /// What ran: `kernels` or `host build`.
-    pub(super) code: &'static str,
-    /// Why no GPU was used.
-    pub(super) reason: Option<String>,
-}
 
 /// Measures on the first GPU, or in the host build.
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
@@ -51,13 +40,6 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     measured.extend(gpu_bench::index_times(&kernels, settings.repetitions)?);
     measured.extend(gpu_bench::slowdown(&kernels, IO_SMS, LAYERS)?);
     Ok(figures("gpu", measured))
-}
-
-/// Prints the device before its figures.
-pub(super) fn announce(settings: &Settings, device: Device) {
-    settings.audience.emit(&device);
-    let reason = device.reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-    settings.audience.print_line(format!("device: {}, measuring the {}{reason}", device.device, device.code));
 }
 
 fn figures(prefix: &str, measured: Vec<Measurement>) -> Vec<Figure> {

@@ -13,7 +13,7 @@ use reprise_testkit::bench::Settings;
 use reprise_testkit::bench::report::{Figure, Spread, Target, median};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::gpu::{Device, announce};
+use super::device::{Device, announce};
 
 /// Contexts per second that the host build reaches at least on one core.
 const HOST_GOAL: f64 = 2e6;

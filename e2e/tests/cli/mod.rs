@@ -1,6 +1,7 @@
 //! The `reprise` command: the demo, a replay against a running cluster, status, doctor, and benchmarks.
 
 mod generated_pages;
+mod user_nvme;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -333,7 +334,10 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
     let count = lines.iter().take_while(|line| is_part(line)).count();
     let (parts, figures) = lines.split_at(count);
     let names: Vec<_> = parts.iter().filter_map(|part| part["benchmark"].as_str()).collect();
-    assert_eq!(names, ["store", "slack", "local", "peer", "match", "directory", "recovery", "gpu", "ring"]);
+    assert_eq!(
+        names,
+        ["store", "slack", "local", "peer", "match", "directory", "recovery", "nvme", "gpu", "ring"]
+    );
     assert!(!figures.is_empty() && !figures.iter().any(is_part), "the list precedes all figures: {lines:?}");
     let (of_agents, others) = parts.split_at(7);
     assert!(others.iter().all(|part| part["runs"] == true), "{others:?}");
@@ -345,7 +349,8 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
         );
         assert_eq!(part["missing"][0]["remedy"], "run `make build`");
     }
-    assert!(!env.folder().join("bench").exists(), "nothing was started");
+    let left = std::fs::read_dir(env.folder().join("bench")).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "no agent was started, and the file of an emulated controller is removed");
 }
 
 #[test]

@@ -16,6 +16,41 @@ pub struct HitCounts {
     pub peer_nvme: u64,
 }
 
+/// Work of rings for an engine with rings, and the blocks that they could not move. All zero for other engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingTraffic {
+    /// Blocks that rings have read from extents of the node and that match their checksums.
+    pub blocks_loaded: u64,
+    /// Blocks that rings have written to extents and that are durable.
+    pub blocks_saved: u64,
+    /// Blocks on devices of the node that rings could not read, and that the arena loaded.
+    pub loads_by_arena: u64,
+    /// Blocks that were saved through the arena, because no extent was free.
+    pub saves_by_arena: u64,
+    /// Batches of the rings.
+    pub batches: u64,
+    /// Contexts of the batches.
+    pub contexts: u64,
+    /// Bytes that rings have read, header pages included.
+    pub bytes_read: u64,
+    /// Bytes that rings have written.
+    pub bytes_written: u64,
+}
+
+impl RingTraffic {
+    /// Adds the traffic of another request.
+    pub fn merge(&mut self, other: &RingTraffic) {
+        self.blocks_loaded += other.blocks_loaded;
+        self.blocks_saved += other.blocks_saved;
+        self.loads_by_arena += other.loads_by_arena;
+        self.saves_by_arena += other.saves_by_arena;
+        self.batches += other.batches;
+        self.contexts += other.contexts;
+        self.bytes_read += other.bytes_read;
+        self.bytes_written += other.bytes_written;
+    }
+}
+
 /// Results of one request. Times are in microseconds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RequestOutcome {
@@ -47,8 +82,10 @@ pub struct RequestOutcome {
     pub first_layer_us: u64,
     /// Time from the load call until all layers were in the engine's memory.
     pub load_us: u64,
-    /// Duration of reserve, fill and commit.
+    /// Duration of reserve, fill and commit; with rings, until the blocks are durable.
     pub save_us: u64,
+    /// Work of rings.
+    pub rings: RingTraffic,
 }
 
 /// Result of a check of all durable blocks.
@@ -66,6 +103,8 @@ pub struct DurableCheck {
     pub bytes_verified: u64,
     /// Words that differed.
     pub mismatches: u64,
+    /// Work of rings.
+    pub rings: RingTraffic,
 }
 
 impl HitCounts {

@@ -20,6 +20,45 @@ const BATCHES: usize = 16;
 /// Time beyond the deadline of a batch in which the ring must report its end.
 const REPORT_WITHIN: Duration = Duration::from_secs(10);
 
+/// Work that a path of rings has issued since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RingCounters {
+    /// Batches, each with one doorbell.
+    pub batches: u64,
+    /// Contexts of the batches: one for each transfer of objects or of a header page.
+    pub contexts: u64,
+    /// Bytes of reads, header pages included.
+    pub bytes_read: u64,
+    /// Bytes of writes.
+    pub bytes_written: u64,
+}
+
+impl RingCounters {
+    /// Counts a batch of one operation.
+    fn issue(&mut self, operation: Operation, batch: &[Planned]) {
+        let bytes: u64 = batch.iter().map(|planned| u64::from(planned.bytes)).sum();
+        self.batches += 1;
+        self.contexts += batch.len() as u64;
+        match operation {
+            Operation::Read => self.bytes_read += bytes,
+            Operation::Write => self.bytes_written += bytes,
+        }
+    }
+}
+
+impl std::ops::Add for RingCounters {
+    type Output = RingCounters;
+
+    fn add(self, other: RingCounters) -> RingCounters {
+        RingCounters {
+            batches: self.batches + other.batches,
+            contexts: self.contexts + other.contexts,
+            bytes_read: self.bytes_read + other.bytes_read,
+            bytes_written: self.bytes_written + other.bytes_written,
+        }
+    }
+}
+
 /// A ring on granted queue pairs; see the module.
 pub(super) struct DeviceRing {
     device: u32,
@@ -29,6 +68,7 @@ pub(super) struct DeviceRing {
     grant: QueueGrant,
     table: MappingTable,
     next_queue: usize,
+    counters: RingCounters,
 }
 
 impl DeviceRing {
@@ -48,7 +88,15 @@ impl DeviceRing {
             ring.init_queue(index, ring_queue(&grant, pair)?)?;
         }
         let runner = HostRunner::start(&ring, 0..queues)?;
-        Ok(DeviceRing { device, runner, ring, grant, table, next_queue: 0 })
+        Ok(DeviceRing {
+            device,
+            runner,
+            ring,
+            grant,
+            table,
+            next_queue: 0,
+            counters: RingCounters::default(),
+        })
     }
 
     pub(super) fn table(&self) -> &MappingTable {
@@ -65,6 +113,10 @@ impl DeviceRing {
 
     pub(super) fn revoked(&self) -> Option<String> {
         self.grant.revoked()
+    }
+
+    pub(super) fn counters(&self) -> RingCounters {
+        self.counters
     }
 
     /// Returns the transfer of a page at an offset in the registered memory.
@@ -103,6 +155,7 @@ impl DeviceRing {
                 ensure!(pushed, "a batch has room for {CONTEXTS_MAX} transfers");
             }
             let ticket = iocb.issue_io(self.next_queue)?;
+            self.counters.issue(operation, batch);
             self.next_queue = (self.next_queue + 1) % self.grant.queues().len();
             in_flight.push((ticket, batch));
         }
@@ -156,9 +209,10 @@ impl DeviceRing {
         geometry: &KvGeometry,
         settings: &RingPathSettings,
     ) -> anyhow::Result<DeviceRing> {
-        let device = self.device;
+        let (device, counters) = (self.device, self.counters);
         self.close(client)?;
-        DeviceRing::open(client, (device, memory), geometry, settings)
+        let renewed = DeviceRing::open(client, (device, memory), geometry, settings)?;
+        Ok(DeviceRing { counters, ..renewed })
     }
 
     /// Parks the threads, and returns the queue pairs.
