@@ -17,8 +17,8 @@ use super::reads::{Latencies, Reads};
 use super::{Driver, memory};
 use crate::bench::device::{Device, announce};
 
-/// Size of the file, more than the reads of a run.
-pub(in crate::bench) const FILE_BYTES: u64 = 256 << 20;
+/// Size of the file: the sequential reads of a run.
+pub(in crate::bench) const FILE_BYTES: u64 = 128 << 20;
 
 /// Bytes of one write of the file's contents.
 const CHUNK_BYTES: u64 = 2 << 20;
