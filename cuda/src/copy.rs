@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use reprise_buffers::Span;
+
 use crate::gpu::GpuError;
 
 /// Alignment of addresses, strides and sizes, in bytes.
@@ -300,12 +302,49 @@ pub fn copy_on_host(
     objects: Range<u32>,
 ) -> Result<CopyResult, GpuError> {
     let HostCopy { pages, slots, expected } = memory;
-    let slot_count = u32::try_from(slots.len() as u64 / layout.slot_bytes()).unwrap_or(u32::MAX);
+    let (pages, slots) = ((pages.as_mut_ptr(), pages.len()), (slots.as_mut_ptr(), slots.len()));
+    // SAFETY: pages and slots are exclusive borrows of these lengths.
+    unsafe { run_on_host(kind, layout, (pages, slots, expected), jobs, objects) }
+}
+
+/// Runs a copy kernel as [`copy_on_host`] does, on memory that other processes or devices may write at the same time.
+/// The result for bytes that change meanwhile is unspecified.
+///
+/// Errors: also memory that is read-only.
+pub fn copy_spans_on_host(
+    kind: CopyKind,
+    layout: &KvLayout,
+    memory: HostSpans<'_>,
+    jobs: &[CopyJob],
+    objects: Range<u32>,
+) -> Result<CopyResult, GpuError> {
+    let HostSpans { pages, slots, expected } = memory;
+    let (Some(to_pages), Some(to_slots)) = (pages.as_mut_ptr(), slots.as_mut_ptr()) else {
+        return Err(GpuError::Invalid("copies between pages and slots that are read-only".to_owned()));
+    };
+    let memory = ((to_pages, pages.len()), (to_slots, slots.len()), expected);
+    // SAFETY: both ranges are mapped for writing while the spans live. The kernels are C++ that accesses the bytes
+    // through pointers, so no reference of Rust to them exists.
+    unsafe { run_on_host(kind, layout, memory, jobs, objects) }
+}
+
+/// Start and length of pages and of slots, and expected checksums.
+type HostRanges<'a> = ((*mut u8, usize), (*mut u8, usize), &'a [u32]);
+
+/// # Safety
+/// Both ranges must be valid for reads and writes.
+unsafe fn run_on_host(
+    kind: CopyKind,
+    layout: &KvLayout,
+    ((pages, pages_bytes), (slots, slots_bytes), expected): HostRanges<'_>,
+    jobs: &[CopyJob],
+    objects: Range<u32>,
+) -> Result<CopyResult, GpuError> {
+    let slot_count = u32::try_from(slots_bytes as u64 / layout.slot_bytes()).unwrap_or(u32::MAX);
     layout.check(jobs, slot_count, &objects)?;
-    if (pages.len() as u64) < layout.end() {
+    if (pages_bytes as u64) < layout.end() {
         return Err(GpuError::Invalid(format!(
-            "pages have {} bytes, but their layout has {}",
-            pages.len(),
+            "pages have {pages_bytes} bytes, but their layout has {}",
             layout.end()
         )));
     }
@@ -313,13 +352,13 @@ pub fn copy_on_host(
     if !expected.is_empty() && expected.len() != total {
         return Err(GpuError::Invalid(format!("{} expected checksums for {total} objects", expected.len())));
     }
-    let bases: Vec<u64> = layout.offsets.iter().map(|offset| pages.as_mut_ptr() as u64 + offset).collect();
+    let bases: Vec<u64> = layout.offsets.iter().map(|offset| pages as u64 + offset).collect();
     let counts = if kind.has_checksums() { (total, jobs.len()) } else { (0, 0) };
     let mut result = CopyResult { checksums: vec![0; counts.0], mismatches: vec![0; counts.1] };
     let arguments = CopyArguments {
         bases: bases.as_ptr() as u64,
         block_stride: layout.block_stride,
-        slots: slots.as_mut_ptr() as u64,
+        slots: slots as u64,
         slot_stride: layout.slot_bytes(),
         jobs: jobs.as_ptr() as u64,
         expected: if expected.is_empty() { 0 } else { expected.as_ptr() as u64 },
@@ -337,8 +376,8 @@ pub fn copy_on_host(
         CopyKind::ScatterChecked => reprise_host_scatter_checked,
         CopyKind::Checksum => reprise_host_checksum,
     };
-    // SAFETY: all addresses are those of live arrays of this function, which `check` and the lengths above compare
-    // with the jobs; pages and slots are exclusive borrows.
+    // SAFETY: all addresses are those of live arrays of this function and of ranges that the caller answers for;
+    // `check` and the lengths above compare them with the jobs.
     unsafe { function(&arguments) };
     Ok(result)
 }
@@ -350,6 +389,17 @@ pub struct HostCopy<'a> {
     pub pages: &'a mut [u8],
     /// Slots, one after the other.
     pub slots: &'a mut [u8],
+    /// Expected CRC32C of each object of each job, or empty.
+    pub expected: &'a [u32],
+}
+
+/// Memory of a copy on the host that others may write too.
+#[derive(Clone, Copy, Debug)]
+pub struct HostSpans<'a> {
+    /// Paged memory.
+    pub pages: &'a Span,
+    /// Slots, one after the other.
+    pub slots: &'a Span,
     /// Expected CRC32C of each object of each job, or empty.
     pub expected: &'a [u32],
 }

@@ -36,6 +36,7 @@ use reprise_nvme::spec;
 
 pub use bench::{BenchSettings, RingFigures, measure};
 pub use completion::{ContextStatus, Cqe};
+pub(crate) use gpu::connect_gpu;
 pub use gpu::{GpuRunner, measure_on_gpu};
 pub use host::HostRunner;
 pub use iocb::Iocb;

@@ -99,6 +99,11 @@ impl<'a> Staged<'a> {
         self.window.gpu()
     }
 
+    /// Delays transfers that are enqueued later until the event has passed.
+    pub fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
+        self.copies.iter().chain([&self.pages]).try_for_each(|stream| stream.wait(event))
+    }
+
     /// Loads blocks from host memory into paged memory and waits until they are there.
     ///
     /// `expected` has the CRC32C of each object of each block, or is empty. Blocks with other checksums are in the

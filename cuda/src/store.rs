@@ -8,14 +8,42 @@
 //!   layer:        plan_layer ──── (blocks, layer) ─▶ transfers, in one call and without a call to the agent
 //! ```
 //!
-//! Nothing here does I/O or waits. [`Backend`] names the ways of blocks, and why one is not used.
+//! Planning does no I/O and waits for nothing. Backends move the bytes: [`LayerMover`] is their trait, and
+//! [`open_backend`] opens the first one that this machine can run.
+//!
+//! | backend | devices of a place | KV memory |
+//! |---|---|---|
+//! | [`RingMover`] | NVMe namespaces, through queue pairs | any that controllers reach |
+//! | [`GdsMover`] | files | of a GPU |
+//! | [`StagedMover`] | files | of a GPU; of the host as `staged-host` |
+//! | [`HostMover`] | regions of slots in host memory | of the host |
 
 mod backend;
+mod gds;
+mod host;
 mod mapping;
+mod memory;
+mod mover;
+mod open;
 mod plan;
+mod pool;
+mod progress;
+mod rings;
+mod staged;
 mod stripe;
+pub mod verify;
 
 pub use backend::{Backend, BackendChoice, BackendKind, Unusable, choose};
+pub use gds::{CuFile, GdsMover};
+pub use host::HostMover;
 pub use mapping::{DescriptorMemory, KvGeometry, KvOrder, MappingTable};
+pub use memory::{GpuKv, KvMemory};
+pub use mover::{
+    BlockError, BlockFailure, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters,
+    REQUESTS_MAX,
+};
+pub use open::{Means, open_backend};
 pub use plan::{BlockPlace, DevicePlan, PlanCounters, Planned, plan_layer};
+pub use rings::{NamespaceLimits, Processor, RingDevice, RingMover};
+pub use staged::StagedMover;
 pub use stripe::alternate;

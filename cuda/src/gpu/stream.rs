@@ -185,6 +185,17 @@ impl Event {
         call!(cuEventRecord(self.raw, stream.raw))
     }
 
+    /// Reports whether the work before the event has ended; true if the event was not recorded yet.
+    pub fn has_passed(&self) -> Result<bool, GpuError> {
+        self.gpu.enter()?;
+        // SAFETY: the event is live while `self` is.
+        let result = unsafe { sys::cuEventQuery(self.raw) };
+        if result == sys::CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        super::driver::check("cuEventQuery", result).map(|()| true)
+    }
+
     /// Waits until the work before the event has ended.
     pub fn synchronize(&self) -> Result<(), GpuError> {
         self.gpu.enter()?;

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, PAGE_BYTES};
-use reprise_nvme::Backing;
 use reprise_nvme::spec::offset;
+use reprise_nvme::{Backing, Controller};
 
 use crate::gpu::{DeviceMemory, Gpu, GpuError, HostMemory, Partition, Stream};
 use crate::kernels::Kernels;
 use crate::ring::bench::{self, Rig};
 use crate::ring::{
-    BenchSettings, DRIVEN, Doorbells, Request, Ring, RingError, RingFigures, RingMemory, Shared, WorkMemory,
+    BenchSettings, DRIVEN, Doorbells, OwnedQueue, Request, Ring, RingError, RingFigures, RingMemory, Shared,
+    WorkMemory,
 };
 
 impl RingMemory {
@@ -146,22 +147,11 @@ pub(super) fn with_kernel<T>(
 ) -> Result<T, RingError> {
     let gpu = kernels.gpu();
     let rig = Rig::start(settings, |bytes| RingMemory::registered(gpu, bytes))?;
-    let registers = Arc::new(register_doorbells(gpu, &rig)?);
-    let base = registers.device_address(0, registers.bytes())?;
-    let reached = base + offset::DOORBELLS as u64..base + registers.bytes();
     let ring_settings = bench::ring_settings(settings);
     let (shared, work) = ring_settings.memory_bytes()?;
     let mut ring =
         Ring::new(&ring_settings, RingMemory::registered(gpu, shared)?, WorkMemory::on_gpu(gpu, work)?)?;
-    for (index, queue) in rig.owned.iter().enumerate() {
-        let address = |at: usize| registers.device_address(at as u64, 4);
-        let (submission, completion) = queue.doorbell_offsets();
-        let words = (address(submission)?, address(completion)?);
-        // SAFETY: the GPU may store to doorbells at any time, and reaches them while the registration lives.
-        let doorbells =
-            unsafe { Doorbells::of_processor(words, reached.clone(), Arc::clone(&registers) as Arc<_>) };
-        ring.init_queue(index, queue.with_doorbells(doorbells)?)?;
-    }
+    connect_gpu(&mut ring, gpu, &rig.controller, &rig.owned)?;
     let runner =
         GpuRunner::start(&ring, 0..settings.queues, kernels, partition.io_stream()?, partition.io_sms())?;
     let result = run(&rig, &mut ring);
@@ -170,12 +160,41 @@ pub(super) fn with_kernel<T>(
     result
 }
 
-/// Registers the pages with the doorbells of all queues of a rig for the GPU.
-fn register_doorbells(gpu: &Gpu, rig: &Rig) -> Result<HostMemory, RingError> {
-    let backing = Arc::clone(rig.controller.backing());
+/// Gives a ring queue pairs of a controller, with doorbells that the GPU reaches: their pages are registered for it.
+///
+/// # Errors
+/// `Invalid` if the registers are not mapped, or for queue pairs that do not fit the ring; `Gpu`.
+pub(crate) fn connect_gpu<B: Backing>(
+    ring: &mut Ring,
+    gpu: &Gpu,
+    controller: &Controller<B>,
+    queues: &[OwnedQueue<B>],
+) -> Result<(), RingError> {
+    let registers = Arc::new(register_doorbells(gpu, controller, queues)?);
+    let base = registers.device_address(0, registers.bytes())?;
+    let reached = base + offset::DOORBELLS as u64..base + registers.bytes();
+    for (index, queue) in queues.iter().enumerate() {
+        let address = |at: usize| registers.device_address(at as u64, 4);
+        let (submission, completion) = queue.doorbell_offsets();
+        let words = (address(submission)?, address(completion)?);
+        // SAFETY: the GPU may store to doorbells at any time, and reaches them while the registration lives.
+        let doorbells =
+            unsafe { Doorbells::of_processor(words, reached.clone(), Arc::clone(&registers) as Arc<_>) };
+        ring.init_queue(index, queue.with_doorbells(doorbells)?)?;
+    }
+    Ok(())
+}
+
+/// Registers the pages with the doorbells of queue pairs for the GPU.
+fn register_doorbells<B: Backing>(
+    gpu: &Gpu,
+    controller: &Controller<B>,
+    queues: &[OwnedQueue<B>],
+) -> Result<HostMemory, RingError> {
+    let backing = Arc::clone(controller.backing());
     let unmapped = || RingError::Invalid("registers that are not mapped".to_owned());
     let base = backing.register_address(0).ok_or_else(unmapped)?;
-    let last = rig.owned.iter().map(|queue| queue.doorbell_offsets().1).max().unwrap_or(offset::DOORBELLS);
+    let last = queues.iter().map(|queue| queue.doorbell_offsets().1).max().unwrap_or(offset::DOORBELLS);
     let bytes = (last + 4).next_multiple_of(PAGE_BYTES) as u64;
     let keep: Box<dyn Any + Send + Sync> = Box::new(Registers(backing));
     // SAFETY: registers are mapped in whole pages, and stay mapped while the backing lives, which `keep` has.

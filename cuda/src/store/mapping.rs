@@ -2,6 +2,9 @@
 
 use reprise_nvme::spec::{PAGE_BYTES, SglDescriptor};
 
+use crate::copy::KvLayout;
+use crate::gpu::GpuError;
+
 /// Order of objects in KV memory, the last one fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvOrder {
@@ -51,6 +54,26 @@ impl KvGeometry {
             KvOrder::BlockLayerPart => block * self.objects() + object,
         };
         index as u64 * self.object_bytes as u64
+    }
+
+    /// Returns the layout of one layer for copy kernels: its slots have the objects of that layer only.
+    ///
+    /// # Errors
+    /// Sizes that kernels do not accept; see [`KvLayout::new`].
+    ///
+    /// Panics unless the layer is inside.
+    pub fn layer_layout(&self, layer: usize) -> Result<KvLayout, GpuError> {
+        let objects = layer * self.parts..(layer + 1) * self.parts;
+        let step = match self.order {
+            KvOrder::LayerPartBlock => 1,
+            KvOrder::LayerBlockPart => self.parts,
+            KvOrder::BlockLayerPart => self.objects(),
+        };
+        let too_many = |_| GpuError::Invalid(format!("{self:?} has more blocks or bytes than kernels count"));
+        let blocks = u32::try_from(self.blocks).map_err(too_many)?;
+        let object_bytes = u32::try_from(self.object_bytes).map_err(too_many)?;
+        let offsets = objects.map(|object| self.offset(object, 0)).collect();
+        KvLayout::new(offsets, step as u64 * self.object_bytes as u64, blocks, object_bytes)
     }
 }
 

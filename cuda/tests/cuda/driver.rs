@@ -150,4 +150,7 @@ fn copies_and_transfers_pass_their_arguments_to_kernels() {
     let arguments = |step| ["step", step, "--small", "--device-code", "code"];
     assert_output(&fake.run(&arguments("kernels")), 0, "6 random layouts, 5 kernels");
     assert_output(&fake.run(&arguments("transfers")), 0, "4 random transfers");
+    let backends = fake.run(&arguments("backends"));
+    assert_output(&backends, 0, "staged, 4 layouts");
+    assert_output(&backends, 0, "gds is not used: ");
 }

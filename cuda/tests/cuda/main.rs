@@ -1,5 +1,6 @@
 //! Tests of rings, kernels and driver, without a GPU.
 
+mod backends;
 mod copy;
 mod driver;
 mod index;

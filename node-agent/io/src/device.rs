@@ -178,6 +178,31 @@ impl DeviceFile {
         Err(IoError::new(IoErrorKind::InUse, text))
     }
 
+    /// Uses a pool file that the owner of its lock has lent: see [`SharedFile`](crate::SharedFile). It has no path here,
+    /// and its lock stays with its owner.
+    ///
+    /// # Errors
+    /// `Unavailable` if the system does not answer, or the file is not open for direct I/O.
+    pub fn lent(mut file: File) -> Result<DeviceFile, IoError> {
+        let failed = |error| IoError::from_call(Call::Open, "using a lent file".to_owned(), error);
+        if !sys::is_direct(file.as_fd()).map_err(failed)? {
+            let text = "using a lent file: it is not open for direct I/O";
+            return Err(IoError::new(IoErrorKind::Unavailable, text));
+        }
+        let size = file.seek(SeekFrom::End(0)).map_err(failed)?;
+        let block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
+        Ok(DeviceFile {
+            file,
+            path: PathBuf::from("lent"),
+            size,
+            access: FileAccess::ReadWrite,
+            caching: Caching::Direct,
+            block_device,
+            origin: Origin::Existing,
+            unlocking: Unlocking::WithLastReference,
+        })
+    }
+
     /// One attempt; `None` when the path no longer names the opened file once its lock is acquired.
     fn attempt(
         path: &Path,

@@ -117,6 +117,13 @@ pub(crate) fn space(fd: BorrowedFd<'_>) -> io::Result<Space> {
     Ok(Space { total_bytes: bytes(stat.f_blocks), available_bytes: bytes(stat.f_bavail) })
 }
 
+/// Reports whether a descriptor was opened with O_DIRECT.
+pub(crate) fn is_direct(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    // SAFETY: fcntl(2) with F_GETFL takes no further argument.
+    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+    check(flags).map(|()| flags & libc::O_DIRECT != 0)
+}
+
 /// Reports whether statx(2) confirms O_DIRECT on this file with transfers aligned to [`IO_ALIGN`] (Linux
 /// 6.1); `None` when it does not report an alignment.
 pub(crate) fn direct_alignment_fits(fd: BorrowedFd<'_>) -> Option<bool> {

@@ -5,6 +5,7 @@
 //!
 //! Exit codes: 0 if all steps passed, 1 if a step failed, 2 if this machine cannot run GPU code.
 
+mod backends;
 mod differential;
 mod layers;
 mod report;

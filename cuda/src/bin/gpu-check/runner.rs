@@ -37,6 +37,7 @@ const fn step(name: &'static str, step: &'static str, seconds: u64, under: Under
 const STEPS: &[Step] = &[
     step("kernels", "kernels", 30, Under::Plain),
     step("transfers", "transfers", 20, Under::Plain),
+    step("backends", "backends", 40, Under::Plain),
     step("partition", "partition", 15, Under::Plain),
     step("layers", "layers", 20, Under::Plain),
     step("rings", "rings", 30, Under::Plain),

@@ -3,6 +3,7 @@
 //! Exit codes: 0 passed, 1 failed.
 
 use std::fs;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use reprise_cuda::ring::{self, BenchSettings, RingError};
 use reprise_cuda::slack;
 use serde_json::{Value, json};
 
-use crate::{Options, differential, layers, print, transfers};
+use crate::{Options, backends, differential, layers, print, transfers};
 
 /// Why a step did not pass.
 #[derive(Debug)]
@@ -49,6 +50,7 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
     match name {
         "kernels" => differential::run(&kernels, options),
         "transfers" => transfers::run(&kernels, options),
+        "backends" => backends::run(&Arc::new(kernels), options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
         "index" => figures(gpu_bench::index_times(&kernels, 21)?),
@@ -84,6 +86,7 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
         );
         checked("ring, contents", &detail);
     }
+    backends::rings(kernels, &partition, options)?;
     let mut best: Option<(f64, String)> = None;
     for queues in [4, 8, 16, 32] {
         let settings = BenchSettings {

@@ -1,0 +1,127 @@
+//! Backends with a GPU: the same random stores and retrievals as in tests without one, with every byte compared.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
+use reprise_cuda::gpu::{DeviceMemory, Partition};
+use reprise_cuda::kernels::Kernels;
+use reprise_cuda::store::verify::{Contents, EmulatedRings, device_bytes, geometries, verify_mover};
+use reprise_cuda::store::{
+    Backend, CuFile, GdsMover, GpuKv, KvGeometry, KvMemory, LayerMover, MoveError, StagedMover,
+};
+use reprise_io::{DeviceFile, FileAccess, HolderNumber, IfMissing, Reserve, SharedFile};
+use reprise_nvme::emulated::{Emulation, Storage};
+
+use crate::Options;
+use crate::steps::{StepError, checked};
+
+/// Blocks of KV memory.
+const BLOCKS: usize = 48;
+
+fn failed(error: impl std::fmt::Display) -> StepError {
+    StepError(error.to_string())
+}
+
+fn rounds(options: &Options) -> u64 {
+    if options.small { 2 } else { 20 }
+}
+
+/// A file in place of a device; it is removed at the end.
+struct Device {
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Device {
+    fn new(folder: &Path, geometry: &KvGeometry) -> Device {
+        let name = format!("gpu-check-{}.device", std::process::id());
+        Device { path: folder.join(name), bytes: device_bytes(geometry) }
+    }
+
+    /// Returns a descriptor for direct I/O, as the agent lends one.
+    fn lent(&self) -> Result<File, StepError> {
+        let open = DeviceFile::open(&self.path, FileAccess::ReadWrite, IfMissing::Create);
+        let mut device = open.map_err(failed)?;
+        device.preallocate(self.bytes, Reserve::Bytes(0)).map_err(failed)?;
+        let shared = SharedFile::of(&device).map_err(failed)?;
+        let shared =
+            shared.ok_or_else(|| StepError("--out is on a file system without direct I/O".to_owned()))?;
+        Ok(File::from(shared.share(HolderNumber(1)).map_err(failed)?))
+    }
+
+    fn buffered(&self) -> Result<File, StepError> {
+        File::options().read(true).write(true).open(&self.path).map_err(failed)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // A file that is left does not affect other runs.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Checks the backends that move paged memory of the GPU: `staged`, and `gds` where the machine has it.
+pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepError> {
+    let partition = Arc::new(Partition::new(kernels.gpu(), options.sms)?);
+    let library = CuFile::load();
+    if let Err(reason) = &library {
+        checked("backend", &format!("gds is not used: {reason}"));
+    }
+    let mut verified: Vec<(String, u64)> = Vec::new();
+    for (layout, geometry) in geometries(BLOCKS) {
+        let memory = Arc::new(DeviceMemory::new(kernels.gpu(), geometry.bytes())?);
+        let (kernels, partition) = (Arc::clone(kernels), Arc::clone(&partition));
+        let kv = KvMemory::Gpu(GpuKv { memory: Arc::clone(&memory), kernels, partition });
+        let device = Device::new(&options.out, &geometry);
+        let mut movers: Vec<Box<dyn LayerMover>> = Vec::new();
+        let lent = DeviceFile::lent(device.lent()?).map_err(failed)?;
+        movers.push(Box::new(StagedMover::new(geometry, kv.clone(), vec![lent]).map_err(failed)?));
+        if let Ok(library) = &library {
+            let files = vec![device.lent()?];
+            movers.push(Box::new(GdsMover::new(library, geometry, &kv, files).map_err(failed)?));
+        }
+        for mut mover in movers {
+            let contents = (&Contents::Gpu(Arc::clone(&memory)), &[Contents::File(device.buffered()?)][..]);
+            let counters = verify_mover(&mut *mover, &geometry, contents, (1, rounds(options)));
+            let blocks = counters.map_err(|error| StepError(format!("{layout}: {error}")))?.blocks;
+            match verified.iter_mut().find(|(name, _)| *name == mover.name()) {
+                Some((_, all)) => *all += blocks,
+                None => verified.push((mover.name(), blocks)),
+            }
+        }
+    }
+    for (name, blocks) in verified {
+        checked("backend", &format!("{name}, 4 layouts, {blocks} layers of blocks: all bytes equal"));
+    }
+    Ok(())
+}
+
+/// Checks the backend `gpu-queue` with the ring's kernel, an emulated controller, and KV memory of the host.
+pub(crate) fn rings(kernels: &Kernels, partition: &Partition, options: &Options) -> Result<(), StepError> {
+    let mut blocks = 0;
+    let mut name = String::new();
+    for (layout, geometry) in geometries(BLOCKS) {
+        let bytes = geometry.bytes();
+        let config = ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never };
+        let span = Arena::new(&config).and_then(|arena| arena.span(0, 0, bytes)).map_err(failed)?;
+        let device = Device::new(&options.out, &geometry);
+        drop(device.lent()?);
+        let emulation = Emulation::of(Storage::file(device.buffered()?).map_err(failed)?);
+        let gpu = Some((kernels, partition));
+        let mut rings = EmulatedRings::start(geometry, &span, vec![emulation], gpu).map_err(failed)?;
+        let contents = (&Contents::Host(span), &[Contents::File(device.buffered()?)][..]);
+        let verified = verify_mover(rings.mover(), &geometry, contents, (1, rounds(options)));
+        name = rings.mover().name();
+        let stopped: Result<(), MoveError> = rings.stop();
+        blocks += verified.map_err(|error| StepError(format!("{layout}: {error}")))?.blocks;
+        stopped.map_err(failed)?;
+    }
+    checked(
+        "backend",
+        &format!("{name}, 4 layouts, {blocks} layers of blocks by the kernel: all bytes equal"),
+    );
+    Ok(())
+}

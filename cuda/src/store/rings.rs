@@ -1,0 +1,352 @@
+//! The backend `gpu-queue`: rings move blocks between KV memory and NVMe namespaces, without a copy elsewhere.
+//!
+//! A GPU drives the queue pairs, or threads of this process do. Each device has its own ring. Transfers of a layer are
+//! divided among the queue pairs of their device; batches that find no room wait in the order of their requests.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::gpu::Event;
+use crate::ring::{
+    BatchSettings, CONTEXTS_MAX, ContextStatus, Cqe, GpuRunner, HostRunner, Operation, Ring, Ticket, Transfer,
+};
+use crate::store::mover::{
+    BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, check,
+};
+use crate::store::progress::{Progress, Requests};
+use crate::store::{
+    Backend, BackendKind, DevicePlan, KvGeometry, MappingTable, PlanCounters, Planned, plan_layer,
+};
+
+/// Checks for the end of a request before the first pause.
+const SPINS: u32 = 64;
+/// Time of checks without a pause.
+const YIELDS: Duration = Duration::from_micros(200);
+/// Pause between two checks for the end of a request.
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// What drives the queue pairs of a ring.
+#[derive(Debug)]
+pub enum Processor<'k> {
+    /// A thread for each queue pair.
+    Host(HostRunner),
+    /// A warp for each queue pair.
+    Gpu(GpuRunner<'k>),
+}
+
+/// Namespace of a ring, and limits of its commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceLimits {
+    /// Number of the namespace at its controller.
+    pub namespace: u32,
+    /// Size of the namespace in bytes; `u64::MAX` if only the controller knows it.
+    pub bytes: u64,
+    /// Size of a logical block in bytes.
+    pub block_bytes: u32,
+    /// Maximum bytes of a transfer that joins adjacent objects.
+    pub transfer_max: u64,
+    /// Software stands in for the controller.
+    pub is_emulated: bool,
+}
+
+/// A running ring of one device, and the descriptors of KV memory for its controller.
+#[derive(Debug)]
+pub struct RingDevice<'k> {
+    /// Parks the queues before the ring is dropped; `None` once it has.
+    processor: Option<Processor<'k>>,
+    ring: Ring,
+    table: MappingTable,
+    limits: NamespaceLimits,
+    next_queue: usize,
+    waiting: VecDeque<Batch>,
+    in_flight: Vec<(Ticket, Batch)>,
+}
+
+/// Transfers of a request for one queue pair.
+#[derive(Debug)]
+struct Batch {
+    operation: Operation,
+    planned: Vec<Planned>,
+    after: Option<Arc<Event>>,
+    progress: Arc<Progress>,
+}
+
+impl<'k> RingDevice<'k> {
+    /// Takes a ring whose queues all have a queue pair and run.
+    ///
+    /// # Errors
+    /// `Invalid` for a block size that no namespace has.
+    pub fn new(
+        ring: Ring,
+        processor: Processor<'k>,
+        table: MappingTable,
+        limits: NamespaceLimits,
+    ) -> Result<RingDevice<'k>, MoveError> {
+        if !limits.block_bytes.is_power_of_two() {
+            return Err(MoveError::Invalid(format!("{limits:?}: expected blocks of a power of two")));
+        }
+        let (waiting, in_flight) = (VecDeque::new(), Vec::new());
+        Ok(RingDevice { processor: Some(processor), ring, table, limits, next_queue: 0, waiting, in_flight })
+    }
+
+    fn has_unfinished(&self) -> bool {
+        let ended = |(_, batch): &(Ticket, Batch)| batch.progress.is_over();
+        let given_up = |queue| self.ring.given_up(queue) > 0 || self.ring.is_broken(queue);
+        self.in_flight.iter().any(ended) || (0..self.ring.queues()).any(given_up)
+    }
+
+    /// Takes batches that have ended, and issues others into their room.
+    fn advance(&mut self) -> Result<(), MoveError> {
+        while let Some(cqe) = self.ring.poll_cqe() {
+            self.take(&cqe);
+        }
+        while let Some(batch) = self.waiting.front() {
+            if self.ring.free_iocbs() == 0 {
+                break;
+            }
+            let is_ready = match &batch.after {
+                // An event that cannot be queried is of a GPU that has failed.
+                Some(event) => event.has_passed()?,
+                None => true,
+            };
+            if !is_ready && !batch.progress.is_over() {
+                break;
+            }
+            let Some(batch) = self.waiting.pop_front() else { break };
+            self.issue(batch)?;
+        }
+        Ok(())
+    }
+
+    fn issue(&mut self, batch: Batch) -> Result<(), MoveError> {
+        let left = batch.progress.deadline().saturating_duration_since(Instant::now());
+        if left.is_zero() || !batch.progress.start(batch.planned.len()) {
+            return Ok(());
+        }
+        let NamespaceLimits { namespace, block_bytes, .. } = self.limits;
+        let settings = BatchSettings { operation: batch.operation, namespace, timeout: Some(left), token: 0 };
+        let Some(mut iocb) = self.ring.get_iocb(&settings) else {
+            batch.end_all(|| Err(BlockError::Failed("no free batch of a ring".to_owned())));
+            return Ok(());
+        };
+        for planned in &batch.planned {
+            let Planned { address, offset, bytes, .. } = *planned;
+            iocb.push(&Transfer { address, block: offset / u64::from(block_bytes), bytes, checksum: 0 });
+        }
+        let issued = iocb.issue_io(self.next_queue);
+        self.next_queue = (self.next_queue + 1) % self.ring.queues();
+        match issued {
+            Ok(ticket) => self.in_flight.push((ticket, batch)),
+            Err(error) => {
+                let text = error.to_string();
+                batch.end_all(|| Err(BlockError::Failed(text.clone())));
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, cqe: &Cqe) {
+        let Some(at) = self.in_flight.iter().position(|(ticket, _)| *ticket == cqe.ticket) else { return };
+        let (ticket, batch) = self.in_flight.swap_remove(at);
+        if cqe.failed == 0 {
+            return batch.end_all(|| Ok(()));
+        }
+        for (planned, status) in batch.planned.iter().zip(self.ring.statuses(ticket)) {
+            let result = match status {
+                ContextStatus::Done => Ok(()),
+                ContextStatus::TimedOut => Err(BlockError::TimedOut),
+                other => Err(BlockError::Failed(format!("transfer at {}: {other:?}", planned.offset))),
+            };
+            batch.progress.end(planned.block, result);
+        }
+    }
+}
+
+impl Drop for RingDevice<'_> {
+    /// Ends the transfers. Their commands may run until the queue pairs are deleted, as before.
+    fn drop(&mut self) {
+        for (_, batch) in self.in_flight.drain(..) {
+            batch.end_all(|| Err(BlockError::Failed("the ring was stopped".to_owned())));
+        }
+    }
+}
+
+impl Batch {
+    fn end_all(&self, result: impl Fn() -> Result<(), BlockError>) {
+        self.planned.iter().for_each(|planned| self.progress.end(planned.block, result()));
+    }
+}
+
+/// Rings of some devices over one KV memory; see the module.
+#[derive(Debug)]
+pub struct RingMover<'k> {
+    geometry: KvGeometry,
+    devices: Vec<Option<RingDevice<'k>>>,
+    requests: Requests,
+    plans: PlanCounters,
+}
+
+impl<'k> RingMover<'k> {
+    /// Creates a mover without devices.
+    pub fn new(geometry: KvGeometry) -> RingMover<'k> {
+        let (devices, requests) = (Vec::new(), Requests::default());
+        RingMover { geometry, devices, requests, plans: PlanCounters::default() }
+    }
+
+    /// Adds a device; returns its index.
+    pub fn attach(&mut self, device: RingDevice<'k>) -> usize {
+        self.devices.push(Some(device));
+        self.devices.len() - 1
+    }
+
+    /// Reports whether the mover has no device.
+    pub fn is_empty(&self) -> bool {
+        self.devices.iter().all(Option::is_none)
+    }
+
+    /// Replaces a device that was [detached](Self::detach), at the same index.
+    pub fn replace(&mut self, index: usize, device: RingDevice<'k>) {
+        self.devices[index] = Some(device);
+    }
+
+    /// Removes a device; dropping it stops the processor of its ring. Blocks of open requests that it has not moved fail
+    /// or time out. Commands may access memory until the queue pairs are deleted. With a GPU, dropping one device waits for
+    /// the kernels of the others: see [`GpuRunner`].
+    pub fn detach(&mut self, index: usize) -> Option<RingDevice<'k>> {
+        self.devices.get_mut(index)?.take()
+    }
+
+    /// Reports whether commands of a device were given up, or may run beyond the end of their request.
+    pub fn has_unfinished(&self, index: usize) -> bool {
+        self.devices.get(index).is_some_and(|device| device.as_ref().is_some_and(RingDevice::has_unfinished))
+    }
+
+    /// Returns the work of planning so far.
+    pub fn plan_counters(&self) -> PlanCounters {
+        self.plans
+    }
+
+    /// Enqueues transfers that are no layers, such as header pages: for each device a list. `blocks` is the number of
+    /// blocks that they name, each with at least one transfer.
+    ///
+    /// # Errors
+    /// `Invalid` for a device that does not exist; `Busy`.
+    pub fn submit_transfers(
+        &mut self,
+        operation: Operation,
+        lists: Vec<(usize, Vec<Planned>)>,
+        blocks: usize,
+        timeout: Duration,
+    ) -> Result<LayerTicket, MoveError> {
+        self.enqueue((operation, timeout, None), lists, blocks)
+    }
+
+    fn enqueue(
+        &mut self,
+        (operation, timeout, after): (Operation, Duration, Option<Arc<Event>>),
+        lists: Vec<(usize, Vec<Planned>)>,
+        blocks: usize,
+    ) -> Result<LayerTicket, MoveError> {
+        let is_there = |(index, _): &(usize, _)| self.devices.get(*index).is_some_and(Option::is_some);
+        if !lists.iter().all(is_there) {
+            return Err(MoveError::Invalid("transfers of a device that the mover does not have".to_owned()));
+        }
+        let (mut transfers, mut bytes) = (vec![0; blocks], 0);
+        for planned in lists.iter().flat_map(|(_, list)| list) {
+            transfers[planned.block as usize] += 1;
+            bytes += u64::from(planned.bytes);
+        }
+        // All blocks of a request have the same size.
+        let block_bytes = bytes / blocks.max(1) as u64;
+        let (ticket, progress) = self.requests.open(transfers, block_bytes, timeout)?;
+        for (index, list) in lists {
+            let Some(device) = &mut self.devices[index] else { continue };
+            // All queue pairs get a part.
+            let part = list.len().div_ceil(device.ring.queues()).clamp(1, CONTEXTS_MAX);
+            for planned in list.chunks(part) {
+                let (planned, after, progress) = (planned.to_vec(), after.clone(), Arc::clone(&progress));
+                device.waiting.push_back(Batch { operation, planned, after, progress });
+            }
+        }
+        self.advance()?;
+        Ok(ticket)
+    }
+
+    fn advance(&mut self) -> Result<(), MoveError> {
+        self.devices.iter_mut().flatten().try_for_each(RingDevice::advance)
+    }
+}
+
+impl Drop for RingMover<'_> {
+    /// Stops all processors before any memory is released: a GPU releases memory only when it has nothing to do.
+    fn drop(&mut self) {
+        self.devices.iter_mut().flatten().for_each(|device| device.processor = None);
+    }
+}
+
+impl Backend for RingMover<'_> {
+    fn kind(&self) -> BackendKind {
+        BackendKind::GpuQueue
+    }
+
+    /// True if threads drive a ring, or a controller is emulated; also without any device, because no GPU runs then.
+    fn is_emulated(&self) -> bool {
+        let is_real = |device: &RingDevice<'_>| {
+            matches!(device.processor, Some(Processor::Gpu(_))) && !device.limits.is_emulated
+        };
+        let mut devices = self.devices.iter().flatten().peekable();
+        devices.peek().is_none() || !devices.all(is_real)
+    }
+}
+
+impl LayerMover for RingMover<'_> {
+    fn submit(&mut self, operation: Operation, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
+        let Some(devices) = self.devices.iter().map(Option::as_ref).collect::<Option<Vec<_>>>() else {
+            return Err(MoveError::Invalid("a device was detached and not replaced".to_owned()));
+        };
+        let sizes: Vec<_> = devices.iter().map(|device| Some(device.limits.bytes)).collect();
+        check(&self.geometry, &sizes, request)?;
+        let limits = devices.iter().map(|device| (&device.table, device.limits.transfer_max));
+        let mut plans: Vec<DevicePlan<'_>> = limits
+            .map(|(table, transfer_max)| DevicePlan { table, transfer_max, planned: Vec::new() })
+            .collect();
+        plan_layer((request.blocks, request.layer), &mut plans, &mut self.plans);
+        let planned = plans.into_iter().map(|plan| plan.planned).enumerate();
+        let lists = planned.filter(|(_, planned)| !planned.is_empty()).collect();
+        self.enqueue((operation, request.timeout, request.after.cloned()), lists, request.blocks.len())
+    }
+
+    fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
+        self.advance()?;
+        self.requests.poll(ticket)
+    }
+
+    fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
+        let start = Instant::now();
+        for check in 0_u32.. {
+            if let Some(outcome) = self.poll(ticket)? {
+                return Ok(outcome);
+            }
+            match check {
+                0..SPINS => std::hint::spin_loop(),
+                _ if start.elapsed() < YIELDS => std::thread::yield_now(),
+                _ => std::thread::sleep(PAUSE),
+            }
+        }
+        Err(MoveError::UnknownTicket)
+    }
+
+    fn given_up(&self) -> usize {
+        let of_ring = |ring: &Ring| -> usize {
+            let of_queue = |queue| ring.given_up(queue) as usize + usize::from(ring.is_broken(queue));
+            (0..ring.queues()).map(of_queue).sum()
+        };
+        let of_rings: usize = self.devices.iter().flatten().map(|device| of_ring(&device.ring)).sum();
+        self.requests.given_up() + of_rings
+    }
+
+    fn counters(&self) -> MoverCounters {
+        self.requests.counters()
+    }
+}
