@@ -46,7 +46,7 @@ pub struct NamespaceLimits {
     pub block_bytes: u32,
     /// Maximum bytes of a transfer that joins adjacent objects.
     pub transfer_max: u64,
-    /// Software stands in for the controller.
+    /// The controller is software.
     pub is_emulated: bool,
 }
 
@@ -227,7 +227,7 @@ impl<'k> RingMover<'k> {
         self.plans
     }
 
-    /// Enqueues transfers that are no layers, such as header pages: for each device a list. `blocks` is the number of
+    /// Enqueues transfers outside of layers, such as header pages: for each device a list. `blocks` is the number of
     /// blocks that they name, each with at least one transfer.
     ///
     /// # Errors

@@ -107,7 +107,7 @@ impl Model {
         }
     }
 
-    /// Compares all bytes.
+    /// Compares memory and devices with the model.
     fn compare(&self, memory: &Contents, devices: &[Contents], round: &str) -> Result<(), MoveError> {
         let named = [("KV memory".to_owned(), memory, &self.memory)].into_iter();
         let of_device = |(index, (device, model))| (format!("device {index}"), device, model);
@@ -178,7 +178,7 @@ pub fn verify_mover(
     Ok(mover.counters())
 }
 
-/// Returns random blocks, each with an extent of its own.
+/// Returns random blocks, each with its own extent.
 fn places(geometry: &KvGeometry, devices: usize, random: &mut Random) -> Vec<BlockPlace> {
     let extents = random.permutation((devices as u64 * EXTENTS) as u32);
     let slots = random.permutation(geometry.blocks as u32);

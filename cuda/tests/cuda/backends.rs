@@ -1,5 +1,5 @@
-//! Backends of blocks: each one that a machine without a GPU can run moves the same bytes, and reports what it does not
-//! move.
+//! Backends of blocks: each one that a machine without a GPU can run moves the same bytes, and reports the blocks that it
+//! cannot move.
 
 mod choice;
 mod conformance;

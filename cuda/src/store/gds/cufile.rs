@@ -1,7 +1,7 @@
 //! The interface of cuFile (`cufile.h` of CUDA 13), from a library that is loaded at run time.
 //!
 //! Only calls that have existed since its first version are used. The library stays loaded until the process ends: it has
-//! threads of its own.
+//! its own threads.
 
 use std::ffi::{OsStr, c_int, c_long, c_uint, c_void};
 use std::fs::File;
@@ -25,14 +25,14 @@ const OPEN_LIMIT: Duration = Duration::from_secs(20);
 /// What to do if the library cannot be loaded.
 const INSTALL: &str = "install the package libcufile of CUDA 13, or set LD_LIBRARY_PATH to its folder";
 
-/// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
+/// Kind of a descriptor that has a file descriptor: `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const HANDLE_OF_DESCRIPTOR: c_int = 1;
 
 /// Offset of `nvfs.dstatusflags` in `CUfileDrvProps_t`, and the size of that structure.
 const SUPPORTED_AT: usize = 24;
 const PROPERTIES_BYTES: usize = 56;
 
-/// `CUfileError_t`.
+/// Result of a call: `CUfileError_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Status {

@@ -59,7 +59,7 @@ impl<'k> EmulatedRings<'k> {
         Ok(EmulatedRings { mover, owners })
     }
 
-    /// Returns the mover.
+    /// Returns the mover over all controllers.
     pub fn mover(&mut self) -> &mut RingMover<'k> {
         &mut self.mover
     }

@@ -131,7 +131,7 @@ pub(crate) fn folder() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder")
 }
 
-/// Allocates zeroed memory.
+/// Allocates zeroed memory of whole pages.
 pub(crate) fn memory(bytes: u64) -> Span {
     let whole = bytes.next_multiple_of(4096);
     let config = ArenaConfig { bytes: whole, region_bytes: whole, huge: HugePolicy::Never };
