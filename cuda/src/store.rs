@@ -44,6 +44,6 @@ pub use mover::{
 };
 pub use open::{Means, open_backend};
 pub use plan::{BlockPlace, DevicePlan, PlanCounters, Planned, plan_layer};
-pub use rings::{NamespaceLimits, Processor, RingDevice, RingMover};
+pub use rings::{NamespaceLimits, Processor, RingCounters, RingDevice, RingMover};
 pub use staged::StagedMover;
 pub use stripe::alternate;

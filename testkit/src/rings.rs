@@ -6,15 +6,15 @@
 //! load: pin ─▶ ring reads header pages ─▶ ring reads, layer by layer ─▶ checksums ─▶ unpin
 //! ```
 //!
-//! Threads of this process drive the queue pairs (the host build of the GPU's source), so the backend is
-//! `gpu-queue-emulated`.
+//! [`RingMover`] moves the layers. Threads of this process drive the queue pairs (the host build of the GPU's source), so
+//! the backend is `gpu-queue-emulated`.
 //!
 //! A command that is given up may still write KV memory. Its queue pairs are therefore returned to the agent, which
-//! deletes them, before a block or an extent has another use ([`device::DeviceRing::renew`]).
+//! deletes them, before a block or an extent has another use.
 
 mod device;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
@@ -25,14 +25,14 @@ use reprise_client::{
 };
 use reprise_cuda::ring::Operation;
 use reprise_cuda::store::{
-    BackendKind, BlockPlace, DevicePlan, KvGeometry, PlanCounters, alternate, plan_layer,
+    BackendKind, BlockFailure, BlockPlace, KvGeometry, LayerMover, LayerRequest, LayerTicket, MoverCounters,
+    PlanCounters, RingMover, alternate,
 };
 use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::{BlockKey, Layout};
 
-use device::DeviceRing;
-pub use device::RingCounters;
-pub use reprise_cuda::store::{Backend, KvOrder};
+use device::{GrantedDevice, open_ring};
+pub use reprise_cuda::store::{Backend, KvOrder, RingCounters};
 
 /// Header pages that are read at once.
 const HEADERS: usize = 64;
@@ -44,7 +44,7 @@ pub struct RingPathSettings {
     pub pairs: u32,
     /// Entries of each queue.
     pub depth: u32,
-    /// Deadline of a batch.
+    /// Limit of a save or a load, for all its layers.
     pub timeout: Duration,
     /// Order of objects in KV memory.
     pub order: KvOrder,
@@ -80,8 +80,9 @@ pub struct RingPath {
     /// KV memory, then pages for headers.
     memory: MappedRegion,
     registered: RegisteredMemory,
-    devices: BTreeMap<u32, DeviceRing>,
-    counters: PlanCounters,
+    /// Stops its rings before the queue pairs are returned.
+    mover: RingMover<'static>,
+    devices: BTreeMap<u32, GrantedDevice>,
 }
 
 impl Backend for RingPath {
@@ -90,8 +91,7 @@ impl Backend for RingPath {
     }
 
     fn is_emulated(&self) -> bool {
-        // The rings run in threads of this process.
-        true
+        self.mover.is_emulated()
     }
 }
 
@@ -118,8 +118,8 @@ impl RingPath {
         let (memory, file) = MappedRegion::allocate(bytes).context("KV memory")?;
         let registered = client.register_memory(file, bytes)?;
         let client = client.clone();
-        let (devices, counters) = (BTreeMap::new(), PlanCounters::default());
-        Ok(RingPath { client, layout, settings, geometry, memory, registered, devices, counters })
+        let (mover, devices) = (RingMover::new(geometry), BTreeMap::new());
+        Ok(RingPath { client, layout, settings, geometry, memory, registered, mover, devices })
     }
 
     /// Returns an object of KV memory.
@@ -130,22 +130,33 @@ impl RingPath {
 
     /// Returns the work of planning so far.
     pub fn counters(&self) -> PlanCounters {
-        self.counters
+        self.mover.plan_counters()
+    }
+
+    /// Returns the requests and blocks that the rings have moved so far.
+    pub fn moved(&self) -> MoverCounters {
+        self.mover.counters()
+    }
+
+    /// Returns the numbers of the queue pairs in use, by device.
+    pub fn queue_pairs(&self) -> BTreeMap<u32, Vec<u16>> {
+        let numbers = |granted: &GrantedDevice| granted.grant.queues().iter().map(|pair| pair.id).collect();
+        self.devices.iter().map(|(device, granted)| (*device, numbers(granted))).collect()
     }
 
     /// Returns the work of the rings so far.
     pub fn ring_counters(&self) -> RingCounters {
-        self.devices.values().map(DeviceRing::counters).fold(RingCounters::default(), std::ops::Add::add)
+        self.mover.ring_counters()
     }
 
     /// Returns the generations of the grants in use, by device.
     pub fn generations(&self) -> BTreeMap<u32, u64> {
-        self.devices.iter().map(|(device, ring)| (*device, ring.generation())).collect()
+        self.devices.iter().map(|(device, granted)| (*device, granted.grant.generation())).collect()
     }
 
     /// Returns why a grant has ended, if one has.
     pub fn revoked(&self) -> Option<String> {
-        self.devices.values().find_map(DeviceRing::revoked)
+        self.devices.values().find_map(|granted| granted.grant.revoked())
     }
 
     /// Saves blocks of KV memory under their keys, as consecutive blocks of one chain. Returns the statuses of as many
@@ -246,17 +257,17 @@ impl RingPath {
         let extents = pinned.iter().map(|(_, extent)| (extent.device(), extent.offset()));
         let extents: Vec<(u32, u64)> = extents.collect();
         self.ensure_devices(extents.iter().map(|(device, _)| *device))?;
-        let mut failed = Vec::new();
-        for (device, ring) in &mut self.devices {
+        let list = |(device, granted): (&u32, &GrantedDevice)| {
             let own = extents.iter().enumerate().filter(|(_, (of, _))| of == device);
-            let transfers = own.map(|(index, (_, offset))| ring.page_transfer(index, page(index), *offset));
-            failed.extend(ring.run(
-                Operation::Read,
-                &transfers.collect::<Vec<_>>(),
-                self.settings.timeout,
-            )?);
-        }
-        self.settle(Ok(failed.clone()))?;
+            let transfers =
+                own.map(|(index, (_, offset))| granted.page_transfer(index, page(index), *offset));
+            (granted.index, transfers.collect())
+        };
+        let lists = self.devices.iter().map(list).collect();
+        let timeout = self.settings.timeout;
+        let ticket = self.mover.submit_transfers(Operation::Read, lists, pinned.len(), timeout)?;
+        let ended = self.finish([ticket]);
+        let failed = self.settle(ended)?;
         let checksums = pinned.iter().enumerate().map(|(index, (_, extent))| {
             if failed.contains(&index) {
                 return Err(RingLoad::Failed);
@@ -275,9 +286,8 @@ impl RingPath {
     ) -> anyhow::Result<Vec<BlockPlace>> {
         let extents: Vec<((u32, u64), usize)> = extents.collect();
         self.ensure_devices(extents.iter().map(|((device, _), _)| *device))?;
-        let numbers: Vec<u32> = self.devices.keys().copied().collect();
         let place = |((device, payload), slot): ((u32, u64), usize)| {
-            let device = numbers.binary_search(&device).expect("it has queue pairs");
+            let device = self.devices.get(&device).expect("it has queue pairs").index;
             BlockPlace { device, payload, slot }
         };
         Ok(extents.into_iter().map(place).collect())
@@ -286,51 +296,59 @@ impl RingPath {
     fn ensure_devices(&mut self, devices: impl Iterator<Item = u32>) -> anyhow::Result<()> {
         for device in devices {
             if !self.devices.contains_key(&device) {
-                let ring = DeviceRing::open(
-                    &self.client,
-                    (device, &self.registered),
-                    &self.geometry,
-                    &self.settings,
-                )?;
-                self.devices.insert(device, ring);
+                let memory = (device, &self.registered);
+                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+                let index = self.mover.attach(ring);
+                self.devices.insert(device, GrantedDevice { index, grant });
             }
         }
         Ok(())
     }
 
-    /// Moves all layers of blocks, with one planning call for each layer. Returns the indices of blocks that failed.
+    /// Moves all layers of blocks, with one call for each layer. Returns the indices of blocks that failed.
     fn transfer(&mut self, operation: Operation, places: &[BlockPlace]) -> anyhow::Result<Vec<usize>> {
-        let mut failed = Vec::new();
+        let mut tickets = Vec::with_capacity(self.geometry.layers);
         for layer in 0..self.geometry.layers {
-            let plan = |ring: &DeviceRing| ring.transfer_max();
-            let limits: Vec<u64> = self.devices.values().map(plan).collect();
-            let tables = self.devices.values().map(DeviceRing::table).zip(limits);
-            let mut plans: Vec<DevicePlan<'_>> = tables
-                .map(|(table, transfer_max)| DevicePlan { table, transfer_max, planned: Vec::new() })
-                .collect();
-            plan_layer((places, layer), &mut plans, &mut self.counters);
-            let planned: Vec<_> = plans.into_iter().map(|plan| plan.planned).collect();
-            for (ring, planned) in self.devices.values_mut().zip(planned) {
-                failed.extend(ring.run(operation, &planned, self.settings.timeout)?);
+            let timeout = self.settings.timeout;
+            let request = LayerRequest { layer, blocks: places, timeout, after: None };
+            tickets.push(match operation {
+                Operation::Write => self.mover.store_layer(&request)?,
+                Operation::Read => self.mover.retrieve_layer(&request)?,
+            });
+        }
+        self.finish(tickets)
+    }
+
+    /// Waits for requests; returns the indices of blocks that failed in one of them.
+    fn finish(&mut self, tickets: impl IntoIterator<Item = LayerTicket>) -> anyhow::Result<Vec<usize>> {
+        let mut failed = BTreeSet::new();
+        for ticket in tickets {
+            for BlockFailure { block, error } in self.mover.wait(ticket)?.failures {
+                tracing::warn!(backend = self.mover.name(), block, %error, "a ring could not move a block");
+                failed.insert(block);
             }
         }
-        failed.sort_unstable();
-        failed.dedup();
-        Ok(failed)
+        Ok(failed.into_iter().collect())
     }
 
     /// Makes the queue pairs usable again after commands were given up: none of them runs any longer then.
     fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>> {
-        for (device, ring) in std::mem::take(&mut self.devices) {
-            if !ring.must_be_renewed() {
-                self.devices.insert(device, ring);
+        for (device, granted) in std::mem::take(&mut self.devices) {
+            // The grant may have ended, or commands may still access KV memory.
+            if granted.grant.revoked().is_none() && !self.mover.has_unfinished(granted.index) {
+                self.devices.insert(device, granted);
                 continue;
             }
-            if let Some(reason) = ring.revoked() {
+            let GrantedDevice { index, grant } = granted;
+            drop(self.mover.detach(index));
+            if let Some(reason) = grant.revoked() {
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
-            let renewed = ring.renew(&self.client, &self.registered, &self.geometry, &self.settings)?;
-            self.devices.insert(device, renewed);
+            self.client.return_queues(grant)?;
+            let memory = (device, &self.registered);
+            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+            self.mover.replace(index, ring);
+            self.devices.insert(device, GrantedDevice { index, grant });
         }
         ended
     }
@@ -340,7 +358,11 @@ impl RingPath {
     /// # Errors
     /// The session has ended.
     pub fn close(mut self) -> anyhow::Result<()> {
-        std::mem::take(&mut self.devices).into_values().try_for_each(|ring| ring.close(&self.client))
+        for GrantedDevice { index, grant } in std::mem::take(&mut self.devices).into_values() {
+            drop(self.mover.detach(index));
+            self.client.return_queues(grant)?;
+        }
+        Ok(())
     }
 
     /// Returns the layout of the blocks.

@@ -35,6 +35,45 @@ pub enum Processor<'k> {
     Gpu(GpuRunner<'k>),
 }
 
+/// Work that rings have issued.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RingCounters {
+    /// Batches, each with one doorbell.
+    pub batches: u64,
+    /// Contexts of the batches: one for each transfer of objects or of a header page.
+    pub contexts: u64,
+    /// Bytes of reads, header pages included.
+    pub bytes_read: u64,
+    /// Bytes of writes.
+    pub bytes_written: u64,
+}
+
+impl RingCounters {
+    /// Counts a batch of one operation.
+    fn issue(&mut self, operation: Operation, batch: &[Planned]) {
+        let bytes: u64 = batch.iter().map(|planned| u64::from(planned.bytes)).sum();
+        self.batches += 1;
+        self.contexts += batch.len() as u64;
+        match operation {
+            Operation::Read => self.bytes_read += bytes,
+            Operation::Write => self.bytes_written += bytes,
+        }
+    }
+}
+
+impl std::ops::Add for RingCounters {
+    type Output = RingCounters;
+
+    fn add(self, other: RingCounters) -> RingCounters {
+        RingCounters {
+            batches: self.batches + other.batches,
+            contexts: self.contexts + other.contexts,
+            bytes_read: self.bytes_read + other.bytes_read,
+            bytes_written: self.bytes_written + other.bytes_written,
+        }
+    }
+}
+
 /// Namespace of a ring, and limits of its commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceLimits {
@@ -61,6 +100,7 @@ pub struct RingDevice<'k> {
     next_queue: usize,
     waiting: VecDeque<Batch>,
     in_flight: Vec<(Ticket, Batch)>,
+    counters: RingCounters,
 }
 
 /// Transfers of a request for one queue pair.
@@ -87,7 +127,16 @@ impl<'k> RingDevice<'k> {
             return Err(MoveError::Invalid(format!("{limits:?}: expected blocks of a power of two")));
         }
         let (waiting, in_flight) = (VecDeque::new(), Vec::new());
-        Ok(RingDevice { processor: Some(processor), ring, table, limits, next_queue: 0, waiting, in_flight })
+        Ok(RingDevice {
+            processor: Some(processor),
+            ring,
+            table,
+            limits,
+            next_queue: 0,
+            waiting,
+            in_flight,
+            counters: RingCounters::default(),
+        })
     }
 
     fn has_unfinished(&self) -> bool {
@@ -137,7 +186,10 @@ impl<'k> RingDevice<'k> {
         let issued = iocb.issue_io(self.next_queue);
         self.next_queue = (self.next_queue + 1) % self.ring.queues();
         match issued {
-            Ok(ticket) => self.in_flight.push((ticket, batch)),
+            Ok(ticket) => {
+                self.counters.issue(batch.operation, &batch.planned);
+                self.in_flight.push((ticket, batch));
+            }
             Err(error) => {
                 let text = error.to_string();
                 batch.end_all(|| Err(BlockError::Failed(text.clone())));
@@ -185,13 +237,16 @@ pub struct RingMover<'k> {
     devices: Vec<Option<RingDevice<'k>>>,
     requests: Requests,
     plans: PlanCounters,
+    /// Work of detached devices.
+    detached: RingCounters,
 }
 
 impl<'k> RingMover<'k> {
     /// Creates a mover without devices.
     pub fn new(geometry: KvGeometry) -> RingMover<'k> {
         let (devices, requests) = (Vec::new(), Requests::default());
-        RingMover { geometry, devices, requests, plans: PlanCounters::default() }
+        let (plans, detached) = (PlanCounters::default(), RingCounters::default());
+        RingMover { geometry, devices, requests, plans, detached }
     }
 
     /// Adds a device; returns its index.
@@ -214,7 +269,9 @@ impl<'k> RingMover<'k> {
     /// or time out. Commands may access memory until the queue pairs are deleted. With a GPU, dropping one device waits for
     /// the kernels of the others: see [`GpuRunner`].
     pub fn detach(&mut self, index: usize) -> Option<RingDevice<'k>> {
-        self.devices.get_mut(index)?.take()
+        let device = self.devices.get_mut(index)?.take()?;
+        self.detached = self.detached + device.counters;
+        Some(device)
     }
 
     /// Reports whether commands of a device were given up, or may run beyond the end of their request.
@@ -225,6 +282,12 @@ impl<'k> RingMover<'k> {
     /// Returns the work of planning so far.
     pub fn plan_counters(&self) -> PlanCounters {
         self.plans
+    }
+
+    /// Returns the work of all rings so far.
+    pub fn ring_counters(&self) -> RingCounters {
+        let of_devices = self.devices.iter().flatten().map(|device| device.counters);
+        of_devices.fold(self.detached, std::ops::Add::add)
     }
 
     /// Enqueues transfers outside of layers, such as header pages: for each device a list. `blocks` is the number of

@@ -154,6 +154,48 @@ fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
 }
 
 #[test]
+fn ranks_of_one_process_have_queue_pairs_and_memory_of_their_own() {
+    const RANKS: u64 = 2;
+    let env = TestEnv::new();
+    env.require("this NVMe controller is EMULATED");
+    let (config, _) = lender(&env);
+    let agent = env.agent(&config);
+    let engines: Vec<Engine> = (0..RANKS).map(|_| agent.engine(small())).collect();
+    let open = |engine: &Engine| RingPath::open(engine.client(), SLOTS, settings(KvOrder::LayerPartBlock));
+    let mut paths: Vec<RingPath> = engines.iter().map(|engine| open(engine).expect("registered")).collect();
+    let numbers = |rank: u64| -> Vec<u64> { (1000 * rank..1000 * rank + 20).collect() };
+    // Both ranks use the controller at the same time.
+    std::thread::scope(|scope| {
+        for (rank, path) in (0..).zip(&mut paths) {
+            scope.spawn(move || assert_eq!(save(path, &numbers(rank)), [ExtentStatus::Durable; 20]));
+        }
+    });
+    let pairs: Vec<u16> = paths.iter().flat_map(|path| path.queue_pairs().into_values().flatten()).collect();
+    assert_eq!(pairs.iter().collect::<BTreeSet<_>>().len(), 2 * RANKS as usize, "{pairs:?}");
+    let generations: BTreeSet<u64> = paths.iter().flat_map(|path| path.generations().into_values()).collect();
+    assert_eq!(generations.len(), RANKS as usize, "a grant for each rank");
+    let registered = agent.admin().metric("reprise_agent_registered_memory_bytes", "") as u64;
+    let of_rank = SLOTS as u64 * u64::from(small().objects()) * small().object_bytes();
+    assert!(registered >= RANKS * of_rank, "{registered} bytes are registered");
+
+    // Each rank reads what the other has written, into its own memory only.
+    for (rank, path) in (0..).zip(&mut paths) {
+        let (own, loaded) = (at(0, &numbers(rank)), at(SLOTS / 2, &numbers(1 - rank)));
+        assert_eq!(path.load(&loaded).expect("answered"), [RingLoad::Verified; 20]);
+        assert_eq!((mismatches(path, &own), mismatches(path, &loaded)), (0, 0));
+    }
+    let mut paths = paths.into_iter();
+    paths.next().expect("rank 0").close().expect("returned");
+    let mut other = paths.next().expect("rank 1");
+    assert_eq!(agent.admin().json("/status")["queue_grants"].as_array().map(Vec::len), Some(1));
+    assert_eq!(save(&mut other, &[5000]), [ExtentStatus::Durable]);
+    assert_eq!(other.load(&at(SLOTS / 2, &[5000])).expect("answered"), [RingLoad::Verified]);
+    other.close().expect("returned");
+    drop(engines);
+    wait_for_no_grants(&agent);
+}
+
+#[test]
 fn damage_by_a_write_outside_of_leases_is_found_by_checksums() {
     let env = TestEnv::new();
     env.require("this NVMe controller is EMULATED");

@@ -46,7 +46,11 @@ fn requests_in_the_document_are_decoded() {
         ),
         ("AwaitDurable", "AwaitDurable { ticket: Ticket(4) }"),
         ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
-        ("Match", "Match { keys: [11111111111111111111111111111111], scope: Local }"),
+        ("Match", "Match { keys: [11111111111111111111111111111111], ranks: Own, scope: Local }"),
+        (
+            "Match` of all ranks",
+            "Match { keys: [11111111111111111111111111111111], ranks: All, scope: Cluster }",
+        ),
         (
             "Load",
             "Load(LoadRequest { keys: [11111111111111111111111111111111], deadline: 5s, read_bytes: 524288, scope: \
