@@ -1,4 +1,4 @@
-"""Reports of computed layers: what is measured, when it is reported, and what a real agent makes of it."""
+"""Reports of computed layers: measurement, time of the reports, and the prediction errors of a real agent."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_engine_that_cannot_be_reported_sends_nothing(model: str, layers: list[s
 
 @dataclass
 class FakeCuda:
-    """``torch.cuda`` of a GPU that is behind the host: its events are passed when the test says so."""
+    """``torch.cuda`` of a GPU that is behind the host: the test sets the passed time."""
 
     at_ms: float = 0.0
     passed_ms: float = 0.0

@@ -89,7 +89,7 @@ def test_blocks_of_a_rank_that_dies_before_its_commit_are_not_found(cluster: Clu
 
 
 def test_blocks_with_an_evicted_part_are_not_found(built: None, tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=32 * MIB)
+    cluster = Cluster(tmp_path / "cluster", arena=16 * MIB, pool=72 * MIB)
     with ExitStack() as stack:
         stack.callback(cluster.stop)
         clients = [stack.enter_context(client_of(cluster, rank)) for rank in range(RANKS)]

@@ -103,6 +103,8 @@ mod tests {
         GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants, QueueRequest,
     };
 
+    use crate::TenantId;
+
     use super::*;
 
     const LIMITS: QueueGrantLimits =
@@ -125,7 +127,14 @@ mod tests {
     }
 
     fn of(session: SessionId, pairs: u32) -> QueueRequest {
-        QueueRequest { session, device: 3, pairs, depth: 128, memory: MemoryNumber(1) }
+        QueueRequest {
+            tenant: TenantId::DEFAULT,
+            session,
+            device: 3,
+            pairs,
+            depth: 128,
+            memory: MemoryNumber(1),
+        }
     }
 
     fn granted(table: &mut QueueGrants, request: QueueRequest) -> GrantGeneration {

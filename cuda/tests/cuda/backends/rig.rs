@@ -42,7 +42,7 @@ pub(crate) struct Rig {
 }
 
 enum Open {
-    Rings(EmulatedRings<'static>),
+    Rings(Box<EmulatedRings<'static>>),
     Other(Box<dyn LayerMover>),
 }
 
@@ -72,7 +72,7 @@ impl Rig {
             Kind::Rings => {
                 let storage = |path| Storage::file(buffered(path)).expect("a file");
                 let emulations = paths.iter().map(|path| change(Emulation::of(storage(path)))).collect();
-                Open::Rings(EmulatedRings::start(geometry, &span, emulations, None).expect("rings"))
+                Open::Rings(Box::new(EmulatedRings::start(geometry, &span, emulations, None).expect("rings")))
             }
             Kind::Gds => {
                 let library = FakeCuFile::new(&[]).load().expect("a library");
