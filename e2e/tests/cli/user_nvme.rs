@@ -80,7 +80,7 @@ fn the_demo_with_rings_hits_every_tier_and_states_the_backend_and_its_traffic() 
     assert!(number(rings, "/bytes_read") >= loaded * (block_bytes + 4096), "{rings}");
     assert!(number(rings, "/bytes_written") >= saved * block_bytes, "{rings}");
     let (batches, contexts) = (number(rings, "/batches"), number(rings, "/contexts"));
-    assert!(batches > 0 && contexts > 4 * batches, "a batch has many contexts: {rings}");
+    assert!(batches > 0 && contexts > batches, "batches have several contexts: {rings}");
     for tier in ["own_dram", "peer_dram", "peer_nvme"] {
         let in_replay = number(&summary, &format!("/hits/{tier}"));
         assert!(number(rings, &format!("/arena/{tier}")) >= in_replay, "{tier}: {summary}");
