@@ -10,12 +10,11 @@
 
 mod by_rings;
 mod memory;
+#[cfg(not(feature = "rings"))]
+mod no_rings;
 mod outcome;
 mod path;
 #[cfg(feature = "rings")]
-mod registered_kv;
-#[cfg(not(feature = "rings"))]
-#[path = "engine/no_rings.rs"]
 mod registered_kv;
 
 use std::collections::BTreeMap;
@@ -29,6 +28,8 @@ use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 
 use memory::KvMemory;
+#[cfg(not(feature = "rings"))]
+use no_rings as registered_kv;
 pub use outcome::{DurableCheck, HitCounts, RequestOutcome, RingTraffic};
 pub use path::EnginePath;
 

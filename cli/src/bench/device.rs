@@ -9,7 +9,7 @@ pub(super) struct Device {
     pub(super) benchmark: &'static str,
     /// Name of the device, or `none`.
     pub(super) device: String,
-    /// What ran: code on the device, or what stands in for it.
+    /// What ran: code on the device, or its replacement.
     pub(super) code: &'static str,
     /// Why no device was used.
     pub(super) reason: Option<String>,

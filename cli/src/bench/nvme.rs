@@ -108,7 +108,7 @@ fn memory() -> anyhow::Result<Arena> {
     Arena::new(&config).context("memory of the reads")
 }
 
-/// An open controller.
+/// A started controller, open for reads.
 struct Driver {
     engine: Box<dyn IoEngine>,
     /// Model and serial number.

@@ -1,4 +1,4 @@
-//! Stands in for [`registered_kv`](super) in a build without rings: such memory cannot be opened.
+//! Replacement of registered KV memory in a build without rings: such memory cannot be opened.
 
 use anyhow::bail;
 use reprise_client::{Client, ExtentStatus};
