@@ -125,7 +125,9 @@ fn engine_uses_granted_queue_pairs_whose_numbers_are_in_the_status() {
     k8s.wait_condition(KIND, "a", NOT_REQUESTED);
     assert_eq!(cell(&k8s, "a", "Queues"), Value::Null);
     second.save_and_load(3).expect("the queue pairs are free again");
-    k8s.wait_message(KIND, "a", NOT_REQUESTED, &["1 of 4"]);
+    wait_until("one queue pair to be reported", PATIENCE, || {
+        k8s.wait_condition(KIND, "a", NOT_REQUESTED).contains("1 of 4").then_some(())
+    });
     let [(queues, later), reported] = numbers(&k8s, &agent);
     assert_eq!(&(queues.clone(), later), &reported);
     assert!(queues.len() == 1 && later > generation, "{queues:?} {later:?} {generation:?}");
