@@ -148,7 +148,7 @@ fn foreign_write_into_grant_is_kept_and_version_checked() {
     let seen = k8s.get(KIND, "a").expect("the object exists").resource_version();
     claim(seen.clone()).expect("the version is current");
     report_queues(&k8s, "n1", &["S1"], &[("a", 1)], json!({}));
-    k8s.wait_condition(KIND, "a", ["Programmed", "False", "Progressing"]);
+    k8s.wait_condition(KIND, "a", ["Programmed", "False", "NotRequested"]);
     assert_eq!(json!(grants(&k8s.get(KIND, "a").expect("the object exists"))), moved);
     match claim(seen).expect_err("the operator has written a newer version") {
         kube::Error::Api(status) => assert_eq!(status.code, 409),
