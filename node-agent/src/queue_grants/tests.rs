@@ -322,8 +322,9 @@ fn grants_of_a_released_device_end_on_its_controller() {
     let replacement = FakeLender::new(&log);
     attach(&fixture.service, &replacement);
     assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
-    fixture.service.close_session(ONE);
+    // A session that is closed gets no notice.
     wait_until("the notice", || fixture.notices.lock().expect("no panic").len() == 1);
+    fixture.service.close_session(ONE);
     wait_until("the end", || fixture.log.lock().expect("no panic").len() == 3);
     assert_eq!(fixture.log(), ["delete 1", "unmap 1", "unmap memory"]);
     assert!(log.lock().expect("no panic").is_empty(), "the replacement has no such queue pair");
