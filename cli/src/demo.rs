@@ -39,7 +39,7 @@ use reprise_testkit::trace::{Trace, TraceRequest};
 const NODES: usize = 2;
 /// Default number of nodes with rings. A node takes blocks from DRAM of another one only if a third node has caused the
 /// copy, because rings bypass DRAM.
-const NODES_WITH_RINGS: usize = 3;
+const NODES_WITH_RINGS: usize = 4;
 const NODES_MAX: usize = 16;
 
 /// Default and largest number of control-plane members with `--etcd`.
@@ -63,7 +63,7 @@ pub(crate) struct DemoArgs {
     trace: Option<PathBuf>,
     /// Replay at most this many requests before the kill [default: 1500].
     ///
-    /// The default with `--engine-path rings` is 375.
+    /// The default with `--engine-path rings` is 750.
     #[arg(long)]
     requests: Option<usize>,
     /// Divide the bytes of Llama-3-8B's KV cache by SCALE [default: 1024].
@@ -103,7 +103,7 @@ pub(crate) struct DemoArgs {
     hold: bool,
     /// Start this many nodes, each with an agent and an engine [default: 2].
     ///
-    /// The default with `--engine-path rings` is 3.
+    /// The default with `--engine-path rings` is 4.
     #[arg(long, value_parser = clap::value_parser!(u8).range(2..=NODES_MAX as i64))]
     nodes: Option<u8>,
     /// Run several control-plane members on etcd, and kill one of them.

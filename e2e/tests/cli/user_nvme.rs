@@ -58,7 +58,8 @@ fn the_demo_with_rings_hits_every_tier_and_states_the_backend_and_its_traffic() 
     std::fs::write(&file, trace()).expect("the folder is writable");
     let trace = file.to_str().expect("our folders have plain names");
     let demo = ["--json", "demo", "--engine-path", "rings", "--trace", trace, "--dir", folder];
-    let sizes = ["--arena", "32MiB", "--pool", "256MiB"];
+    let nodes = NODES.to_string();
+    let sizes = ["--nodes", nodes.as_str(), "--arena", "32MiB", "--pool", "256MiB"];
     let summary = objects(&[&demo[..], &sizes[..]].concat()).remove(0);
     assert_eq!((number(&summary, "/mismatches"), number(&summary, "/errors")), (0, 0), "{summary}");
     assert_eq!(summary["engine_path"], "rings");
