@@ -1,3 +1,5 @@
+//! Limits, generations and ends of grants, in given and random orders.
+
 use proptest::prelude::*;
 
 use super::*;
