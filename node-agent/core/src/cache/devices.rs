@@ -1,7 +1,8 @@
 //! The devices of the pool as one store: allocation, eviction and failures.
 //!
-//! One eviction order per tenant covers all devices. New blocks go to the devices in turn ([`rotation`](super::rotation)), by their
-//! free space, so writes follow evictions wherever they free space. A block that is being read is not in the order. A freed slot is
+//! One eviction order per tenant covers all devices. New blocks go to the devices in turn, by their free space
+//! ([`rotation`](super::rotation)), so writes follow evictions wherever they free space. A block that is being read is
+//! not in the order. A freed slot is
 //! reusable only when its free record is durable, so space is freed ahead of writes: a share of the pool's
 //! bytes and of its journals' entries is kept free. If a slot size has no free slot, a segment is emptied for
 //! it ([`space`](super::space)).

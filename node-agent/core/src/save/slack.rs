@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A report opens one window after another, in the layers of its computation, until the next report or until it
-//! expires. Unused slack ends with its window. The engines of a node share its devices, so a write counts against the windows of all of them.
+//! expires. Unused slack ends with its window. The engines of a node share its devices, so a write counts against the
+//! windows of all of them.
 //!
 //! Reads are never deferred: they start at once, also when they exceed a window or are the bottleneck.
 //!
