@@ -11,7 +11,7 @@ use std::time::Instant;
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, TestEnv};
 use reprise_policy::{ByteSize, TenantName};
-use reprise_testkit::engine::{Engine, EngineSettings, RequestOutcome};
+use reprise_testkit::engine::{Engine, EnginePath, EngineSettings, RequestOutcome};
 use reprise_testkit::model::llama_3_8b_scaled;
 use reprise_testkit::trace::{Trace, TraceRequest};
 
@@ -103,6 +103,7 @@ impl Node {
             socket: agent.files().socket.clone(),
             layout: llama_3_8b_scaled(SCALE).expect("a valid scale"),
             tenant: TenantName::default_tenant(),
+            path: EnginePath::Arena,
         });
         let engine = engine.unwrap_or_else(|error| panic!("{error:#}"));
         Node { engine, agent, _control_plane: control_plane, env }
