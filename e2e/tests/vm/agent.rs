@@ -47,9 +47,13 @@ const REQUESTS_ON_BAD: usize = 11;
 const ATTEMPTS: usize = 3;
 const ARENA: ByteSize = ByteSize(8 << 20);
 
-/// Words of warnings about leases and calls that were too slow.
-const BUSY: [&str; 3] =
-    ["node is silent", "the control plane is unreachable", "registration of this member lost"];
+/// Words of warnings about leases and calls that were too slow, and about an agent that is back before its lease ends.
+const BUSY: [&str; 4] = [
+    "node is silent",
+    "the control plane is unreachable",
+    "registration of this member lost",
+    "live node registered from another address",
+];
 
 /// Size of the controller's namespaces.
 pub(crate) const NAMESPACE_BYTES: u64 = 64 << 20;
