@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Builds the programs of the images for this processor: programs.sh FOLDER [PROFILE]. PROFILE is one of
 # Cargo.toml:
-# * images (the default): statically linked with musl, so that an image needs nothing else;
+# * images (the default): statically linked with musl, so that an image needs nothing else, and without rings. They
+#   would need a C++ compiler for musl, and a static program cannot load the library of a GPU's driver;
 # * dev: the programs that tests run, which are already built, with this system's C library in
 #   FOLDER/libraries.
 set -euo pipefail
-[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 folder=$1
 profile=${2:-images}
 cd "$(dirname "$0")/.."
@@ -19,7 +20,7 @@ case $profile in
     *)
         . images/toolchain.sh
         build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"
-            --message-format json-render-diagnostics) ;;
+            --no-default-features --features reprise-agent/kubernetes --message-format json-render-diagnostics) ;;
 esac
 # Ask Cargo for the paths: a configuration may set another target.
 built=$("${build[@]}" | executables)

@@ -45,6 +45,7 @@ fn inputs_of_images_are_sources_locks_configurations_and_tools() {
         "  Cargo.lock",
         "  Cargo.toml",
         "  Dockerfile",
+        "  cuda/build.rs",
         "  e2e/Cargo.toml",
         "  e2e/etcd/go.mod",
         "  e2e/etcd/go.sum",
