@@ -30,6 +30,8 @@ mod chart_faults;
 mod chart_identities;
 #[path = "cluster/chart_live_changes.rs"]
 mod chart_live_changes;
+#[path = "cluster/chart_rings.rs"]
+mod chart_rings;
 #[path = "cluster/chart_rollback.rs"]
 mod chart_rollback;
 #[path = "cluster/chart_uninstall.rs"]
@@ -74,6 +76,10 @@ fn main() -> ExitCode {
         ("agents_have_no_privileges_and_write_their_own_node_only", chart::permissions_of_agents),
         ("engines_in_pods_hit_on_their_own_node_and_on_the_other", chart::engines_hit_everywhere),
         ("raw_devices_are_opened_as_the_cluster_allows", chart_devices::are_opened_as_the_cluster_allows),
+        (
+            "granted_queues_of_a_pod_are_printed_by_kubectl_and_vanish_with_the_pod",
+            chart_rings::queues_appear_and_vanish_with_the_pod,
+        ),
         (
             "the_charts_seccomp_profile_allows_io_uring_and_the_pool_reports_it",
             chart_rollback::allows_io_uring,

@@ -7,8 +7,10 @@
 //! Builds and installations need a network, so [`prepare`] must run before the program enters its namespaces.
 //! Later calls only run scripts that take some milliseconds.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+use crate::process::binary;
 
 /// Commands of Kubernetes in a cluster.
 const KUBERNETES: [&str; 6] =
@@ -70,6 +72,28 @@ pub(super) fn helm() -> PathBuf {
 /// image.
 pub fn pod() -> PathBuf {
     one("e2e/kubernetes/pod.sh", &[])
+}
+
+/// Returns the engine with rings in pods (`e2e/src/bin/reprise-e2e-rings.rs`) and the libraries that it needs, by their
+/// paths in an image. It is the one that was built with the tests, without its symbols.
+///
+/// # Panics
+/// If it was not built together with the tests.
+pub fn rings(folder: &Path) -> Vec<(String, PathBuf)> {
+    let program = folder.join("rings");
+    output(Command::new("objcopy").arg("--strip-all").arg(binary("reprise-e2e-rings")).arg(&program));
+    let listed = output(Command::new("ldd").arg(&program));
+    // `NAME => PATH (ADDRESS)`, or `PATH (ADDRESS)` for the loader; the kernel's own library has no path.
+    let words = listed.lines().flat_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
+    let libraries = words.map(|path| (path.to_owned(), PathBuf::from(path)));
+    std::iter::once(("/bin/rings".to_owned(), program.clone())).chain(libraries).collect()
+}
+
+/// Runs a program that must succeed, and returns its output.
+fn output(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("cannot run {command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Returns the path of kwok, which simulates nodes. [`prepare_kwok`] builds it.
