@@ -76,7 +76,7 @@ fn on_controller(
     let mut figures = Vec::new();
     for reads in Reads::all(driver.bytes) {
         let (mut rates, mut latencies) = (Vec::new(), Latencies::new());
-        reads.run(&mut *engine, &memory, &mut Latencies::new())?;
+        reads.run(&mut *engine, &memory, &mut latencies)?;
         for _ in settings.rounds(reads.label()) {
             rates.push(reads.run(&mut *engine, &memory, &mut latencies)?);
         }

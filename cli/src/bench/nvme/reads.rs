@@ -40,17 +40,32 @@ pub(super) struct Reads {
     offsets: Vec<u64>,
 }
 
-/// Times from submission to completion.
-pub(super) struct Latencies(Histogram<u64>);
+/// Times from submission to completion, of all runs but the first: it is the warm-up.
+pub(super) struct Latencies {
+    all: Histogram<u64>,
+    is_warm: bool,
+}
 
 impl Latencies {
     pub(super) fn new() -> Latencies {
-        Latencies(Histogram::new_with_max(LATENCY_NS_MAX, 3).expect("the bounds are valid"))
+        Latencies { all: histogram(), is_warm: false }
+    }
+
+    /// Adds the times of a run.
+    fn add(&mut self, run: &Histogram<u64>) {
+        if self.is_warm {
+            self.all.add(run).expect("both have the same bounds");
+        }
+        self.is_warm = true;
     }
 
     fn quantile_us(&self, quantile: f64) -> f64 {
-        self.0.value_at_quantile(quantile) as f64 / 1e3
+        self.all.value_at_quantile(quantile) as f64 / 1e3
     }
+}
+
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_max(LATENCY_NS_MAX, 3).expect("the bounds are valid")
 }
 
 impl Reads {
@@ -120,7 +135,7 @@ impl Reads {
         if self.is_random() { reads } else { reads * f64::from(self.bytes) / 1e9 }
     }
 
-    /// Reads every offset once; returns the rate.
+    /// Reads every offset once; returns the rate. Adds the latencies, unless they are of the first run.
     pub(super) fn run(
         &self,
         engine: &mut dyn IoEngine,
@@ -130,6 +145,7 @@ impl Reads {
         let mut idle: VecDeque<Span> = self.buffers(memory)?.into();
         let mut submitted = vec![Instant::now(); self.offsets.len()];
         let (mut next, mut ended) = (0, Vec::new());
+        let mut times = histogram();
         let start = Instant::now();
         let mut last = start;
         while next < self.offsets.len() || engine.in_flight() > 0 {
@@ -151,12 +167,14 @@ impl Reads {
                 let index = usize::try_from(one.token.0).context("a token")?;
                 one.result.with_context(|| format!("reading at {}", self.offsets[index]))?;
                 let latency = now.duration_since(submitted[index]).as_nanos();
-                latencies.0.saturating_record(u64::try_from(latency).unwrap_or(u64::MAX));
+                times.saturating_record(u64::try_from(latency).unwrap_or(u64::MAX));
                 let Op::Read { into, .. } = one.op else { bail!("another operation has ended") };
                 idle.extend(into);
             }
         }
-        Ok(self.rate(start.elapsed()))
+        let elapsed = start.elapsed();
+        latencies.add(&times);
+        Ok(self.rate(elapsed))
     }
 
     /// Returns the median and the 99th percentile of latencies; none for sequential reads, which measure bandwidth.
@@ -169,5 +187,27 @@ impl Reads {
             Figure::absolute(name, latencies.quantile_us(quantile), "us", Target::None)
         };
         [(50, 0.5), (99, 0.99)].map(figure).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_exclude_the_warm_up() {
+        let run = |nanoseconds: u64, reads: u64| {
+            let mut times = histogram();
+            times.record_n(nanoseconds, reads).expect("within the bounds");
+            times
+        };
+        let mut latencies = Latencies::new();
+        // Slow reads of a cold device, more than of all other runs.
+        latencies.add(&run(5_000_000, 1000));
+        latencies.add(&run(80_000, 100));
+        latencies.add(&run(90_000, 100));
+        assert_eq!(latencies.all.len(), 200);
+        let (p50, p99) = (latencies.quantile_us(0.5), latencies.quantile_us(0.99));
+        assert!((79.0..81.0).contains(&p50) && (89.0..91.0).contains(&p99), "{p50} {p99}");
     }
 }
