@@ -214,6 +214,7 @@ async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -
     }
     numbers.extend(status::directory_numbers(&context.directory.status()));
     numbers.extend(describe("", QUEUE_GRANTS, context.queue_grants.counters().fields()));
+    context.metrics.session_backends(view.sessions.iter().map(|session| session.backend));
     let tenants = TenantRows::new(&view.tenants, |tenant| tenant_name(&context, tenant));
     match context.metrics.render(numbers, tenants, view.inbox_waiting) {
         Ok(text) => {

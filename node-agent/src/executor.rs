@@ -40,7 +40,7 @@ use reprise_transport::{CompositeTransport, Transport};
 use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
-use crate::metrics::{Metrics, Phase};
+use crate::metrics::{BlockPath, Metrics, Phase};
 use crate::queue_grants::QueueGrantService;
 use crate::session::{Peer, Session};
 use extents::SharedDevices;
@@ -123,6 +123,8 @@ pub(crate) struct SessionView {
     pub(crate) peer: Peer,
     pub(crate) namespace: NamespaceDigest,
     pub(crate) in_flight: usize,
+    /// Backend that it states.
+    pub(crate) backend: BlockPath,
 }
 
 /// A session and its latency measurements.
@@ -286,6 +288,7 @@ impl Executor {
             peer: connected.session.peer().clone(),
             namespace: connected.namespace,
             in_flight: connected.session.in_flight(),
+            backend: connected.session.backend(),
         };
         let mut views: Vec<SessionView> = self.sessions.values().map(view).collect();
         views.sort_unstable_by_key(|view| view.id);
@@ -373,6 +376,9 @@ impl Executor {
         }
         let grants = self.grant_devices(session, &reply);
         let Some(connected) = self.sessions.get_mut(&session) else { return };
+        if let Some((path, direction, blocks)) = connected.session.moved_blocks(&reply) {
+            self.parts.metrics.blocks_moved(path, direction, blocks);
+        }
         match grants {
             Some(grants) => connected.session.reply(request, reply, grants),
             // Its end returns the extents.

@@ -1,12 +1,13 @@
 //! All metrics of the agent: name, help, unit, labels.
 //!
 //! Names are `reprise_agent_<name>`; counters end in `_total`; times are seconds, sizes bytes. Labels are
-//! bounded: `phase`, `kind` and `state` by their enums, `device` by the maximum of 32 open devices,
+//! bounded: `phase`, `kind`, `state`, `backend` and `direction` by their enums, `device` by the maximum of 32 open devices,
 //! `tenant` by [`tenants`]. [`CORE`] lists the core's counters, one line each (a test compares); they are
 //! read from the core at each scrape.
 //!
 //! Latencies are measured where an effect meets its event (executor, device worker), not in handlers.
 
+mod backends;
 mod read_times;
 mod tables;
 mod tenants;
@@ -31,6 +32,8 @@ use reprise_buffers::{PageCoverage, PageKind};
 use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 
 use crate::device::DeviceInfo;
+use backends::BackendMetrics;
+pub(crate) use backends::{BlockCount, BlockPath, Direction};
 pub(crate) use read_times::{ReadTimes, TimeRange, p99};
 pub(crate) use tables::{CORE, PEER, QUEUE_GRANTS};
 pub(crate) use tenants::TenantRows;
@@ -102,6 +105,7 @@ pub(crate) struct MetricInfo {
 pub(crate) struct Metrics {
     registry: Registry,
     phases: Family<PhaseLabels, Histogram, fn() -> Histogram>,
+    backends: BackendMetrics,
     devices: DeviceFamilies,
     /// Read latencies for the reconciler's latency monitor.
     read_times: Mutex<BTreeMap<DeviceId, Arc<ReadTimes>>>,
@@ -231,11 +235,13 @@ impl Metrics {
         registry.register("phase_seconds", "Latency by phase, from receipt", phases.clone());
         let inbox_waiting = Gauge::default();
         registry.register("inbox_waiting", "Inputs waiting for the core", inbox_waiting.clone());
+        let backends = BackendMetrics::register(&mut registry);
         let devices = DeviceFamilies::register(&mut registry);
         let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin, Listener::Sessions]);
         let snapshot = std::sync::Arc::new(Snapshot::default());
         registry.register_collector(Box::new(snapshot.clone()));
-        Metrics { registry, phases, devices, read_times: Mutex::default(), inbox_waiting, rejected, snapshot }
+        let read_times = Mutex::default();
+        Metrics { registry, phases, backends, devices, read_times, inbox_waiting, rejected, snapshot }
     }
 
     /// Returns the counters of rejected connections; the transport counts those of peers.
@@ -246,6 +252,16 @@ impl Metrics {
     /// Records the latency of a phase.
     pub(crate) fn phase(&self, phase: Phase, latency: Duration) {
         self.phases.get_or_create(&PhaseLabels { phase }).observe(latency.as_secs_f64());
+    }
+
+    /// Counts blocks that a session has saved or loads.
+    pub(crate) fn blocks_moved(&self, path: BlockPath, direction: Direction, moved: BlockCount) {
+        self.backends.moved(path, direction, moved);
+    }
+
+    /// Records the backends that the open sessions state.
+    pub(crate) fn session_backends(&self, stated: impl Iterator<Item = BlockPath>) {
+        self.backends.set_sessions(stated);
     }
 
     /// Returns the metrics of one device.

@@ -14,6 +14,7 @@
 //! Out of scope: decisions about blocks (the core's task). Clients are authenticated only by their user id
 //! and, in a cluster, their token ([`identity`]).
 
+mod backend;
 mod decode;
 #[cfg(test)]
 mod document;
@@ -36,14 +37,16 @@ use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
-use reprise_policy::session::LayerReport;
+use reprise_policy::session::{LayerReport, TransferBackend};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, DevicePlace, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
+use crate::metrics::{BlockCount, BlockPath, Direction};
 use crate::queue_grants::QueueGrantService;
 use crate::slack::{ActiveProfiles, SlackReports};
+use backend::StatedBackend;
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
@@ -79,6 +82,9 @@ pub(crate) struct Session {
     in_flight: AtomicUsize,
     /// Maximum number of blocks of a load, so that its reply fits into a frame.
     load_blocks_max: usize,
+    /// Payload of a block of its layout.
+    block_bytes: u64,
+    backend: StatedBackend,
 }
 
 /// Properties of a client.
@@ -139,6 +145,17 @@ impl Session {
         self.in_flight.load(Ordering::Relaxed)
     }
 
+    /// Returns the backend that the session states; the arena without a statement.
+    pub(crate) fn backend(&self) -> BlockPath {
+        self.backend.get().map_or(BlockPath::Arena, BlockPath::Backend)
+    }
+
+    /// Returns which blocks a reply to this session confirms as stored, or makes readable.
+    pub(crate) fn moved_blocks(&self, reply: &Reply) -> Option<(BlockPath, Direction, BlockCount)> {
+        let (path, direction, blocks) = backend::moved_blocks(self.backend.get(), reply)?;
+        Some((path, direction, BlockCount { blocks, bytes: blocks.saturating_mul(self.block_bytes) }))
+    }
+
     /// Sends a reply, with descriptors of devices that the session does not have; never blocks. A session that
     /// cannot accept it is closed.
     pub(crate) fn reply(&self, request: RequestId, reply: Reply, devices: Vec<(DeviceId, Option<OwnedFd>)>) {
@@ -180,6 +197,7 @@ fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut 
                         break;
                     }
                 }
+                Ok(DecodeResult::Backend { id, backend }) => use_backend(session, id, backend),
                 Ok(decoded) => {
                     if !submit_request(context, session, decoded) {
                         break;
@@ -220,6 +238,15 @@ fn frees_resources(body: &event::Request) -> bool {
     matches!(body, Abort { .. } | Release { .. } | Unpin { .. })
 }
 
+/// Records the backend that a session states.
+fn use_backend(session: &Session, id: u64, backend: TransferBackend) {
+    if session.backend.get() != Some(backend) {
+        tracing::info!(session = session.id.0, client = session.peer.client_name, %backend, "session uses a backend");
+    }
+    session.backend.set(backend);
+    session.outbound.send(Outgoing::Frame(encode::backend_used(id)));
+}
+
 /// Answers a report about the engine's computation, and passes the slack for writes to the core; returns false if the
 /// core has stopped.
 fn report_layer(
@@ -240,7 +267,7 @@ fn report_layer(
 /// Passes a request to the core; returns false if the core has stopped.
 fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeResult) -> bool {
     match decoded {
-        DecodeResult::Queues { .. } | DecodeResult::Layer { .. } => {
+        DecodeResult::Queues { .. } | DecodeResult::Layer { .. } | DecodeResult::Backend { .. } => {
             unreachable!("the reader answers these calls")
         }
         DecodeResult::Rejection { id, message } => {

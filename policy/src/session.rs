@@ -3,8 +3,12 @@
 //! The messages around them differ. An agent gets lists of any length with the time of their receipt, and answers
 //! with places. A client adds its sessions, open files and mapped memory.
 
+mod backend;
+
 use crate::Tier;
 use crate::slack::Computation;
+
+pub use backend::TransferBackend;
 
 /// Number of a commit within its session; the durable notice names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -51,7 +51,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 5,
+        protocol_version: 6,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -77,13 +77,13 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 5, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 6, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 5, namespace, layout and tenant as before, NUMA node 1",
+            "version 6, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -126,6 +126,11 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
                 prefix_tokens: 4096,
                 previous_layer_us: 900,
             }),
+        ),
+        (
+            "`UseBackend`",
+            "`gpu-queue-emulated`",
+            Body::UseBackend(local::UseBackend { backend: local::Backend::GpuQueueEmulated as i32 }),
         ),
         ("`RegisterMemory`", "8,192 bytes", Body::RegisterMemory(local::RegisterMemory { bytes: 8192 })),
         (
@@ -255,6 +260,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
                 write_iocbs: 4,
             }),
         ),
+        ("`BackendUsed`", "", Body::BackendUsed(local::BackendUsed {})),
         ("`MemoryRegistered`", "memory 1", Body::MemoryRegistered(local::MemoryRegistered { memory: 1 })),
         (
             "`QueuesGranted`",
@@ -495,10 +501,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (5, 16 << 20, 8192)
+        (6, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 5 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 6 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

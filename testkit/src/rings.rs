@@ -117,8 +117,9 @@ impl RingPath {
         let bytes = geometry.bytes() + HEADERS as u64 * PAGE_BYTES;
         let (memory, file) = MappedRegion::allocate(bytes).context("KV memory")?;
         let registered = client.register_memory(file, bytes)?;
-        let client = client.clone();
         let (mover, devices) = (RingMover::new(geometry), BTreeMap::new());
+        client.use_backend(mover.transfer_backend())?;
+        let client = client.clone();
         Ok(RingPath { client, layout, settings, geometry, memory, registered, mover, devices })
     }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use reprise_policy::session::TransferBackend;
+
 /// A way of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum BackendKind {
@@ -41,10 +43,19 @@ pub trait Backend {
     fn is_emulated(&self) -> bool;
 
     /// Returns the name for logs, metrics and results; it states an emulation.
-    fn name(&self) -> String {
-        match self.is_emulated() {
-            true => format!("{}-emulated", self.kind()),
-            false => self.kind().to_string(),
+    fn name(&self) -> &'static str {
+        self.transfer_backend().name()
+    }
+
+    /// Returns the value that a session states to its agent.
+    fn transfer_backend(&self) -> TransferBackend {
+        match (self.kind(), self.is_emulated()) {
+            (BackendKind::GpuQueue, false) => TransferBackend::GpuQueue,
+            (BackendKind::GpuQueue, true) => TransferBackend::GpuQueueEmulated,
+            (BackendKind::Gds, _) => TransferBackend::Gds,
+            (BackendKind::Staged, false) => TransferBackend::Staged,
+            (BackendKind::Staged, true) => TransferBackend::StagedHost,
+            (BackendKind::Host, _) => TransferBackend::Host,
         }
     }
 }

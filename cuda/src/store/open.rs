@@ -25,7 +25,8 @@ pub struct Means<'k> {
     pub slots: Result<Vec<Span>, String>,
 }
 
-/// Opens the first usable backend. Logs its name, and why each one before is not used.
+/// Opens the first usable backend. Logs its name, and why each one before is not used. The engine states
+/// [`transfer_backend`](crate::store::Backend::transfer_backend) to its agent.
 ///
 /// # Errors
 /// The reasons of all backends, if none can be used.

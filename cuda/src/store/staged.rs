@@ -93,13 +93,6 @@ impl Backend for StagedMover {
     fn is_emulated(&self) -> bool {
         !self.is_on_gpu
     }
-
-    fn name(&self) -> String {
-        match self.is_on_gpu {
-            true => self.kind().to_string(),
-            false => format!("{}-host", self.kind()),
-        }
-    }
 }
 
 impl LayerMover for StagedMover {

@@ -117,6 +117,7 @@ fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
     env.require("this NVMe controller is EMULATED");
     let (config, _) = lender(&env);
     let agent = env.agent(&config);
+    let mut saved = 0;
     for (first, order) in
         [(0, KvOrder::LayerPartBlock), (100, KvOrder::LayerBlockPart), (200, KvOrder::BlockLayerPart)]
     {
@@ -146,6 +147,24 @@ fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
         // The agent reads the same blocks with its own queue pair.
         let found = engine.load(&numbers, &LoadParams::LOCAL).expect("answered");
         assert_eq!(found, [Outcome::Verified(Source::OwnNvme); 20]);
+        assert_eq!(agent.admin().json("/status")["sessions"][0]["backend"], "gpu-queue-emulated");
+        let sessions = "reprise_agent_sessions_by_backend";
+        assert_eq!(agent.admin().metric(sessions, "backend=\"gpu-queue-emulated\"") as u64, 1);
+        saved += 20;
+        let block_bytes = small().block_bytes();
+        for (backend, direction, blocks) in [
+            ("gpu-queue-emulated", "save", saved),
+            ("gpu-queue-emulated", "load", saved),
+            ("arena", "save", 0),
+            ("arena", "load", saved),
+            ("unstated", "load", 0),
+            ("gpu-queue", "load", 0),
+        ] {
+            let labels = format!("{{backend=\"{backend}\",direction=\"{direction}\"}}");
+            let value =
+                |unit| agent.admin().metric(&format!("reprise_agent_session_{unit}_total"), &labels) as u64;
+            assert_eq!((value("blocks"), value("bytes")), (blocks, blocks * block_bytes), "{labels}");
+        }
         path.close().expect("returned");
         drop(engine);
         wait_for_no_grants(&agent);

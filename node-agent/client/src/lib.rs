@@ -36,6 +36,7 @@
 struct ReadmeExample;
 
 pub mod asynchronous;
+mod backend;
 pub mod client;
 pub mod commit;
 mod connection;
@@ -68,6 +69,6 @@ pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
 pub use queues::{QueueGrant, RegisteredMemory};
-pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket};
+pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket, TransferBackend};
 pub use reservation::Reservation;
 pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};

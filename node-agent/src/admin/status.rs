@@ -133,6 +133,8 @@ struct Session {
     /// Place of the GPU that the session states.
     gpu: Option<Place>,
     requests_in_flight: usize,
+    /// What moves the blocks of its extents; "arena" if it states nothing.
+    backend: &'static str,
 }
 
 /// Queue pairs of a device that a session drives itself.
@@ -316,6 +318,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
         namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),
         gpu: view.peer.gpu.as_ref().map(place),
         requests_in_flight: view.in_flight,
+        backend: view.backend.name(),
     }
 }
 

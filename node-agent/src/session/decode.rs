@@ -17,7 +17,7 @@ use reprise_agent_core::limits::{
 };
 use reprise_policy::BlockKey;
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
-use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks};
+use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks, TransferBackend};
 use reprise_policy::slack::content::MICROS_MAX;
 use reprise_policy::slack::{Computation, Phase};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
@@ -35,6 +35,8 @@ pub(super) enum DecodeResult {
     Request { id: RequestId, body: Request },
     /// A report about the engine's computation, whose profile is looked up for the core.
     Layer { id: u64, report: LayerReport },
+    /// A statement of what moves the session's blocks.
+    Backend { id: u64, backend: TransferBackend },
     /// A request about queue pairs, which the core does not see.
     Queues { id: u64, call: QueueCall },
     /// An invalid request whose sender can be notified.
@@ -59,6 +61,12 @@ pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
     if let local::request::Body::ReportLayer(report) = body {
         return Ok(match layer_report(report) {
             Ok(report) => DecodeResult::Layer { id, report },
+            Err(message) => DecodeResult::Rejection { id, message },
+        });
+    }
+    if let local::request::Body::UseBackend(local::UseBackend { backend }) = body {
+        return Ok(match super::backend::decode(backend) {
+            Ok(backend) => DecodeResult::Backend { id, backend },
             Err(message) => DecodeResult::Rejection { id, message },
         });
     }
@@ -128,7 +136,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("unpin: pins", pins.len())?;
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
-        Body::ReportLayer(_) => unreachable!("reports were separated"),
+        Body::ReportLayer(_) | Body::UseBackend(_) => unreachable!("reports were separated"),
         Body::RegisterMemory(_) | Body::RequestQueues(_) | Body::ReturnQueues(_) => {
             unreachable!("requests about queue pairs were separated")
         }

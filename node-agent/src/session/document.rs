@@ -84,6 +84,19 @@ fn requests_about_queue_pairs_in_the_document_are_decoded() {
 }
 
 #[test]
+fn statement_of_a_backend_in_the_document_is_decoded_and_answered() {
+    match decode::request(example("UseBackend").into()).expect("readable") {
+        DecodeResult::Backend { id: 2, backend } => {
+            assert_eq!(backend, reprise_policy::session::TransferBackend::GpuQueueEmulated);
+        }
+        other => panic!("decoded as {other:?}"),
+    }
+    let frame = encode::backend_used(2);
+    let (bytes, _) = frame.next_part();
+    assert_eq!(bytes[4..], example("BackendUsed"));
+}
+
+#[test]
 fn replies_match_the_bytes_in_the_document() {
     let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
     let arena = Arena::new(&config).expect("a small arena");

@@ -75,6 +75,12 @@ pub(super) fn layer(id: u64, guidance: LayerGuidance) -> Frame {
     Frame::new(&local::Response { id, body: Some(Body::LayerReported(reported)) }, Vec::new())
 }
 
+/// Encodes the answer to the statement of a backend.
+pub(super) fn backend_used(id: u64) -> Frame {
+    let body = Body::BackendUsed(local::BackendUsed {});
+    Frame::new(&local::Response { id, body: Some(body) }, Vec::new())
+}
+
 /// Encodes the reply to a greeting, with the progress page.
 pub(super) fn welcome(id: u64, welcome: local::Welcome, page: Descriptor) -> Frame {
     Frame::new(&local::Response { id, body: Some(Body::Welcome(welcome)) }, vec![page])

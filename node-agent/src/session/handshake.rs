@@ -24,6 +24,7 @@ use reprise_policy::{
 };
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
+use super::backend::StatedBackend;
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
 use super::{Peer, Session, SessionContext, encode};
@@ -158,6 +159,8 @@ fn open(
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
+        block_bytes: hello.layout.block_bytes(),
+        backend: StatedBackend::default(),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
     Some(Handshake { opened, session: Arc::new(session), progress, frames, welcome })

@@ -38,7 +38,7 @@ impl RegisteredKv {
     }
 
     pub(super) fn backend(&self) -> String {
-        self.path.name()
+        self.path.name().to_owned()
     }
 
     pub(super) fn allocate(&mut self, count: usize) -> Option<Vec<PhysicalBlock>> {

@@ -70,7 +70,7 @@ pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepE
     if let Err(reason) = &library {
         checked("backend", &format!("gds is not used: {reason}"));
     }
-    let mut verified: Vec<(String, u64)> = Vec::new();
+    let mut verified: Vec<(&str, u64)> = Vec::new();
     for (layout, geometry) in geometries(BLOCKS) {
         let memory = Arc::new(DeviceMemory::new(kernels.gpu(), geometry.bytes())?);
         let (kernels, partition) = (Arc::clone(kernels), Arc::clone(&partition));
@@ -102,7 +102,7 @@ pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepE
 /// Checks the backend `gpu-queue` with the ring's kernel, an emulated controller, and KV memory of the host.
 pub(crate) fn rings(kernels: &Kernels, partition: &Partition, options: &Options) -> Result<(), StepError> {
     let mut blocks = 0;
-    let mut name = String::new();
+    let mut name = "";
     for (layout, geometry) in geometries(BLOCKS) {
         let bytes = geometry.bytes();
         let config = ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never };
