@@ -102,6 +102,11 @@ pub struct Writeback {
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('4Gi')) <= 0")
         .message("writeback.size is outside 1Mi to 4Gi: set a size in that range"))]
     pub size: Quantity,
+    /// Maximum additional delay of writes while engines with a SlackProfile compute, from 0s (no delay) to 60s.
+    #[serde(default = "writeback_slack_delay")]
+    #[x_kube(validation = Rule::new("duration(self) <= duration('60s')")
+        .message("writeback.slackDelay is above 60s: set a duration from 0s to 60s"))]
+    pub slack_delay: Span,
 }
 
 /// Replicas on other nodes.
@@ -185,6 +190,10 @@ fn writeback_delay() -> Span {
 
 fn writeback_size() -> Quantity {
     Quantity::new("64Mi")
+}
+
+fn writeback_slack_delay() -> Span {
+    Span::new("1s")
 }
 
 fn bandwidth() -> Quantity {

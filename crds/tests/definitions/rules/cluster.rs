@@ -262,6 +262,9 @@ fn cache() -> Vec<Case> {
         ),
         refuses("writeback.delay is outside 1ms to 10s", cache(json!({"writeback": {"delay": "1m"}}))),
         refuses("writeback.size is outside 1Mi to 4Gi", cache(json!({"writeback": {"size": "1k"}}))),
+        accepts("writes without a delay for slack", cache(json!({"writeback": {"slackDelay": "0s"}}))),
+        accepts("writes with the longest delay", cache(json!({"writeback": {"slackDelay": "1m"}}))),
+        refuses("writeback.slackDelay is above 60s", cache(json!({"writeback": {"slackDelay": "61s"}}))),
         refuses(
             "placement.bandwidth is neither 0 nor from 1Mi",
             cache(json!({"placement": {"bandwidth": "1k"}})),

@@ -51,7 +51,11 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             "arena_session_permille": cache.shares.session_permille,
             "arena_serves_permille": cache.shares.serves_permille,
         },
-        "writeback": { "delay": cache.writeback.delay, "bytes": size(&cache.writeback.size) },
+        "writeback": {
+            "delay": cache.writeback.delay,
+            "bytes": size(&cache.writeback.size),
+            "slack_delay": cache.writeback.slack_delay,
+        },
         "peers": {
             "listen": format!("0.0.0.0:{}", agents.peers.port),
             "credit_bytes": size(&agents.peers.credit),

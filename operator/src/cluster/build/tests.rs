@@ -185,7 +185,8 @@ fn restarts_agents_only_if_their_configuration_changes() {
 
 #[test]
 fn pool_sets_shared_agent_settings_and_lists_no_devices() {
-    let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
+    let cluster =
+        cluster(json!({ "pools": [{ "name": "p" }], "cache": { "writeback": { "slackDelay": "3s" } } }));
     let spec_of = |depth: u32| {
         json!({
             "directory": { "path": "/data/p", "size": "1Gi" },
@@ -197,6 +198,7 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
     assert_eq!(agent["cache"]["pool_free_permille"].as_integer(), Some(50));
+    assert_eq!(agent["writeback"]["slack_delay"].as_str(), Some("3s"));
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
