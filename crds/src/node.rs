@@ -178,6 +178,12 @@ pub struct QueueClaim {
     #[serde(default = "crate::queues::depth")]
     #[schemars(range(min = 2, max = 4096))]
     pub depth: u32,
+    /// Maximum memory that engines register for commands of these queue pairs. Absent: no limit of the allocation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub registered_memory: Option<Quantity>,
+    /// Name of the SlackProfile of the engines that hold these queue pairs. Absent: the first one of their model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slack_profile: Option<ShortName>,
     /// Queue pairs by controller.
     #[schemars(length(min = 1, max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["serial".into()]))]

@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-use crate::fields::{GpuUuid, NodeName, ObjectRef, PciAddress, Serial, Span, Text, choice};
+use crate::fields::{GpuUuid, NodeName, ObjectRef, PciAddress, Quantity, Serial, Span, Text, choice};
 use crate::status::Condition;
 
 /// Requested queue pairs for one GPU of one node. Immutable.
@@ -65,17 +65,20 @@ pub struct GPUQueueAllocationSpec {
     #[x_kube(validation = Rule::new("self in [32, 64, 128, 256, 512, 1024, 2048, 4096]")
         .message("depth is not a power of two from 32 to 4096: round it"))]
     pub depth: u32,
-    /// Memory of the queues. Without effect in this release: queues are in memory of the host.
-    #[serde(default)]
-    pub memory: QueueMemory,
+    /// Maximum memory that engines register for commands of these queue pairs, from 2Mi to 1Pi. The agent rejects requests
+    /// for queue pairs above it. Absent: the limit of each session, 1Ti.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('2Mi')) >= 0 && quantity(self).compareTo(quantity('1Pi')) <= 0")
+        .message("registeredMemory is outside 2Mi to 1Pi: set a size in that range"))]
+    pub registered_memory: Option<Quantity>,
     /// Sharing of the controllers with other allocations.
     #[serde(default)]
     pub isolation: QueueIsolation,
     /// Preemption of the allocation when queue pairs are scarce.
     #[serde(default)]
     pub qos: QueueQos,
-    /// SlackProfile for pacing the GPU's I/O. Absent: none. It must exist and be valid. Without effect in this
-    /// release.
+    /// SlackProfile of the engines that hold these queue pairs, while they compute its model. Absent: the first profile of
+    /// their model by name. It must exist and be valid, and has an effect on nodes to which the cluster distributes it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
     /// Time to live of the grant, from 1m to 720h; it is released afterwards. Absent: until the object is
@@ -84,17 +87,6 @@ pub struct GPUQueueAllocationSpec {
     #[x_kube(validation = Rule::new("duration(self) >= duration('1m') && duration(self) <= duration('720h')")
         .message("ttl is outside 1m to 720h: set a duration in that range"))]
     pub ttl: Option<Span>,
-}
-
-choice! {
-    /// Memory of the queues.
-    QueueMemory {
-        /// GPU memory, with NVMe peer-to-peer.
-        Device,
-        /// Pinned memory of the host.
-        Host,
-    }
-    default Device
 }
 
 choice! {

@@ -93,6 +93,8 @@ pub(crate) struct GrantView {
     pub(crate) queues: Vec<u16>,
     /// Namespace and name of the allocation that it is a part of, in a cluster.
     pub(crate) allocation: Option<String>,
+    /// Slack profile that the allocation names.
+    pub(crate) slack_profile: Option<String>,
 }
 
 /// Queue pairs of an allocation that exist on one controller.
@@ -300,6 +302,11 @@ impl QueueGrantService {
         }
     }
 
+    /// Returns the slack profile of the allocation whose queue pairs a session holds.
+    pub(crate) fn slack_profile(&self, session: SessionId) -> Option<String> {
+        self.lock().table.slack_profile(session).map(str::to_owned)
+    }
+
     /// Creates queue pairs for a session.
     ///
     /// # Errors
@@ -505,6 +512,7 @@ impl QueueGrantService {
             request: *request,
             queues: state.resources.queues(generation),
             allocation: state.table.allocation(generation).map(|of| of.name.clone()),
+            slack_profile: state.table.allocation(generation).and_then(|of| of.slack_profile.clone()),
         };
         state.table.iter().map(view).collect()
     }

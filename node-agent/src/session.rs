@@ -255,7 +255,8 @@ fn report_layer(
     reports: &mut SlackReports,
     (id, report): (u64, &LayerReport),
 ) -> bool {
-    let reported = context.slack.report(session.id, report);
+    let preferred = context.queue_grants.slack_profile(session.id);
+    let reported = context.slack.report(session.id, report, preferred.as_deref());
     session.outbound.send(Outgoing::Frame(encode::layer(id, reported.guidance)));
     if !reports.is_news(reported.slack, Instant::now()) {
         return true;

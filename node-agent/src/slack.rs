@@ -143,9 +143,14 @@ impl ActiveProfiles {
         self.state().profiles.retain(|name, _| is_kept(name));
     }
 
-    /// Counts the error of the session's last prediction, and returns the next one. Of several profiles of a
-    /// model, the first by name applies.
-    pub(crate) fn report(&self, session: SessionId, report: &LayerReport) -> Reported {
+    /// Counts the error of the session's last prediction, and returns the next one. Of several profiles of the
+    /// model, the preferred one applies, otherwise the first by name.
+    pub(crate) fn report(
+        &self,
+        session: SessionId,
+        report: &LayerReport,
+        preferred: Option<&str>,
+    ) -> Reported {
         let mut state = self.state();
         if let (Some(predicted), Some(measured)) =
             (state.predictions.remove(&session), report.previous_layer_micros)
@@ -156,7 +161,9 @@ impl ActiveProfiles {
         }
         let of_model =
             |(_, entry): &(&String, &Entry)| entry.active.profile.content().subject.model == report.model;
-        let Some((name, entry)) = state.profiles.iter().find(of_model) else { return Reported::default() };
+        let preferred = preferred.and_then(|name| state.profiles.get_key_value(name)).filter(of_model);
+        let chosen = preferred.or_else(|| state.profiles.iter().find(of_model));
+        let Some((name, entry)) = chosen else { return Reported::default() };
         let slack = Some(entry.active.profile.write_slack(report.computation));
         let Some(computation) = report.computation else { return Reported { slack, ..Reported::default() } };
         let (profile, digest) = (&entry.active.profile, entry.active.digest.clone());
@@ -264,19 +271,39 @@ mod tests {
     #[test]
     fn report_returns_the_budget_of_the_models_profile() {
         let profiles = ActiveProfiles::default();
-        assert_eq!(profiles.report(SESSION, &decode(0)), Reported::default());
+        assert_eq!(profiles.report(SESSION, &decode(0), None), Reported::default());
         profiles.put("p", active("d", 100));
         let expected =
             LayerGuidance { layer_micros: 100, slack_micros: 50, io_sms: 4, read_iocbs: 1, write_iocbs: 1 };
-        let reported = profiles.report(SESSION, &decode(0));
+        let reported = profiles.report(SESSION, &decode(0), None);
         assert_eq!(reported.guidance, expected);
         let slack = LayerSlack { phase: Phase::Decode, cycle_micros: 1000, bytes: 10, bytes_max: 10 };
         assert_eq!(reported.slack, Some(WriteSlack::Layers(slack)), "ten layers with an IOCB of one byte");
         let other = LayerReport { model: "other".to_owned(), ..decode(0) };
-        assert_eq!(profiles.report(SESSION, &other), Reported::default());
+        assert_eq!(profiles.report(SESSION, &other, None), Reported::default());
         let idle = LayerReport { computation: None, ..decode(0) };
-        let idle = profiles.report(SESSION, &idle);
+        let idle = profiles.report(SESSION, &idle, None);
         assert_eq!(idle, Reported { slack: Some(WriteSlack::Idle), ..Reported::default() });
+    }
+
+    #[test]
+    fn preferred_profile_applies_if_it_is_of_the_reported_model() {
+        let profiles = ActiveProfiles::default();
+        profiles.put("a", active("d", 100));
+        profiles.put("b", active("e", 200));
+        let layer_micros =
+            |preferred: Option<&str>| profiles.report(SESSION, &decode(0), preferred).guidance.layer_micros;
+        assert_eq!(layer_micros(None), 100);
+        assert_eq!(layer_micros(Some("b")), 200);
+        assert_eq!(layer_micros(Some("missing")), 100);
+        let other = LayerReport { model: "other".to_owned(), ..decode(0) };
+        assert_eq!(profiles.report(SESSION, &other, Some("b")), Reported::default());
+        // The error of a prediction is counted for the profile that made it.
+        for _ in 0..100 {
+            profiles.report(SESSION, &decode(220), Some("b"));
+        }
+        assert_eq!(profiles.prediction_error("a"), None);
+        assert_eq!(profiles.prediction_error("b").map(|error| error.p50_percent), Some(10));
     }
 
     #[test]
@@ -314,18 +341,18 @@ mod tests {
     fn errors_are_those_of_the_revision_that_predicted() {
         let profiles = ActiveProfiles::default();
         profiles.put("p", active("d", 100));
-        profiles.report(SESSION, &decode(900));
+        profiles.report(SESSION, &decode(900), None);
         for _ in 0..100 {
-            profiles.report(SESSION, &decode(110));
+            profiles.report(SESSION, &decode(110), None);
         }
         let error = |p50_percent, p99_percent| Some(PredictionError { p50_percent, p99_percent });
         assert_eq!(profiles.prediction_error("p"), error(10, 10), "900 µs belong to no prediction");
         for _ in 0..100 {
-            profiles.report(SESSION, &decode(140));
+            profiles.report(SESSION, &decode(140), None);
         }
         assert_eq!(profiles.prediction_error("p"), error(10, 40));
         for _ in 0..150 {
-            profiles.report(SESSION, &decode(142));
+            profiles.report(SESSION, &decode(142), None);
         }
         assert_eq!(
             profiles.prediction_error("p").map(|error| error.p99_percent),
@@ -333,10 +360,10 @@ mod tests {
             "the median moved"
         );
         profiles.put("p", active("later", 142));
-        profiles.report(SESSION, &decode(500));
+        profiles.report(SESSION, &decode(500), None);
         assert_eq!(profiles.prediction_error("p"), None, "another revision starts without errors");
         profiles.session_closed(SESSION);
-        profiles.report(SESSION, &decode(500));
+        profiles.report(SESSION, &decode(500), None);
         let state = profiles.state();
         assert_eq!(state.profiles["p"].errors.samples(), 0, "a closed session has no prediction");
     }

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use crate::{SessionId, TenantId};
 
 pub use allocations::Allocation;
-use allocations::Allocations;
+use allocations::{Allocations, Held, Wanted};
 
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
 pub const PAIRS_PER_GRANT_MAX: u32 = 64;
@@ -117,6 +117,8 @@ struct Grant {
     state: State,
     /// The device was released: a later device may have its number.
     is_device_gone: bool,
+    /// Size of its memory, which may be mapped for longer than the session exists.
+    memory_bytes: u64,
     /// The allocation that it is a part of, in a cluster.
     allocation: Option<Arc<Allocation>>,
 }
@@ -272,15 +274,19 @@ impl QueueGrants {
                 "invalid queue depth {depth}: expected 2 to {most} (session.queue_depth)"
             ));
         }
-        if !self.memories.get(&session).is_some_and(|memories| memories.bytes.contains_key(&memory)) {
+        let memories = self.memories.get(&session);
+        let Some(memory_bytes) = memories.and_then(|memories| memories.bytes.get(&memory)).copied() else {
             return QueueGrantRefusal::invalid(format!("memory {} is not registered", memory.0));
-        }
+        };
         self.check_tenant(request)?;
         self.check_limit(request, Some(session), (self.limits.pairs_per_session, "this session"))?;
         let allocation = match &self.allocations {
             Some(allocations) => {
-                let held = |allocation: &Arc<Allocation>| self.pairs_on(device, allocation);
-                Some(allocations.choose(serial, (pairs, depth), held)?)
+                let held = |allocation: &Arc<Allocation>| Held {
+                    pairs: self.pairs_on(device, allocation),
+                    memory_bytes_then: self.memory_with(allocation, (session, memory, memory_bytes)),
+                };
+                Some(allocations.choose(serial, Wanted { pairs, depth, memory_bytes }, held)?)
             }
             None => {
                 self.check_limit(request, None, (self.limits.pairs_per_device, "all sessions"))?;
@@ -289,7 +295,8 @@ impl QueueGrants {
         };
         self.last += 1;
         let generation = GrantGeneration(self.last);
-        let grant = Grant { request, state: State::Creating, is_device_gone: false, allocation };
+        let grant =
+            Grant { request, state: State::Creating, is_device_gone: false, memory_bytes, allocation };
         self.grants.insert(generation, grant);
         Ok(generation)
     }
@@ -318,6 +325,32 @@ impl QueueGrants {
         let is_of = |of: &Arc<Allocation>| Arc::ptr_eq(of, allocation);
         let counts = |grant: &&Grant| grant.is_on(device) && grant.allocation.as_ref().is_some_and(is_of);
         self.grants.values().filter(counts).map(|grant| grant.request.pairs).sum()
+    }
+
+    /// Returns the bytes of the memories that grants of an allocation access, together with one more memory.
+    fn memory_with(
+        &self,
+        allocation: &Arc<Allocation>,
+        (session, memory, bytes): (SessionId, MemoryNumber, u64),
+    ) -> u64 {
+        let is_of = |grant: &&Grant| {
+            !grant.is_device_gone && grant.allocation.as_ref().is_some_and(|of| Arc::ptr_eq(of, allocation))
+        };
+        let accessed = self.grants.values().filter(is_of).map(|grant| {
+            let QueueRequest { session, memory, .. } = grant.request;
+            ((session, memory), grant.memory_bytes)
+        });
+        let all: BTreeMap<(SessionId, MemoryNumber), u64> =
+            accessed.chain([((session, memory), bytes)]).collect();
+        all.into_values().fold(0, u64::saturating_add)
+    }
+
+    /// Returns the slack profile that an allocation of the session's queue pairs names; of several, that of the oldest
+    /// grant.
+    pub fn slack_profile(&self, session: SessionId) -> Option<&str> {
+        let held = |grant: &&Grant| grant.request.session == session && grant.state == State::Granted;
+        let allocations = self.grants.values().filter(held).filter_map(|grant| grant.allocation.as_ref());
+        allocations.filter_map(|allocation| allocation.slack_profile.as_deref()).next()
     }
 
     /// Notes that the queue pairs of a grant exist.

@@ -16,6 +16,7 @@ mod modes;
 mod node;
 mod pools;
 mod profiles;
+mod queue_claims;
 mod queues;
 
 /// Runs the tests of this module.
@@ -46,6 +47,7 @@ pub(crate) fn run(arguments: &Arguments) -> Conclusion {
         pools::a_wiped_pool_is_destroyed_and_reported,
         pools::a_pool_that_changes_its_io_engine_is_reopened_with_its_blocks,
         profiles::a_profile_takes_effect_with_its_content_and_wrong_content_is_rejected,
+        queue_claims::engines_with_queue_pairs_have_the_memory_limit_and_profile_of_their_allocation,
         queues::queue_pairs_are_reserved_as_specified_and_conflicts_are_rejected,
     ];
     tests.extend(with_own_server![

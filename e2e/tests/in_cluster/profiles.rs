@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::in_cluster::node::{Node, condition, condition_message};
 
 /// Returns a profile as the operator writes it, with one window of this slack.
-fn content(micros: u32) -> String {
+pub(crate) fn content(micros: u32) -> String {
     let tokens = r#""minInputTokens":0,"maxInputTokens":512,"minPrefixTokens":0,"maxPrefixTokens":65536"#;
     let windows =
         format!(r#"[{{"phase":"Decode",{tokens},"layerMicros":90,"slackMicros":{micros},"freeSms":4}}]"#);
@@ -23,13 +23,13 @@ fn content(micros: u32) -> String {
     format!(r#"{{"subject":{subject},{more},"measurement":{measurement}}}"#)
 }
 
-fn digest(text: &str) -> String {
+pub(crate) fn digest(text: &str) -> String {
     let hex: String = Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
     format!("sha256:{hex}")
 }
 
 /// Simulates the kubelet: writes a text to the file for the content of a digest.
-fn write_content(node: &Node<'_>, digest: &str, text: &str) {
+pub(crate) fn write_content(node: &Node<'_>, digest: &str, text: &str) {
     let folder = node.agent.files().config.parent().expect("a file is in a folder");
     let name = format!("profile-{}.json", digest.trim_start_matches("sha256:"));
     fs::write(folder.join(name), text).expect("written");

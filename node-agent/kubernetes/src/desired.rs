@@ -71,6 +71,10 @@ pub struct DesiredQueues {
     pub exclusive: bool,
     /// Maximum entries of a queue.
     pub depth: u32,
+    /// Maximum bytes of memory that engines register for them; `None`: no limit of the allocation.
+    pub memory_bytes: Option<u64>,
+    /// Slack profile of the engines that hold them.
+    pub slack_profile: Option<String>,
     /// Queue pairs by the controllers' serial numbers.
     pub pairs: BTreeMap<String, u32>,
 }
@@ -279,14 +283,20 @@ fn read_queues(value: &Value) -> Result<Vec<DesiredQueues>, String> {
     if claims.len() > QUEUES_MAX {
         return Err(format!("more than {QUEUES_MAX} allocations"));
     }
-    let profile = |claim: QueueClaim| DesiredQueues {
+    claims.into_iter().map(desired_queues).collect()
+}
+
+fn desired_queues(claim: QueueClaim) -> Result<DesiredQueues, String> {
+    let memory_bytes = claim.registered_memory.as_ref().map(Quantity::bytes).transpose();
+    Ok(DesiredQueues {
         uid: claim.uid.to_string(),
         allocation: claim.allocation.to_string(),
         exclusive: claim.isolation == QueueIsolation::ExclusiveController,
         depth: claim.depth,
+        memory_bytes: memory_bytes.map_err(|error| format!("registeredMemory: {error}"))?,
+        slack_profile: claim.slack_profile.map(|name| name.to_string()),
         pairs: claim.controllers.iter().map(|share| (share.serial.to_string(), share.queue_pairs)).collect(),
-    };
-    Ok(claims.into_iter().map(profile).collect())
+    })
 }
 
 fn unreadable(claim: &Value, why: &str) -> SpecError {
@@ -473,6 +483,9 @@ mod tests {
             json!({ "uid": "u-1", "allocation": "chat/x", "controllers": [share("S1", 8), share("S2", 4)] });
         let mut own = claim.clone();
         (own["isolation"], own["depth"]) = (json!("ExclusiveController"), json!(64));
+        (own["registeredMemory"], own["slackProfile"]) = (json!("3Gi"), json!("llama"));
+        let mut odd = own.clone();
+        odd["registeredMemory"] = json!("3GiB");
         let desired = read(&json!({ "queues": [claim, own] }));
         let [shared, own] = desired.queues.as_deref().expect("the grants are valid") else {
             panic!("{desired:?}")
@@ -481,11 +494,14 @@ mod tests {
         assert_eq!((shared.allocation.as_str(), shared.exclusive, &shared.pairs), ("chat/x", false, &pairs));
         assert_eq!((shared.depth, own.depth), (1024, 64));
         assert!(own.exclusive);
+        assert_eq!((own.memory_bytes, own.slack_profile.as_deref()), (Some(3 << 30), Some("llama")));
+        assert_eq!((shared.memory_bytes, shared.slack_profile.as_deref()), (None, None));
         assert_eq!(read(&json!({})).queues, Some(Vec::new()));
         assert_eq!(desired.without_destruction().queues, None);
         for (queues, words) in [
             (json!([{ "uid": "u-1" }]), "missing field `allocation`"),
             (json!(vec![claim; 129]), "more than 128"),
+            (json!([odd]), "registeredMemory"),
         ] {
             let desired = read(&json!({ "queues": queues }));
             assert_eq!(desired.queues, None);

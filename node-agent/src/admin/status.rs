@@ -150,6 +150,9 @@ struct QueueGrant {
     /// Namespace and name of its GPUQueueAllocation.
     #[serde(skip_serializing_if = "Option::is_none")]
     allocation: Option<String>,
+    /// Profile that the allocation names for the session.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    slack_profile: Option<String>,
 }
 
 /// Usage and quotas of a tenant; `null` if unlimited.
@@ -241,7 +244,7 @@ impl Status {
 }
 
 fn queue_grant(view: GrantView) -> QueueGrant {
-    let GrantView { generation, request, queues, allocation } = view;
+    let GrantView { generation, request, queues, allocation, slack_profile } = view;
     QueueGrant {
         generation: generation.0,
         session: request.session.0,
@@ -250,6 +253,7 @@ fn queue_grant(view: GrantView) -> QueueGrant {
         pairs: request.pairs,
         depth: request.depth,
         allocation,
+        slack_profile,
     }
 }
 

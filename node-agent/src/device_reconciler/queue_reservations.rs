@@ -67,6 +67,8 @@ impl QueueReservations {
             uid: grant.uid.clone(),
             name: grant.allocation.clone(),
             depth: grant.depth,
+            memory_bytes: grant.memory_bytes,
+            slack_profile: grant.slack_profile.clone(),
             pairs: grant.pairs.clone(),
         };
         self.kept.iter().map(allocation).collect()
@@ -199,7 +201,15 @@ mod tests {
 
     fn grant(name: &str, exclusive: bool, pairs: &[(&str, u32)]) -> DesiredQueues {
         let pairs = pairs.iter().map(|(serial, pairs)| ((*serial).to_owned(), *pairs)).collect();
-        DesiredQueues { uid: name.to_owned(), allocation: format!("n/{name}"), exclusive, depth: 1024, pairs }
+        DesiredQueues {
+            uid: name.to_owned(),
+            allocation: format!("n/{name}"),
+            exclusive,
+            depth: 1024,
+            memory_bytes: None,
+            slack_profile: None,
+            pairs,
+        }
     }
 
     /// Returns name, reserved queue pairs and refusal of each grant.

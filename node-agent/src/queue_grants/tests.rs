@@ -416,7 +416,14 @@ fn memory_that_could_shrink_is_refused_and_not_counted() {
 
 fn allocation(pairs: u32) -> Allocation {
     let pairs = BTreeMap::from([("S1".to_owned(), pairs)]);
-    Allocation { uid: "u".to_owned(), name: "n/a".to_owned(), depth: 64, pairs }
+    Allocation {
+        uid: "u".to_owned(),
+        name: "n/a".to_owned(),
+        depth: 64,
+        memory_bytes: None,
+        slack_profile: None,
+        pairs,
+    }
 }
 
 #[test]

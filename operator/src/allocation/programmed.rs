@@ -10,9 +10,6 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 
 use super::dereference::{AgentQueues, GrantInputs};
 
-/// Fields of the spec that this release ignores.
-const IGNORED: &str = "Queues are in memory of the host; spec.memory and spec.slackProfileRef have no effect";
-
 /// Maximum length of the numbers for display, in characters.
 const NUMBERS_CHARS_MAX: usize = 253;
 
@@ -89,7 +86,7 @@ pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantI
         Some(AgentQueues::Reported { made, .. }) if *made >= all => Finding::yes(
             kind,
             Reason::AsDesired,
-            format!("engines of node {node} have created {made} queue pairs. {IGNORED}"),
+            format!("engines of node {node} have created {made} queue pairs"),
         ),
         Some(AgentQueues::Reported { kept, unavailable: Some(why), .. }) => {
             let message = format!(
@@ -99,7 +96,7 @@ pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantI
         }
         Some(AgentQueues::Reported { made: 0, kept, .. }) => {
             let message = format!(
-                "the agent of node {node} has set {kept} queue pairs aside, and no engine has requested them yet. {IGNORED}"
+                "the agent of node {node} has set {kept} queue pairs aside, and no engine has requested them yet"
             );
             Finding::no(kind, Reason::NotRequested, message)
         }

@@ -85,16 +85,29 @@ fn accepted(candidate: &Candidate<'_>, inputs: &GrantInputs) -> Finding {
     if let Some(Refusal { reason, message }) = &candidate.refused {
         return Finding::no(kind, *reason, message);
     }
-    let gpu = &candidate.of.object.spec.gpu_uuid;
-    if is_reportable(gpu, inputs) {
-        return Finding::yes(kind, Reason::AsDesired, "the spec is valid");
+    let spec = &candidate.of.object.spec;
+    let (gpu, node) = (&spec.gpu_uuid, &inputs.node);
+    let mut message = match is_reportable(gpu, inputs) {
+        true => "the spec is valid".to_owned(),
+        false => format!(
+            "the spec is valid, but GPU {gpu} is not verified: the agent of node {node} reports no such GPU. It reports \
+             whole GPUs once their driver is loaded"
+        ),
+    };
+    let profile = spec.slack_profile_ref.as_ref().map(|profile| profile.name.as_str());
+    if let Some(profile) = profile.filter(|profile| !has_profile(profile, inputs)) {
+        message.push_str(&format!(
+            ". SlackProfile {profile} has no effect, because node {node} does not have it: select it with spec.slackProfiles \
+             of the KVCacheCluster"
+        ));
     }
-    let message = format!(
-        "the spec is valid, but GPU {gpu} is not verified: the agent of node {} reports no such GPU. It reports whole GPUs \
-         once their driver is loaded",
-        inputs.node
-    );
     Finding::yes(kind, Reason::AsDesired, message)
+}
+
+/// Whether a profile is distributed to the node.
+fn has_profile(profile: &str, inputs: &GrantInputs) -> bool {
+    let claims = inputs.cache_node.as_ref().map(|node| node.spec.profiles.as_slice()).unwrap_or_default();
+    claims.iter().any(|claim| claim.name.as_str() == profile)
 }
 
 fn nothing(refused: Option<&Refusal>) -> Finding {

@@ -395,6 +395,14 @@ fn rejects_missing_or_unsuitable_references() {
             "WrongGpu: SlackProfile s was measured on L4, but GPU MIG-9 of node n1 is H200",
         ),
     ];
+    let elsewhere = of(&|found, _| {
+        let mut node = CacheNode::clone(found.cache_node.as_ref().expect("a CacheNode"));
+        node.spec.cluster_ref.as_mut().expect("a cluster").namespace =
+            serde_json::from_value(json!("other")).expect("a name");
+        found.cache_node = Some(Arc::new(node));
+    });
+    let words = "ReferenceNotFound: SlackProfile s of namespace n cannot reach node n1, which gets profiles of namespace other";
+    assert!(elsewhere.as_deref().is_some_and(|text| text.starts_with(words)), "{elsewhere:?}");
     for (change, message) in changes {
         let reported = of(change).unwrap_or_default();
         assert!(reported.starts_with(message), "'{reported}' is not '{message}'");

@@ -106,7 +106,22 @@ fn profile(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
             "SlackProfile {name} is being deleted: create a GPUQueueAllocation with another profile or without one"
         ));
     }
-    invalid(profile).or_else(|| wrong_gpu(of, profile, inputs))
+    invalid(profile)
+        .or_else(|| wrong_gpu(of, profile, inputs))
+        .or_else(|| out_of_reach(of, name.as_str(), inputs))
+}
+
+/// Returns why the node cannot have the profile: a cluster distributes profiles of its own namespace.
+fn out_of_reach(of: &ResolvedAllocation, name: &str, inputs: &GrantInputs) -> Option<Refusal> {
+    let cluster = inputs.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
+    let (own, theirs, node) = (of.object.namespace().unwrap_or_default(), &cluster.namespace, &inputs.node);
+    if theirs.as_str() == own {
+        return None;
+    }
+    missing(format!(
+        "SlackProfile {name} of namespace {own} cannot reach node {node}, which gets profiles of namespace {theirs}: create \
+         the profile and the GPUQueueAllocation there, or create a GPUQueueAllocation without the profile"
+    ))
 }
 
 /// Returns why the profile is unusable, according to its own `Valid` condition.

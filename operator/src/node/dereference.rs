@@ -150,6 +150,8 @@ fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<
             allocation: Text::new(allocation_name(one)),
             isolation: one.spec.isolation,
             depth: one.spec.depth,
+            registered_memory: one.spec.registered_memory.clone(),
+            slack_profile: one.spec.slack_profile_ref.as_ref().map(|profile| profile.name.clone()),
             controllers: share.collect(),
         }
     };

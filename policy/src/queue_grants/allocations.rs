@@ -17,6 +17,10 @@ pub struct Allocation {
     pub name: String,
     /// Maximum entries of a queue.
     pub depth: u32,
+    /// Maximum bytes of the memories that commands of its queue pairs access; `None`: unlimited.
+    pub memory_bytes: Option<u64>,
+    /// Slack profile of the sessions that hold its queue pairs.
+    pub slack_profile: Option<String>,
     /// Queue pairs by the serial numbers of controllers.
     pub pairs: BTreeMap<String, u32>,
 }
@@ -57,13 +61,14 @@ impl Allocations {
         )
     }
 
-    /// Returns the first allocation with enough unused queue pairs of a controller. `held` returns the pairs in use.
+    /// Returns the first allocation with enough unused queue pairs of a controller, and memory that it may still register.
     pub(super) fn choose(
         &self,
         serial: &str,
-        (pairs, depth): (u32, u32),
-        held: impl Fn(&Arc<Allocation>) -> u32,
+        wanted: Wanted,
+        held: impl Fn(&Arc<Allocation>) -> Held,
     ) -> Result<Arc<Allocation>, QueueGrantRefusal> {
+        let Wanted { pairs, depth, memory_bytes } = wanted;
         let has = |one: &Arc<Allocation>| Some((Arc::clone(one), *one.pairs.get(serial)?));
         let of_controller: Vec<(Arc<Allocation>, u32)> = self.0.iter().filter_map(has).collect();
         if of_controller.is_empty() {
@@ -84,16 +89,59 @@ impl Allocations {
                 offers.collect::<Vec<_>>().join(", ")
             ));
         }
-        let free = |(one, share): &(Arc<Allocation>, u32)| share.saturating_sub(held(one));
-        if let Some((found, _)) = fitting.iter().find(|of| free(of) >= pairs) {
+        let admits = |one: &Allocation, bytes: u64| one.memory_bytes.is_none_or(|limit| bytes <= limit);
+        if !fitting.iter().any(|(one, _)| admits(one, memory_bytes)) {
+            let offers = fitting
+                .iter()
+                .map(|(one, _)| format!("{} allows {}", one.name, one.memory_bytes.unwrap_or(u64::MAX)));
+            return QueueGrantRefusal::invalid(format!(
+                "a memory of {memory_bytes} bytes exceeds spec.registeredMemory of each GPUQueueAllocation: {}. Register less \
+                 memory, or create a GPUQueueAllocation that allows more",
+                offers.collect::<Vec<_>>().join(", ")
+            ));
+        }
+        let with_held: Vec<(&Arc<Allocation>, u32, Held)> =
+            fitting.iter().map(|(one, share)| (one, *share, held(one))).collect();
+        let is_free =
+            |(_, share, held): &&(&Arc<Allocation>, u32, Held)| share.saturating_sub(held.pairs) >= pairs;
+        let admitted = |(one, _, held): &&(&Arc<Allocation>, u32, Held)| admits(one, held.memory_bytes_then);
+        if let Some((found, ..)) = with_held.iter().find(|of| is_free(of) && admitted(of)) {
             return Ok(Arc::clone(found));
         }
-        let most = fitting.iter().map(|of| free(of)).max().unwrap_or_default();
+        if let Some((one, _, held)) = with_held.iter().find(is_free) {
+            return Err(QueueGrantRefusal::Exhausted(format!(
+                "GPUQueueAllocation {} allows {} bytes of registered memory (spec.registeredMemory), and {} would be in use \
+                 with this one of {memory_bytes} bytes: return queue pairs first, or create another GPUQueueAllocation",
+                one.name,
+                one.memory_bytes.unwrap_or(u64::MAX),
+                held.memory_bytes_then
+            )));
+        }
+        let most = with_held.iter().map(|(_, share, held)| share.saturating_sub(held.pairs)).max();
+        let most = most.unwrap_or_default();
         Err(QueueGrantRefusal::Exhausted(format!(
             "{pairs} queue pairs of controller {serial} are requested, and a GPUQueueAllocation of this node has at most \
              {most} left: return some first, or create another GPUQueueAllocation"
         )))
     }
+}
+
+/// What a request needs of an allocation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    pub(super) pairs: u32,
+    pub(super) depth: u32,
+    /// Size of the memory that commands access.
+    pub(super) memory_bytes: u64,
+}
+
+/// What the grants of an allocation use.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held {
+    /// Queue pairs of the controller.
+    pub(super) pairs: u32,
+    /// Bytes of registered memories, each counted once, with the memory of the request.
+    pub(super) memory_bytes_then: u64,
 }
 
 #[cfg(test)]
@@ -114,7 +162,14 @@ mod tests {
 
     fn allocation(name: &str, pairs: &[(&str, u32)]) -> Allocation {
         let pairs = pairs.iter().map(|(serial, pairs)| ((*serial).to_owned(), *pairs)).collect();
-        Allocation { uid: format!("uid-{name}"), name: format!("n/{name}"), depth: 128, pairs }
+        Allocation {
+            uid: format!("uid-{name}"),
+            name: format!("n/{name}"),
+            depth: 128,
+            memory_bytes: None,
+            slack_profile: None,
+            pairs,
+        }
     }
 
     fn table(allocations: Vec<Allocation>) -> QueueGrants {
@@ -229,5 +284,70 @@ mod tests {
         table.created(creating);
         assert!(!table.is_allocated(creating), "it was a part of the earlier allocation");
         assert_eq!(table.pairs_of("uid-a"), 2);
+    }
+
+    #[test]
+    fn memories_of_an_allocation_are_limited_and_counted_once() {
+        let limited = Allocation { memory_bytes: Some(8192), ..allocation("a", &[("S1", 8), ("S2", 8)]) };
+        let mut table = table(vec![limited]);
+        let big = table.register(ONE, 8193).expect("the limit is one of grants");
+        let refusal =
+            table.request(QueueRequest { memory: big, ..of(ONE, 1) }, "S1").expect_err("above the limit");
+        let words = ["8193 bytes", "n/a allows 8192", "spec.registeredMemory"];
+        assert!(
+            matches!(&refusal, QueueGrantRefusal::Invalid(text) if words.iter().all(|word| text.contains(word))),
+            "{refusal}"
+        );
+        // 4,096 bytes, for two grants and two controllers.
+        let first = granted(&mut table, of(ONE, 1));
+        granted(&mut table, of(ONE, 1));
+        let other = table.request(QueueRequest { device: 4, ..of(ONE, 1) }, "S2").expect("the same memory");
+        table.created(other);
+        let second = granted(&mut table, of(TWO, 1));
+        let more = table.register(TWO, 1).expect("registered");
+        let request = QueueRequest { memory: more, ..of(TWO, 1) };
+        let refusal = table.request(request, "S1").expect_err("8,193 bytes in all");
+        assert!(
+            matches!(&refusal, QueueGrantRefusal::Exhausted(text) if text.contains("8193 would be in use")),
+            "{refusal}"
+        );
+        assert!(table.begin_end(ONE, first));
+        table.ended(first);
+        table.request(request, "S1").expect_err("other grants access the first memory");
+        // The memory of an ended session counts until its queue pairs are deleted.
+        assert_eq!(table.begin_session_end(TWO), [second]);
+        let third = SessionId(3);
+        table.register(third, 1).expect("registered");
+        table.request(of(third, 1), "S1").expect_err("the controller may still access it");
+        table.ended(second);
+        table.request(of(third, 1), "S1").expect("4,097 bytes in all");
+    }
+
+    #[test]
+    fn memory_beyond_one_allocation_uses_another_one() {
+        let limited = Allocation { memory_bytes: Some(4096), ..allocation("a", &[("S1", 8)]) };
+        let mut table = table(vec![limited, allocation("b", &[("S1", 8)])]);
+        for (session, name) in [(ONE, "n/a"), (TWO, "n/b")] {
+            let generation = granted(&mut table, of(session, 1));
+            assert_eq!(table.allocation(generation).map(|of| of.name.as_str()), Some(name));
+        }
+    }
+
+    #[test]
+    fn session_has_the_slack_profile_of_its_oldest_grant() {
+        let with = |name: &str, profile: Option<&str>| Allocation {
+            slack_profile: profile.map(str::to_owned),
+            ..allocation(name, &[("S1", 2)])
+        };
+        let mut table = table(vec![with("a", None), with("b", Some("llama")), with("c", Some("other"))]);
+        assert_eq!(table.slack_profile(ONE), None);
+        granted(&mut table, of(ONE, 2));
+        assert_eq!(table.slack_profile(ONE), None, "its allocation names none");
+        let second = granted(&mut table, of(ONE, 2));
+        assert_eq!(table.slack_profile(ONE), Some("llama"));
+        granted(&mut table, of(ONE, 2));
+        assert_eq!((table.slack_profile(ONE), table.slack_profile(TWO)), (Some("llama"), None));
+        assert!(table.begin_end(ONE, second));
+        assert_eq!(table.slack_profile(ONE), Some("other"));
     }
 }
