@@ -288,11 +288,9 @@ impl Device {
         let controller = self.info.controller.clone()?;
         let ControllerProperties { namespace, kind, .. } = *controller.properties();
         let serial = controller.properties().serial.as_str().into();
-        if kind != ControllerKind::Emulated {
-            return None;
-        }
+        let is_emulated = kind == ControllerKind::Emulated;
         let find = move || controller.controller().map(|controller| controller as Arc<dyn QueueLender>);
-        Some(LendingDevice { find: Arc::new(find), serial, namespace, is_emulated: true })
+        Some(LendingDevice { find: Arc::new(find), serial, namespace, is_emulated })
     }
 
     /// Returns the number of commands that its thread has not received yet.

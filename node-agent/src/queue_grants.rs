@@ -8,8 +8,8 @@
 //!
 //! A session's reader thread makes all its calls, and ends its grants before the core learns of the session's end
 //! ([`QueueGrantService::close_session`]). So a killed engine's commands have ended before its leased extents leave
-//! quarantine. If the controller does not confirm a deletion, its commands may still run: the session stays fenced, and the
-//! core keeps its extents until the device is closed.
+//! quarantine. If the controller does not confirm a deletion, its commands may still run: the session stays fenced, the
+//! core keeps its extents until the device is closed, and the memory stays mapped until the controller was disabled.
 //!
 //! In a cluster, grants are parts of allocations, which the reconciler thread replaces
 //! ([`QueueGrantService::set_allocations`]). It releases an allocation when no queue pair of it is left.
@@ -29,14 +29,14 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_buffers::MappedRegion;
-use reprise_nvme::{LentDevice, LentQueue, LentRegisters, NvmeError, QueueLender};
+use reprise_nvme::{DoorbellKind, LentDevice, LentDoorbells, LentQueue, NvmeError, QueueLender};
 use reprise_policy::SessionId;
 use reprise_policy::queue_grants::{
     Allocation, GrantEnd, GrantGeneration, MemoryNumber, QueueGrantLimits, QueueGrantRefusal, QueueGrants,
     QueueRequest,
 };
 
-use resources::{HeldQueues, MemoryAccess, Resources};
+use resources::{HeldQueue, HeldQueues, MemoryAccess, Resources};
 
 /// How long a returned grant waits for a deletion that another thread has begun: longer than admin commands take.
 const END_WAIT: Duration = Duration::from_secs(10);
@@ -61,7 +61,8 @@ pub(crate) struct LendingDevice {
 #[derive(Debug)]
 pub(crate) struct NewGrant {
     pub(crate) generation: GrantGeneration,
-    pub(crate) registers: LentRegisters,
+    /// Doorbells for the session.
+    pub(crate) doorbells: LentDoorbells,
     pub(crate) queues: Vec<NewQueue>,
     pub(crate) device: LentDevice,
     pub(crate) namespace: u32,
@@ -91,6 +92,8 @@ pub(crate) struct GrantView {
     pub(crate) request: QueueRequest,
     /// Numbers of the queue pairs; empty while they are created or after a failed deletion.
     pub(crate) queues: Vec<u16>,
+    /// How doorbells reach the controller; `None` without queue pairs.
+    pub(crate) doorbells: Option<DoorbellKind>,
     /// Namespace and name of the allocation that it is a part of, in a cluster.
     pub(crate) allocation: Option<String>,
     /// Slack profile that the allocation names.
@@ -363,6 +366,7 @@ impl QueueGrantService {
         tracing::info!(
             generation = generation.0, session = session.0, device, memory = memory.0, queues = grant.queues.len(),
             depth = request.depth, queue_bytes = bytes, format = %grant.device.format, emulated = grant.is_emulated,
+            doorbells = %grant.doorbells.kind(),
             "queue pairs granted"
         );
         Ok(NewGrant { generation, ..grant })
@@ -380,9 +384,8 @@ impl QueueGrantService {
         let Some(properties) = lender.lent_device(lending.namespace) else {
             return Err(QueueGrantRefusal::Invalid(format!("device {device} is closed")));
         };
-        let registers = lender
-            .lend_registers()
-            .map_err(|error| invalid("share the registers of the controller", &error))?;
+        let mut doorbells =
+            lender.lend_doorbells().map_err(|error| invalid("share doorbells of the controller", &error))?;
         let region = self.lock().resources.memory(session, memory);
         let span = region.and_then(|region| region.span(0, region.bytes()).ok());
         let span =
@@ -399,17 +402,10 @@ impl QueueGrantService {
         };
         let mut lent: Vec<LentQueue> = Vec::new();
         for _ in 0..pairs {
-            match lender.lend(depth) {
+            match lender.lend(depth, &mut doorbells) {
                 Ok(queue) => lent.push(queue),
                 Err(error) => {
-                    let undone = lent.into_iter().try_for_each(|queue| {
-                        let result = lender.delete(queue.id);
-                        drop(queue);
-                        result
-                    });
-                    if let Err(error) = undone {
-                        tracing::error!(device, %error, "cannot delete a queue pair that was not granted");
-                    }
+                    undo(lender, (DeviceId(device), &access), lent);
                     return Err(match error {
                         NvmeError::NoQueue { .. } => QueueGrantRefusal::Exhausted(error.to_string()),
                         error => invalid("create a queue pair", &error),
@@ -417,12 +413,11 @@ impl QueueGrantService {
                 }
             }
         }
-        let base = registers.offset;
-        let (queues, held) = lent.into_iter().map(|queue| resources::divide(queue, base)).unzip();
+        let (queues, held) = lent.into_iter().map(resources::divide).unzip();
         let grant = NewGrant {
             // Replaced by the caller.
             generation: GrantGeneration(0),
-            registers,
+            doorbells,
             queues,
             device: properties,
             namespace: lending.namespace,
@@ -431,7 +426,8 @@ impl QueueGrantService {
         };
         let find = Arc::clone(&lending.find);
         let serial = Arc::clone(&lending.serial);
-        Ok((grant, HeldQueues { device: DeviceId(device), serial, find, queues: held, _access: access }))
+        let (device, doorbells) = (DeviceId(device), grant.doorbells.kind());
+        Ok((grant, HeldQueues { device, serial, find, doorbells, queues: held, _access: access }))
     }
 
     /// Ends a grant at the request of its session. One that was revoked has ended already, or ends now on another
@@ -464,24 +460,24 @@ impl QueueGrantService {
     fn end(&self, generation: GrantGeneration) -> bool {
         let taken = self.lock().resources.take(generation);
         let Some(held) = taken else { return true };
-        let mut confirmed = true;
         // A controller whose device was closed was disabled.
-        if let Some(lender) = (held.find)() {
-            for queue in &held.queues {
-                if let Err(error) = lender.delete(queue.id) {
-                    confirmed = false;
+        let lender = (held.find)();
+        let confirmed = lender.as_ref().is_none_or(|lender| {
+            let delete = |queue: &HeldQueue| {
+                lender.delete(queue.id).inspect_err(|error| {
                     tracing::error!(
                         generation = generation.0, device = held.device.0, queue = queue.id, %error,
                         "cannot delete a granted queue pair: extents of its session stay reserved until the device is opened again"
                     );
-                    // Each further deletion would wait as long, with the admin queue that disabling the controller needs.
-                    if matches!(error, NvmeError::Timeout { .. } | NvmeError::Fatal | NvmeError::Gone) {
-                        break;
-                    }
-                }
-            }
+                })
+            };
+            delete_all(held.queues.iter().map(delete))
+        });
+        match lender.filter(|_| !confirmed) {
+            // Its memory stays mapped, since the controller may still access it.
+            Some(lender) => lender.keep(Box::new(held)),
+            None => drop(held),
         }
-        drop(held);
         let mut state = self.lock();
         if confirmed {
             state.table.ended(generation);
@@ -511,6 +507,7 @@ impl QueueGrantService {
             generation,
             request: *request,
             queues: state.resources.queues(generation),
+            doorbells: state.resources.held(generation).map(|held| held.doorbells),
             allocation: state.table.allocation(generation).map(|of| of.name.clone()),
             slack_profile: state.table.allocation(generation).and_then(|of| of.slack_profile.clone()),
         };
@@ -560,5 +557,30 @@ impl QueueGrantService {
     /// Every change leaves the state consistent, so a poisoned lock is ignored.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Makes deletions; returns whether the controller has confirmed all of them. One that hangs is not waited for again,
+/// because each deletion has the admin queue, which disabling the controller needs.
+fn delete_all(deletions: impl Iterator<Item = Result<(), NvmeError>>) -> bool {
+    let mut confirmed = true;
+    for error in deletions.filter_map(Result::err) {
+        confirmed = false;
+        if matches!(error, NvmeError::Timeout { .. } | NvmeError::Fatal | NvmeError::Gone) {
+            break;
+        }
+    }
+    confirmed
+}
+
+/// Deletes queue pairs of a request that has failed. Without a confirmation, their memory stays mapped.
+fn undo(lender: &dyn QueueLender, (device, access): (DeviceId, &MemoryAccess), lent: Vec<LentQueue>) {
+    let delete = |queue: &LentQueue| {
+        lender.delete(queue.id).inspect_err(|error| {
+            tracing::error!(device = device.0, queue = queue.id, %error, "cannot delete a queue pair that was not granted");
+        })
+    };
+    if !delete_all(lent.iter().map(delete)) {
+        lender.keep(Box::new((lent, access.clone())));
     }
 }

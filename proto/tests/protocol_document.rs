@@ -160,7 +160,7 @@ fn queues_granted() -> local::QueuesGranted {
         block_bytes: 512,
         transfer_max: 1 << 20,
         format: local::DataFormat::Sgl as i32,
-        registers_bytes: 12_288,
+        doorbells_bytes: 12_288,
         memory_address: 131_072,
         emulated: true,
     }
@@ -265,7 +265,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         (
             "`QueuesGranted`",
             "generation 300; queue 5: 64 entries, 8,192 bytes at 65,536, parts 4,096, 8,192, doorbells 4,136, 4,140; \
-             namespace 1, 512, 1 MiB, SGL, registers 12,288, memory 131,072, emulated",
+             namespace 1, 512, 1 MiB, SGL, doorbells 12,288, memory 131,072, emulated",
             Body::QueuesGranted(queues_granted()),
         ),
         ("`QueuesReturned`", "", Body::QueuesReturned(local::QueuesReturned {})),

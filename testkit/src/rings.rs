@@ -7,7 +7,7 @@
 //! ```
 //!
 //! [`RingMover`] moves the layers. Threads of this process drive the queue pairs (the host build of the GPU's source), so
-//! the backend is `gpu-queue-emulated`.
+//! the backend is `gpu-queue-host`, or `gpu-queue-emulated` if a controller is emulated.
 //!
 //! A command that is given up may still write KV memory. Its queue pairs are therefore returned to the agent, which
 //! deletes them, before a block or an extent has another use.
@@ -29,6 +29,7 @@ use reprise_cuda::store::{
     PlanCounters, RingMover, alternate,
 };
 use reprise_policy::layout::PAGE_BYTES;
+use reprise_policy::session::TransferBackend;
 use reprise_policy::{BlockKey, Layout};
 
 use device::{GrantedDevice, open_ring};
@@ -92,6 +93,10 @@ impl Backend for RingPath {
 
     fn is_emulated(&self) -> bool {
         self.mover.is_emulated()
+    }
+
+    fn transfer_backend(&self) -> TransferBackend {
+        self.mover.transfer_backend()
     }
 }
 

@@ -7,6 +7,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use reprise_policy::session::TransferBackend;
+
 use crate::gpu::Event;
 use crate::ring::{
     BatchSettings, CONTEXTS_MAX, ContextStatus, Cqe, GpuRunner, HostRunner, Operation, Ring, Ticket, Transfer,
@@ -360,6 +362,15 @@ impl Backend for RingMover<'_> {
         };
         let mut devices = self.devices.iter().flatten().peekable();
         devices.peek().is_none() || !devices.all(is_real)
+    }
+
+    fn transfer_backend(&self) -> TransferBackend {
+        let is_emulated = |device: &RingDevice<'_>| device.limits.is_emulated;
+        match (self.is_emulated(), self.devices.iter().flatten().any(is_emulated)) {
+            (false, _) => TransferBackend::GpuQueue,
+            (true, false) if self.devices.iter().any(Option::is_some) => TransferBackend::GpuQueueHost,
+            (true, _) => TransferBackend::GpuQueueEmulated,
+        }
     }
 }
 

@@ -140,9 +140,9 @@ pub struct GrantedQueuePair {
     pub completions_at: u64,
     /// Offset of the pages for lists in the memory; its end with SGLs.
     pub lists_at: u64,
-    /// Offset of the submission queue's doorbell in the registers.
+    /// Offset of the submission queue's doorbell in the grant's [`doorbells`](QueueGrant::doorbells).
     pub submission_doorbell: u64,
-    /// Offset of the completion queue's doorbell in the registers.
+    /// Offset of the completion queue's doorbell in the grant's doorbells.
     pub completion_doorbell: u64,
 }
 
@@ -153,7 +153,7 @@ pub struct QueueGrant {
     session: Arc<Session>,
     generation: u64,
     device: QueueDevice,
-    registers: MappedRegion,
+    doorbells: MappedRegion,
     queues: Vec<GrantedQueuePair>,
     memory_address: u64,
     revocation: Arc<OnceLock<String>>,
@@ -170,9 +170,10 @@ impl QueueGrant {
         &self.device
     }
 
-    /// Returns the registers of the controller; only doorbells of the granted queue pairs may be written.
-    pub fn registers(&self) -> &MappedRegion {
-        &self.registers
+    /// Returns the memory with the doorbells: registers of the controller, or words that the agent forwards. Only the
+    /// doorbells of the granted queue pairs may be written.
+    pub fn doorbells(&self) -> &MappedRegion {
+        &self.doorbells
     }
 
     /// Returns the queue pairs.
@@ -218,7 +219,7 @@ struct Grants {
 
 #[derive(Debug)]
 struct Incoming {
-    /// Registers and queue pairs, until the caller takes them.
+    /// Doorbells and queue pairs, until the caller takes them.
     memory: Vec<MappedRegion>,
     revocation: Arc<OnceLock<String>>,
 }
@@ -237,7 +238,7 @@ impl GrantMap {
             let mapped = MappedRegion::map(next()?, bytes, Access::ReadWrite);
             mapped.map_err(|source| ClientError::Memory { context: "map granted queue pairs", source })
         };
-        let mut memory = vec![map(granted.registers_bytes)?];
+        let mut memory = vec![map(granted.doorbells_bytes)?];
         for queue in &granted.queues {
             memory.push(map(queue.bytes)?);
         }
@@ -292,7 +293,7 @@ pub(crate) fn granted(
     let taken = session.connection().grants().take(granted.generation);
     let (memory, revocation) = taken.ok_or_else(|| invalid("an unknown generation"))?;
     let mut memory = memory.into_iter();
-    let registers = memory.next().ok_or_else(|| invalid("no registers"))?;
+    let doorbells = memory.next().ok_or_else(|| invalid("no doorbells"))?;
     let format = match granted.format() {
         local::DataFormat::Prp => DataFormat::Prp,
         local::DataFormat::Sgl => DataFormat::Sgl,
@@ -303,12 +304,12 @@ pub(crate) fn granted(
     }
     let queue = |(queue, memory): (&local::GrantedQueue, MappedRegion)| {
         let (entries, bytes) = (u64::from(queue.entries), memory.bytes());
-        let doorbells = [queue.submission_doorbell, queue.completion_doorbell];
+        let words = [queue.submission_doorbell, queue.completion_doorbell];
         let inside = entries >= 2
             && queue.completions_at >= 64 * entries
             && queue.lists_at >= queue.completions_at.saturating_add(16 * entries)
             && queue.lists_at <= bytes
-            && doorbells.iter().all(|at| at % 4 == 0 && at.saturating_add(4) <= registers.bytes());
+            && words.iter().all(|at| at % 4 == 0 && at.saturating_add(4) <= doorbells.bytes());
         let has_lists =
             format == DataFormat::Sgl || bytes - queue.lists_at.min(bytes) >= 4096 * (entries - 1);
         let id = u16::try_from(queue.queue).ok().filter(|_| inside && has_lists);
@@ -336,7 +337,7 @@ pub(crate) fn granted(
         session: Arc::clone(session),
         generation: granted.generation,
         device,
-        registers,
+        doorbells,
         queues,
         memory_address: granted.memory_address,
         revocation,

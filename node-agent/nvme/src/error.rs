@@ -45,7 +45,10 @@ pub enum NvmeError {
     #[error("invalid request: {0}")]
     Invalid(String),
     /// All queue pairs that the controller has granted are in use.
-    #[error("no queue pair is free: the controller has granted {granted}")]
+    #[error(
+        "no queue pair is free: the controller has granted {granted}, one of them to the agent; request fewer, or wait \
+         until others are returned"
+    )]
     NoQueue {
         /// Number of granted pairs.
         granted: u16,

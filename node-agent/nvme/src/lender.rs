@@ -1,12 +1,17 @@
 //! Queue pairs that another process drives.
 //!
-//! The lender creates them in a file that the other process maps, next to the registers. That process submits commands
-//! without a system call. It must be trusted with the whole namespace: a controller does not restrict what a queue reads
-//! and writes.
+//! The lender creates them in a file that the other process maps, next to a file with doorbells. That process submits
+//! commands without a system call. It must be trusted with the whole namespace: a controller does not restrict what a
+//! queue reads and writes.
+//!
+//! Doorbells are the registers of the controller where these are a file of their own (the emulated controller). Else they
+//! are words in memory, which the relay's thread forwards: see [`DoorbellKind`].
 //!
 //! Order of an end: [`QueueLender::delete`] for each queue pair, then the drop of its memory and of the mappings that its
-//! commands may use.
+//! commands may use. If the controller does not confirm, [`QueueLender::keep`] has them until it was disabled.
 
+use std::any::Any;
+use std::fmt;
 use std::os::fd::OwnedFd;
 
 use reprise_buffers::{BufferError, MappedRegion, Span};
@@ -15,6 +20,7 @@ use crate::backing::{Backing, DmaMapping};
 use crate::controller::QueueAddresses;
 use crate::data::DataFormat;
 use crate::error::NvmeError;
+use crate::relay::{COMPLETION_AT, LINE_BYTES, RelayedQueue};
 use crate::shared::SharedController;
 use crate::spec::{CQE_BYTES, PAGE_BYTES, SQE_BYTES};
 
@@ -31,15 +37,84 @@ pub struct LentDevice {
     pub entries_max: u32,
 }
 
-/// Registers that another process maps.
+/// How doorbells of another process reach the controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DoorbellKind {
+    /// The process stores to the registers.
+    Registers,
+    /// The process stores to memory, and a thread of this process to the registers.
+    Relayed,
+}
+
+impl fmt::Display for DoorbellKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DoorbellKind::Registers => "registers",
+            DoorbellKind::Relayed => "relayed",
+        })
+    }
+}
+
+/// Doorbells that one other process maps, for up to 64 queue pairs.
 #[derive(Debug)]
-pub struct LentRegisters {
-    /// The file.
-    pub file: OwnedFd,
-    /// Bytes of the file.
-    pub bytes: u64,
+pub struct LentDoorbells {
+    file: OwnedFd,
+    bytes: u64,
+    place: DoorbellPlace,
+}
+
+#[derive(Debug)]
+enum DoorbellPlace {
     /// Offset of register 0 in the file.
-    pub offset: u64,
+    Registers(u64),
+    /// The file in this process, and the number of its lines in use.
+    Relayed(MappedRegion, usize),
+}
+
+impl LentDoorbells {
+    /// Returns doorbells in a file of registers, whose register 0 lies at an offset.
+    pub fn of_registers(file: OwnedFd, bytes: u64, offset: u64) -> LentDoorbells {
+        LentDoorbells { file, bytes, place: DoorbellPlace::Registers(offset) }
+    }
+
+    /// Allocates words for a relay: a page.
+    fn relayed() -> Result<LentDoorbells, NvmeError> {
+        let (memory, file) = MappedRegion::allocate(PAGE_BYTES as u64)?;
+        Ok(LentDoorbells { file, bytes: memory.bytes(), place: DoorbellPlace::Relayed(memory, 0) })
+    }
+
+    /// Returns how they reach the controller.
+    pub fn kind(&self) -> DoorbellKind {
+        match self.place {
+            DoorbellPlace::Registers(_) => DoorbellKind::Registers,
+            DoorbellPlace::Relayed(..) => DoorbellKind::Relayed,
+        }
+    }
+
+    /// Returns the size of the file in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the file for the other process.
+    pub fn into_file(self) -> OwnedFd {
+        self.file
+    }
+
+    /// Returns the offsets of a queue pair's doorbells in the file, submission queue first, and the line of a relay.
+    fn take(&mut self, registers: [usize; 2]) -> Result<([u64; 2], Option<Span>), NvmeError> {
+        match &mut self.place {
+            DoorbellPlace::Registers(offset) => Ok((registers.map(|at| *offset + at as u64), None)),
+            DoorbellPlace::Relayed(memory, lines) => {
+                let at = (*lines * LINE_BYTES) as u64;
+                let full =
+                    |_| NvmeError::Invalid(format!("{lines} queue pairs are the maximum of one grant"));
+                let line = memory.span(at, LINE_BYTES as u64).map_err(full)?;
+                *lines += 1;
+                Ok(([at, at + COMPLETION_AT as u64], Some(line)))
+            }
+        }
+    }
 }
 
 /// A queue pair that another process drives. Submission queue, completion queue and a page for the list of each command
@@ -58,9 +133,9 @@ pub struct LentQueue {
     pub completions_at: u64,
     /// Offset of the pages for lists; the end of the file with SGLs.
     pub lists_at: u64,
-    /// Offset of the submission queue's doorbell behind register 0.
+    /// Offset of the submission queue's doorbell in the file of doorbells.
     pub submission_doorbell: u64,
-    /// Offset of the completion queue's doorbell behind register 0.
+    /// Offset of the completion queue's doorbell in the file of doorbells.
     pub completion_doorbell: u64,
     /// The file as the controller accesses it. Dropped after the queue pair was deleted.
     pub mapping: DmaMapping,
@@ -74,30 +149,34 @@ pub trait QueueLender: Send + Sync {
     /// Returns the properties of a namespace; `None` if the controller has no such namespace.
     fn lent_device(&self, namespace: u32) -> Option<LentDevice>;
 
-    /// Returns the registers.
+    /// Returns doorbells for the queue pairs of one other process.
     ///
     /// # Errors
-    /// `Unsupported` if the registers are not in a file that another process can map.
-    fn lend_registers(&self) -> Result<LentRegisters, NvmeError>;
+    /// `Memory` with the missing resource.
+    fn lend_doorbells(&self) -> Result<LentDoorbells, NvmeError>;
 
     /// Makes memory of another process accessible for the controller.
     ///
     /// # Errors
-    /// `Unsupported`, or `Memory` with the missing resource.
+    /// `Unsupported`, `Function` with the remedy, or `Memory` with the missing resource.
     fn map_lent(&self, memory: &Span) -> Result<DmaMapping, NvmeError>;
 
-    /// Creates a queue pair with `entries` entries, 2 to [`LentDevice::entries_max`].
+    /// Creates a queue pair with `entries` entries, 2 to [`LentDevice::entries_max`], and with doorbells of the process.
     ///
     /// # Errors
     /// `NoQueue` if the controller has no further queue pair; `Memory`, `Invalid`, `Closed`, or the admin queue fails.
-    fn lend(&self, entries: u32) -> Result<LentQueue, NvmeError>;
+    fn lend(&self, entries: u32, doorbells: &mut LentDoorbells) -> Result<LentQueue, NvmeError>;
 
-    /// Deletes a queue pair. Its commands no longer access memory, and write nothing to the device. For a closed
-    /// device it returns `Ok`, because its controller was disabled.
+    /// Deletes a queue pair. Its doorbells have no effect afterwards. Its commands no longer access memory, and write
+    /// nothing to the device. For a closed device it returns `Ok`, because its controller was disabled.
     ///
     /// # Errors
     /// The controller does not confirm: its commands may still run.
     fn delete(&self, queue: u16) -> Result<(), NvmeError>;
+
+    /// Keeps memory and mappings of queue pairs whose deletion the controller has not confirmed. They are dropped when
+    /// the controller was disabled, or at once if it was.
+    fn keep(&self, memory: Box<dyn Any + Send>);
 }
 
 impl<B: Backing> QueueLender for SharedController<B> {
@@ -114,22 +193,19 @@ impl<B: Backing> QueueLender for SharedController<B> {
         device.ok().flatten()
     }
 
-    fn lend_registers(&self) -> Result<LentRegisters, NvmeError> {
-        let Some(registers) = self.backing().register_file() else {
-            let text = "another process cannot map its registers; use extents of the kernel's driver";
-            return Err(NvmeError::Unsupported(text.into()));
-        };
+    fn lend_doorbells(&self) -> Result<LentDoorbells, NvmeError> {
+        let Some(registers) = self.backing().register_file() else { return LentDoorbells::relayed() };
         let failed = |source| BufferError::System { what: "duplicate a descriptor".into(), source };
         let file = registers.file.try_clone_to_owned().map_err(|error| NvmeError::Memory(failed(error)))?;
         let (bytes, offset) = (registers.offset + registers.bytes as u64, registers.offset);
-        Ok(LentRegisters { file, bytes, offset })
+        Ok(LentDoorbells::of_registers(file, bytes, offset))
     }
 
     fn map_lent(&self, memory: &Span) -> Result<DmaMapping, NvmeError> {
         self.backing().map(memory)
     }
 
-    fn lend(&self, entries: u32) -> Result<LentQueue, NvmeError> {
+    fn lend(&self, entries: u32, doorbells: &mut LentDoorbells) -> Result<LentQueue, NvmeError> {
         let most = self.with(|controller| Ok(controller.entries_max()))?;
         if !(2..=most).contains(&entries) {
             return Err(NvmeError::Invalid(format!(
@@ -148,9 +224,34 @@ impl<B: Backing> QueueLender for SharedController<B> {
         let mapping = self.backing().map(&memory.span(0, bytes)?)?;
         let submissions = mapping.address();
         let addresses = QueueAddresses { submissions, completions: submissions + completions_at };
-        let queue = self.with(|controller| controller.create_raw_queue_pair(entries, addresses))?;
-        let (id, doorbells) = (queue.id(), [queue.submission_doorbell(), queue.completion_doorbell()]);
+        let queue = match self.with(|controller| controller.create_raw_queue_pair(entries, addresses)) {
+            Ok(queue) => queue,
+            Err(error) => {
+                // The controller may have created it, and writes completions there.
+                if matches!(error, NvmeError::Timeout { .. } | NvmeError::Fatal | NvmeError::Violation(_)) {
+                    self.keep(Box::new((mapping, memory)));
+                }
+                return Err(error);
+            }
+        };
+        let id = queue.id();
+        let registers = [queue.submission_doorbell(), queue.completion_doorbell()];
         self.lent().insert(id, queue);
+        let relayed = doorbells.take(registers).and_then(|(at, line)| {
+            if let Some(line) = line {
+                self.relay(RelayedQueue { id, entries, line, registers })?;
+            }
+            Ok(at)
+        });
+        let [submission_doorbell, completion_doorbell] = match relayed {
+            Ok(at) => at,
+            Err(error) => {
+                if self.delete(id).is_err() {
+                    self.keep(Box::new((mapping, memory)));
+                }
+                return Err(error);
+            }
+        };
         Ok(LentQueue {
             id,
             entries,
@@ -158,8 +259,8 @@ impl<B: Backing> QueueLender for SharedController<B> {
             bytes,
             completions_at,
             lists_at,
-            submission_doorbell: doorbells[0] as u64,
-            completion_doorbell: doorbells[1] as u64,
+            submission_doorbell,
+            completion_doorbell,
             mapping,
             memory,
         })
@@ -168,9 +269,14 @@ impl<B: Backing> QueueLender for SharedController<B> {
     fn delete(&self, queue: u16) -> Result<(), NvmeError> {
         let lent = self.lent().remove(&queue);
         let lent = lent.ok_or_else(|| NvmeError::Invalid(format!("queue pair {queue} is not lent")))?;
+        self.end_relay(queue);
         match self.with(|controller| controller.delete_raw_queue_pair(lent)) {
             Err(NvmeError::Closed) => Ok(()),
             deleted => deleted,
         }
+    }
+
+    fn keep(&self, memory: Box<dyn Any + Send>) {
+        self.keep_until_disabled(memory);
     }
 }

@@ -4,6 +4,7 @@
 //! The engine never waits for another user while it moves data. When the engine ends, the controller is shut down for
 //! all users: later calls return [`NvmeError::Closed`].
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -15,6 +16,7 @@ use crate::controller::{Controller, RawQueuePair, check_alive};
 use crate::data::DataFormat;
 use crate::error::NvmeError;
 use crate::lender::QueueLender;
+use crate::relay::{Relay, RelayedQueue};
 use crate::spec::{ControllerIdentity, ControllerStatus, Version, offset};
 
 /// A controller that an engine uses, without the type of its backing.
@@ -46,12 +48,16 @@ pub struct SharedController<B: Backing> {
     admin: Mutex<Admin<B>>,
     /// Queue pairs that other processes drive, by number.
     lent: Mutex<BTreeMap<u16, RawQueuePair>>,
+    /// Forwards doorbells of other processes; started with the first queue pair that needs it.
+    relay: Mutex<Option<Relay>>,
 }
 
 /// The part that one user at a time has.
 struct Admin<B: Backing> {
     controller: Controller<B>,
     is_closed: bool,
+    /// Memory that the controller may access until it is disabled.
+    kept: Vec<Box<dyn Any + Send>>,
 }
 
 impl<B: Backing> fmt::Debug for SharedController<B> {
@@ -74,8 +80,9 @@ impl<B: Backing> SharedController<B> {
             granted: controller.granted(),
             data_format: controller.data_format(),
             transfer_max: controller.transfer_max(),
-            admin: Mutex::new(Admin { controller, is_closed: false }),
+            admin: Mutex::new(Admin { controller, is_closed: false, kept: Vec::new() }),
             lent: Mutex::default(),
+            relay: Mutex::default(),
         }
     }
 
@@ -136,11 +143,13 @@ impl<B: Backing> SharedController<B> {
 
     /// Shuts the controller down for all users: it writes its caches, and is disabled.
     pub(crate) fn shut_down(&self) -> Result<(), NvmeError> {
+        self.stop_relay();
         let mut admin = self.lock();
         admin.is_closed = true;
         let result = admin.controller.shut_down();
         // Other users may keep the controller for longer than the engine keeps its memory.
         let _ = admin.controller.disable();
+        admin.kept.clear();
         result
     }
 
@@ -149,9 +158,44 @@ impl<B: Backing> SharedController<B> {
     /// # Errors
     /// As for [`Controller::disable`].
     pub(crate) fn disable(&self) -> Result<(), NvmeError> {
+        self.stop_relay();
         let mut admin = self.lock();
         admin.is_closed = true;
-        admin.controller.disable()
+        let result = admin.controller.disable();
+        // Without a confirmation too: the drop of a mapping ends the access, as for memory of queues (`DmaMemory`).
+        admin.kept.clear();
+        result
+    }
+
+    /// Keeps something until the controller is disabled, or drops it if it was.
+    pub(crate) fn keep_until_disabled(&self, memory: Box<dyn Any + Send>) {
+        let mut admin = self.lock();
+        if !admin.is_closed {
+            admin.kept.push(memory);
+        }
+    }
+
+    /// Forwards doorbells of a queue pair.
+    pub(crate) fn relay(&self, queue: RelayedQueue) -> Result<(), NvmeError> {
+        let mut relay = self.relay.lock().unwrap_or_else(PoisonError::into_inner);
+        let started = match relay.take() {
+            Some(started) => started,
+            None => Relay::start(&self.backing)?,
+        };
+        relay.insert(started).add(queue);
+        Ok(())
+    }
+
+    /// Ends the forwarding of a queue pair before it returns.
+    pub(crate) fn end_relay(&self, queue: u16) {
+        if let Some(relay) = &*self.relay.lock().unwrap_or_else(PoisonError::into_inner) {
+            relay.remove(queue);
+        }
+    }
+
+    /// Ends the forwarding of all queue pairs.
+    fn stop_relay(&self) {
+        drop(self.relay.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Returns the queue pairs that other processes drive.

@@ -9,6 +9,8 @@
 //!
 //! Group and container interface of VFIO (type 1, version 2). A process opens a group alone: a second driver of the same
 //! controller is refused by the kernel. When the process ends, the kernel resets the function and removes all mappings.
+//! This holds because no other process has a descriptor of the device: engines that drive queue pairs get their memory and
+//! words for doorbells only (`relay`).
 //!
 //! Not included: interrupts, iommufd, several controllers in one container.
 
@@ -21,7 +23,6 @@ mod pages;
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -33,7 +34,7 @@ use reprise_io::PciAddress;
 pub use error::FunctionError;
 pub use function::PciFunction;
 
-use crate::backing::{Backing, DmaMapping, DmaMemory, RegisterFile, check_part};
+use crate::backing::{Backing, DmaMapping, DmaMemory, check_part};
 use crate::error::NvmeError;
 use crate::spec::{PAGE_BYTES, offset};
 use addresses::Addresses;
@@ -84,8 +85,6 @@ impl Domain {
 /// A controller that is bound to vfio-pci.
 pub struct VfioController {
     registers: Pages,
-    /// Offset of the registers in the device's file.
-    registers_at: u64,
     domain: Arc<Domain>,
 }
 
@@ -106,7 +105,7 @@ impl VfioController {
         }
         let group = function.check_ready()?;
         let (container, group, device) = open_files(&function, group)?;
-        let calls::RegionPlace { bytes, offset: registers_at } = region(&device, 0)?;
+        let bytes = region(&device, 0)?.bytes;
         if bytes < REGISTERS_MIN {
             return Err(FunctionError::SmallBar {
                 address: function.address(),
@@ -122,7 +121,7 @@ impl VfioController {
         let addresses = Mutex::new(Addresses::new());
         let container = Arc::new(container);
         let domain = Arc::new(Domain { function, device, container, _group: group, addresses });
-        Ok(VfioController { registers, registers_at, domain })
+        Ok(VfioController { registers, domain })
     }
 
     /// Returns the function of the controller.
@@ -210,11 +209,6 @@ impl Backing for VfioController {
 
     fn register_address(&self, offset: usize) -> Option<NonNull<u32>> {
         Some(self.registers.register_address(offset))
-    }
-
-    fn register_file(&self) -> Option<RegisterFile<'_>> {
-        let file = self.domain.device.as_fd();
-        Some(RegisterFile { file, offset: self.registers_at, bytes: self.registers.bytes() })
     }
 
     fn map_own_bar(&self, bar: u8, offset: u64, bytes: u64) -> Result<VfioMemory, NvmeError> {
@@ -384,6 +378,8 @@ impl DmaMemory for VfioMemory {
 fn mapping_error(error: io::Error, bytes: u64) -> FunctionError {
     match error.raw_os_error() {
         Some(libc::ENOMEM) => FunctionError::LockedMemory { bytes, limit: locked_memory_limit() },
+        Some(libc::ENOSPC) => FunctionError::Mappings(bytes),
+        Some(libc::EFAULT | libc::EINVAL | libc::EOPNOTSUPP) => FunctionError::Unmappable { bytes, error },
         _ => FunctionError::system(format!("map {bytes} bytes for the controller in the IOMMU"), error),
     }
 }
@@ -394,4 +390,23 @@ fn locked_memory_limit() -> String {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
     line.and_then(|line| line.split_whitespace().next())
         .map_or("unknown".into(), |soft| format!("{soft} bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_mappings_have_remedies() {
+        let text = |code| mapping_error(io::Error::from_raw_os_error(code), 8192).to_string();
+        for (code, remedy) in [
+            (libc::ENOMEM, "ulimit -l"),
+            (libc::ENOSPC, "dma_entry_limit"),
+            (libc::EFAULT, "use memory of this machine"),
+            (libc::EINVAL, "use memory of this machine"),
+        ] {
+            let text = text(code);
+            assert!(text.contains(remedy) && text.contains("8192 bytes"), "{text}");
+        }
+    }
 }

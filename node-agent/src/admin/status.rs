@@ -147,6 +147,9 @@ struct QueueGrant {
     queues: Vec<u16>,
     pairs: u32,
     depth: u32,
+    /// Whether doorbells are registers or relayed by the agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    doorbells: Option<String>,
     /// Namespace and name of its GPUQueueAllocation.
     #[serde(skip_serializing_if = "Option::is_none")]
     allocation: Option<String>,
@@ -244,7 +247,7 @@ impl Status {
 }
 
 fn queue_grant(view: GrantView) -> QueueGrant {
-    let GrantView { generation, request, queues, allocation, slack_profile } = view;
+    let GrantView { generation, request, queues, doorbells, allocation, slack_profile } = view;
     QueueGrant {
         generation: generation.0,
         session: request.session.0,
@@ -252,6 +255,7 @@ fn queue_grant(view: GrantView) -> QueueGrant {
         queues,
         pairs: request.pairs,
         depth: request.depth,
+        doorbells: doorbells.map(|kind| kind.to_string()),
         allocation,
         slack_profile,
     }

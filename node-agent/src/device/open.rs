@@ -21,7 +21,7 @@ use reprise_policy::layout::PAGE_BYTES;
 
 use super::access::{self, Creation, OpenDevice};
 use super::names;
-use super::user_nvme::{ControllerHandle, ControllerKind};
+use super::user_nvme::ControllerHandle;
 use super::{DeviceContent, OpenDecision, OpenProperties, RecoveredPool, RecoveryInfo};
 use crate::config::{DeviceSettings, IoEngineChoice, PoolSettings};
 use crate::error::{AgentError, ErrorKind};
@@ -190,21 +190,7 @@ impl OpenParams {
 
     /// Whether sessions can reach extents of the device through queue pairs of its controller.
     fn shares_queues(&self, controller: Option<&ControllerHandle>) -> bool {
-        let Some(handle) = controller else { return false };
-        if !self.lend_queues {
-            return false;
-        }
-        // The file of a VFIO device has all registers of the controller, so it stays in this process.
-        if handle.properties().kind != ControllerKind::Emulated {
-            tracing::info!(path = %self.description, "sessions get no queue pairs of a controller behind VFIO");
-            return false;
-        }
-        let Some(controller) = handle.controller() else { return false };
-        let registers = controller.lend_registers();
-        if let Err(error) = &registers {
-            tracing::warn!(path = %self.description, %error, "sessions get no queue pairs and extents of this controller");
-        }
-        registers.is_ok()
+        self.lend_queues && controller.is_some_and(|handle| handle.controller().is_some())
     }
 
     fn error(&self, source: impl Into<OpenError>) -> AgentError {

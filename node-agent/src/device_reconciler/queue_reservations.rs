@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use reprise_agent_kubernetes::{ControllerFact, CreatedFact, DesiredQueues, QueueFact};
 use reprise_policy::queue_grants::Allocation;
 
-use crate::device::{ControllerHandle, ControllerKind};
+use crate::device::ControllerHandle;
 use crate::queue_grants::{CreatedByAllocation, CreatedQueues};
 
 /// Queue pairs of each controller that stay with the kernel, or with the agent that drives the controller.
@@ -172,16 +172,12 @@ fn created_facts(created: &BTreeMap<String, CreatedQueues>) -> Vec<CreatedFact> 
 
 /// Returns why sessions cannot have queue pairs of a controller.
 fn unavailable(serial: &str, open: &BTreeMap<String, ControllerHandle>) -> Option<String> {
-    let handle = open.values().find(|handle| handle.properties().serial == serial);
-    match handle.map(|handle| handle.properties().kind) {
-        Some(ControllerKind::Emulated) => None,
-        Some(ControllerKind::Hardware) => Some(format!(
-            "controller {serial} is a function behind VFIO, whose registers this release does not share with engines"
-        )),
-        None => Some(format!(
+    let is_open = open.values().any(|handle| handle.properties().serial == serial);
+    (!is_open).then(|| {
+        format!(
             "the agent does not drive controller {serial}: engines get queue pairs of open devices of engine UserNvme only"
-        )),
-    }
+        )
+    })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_buffers::MappedRegion;
-use reprise_nvme::{DmaMapping, LentQueue};
+use reprise_nvme::{DmaMapping, DoorbellKind, LentQueue};
 use reprise_policy::SessionId;
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 
@@ -26,6 +26,8 @@ pub(super) struct HeldQueues {
     pub(super) serial: Arc<str>,
     /// Finds the controller that has created them; a later one may have the number of the device.
     pub(super) find: FindLender,
+    /// How doorbells reach the controller.
+    pub(super) doorbells: DoorbellKind,
     pub(super) queues: Vec<HeldQueue>,
     /// Memory of the session.
     pub(super) _access: MemoryAccess,
@@ -69,7 +71,7 @@ struct Memory {
 }
 
 /// Divides a queue pair into the part for the session and the part that stays here.
-pub(super) fn divide(queue: LentQueue, registers_at: u64) -> (NewQueue, HeldQueue) {
+pub(super) fn divide(queue: LentQueue) -> (NewQueue, HeldQueue) {
     let LentQueue { id, entries, file, bytes, completions_at, lists_at, mapping, memory, .. } = queue;
     let new = NewQueue {
         id,
@@ -79,8 +81,8 @@ pub(super) fn divide(queue: LentQueue, registers_at: u64) -> (NewQueue, HeldQueu
         address: mapping.address(),
         completions_at,
         lists_at,
-        submission_doorbell: registers_at + queue.submission_doorbell,
-        completion_doorbell: registers_at + queue.completion_doorbell,
+        submission_doorbell: queue.submission_doorbell,
+        completion_doorbell: queue.completion_doorbell,
     };
     (new, HeldQueue { id, _mapping: mapping, _memory: memory })
 }

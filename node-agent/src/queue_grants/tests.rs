@@ -1,5 +1,6 @@
 //! Grants on a fake controller that records the calls.
 
+use std::any::Any;
 use std::sync::atomic::AtomicBool;
 
 use reprise_buffers::Span;
@@ -20,6 +21,8 @@ struct FakeLender {
     log: Log,
     free: Mutex<Vec<u16>>,
     hangs: AtomicBool,
+    /// Memory that it may access until it is disabled.
+    kept: Mutex<Vec<Box<dyn Any + Send>>>,
     /// Runs when the next queue pair is created.
     on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Runs when the next queue pair is deleted.
@@ -41,6 +44,7 @@ impl FakeLender {
             log: Arc::clone(log),
             free: Mutex::new(vec![4, 3, 2, 1]),
             hangs: AtomicBool::new(false),
+            kept: Mutex::default(),
             on_lend: Mutex::new(None),
             on_delete: Mutex::new(None),
         })
@@ -66,8 +70,8 @@ impl QueueLender for FakeLender {
         })
     }
 
-    fn lend_registers(&self) -> Result<LentRegisters, NvmeError> {
-        Ok(LentRegisters { file: memory(), bytes: 4096, offset: 8192 })
+    fn lend_doorbells(&self) -> Result<LentDoorbells, NvmeError> {
+        Ok(LentDoorbells::of_registers(memory(), 4096, 8192))
     }
 
     fn map_lent(&self, memory: &Span) -> Result<DmaMapping, NvmeError> {
@@ -75,7 +79,7 @@ impl QueueLender for FakeLender {
         Ok(DmaMapping::new(0x10_0000, memory.len() as u64, self.guard("unmap memory".to_owned())))
     }
 
-    fn lend(&self, entries: u32) -> Result<LentQueue, NvmeError> {
+    fn lend(&self, entries: u32, _: &mut LentDoorbells) -> Result<LentQueue, NvmeError> {
         if let Some(run) = self.on_lend.lock().expect("no panic").take() {
             run();
         }
@@ -89,8 +93,8 @@ impl QueueLender for FakeLender {
             bytes: 4096,
             completions_at: 2048,
             lists_at: 4096,
-            submission_doorbell: 0x1000 + 8 * u64::from(id),
-            completion_doorbell: 0x1004 + 8 * u64::from(id),
+            submission_doorbell: 0x3000 + 8 * u64::from(id),
+            completion_doorbell: 0x3004 + 8 * u64::from(id),
             mapping: DmaMapping::new(u64::from(id) << 32, 4096, self.guard(format!("unmap {id}"))),
             memory,
         })
@@ -106,6 +110,10 @@ impl QueueLender for FakeLender {
         }
         self.free.lock().expect("no panic").push(queue);
         Ok(())
+    }
+
+    fn keep(&self, memory: Box<dyn Any + Send>) {
+        self.kept.lock().expect("no panic").push(memory);
     }
 }
 
@@ -363,10 +371,14 @@ fn return_that_the_controller_does_not_confirm_fails() {
     }
     assert_eq!(
         fixture.log(),
-        ["delete 1", "unmap 1", "unmap 2"],
-        "a controller that hangs is not waited for again"
+        ["delete 1"],
+        "a controller that hangs is not waited for again, and memory stays mapped for it"
     );
     fixture.service.close_session(ONE);
+    assert_eq!(fixture.log(), [""; 0]);
+    // The controller is disabled.
+    fixture.lender.kept.lock().expect("no panic").clear();
+    assert_eq!(fixture.log(), ["unmap 1", "unmap 2", "unmap memory"]);
     assert!(fixture.service.is_fenced(ONE));
     assert_eq!(fixture.service.counters().unconfirmed_total, 1);
 }
@@ -379,8 +391,8 @@ fn session_stays_fenced_while_the_controller_does_not_confirm() {
     fixture.lender.hangs.store(true, Ordering::SeqCst);
     fixture.log();
     fixture.service.close_session(ONE);
-    // The controller has no access to memory, but may still write data that it has read before.
-    assert_eq!(fixture.log(), ["delete 1", "unmap 1", "unmap memory"]);
+    // The controller may still access memory, and write data that it has read before.
+    assert_eq!(fixture.log(), ["delete 1"]);
     assert!(fixture.service.is_fenced(ONE));
     assert_eq!((fixture.service.counters().unconfirmed_total, fixture.service.counters().pairs), (1, 1));
     fixture.service.device_released(DEVICE);

@@ -69,6 +69,7 @@ pub(super) fn decode(number: i32) -> Result<TransferBackend, String> {
 const _: () = assert!(
     local::Backend::GpuQueue as u8 == TransferBackend::GpuQueue as u8
         && local::Backend::GpuQueueEmulated as u8 == TransferBackend::GpuQueueEmulated as u8
+        && local::Backend::GpuQueueHost as u8 == TransferBackend::GpuQueueHost as u8
         && local::Backend::Gds as u8 == TransferBackend::Gds as u8
         && local::Backend::Staged as u8 == TransferBackend::Staged as u8
         && local::Backend::StagedHost as u8 == TransferBackend::StagedHost as u8
@@ -108,8 +109,8 @@ mod tests {
     #[test]
     fn unknown_backends_are_rejected_with_the_range() {
         assert_eq!(decode(2), Ok(TransferBackend::GpuQueueEmulated));
-        for number in [0, 7, -1, 258] {
-            assert!(decode(number).expect_err("unknown").contains("expected 1 to 6"), "{number}");
+        for number in [0, 8, -1, 258] {
+            assert!(decode(number).expect_err("unknown").contains("expected 1 to 7"), "{number}");
         }
     }
 }

@@ -116,10 +116,11 @@ fn frame(id: u64, body: Body, descriptors: Vec<Descriptor>) -> Frame {
     Frame::new(&local::Response { id, body: Some(body) }, descriptors)
 }
 
-/// Encodes a grant, with the descriptors of registers and queue pairs.
+/// Encodes a grant, with the descriptors of doorbells and queue pairs.
 fn granted(id: u64, grant: NewGrant) -> Frame {
-    let NewGrant { generation, registers, queues, device, namespace, is_emulated, memory_address } = grant;
-    let mut descriptors = vec![Descriptor::Memory(registers.file)];
+    let NewGrant { generation, doorbells, queues, device, namespace, is_emulated, memory_address } = grant;
+    let doorbells_bytes = doorbells.bytes();
+    let mut descriptors = vec![Descriptor::Memory(doorbells.into_file())];
     let queue = |queue: NewQueue| {
         descriptors.push(Descriptor::Memory(queue.file));
         local::GrantedQueue {
@@ -145,7 +146,7 @@ fn granted(id: u64, grant: NewGrant) -> Frame {
         block_bytes: device.block_bytes,
         transfer_max: device.transfer_max,
         format: format as i32,
-        registers_bytes: registers.bytes,
+        doorbells_bytes,
         memory_address,
         emulated: is_emulated,
     };

@@ -8,23 +8,26 @@ use std::fmt;
 pub enum TransferBackend {
     /// A GPU drives NVMe queue pairs.
     GpuQueue = 1,
-    /// Threads stand in for the GPU, or the agent emulates the controller.
+    /// A GPU or threads in its place drive queue pairs of a controller that the agent emulates.
     GpuQueueEmulated = 2,
+    /// Threads in place of the GPU drive queue pairs of a real controller.
+    GpuQueueHost = 3,
     /// cuFile moves data between devices and GPU memory.
-    Gds = 3,
+    Gds = 4,
     /// io_uring, then copy engine and kernels of the GPU.
-    Staged = 4,
+    Staged = 5,
     /// io_uring, then the host build of the kernels.
-    StagedHost = 5,
+    StagedHost = 6,
     /// Copies by the CPU out of slots of the arena.
-    Host = 6,
+    Host = 7,
 }
 
 impl TransferBackend {
     /// All backends, in the order of their numbers.
-    pub const ALL: [TransferBackend; 6] = [
+    pub const ALL: [TransferBackend; 7] = [
         TransferBackend::GpuQueue,
         TransferBackend::GpuQueueEmulated,
+        TransferBackend::GpuQueueHost,
         TransferBackend::Gds,
         TransferBackend::Staged,
         TransferBackend::StagedHost,
@@ -36,6 +39,7 @@ impl TransferBackend {
         match self {
             TransferBackend::GpuQueue => "gpu-queue",
             TransferBackend::GpuQueueEmulated => "gpu-queue-emulated",
+            TransferBackend::GpuQueueHost => "gpu-queue-host",
             TransferBackend::Gds => "gds",
             TransferBackend::Staged => "staged",
             TransferBackend::StagedHost => "staged-host",
@@ -73,6 +77,6 @@ mod tests {
             assert_eq!(same.count(), 1, "{backend}");
         }
         assert_eq!(TransferBackend::from_number(0), None);
-        assert_eq!(TransferBackend::from_number(7), None);
+        assert_eq!(TransferBackend::from_number(8), None);
     }
 }

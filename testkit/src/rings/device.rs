@@ -80,9 +80,9 @@ fn ring_queue(grant: &QueueGrant, pair: &GrantedQueuePair) -> anyhow::Result<Rin
         pair.completions_at
     );
     let memory = RingMemory::host(pair.memory.span(0, pair.memory.bytes())?)?;
-    let registers = grant.registers().span(0, grant.registers().bytes())?;
+    let words = grant.doorbells().span(0, grant.doorbells().bytes())?;
     let doorbells = Doorbells::mapped(
-        &registers,
+        &words,
         usize::try_from(pair.submission_doorbell)?,
         usize::try_from(pair.completion_doorbell)?,
     )?;

@@ -13,7 +13,7 @@ use reprise_proto::local::{self, request, response};
 use crate::fake_agent::{FakeAgent, LONG, Peer};
 
 const QUEUE_BYTES: u64 = 8192;
-const REGISTERS_BYTES: u64 = 12_288;
+const DOORBELLS_BYTES: u64 = 12_288;
 
 fn queue() -> local::GrantedQueue {
     local::GrantedQueue {
@@ -36,7 +36,7 @@ fn grant(queues: Vec<local::GrantedQueue>) -> local::QueuesGranted {
         block_bytes: 512,
         transfer_max: 1 << 20,
         format: local::DataFormat::Sgl as i32,
-        registers_bytes: REGISTERS_BYTES,
+        doorbells_bytes: DOORBELLS_BYTES,
         memory_address: 131_072,
         emulated: true,
     }
@@ -62,7 +62,7 @@ fn answer(peer: &mut Peer, granted: local::QueuesGranted) -> Vec<OwnedFd> {
     else {
         panic!("unexpected {body:?}")
     };
-    let bytes = [REGISTERS_BYTES].into_iter().chain(granted.queues.iter().map(|queue| queue.bytes));
+    let bytes = [DOORBELLS_BYTES].into_iter().chain(granted.queues.iter().map(|queue| queue.bytes));
     let files: Vec<OwnedFd> = bytes.map(|bytes| MappedRegion::allocate(bytes).expect("memory").1).collect();
     let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();
     peer.reply_with(id, response::Body::QueuesGranted(granted), &borrowed);
@@ -161,7 +161,7 @@ fn grant_outside_of_its_memory_ends_the_session() {
     let wrong = [
         local::GrantedQueue { entries: 1024, ..queue() },
         local::GrantedQueue { lists_at: 4096 + 16 * 15, ..queue() },
-        local::GrantedQueue { completion_doorbell: REGISTERS_BYTES, ..queue() },
+        local::GrantedQueue { completion_doorbell: DOORBELLS_BYTES, ..queue() },
         local::GrantedQueue { queue: 1 << 16, ..queue() },
     ];
     for queue in wrong {

@@ -121,6 +121,23 @@ pub enum FunctionError {
         /// Limit as the kernel reports it, or an empty text.
         limit: String,
     },
+    /// The kernel allows no further mappings of a container.
+    #[error(
+        "mapping {0} bytes for the controller exceeds the kernel's number of mappings: raise dma_entry_limit of the \
+         module vfio_iommu_type1, or register less memory"
+    )]
+    Mappings(u64),
+    /// The kernel cannot pin the memory, or its IOMMU cannot reach the address.
+    #[error(
+        "the kernel cannot map {bytes} bytes for the controller ({error}): use memory of this machine, a memfd of whole \
+         pages, and not memory of a device"
+    )]
+    Unmappable {
+        /// Size of the mapping.
+        bytes: u64,
+        /// Error of the kernel.
+        error: io::Error,
+    },
     /// A BAR is smaller than its use requires.
     #[error("BAR {bar} of {address} has {bytes} bytes, {needed} are needed: {remedy}")]
     SmallBar {

@@ -7,5 +7,6 @@ mod faults;
 mod lending;
 mod queues;
 mod raw;
+mod relay;
 mod start;
 mod transfers;
