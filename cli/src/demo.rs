@@ -252,16 +252,16 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     ));
 
     let mismatches =
-        totals.mismatches + after.mismatches + killed.before.mismatches + killed.after.mismatches;
+        totals.sum.mismatches + after.sum.mismatches + killed.before.mismatches + killed.after.mismatches;
     let mut replay = summary;
     replay.mismatches = mismatches;
     replay.bytes_verified +=
-        after.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
+        after.sum.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
     let rings = engines[0].backend().map(|backend| ring_report(backend, (&totals, &after), &killed));
     if let Some(report) = &rings {
         audience.print_line(report.text());
     }
-    let unused = totals.hits.tiers_without_hits();
+    let unused = totals.sum.hits.tiers_without_hits();
     audience.emit(&DemoSummary {
         replay,
         tiers_without_hits: unused.clone(),
@@ -283,7 +283,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     if mismatches > 0 {
         bail!("{mismatches} loaded words differ from the saved ones");
     }
-    demand_calls(totals.errors + after.errors)?;
+    demand_calls(totals.sum.errors + after.sum.errors)?;
     demand_durable(&killed.after, killed.left).context("after the restart")?;
     demand_tiers(args.sizes(&chosen), &unused, audience)?;
     rings.map_or(Ok(()), |report| report.demand_traffic())?;
@@ -341,11 +341,11 @@ fn start_engines(args: &DemoArgs, layout: Layout, cluster: &Cluster) -> anyhow::
 
 /// Sums the traffic of rings in both replays and in the checks of durable blocks.
 fn ring_report(backend: &str, (first, again): (&Totals, &Totals), killed: &KillOutcome) -> RingReport {
-    let (mut traffic, mut hits) = (first.rings, first.hits);
-    for other in [again.rings, killed.before.rings, killed.after.rings] {
+    let (mut traffic, mut hits) = (first.sum.rings, first.sum.hits);
+    for other in [again.sum.rings, killed.before.rings, killed.after.rings] {
         traffic.merge(&other);
     }
-    hits.merge(&again.hits);
+    hits.merge(&again.sum.hits);
     RingReport::new(backend, traffic, &hits)
 }
 

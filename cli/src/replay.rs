@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::config::Config;
 use crate::engine_process::EngineProcess;
 use reprise_testkit::cluster::ClusterFile;
-use reprise_testkit::engine::{EnginePath, EngineSettings, HitCounts, RequestOutcome, RingTraffic};
+use reprise_testkit::engine::{EnginePath, EngineSettings, HitCounts, RequestOutcome};
 use reprise_testkit::model::llama_3_8b_scaled;
 use reprise_testkit::output::{Audience, Table, bytes_text, latency_text, transfer_text};
 use reprise_testkit::trace::{Trace, TraceRequest};
@@ -54,20 +54,7 @@ pub(crate) struct ReplayArgs {
 /// Running totals of a replay.
 pub(crate) struct Totals {
     pub(crate) requests: u64,
-    pub(crate) blocks: u64,
-    pub(crate) blocks_saved: u64,
-    pub(crate) duplicates: u64,
-    pub(crate) unsaved: u64,
-    pub(crate) lost: u64,
-    pub(crate) errors: u64,
-    pub(crate) hits: HitCounts,
-    pub(crate) bytes_loaded: u64,
-    pub(crate) bytes_verified: u64,
-    pub(crate) bytes_saved: u64,
-    pub(crate) mismatches: u64,
-    pub(crate) rings: RingTraffic,
-    load_seconds: f64,
-    save_seconds: f64,
+    pub(crate) sum: RequestOutcome,
     match_us: Histogram<u64>,
     first_layer_us: Histogram<u64>,
     started: Instant,
@@ -115,20 +102,7 @@ impl Totals {
         let histogram = || Histogram::new_with_max(LATENCY_US_MAX, 3).expect("the bounds are valid");
         Totals {
             requests: 0,
-            blocks: 0,
-            blocks_saved: 0,
-            duplicates: 0,
-            unsaved: 0,
-            lost: 0,
-            errors: 0,
-            hits: HitCounts::default(),
-            bytes_loaded: 0,
-            bytes_verified: 0,
-            bytes_saved: 0,
-            mismatches: 0,
-            rings: RingTraffic::default(),
-            load_seconds: 0.0,
-            save_seconds: 0.0,
+            sum: RequestOutcome::default(),
             match_us: histogram(),
             first_layer_us: histogram(),
             started: Instant::now(),
@@ -137,24 +111,19 @@ impl Totals {
 
     pub(crate) fn add(&mut self, outcome: &RequestOutcome) {
         self.requests += 1;
-        self.blocks += outcome.blocks;
-        self.blocks_saved += outcome.saved;
-        self.duplicates += outcome.duplicates;
-        self.unsaved += outcome.unsaved;
-        self.lost += outcome.lost;
-        self.errors += outcome.errors;
-        self.hits.merge(&outcome.hits);
-        self.bytes_loaded += outcome.bytes_loaded;
-        self.bytes_verified += outcome.bytes_verified;
-        self.bytes_saved += outcome.bytes_saved;
-        self.mismatches += outcome.mismatches;
-        self.rings.merge(&outcome.rings);
-        self.load_seconds += outcome.load_us as f64 / 1e6;
-        self.save_seconds += outcome.save_us as f64 / 1e6;
+        self.sum.merge(outcome);
         self.match_us.saturating_record(outcome.match_us.max(1));
         if outcome.first_layer_us > 0 {
             self.first_layer_us.saturating_record(outcome.first_layer_us);
         }
+    }
+
+    fn load_seconds(&self) -> f64 {
+        self.sum.load_us as f64 / 1e6
+    }
+
+    fn save_seconds(&self) -> f64 {
+        self.sum.save_us as f64 / 1e6
     }
 
     pub(crate) fn summary(&self, event: &'static str, subject: &Subject) -> Summary {
@@ -165,20 +134,24 @@ impl Totals {
             scale: subject.scale,
             block_bytes: subject.block_bytes,
             requests: self.requests,
-            blocks: self.blocks,
-            blocks_saved: self.blocks_saved,
-            duplicates: self.duplicates,
-            unsaved: self.unsaved,
-            lost: self.lost,
-            errors: self.errors,
-            hits: self.hits,
-            hit_ratio: if self.blocks == 0 { 0.0 } else { self.hits.total() as f64 / self.blocks as f64 },
-            bytes_loaded: self.bytes_loaded,
-            bytes_verified: self.bytes_verified,
-            bytes_saved: self.bytes_saved,
-            mismatches: self.mismatches,
-            load_gb_per_s: rate(self.bytes_loaded, self.load_seconds),
-            save_gb_per_s: rate(self.bytes_saved, self.save_seconds),
+            blocks: self.sum.blocks,
+            blocks_saved: self.sum.saved,
+            duplicates: self.sum.duplicates,
+            unsaved: self.sum.unsaved,
+            lost: self.sum.lost,
+            errors: self.sum.errors,
+            hits: self.sum.hits,
+            hit_ratio: if self.sum.blocks == 0 {
+                0.0
+            } else {
+                self.sum.hits.total() as f64 / self.sum.blocks as f64
+            },
+            bytes_loaded: self.sum.bytes_loaded,
+            bytes_verified: self.sum.bytes_verified,
+            bytes_saved: self.sum.bytes_saved,
+            mismatches: self.sum.mismatches,
+            load_gb_per_s: rate(self.sum.bytes_loaded, self.load_seconds()),
+            save_gb_per_s: rate(self.sum.bytes_saved, self.save_seconds()),
             match_us_p50: self.match_us.value_at_quantile(0.50),
             match_us_p99: self.match_us.value_at_quantile(0.99),
             first_layer_us_p50: self.first_layer_us.value_at_quantile(0.50),
@@ -194,35 +167,35 @@ impl Totals {
              loaded {}, verified {}, mismatches {}, failed calls {}\n\
              match p50 {}, p99 {}; time to first layer p50 {}, p99 {}\n\
              {} blocks saved: {}",
-            self.hits.own_dram,
-            self.hits.own_nvme,
-            self.hits.peer_dram,
-            self.hits.peer_nvme,
-            transfer_text(self.bytes_loaded, self.load_seconds),
-            bytes_text(self.bytes_verified),
-            self.mismatches,
-            self.errors,
+            self.sum.hits.own_dram,
+            self.sum.hits.own_nvme,
+            self.sum.hits.peer_dram,
+            self.sum.hits.peer_nvme,
+            transfer_text(self.sum.bytes_loaded, self.load_seconds()),
+            bytes_text(self.sum.bytes_verified),
+            self.sum.mismatches,
+            self.sum.errors,
             latency_text(self.match_us.value_at_quantile(0.50)),
             latency_text(self.match_us.value_at_quantile(0.99)),
             latency_text(self.first_layer_us.value_at_quantile(0.50)),
             latency_text(self.first_layer_us.value_at_quantile(0.99)),
-            self.blocks_saved,
-            transfer_text(self.bytes_saved, self.save_seconds),
+            self.sum.saved,
+            transfer_text(self.sum.bytes_saved, self.save_seconds()),
         )
     }
 
     /// Returns the final report as text.
     pub(crate) fn table(&self) -> String {
         let mut table = Table::new(&["", "blocks", "share"]);
-        let share = |count: u64| format!("{:.1} %", 100.0 * count as f64 / self.blocks.max(1) as f64);
-        let computed = self.blocks.saturating_sub(self.hits.total());
+        let share = |count: u64| format!("{:.1} %", 100.0 * count as f64 / self.sum.blocks.max(1) as f64);
+        let computed = self.sum.blocks.saturating_sub(self.sum.hits.total());
         for (name, count) in [
-            ("own DRAM", self.hits.own_dram),
-            ("own NVMe", self.hits.own_nvme),
-            ("peer DRAM", self.hits.peer_dram),
-            ("peer NVMe", self.hits.peer_nvme),
+            ("own DRAM", self.sum.hits.own_dram),
+            ("own NVMe", self.sum.hits.own_nvme),
+            ("peer DRAM", self.sum.hits.peer_dram),
+            ("peer NVMe", self.sum.hits.peer_nvme),
             ("computed", computed),
-            ("requested", self.blocks),
+            ("requested", self.sum.blocks),
         ] {
             table.row(vec![name.to_owned(), count.to_string(), share(count)]);
         }
@@ -235,14 +208,14 @@ impl Totals {
             table.render(),
             self.requests,
             self.started.elapsed().as_secs_f64(),
-            self.errors,
-            self.blocks_saved,
-            self.lost,
-            self.unsaved,
-            transfer_text(self.bytes_loaded, self.load_seconds),
-            bytes_text(self.bytes_verified),
-            self.mismatches,
-            transfer_text(self.bytes_saved, self.save_seconds),
+            self.sum.errors,
+            self.sum.saved,
+            self.sum.lost,
+            self.sum.unsaved,
+            transfer_text(self.sum.bytes_loaded, self.load_seconds()),
+            bytes_text(self.sum.bytes_verified),
+            self.sum.mismatches,
+            transfer_text(self.sum.bytes_saved, self.save_seconds()),
             quantile(&self.match_us, 0.5),
             quantile(&self.match_us, 0.99),
             quantile(&self.first_layer_us, 0.5),
@@ -297,8 +270,8 @@ pub(crate) fn command(args: &ReplayArgs, config: &Config, audience: Audience) ->
     bar.finish_and_clear();
     audience.print_line(totals.table());
     audience.emit(&totals.summary("replay", &subject));
-    if totals.mismatches > 0 {
-        bail!("{} loaded words differ from the saved ones", totals.mismatches);
+    if totals.sum.mismatches > 0 {
+        bail!("{} loaded words differ from the saved ones", totals.sum.mismatches);
     }
     Ok(())
 }

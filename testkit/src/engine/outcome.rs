@@ -88,6 +88,28 @@ pub struct RequestOutcome {
     pub rings: RingTraffic,
 }
 
+impl RequestOutcome {
+    /// Adds the results of another request, its times too.
+    pub fn merge(&mut self, other: &RequestOutcome) {
+        self.blocks += other.blocks;
+        self.hits.merge(&other.hits);
+        self.lost += other.lost;
+        self.saved += other.saved;
+        self.duplicates += other.duplicates;
+        self.unsaved += other.unsaved;
+        self.errors += other.errors;
+        self.bytes_loaded += other.bytes_loaded;
+        self.bytes_verified += other.bytes_verified;
+        self.mismatches += other.mismatches;
+        self.bytes_saved += other.bytes_saved;
+        self.match_us += other.match_us;
+        self.first_layer_us += other.first_layer_us;
+        self.load_us += other.load_us;
+        self.save_us += other.save_us;
+        self.rings.merge(&other.rings);
+    }
+}
+
 /// Result of a check of all durable blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DurableCheck {
