@@ -40,6 +40,7 @@ pub mod logs;
 pub mod operator;
 pub mod raw;
 pub mod relay;
+pub mod ring_blocks;
 pub mod seed;
 pub mod sysfs;
 pub mod test_env;

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use rand::rngs::StdRng;
-use reprise_client::{BlockStatus, Client, ClientError, CommitOptions, ExtentStatus, Source};
-use reprise_e2e::content::{device_slot_bytes, key, keys, small};
+use reprise_client::{BlockStatus, ClientError, CommitOptions, ExtentStatus, Source};
+use reprise_e2e::content::{device_slot_bytes, key, small};
+use reprise_e2e::ring_blocks::{SLOTS, at, mismatches, prefill, save_and_load, settings};
 use reprise_e2e::seed::{number, print_line, seeded};
 use reprise_e2e::{Agent, AgentConfig, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until};
-use reprise_policy::BlockKey;
 use reprise_testkit::kv_function;
 use reprise_testkit::rings::{Backend, KvOrder, RingLoad, RingPath, RingPathSettings};
 
@@ -41,9 +41,6 @@ const CLIENT_BLOCKS: u64 = 300;
 
 const CLIENTS: u64 = 2;
 
-/// Blocks of the KV memory of an engine: the first half is saved, the second half is loaded.
-const SLOTS: usize = 64;
-
 /// Microseconds from the first leases to a kill.
 const KILL_AFTER_US: std::ops::Range<u64> = 500..120_000;
 
@@ -60,39 +57,6 @@ fn lender(env: &TestEnv) -> (AgentConfig, PathBuf) {
         ..AgentConfig::named("lender")
     };
     (config, file)
-}
-
-fn settings(order: KvOrder) -> RingPathSettings {
-    RingPathSettings { order, timeout: Duration::from_secs(5), ..RingPathSettings::default() }
-}
-
-/// Computes the blocks into KV memory.
-fn prefill(path: &RingPath, blocks: &[(usize, BlockKey)]) {
-    let mut bytes = vec![0; small().object_bytes() as usize];
-    for (slot, key) in blocks {
-        for object in 0..small().objects() {
-            kv_function::fill(&key.0, object, &mut bytes);
-            path.object(*slot, object as usize).copy_in(&bytes).expect("KV memory is writable");
-        }
-    }
-}
-
-/// Compares every byte of blocks in KV memory; returns the words that differ.
-fn mismatches(path: &RingPath, blocks: &[(usize, BlockKey)]) -> u64 {
-    let mut bytes = vec![0; small().object_bytes() as usize];
-    let mut wrong = 0;
-    for (slot, key) in blocks {
-        for object in 0..small().objects() {
-            path.object(*slot, object as usize).copy_out(&mut bytes);
-            wrong += kv_function::mismatches(&key.0, object, &bytes);
-        }
-    }
-    wrong
-}
-
-/// Numbers of blocks and their places in KV memory.
-fn at(first_slot: usize, numbers: &[u64]) -> Vec<(usize, BlockKey)> {
-    (first_slot..).zip(keys(numbers)).collect()
 }
 
 fn save(path: &mut RingPath, numbers: &[u64]) -> Vec<ExtentStatus> {
@@ -362,38 +326,14 @@ fn be_engine(socket: &Path, first: u64, rng: StdRng) {
             return assert!(is_lost, "unexpected error after a kill: {error}");
         }
     };
-    if let Err(error) = save_and_load(engine.client(), first, rng) {
+    let mut output = std::io::stdout();
+    // Ends the line that the test harness has begun.
+    writeln!(output).expect("the parent reads the output");
+    if let Err(error) = save_and_load(engine.client(), (first, CLIENT_BLOCKS), rng, &mut output) {
         let start = Instant::now();
         while engine.client().is_alive() {
             assert!(start.elapsed() < PATIENCE, "an error while the agent runs: {error:#}");
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-}
-
-fn save_and_load(client: &Client, first: u64, mut rng: StdRng) -> anyhow::Result<()> {
-    let mut path = RingPath::open(client, SLOTS, settings(KvOrder::LayerPartBlock))?;
-    let (mut saved, mut next) = (Vec::new(), first);
-    let mut output = std::io::stdout();
-    // Ends the line that the test harness has begun.
-    writeln!(output)?;
-    loop {
-        let count = rng.random_range(1..SLOTS as u64 / 2);
-        let numbers: Vec<u64> = (next..(next + count).min(first + CLIENT_BLOCKS)).collect();
-        next = if next + count >= first + CLIENT_BLOCKS { first } else { next + count };
-        let blocks = at(0, &numbers);
-        prefill(&path, &blocks);
-        let statuses = path.save(&blocks, CommitOptions::default(), PATIENCE)?;
-        let kept = [ExtentStatus::Durable, ExtentStatus::Exists];
-        assert!(statuses.iter().all(|status| kept.contains(status)), "{statuses:?}");
-        for number in &numbers[..statuses.len()] {
-            writeln!(output, "durable {number}")?;
-        }
-        output.flush()?;
-        saved.extend_from_slice(&numbers[..statuses.len()]);
-        let wanted: Vec<u64> = (0..8).map(|_| saved[rng.random_range(0..saved.len())]).collect();
-        let loaded = at(SLOTS / 2, &wanted);
-        assert_eq!(path.load(&loaded)?, [RingLoad::Verified; 8]);
-        assert_eq!(mismatches(&path, &loaded), 0);
     }
 }

@@ -15,6 +15,8 @@ use reprise_testkit::engine::{Engine, EnginePath, EngineSettings, RequestOutcome
 use reprise_testkit::model::llama_3_8b_scaled;
 use reprise_testkit::trace::{Trace, TraceRequest};
 
+use crate::queues;
+
 /// Name of this program in the machine, and the argument that selects these tests.
 pub(crate) const PROGRAM: &str = "vm_agent";
 pub(crate) const ARGUMENT: &str = "in-machine";
@@ -60,7 +62,7 @@ pub(crate) const NAMESPACE_BYTES: u64 = 64 << 20;
 /// Serial number of the controller.
 pub(crate) const SERIAL: &str = "agent";
 /// Namespaces: a good one, and one with sectors that cannot be read.
-const GOOD: u32 = 1;
+pub(crate) const GOOD: u32 = 1;
 const BAD: u32 = 2;
 
 /// Sectors of namespace 2 that cannot be read. All of them are in the segments that the trace fills.
@@ -71,8 +73,9 @@ pub(crate) fn bad_sectors() -> impl Iterator<Item = u64> {
 /// Lines of the machine's script that run the tests on a controller.
 pub(crate) fn script(controller: &str) -> String {
     format!(
-        "vm_guest bind {controller}\nifconfig lo 127.0.0.1 up\nexport REPRISE_CACHE=/tmp\n\
-         {PROGRAM} {ARGUMENT} {controller}\n"
+        "vm_guest bind {controller}\nifconfig lo 127.0.0.1 up\nexport REPRISE_CACHE=/tmp\nulimit -l {}\n\
+         {PROGRAM} {ARGUMENT} {controller}\n",
+        queues::LOCKED_KIB
     )
 }
 
@@ -122,35 +125,8 @@ impl Node {
         status["counters"][name].as_u64().unwrap_or_else(|| panic!("no counter {name}: {status}"))
     }
 
-    /// Serves requests, and prints and returns the sums.
     fn replay(&mut self, what: &str, requests: &[TraceRequest]) -> RequestOutcome {
-        let (start, mut sum) = (Instant::now(), RequestOutcome::default());
-        for request in requests {
-            let one = self.engine.run(request.full_blocks()).unwrap_or_else(|error| panic!("{error:#}"));
-            sum.blocks += one.blocks;
-            sum.saved += one.saved;
-            sum.lost += one.lost;
-            sum.unsaved += one.unsaved;
-            sum.errors += one.errors;
-            sum.mismatches += one.mismatches;
-            sum.bytes_verified += one.bytes_verified;
-            sum.hits.merge(&one.hits);
-        }
-        println!(
-            "AGENT {what}: {} requests, {} blocks, {} from DRAM, {} from NVMe, {} not readable, {} saved; {} bytes \
-             verified, {} mismatches, {:.1} s",
-            requests.len(),
-            sum.blocks,
-            sum.hits.own_dram,
-            sum.hits.own_nvme,
-            sum.lost,
-            sum.saved,
-            sum.bytes_verified,
-            sum.mismatches,
-            start.elapsed().as_secs_f64()
-        );
-        assert_eq!((sum.mismatches, sum.errors, sum.unsaved), (0, 0, 0), "{sum:?}");
-        sum
+        serve(&mut self.engine, what, requests)
     }
 
     /// Serves requests whose blocks are all durable: none of them is computed and saved again.
@@ -177,6 +153,29 @@ impl Node {
         self.agent.start();
         self.engine.reconnect().unwrap_or_else(|error| panic!("{error:#}"));
     }
+}
+
+/// Serves requests, and prints and returns the sums.
+pub(crate) fn serve(engine: &mut Engine, what: &str, requests: &[TraceRequest]) -> RequestOutcome {
+    let (start, mut sum) = (Instant::now(), RequestOutcome::default());
+    for request in requests {
+        sum.merge(&engine.run(request.full_blocks()).unwrap_or_else(|error| panic!("{error:#}")));
+    }
+    println!(
+        "AGENT {what}: {} requests, {} blocks, {} from DRAM, {} from NVMe, {} not readable, {} saved; {} bytes \
+         verified, {} mismatches, {:.1} s",
+        requests.len(),
+        sum.blocks,
+        sum.hits.own_dram,
+        sum.hits.own_nvme,
+        sum.lost,
+        sum.saved,
+        sum.bytes_verified,
+        sum.mismatches,
+        start.elapsed().as_secs_f64()
+    );
+    assert_eq!((sum.mismatches, sum.errors, sum.unsaved), (0, 0, 0), "{sum:?}");
+    sum
 }
 
 /// Prints which engine the agent uses, and on which controller.
@@ -228,7 +227,7 @@ fn media_errors(node: &mut Node, requests: &[TraceRequest]) {
 }
 
 /// Runs one test, and prints its result.
-fn test(name: &str, body: impl FnOnce()) -> bool {
+pub(crate) fn test(name: &str, body: impl FnOnce()) -> bool {
     let passed = catch_unwind(AssertUnwindSafe(body)).is_ok();
     println!("TEST {name} rc={}", u8::from(!passed));
     passed
@@ -264,5 +263,6 @@ pub(crate) fn run(controller: &str) -> ExitCode {
     let bad = with_node(controller, BAD, "agent-media-errors", |node| {
         test("agent-media-errors", || media_errors(node, &requests[..REQUESTS_ON_BAD]))
     });
-    if good && bad { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let queues = queues::run(controller, &requests[..queues::REQUESTS]);
+    if good && bad && queues { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

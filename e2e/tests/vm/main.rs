@@ -16,8 +16,10 @@
 #![allow(clippy::print_stdout, reason = "results of tests")]
 
 mod agent;
+mod cache_node;
 mod image;
 mod machine;
+mod queues;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -195,7 +197,8 @@ impl Lab {
         machine.drive(&format!("id=good,file={}", self.disk("good", agent::NAMESPACE_BYTES)?));
         let bad = self.disk("bad", agent::NAMESPACE_BYTES)?;
         self.faulty_drive(&mut machine, "bad", &bad, agent::bad_sectors())?;
-        machine.device(&format!("nvme,id=agent,serial={}", agent::SERIAL));
+        let pairs = queues::CONTROLLER_PAIRS;
+        machine.device(&format!("nvme,id=agent,serial={},max_ioqpairs={pairs}", agent::SERIAL));
         machine.device("nvme-ns,drive=good,bus=agent,nsid=1");
         machine.device("nvme-ns,drive=bad,bus=agent,nsid=2");
         Ok(machine)
@@ -235,7 +238,7 @@ impl Lab {
                     "vm_guest bind $1\nvm_guest verify $1 {RECORDS_SEED} {last} power-loss\n{}",
                     agent::script("$2")
                 );
-                let tests = [&["power-loss"], agent::TESTS].concat();
+                let tests = [&["power-loss"], agent::TESTS, queues::TESTS].concat();
                 run(&machine, &image, &script, &tests, |_| ())
             }
             last => {
@@ -319,10 +322,11 @@ fn test() -> Result<bool, Box<dyn std::error::Error>> {
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if let [argument, controller] = &arguments[..]
-        && argument == agent::ARGUMENT
-    {
-        return agent::run(controller);
+    match &arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [agent::ARGUMENT, controller] => return agent::run(controller),
+        [queues::ENGINE, first, socket] => return queues::be_engine(first, socket),
+        [queues::AS_USER, _, ..] => return queues::as_user(&arguments[1..]),
+        _ => {}
     }
     match test() {
         Ok(true) => ExitCode::SUCCESS,
