@@ -11,11 +11,9 @@ use std::sync::Arc;
 
 use crate::gpu::Gpu;
 use crate::ring::Operation;
-use crate::store::mover::{
-    BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters,
-};
-use crate::store::pool::{Piece, PieceMover, Pool};
-use crate::store::{Backend, BackendKind, KvGeometry, KvMemory};
+use crate::store::mover::{BlockError, MoveError};
+use crate::store::pool::{Piece, PieceMover, PoolMover};
+use crate::store::{BackendKind, KvGeometry, KvMemory};
 
 pub use cufile::CuFile;
 use cufile::{RegisteredFile, RegisteredRange};
@@ -27,10 +25,7 @@ const THREADS: usize = 16;
 const PAGE: usize = reprise_io::IO_ALIGN;
 
 /// Registered files and memory, and the threads that use them; see the module.
-#[derive(Debug)]
-pub struct GdsMover {
-    pool: Pool,
-}
+pub type GdsMover = PoolMover<Calls>;
 
 impl GdsMover {
     /// Registers memory and files. The files must be open for direct I/O.
@@ -66,43 +61,13 @@ impl GdsMover {
             registered.push(RegisteredFile::of(library, file).map_err(MoveError::Invalid)?);
         }
         let calls = Calls { gpu, range, files: registered };
-        Ok(GdsMover { pool: Pool::start(("gds", THREADS), geometry, sizes, calls)? })
+        PoolMover::start(("gds", THREADS), geometry, sizes, calls)
     }
 }
 
-impl Backend for GdsMover {
-    fn kind(&self) -> BackendKind {
-        BackendKind::Gds
-    }
-
-    fn is_emulated(&self) -> bool {
-        false
-    }
-}
-
-impl LayerMover for GdsMover {
-    fn submit(&mut self, operation: Operation, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
-        self.pool.submit(operation, request)
-    }
-
-    fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
-        self.pool.poll(ticket)
-    }
-
-    fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
-        self.pool.wait(ticket)
-    }
-
-    fn given_up(&self) -> usize {
-        self.pool.given_up()
-    }
-
-    fn counters(&self) -> MoverCounters {
-        self.pool.counters()
-    }
-}
-
-struct Calls {
+/// Registered files and memory of a [`GdsMover`].
+#[derive(Debug)]
+pub struct Calls {
     /// Its context must be current in a thread that calls cuFile.
     gpu: Option<Gpu>,
     files: Vec<RegisteredFile>,
@@ -110,6 +75,8 @@ struct Calls {
 }
 
 impl PieceMover for Calls {
+    const KIND: BackendKind = BackendKind::Gds;
+
     fn run(&self, operation: Operation, piece: &Piece) -> Result<(), BlockError> {
         if let Some(gpu) = &self.gpu {
             gpu.enter().map_err(|error| BlockError::Failed(error.to_string()))?;

@@ -3,11 +3,9 @@
 use reprise_buffers::{BufferError, Span};
 
 use crate::ring::Operation;
-use crate::store::mover::{
-    BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters,
-};
-use crate::store::pool::{Piece, PieceMover, Pool};
-use crate::store::{Backend, BackendKind, KvGeometry};
+use crate::store::mover::{BlockError, MoveError};
+use crate::store::pool::{Piece, PieceMover, PoolMover};
+use crate::store::{BackendKind, KvGeometry};
 
 /// Threads that copy: two of them saturate a memory channel, and more would take cores from the engine.
 const THREADS: usize = 2;
@@ -16,10 +14,7 @@ const THREADS: usize = 2;
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Copies between regions of slots and KV memory. The regions are the devices of its places.
-#[derive(Debug)]
-pub struct HostMover {
-    pool: Pool,
-}
+pub type HostMover = PoolMover<Copies>;
 
 impl HostMover {
     /// Starts the threads.
@@ -35,49 +30,20 @@ impl HostMover {
             )));
         }
         let sizes = regions.iter().map(|region| region.len() as u64).collect();
-        let pool = Pool::start(("host-copy", THREADS), geometry, sizes, Copies { memory, regions })?;
-        Ok(HostMover { pool })
+        PoolMover::start(("host-copy", THREADS), geometry, sizes, Copies { memory, regions })
     }
 }
 
-impl Backend for HostMover {
-    fn kind(&self) -> BackendKind {
-        BackendKind::Host
-    }
-
-    fn is_emulated(&self) -> bool {
-        false
-    }
-}
-
-impl LayerMover for HostMover {
-    fn submit(&mut self, operation: Operation, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
-        self.pool.submit(operation, request)
-    }
-
-    fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
-        self.pool.poll(ticket)
-    }
-
-    fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
-        self.pool.wait(ticket)
-    }
-
-    fn given_up(&self) -> usize {
-        self.pool.given_up()
-    }
-
-    fn counters(&self) -> MoverCounters {
-        self.pool.counters()
-    }
-}
-
-struct Copies {
+/// Regions and KV memory of a [`HostMover`].
+#[derive(Debug)]
+pub struct Copies {
     memory: Span,
     regions: Vec<Span>,
 }
 
 impl PieceMover for Copies {
+    const KIND: BackendKind = BackendKind::Host;
+
     fn run(&self, operation: Operation, piece: &Piece) -> Result<(), BlockError> {
         let (kv, region) = (&self.memory, &self.regions[piece.device]);
         let (in_memory, on_device) = (piece.in_memory as usize, piece.on_device as usize);

@@ -1,5 +1,7 @@
 //! Threads that run the transfers of layers, for backends whose copies are synchronous calls.
 
+use std::fmt;
+use std::marker::PhantomData;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -7,14 +9,15 @@ use std::thread::JoinHandle;
 use crate::gpu::Event;
 use crate::ring::Operation;
 use crate::store::mover::{
-    BlockError, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX, check,
+    BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX,
+    check,
 };
 use crate::store::progress::{Progress, Requests};
-use crate::store::{BlockPlace, KvGeometry};
+use crate::store::{Backend, BackendKind, BlockPlace, KvGeometry};
 
 /// Contiguous bytes of a layer of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub struct Piece {
     pub(super) device: usize,
     /// Offset in KV memory.
     pub(super) in_memory: u64,
@@ -26,7 +29,14 @@ pub(super) struct Piece {
 }
 
 /// Moves one piece in the calling thread.
-pub(super) trait PieceMover: Send + Sync + 'static {
+pub trait PieceMover: fmt::Debug + Send + Sync + 'static {
+    /// The backend of the calls.
+    const KIND: BackendKind;
+
+    /// Moves a piece in a direction.
+    ///
+    /// # Errors
+    /// Device, library or copy has failed.
     fn run(&self, operation: Operation, piece: &Piece) -> Result<(), BlockError>;
 }
 
@@ -40,27 +50,34 @@ struct Job {
 
 /// Threads and open requests; dropping it waits for transfers that run.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub struct PoolMover<M> {
     geometry: KvGeometry,
     /// Size of each device in bytes.
     devices: Vec<Option<u64>>,
     requests: Requests,
     jobs: Option<SyncSender<Job>>,
     threads: Vec<JoinHandle<()>>,
+    mover: PhantomData<fn() -> M>,
 }
 
-impl Pool {
+impl<M: PieceMover> PoolMover<M> {
     pub(super) fn start(
         (name, threads): (&str, usize),
         geometry: KvGeometry,
         devices: Vec<u64>,
-        mover: impl PieceMover,
-    ) -> Result<Pool, MoveError> {
+        mover: M,
+    ) -> Result<PoolMover<M>, MoveError> {
         let (jobs, taken) = sync_channel(REQUESTS_MAX * threads);
         let (mover, taken) = (Arc::new(mover), Arc::new(Mutex::new(taken)));
         let devices = devices.into_iter().map(Some).collect();
-        let mut pool =
-            Pool { geometry, devices, requests: Requests::default(), jobs: Some(jobs), threads: Vec::new() };
+        let mut pool = PoolMover {
+            geometry,
+            devices,
+            requests: Requests::default(),
+            jobs: Some(jobs),
+            threads: Vec::new(),
+            mover: PhantomData,
+        };
         for index in 0..threads {
             let (mover, taken) = (Arc::clone(&mover), Arc::clone(&taken));
             let thread = std::thread::Builder::new().name(format!("{name}-{index}"));
@@ -68,12 +85,20 @@ impl Pool {
         }
         Ok(pool)
     }
+}
 
-    pub(super) fn submit(
-        &mut self,
-        operation: Operation,
-        request: &LayerRequest<'_>,
-    ) -> Result<LayerTicket, MoveError> {
+impl<M: PieceMover> Backend for PoolMover<M> {
+    fn kind(&self) -> BackendKind {
+        M::KIND
+    }
+
+    fn is_emulated(&self) -> bool {
+        false
+    }
+}
+
+impl<M: PieceMover> LayerMover for PoolMover<M> {
+    fn submit(&mut self, operation: Operation, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
         check(&self.geometry, &self.devices, request)?;
         let (pieces, transfers) = pieces(&self.geometry, request);
         let block_bytes = (self.geometry.parts * self.geometry.object_bytes) as u64;
@@ -90,24 +115,24 @@ impl Pool {
         Ok(ticket)
     }
 
-    pub(super) fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
+    fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
         self.requests.poll(ticket)
     }
 
-    pub(super) fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
+    fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
         self.requests.wait(ticket)
     }
 
-    pub(super) fn given_up(&self) -> usize {
+    fn given_up(&self) -> usize {
         self.requests.given_up()
     }
 
-    pub(super) fn counters(&self) -> MoverCounters {
+    fn counters(&self) -> MoverCounters {
         self.requests.counters()
     }
 }
 
-impl Drop for Pool {
+impl<M> Drop for PoolMover<M> {
     fn drop(&mut self) {
         self.jobs = None;
         for thread in self.threads.drain(..) {
@@ -117,7 +142,7 @@ impl Drop for Pool {
     }
 }
 
-fn run(mover: &dyn PieceMover, jobs: &Mutex<Receiver<Job>>) {
+fn run(mover: &impl PieceMover, jobs: &Mutex<Receiver<Job>>) {
     loop {
         let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(Job { operation, pieces, after, progress }) = job else { return };
