@@ -30,15 +30,22 @@ def cluster(built: None, tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
-@pytest.fixture
-def layout() -> Layout:
-    """Small layout."""
-    return Layout(layers=LAYERS, parts=2, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp32", tokens_per_block=TOKENS)
+def layout_of(rank: int = 0, ranks: int = 1) -> Layout:
+    """Returns the small layout of a rank."""
+    return Layout(
+        layers=LAYERS,
+        parts=2,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype="fp32",
+        tokens_per_block=TOKENS,
+        tp_rank=rank,
+        tp_size=ranks,
+    )
 
 
-@pytest.fixture
-def namespace(layout: Layout) -> Namespace:
-    """Namespace of that layout."""
+def namespace_of(layout: Layout) -> Namespace:
+    """Returns the namespace of a layout."""
     return Namespace(
         model="test/model",
         revision="1",
@@ -47,6 +54,18 @@ def namespace(layout: Layout) -> Namespace:
         hash_seed="seed",
         engine_format="test:LBHNC",
     )
+
+
+@pytest.fixture
+def layout() -> Layout:
+    """Small layout."""
+    return layout_of()
+
+
+@pytest.fixture
+def namespace(layout: Layout) -> Namespace:
+    """Namespace of that layout."""
+    return namespace_of(layout)
 
 
 def tensors(blocks: int, seed: int | None = None) -> list[np.ndarray]:
