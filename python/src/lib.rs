@@ -8,6 +8,7 @@
 mod arguments;
 mod client;
 mod error;
+mod extents;
 mod geometry;
 mod layers;
 mod memory;
@@ -27,6 +28,8 @@ mod _native {
         AgentAbsent, AgentLost, BadRequest, Busy, Forbidden, Internal, Memory, Protocol, RepriseError,
         Stalled, Timeout, Version,
     };
+    #[pymodule_export]
+    use crate::extents::ExtentReport;
     #[pymodule_export]
     use crate::geometry::{Layout, Namespace, block_keys};
     #[pymodule_export]

@@ -69,8 +69,10 @@ pub(crate) struct Finished {
     duplicates: usize,
     /// Saves only: number of blocks that were not saved.
     unsaved: usize,
-    /// Saves only: tickets for ``wait_durable``.
+    /// Saves only: tickets for ``wait_durable``. Blocks in extents are durable and have none.
     tickets: Vec<u64>,
+    /// Number of blocks that were loaded from, or saved to, extents.
+    by_extents: usize,
 }
 
 impl From<&SavedBlocks> for Saved {
@@ -121,6 +123,7 @@ impl From<&reprise_client::FinishedTransfer> for Finished {
             duplicates: saved.duplicates,
             unsaved: saved.unsaved,
             tickets: saved.tickets,
+            by_extents: finished.by_path,
         }
     }
 }

@@ -9,6 +9,7 @@ use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, Transfer
 
 use crate::arguments::{Key, Keys, placed, scope, seconds};
 use crate::error::exception;
+use crate::extents::{ExtentReport, Extents};
 use crate::memory::KvMemory;
 use crate::outcome::Finished;
 use crate::session::{Session, closed};
@@ -29,18 +30,21 @@ use crate::session::{Session, closed};
 ///     layer_wait: seconds that a save by layers waits for the next layer.
 ///     queued_max: maximum number of queued loads, and of queued saves; further ones fail at once.
 ///     local: whether to load only blocks of this node.
+///     extents: whether blocks move through extents of this node's devices where the agent lends them. Blocks that
+///         are elsewhere, and transfers by layers, always take the agent's arena.
 #[pyclass(frozen, module = "reprise")]
 #[derive(Debug)]
 pub(crate) struct Transfers {
     /// Native transfers; `None` after `close`.
     transfers: Mutex<Option<Arc<reprise_client::Transfers>>>,
+    extents: Option<Extents>,
 }
 
 #[pymethods]
 impl Transfers {
     #[new]
     #[pyo3(signature = (session, memory, *, load_deadline=5.0, load_stall=0.5, load_standstill=0.75, save_stall=0.5,
-        room_wait=0.5, layer_wait=10.0, queued_max=1024, local=false))]
+        room_wait=0.5, layer_wait=10.0, queued_max=1024, local=false, extents=false))]
     #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn new(
         session: &Session,
@@ -53,6 +57,7 @@ impl Transfers {
         layer_wait: f64,
         queued_max: usize,
         local: bool,
+        extents: bool,
     ) -> PyResult<Transfers> {
         let load = LoadOptions {
             deadline: seconds("load_deadline", load_deadline)?,
@@ -73,9 +78,11 @@ impl Transfers {
         let keeper = session.keeper().ok_or_else(|| exception(&closed()))?;
         let memory: Arc<dyn PagedMemory> = memory.paged.clone();
         let options = TransferOptions { save, load, queued_max };
-        let transfers =
-            reprise_client::Transfers::new(keeper, memory, options).map_err(|error| exception(&error))?;
-        Ok(Transfers { transfers: Mutex::new(Some(Arc::new(transfers))) })
+        let extents = extents.then(Extents::default);
+        let path = extents.as_ref().and_then(Extents::path);
+        let transfers = reprise_client::Transfers::with_path(keeper, memory, options, path)
+            .map_err(|error| exception(&error))?;
+        Ok(Transfers { transfers: Mutex::new(Some(Arc::new(transfers))), extents })
     }
 
     /// Submits a load of blocks into the memory; returns its id. The contents of these blocks are undefined
@@ -136,6 +143,11 @@ impl Transfers {
     /// ``finished`` still returns them afterwards.
     fn wait(&self, py: Python<'_>, ids: Vec<u64>, timeout: f64) -> PyResult<bool> {
         self.wait_detached(py, ids, timeout, |transfers, ids, timeout| transfers.wait(ids, timeout))
+    }
+
+    /// Returns what extents have done so far; None unless they were requested.
+    fn extents(&self) -> Option<ExtentReport> {
+        self.extents.as_ref().map(Extents::report)
     }
 
     /// Number of transfers that have not ended.

@@ -16,6 +16,13 @@ from pathlib import Path
 READY_WITHIN_S = 60.0
 MIB = 1 << 20
 
+SESSIONS = {
+    "": "",
+    "files": "extents = true\n",
+    "queues": "extents = true\nqueue_pairs = 12\nqueue_pairs_per_session = 4\nqueue_depth = 64\n",
+}
+"""What agents lend to engines, as lines of their configuration's section ``session``."""
+
 
 def binaries() -> Path:
     """Returns the folder of Reprise's binaries."""
@@ -85,8 +92,17 @@ class Cluster:
     """Control plane member and agents in one folder."""
 
     def __init__(
-        self, home: Path, agents: int = 1, arena: int = 256 * MIB, pool: int = 512 * MIB, publish: bool = False
+        self,
+        home: Path,
+        agents: int = 1,
+        arena: int = 256 * MIB,
+        pool: int = 512 * MIB,
+        publish: bool = False,
+        lends: str = "",
     ) -> None:
+        """Starts a cluster. ``lends`` is what its agents lend to engines: "queues" of an NVMe controller that they emulate,
+        or "files"; empty: nothing."""
+        self.lends = lends
         home.mkdir(parents=True, exist_ok=True)
         events = '[events]\npublish = "127.0.0.1:0"\nreplay = "127.0.0.1:0"\n' if publish else ""
         config = home / "controlplane.toml"
@@ -104,11 +120,13 @@ class Cluster:
 
     def _agent(self, home: Path, arena: int, pool: int) -> Agent:
         home.mkdir(parents=True, exist_ok=True)
+        kind = "emulated" if self.lends == "queues" else "path"
         socket, device, config = home / "agent.sock", home / "pool", home / "agent.toml"
         config.write_text(
             f'[node]\nname = "{home.name}"\n[session]\nsocket = {quoted(socket)}\n'
+            f"{SESSIONS[self.lends]}"
             f'[arena]\nbytes = "{arena}"\nregion_bytes = "{min(arena, 64 * MIB)}"\n'
-            f'[pool]\nreserve_bytes = "1MiB"\ndevices = [{{ path = {quoted(device)}, bytes = "{pool}" }}]\n'
+            f'[pool]\nreserve_bytes = "1MiB"\ndevices = [{{ {kind} = {quoted(device)}, bytes = "{pool}" }}]\n'
             "[cache]\narena_session_permille = 1000\n"
             '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
             f'[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'

@@ -25,7 +25,8 @@ pub mod model;
 pub mod output;
 pub mod paged_kv;
 pub mod process;
-#[cfg(feature = "rings")]
-pub mod rings;
 pub mod trace;
 pub mod wait;
+
+#[cfg(feature = "rings")]
+pub use reprise_extents as rings;

@@ -49,6 +49,7 @@ pub mod layers;
 pub mod load;
 pub mod matching;
 pub mod paged;
+pub mod path;
 pub mod queues;
 mod regions;
 pub mod reservation;

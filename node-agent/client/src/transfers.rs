@@ -43,6 +43,8 @@
 //! Not included: retries, and an order between loads and saves (a caller that loads blocks it saves must wait
 //! in between).
 
+mod by_path;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -60,6 +62,7 @@ use crate::paged::{
     LoadOptions, LoadedBlocks, Order, Pace, PagedMemory, PhysicalBlock, SaveOptions, SavedBlocks, cancelled,
     check_blocks, check_layout,
 };
+use crate::path::BlockPath;
 
 /// Default limit of queued transfers of one direction: each belongs to one request, and engines run some
 /// hundreds at a time.
@@ -110,6 +113,8 @@ pub struct FinishedTransfer {
     pub outcome: Outcome,
     /// Time from submission to end.
     pub elapsed: Duration,
+    /// Number of blocks that a [`BlockPath`] has moved.
+    pub by_path: usize,
 }
 
 /// Saves from and loads to one memory, over the session of one keeper.
@@ -131,6 +136,8 @@ struct Queues {
 struct Shared {
     keeper: Arc<SessionKeeper>,
     memory: Arc<dyn PagedMemory>,
+    /// Moves blocks before the arena is asked, except those of transfers by layers.
+    path: Option<Arc<dyn BlockPath>>,
     options: TransferOptions,
     table: Mutex<TransferTable>,
     changed: Condvar,
@@ -206,9 +213,22 @@ impl Transfers {
         memory: Arc<dyn PagedMemory>,
         options: TransferOptions,
     ) -> Result<Transfers, ClientError> {
+        Transfers::with_path(keeper, memory, options, None)
+    }
+
+    /// As [`new`](Transfers::new), with a path that moves the blocks that it reaches.
+    ///
+    /// # Errors
+    /// As [`new`](Transfers::new).
+    pub fn with_path(
+        keeper: Arc<SessionKeeper>,
+        memory: Arc<dyn PagedMemory>,
+        options: TransferOptions,
+        path: Option<Arc<dyn BlockPath>>,
+    ) -> Result<Transfers, ClientError> {
         check_layout(&keeper.options().layout, &*memory)?;
-        let shared =
-            Arc::new(Shared { keeper, memory, options, table: Mutex::default(), changed: Condvar::new() });
+        let (table, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { keeper, memory, path, options, table, changed });
         let mut transfers = Transfers { shared, queues: None, threads: Vec::new() };
         let saves = transfers.start_thread("reprise-saves")?;
         let loads = transfers.start_thread("reprise-loads")?;
@@ -361,33 +381,39 @@ fn work(queue: &Receiver<Job>) {
 impl Job {
     fn run(mut self) {
         match self.attempt() {
-            Ok(outcome) => {
+            Ok((outcome, by_path)) => {
                 match outcome.stopped_by() {
                     Some(ClientError::Timeout { .. }) => self.shared.keeper.suspect(),
                     Some(ClientError::Stalled { .. }) => self.shared.avoid_peers(),
                     _ => {}
                 }
-                self.end(outcome);
+                self.end(outcome, by_path);
             }
-            Err(reason) => self.error = Some(reason),
+            Err(reason) => {
+                if let ClientError::Timeout { .. } = reason {
+                    self.shared.keeper.suspect();
+                }
+                self.error = Some(reason);
+            }
         }
     }
 
-    fn attempt(&self) -> Result<Outcome, ClientError> {
+    /// Returns the outcome, and the number of blocks that a path has moved.
+    fn attempt(&self) -> Result<(Outcome, usize), ClientError> {
         let shared = &self.shared;
         if !self.should_continue() {
             return Err(cancelled());
         }
         let client = shared.keeper.responsive().ok_or_else(|| shared.keeper.unavailable_reason())?;
-        let memory = &*shared.memory;
+        let path = shared.path.as_deref().filter(|_| self.order == Order::ByWindows);
         match self.direction {
             Direction::Save => {
-                let options = SaveOptions { parent: self.parent, ..shared.options.save };
-                client.save_blocks_paced(&self.blocks, memory, &options, self).map(Outcome::Saved)
+                let (saved, by_path) = self.save(&client, path)?;
+                Ok((Outcome::Saved(saved), by_path))
             }
             Direction::Load => {
-                let options = LoadOptions { deadline: self.load_deadline()?, ..shared.load_options() };
-                client.load_blocks_paced(&self.blocks, memory, &options, self).map(Outcome::Loaded)
+                let (loaded, by_path) = self.load(&client, path)?;
+                Ok((Outcome::Loaded(loaded), by_path))
             }
         }
     }
@@ -403,8 +429,9 @@ impl Job {
         }
     }
 
-    fn end(&self, outcome: Outcome) {
-        let finished = FinishedTransfer { id: self.id, outcome, elapsed: self.submitted.elapsed() };
+    fn end(&self, outcome: Outcome, by_path: usize) {
+        let elapsed = self.submitted.elapsed();
+        let finished = FinishedTransfer { id: self.id, outcome, elapsed, by_path };
         let mut table = self.shared.lock();
         table.unfinished.remove(&self.id);
         if table.finished.len() == FINISHED_MAX {
@@ -453,10 +480,11 @@ impl Drop for Job {
             return;
         }
         let (blocks, reason) = (self.blocks.len(), self.error.take().unwrap_or_else(cancelled));
-        self.end(match self.direction {
+        let outcome = match self.direction {
             Direction::Save => Outcome::Saved(SavedBlocks::unsaved(blocks, reason)),
             Direction::Load => Outcome::Loaded(LoadedBlocks::failed(blocks, reason)),
-        });
+        };
+        self.end(outcome, 0);
     }
 }
 

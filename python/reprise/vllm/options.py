@@ -18,6 +18,10 @@ class MatchOptions(SharedOptions):
     match_deadline_ms: float = 250.0
     """Time after which a request continues without the result of its match."""
 
+    extents: bool = True
+    """Whether blocks move through extents of this node's devices where the agent lends them to this engine. The log names
+    the backend. Other blocks, and layer-wise loads and saves, take the agent's arena."""
+
 
 @dataclass(frozen=True)
 class Options(MatchOptions):

@@ -1,7 +1,7 @@
 """Reprise as a secondary tier behind vLLM's host memory, for engines on GPUs.
 
-vLLM copies chunks of KV between GPU and a shared memory region. This tier copies them between that region and the agent's
-arena, on native threads and without an intermediate copy. Configure it in vLLM (0.33)::
+vLLM copies chunks of KV between GPU and a shared memory region. This tier moves them between that region and the node, on
+native threads: through extents of the node's devices where the agent lends them, and through its arena. Configure it in vLLM (0.33)::
 
     --kv-transfer-config '{
         "kv_connector": "RepriseOffloadingConnector", "kv_connector_module_path": "reprise.vllm.offloading",
@@ -41,6 +41,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Finished, RepriseError, Transfers
+from reprise.extent_log import ExtentLog
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm import chunks
 from reprise.vllm.lookups import Lookups
@@ -129,7 +130,9 @@ class RepriseTier(SecondaryTierManager):
             load_stall=options.load_stall_ms / 1e3,
             load_standstill=options.load_standstill_ms / 1e3,
             save_stall=options.save_stall_ms / 1e3,
+            extents=options.extents,
         )
+        self._extents = ExtentLog(logging.getLogger("vllm.reprise"))
         self._lookups = Lookups(Matcher(self._session, options, self._counts), self._keys)
 
     # Look-ups
@@ -172,7 +175,9 @@ class RepriseTier(SecondaryTierManager):
         """Returns the jobs that have ended since the last call, successful or not."""
         results, self._results = self._results, []
         if self._transfers is not None and self._jobs:
-            results.extend(self._ended(done, self._jobs.pop(done.id)) for done in self._transfers.finished())
+            for done in self._transfers.finished():
+                self._extents.note(self._transfers)
+                results.append(self._ended(done, self._jobs.pop(done.id)))
         return results
 
     def drain_jobs(self) -> None:
@@ -238,6 +243,7 @@ class RepriseTier(SecondaryTierManager):
         self._counts.add("saves", 1)
         self._counts.add("saved_blocks", done.committed)
         self._counts.add("saved_bytes", done.committed * self._chunks.layout.block_bytes)
+        self._counts.add("extent_saved_blocks", done.by_extents)
         self._counts.add("duplicate_blocks", done.duplicates)
         self._counts.add("unsaved_blocks", done.unsaved)
         return JobResult(
@@ -256,6 +262,7 @@ class RepriseTier(SecondaryTierManager):
         self._counts.sample("load_seconds", seconds)
         self._counts.add("loads", 1)
         self._counts.add("loaded_blocks", len(loaded))
+        self._counts.add("extent_loaded_blocks", done.by_extents)
         self._counts.add("loaded_bytes", len(loaded) * self._chunks.layout.block_bytes)
         self._counts.add("failed_blocks", len(failed))
         return JobResult(

@@ -1,7 +1,7 @@
 """Worker side of the connector: submits loads and saves to native threads, and reports those that have ended.
 
-The threads of :class:`reprise.Transfers` copy between vLLM's memory and the agent's arena without the GIL. This side only
-submits and polls, which takes a few microseconds per step. Optionally, loads and saves run layer by layer:
+The threads of :class:`reprise.Transfers` move blocks between vLLM's memory and the agent's arena, or extents of its
+devices, without the GIL. This side only submits and polls, which takes a few microseconds per step. Optionally, loads and saves run layer by layer:
 
 ```text
 start_loads ─▶ begin_layer: waits for this layer of all loads ─▶ attention ─▶ end_layer: saves may read it ─▶ … ─▶ end_step
@@ -13,6 +13,7 @@ only after its layer-wise loads have ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
+from reprise.extent_log import ExtentLog
 from reprise.layer_reports import LayerReports
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm.amx import request_tiles
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+
+LOGGER = logging.getLogger("vllm.reprise")
+"""Logger whose information vLLM prints."""
 
 ROUND_S = 5.0
 """Seconds of one native wait in a loop. The loop ends because every load ends by its deadline."""
@@ -51,6 +56,7 @@ class WorkerSide:
     _ended: RepriseWorkerMetadata = field(default_factory=RepriseWorkerMetadata)
     _failed_blocks: set[int] = field(default_factory=set)
     _errors: RepeatedLog = field(default_factory=lambda: RepeatedLog("some blocks were not loaded or saved"))
+    _extents: ExtentLog = field(default_factory=lambda: ExtentLog(LOGGER))
     _begun: RepriseMetadata | None = None
     """Metadata of the last step whose loads were submitted."""
     _step_loads: list[int] = field(default_factory=list)
@@ -86,6 +92,7 @@ class WorkerSide:
             load_deadline=self.options.load_deadline_ms / 1e3,
             load_stall=self.options.load_stall_ms / 1e3,
             load_standstill=self.options.load_standstill_ms / 1e3,
+            extents=self.options.extents,
         )
 
     def start_loads(self, metadata: RepriseMetadata) -> None:
@@ -177,11 +184,13 @@ class WorkerSide:
             self._transfers.wait([min(self._loading or self._saving)], self.options.idle_wait_ms / 1e3)
         for ended in self._transfers.finished():
             self._errors.note(ended.error)
+            self._extents.note(self._transfers)
             if ended.id in self._loading:
                 plan, since = self._loading.pop(ended.id)
                 if not self.options.layerwise_loads:
                     requests.add(plan.request_id)
                 self._load_ended(plan, ended.ok, time.monotonic() - since)
+                self.stats.add("extent_loaded_blocks", ended.by_extents)
             elif ended.id in self._saving:
                 save, since = self._saving.pop(ended.id)
                 self._ended.ended_saves[save.save_id] += 1
@@ -191,6 +200,7 @@ class WorkerSide:
                 self.stats.add("saves", 1)
                 self.stats.add("saved_blocks", ended.committed)
                 self.stats.add("saved_bytes", ended.committed * self.geometry.layout.block_bytes)
+                self.stats.add("extent_saved_blocks", ended.by_extents)
                 self.stats.add("duplicate_blocks", ended.duplicates)
                 self.stats.add("unsaved_blocks", ended.unsaved)
         return requests

@@ -19,6 +19,14 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
+@pytest.fixture(params=["queues", "files"])
+def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """Like ``cluster``, with an agent that lends queue pairs of an emulated NVMe controller, or files of its pool."""
+    cluster = Cluster(tmp_path / "lender", arena=16 * MIB, pool=128 * MIB, lends=request.param)
+    yield cluster
+    cluster.stop()
+
+
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Offloading]]:
     """Factory of engines that use an agent's socket."""

@@ -289,6 +289,30 @@ def test_a_prompt_only_on_nvme_is_loaded_with_the_same_bytes(cluster: Cluster, e
         assert agent.stats()["hit_blocks_own_nvme"] == PROMPT
 
 
+def test_chunks_move_through_extents_and_a_killed_agent_costs_only_misses(lender: Cluster, engine: Make) -> None:
+    agent = lender.agents[0]
+    offloading = engine(agent.socket, **ANSWERED)
+    wait_connected(offloading)
+    keys = store(offloading, 1)
+    report = offloading.tier._transfers.extents()
+    print(f"backend: {report.backend}")
+    backends = {"queues": "gpu-queue-emulated", "files": "staged-host"}
+    assert report.backend == backends[lender.lends], report.unusable
+    assert offloading.counts()["extent_saved_blocks"] == PROMPT
+    offloading.clear_primary()
+    # `find` compares the bytes.
+    assert offloading.find(keys) == PROMPT
+    counts = offloading.counts()
+    assert (counts["loaded_blocks"], counts["extent_loaded_blocks"]) == (PROMPT, PROMPT)
+    offloading.clear_primary()
+    agent.kill()
+    assert offloading.find(keys) == 0
+    agent.start()
+    wait_connected(offloading)
+    assert offloading.find(keys) == PROMPT
+    assert offloading.counts()["extent_loaded_blocks"] == PROMPT
+
+
 def test_damage_on_nvme_is_a_miss_and_never_wrong_bytes(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **ANSWERED)
     wait_connected(offloading)

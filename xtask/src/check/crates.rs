@@ -19,6 +19,17 @@ const EDGES: &[(&str, &[&str])] = &[
     ("reprise-agent-kubernetes", &["reprise-crds", "reprise-policy"]),
     ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
     (
+        "reprise-extents",
+        &[
+            "reprise-policy",
+            "reprise-buffers",
+            "reprise-io",
+            "reprise-nvme",
+            "reprise-client",
+            "reprise-cuda",
+        ],
+    ),
+    (
         "reprise-agent",
         &[
             "reprise-policy",
@@ -55,8 +66,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-buffers",
             "reprise-io",
             "reprise-client",
-            "reprise-nvme",
-            "reprise-cuda",
+            "reprise-extents",
         ],
     ),
     (
@@ -89,7 +99,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-e2e",
         ],
     ),
-    ("reprise-python", &["reprise-policy", "reprise-client"]),
+    ("reprise-python", &["reprise-policy", "reprise-client", "reprise-extents"]),
     ("xtask", &[]),
     (
         "reprise-e2e",

@@ -3,11 +3,12 @@
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use reprise_client::path::BlockPath;
 use reprise_client::{
-    BlockStatus, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus,
-    SessionKeeper, TransferId, TransferOptions, Transfers,
+    BlockStatus, Client, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock, SaveOptions,
+    SaveStatus, SessionKeeper, TransferId, TransferOptions, Transfers,
 };
-use reprise_policy::Layout;
+use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::request;
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes, layout, options};
@@ -77,6 +78,59 @@ fn saves_and_loads_end_and_are_returned_once() {
     assert!(transfers.wait(&[save], Duration::ZERO), "an ended transfer stays ended");
     let error = transfers.submit_load(placed([(0, 2)])).expect_err("an invalid block");
     assert!(matches!(error, ClientError::BadRequest(_)), "{error}");
+    agent.end(transfers);
+}
+
+/// Moves the first block of each transfer; fills loaded ones with the bytes of block 0.
+#[derive(Debug)]
+struct FirstBlock;
+
+impl BlockPath for FirstBlock {
+    fn load(
+        &self,
+        _: &Client,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        _: &LoadOptions,
+    ) -> Result<Vec<bool>, ClientError> {
+        let bytes = block_bytes(0);
+        let objects = bytes.chunks(memory.layout().object_bytes() as usize);
+        for (object, from) in (0..).zip(objects) {
+            memory.write_object(blocks[0].1, object, &mut |to| to.copy_from_slice(from));
+        }
+        Ok((0..blocks.len()).map(|index| index == 0).collect())
+    }
+
+    fn save(
+        &self,
+        _: &Client,
+        _: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &SaveOptions,
+    ) -> Result<Vec<SaveStatus>, ClientError> {
+        Ok(vec![SaveStatus::Committed])
+    }
+}
+
+#[test]
+fn the_arena_moves_the_blocks_that_a_path_does_not_reach() {
+    let agent = FakeAgent::start(serve);
+    let memory = Arc::new(Memory::filled(4));
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    let paged: Arc<dyn PagedMemory> = memory.clone();
+    let transfers = Transfers::with_path(keeper, paged, transfer_options(LONG), Some(Arc::new(FirstBlock)));
+    let transfers = transfers.expect("threads");
+    // The agent serves one block of each.
+    let save = transfers.submit_save(placed([(1, 1), (0, 0)]), None).expect("a valid call");
+    assert!(transfers.wait(&[save], LONG));
+    let load = transfers.submit_load(placed([(1, 2), (0, 3)])).expect("a valid call");
+    assert!(transfers.wait(&[load], LONG));
+    let finished = transfers.finished();
+    assert_eq!(save_statuses(&finished[0].outcome), [SaveStatus::Committed; 2]);
+    assert_eq!(load_statuses(&finished[1].outcome), [BlockStatus::Ok; 2]);
+    assert_eq!(finished.iter().map(|ended| ended.by_path).collect::<Vec<_>>(), [1, 1]);
+    assert_eq!((&*memory.block(2), &*memory.block(3)), (&block_bytes(0), &block_bytes(0)));
     agent.end(transfers);
 }
 

@@ -7,12 +7,13 @@ use reprise_cuda::ring::{Doorbells, HostRunner, QueueShape, Ring, RingMemory, Ri
 use reprise_cuda::store::{KvGeometry, MappingTable, NamespaceLimits, Planned, Processor, RingDevice};
 use reprise_policy::layout::PAGE_BYTES;
 
-use super::RingPathSettings;
+use crate::rings::RingPathSettings;
 
 /// Batches of a ring.
 const BATCHES: usize = 16;
 
 /// Queue pairs of a device, and where the mover has their ring.
+#[derive(Debug)]
 pub(super) struct GrantedDevice {
     /// Index of the ring in the mover.
     pub(super) index: usize,

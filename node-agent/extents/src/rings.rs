@@ -1,0 +1,231 @@
+//! The backend `gpu-queue`: rings on queue pairs that the agent has granted.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use reprise_buffers::MappedRegion;
+use reprise_client::{Client, PinnedExtent, RegisteredMemory};
+use reprise_cuda::ring::Operation;
+use reprise_cuda::store::{Backend, KvGeometry, KvOrder, LayerMover, PlanCounters, RingCounters, RingMover};
+use reprise_policy::layout::PAGE_BYTES;
+
+use crate::device::{GrantedDevice, open_ring};
+use crate::path::{Devices, ExtentDevice, ExtentPath, HEADERS, finish};
+
+/// Memory that rings reach, and the rings; see the crate.
+pub type RingPath = ExtentPath<RingDevices>;
+
+/// Size of rings and queue pairs.
+#[derive(Clone, Copy, Debug)]
+pub struct RingPathSettings {
+    /// Queue pairs of each device.
+    pub pairs: u32,
+    /// Entries of each queue.
+    pub depth: u32,
+    /// Limit of a save or a load, for all its layers.
+    pub timeout: Duration,
+    /// Order of objects in KV memory.
+    pub order: KvOrder,
+}
+
+impl Default for RingPathSettings {
+    /// 2 queue pairs of 64 entries for each device, 10 s, a tensor for each key and value cache.
+    fn default() -> RingPathSettings {
+        let timeout = Duration::from_secs(10);
+        RingPathSettings { pairs: 2, depth: 64, timeout, order: KvOrder::LayerPartBlock }
+    }
+}
+
+/// Rings of devices over one registered memory.
+#[derive(Debug)]
+pub struct RingDevices {
+    client: Client,
+    settings: RingPathSettings,
+    geometry: KvGeometry,
+    registered: RegisteredMemory,
+    /// Stops its rings before the queue pairs are returned.
+    mover: RingMover<'static>,
+    granted: BTreeMap<u32, GrantedDevice>,
+    /// Queue pairs were revoked.
+    is_broken: bool,
+}
+
+impl Devices for RingDevices {
+    const REMEDY: &'static str = "the agent lends no queue pairs for its devices; set session.queue_pairs, and use \
+                                  NVMe controllers that it drives";
+
+    fn reaches(file: Option<&Arc<File>>) -> bool {
+        file.is_none()
+    }
+
+    /// Gets queue pairs of devices that have none. States the backend, which depends on the devices.
+    fn ensure(&mut self, devices: &[ExtentDevice]) -> anyhow::Result<()> {
+        let before = self.granted.len();
+        for (device, _) in devices {
+            if !self.granted.contains_key(device) {
+                let memory = (*device, &self.registered);
+                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+                let index = self.mover.attach(ring);
+                self.granted.insert(*device, GrantedDevice { index, grant });
+            }
+        }
+        if self.granted.len() > before {
+            self.client.use_backend(self.mover.transfer_backend())?;
+        }
+        Ok(())
+    }
+
+    fn index(&self, device: u32) -> usize {
+        self.granted.get(&device).expect("it has queue pairs").index
+    }
+
+    fn mover(&mut self) -> &mut dyn LayerMover {
+        &mut self.mover
+    }
+
+    fn state(&self) -> &dyn LayerMover {
+        &self.mover
+    }
+
+    fn read_headers(
+        &mut self,
+        (memory, at): (&MappedRegion, u64),
+        extents: &[&PinnedExtent],
+        timeout: Duration,
+    ) -> anyhow::Result<Vec<Option<Vec<u8>>>> {
+        let page = |index: usize| at + index as u64 * PAGE_BYTES;
+        let list = |(device, granted): (&u32, &GrantedDevice)| {
+            let own = extents.iter().enumerate().filter(|(_, extent)| extent.device() == *device);
+            let transfers =
+                own.map(|(index, extent)| granted.page_transfer(index, page(index), extent.offset()));
+            (granted.index, transfers.collect())
+        };
+        let lists = self.granted.iter().map(list).collect();
+        let ticket = self.mover.submit_transfers(Operation::Read, lists, extents.len(), timeout)?;
+        let ended = finish(&mut self.mover, [ticket]);
+        let failed = self.settle(ended)?;
+        let header = |index: usize| {
+            let mut header = vec![0; PAGE_BYTES as usize];
+            memory.span(page(index), PAGE_BYTES).expect("a page for each").copy_out(&mut header);
+            (!failed.contains(&index)).then_some(header)
+        };
+        Ok((0..extents.len()).map(header).collect())
+    }
+
+    /// Makes the queue pairs usable again after commands were given up: none of them runs any longer then.
+    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>> {
+        self.is_broken = true;
+        for (device, granted) in std::mem::take(&mut self.granted) {
+            // The grant may have ended, or commands may still access KV memory.
+            if granted.grant.revoked().is_none() && !self.mover.has_unfinished(granted.index) {
+                self.granted.insert(device, granted);
+                continue;
+            }
+            let GrantedDevice { index, grant } = granted;
+            drop(self.mover.detach(index));
+            if let Some(reason) = grant.revoked() {
+                bail!("the queue pairs of device {device} were revoked: {reason}");
+            }
+            self.client.return_queues(grant)?;
+            let memory = (device, &self.registered);
+            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+            self.mover.replace(index, ring);
+            self.granted.insert(device, GrantedDevice { index, grant });
+        }
+        self.is_broken = false;
+        ended
+    }
+
+    /// Commands have ended, or their queue pairs were deleted.
+    fn is_settled(&self) -> bool {
+        true
+    }
+
+    fn is_usable(&self) -> bool {
+        !self.is_broken
+    }
+}
+
+impl RingPath {
+    /// Allocates KV memory for `blocks` blocks and registers it.
+    ///
+    /// # Errors
+    /// The agent grants no queue pairs, objects are not whole pages, or memory is short.
+    pub fn open(client: &Client, blocks: usize, settings: RingPathSettings) -> anyhow::Result<RingPath> {
+        let layout = client.layout();
+        ensure!(
+            layout.object_bytes().is_multiple_of(PAGE_BYTES),
+            "objects of {} bytes: rings need whole pages of {PAGE_BYTES} bytes; use more tokens per block",
+            layout.object_bytes()
+        );
+        let geometry = geometry_of(client, blocks, settings.order)?;
+        let bytes = geometry.bytes() + HEADERS as u64 * PAGE_BYTES;
+        let (memory, file) = MappedRegion::allocate(bytes).context("KV memory")?;
+        let registered = client.register_memory(file, bytes)?;
+        let mover = RingMover::new(geometry);
+        let granted = BTreeMap::new();
+        let devices = RingDevices {
+            client: client.clone(),
+            settings,
+            geometry,
+            registered,
+            mover,
+            granted,
+            is_broken: false,
+        };
+        Ok(ExtentPath::new(client, (geometry, memory), devices, settings.timeout))
+    }
+
+    /// Returns the work of planning so far.
+    pub fn counters(&self) -> PlanCounters {
+        self.devices.mover.plan_counters()
+    }
+
+    /// Returns the numbers of the queue pairs in use, by device.
+    pub fn queue_pairs(&self) -> BTreeMap<u32, Vec<u16>> {
+        let numbers = |granted: &GrantedDevice| granted.grant.queues().iter().map(|pair| pair.id).collect();
+        self.devices.granted.iter().map(|(device, granted)| (*device, numbers(granted))).collect()
+    }
+
+    /// Returns the work of the rings so far.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.devices.mover.ring_counters()
+    }
+
+    /// Returns the generations of the grants in use, by device.
+    pub fn generations(&self) -> BTreeMap<u32, u64> {
+        self.devices.granted.iter().map(|(device, granted)| (*device, granted.grant.generation())).collect()
+    }
+
+    /// Returns why a grant has ended, if one has.
+    pub fn revoked(&self) -> Option<String> {
+        self.devices.granted.values().find_map(|granted| granted.grant.revoked())
+    }
+
+    /// Returns all queue pairs, and waits until the agent has deleted them.
+    ///
+    /// # Errors
+    /// The session has ended.
+    pub fn close(mut self) -> anyhow::Result<()> {
+        for GrantedDevice { index, grant } in std::mem::take(&mut self.devices.granted).into_values() {
+            drop(self.devices.mover.detach(index));
+            self.client.return_queues(grant)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the geometry of memory for blocks of a session.
+pub(crate) fn geometry_of(client: &Client, blocks: usize, order: KvOrder) -> anyhow::Result<KvGeometry> {
+    let layout = client.layout();
+    Ok(KvGeometry {
+        layers: layout.layers() as usize,
+        parts: layout.parts() as usize,
+        blocks,
+        object_bytes: usize::try_from(layout.object_bytes()).context("object size")?,
+        order,
+    })
+}
