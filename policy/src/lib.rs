@@ -20,6 +20,7 @@ pub mod log_rate;
 pub mod namespace;
 pub mod peer;
 pub mod placement;
+pub mod prefetch;
 pub mod prefix_hash;
 pub mod queue_grants;
 pub mod quota;
