@@ -254,6 +254,7 @@ impl Executor {
             | Request::Suspect { .. }
             | Request::Pin { .. }
             | Request::Unpin { .. }
+            | Request::Lookahead(_)
             | Request::Trim
             | Request::Stats => Phase::Other,
         };

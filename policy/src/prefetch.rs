@@ -12,7 +12,7 @@
 //! TierKV §3.4 and §3.5, applied block by block: a request whose blocks do not all arrive in time still gets
 //! the head of its chain.
 //!
-//! A pass costs a sort of the candidates and one step for each, whatever the number of their blocks.
+//! A pass costs a sort of the candidates and one step for each, and does not depend on the number of their blocks.
 //!
 //! Out of scope: I/O, the keys of blocks, and the hop from DRAM to a GPU, which is the engine's load.
 

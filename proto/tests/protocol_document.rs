@@ -132,6 +132,22 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
             "`gpu-queue-emulated`",
             Body::UseBackend(local::UseBackend { backend: local::Backend::GpuQueueEmulated as i32 }),
         ),
+        (
+            "`ReportLookahead`",
+            "version 1, 20 ms; request 7 in 3 iterations at 900 ‰, key 16 × 11; request 5 cancelled; all ranks",
+            Body::ReportLookahead(local::ReportLookahead {
+                version: 1,
+                iteration_us: 20_000,
+                requests: vec![local::WaitingRequest {
+                    request: 7,
+                    iterations: 3,
+                    confidence_permille: 900,
+                    keys: run(0x11, 16),
+                }],
+                cancelled: vec![5],
+                all_ranks: true,
+            }),
+        ),
         ("`RegisterMemory`", "8,192 bytes", Body::RegisterMemory(local::RegisterMemory { bytes: 8192 })),
         (
             "`RequestQueues`",
@@ -261,6 +277,11 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             }),
         ),
         ("`BackendUsed`", "", Body::BackendUsed(local::BackendUsed {})),
+        (
+            "`LookaheadReported`",
+            "window 6, 1 part ignored, request 7 is ready",
+            Body::LookaheadReported(local::LookaheadReported { window: 6, ignored: 1, ready: vec![7] }),
+        ),
         ("`MemoryRegistered`", "memory 1", Body::MemoryRegistered(local::MemoryRegistered { memory: 1 })),
         (
             "`QueuesGranted`",

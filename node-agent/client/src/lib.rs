@@ -47,6 +47,7 @@ pub mod extents;
 pub mod keeper;
 pub mod layers;
 pub mod load;
+pub mod lookahead;
 pub mod matching;
 pub mod paged;
 pub mod path;
@@ -65,6 +66,7 @@ pub use extents::{ExtentStatus, LeasedExtent, PinOutcome, PinnedExtent};
 pub use keeper::{KeeperStatus, SessionKeeper};
 pub use layers::PendingReport;
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
+pub use lookahead::PendingLookahead;
 pub use matching::PendingMatch;
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,

@@ -9,6 +9,7 @@ use reprise_policy::SessionId;
 use crate::cache::{Cache, FrameState, SizeClassId};
 use crate::extents::Extents;
 use crate::load::Loads;
+use crate::prefetch::Prefetch;
 use crate::replicate::Replicate;
 use crate::save::Save;
 use crate::serve::Serves;
@@ -25,16 +26,17 @@ pub(crate) struct Owners<'a> {
     pub(crate) serve: &'a Serves,
     pub(crate) extents: &'a Extents,
     pub(crate) replicate: &'a Replicate,
+    pub(crate) prefetch: &'a Prefetch,
 }
 
 /// Checks that the owners agree. Costs time in proportion to their whole state.
 pub(crate) fn compare(owners: &Owners) -> Result<(), String> {
-    let Owners { sessions, cache, transfer, load, save, serve, extents, replicate } = owners;
+    let Owners { sessions, cache, transfer, load, save, serve, extents, replicate, prefetch } = owners;
     ensure!(save.sessions().eq(sessions.keys().copied()), "sessions of saves are not as opened");
     ensure!(load.sessions().eq(sessions.keys().copied()), "sessions of loads are not as opened");
     compare_fills(cache, transfer)?;
-    compare_waits(transfer, load, serve)?;
-    cache.audit_leases(load.leases().chain(serve.leases()))?;
+    compare_waits(transfer, load, (serve, prefetch))?;
+    cache.audit_leases(load.leases().chain(serve.leases()).chain(prefetch.leases()))?;
     cache.audit_accounts(save.being_written(), extents.lent())?;
     cache.audit_size_classes(sessions.len() + replicate.waiting_pulls().count())?;
     let frames = transfer.retained().chain(save.unsaved_frames());
@@ -54,10 +56,14 @@ fn compare_fills(cache: &Cache, transfer: &Transfer) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that the waits of fills and the waiting blocks of loads and serves refer to each other.
-fn compare_waits(transfer: &Transfer, load: &Loads, serve: &Serves) -> Result<(), String> {
+/// Checks that the waits of fills and the waiting blocks of other owners refer to each other.
+fn compare_waits(
+    transfer: &Transfer,
+    load: &Loads,
+    (serve, prefetch): (&Serves, &Prefetch),
+) -> Result<(), String> {
     let mut waits: BTreeMap<WaiterId, KnownWait> = transfer.waits().collect();
-    for (waiter, own) in load.waits() {
+    for (waiter, own) in load.waits().chain(prefetch.waits()) {
         let known = waits.remove(&waiter);
         ensure!(known == Some(own), "{waiter:?} waits as {own:?}, its fill knows {known:?}");
     }

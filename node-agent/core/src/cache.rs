@@ -19,6 +19,7 @@ use crate::slab::Slab;
 
 mod accounts;
 mod acquire;
+mod ahead;
 mod allocate;
 mod arena;
 mod attachment;
@@ -47,6 +48,7 @@ mod space;
 use accounts::Accounts;
 pub(crate) use accounts::{TenantIndex, Unmet, nvme_bytes};
 pub(crate) use acquire::{LocalBlock, LocalCopy, OfferedBlock};
+pub(crate) use ahead::AheadCopy;
 use arena::Arena;
 use devices::Devices;
 pub(crate) use extents::LentSlot;

@@ -9,7 +9,7 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! Eight owners hold the state: cache, transfer, load, save, serve, extents, replicate and quota. The core passes each
+//! Nine owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch and quota. The core passes each
 //! event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
 //! know each other; all of them may use the cache.
 //!
@@ -29,7 +29,7 @@
 //! pool 32. In DRAM also a frame of 28, 4 in its region, DRAM eviction order 10, and 4 for the checksum of
 //! each object.
 //!
-//! Out of scope: payloads, sockets, clocks, prefetching, a cold tier.
+//! Out of scope: payloads, sockets, clocks, a cold tier.
 
 use std::collections::BTreeMap;
 
@@ -47,6 +47,7 @@ use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
 use crate::pool::{DevicePool, PoolUsage, StoredBlock};
+use crate::prefetch::{Prefetch, PrefetchOutcome};
 use crate::quota::Quotas;
 use crate::replicate::{PullStep, Replicate, ReplicateOutcome};
 use crate::save::Save;
@@ -81,6 +82,7 @@ pub struct AgentCore {
     serve: Serves,
     extents: Extents,
     replicate: Replicate,
+    prefetch: Prefetch,
 }
 
 /// Owner of the timer that is due first; of equal times, in this order.
@@ -90,6 +92,7 @@ enum TimerOwner {
     Serve,
     Save,
     Replicate,
+    Prefetch,
 }
 
 impl AgentCore {
@@ -116,6 +119,7 @@ impl AgentCore {
             serve: Serves::default(),
             extents: Extents::new(&settings),
             replicate: Replicate::new(&settings),
+            prefetch: Prefetch::default(),
             settings,
         };
         for (device, blocks) in core.cache.device_ids().zip(stored) {
@@ -166,6 +170,8 @@ impl AgentCore {
                 // Its outcomes come next.
             } else if self.serve.has_outcomes() {
                 self.route_serve();
+            } else if self.prefetch.has_outcomes() {
+                self.route_prefetch();
             } else if let Some(outcome) = self.replicate.take_outcome() {
                 self.route_replicate(&outcome);
             } else {
@@ -205,10 +211,12 @@ impl AgentCore {
                     WaiterOwner::Serve => {
                         self.serve.attached(&mut self.cache, context!(self), waiter, attached);
                     }
+                    WaiterOwner::Prefetch => self.prefetch.attached(&mut self.cache, waiter, attached),
                 },
                 TransferOutcome::Refused(waiter, reason) => match waiter.owner {
                     WaiterOwner::Load => self.load.refused(context!(self), waiter, reason),
                     WaiterOwner::Serve => self.serve.refused(context!(self), waiter),
+                    WaiterOwner::Prefetch => self.prefetch.refused(waiter),
                 },
                 TransferOutcome::Advanced(waiter, advanced) => match waiter.owner {
                     WaiterOwner::Load => {
@@ -217,12 +225,14 @@ impl AgentCore {
                     WaiterOwner::Serve => {
                         self.serve.advanced(&self.cache, context!(self), waiter, advanced);
                     }
+                    WaiterOwner::Prefetch => self.prefetch.advanced(waiter, advanced),
                 },
                 TransferOutcome::Failed(waiter, failed) => match waiter.owner {
                     WaiterOwner::Load => {
                         self.load.failed(&mut self.cache, context!(self), waiter, failed);
                     }
                     WaiterOwner::Serve => self.serve.failed(&mut self.cache, context!(self), waiter),
+                    WaiterOwner::Prefetch => self.prefetch.failed(&mut self.cache, waiter),
                 },
                 TransferOutcome::Retained { frame, position } => {
                     self.save.save_replica(&mut self.cache, self.now, frame, position);
@@ -233,6 +243,7 @@ impl AgentCore {
                 TransferOutcome::Started { owner: WaiterOwner::Serve, object } => {
                     self.serve.started(&mut self.cache, context!(self), object);
                 }
+                TransferOutcome::Started { owner: WaiterOwner::Prefetch, .. } => {}
             }
         }
         self.transfer.reuse(outcomes);
@@ -257,6 +268,17 @@ impl AgentCore {
                 }
                 ServeOutcome::Fetch(request) => self.transfer.begin(&mut self.cache, context!(self), request),
                 ServeOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
+            }
+        }
+    }
+
+    fn route_prefetch(&mut self) {
+        for outcome in self.prefetch.take_outcomes() {
+            match outcome {
+                PrefetchOutcome::Fetch(request) => {
+                    self.transfer.begin(&mut self.cache, context!(self), request);
+                }
+                PrefetchOutcome::Detach { wait, waiter } => self.transfer.detach(wait, waiter),
             }
         }
     }
@@ -298,9 +320,10 @@ impl AgentCore {
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let (load, serve) = (self.load.first_due(), self.serve.first_due());
+        let (load, serve, prefetch) =
+            (self.load.first_due(), self.serve.first_due(), self.prefetch.first_due());
         let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
-        [load, serve, save, replicate, self.quota.next_deadline()].into_iter().flatten().min()
+        [load, serve, save, replicate, prefetch, self.quota.next_deadline()].into_iter().flatten().min()
     }
 
     /// Counters, and gauges as of the last event.
@@ -313,6 +336,7 @@ impl AgentCore {
         self.serve.set_counters(&mut all);
         self.extents.set_counters(&self.cache, &mut all);
         self.replicate.set_counters(&mut all);
+        self.prefetch.set_counters(&mut all);
         all.sessions = self.sessions.len() as u64;
         all.drained = u64::from(self.drain_progress().drained);
         all.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
@@ -329,7 +353,7 @@ impl AgentCore {
     /// # Errors
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
-        let AgentCore { cache, transfer, load, save, serve, extents, replicate, .. } = self;
+        let AgentCore { cache, transfer, load, save, serve, extents, replicate, prefetch, .. } = self;
         cache.audit()?;
         transfer.audit(cache)?;
         load.audit(cache)?;
@@ -338,6 +362,7 @@ impl AgentCore {
         extents.audit(cache)?;
         self.quota.audit(cache)?;
         replicate.audit()?;
+        prefetch.audit(cache)?;
         audit::compare(&Owners {
             sessions: &self.sessions,
             cache,
@@ -347,6 +372,7 @@ impl AgentCore {
             serve,
             extents,
             replicate,
+            prefetch,
         })
     }
 
@@ -443,7 +469,17 @@ impl AgentCore {
             Request::Match { keys, ranks, scope } => {
                 self.load.match_keys(cache, cx, caller, (keys, ranks, scope));
             }
-            Request::Load(wanted) => self.load.begin(cache, cx, caller, (wanted, received)),
+            Request::Load(wanted) => {
+                let load = self.load.begin(cache, cx, caller, (wanted, received));
+                if let Some(load) = load
+                    && self.prefetch.is_active()
+                {
+                    self.prefetch.loaded(cache, self.load.keys(load), size_class);
+                }
+            }
+            Request::Lookahead(hint) => {
+                self.prefetch.hint(cache, cx, caller, (hint, self.transfer.reads()));
+            }
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
             Request::Pin { keys } => self.extents.pin(cache, cx, caller, &keys),
@@ -478,6 +514,7 @@ impl AgentCore {
         self.load.close(&mut self.cache, session);
         self.save.close(&mut self.cache, session);
         self.extents.close(context!(self), session);
+        self.prefetch.close(&mut self.cache, session);
         self.cache.release_size_class(size_class);
     }
 
@@ -489,6 +526,7 @@ impl AgentCore {
                 (self.serve.first_due(), TimerOwner::Serve),
                 (self.save.first_due(), TimerOwner::Save),
                 (self.replicate.first_due(), TimerOwner::Replicate),
+                (self.prefetch.first_due(), TimerOwner::Prefetch),
             ];
             let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
             let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
@@ -498,6 +536,7 @@ impl AgentCore {
                 TimerOwner::Serve => self.serve.fire_timer(cache, cx),
                 TimerOwner::Save => self.save.fire_timer(cache, cx.now),
                 TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
+                TimerOwner::Prefetch => self.prefetch.fire_timer(cache, cx.now),
             }
             self.route();
         }

@@ -275,6 +275,40 @@ counters! {
     extents_quarantined,
     /// Gauge: pins of extents, those of ended sessions included.
     extents_pinned,
+    /// Lookahead hints of engines.
+    prefetch_hints,
+    /// Hints that were rejected, because their version is unknown or a list is too long.
+    prefetch_rejected_hints,
+    /// Times of iterations that were ignored, because they are zero or too long.
+    prefetch_ignored_times,
+    /// Requests of hints that were ignored: without keys, with an invalid order, or beyond a limit.
+    prefetch_ignored_requests,
+    /// Keys of hints that are not on this node.
+    prefetch_unknown_keys,
+    /// Requests that were cancelled: preempted or finished.
+    prefetch_cancelled_requests,
+    /// Requests whose blocks were staged for too long.
+    prefetch_expired_requests,
+    /// Requests that began before all their blocks were read.
+    prefetch_missed_windows,
+    /// Blocks that a pass left for a later one, because their device was busy.
+    prefetch_deferred_blocks,
+    /// Blocks read ahead.
+    prefetch_blocks,
+    /// Payload bytes read ahead.
+    prefetch_bytes,
+    /// Blocks read ahead that a load used.
+    prefetch_used_blocks,
+    /// Payload bytes read ahead that a load used.
+    prefetch_used_bytes,
+    /// Blocks read ahead that a load joined while they were being read.
+    prefetch_joined_blocks,
+    /// Payload bytes read ahead that no load used.
+    prefetch_wasted_bytes,
+    /// Blocks that could not be read ahead.
+    prefetch_failed_blocks,
+    /// Gauge: slot bytes of blocks that were read ahead and wait for their load.
+    prefetch_staged_bytes,
     /// Gauge: bytes in use in the journals.
     journal_used_bytes,
     /// Gauge: total bytes of the journals.
@@ -322,6 +356,14 @@ owner_counters! {
 owner_counters! {
     /// Counters of extents.
     ExtentCounters: extent_leases extent_commits extent_pins
+}
+
+owner_counters! {
+    /// Counters of prefetches.
+    PrefetchCounters: prefetch_hints prefetch_rejected_hints prefetch_ignored_times prefetch_ignored_requests
+    prefetch_unknown_keys prefetch_cancelled_requests prefetch_expired_requests prefetch_missed_windows
+    prefetch_deferred_blocks prefetch_blocks prefetch_bytes prefetch_used_blocks prefetch_used_bytes
+    prefetch_joined_blocks prefetch_wasted_bytes prefetch_failed_blocks
 }
 
 owner_counters! {

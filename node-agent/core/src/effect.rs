@@ -12,6 +12,7 @@ pub use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
 };
 pub use reprise_policy::placement::PlacementReason;
+pub use reprise_policy::prefetch::LookaheadReport;
 pub use reprise_policy::session::{CommitStatus, Source, Ticket};
 pub use reprise_policy::{ArenaSlot, RegionId};
 use reprise_policy::{BlockKey, Generation, Layout, NodeId, SessionId, SlotSet, TenantId, Tier};
@@ -252,6 +253,8 @@ pub enum Reply {
     Released,
     /// The report of suspect blocks was accepted.
     Suspected,
+    /// A hint was applied.
+    LookaheadAccepted(LookaheadReport),
     /// Clean DRAM copies were dropped.
     Trimmed {
         /// Number of dropped copies.

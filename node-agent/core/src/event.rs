@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
+pub use reprise_policy::prefetch::Lookahead;
 use reprise_policy::quota::Quota;
 pub use reprise_policy::routing::Replica;
 pub use reprise_policy::session::{Priority, Ranks, Scope};
@@ -282,6 +283,8 @@ pub enum Request {
         /// Pins; unknown ones are ignored.
         pins: Vec<PinId>,
     },
+    /// Hints what the engine will run.
+    Lookahead(Lookahead),
     /// Drops clean DRAM copies of blocks that are on NVMe.
     Trim,
     /// Returns the counters of the node.

@@ -40,6 +40,7 @@ pub mod members;
 pub mod outbox;
 pub mod owner_query;
 pub mod pool;
+mod prefetch;
 mod quota;
 pub mod quota_grants;
 mod regions;

@@ -218,3 +218,29 @@ pub const SLACK_REPORT_WINDOWS: u32 = 128;
 /// Part of the unsaved share of the arena that deferred writes may fill. The rest takes what engines save while the
 /// devices write.
 pub const DEFERRED_SHARE_DIVISOR: u64 = 2;
+
+/// Maximum requests of one lookahead hint, and of the cancelled ones: twice the sequences that an engine runs at once.
+pub const LOOKAHEAD_REQUESTS_MAX: usize = 1024;
+
+/// Maximum requests known of a session: those of a hint, and as many that have begun and wait for their load.
+pub const LOOKAHEAD_TRACKED_MAX: usize = 2 * LOOKAHEAD_REQUESTS_MAX;
+
+/// Maximum keys of one hint, and left to read of a session: 1,024 requests of 1,024 tokens, 1 MiB.
+pub const LOOKAHEAD_KEYS_MAX: usize = 65_536;
+
+/// Share of the arena, in thousandths, that staged blocks may fill: at 3.6 GB/s and 20 ms an iteration, a quarter of
+/// 1 GiB is 3.7 iterations of a device.
+pub const PREFETCH_ARENA_PERMILLE: u64 = 250;
+
+/// Share of that reserve, in thousandths, for one session: two engines can prefetch at the same time.
+pub const PREFETCH_SESSION_PERMILLE: u64 = 500;
+
+/// Time for which blocks of a listed request stay staged. A request that waits longer was listed too early, or its
+/// engine never finishes it.
+pub const LOOKAHEAD_STAGED_MAX: Duration = Duration::from_secs(30);
+
+/// Minimum time for which blocks of a request that has begun wait for its load, which may come from another process.
+pub const LOOKAHEAD_GRACE_MIN: Duration = Duration::from_secs(1);
+
+/// Maximum time of the same wait.
+pub const LOOKAHEAD_GRACE_MAX: Duration = Duration::from_secs(10);

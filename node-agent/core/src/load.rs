@@ -22,7 +22,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{SessionId, Tick};
+use reprise_policy::{BlockKey, SessionId, Tick};
 
 use crate::cache::Cache;
 use crate::context::{Caller, Context};
@@ -133,31 +133,40 @@ impl Loads {
         self.cancel_matches(session);
     }
 
-    /// Starts a load for a session.
+    /// Starts a load for a session; returns it unless it was rejected.
     pub(crate) fn begin(
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
         caller: Caller,
         (wanted, received): (LoadRequest, Tick),
-    ) {
-        let Some(reader) = self.sessions.get(&caller.session) else { return };
+    ) -> Option<SlabId> {
+        let reader = self.sessions.get(&caller.session)?;
         if wanted.keys.len() > LOAD_BLOCKS_MAX {
             let text = format!("{} keys in one load: send at most {LOAD_BLOCKS_MAX}", wanted.keys.len());
-            return cx.reply(caller, Reply::BadRequest(text));
+            cx.reply(caller, Reply::BadRequest(text));
+            return None;
         }
         let Some(entry) = reader.free_entry() else {
             let message = "the session holds the maximum number of loads: release one".to_owned();
             let retry_after = cx.settings.retry_after;
-            return cx.reply(caller, Reply::Busy { message, retry_after });
+            cx.reply(caller, Reply::Busy { message, retry_after });
+            return None;
         };
         if let Err(text) = cache.check_block_size(caller.size_class) {
-            return cx.reply(caller, Reply::BadRequest(text));
+            cx.reply(caller, Reply::BadRequest(text));
+            return None;
         }
         let load = Load::new(cache, cx, (caller, entry), wanted, received);
         let blocks: Vec<u32> = (0..load.blocks.len() as u32).collect();
         let id = self.insert(cx, load);
         self.place(cache, cx, id, (&blocks, LossReason::Miss));
+        Some(id)
+    }
+
+    /// Keys of a load that was not released.
+    pub(crate) fn keys(&self, load: SlabId) -> &[BlockKey] {
+        self.loads.get(load).map_or(&[], |load| &load.keys)
     }
 
     /// Releases a load of a session.

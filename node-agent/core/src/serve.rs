@@ -23,7 +23,7 @@ use reprise_policy::{BlockKey, Layout, Tick};
 use crate::cache::{Cache, LocalBlock, LocalCopy};
 use crate::context::Context;
 use crate::counters::{Counters, ServeCounters};
-use crate::effect::ServeId;
+use crate::effect::{ReadClass, ServeId};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVES_MAX};
 use crate::serve::table::{Header, Serve, ServeBlock, waiter};
@@ -249,6 +249,7 @@ impl Serves {
             object: (WaiterOwner::Serve, id.0),
             layout,
             read_bytes: cx.settings.read_bytes_default,
+            class: ReadClass::Awaited,
             joins: Joins::DeviceReads,
             local,
             remote: None,

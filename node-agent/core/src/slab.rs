@@ -33,6 +33,12 @@ impl SlabId {
     }
 }
 
+impl<T> Default for Slab<T> {
+    fn default() -> Self {
+        Slab::new()
+    }
+}
+
 impl<T> Slab<T> {
     /// Creates an empty slab.
     pub(crate) fn new() -> Slab<T> {

@@ -13,7 +13,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{NodeId, Tier};
+use reprise_policy::{NodeId, Tick, Tier};
 
 use crate::cache::{Cache, EvictionPosition, Fill as Filling, FrameIndex, Lease, SizeClass, SizeClassId};
 use crate::context::Context;
@@ -21,11 +21,14 @@ use crate::counters::{Counters, TransferCounters};
 use crate::effect::{DeviceId, FetchBlock, LossReason, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::slab::{Slab, SlabId};
+use crate::transfer::device_reads::ReadEnd;
+pub(crate) use crate::transfer::device_reads::{DeviceRate, DeviceReads};
 use crate::transfer::peers::Peers;
 use crate::transfer::waits::{WaitList, Waits};
 use crate::waiter::{Advanced, Attached, Failed, WaitId, WaiterId, WaiterOwner};
 
 mod audit;
+mod device_reads;
 mod fetch;
 mod peers;
 mod waits;
@@ -44,6 +47,8 @@ pub(crate) struct Transfer {
     retained_bytes: u64,
     /// Number of fills that read from devices.
     device_reads: usize,
+    /// Bytes that devices read, and their busy time.
+    reads: DeviceReads,
     outcomes: Vec<TransferOutcome>,
     counters: TransferCounters,
 }
@@ -149,6 +154,7 @@ impl Transfer {
             pulls: BTreeMap::new(),
             retained_bytes: 0,
             device_reads: 0,
+            reads: DeviceReads::default(),
             outcomes: Vec::new(),
             counters: TransferCounters::default(),
         }
@@ -180,6 +186,11 @@ impl Transfer {
     /// Number of blocks that are being read from devices.
     pub(crate) fn device_reads(&self) -> usize {
         self.device_reads
+    }
+
+    /// What each device reads.
+    pub(crate) fn reads(&self) -> &DeviceReads {
+        &self.reads
     }
 
     /// Sets the counters and gauges of fills.
@@ -242,19 +253,20 @@ impl Transfer {
         let reports = self.waits.of(&fill.waiters).map(|waiter| TransferOutcome::Advanced(waiter, advanced));
         self.outcomes.extend(reports);
         if is_whole {
-            self.complete(cache, id);
+            self.complete(cache, cx.now, id);
         }
     }
 
-    fn complete(&mut self, cache: &mut Cache, id: SlabId) {
+    fn complete(&mut self, cache: &mut Cache, now: Tick, id: SlabId) {
         let Some(mut fill) = self.fills.remove(id) else { return };
         self.waits.clear(&mut fill.waiters);
         self.end_retention(cache, &fill);
         let SizeClass { layout, slot_bytes, .. } = cache.size_class_of(&fill.lease);
         let bytes = layout.block_bytes();
         match fill.origin {
-            FillSource::Device(_) => {
+            FillSource::Device(device) => {
                 self.device_reads -= 1;
+                self.reads.end(device, *slot_bytes, now, ReadEnd::Complete);
                 self.counters.device_fills += 1;
                 self.counters.device_fill_bytes += bytes;
             }
@@ -280,7 +292,11 @@ impl Transfer {
         };
         self.count_failure(error);
         match fill.origin {
-            FillSource::Device(_) => self.device_reads -= 1,
+            FillSource::Device(device) => {
+                self.device_reads -= 1;
+                let slot_bytes = cache.size_class_of(&fill.lease).slot_bytes;
+                self.reads.end(device, slot_bytes, cx.now, ReadEnd::Failed);
+            }
             FillSource::Peer(node) => {
                 self.peers.dequeue(node, cache.size_class_of(&fill.lease).slot_bytes);
                 if error == FillError::PeerLost {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use reprise_policy::{BlockKey, Layout};
 
 use crate::cache::{FrameIndex, Lease, LocalBlock, Read, SizeClassId};
-use crate::effect::{LossReason, Source};
+use crate::effect::{LossReason, ReadClass, Source};
 use crate::event::{FillError, Replica};
 
 /// Party that waits for the fill of a block.
@@ -29,6 +29,8 @@ pub(crate) enum WaiterOwner {
     Load,
     /// A request of a peer.
     Serve,
+    /// Blocks that are read ahead of their load.
+    Prefetch,
 }
 
 /// Number of a wait: one waiter of one fill.
@@ -45,6 +47,8 @@ pub(crate) struct FillRequest {
     pub(crate) layout: Layout,
     /// Bytes of one read of a device.
     pub(crate) read_bytes: u64,
+    /// Rank of the reads at their devices.
+    pub(crate) class: ReadClass,
     /// Fills of others that the object may wait for.
     pub(crate) joins: Joins,
     /// Blocks that this node has or is filling.

@@ -9,13 +9,14 @@ use bytes::Bytes;
 use prost::Message;
 use reprise_agent_core::effect::{LeaseId, LoadId, PlaceKind, Ticket};
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, LoadRequest, Priority, Request, RequestId, Scope,
+    CommitItem, CommitRequest, LoadRequest, Lookahead, Priority, Request, RequestId, Scope,
 };
 use reprise_agent_core::extents::PinId;
 use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
+use reprise_policy::prefetch::LookaheadRequest;
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks, TransferBackend};
 use reprise_policy::slack::content::MICROS_MAX;
@@ -136,6 +137,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("unpin: pins", pins.len())?;
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
+        Body::ReportLookahead(hint) => convert_lookahead(&hint).map(Request::Lookahead),
         Body::ReportLayer(_) | Body::UseBackend(_) => unreachable!("reports were separated"),
         Body::RegisterMemory(_) | Body::RequestQueues(_) | Body::ReturnQueues(_) => {
             unreachable!("requests about queue pairs were separated")
@@ -207,6 +209,28 @@ fn convert_item(item: &local::CommitItem) -> CommitItem {
         _ => Box::default(),
     };
     CommitItem { lease: LeaseId(item.lease), key, checksums }
+}
+
+/// The core checks all but the keys, because it counts ignored parts.
+fn convert_lookahead(hint: &local::ReportLookahead) -> Result<Lookahead, String> {
+    let convert = |waiting: &local::WaitingRequest| {
+        let keys = BlockKey::unpack(&waiting.keys).ok_or_else(|| {
+            format!("lookahead: keys: {} bytes are not a multiple of 16-byte keys", waiting.keys.len())
+        })?;
+        Ok(LookaheadRequest {
+            request: waiting.request,
+            iterations: waiting.iterations,
+            confidence: u16::try_from(waiting.confidence_permille).unwrap_or(u16::MAX),
+            keys,
+        })
+    };
+    Ok(Lookahead {
+        version: hint.version,
+        iteration: Duration::from_micros(hint.iteration_us),
+        requests: hint.requests.iter().map(convert).collect::<Result<_, String>>()?,
+        cancelled: hint.cancelled.clone(),
+        ranks: if hint.all_ranks { Ranks::All } else { Ranks::Own },
+    })
 }
 
 /// A deadline or read size of 0 is passed on: the core applies its default.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{CommitStatus, Reply, Source, Ticket};
+use reprise_agent_core::effect::{CommitStatus, LookaheadReport, Reply, Source, Ticket};
 use reprise_agent_core::event::RequestId;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::BlockKey;
@@ -58,6 +58,11 @@ fn requests_in_the_document_are_decoded() {
         ),
         ("Release", "Release { load: LoadId(6) }"),
         ("Stats", "Stats"),
+        (
+            "ReportLookahead",
+            "Lookahead(Lookahead { version: 1, iteration: 20ms, requests: [LookaheadRequest { request: 7, iterations: \
+             3, confidence: 900, keys: [11111111111111111111111111111111] }], cancelled: [5], ranks: All })",
+        ),
         ("Trim", "Trim"),
         ("Pin", "Pin { keys: [11111111111111111111111111111111] }"),
         ("Unpin", "Unpin { pins: [PinId(9), PinId(300)] }"),
@@ -112,6 +117,10 @@ fn replies_match_the_bytes_in_the_document() {
     let replies = [
         ("Committed", Reply::Committed { ticket: Some(Ticket(4)), statuses }),
         ("DurableAwaited", Reply::DurableAwaited),
+        (
+            "LookaheadReported",
+            Reply::LookaheadAccepted(LookaheadReport { window: 6, ignored: 1, ready: vec![7] }),
+        ),
         ("Aborted", Reply::Aborted),
         ("Matched", Reply::Matched { sources }),
         ("Released", Reply::Released),

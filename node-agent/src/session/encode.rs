@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use reprise_agent_core::effect::{
-    Access, ArenaSlot, CommitStatus, DeviceId, LeaseId, LoadedBlock, LossReason, Place, RegionId, Reply,
-    Source, Ticket,
+    Access, ArenaSlot, CommitStatus, DeviceId, LeaseId, LoadedBlock, LookaheadReport, LossReason, Place,
+    RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::RequestId;
 use reprise_agent_core::extents::{PinRefusal, PinnedBlock};
@@ -134,6 +134,9 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
         }),
         Reply::Aborted => Body::Aborted(local::Aborted {}),
         Reply::DurableAwaited => Body::DurableAwaited(local::DurableAwaited {}),
+        Reply::LookaheadAccepted(LookaheadReport { window, ignored, ready }) => {
+            Body::LookaheadReported(local::LookaheadReported { window, ignored, ready })
+        }
         Reply::Matched { sources } => {
             let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
             Body::Matched(local::Matched { sources: sources.into() })

@@ -8,7 +8,7 @@ use crate::session::Ranks;
 /// Version of the hints that agents accept.
 pub const HINT_VERSION: u32 = 1;
 
-/// Longest time of an iteration; a longer one is no measurement.
+/// Longest time of an iteration; a longer one is ignored.
 pub const ITERATION_MAX: Duration = Duration::from_secs(60);
 
 /// What an engine will run, sent once for each iteration. Advice: an agent may ignore any part of it.

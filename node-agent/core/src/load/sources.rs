@@ -10,7 +10,7 @@
 
 use crate::cache::{Cache, LocalBlock, LocalCopy};
 use crate::context::Context;
-use crate::effect::{LossReason, Source};
+use crate::effect::{LossReason, ReadClass, Source};
 use crate::event::{FillError, Replica, Scope};
 use crate::limits::LOOKUPS_MAX;
 use crate::load::lookups::Purpose;
@@ -174,6 +174,7 @@ impl Loads {
             object: (WaiterOwner::Load, id.0),
             layout: cache.size_class(load.caller.size_class).layout,
             read_bytes: load.read_bytes,
+            class: ReadClass::Awaited,
             joins: Joins::All,
             local,
             remote,

@@ -1,7 +1,7 @@
 //! Checks of the transfers' invariants, for tests.
 
 use crate::cache::{Cache, FrameIndex, FrameState};
-use crate::transfer::{FillSource, Retention, Transfer};
+use crate::transfer::{Fill, FillSource, Retention, Transfer};
 use crate::waiter::{KnownWait, WaiterId};
 
 impl Transfer {
@@ -31,6 +31,11 @@ impl Transfer {
             "{reads} blocks are read from devices, {} counted",
             self.device_reads
         );
+        let slot_bytes = |fill: &Fill| cache.size_class_of(&fill.lease).slot_bytes;
+        let reading = self.fills.iter().filter(|(_, fill)| fill.origin.device().is_some());
+        let (reading, counted) =
+            (reading.map(|(_, fill)| slot_bytes(fill)).sum::<u64>(), self.reads.in_flight_bytes());
+        ensure!(reading == counted, "{reading} bytes are read from devices, {counted} counted");
         ensure!(self.pulls.is_empty(), "fetches were started and not sent");
         ensure!(self.outcomes.is_empty(), "{} outcomes were not routed", self.outcomes.len());
         Ok(())

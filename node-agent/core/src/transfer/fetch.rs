@@ -11,9 +11,7 @@ use reprise_policy::{BlockKey, Layout, NodeId, Tick};
 
 use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
 use crate::context::Context;
-use crate::effect::{
-    BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, LossReason, ReadBatch, ReadClass,
-};
+use crate::effect::{BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, LossReason, ReadBatch};
 use crate::event::Replica;
 use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
 use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, WaiterOwner};
@@ -85,7 +83,9 @@ impl Transfer {
                 LocalBlock::Stored(entry) => match cache.fill_of(entry) {
                     // A duplicate within the request joins the fill of the first one.
                     Some(fill) => (Some(fill), true),
-                    None if room == ArenaSpace::Maybe => (self.begin_read(cache, entry, &mut reads), false),
+                    None if room == ArenaSpace::Maybe => {
+                        (self.begin_read(cache, cx.now, entry, &mut reads), false)
+                    }
                     None => (None, false),
                 },
             };
@@ -99,17 +99,24 @@ impl Transfer {
             }
         }
         for (device, blocks) in reads.by_device {
-            let (class, layout) = (ReadClass::Awaited, request.layout);
+            let (class, layout) = (request.class, request.layout);
             let batch = ReadBatch { class, blocks, layout, read_bytes: request.read_bytes };
             cx.emit(Effect::ReadBlocks { device, batch });
         }
     }
 
     /// Starts to read a stored block; returns the slot of its fill, or `None` if the arena has no room.
-    fn begin_read(&mut self, cache: &mut Cache, entry: EntryIndex, reads: &mut Reads) -> Option<u32> {
+    fn begin_read(
+        &mut self,
+        cache: &mut Cache,
+        now: Tick,
+        entry: EntryIndex,
+        reads: &mut Reads,
+    ) -> Option<u32> {
         let (device, lease, read) = cache.begin_read(entry, self.fills.next_id())?;
         reads.push(device, read);
         self.device_reads += 1;
+        self.reads.begin(device, cache.size_class_of(&lease).slot_bytes, now);
         Some(self.fills.insert(Fill::new(lease, FillSource::Device(device), None)).slot())
     }
 

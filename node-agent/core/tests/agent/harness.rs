@@ -460,9 +460,13 @@ impl Harness {
         assert!(dropped.count() as u64 >= moved, "a moved block without another copy was dropped");
     }
 
-    /// Adds a replica on a peer.
+    /// Adds a replica on a peer. One that the peer holds keeps its content, which may be on its way.
     pub(crate) fn add_peer_replica(&mut self, node: NodeId, key: BlockKey, tier: Tier) {
-        let tag = self.new_tag(key);
+        let held = self.peers.held.get(&node).and_then(|held| held.get(&key));
+        let tag = match held {
+            Some((tag, _)) => *tag,
+            None => self.new_tag(key),
+        };
         self.peers.held.entry(node).or_default().insert(key, (tag, tier));
     }
 

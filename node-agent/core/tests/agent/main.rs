@@ -37,6 +37,7 @@ mod scenarios_moves;
 mod scenarios_origin;
 mod scenarios_outbound;
 mod scenarios_peers;
+mod scenarios_prefetch;
 mod scenarios_ranks;
 mod scenarios_rotation;
 mod scenarios_save;

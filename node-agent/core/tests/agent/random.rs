@@ -13,6 +13,7 @@ use crate::descriptions;
 use crate::engine::RequestKind;
 use crate::harness::{Faults, Harness, SMALL_KEYS_FROM, Setup, key, large_layout, layout_of, small_layout};
 use crate::rng::{Rng, for_seeds, has_fixed_seeds};
+use crate::scenarios_prefetch::random_hint;
 
 /// Number of keys of each tenant and layout.
 pub(crate) const KEYS: u64 = 48;
@@ -133,7 +134,7 @@ fn engine_acts(harness: &mut Harness) {
         (engine.tenant, engine.layout == small_layout())
     };
     let keys = some_keys(&mut harness.rng, tenant, small);
-    match harness.rng.below(100) {
+    match harness.rng.below(108) {
         0..25 => {
             let count = harness.rng.below(5) as u32;
             harness.reserve(session, count);
@@ -164,7 +165,8 @@ fn engine_acts(harness: &mut Harness) {
         98 => {
             harness.request(session, RequestKind::Other, Request::Stats);
         }
-        _ => harness.close_session(session),
+        99 => harness.close_session(session),
+        _ => random_hint(harness, session, &keys),
     }
 }
 
@@ -416,6 +418,12 @@ fn random_runs_neither_leak_nor_hang_nor_read_wrong_bytes() {
         "no_space_blocks",
         "deadline_blocks",
         "single_flight_joins",
+        "prefetch_used_blocks",
+        "prefetch_joined_blocks",
+        "prefetch_wasted_bytes",
+        "prefetch_failed_blocks",
+        "prefetch_missed_windows",
+        "prefetch_cancelled_requests",
         "lookup_failures",
         "fill_device_errors",
         "fill_refused",

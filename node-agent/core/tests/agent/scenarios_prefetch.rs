@@ -1,0 +1,323 @@
+//! Scenarios: hints of engines, and blocks that are read ahead of their load.
+
+use std::time::Duration;
+
+use reprise_agent_core::Counters;
+use reprise_agent_core::effect::{LoadedBlock, Reply, Source};
+use reprise_agent_core::event::{FillError, Lookahead, Priority, Request, Scope};
+use reprise_agent_core::limits::{LOOKAHEAD_REQUESTS_MAX, LOOKAHEAD_STAGED_MAX};
+use reprise_policy::prefetch::{HINT_VERSION, LookaheadReport, LookaheadRequest};
+use reprise_policy::{BlockKey, SessionId, TenantId};
+
+use crate::engine::RequestKind;
+use crate::harness::{Harness, Setup, key, keys, large_layout, small_layout};
+use crate::jobs::Job;
+use crate::rng::Rng;
+
+const ITERATION: Duration = Duration::from_millis(20);
+
+/// Blocks that one session may stage: an eighth of the 32 slots of [`cold_harness`].
+const SESSION_BLOCKS: u64 = 4;
+
+/// Harness with `blocks` blocks on NVMe only, and 32 slots in DRAM.
+fn cold_harness(blocks: u64) -> (Harness, SessionId) {
+    let mut harness = Harness::new(Setup { regions: 8, ..Setup::default() });
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.reserve(session, blocks as u32);
+    harness.commit(session, &keys(0..blocks), Priority::Normal);
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    harness.request(session, RequestKind::Other, Request::Trim);
+    (harness, session)
+}
+
+fn waits(request: u64, iterations: u32, keys: &[BlockKey]) -> LookaheadRequest {
+    LookaheadRequest { request, iterations, confidence: 1000, keys: keys.to_vec() }
+}
+
+fn lookahead(requests: Vec<LookaheadRequest>) -> Lookahead {
+    Lookahead { version: HINT_VERSION, iteration: ITERATION, requests, ..Lookahead::default() }
+}
+
+/// Sends a hint and returns its answer.
+fn hint(harness: &mut Harness, session: SessionId, lookahead: Lookahead) -> Reply {
+    harness.request(session, RequestKind::Other, Request::Lookahead(lookahead));
+    harness.engines[&session].replies.last().expect("a reply").1.clone()
+}
+
+fn report(harness: &mut Harness, session: SessionId, lookahead: Lookahead) -> LookaheadReport {
+    match hint(harness, session, lookahead) {
+        Reply::LookaheadAccepted(report) => report,
+        other => panic!("a hint is answered with {other:?}"),
+    }
+}
+
+fn load(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) -> Vec<Option<Source>> {
+    harness.load(session, keys, Duration::from_millis(50), Scope::Local);
+    match &harness.engines[&session].replies.last().expect("a reply").1 {
+        Reply::Loaded { blocks, .. } => blocks.iter().map(source).collect(),
+        _ => Vec::new(),
+    }
+}
+
+fn source(block: &LoadedBlock) -> Option<Source> {
+    match block {
+        LoadedBlock::Ok { source, .. } => Some(*source),
+        LoadedBlock::Lost(_) => None,
+    }
+}
+
+fn counters(harness: &Harness) -> Counters {
+    harness.core.counters()
+}
+
+/// Advances a read with `from` layers to `to` layers.
+fn advance_fill_at(harness: &mut Harness, from: u32, to: u32) {
+    let at_layers = |job: &Job| matches!(job, Job::Read { layers, .. } if *layers == from);
+    let job = harness.jobs.iter().position(at_layers).expect("a read with that many layers");
+    harness.advance_to(job, to);
+}
+
+#[test]
+fn listed_blocks_are_in_dram_before_their_load_and_count_as_used() {
+    let (mut harness, session) = cold_harness(4);
+    let first = report(&mut harness, session, lookahead(vec![waits(7, 4, &keys(0..4))]));
+    assert_eq!((first.ignored, first.ready), (0, vec![]));
+    assert_eq!(harness.fills().len(), 4);
+    harness.finish_jobs();
+    let second = report(&mut harness, session, lookahead(vec![waits(7, 3, &[])]));
+    assert_eq!(second.ready, [7], "the blocks are known from the first hint");
+    assert_eq!(load(&mut harness, session, &keys(0..4)), [Some(Source::OwnDram); 4]);
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_blocks, counted.prefetch_used_blocks), (4, 4));
+    assert_eq!((counted.prefetch_wasted_bytes, counted.prefetch_staged_bytes), (0, 0));
+    harness.read_all();
+}
+
+#[test]
+fn without_hints_nothing_is_read_ahead() {
+    let (mut harness, session) = cold_harness(4);
+    harness.pass(Duration::from_secs(60));
+    assert_eq!(harness.fills().len(), 0);
+    load(&mut harness, session, &keys(0..2));
+    assert_eq!(harness.fills().len(), 2);
+    harness.finish_jobs();
+    let prefetch = |(name, value): (&str, u64)| (name.starts_with("prefetch_") && value > 0).then_some(value);
+    assert_eq!(counters(&harness).fields().find_map(prefetch), None);
+}
+
+#[test]
+fn load_of_a_block_in_flight_waits_for_the_remainder_only() {
+    let (mut harness, session) = cold_harness(2);
+    hint(&mut harness, session, lookahead(vec![waits(7, 4, &keys(0..2))]));
+    advance_fill_at(&mut harness, 0, 2);
+    advance_fill_at(&mut harness, 0, 3);
+    assert_eq!(load(&mut harness, session, &keys(0..2)), [Some(Source::OwnNvme); 2], "two layers are there");
+    assert_eq!(harness.fills().len(), 2, "no second read");
+    harness.finish_jobs();
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_used_blocks, counted.prefetch_joined_blocks), (2, 2));
+    assert_eq!((counted.prefetch_staged_bytes, counted.device_fills), (0, 2));
+    harness.read_all();
+}
+
+#[test]
+fn staged_blocks_never_exceed_the_sessions_share_of_the_arena() {
+    let (mut harness, session) = cold_harness(16);
+    let requests = (0..8).map(|number| waits(number, 4, &keys(2 * number..2 * number + 2))).collect();
+    hint(&mut harness, session, lookahead(requests));
+    assert_eq!(harness.fills().len() as u64, SESSION_BLOCKS);
+    harness.finish_jobs();
+    let slot = large_layout().slot_bytes();
+    assert_eq!(counters(&harness).prefetch_staged_bytes, SESSION_BLOCKS * slot);
+    // Loads of the first two requests make room for the next two.
+    load(&mut harness, session, &keys(0..4));
+    let rest = (2..8).map(|number| waits(number, 3, &[])).collect();
+    hint(&mut harness, session, lookahead(rest));
+    assert_eq!(harness.fills().len() as u64, SESSION_BLOCKS);
+    harness.finish_jobs();
+    assert_eq!(load(&mut harness, session, &keys(4..8)), [Some(Source::OwnDram); 4]);
+}
+
+#[test]
+fn nearest_request_is_read_first() {
+    let (mut harness, session) = cold_harness(16);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..8)), waits(2, 1, &keys(8..12))]));
+    harness.finish_jobs();
+    assert_eq!(load(&mut harness, session, &keys(8..12)), [Some(Source::OwnDram); 4]);
+}
+
+#[test]
+fn preemption_and_finish_cancel_and_count_as_waste() {
+    let (mut harness, session) = cold_harness(8);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2)), waits(2, 4, &keys(2..4))]));
+    harness.advance_to(harness.fills()[0], 4);
+    let cancelled = Lookahead { cancelled: vec![1, 2, 99], ..lookahead(vec![]) };
+    assert_eq!(report(&mut harness, session, cancelled).ignored, 0);
+    let counted = counters(&harness);
+    let payload = large_layout().block_bytes();
+    assert_eq!((counted.prefetch_cancelled_requests, counted.prefetch_wasted_bytes), (2, 4 * payload));
+    assert_eq!((counted.prefetch_staged_bytes, counted.read_leases), (0, 0));
+    harness.finish_jobs();
+    assert_eq!(load(&mut harness, session, &keys(0..4)), [Some(Source::OwnDram); 4], "still cached");
+}
+
+#[test]
+fn request_that_begins_too_early_is_a_missed_window_and_loads_as_without_a_hint() {
+    let (mut harness, session) = cold_harness(8);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..8))]));
+    assert_eq!(harness.fills().len() as u64, SESSION_BLOCKS);
+    hint(&mut harness, session, lookahead(vec![]));
+    assert_eq!(counters(&harness).prefetch_missed_windows, 1);
+    harness.load(session, &keys(0..8), Duration::from_millis(50), Scope::Local);
+    harness.finish_jobs();
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_used_blocks, counted.prefetch_wasted_bytes), (SESSION_BLOCKS, 0));
+    assert_eq!((counted.device_fills, counted.failed_blocks), (8, 0));
+    harness.read_all();
+}
+
+#[test]
+fn blocks_of_a_request_that_never_loads_are_released() {
+    let (mut harness, session) = cold_harness(4);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    harness.finish_jobs();
+    hint(&mut harness, session, lookahead(vec![]));
+    assert!(counters(&harness).prefetch_staged_bytes > 0, "its load is expected");
+    harness.pass(Duration::from_secs(2));
+    let counted = counters(&harness);
+    assert_eq!(counted.prefetch_staged_bytes, 0);
+    assert_eq!(counted.prefetch_wasted_bytes, 2 * large_layout().block_bytes());
+}
+
+#[test]
+fn request_that_an_engine_never_finishes_expires() {
+    let (mut harness, session) = cold_harness(4);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    harness.finish_jobs();
+    for number in 0..40 {
+        harness.pass(LOOKAHEAD_STAGED_MAX / 20);
+        // With and without its keys.
+        let keys = keys(0..2 * (number % 2));
+        hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys)]));
+    }
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_expired_requests, counted.prefetch_staged_bytes), (1, 0));
+    assert_eq!(counted.prefetch_blocks, 2, "an expired request is not read again");
+}
+
+#[test]
+fn invalid_parts_of_hints_are_ignored_and_counted() {
+    let (mut harness, session) = cold_harness(4);
+    let uncertain = LookaheadRequest { confidence: 0, ..waits(3, 1, &keys(0..1)) };
+    let requests = vec![
+        waits(1, 0, &keys(0..1)),
+        waits(2, 4, &[]),
+        uncertain,
+        waits(4, 4, &[key(90), key(1)]),
+        waits(4, 4, &keys(0..1)),
+    ];
+    let zero = Lookahead { iteration: Duration::ZERO, ..lookahead(requests) };
+    let ignored = report(&mut harness, session, zero);
+    assert_eq!((ignored.ignored, ignored.ready), (5, vec![]), "the time, and four requests");
+    assert_eq!(harness.fills().len(), 0, "no time is known yet");
+    hint(&mut harness, session, Lookahead { iteration: Duration::from_secs(61), ..lookahead(vec![]) });
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_ignored_times, counted.prefetch_ignored_requests), (2, 4));
+    assert_eq!(counted.prefetch_unknown_keys, 1);
+}
+
+#[test]
+fn hints_of_another_version_or_size_are_rejected_with_the_remedy() {
+    let (mut harness, session) = cold_harness(4);
+    let many = (0..=LOOKAHEAD_REQUESTS_MAX as u64).map(|number| waits(number, 1, &[])).collect();
+    let newer = Lookahead { version: HINT_VERSION + 1, ..lookahead(vec![waits(1, 4, &keys(0..2))]) };
+    for (lookahead, words) in [
+        (newer, "unknown version 2: expected 1"),
+        (lookahead(many), "1025 requests: expected at most 1024"),
+        (lookahead(vec![waits(1, 1, &vec![key(0); 65_537])]), "65537 keys: expected at most 65536"),
+    ] {
+        let Reply::BadRequest(text) = hint(&mut harness, session, lookahead) else { panic!("accepted") };
+        assert!(text.contains(words), "{text}");
+    }
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_rejected_hints, counted.prefetch_blocks), (3, 0));
+    assert_eq!(harness.fills().len(), 0);
+}
+
+#[test]
+fn keys_of_another_tenant_or_layout_are_unknown() {
+    let (mut harness, session) = cold_harness(4);
+    let foreign = harness.open_session(TenantId(1), large_layout());
+    let other = harness.open_session(TenantId::DEFAULT, small_layout());
+    for session in [foreign, other] {
+        hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    }
+    assert_eq!((harness.fills().len(), counters(&harness).prefetch_unknown_keys), (0, 4));
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    harness.finish_jobs();
+    load(&mut harness, foreign, &keys(0..2));
+    assert_eq!(counters(&harness).prefetch_used_blocks, 0, "the load of another tenant finds nothing");
+}
+
+#[test]
+fn end_of_a_session_releases_its_staged_blocks() {
+    let (mut harness, session) = cold_harness(4);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..4))]));
+    harness.advance_to(harness.fills()[0], 4);
+    harness.close_session(session);
+    harness.finish_jobs();
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_staged_bytes, counted.read_leases), (0, 0));
+    assert_eq!(harness.core.next_deadline(), None);
+}
+
+#[test]
+fn shared_prefix_is_read_once_for_all_requests() {
+    let (mut harness, session) = cold_harness(4);
+    let requests = (0..10).map(|number| waits(number, 4, &keys(0..2))).collect();
+    hint(&mut harness, session, lookahead(requests));
+    assert_eq!(harness.fills().len(), 2);
+    harness.finish_jobs();
+    let requests = (0..10).map(|number| waits(number, 3, &[])).collect();
+    hint(&mut harness, session, lookahead(requests));
+    let cancelled = Lookahead { cancelled: (0..9).collect(), ..lookahead(vec![waits(9, 2, &[])]) };
+    assert_eq!(report(&mut harness, session, cancelled).ready, [9]);
+    assert_eq!(counters(&harness).prefetch_wasted_bytes, 0, "one request still holds them");
+    assert_eq!(load(&mut harness, session, &keys(0..2)), [Some(Source::OwnDram); 2]);
+}
+
+#[test]
+fn block_that_cannot_be_read_ahead_is_loaded_from_another_source_or_missed() {
+    let (mut harness, session) = cold_harness(2);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    harness.fail(harness.fills()[0], FillError::Device);
+    harness.finish_jobs();
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_failed_blocks, counted.prefetch_blocks), (1, 1));
+    assert_eq!(load(&mut harness, session, &keys(0..2)), [None, Some(Source::OwnDram)]);
+}
+
+/// Sends a random hint, sometimes an invalid one, and sometimes loads its keys.
+pub(crate) fn random_hint(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
+    let rng: &mut Rng = &mut harness.rng;
+    let request = |rng: &mut Rng| LookaheadRequest {
+        request: rng.below(6) as u64,
+        iterations: rng.below(5) as u32,
+        confidence: 500 + rng.below(550) as u16,
+        keys: if rng.chance(800) { keys.to_vec() } else { Vec::new() },
+    };
+    let count = rng.below(4);
+    let hint = Lookahead {
+        version: if rng.chance(50) { 9 } else { HINT_VERSION },
+        iteration: Duration::from_micros(rng.below(30_000) as u64),
+        requests: (0..count).map(|_| request(rng)).collect(),
+        cancelled: if rng.chance(300) { vec![rng.below(6) as u64] } else { Vec::new() },
+        ..Lookahead::default()
+    };
+    let loads = rng.chance(400);
+    harness.request(session, RequestKind::Other, Request::Lookahead(hint));
+    if loads {
+        harness.load(session, keys, Duration::from_millis(10), Scope::Local);
+    }
+}
