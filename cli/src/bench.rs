@@ -14,6 +14,7 @@ mod loopback;
 mod match_call;
 mod nvme;
 mod peer;
+mod prefetch;
 mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
@@ -55,6 +56,10 @@ enum Benchmark {
     ///
     /// An emulated engine loads in layer order and saves in each step. Reports the reads' times and bandwidth.
     Slack,
+    /// Compare loads from NVMe with and without prefetch.
+    ///
+    /// An emulated engine hints which requests run next. Also measures one pass of the planner.
+    Prefetch,
     /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
@@ -110,6 +115,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
     let all = [
         Benchmark::Store,
         Benchmark::Slack,
+        Benchmark::Prefetch,
         Benchmark::Local,
         Benchmark::Peer,
         Benchmark::Match,
@@ -143,6 +149,7 @@ impl Benchmark {
         match self {
             Benchmark::Store => store::run(settings),
             Benchmark::Slack => slack::run(settings),
+            Benchmark::Prefetch => prefetch::run(settings),
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Match => match_call::run(settings),
@@ -178,6 +185,12 @@ impl Benchmark {
                 name: "slack",
                 disk_bytes: mib(slack::POOL_MIB),
                 memory_bytes: mib(slack::ARENA_MIB),
+                ..cluster
+            },
+            Benchmark::Prefetch => Requirements {
+                name: "prefetch",
+                disk_bytes: mib(prefetch::POOL_MIB),
+                memory_bytes: mib(prefetch::ARENA_MIB),
                 ..cluster
             },
             // The engine's memory and the source of the bare copy have 256 MiB each.

@@ -336,10 +336,22 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
     let names: Vec<_> = parts.iter().filter_map(|part| part["benchmark"].as_str()).collect();
     assert_eq!(
         names,
-        ["store", "slack", "local", "peer", "match", "directory", "recovery", "nvme", "gpu", "ring"]
+        [
+            "store",
+            "slack",
+            "prefetch",
+            "local",
+            "peer",
+            "match",
+            "directory",
+            "recovery",
+            "nvme",
+            "gpu",
+            "ring"
+        ]
     );
     assert!(!figures.is_empty() && !figures.iter().any(is_part), "the list precedes all figures: {lines:?}");
-    let (of_agents, others) = parts.split_at(7);
+    let (of_agents, others) = parts.split_at(8);
     assert!(others.iter().all(|part| part["runs"] == true), "{others:?}");
     for part in of_agents {
         assert_eq!(part["runs"], false, "{part}");
@@ -438,6 +450,28 @@ fn bench_slack_compares_writes_in_windows_with_writes_at_once() {
     assert_eq!(names, measured.map(|name| format!("slack.{name}")));
     let value = |figure: &Value| figure["value"].as_f64().expect("a number");
     assert!(figures.iter().all(|figure| value(figure) > 0.0), "{figures:?}");
+}
+
+#[test]
+fn bench_prefetch_reads_prefixes_before_their_requests_run() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "prefetch", "--repetitions", "1", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    let names: Vec<_> = figures.iter().filter_map(|figure| figure["name"].as_str()).collect();
+    let measured = [
+        "first_layers",
+        "first_layer_p50_off",
+        "first_layer_p50_on",
+        "wasted_bytes",
+        "missed_windows",
+        "pass_1000",
+    ];
+    assert_eq!(names, measured.map(|name| format!("prefetch.{name}")));
+    let value = |at: usize| figures[at]["value"].as_f64().expect("a number");
+    assert!(value(2) < value(1), "the first layer is there earlier: {figures:?}");
+    // One of 32 requests is aborted before it runs.
+    assert!(value(3) > 0.0 && value(3) < 10.0, "{figures:?}");
 }
 
 fn assert_form(figures: &[Value]) {
