@@ -132,8 +132,8 @@ impl Plan {
         let in_time = channel.path.bytes_within(pass.iteration.saturating_mul(iterations));
         let in_time = whole(in_time.saturating_sub(*queued)).min(u64::from(blocks));
         let share = if iterations == 1 { 1000 } else { HIGH_WATER_PERMILLE };
-        let bandwidth = u128::from(channel.path.bytes_in(pass.iteration)) * u128::from(share) / 1000;
-        let bandwidth = u64::try_from(bandwidth).unwrap_or(u64::MAX).saturating_sub(*queued);
+        let bandwidth = channel.path.bytes_in(pass.iteration).saturating_mul(share) / 1000;
+        let bandwidth = bandwidth.saturating_sub(*queued);
         // A block that takes longer than an iteration is read while nothing else is.
         let bandwidth = whole(bandwidth).max(u64::from(*queued == 0));
         let admitted = in_time.min(bandwidth).min(whole(*reserve));

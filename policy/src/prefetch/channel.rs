@@ -49,7 +49,12 @@ impl Path {
 
     /// Bytes that the path carries in a time while it is busy.
     pub fn bytes_in(&self, time: Duration) -> u64 {
-        let bytes = time.as_micros() * u128::from(self.bytes_per_second) / 1_000_000;
+        let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        // Divisions of 128 bits would take most of a pass.
+        if let Some(product) = micros.checked_mul(self.bytes_per_second) {
+            return product / 1_000_000;
+        }
+        let bytes = u128::from(micros) * u128::from(self.bytes_per_second) / 1_000_000;
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 }
