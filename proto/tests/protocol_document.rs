@@ -503,7 +503,8 @@ fn every_message_with_fields_appears_in_an_example() {
         .concat()
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
-    let carried = ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem"];
+    let carried =
+        ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem", "WaitingRequest"];
     let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue"];
     let also_carried =
         ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
