@@ -11,6 +11,7 @@ mod error;
 mod extents;
 mod geometry;
 mod layers;
+mod lookahead;
 mod memory;
 mod outcome;
 mod session;
@@ -34,6 +35,8 @@ mod _native {
     use crate::geometry::{Layout, Namespace, block_keys};
     #[pymodule_export]
     use crate::layers::{LayerGuidance, PendingReport};
+    #[pymodule_export]
+    use crate::lookahead::{LookaheadReport, PendingLookahead};
     #[pymodule_export]
     use crate::memory::KvMemory;
     #[pymodule_export]

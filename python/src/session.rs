@@ -12,6 +12,7 @@ use crate::client::connect_options;
 use crate::error::{exception, message};
 use crate::geometry::{Layout, Namespace};
 use crate::layers::PendingReport;
+use crate::lookahead::{PendingLookahead, WaitingRequest};
 use crate::outcome::source_numbers;
 
 /// Session with this node's agent that reconnects automatically: the agent may start later, stop and return.
@@ -159,6 +160,25 @@ impl Session {
         previous_micros: Option<u32>,
     ) -> PyResult<Option<PendingReport>> {
         self.send_report(py, (model, phase), (input_tokens, prefix_tokens), previous_micros)
+    }
+
+    /// Hints what the engine runs next, once for each iteration, so that the agent reads blocks from NVMe into DRAM
+    /// ahead of their load. ``iteration`` is the time of the last iteration in seconds. ``requests`` lists all
+    /// requests that wait: number, iterations until it is expected to run, confidence of that from 0 to 1, and the
+    /// keys of the blocks that it will load; no keys refer to those of an earlier hint. A request that is missing
+    /// in the next hint has begun. ``cancelled`` lists requests that were preempted or have finished. With
+    /// ``all_ranks``, the keys are those of all ranks, block after block. Does not wait; returns None if no agent
+    /// answers.
+    #[pyo3(signature = (iteration, requests, cancelled=Vec::new(), all_ranks=false))]
+    fn start_lookahead(
+        &self,
+        py: Python<'_>,
+        iteration: f64,
+        requests: Vec<WaitingRequest>,
+        cancelled: Vec<u64>,
+        all_ranks: bool,
+    ) -> PyResult<Option<PendingLookahead>> {
+        self.send_lookahead(py, (iteration, all_ranks), requests, cancelled)
     }
 
     /// Marks the agent as hanging: no match is sent until the agent answers a cheap request, sent in the
