@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Both modes run the same iterations against one agent and one pool file; they alternate. The computation is a pause.
-//! In each round, one request of 32 is aborted just before it runs, so that a part of what was read ahead is wasted.
+//! In each round, one request of 32 is aborted just before it runs, so that a part of the blocks read ahead is wasted.
 //! The time to the first layer is that of the load call: its answer comes with the first layer of all blocks.
 //!
 //! The pass of the planner is measured in this process, over 1,000 requests on one device.
