@@ -11,8 +11,7 @@
 //! | checks of blocks in DRAM | the checker's queue | reported as not verified |
 //! | lookups, announcements | the directory client's queues | the client reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
-//! | placement requests | the directory client's queue | reported as failed |
-//! | offers to peers | the transport's queues | reported as failed |
+//! | placement requests, offers to peers | queues of the directory client, of the transport | reported as failed |
 //!
 //! Immediate failures become events ([`Executor::pop_feedback`]); the executor never calls into the core.
 

@@ -170,6 +170,7 @@ impl Session {
     /// ``all_ranks``, the keys are those of all ranks, block after block. Does not wait; returns None if no agent
     /// answers.
     #[pyo3(signature = (iteration, requests, cancelled=Vec::new(), all_ranks=false))]
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn start_lookahead(
         &self,
         py: Python<'_>,

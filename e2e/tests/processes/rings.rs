@@ -231,9 +231,8 @@ fn queue_pairs_are_limited_and_refused_with_the_remedy() {
 
     let without = AgentConfig { session: "extents = true".to_owned(), ..AgentConfig::named("file") };
     let agent = env.agent(&without);
-    let error = RingPath::open(agent.engine(small()).client(), 4, RingPathSettings::default())
-        .err()
-        .expect("refused");
+    let error =
+        RingPath::open(agent.engine(small()).client(), 4, RingPathSettings::default()).expect_err("refused");
     assert!(format!("{error:#}").contains("session.queue_pairs"), "{error:#}");
     let queues =
         AgentConfig { session: "extents = true\nqueue_pairs = 4".to_owned(), ..AgentConfig::named("queues") };

@@ -27,7 +27,7 @@ struct Shared {
 
 impl CacheNode {
     /// Serves the object of a node, with a spec.
-    pub(crate) fn serve(node: &str, spec: Value) -> io::Result<CacheNode> {
+    pub(crate) fn serve(node: &str, spec: &Value) -> io::Result<CacheNode> {
         let object = json!({
             "apiVersion": format!("{GROUP}/{VERSION}"),
             "kind": "CacheNode",
@@ -65,7 +65,7 @@ impl CacheNode {
         fs::write(path, config.to_string())
     }
 
-    /// Replaces the spec.
+    /// Replaces the spec of the object.
     pub(crate) fn replace_spec(&self, spec: Value) {
         let mut object = self.shared.lock();
         let generation = object["metadata"]["generation"].as_i64().unwrap_or_default() + 1;

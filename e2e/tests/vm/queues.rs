@@ -272,7 +272,7 @@ fn too_few(agent: &Agent) {
         path.save(&at(0, &[1]), CommitOptions::default(), PATIENCE)?;
         anyhow::Ok(path)
     };
-    let refused = |engine, pairs| format!("{:#}", request(engine, pairs).err().expect("refused"));
+    let refused = |engine, pairs| format!("{:#}", request(engine, pairs).expect_err("refused"));
     let text = refused(&engines[0], SESSION_PAIRS + 1);
     println!("QUEUES refused: {text}");
     assert!(text.contains("expected 1 to 4"), "{text}");
@@ -345,7 +345,7 @@ fn agent_in_cluster(env: &TestEnv, node: &CacheNode) -> Agent {
 /// An allocation ends while its engine saves and loads; the next one serves another engine.
 fn revoked(env: &TestEnv, controller: &str) {
     env.require("queue pairs revoked");
-    let node = CacheNode::serve(NODE, spec(controller, None)).expect("a server");
+    let node = CacheNode::serve(NODE, &spec(controller, None)).expect("a server");
     let agent = agent_in_cluster(env, &node);
     wait_until("the controller to be open", PATIENCE, || {
         let devices = node.status()["devices"].clone();
