@@ -221,6 +221,7 @@ impl ActiveProfiles {
 #[cfg(test)]
 mod tests {
     use reprise_policy::slack::content::TOKENS_MAX;
+    use reprise_policy::slack::prediction::SAMPLES_MIN;
     use reprise_policy::slack::{
         Computation, Content, Fallback, KernelTime, LayerSlack, Measurement, Phase, Subject, Window,
     };
@@ -298,8 +299,8 @@ mod tests {
         assert_eq!(layer_micros(Some("missing")), 100);
         let other = LayerReport { model: "other".to_owned(), ..decode(0) };
         assert_eq!(profiles.report(SESSION, &other, Some("b")), Reported::default());
-        // The error of a prediction is counted for the profile that made it.
-        for _ in 0..100 {
+        // The error of a prediction is counted for the profile that made it. The first report has none before it.
+        for _ in 0..=SAMPLES_MIN {
             profiles.report(SESSION, &decode(220), Some("b"));
         }
         assert_eq!(profiles.prediction_error("a"), None);

@@ -311,7 +311,8 @@ fn schemas_contain_default_values() {
     assert_eq!(spec["etcd"]["default"]["mode"], "Managed");
     assert_eq!(spec["etcd"]["properties"]["keyPrefix"]["default"], "/reprise/");
     assert_eq!(spec["controlPlane"]["properties"]["replicas"]["default"], 2);
-    assert_eq!(spec["cache"]["properties"]["writeback"]["default"], json!({"delay": "50ms", "size": "64Mi"}));
+    let writeback = json!({"delay": "50ms", "size": "64Mi", "slackDelay": "1s"});
+    assert_eq!(spec["cache"]["properties"]["writeback"]["default"], writeback);
     let pool = of("SSDPool");
     let spec = &pool["properties"]["spec"]["properties"];
     assert_eq!(spec["engine"]["default"], "IoUring");
