@@ -45,7 +45,16 @@ const END_WAIT: Duration = Duration::from_secs(10);
 pub(crate) type FindLender = Arc<dyn Fn() -> Option<Arc<dyn QueueLender>> + Send + Sync>;
 
 /// Notifies a session that one of its grants was revoked, with the reason.
-pub(crate) type RevocationSink = Arc<dyn Fn(GrantGeneration, &str) + Send + Sync>;
+pub(crate) type RevocationSink = Arc<dyn Fn(GrantGeneration, &str, RevocationEnd) + Send + Sync>;
+
+/// Knowledge about the commands of revoked queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RevocationEnd {
+    /// They have ended.
+    Confirmed,
+    /// The controller has not confirmed their end: the session must end, which fences its extents.
+    Unconfirmed,
+}
 
 /// A device whose controller may lend queue pairs.
 #[derive(Clone)]
@@ -139,9 +148,6 @@ pub(crate) struct QueueGrantService {
 /// Grants of a device that is being closed, or of allocations that have ended.
 struct Revocation {
     grants: Vec<(GrantGeneration, SessionId)>,
-    /// Memory of sessions, which the controller accesses until the queue pairs are deleted. Empty if only some of the
-    /// queue pairs of a controller end.
-    mappings: Vec<MemoryAccess>,
     reason: String,
 }
 
@@ -223,11 +229,7 @@ impl QueueGrantService {
         let revocation = {
             let mut state = self.lock();
             state.resources.remove_device(device)?;
-            Revocation {
-                grants: state.table.begin_revocation(device.0),
-                mappings: state.resources.take_mappings(device),
-                reason: reason.to_owned(),
-            }
+            Revocation { grants: state.table.begin_revocation(device.0), reason: reason.to_owned() }
         };
         self.start_revocation(revocation)
     }
@@ -237,7 +239,7 @@ impl QueueGrantService {
     pub(crate) fn set_allocations(self: &Arc<Self>, allocations: Vec<Allocation>) -> Option<JoinHandle<()>> {
         let reason = "the GPUQueueAllocation of the queue pairs has ended or changed".to_owned();
         let grants = self.lock().table.set_allocations(allocations);
-        self.start_revocation(Revocation { grants, mappings: Vec::new(), reason })
+        self.start_revocation(Revocation { grants, reason })
     }
 
     fn start_revocation(self: &Arc<Self>, revocation: Revocation) -> Option<JoinHandle<()>> {
@@ -259,17 +261,17 @@ impl QueueGrantService {
 
     fn revoke(&self, revocation: &Mutex<Option<Revocation>>) {
         let taken = revocation.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Revocation { grants, mappings, reason }) = taken else { return };
+        let Some(Revocation { grants, reason }) = taken else { return };
         for (generation, session) in grants {
-            self.end(generation);
+            let end =
+                if self.end(generation) { RevocationEnd::Confirmed } else { RevocationEnd::Unconfirmed };
             self.revoked.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(generation = generation.0, session = session.0, reason, "queue pairs revoked");
             let sink = self.lock().resources.sink(session);
             if let Some(sink) = sink {
-                sink(generation, &reason);
+                sink(generation, &reason, end);
             }
         }
-        drop(mappings);
     }
 
     /// Notes that the core has released a device, and thus holds no extent of it for a fenced session. Its controller is
@@ -462,6 +464,10 @@ impl QueueGrantService {
         let Some(held) = taken else { return true };
         // A controller whose device was closed was disabled.
         let lender = (held.find)();
+        let queues: Vec<u16> = held.queues.iter().map(|queue| queue.id).collect();
+        if let Some(lender) = &lender {
+            lender.silence(&queues);
+        }
         let confirmed = lender.as_ref().is_none_or(|lender| {
             let delete = |queue: &HeldQueue| {
                 lender.delete(queue.id).inspect_err(|error| {
@@ -580,6 +586,7 @@ fn undo(lender: &dyn QueueLender, (device, access): (DeviceId, &MemoryAccess), l
             tracing::error!(device = device.0, queue = queue.id, %error, "cannot delete a queue pair that was not granted");
         })
     };
+    lender.silence(&lent.iter().map(|queue| queue.id).collect::<Vec<_>>());
     if !delete_all(lent.iter().map(delete)) {
         lender.keep(Box::new((lent, access.clone())));
     }

@@ -80,6 +80,8 @@ pub(crate) struct Session {
     peer: Peer,
     outbound: Outbound,
     in_flight: AtomicUsize,
+    /// A controller may still run its commands: no further request is read, since it could free their extents.
+    is_fenced: AtomicBool,
     /// Maximum number of blocks of a load, so that its reply fits into a frame.
     load_blocks_max: usize,
     /// Payload of a block of its layout.
@@ -174,6 +176,11 @@ impl Session {
         self.outbound.close();
     }
 
+    /// Reads no further request of the session.
+    fn fence(&self) {
+        self.is_fenced.store(true, Ordering::Release);
+    }
+
     fn refuse(&self, id: u64, kind: local::FailureKind, message: &str) {
         self.outbound.send(Outgoing::Frame(encode::failure(id, kind, message)));
     }
@@ -184,6 +191,7 @@ fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut 
     let mut slack_reports = SlackReports::default();
     loop {
         match frames.next_frame() {
+            Ok(Some(_)) if session.is_fenced.load(Ordering::Acquire) => break,
             Ok(Some(frame)) => match decode::request(frame) {
                 Ok(DecodeResult::Queues { id, call }) => {
                     if context.draining.load(Ordering::Relaxed) && !call.frees_resources() {

@@ -322,7 +322,8 @@ impl BlockPath for ExtentBlocks {
         if lock(&self.loads).is_closed() {
             return Ok(loaded);
         }
-        let sources = sources(client, &keys, options.scope, options.stall_timeout)?;
+        // Only blocks of this node count, so the control plane is not asked.
+        let sources = sources(client, &keys, Scope::Local, options.stall_timeout)?;
         let on_devices = sources.iter().enumerate().filter(|(_, source)| **source == Source::OwnNvme);
         let on_devices: Vec<usize> = on_devices.map(|(index, _)| index).collect();
         if on_devices.is_empty() {

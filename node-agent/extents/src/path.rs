@@ -199,7 +199,7 @@ impl<D: Devices> ExtentPath<D> {
         }
     }
 
-    /// Leases extents that the backend reaches, whose devices alternate.
+    /// Leases extents that the backend reaches, whose devices alternate. Fewer if the agent has only others.
     ///
     /// # Errors
     /// The agent's, or the backend reaches none of the leased extents.
@@ -208,7 +208,7 @@ impl<D: Devices> ExtentPath<D> {
         while leased.len() < count {
             let left = u32::try_from(count - leased.len()).unwrap_or(u32::MAX);
             let more = self.client.lease_extents(left, wait)?;
-            let found = more.len();
+            let (found, before) = (more.len(), leased.len());
             leased.extend(more.into_iter().filter(|extent| D::reaches(extent.file())).map(Some));
             ensure!(
                 found == 0 || !leased.is_empty(),
@@ -216,7 +216,8 @@ impl<D: Devices> ExtentPath<D> {
                 self.name(),
                 D::REMEDY
             );
-            if found == 0 {
+            // Asking again would get the same devices.
+            if leased.len() == before {
                 break;
             }
         }

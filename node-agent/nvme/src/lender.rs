@@ -167,6 +167,10 @@ pub trait QueueLender: Send + Sync {
     /// `NoQueue` if the controller has no further queue pair; `Memory`, `Invalid`, `Closed`, or the admin queue fails.
     fn lend(&self, entries: u32, doorbells: &mut LentDoorbells) -> Result<LentQueue, NvmeError>;
 
+    /// Ends the effect of relayed doorbells of queue pairs before it returns. Deletions may take long, or be left out
+    /// after one that the controller does not confirm.
+    fn silence(&self, queues: &[u16]);
+
     /// Deletes a queue pair. Its doorbells have no effect afterwards. Its commands no longer access memory, and write
     /// nothing to the device. For a closed device it returns `Ok`, because its controller was disabled.
     ///
@@ -264,6 +268,10 @@ impl<B: Backing> QueueLender for SharedController<B> {
             mapping,
             memory,
         })
+    }
+
+    fn silence(&self, queues: &[u16]) {
+        queues.iter().for_each(|queue| self.end_relay(*queue));
     }
 
     fn delete(&self, queue: u16) -> Result<(), NvmeError> {

@@ -119,7 +119,7 @@ struct Forwarded {
 }
 
 impl Forwarded {
-    /// Forwards the words that have changed; returns whether one has.
+    /// Forwards the words that have changed; returns whether one was forwarded.
     fn pass<B: Backing>(&mut self, backing: &B) -> bool {
         let [submission, completion] = self.queue.registers;
         // The head first: the controller then has room for completions of the commands behind the tail.
@@ -136,7 +136,8 @@ impl Forwarded {
             return false;
         }
         self.seen[index] = value;
-        if value < self.queue.entries {
+        let is_valid = value < self.queue.entries;
+        if is_valid {
             backing.write(register, value);
         } else if !self.has_warned {
             self.has_warned = true;
@@ -147,7 +148,7 @@ impl Forwarded {
                 "a client has rung a doorbell with a value outside of its queue, which is not forwarded"
             );
         }
-        true
+        is_valid
     }
 }
 

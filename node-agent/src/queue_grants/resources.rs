@@ -1,7 +1,7 @@
 //! What grants hold: memory of sessions, mappings for controllers, queue pairs. No decisions.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use reprise_agent_core::effect::DeviceId;
 use reprise_buffers::MappedRegion;
@@ -66,7 +66,8 @@ pub(super) struct SessionMemory {
 }
 
 struct Memory {
-    mappings: BTreeMap<DeviceId, MemoryAccess>,
+    /// Held by the grants: without a grant, the controller does not access the memory.
+    mappings: BTreeMap<DeviceId, Weak<DmaMapping>>,
     region: MappedRegion,
 }
 
@@ -93,6 +94,10 @@ impl Resources {
     }
 
     pub(super) fn remove_device(&mut self, device: DeviceId) -> Option<LendingDevice> {
+        // A later device may have its number.
+        for memory in self.sessions.values_mut().flat_map(|session| session.memories.values_mut()) {
+            memory.mappings.remove(&device);
+        }
         self.devices.remove(&device)
     }
 
@@ -129,7 +134,8 @@ impl Resources {
         lending: &LendingDevice,
     ) -> Option<MemoryAccess> {
         let memory = self.sessions.get(&session)?.memories.get(&number)?;
-        memory.mappings.get(&device).filter(|_| self.is_lent(device, lending)).cloned()
+        let mapping = memory.mappings.get(&device).filter(|_| self.is_lent(device, lending))?.upgrade()?;
+        Some(MemoryAccess { mapping, _region: memory.region.clone() })
     }
 
     /// Adds a mapping of a memory; `None` if the device or the memory is gone.
@@ -144,15 +150,8 @@ impl Resources {
         }
         let memory = self.sessions.get_mut(&session)?.memories.get_mut(&number)?;
         let access = MemoryAccess { mapping: Arc::new(mapping), _region: memory.region.clone() };
-        memory.mappings.insert(device, access.clone());
+        memory.mappings.insert(device, Arc::downgrade(&access.mapping));
         Some(access)
-    }
-
-    /// Takes the mappings of the memory of all sessions for a controller. Its access ends when they are dropped, and no
-    /// queue pairs are left that use them.
-    pub(super) fn take_mappings(&mut self, device: DeviceId) -> Vec<MemoryAccess> {
-        let memories = self.sessions.values_mut().flat_map(|session| session.memories.values_mut());
-        memories.filter_map(|memory| memory.mappings.remove(&device)).collect()
     }
 
     pub(super) fn sink(&self, session: SessionId) -> Option<RevocationSink> {

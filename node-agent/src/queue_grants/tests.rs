@@ -23,6 +23,7 @@ struct FakeLender {
     hangs: AtomicBool,
     /// Memory that it may access until it is disabled.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
+    silenced: Mutex<Vec<u16>>,
     /// Runs when the next queue pair is created.
     on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Runs when the next queue pair is deleted.
@@ -45,6 +46,7 @@ impl FakeLender {
             free: Mutex::new(vec![4, 3, 2, 1]),
             hangs: AtomicBool::new(false),
             kept: Mutex::default(),
+            silenced: Mutex::default(),
             on_lend: Mutex::new(None),
             on_delete: Mutex::new(None),
         })
@@ -112,6 +114,10 @@ impl QueueLender for FakeLender {
         Ok(())
     }
 
+    fn silence(&self, queues: &[u16]) {
+        self.silenced.lock().expect("no panic").extend(queues);
+    }
+
     fn keep(&self, memory: Box<dyn Any + Send>) {
         self.kept.lock().expect("no panic").push(memory);
     }
@@ -141,7 +147,7 @@ struct Fixture {
     service: Arc<QueueGrantService>,
     lender: Arc<FakeLender>,
     log: Log,
-    notices: Arc<Mutex<Vec<(GrantGeneration, String)>>>,
+    notices: Arc<Mutex<Vec<(GrantGeneration, String, RevocationEnd)>>>,
 }
 
 impl Fixture {
@@ -168,8 +174,8 @@ impl Fixture {
 
     fn register(&self, session: SessionId) -> MemoryNumber {
         let notices = Arc::clone(&self.notices);
-        let sink: RevocationSink = Arc::new(move |generation, reason: &str| {
-            notices.lock().expect("no panic").push((generation, reason.to_owned()));
+        let sink: RevocationSink = Arc::new(move |generation, reason: &str, end| {
+            notices.lock().expect("no panic").push((generation, reason.to_owned(), end));
         });
         self.service.register(session, (memory(), 4096), sink).expect("registered")
     }
@@ -257,9 +263,11 @@ fn returned_grant_is_ended_once_and_only_by_its_session() {
     assert_eq!(fixture.service.return_grant(SessionId(9), generation), GrantEnd::Ended);
     assert!(fixture.log().is_empty(), "another session");
     assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
-    assert_eq!(fixture.log(), ["delete 1", "unmap 1"]);
+    assert_eq!(fixture.log(), ["delete 1", "unmap 1", "unmap memory"], "no grant needs the memory");
     assert_eq!(fixture.service.return_grant(ONE, generation), GrantEnd::Ended);
     assert!(fixture.log().is_empty());
+    fixture.grant(ONE, 1).expect("granted");
+    assert_eq!(fixture.log(), ["map 4096 bytes", "create 1"]);
 }
 
 #[test]
@@ -272,7 +280,7 @@ fn revoked_session_is_notified_after_the_deletion_and_gets_none_later() {
     revoking.join().expect("it ends well");
     assert_eq!(fixture.log(), ["delete 1", "delete 2", "unmap 1", "unmap 2", "unmap memory"]);
     let notices = std::mem::take(&mut *fixture.notices.lock().expect("no panic"));
-    assert_eq!(notices, [(generation, "the device is closed".to_owned())]);
+    assert_eq!(notices, [(generation, "the device is closed".to_owned(), RevocationEnd::Confirmed)]);
     assert_eq!(fixture.service.counters().revoked_total, 1);
     let refused = fixture.grant(ONE, 1).expect_err("the device is gone");
     assert!(refused.to_string().contains("lends no queue pairs"), "{refused}");
@@ -374,6 +382,11 @@ fn return_that_the_controller_does_not_confirm_fails() {
         ["delete 1"],
         "a controller that hangs is not waited for again, and memory stays mapped for it"
     );
+    assert_eq!(
+        *fixture.lender.silenced.lock().expect("no panic"),
+        [1, 2],
+        "no doorbell is forwarded for either"
+    );
     fixture.service.close_session(ONE);
     assert_eq!(fixture.log(), [""; 0]);
     // The controller is disabled.
@@ -401,9 +414,22 @@ fn session_stays_fenced_while_the_controller_does_not_confirm() {
 }
 
 #[test]
+fn revocation_without_a_confirmation_reports_it() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    let generation = fixture.grant(ONE, 1).expect("granted").generation;
+    fixture.lender.hangs.store(true, Ordering::SeqCst);
+    let revoking = fixture.service.revoke_device(DEVICE, "gone").expect("a grant");
+    revoking.join().expect("it ends well");
+    let notices = std::mem::take(&mut *fixture.notices.lock().expect("no panic"));
+    assert_eq!(notices, [(generation, "gone".to_owned(), RevocationEnd::Unconfirmed)]);
+    assert!(fixture.service.is_fenced(ONE));
+}
+
+#[test]
 fn queue_pairs_of_a_closed_device_need_no_deletion() {
     let Fixture { service, lender, log, .. } = Fixture::new();
-    let sink: RevocationSink = Arc::new(|_, _| {});
+    let sink: RevocationSink = Arc::new(|_, _, _| {});
     let number = service.register(ONE, (memory(), 4096), sink).expect("registered");
     let request =
         QueueRequest { session: ONE, tenant: TENANT, device: DEVICE.0, pairs: 1, depth: 2, memory: number };
@@ -420,7 +446,7 @@ fn memory_that_could_shrink_is_refused_and_not_counted() {
     let fixture = Fixture::new();
     let file = tempfile::tempfile().expect("a file");
     file.set_len(4096).expect("enlarged");
-    let sink: RevocationSink = Arc::new(|_, _| {});
+    let sink: RevocationSink = Arc::new(|_, _, _| {});
     let refused = fixture.service.register(ONE, (file.into(), 4096), sink).expect_err("not sealed");
     assert!(refused.to_string().contains("F_SEAL_SHRINK"), "{refused}");
     assert_eq!(fixture.service.counters().memory_bytes, 0);

@@ -158,6 +158,7 @@ fn open(
         peer: Peer { client_name: hello.client_name, tenant: hello.tenant, gpu, ..peer },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
+        is_fenced: false.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
         block_bytes: hello.layout.block_bytes(),
         backend: StatedBackend::default(),

@@ -12,7 +12,7 @@ use reprise_proto::local::{self, FailureKind, response::Body};
 use super::frame::{Descriptor, Frame, FrameReader};
 use super::outbound::Outgoing;
 use super::{Session, SessionContext};
-use crate::queue_grants::{NewGrant, NewQueue, RevocationSink};
+use crate::queue_grants::{NewGrant, NewQueue, RevocationEnd, RevocationSink};
 
 /// A request about queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +86,7 @@ fn returned(session: &Session, id: u64, end: GrantEnd) {
             let text = "the controller has not confirmed the end of the queue pairs, and may still run their commands: \
                         the session ends. Do not reuse the memory until the device was closed";
             tracing::error!(session = session.id.0, "session closed: its queue pairs could not be deleted");
+            session.fence();
             session.refuse(id, FailureKind::Internal, text);
             session.outbound.close_when_sent();
         }
@@ -104,9 +105,20 @@ fn register(
     context.queue_grants.check_enabled()?;
     let file = frames.take_descriptor().ok_or_else(missing)?;
     let weak = Arc::downgrade(session);
-    let sink: RevocationSink = Arc::new(move |generation, reason| {
+    let sink: RevocationSink = Arc::new(move |generation, reason, end| {
         if let Some(session) = weak.upgrade() {
+            // Before the client knows: it would give its extents back.
+            if end == RevocationEnd::Unconfirmed {
+                session.fence();
+            }
             session.outbound.send(Outgoing::Frame(revoked(generation, reason)));
+            if end == RevocationEnd::Unconfirmed {
+                tracing::error!(
+                    session = session.id.0,
+                    "session closed: its queue pairs could not be deleted"
+                );
+                session.outbound.close_when_sent();
+            }
         }
     });
     context.queue_grants.register(session.id, (file, bytes), sink)
