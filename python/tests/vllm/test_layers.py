@@ -136,6 +136,9 @@ class FakeTransfers:
         # The first wait times out.
         return self.calls.count(("end", *ids)) > 1
 
+    def extents(self) -> None:
+        """Returns that all blocks take the arena."""
+
     def finished(self) -> list[Any]:
         ended, self.ended = self.ended, []
         return ended
