@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail};
 use reprise_cuda::gpu::Gpu;
 use reprise_cuda::kernels::Kernels;
-use reprise_cuda::slack;
+use reprise_cuda::slack::{self, transfer::Method};
 use reprise_policy::slack::{Content, Fallback, Measurement, Profile, Subject};
 use reprise_testkit::output::{self, Audience};
 use serde::Serialize;
@@ -123,9 +123,12 @@ fn on_gpu(io_sms: u32) -> anyhow::Result<(String, Content)> {
     }
     let gpu = Gpu::open(0).context(remedy)?;
     let kernels = Kernels::load(&gpu).context(remedy)?;
-    let content = slack::profile(&kernels, io_sms, &slack::full_plan())?;
+    let content = slack::profile(&kernels, (io_sms, Method::CopyEngine), &slack::full_plan())?;
     let name = &gpu.info().name;
-    Ok((format!("a synthetic layer on GPU 0 ({name}), I/O kernels on {io_sms} SMs"), content))
+    Ok((
+        format!("a synthetic layer on GPU 0 ({name}), I/O by {}, on {io_sms} SMs", Method::CopyEngine),
+        content,
+    ))
 }
 
 /// Returns the manifest of a SlackProfile, with the source in a comment.

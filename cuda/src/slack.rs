@@ -1,14 +1,15 @@
 //! Slack on a GPU: a profile of the synthetic layer, and the slowdown of computation by I/O kernels with and without
 //! the scheduler.
 //!
-//! [`pass`] has the loop of a forward pass, which also runs on a model without a GPU. [`gpu`] has the kernels: I/O
-//! kernels copy between pinned host memory and paged KV over PCIe, on a bounded number of SMs.
+//! [`pass`] has the loop of a forward pass, which also runs on a model without a GPU. [`gpu`] has the layers, and
+//! [`transfer`] moves bytes between pinned host memory and paged KV over PCIe, with kernels on a bounded number of SMs.
 //!
 //! Computation uses all SMs. A green context would take SMs from each layer for the whole time; windows are the spans
 //! in which I/O kernels find free SMs by themselves, as measured.
 
 pub mod gpu;
 pub mod pass;
+pub mod transfer;
 
 use std::sync::Arc;
 
@@ -22,6 +23,7 @@ use crate::gpu::GpuError;
 use crate::kernels::Kernels;
 use gpu::{GpuMachine, IOCB_BYTES};
 use pass::{Mode, Pass, PassResult, run_pass};
+use transfer::Method;
 
 /// Slowdown of passes by I/O, with and without the scheduler.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,6 +44,8 @@ pub struct Slowdown {
     pub counters: Counters,
     /// SMs that limited I/O kernels use at most.
     pub io_sms: u32,
+    /// What moves the bytes.
+    pub method: Method,
 }
 
 /// Passes with I/O: medians of the repetitions.
@@ -82,15 +86,20 @@ pub fn full_plan() -> Plan {
     }
 }
 
-/// Measures a profile of a layer of Llama-3-8B with I/O kernels on at most `io_sms` SMs.
+/// Measures a profile of a layer of Llama-3-8B with I/O by `method`, whose kernels have at most `io_sms` SMs.
 ///
 /// # Errors
 /// The GPU refused work, or has too little memory.
-pub fn profile(kernels: &Kernels, io_sms: u32, plan: &Plan) -> Result<Content, SlackError> {
+pub fn profile(
+    kernels: &Kernels,
+    (io_sms, method): (u32, Method),
+    plan: &Plan,
+) -> Result<Content, SlackError> {
     let longest = |lengths: &[u32]| lengths.iter().copied().max().unwrap_or(1);
     let input_max = longest(&plan.inputs).max(longest(&plan.decode_inputs));
     let iocbs_max = longest(&plan.iocbs);
-    let mut machine = GpuMachine::new(kernels, io_sms, (input_max, longest(&plan.prefixes)), iocbs_max)?;
+    let mut machine =
+        GpuMachine::new(kernels, (io_sms, method), (input_max, longest(&plan.prefixes)), iocbs_max)?;
     let measurement = plan.measure(&mut machine)?;
     Ok(Content {
         subject: Subject {
@@ -124,14 +133,14 @@ const PASSES: u32 = 4;
 /// The GPU refused work, or has too little memory; a mode has moved other bytes than the passes have.
 pub fn slowdown(
     kernels: &Kernels,
-    io_sms: u32,
+    (io_sms, method): (u32, Method),
     layers: u32,
     repetitions: usize,
 ) -> Result<Slowdown, SlackError> {
     const INPUT: u32 = 2048;
     const PREFIX: u32 = 8192;
     let plan = Plan { inputs: vec![INPUT], prefixes: vec![PREFIX], decode_inputs: vec![], ..full_plan() };
-    let profile = Arc::new(Profile::new(profile(kernels, io_sms, &plan)?)?);
+    let profile = Arc::new(Profile::new(profile(kernels, (io_sms, method), &plan)?)?);
     let pass = Pass {
         computation: Computation { phase: Phase::Prefill, input_tokens: INPUT, prefix_tokens: PREFIX },
         passes: PASSES,
@@ -140,7 +149,7 @@ pub fn slowdown(
         writes: gpu::iocbs_of_tokens(INPUT),
     };
     let most = pass.reads.max(pass.writes);
-    let mut machine = GpuMachine::new(kernels, io_sms, (INPUT, PREFIX), most)?;
+    let mut machine = GpuMachine::new(kernels, (io_sms, method), (INPUT, PREFIX), most)?;
     let mut alone = Vec::new();
     let mut results: [Vec<PassResult>; 3] = Default::default();
     let mut counters = Counters::default();
@@ -165,6 +174,7 @@ pub fn slowdown(
         window: profile.content().measurement.windows[0],
         counters,
         io_sms,
+        method,
     })
 }
 
@@ -197,13 +207,21 @@ impl Slowdown {
     pub fn detail(&self) -> String {
         let (reads, writes) = self.pass.iocbs();
         format!(
-            "{} passes of {} layers without a pause, {reads} reads and {writes} writes of 1 MiB in all modes, window of {} of {} µs, at most {} SMs by a bounded grid",
+            "{} passes of {} layers without a pause, {reads} reads and {writes} writes of 1 MiB in all modes, window of {} of {} µs, by {}",
             self.pass.passes,
             self.pass.layers,
             self.window.slack_micros,
             self.window.layer_micros,
-            self.io_sms
+            self.limit()
         )
+    }
+
+    /// What moves the bytes, with the limit of its kernels.
+    fn limit(&self) -> String {
+        match self.method {
+            Method::CopyEngine => format!("{}, without a limit of SMs", self.method),
+            Method::Kernel => format!("{}, on at most {} SMs by a bounded grid", self.method, self.io_sms),
+        }
     }
 
     /// Launches of the scheduler by direction and reason, in one line.

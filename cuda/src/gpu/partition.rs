@@ -30,6 +30,8 @@ pub enum PartitionMethod {
     GreenContexts,
     /// A grid of few blocks, and why green contexts are not used.
     BoundedGrid(String),
+    /// No limit: I/O kernels run on all SMs with the priority of computation.
+    Unlimited,
 }
 
 /// A division of a GPU's SMs.
@@ -101,6 +103,7 @@ impl fmt::Display for PartitionMethod {
         match self {
             PartitionMethod::GreenContexts => formatter.write_str("green contexts"),
             PartitionMethod::BoundedGrid(reason) => write!(formatter, "bounded grid ({reason})"),
+            PartitionMethod::Unlimited => formatter.write_str("no limit"),
         }
     }
 }
@@ -153,6 +156,13 @@ impl Partition {
         }
     }
 
+    /// Divides nothing: I/O kernels take free room on all SMs, and no SM before a kernel that came first.
+    pub fn unlimited(gpu: &Gpu) -> Partition {
+        let sms = gpu.info().sms;
+        let method = PartitionMethod::Unlimited;
+        Partition { gpu: gpu.clone(), method, io_sms: sms, compute_sms: sms, green: None }
+    }
+
     /// Returns how the SMs are limited.
     pub fn method(&self) -> &PartitionMethod {
         &self.method
@@ -168,11 +178,12 @@ impl Partition {
         self.compute_sms
     }
 
-    /// Creates a stream for I/O kernels, of the highest priority.
+    /// Creates a stream for I/O kernels, of the highest priority if their SMs are limited.
     pub fn io_stream(&self) -> Result<Stream, GpuError> {
-        match &self.green {
-            Some((io, _)) => io.stream(self.io_sms, highest_priority(&self.gpu)?),
-            None => Stream::bounded(&self.gpu, self.io_sms),
+        match (&self.green, &self.method) {
+            (Some((io, _)), _) => io.stream(self.io_sms, highest_priority(&self.gpu)?),
+            (None, PartitionMethod::Unlimited) => Stream::new(&self.gpu),
+            (None, _) => Stream::bounded(&self.gpu, self.io_sms),
         }
     }
 

@@ -60,7 +60,7 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
     let pages = DeviceMemory::new(gpu, source.shape.bytes())?;
     let layer = Layer::new(kernels, LayerShape::LLAMA_3_8B, INPUT, PREFIX)?;
     let stream = Stream::new(gpu)?;
-    let all = Partition::with_bounded_grid(gpu, SmShare::Count(gpu.info().sms), &"all SMs");
+    let all = Partition::unlimited(gpu);
     let limited = Partition::new(gpu, share)?;
     let others = limited.compute_stream()?;
     let order = Random(3).permutation(BLOCKS);
@@ -74,8 +74,10 @@ pub fn slowdown(kernels: &Kernels, share: SmShare, runs: usize) -> Result<Vec<Me
         };
         Ok::<Case<'_>, GpuError>(Case { name, load, stream, alone: Vec::new(), together: Vec::new() })
     };
+    let bounded = Partition::with_bounded_grid(gpu, share, &"next to a green context");
     let mut cases = [
-        case("all SMs", &all, &stream)?,
+        case("all SMs, with the priority of computation", &all, &stream)?,
+        case("limited SMs by a bounded grid", &bounded, &stream)?,
         case("limited SMs", &limited, &stream)?,
         case("limited SMs, computation on the others", &limited, &others)?,
     ];

@@ -4,42 +4,41 @@ use reprise_policy::slack::measure::{LayerTime, Lengths, Machine};
 use reprise_policy::slack::{Computation, Direction};
 
 use super::pass::PassMachine;
-use crate::copy::{CopyJob, CopyKind, KvLayout, KvShape};
-use crate::gpu::{DeviceMemory, Event, GpuError, HostMemory, Partition, SmShare, Stream};
-use crate::kernels::{DeviceJobs, DeviceLayout, Kernels, Layer, LayerShape, Slots};
+use super::transfer::{Lane, Method, Transfers};
+use crate::gpu::{Event, GpuError, Partition, SmShare, Stream};
+use crate::kernels::{Kernels, Layer, LayerShape};
 
 /// Bytes of an IOCB: 32 objects of 32 KiB.
 pub const IOCB_BYTES: u32 = 1 << 20;
 /// Bytes of one part of one layer of a block: 16 tokens, 8 KV heads, 128 values in 16 bits.
-const OBJECT_BYTES: u32 = 32 << 10;
+pub(super) const OBJECT_BYTES: u32 = 32 << 10;
 /// Tokens of a block.
 const BLOCK_TOKENS: u32 = 16;
 /// Blocks of an IOCB, keys and values of one layer.
-const IOCB_BLOCKS: u32 = IOCB_BYTES / (2 * OBJECT_BYTES);
+pub(super) const IOCB_BLOCKS: u32 = IOCB_BYTES / (2 * OBJECT_BYTES);
 
 /// Returns the IOCBs of the KV of one layer of `tokens` tokens.
 pub fn iocbs_of_tokens(tokens: u32) -> u32 {
     tokens.div_ceil(BLOCK_TOKENS * IOCB_BLOCKS)
 }
 
-/// Streams of I/O kernels: reads and writes.
+/// Streams of launches without limits: reads and writes.
 #[derive(Debug)]
-struct IoStreams {
-    read: Stream,
-    write: Stream,
+struct OpenLanes {
+    read: Lane,
+    write: Lane,
 }
 
 /// A layer, pages of KV in GPU memory, and pinned host memory in place of a device.
 ///
-/// Reads and writes have separate host memory. Kernels of a limited launch use one stream for both directions.
+/// Limited launches use one lane for both directions.
 #[derive(Debug)]
 pub struct GpuMachine<'a> {
     kernels: &'a Kernels,
     layer: Layer<'a>,
     compute: Stream,
-    limited: Stream,
-    open: IoStreams,
-    jobs: [DeviceJobs; 2],
+    limited: Lane,
+    open: OpenLanes,
     io_sms: u32,
     /// Begin of each layer of the passes.
     begins: Vec<Event>,
@@ -47,70 +46,44 @@ pub struct GpuMachine<'a> {
     ends: Vec<Event>,
     /// End of each launch of the passes, in order.
     launches: Vec<Event>,
-    // Memory that kernels use, released after the streams.
-    _layout: DeviceLayout,
-    _pages: DeviceMemory,
-    _host: [HostMemory; 2],
+    // Released after the streams that use it.
+    transfers: Transfers,
 }
 
 impl<'a> GpuMachine<'a> {
     /// Allocates a layer of Llama-3-8B for at most `lengths` input and prefix tokens, and I/O of at most `iocbs` IOCBs
     /// in each direction.
     ///
+    /// `io_sms` limits kernels that access host memory. Those behind the copy engine have no limit: they are short, and
+    /// a high priority or a large block would cost computation more than they take.
+    ///
     /// # Errors
     /// Too little memory, or more tokens than a layer can have.
     pub fn new(
         kernels: &'a Kernels,
-        io_sms: u32,
+        (io_sms, method): (u32, Method),
         (input, prefix): (u32, u32),
         iocbs: u32,
     ) -> Result<GpuMachine<'a>, GpuError> {
         let gpu = kernels.gpu();
-        let blocks = iocbs * IOCB_BLOCKS;
-        let shape = KvShape { layers: 1, parts: 2, blocks: 2 * blocks, object_bytes: OBJECT_BYTES };
-        let pages = DeviceMemory::new(gpu, shape.bytes())?;
-        let layout = DeviceLayout::new(&KvLayout::split(shape)?, &pages)?;
-        let bytes = u64::from(blocks) * shape.block_bytes();
-        let host = [HostMemory::new(gpu, bytes)?, HostMemory::new(gpu, bytes)?];
-        let upload = |index: u32, memory: &HostMemory| {
-            // Reads go to the first half of the pages, writes come from the second one.
-            let job = |slot: u32| CopyJob { block: index * blocks + slot, slot };
-            let jobs: Vec<CopyJob> = (0..blocks).map(job).collect();
-            let slots = Slots::on_host(memory, shape.block_bytes(), blocks)?;
-            layout.jobs(slots, &jobs, 0..shape.objects(), &[])
+        let partition = match method {
+            Method::CopyEngine => Partition::unlimited(gpu),
+            Method::Kernel => {
+                Partition::with_bounded_grid(gpu, SmShare::Count(io_sms), &"windows of free SMs")
+            }
         };
-        let jobs = [upload(0, &host[0])?, upload(1, &host[1])?];
-        let bounded = Partition::with_bounded_grid(gpu, SmShare::Count(io_sms), &"windows of free SMs");
         Ok(GpuMachine {
             kernels,
             layer: Layer::new(kernels, LayerShape::LLAMA_3_8B, input, prefix)?,
             compute: Stream::new(gpu)?,
-            limited: bounded.io_stream()?,
-            open: IoStreams { read: Stream::new(gpu)?, write: Stream::new(gpu)? },
-            jobs,
-            io_sms,
+            limited: Lane::new(partition.io_stream()?)?,
+            open: OpenLanes { read: Lane::new(Stream::new(gpu)?)?, write: Lane::new(Stream::new(gpu)?)? },
+            io_sms: partition.io_sms(),
             begins: Vec::new(),
             ends: Vec::new(),
             launches: Vec::new(),
-            _layout: layout,
-            _pages: pages,
-            _host: host,
+            transfers: Transfers::new(gpu, method, iocbs)?,
         })
-    }
-
-    fn io(&self, stream: &Stream, direction: Direction, iocbs: u32) -> Result<(), GpuError> {
-        let (kind, jobs) = match direction {
-            Direction::Read => (CopyKind::Scatter, &self.jobs[0]),
-            Direction::Write => (CopyKind::Gather, &self.jobs[1]),
-        };
-        // Larger launches repeat the transfers that there is memory for.
-        let mut rest = iocbs * IOCB_BLOCKS;
-        while rest > 0 {
-            let part = rest.min(jobs.count());
-            self.kernels.copy_part(stream, kind, jobs, 0..part)?;
-            rest -= part;
-        }
-        Ok(())
     }
 
     fn event(&self) -> Result<Event, GpuError> {
@@ -129,11 +102,11 @@ impl Machine for GpuMachine<'_> {
         self.layer.run(&self.compute, lengths.input_tokens, lengths.prefix_tokens)?;
         end.record(&self.compute)?;
         if let Some((direction, iocbs)) = io {
-            self.limited.wait(&begin)?;
-            io_begin.record(&self.limited)?;
-            self.io(&self.limited, direction, iocbs)?;
-            io_end.record(&self.limited)?;
-            self.limited.synchronize()?;
+            self.limited.kernels.wait(&begin)?;
+            io_begin.record(&self.limited.kernels)?;
+            self.transfers.launch(self.kernels, &self.limited, direction, iocbs)?;
+            io_end.record(&self.limited.kernels)?;
+            self.limited.kernels.synchronize()?;
         }
         self.compute.synchronize()?;
         let micros = |later: &Event, earlier: &Event| Ok(later.since(earlier)?.as_secs_f64() * 1e6);
@@ -143,10 +116,10 @@ impl Machine for GpuMachine<'_> {
 
     fn kernel(&mut self, direction: Direction, iocbs: u32) -> Result<f64, GpuError> {
         let (begin, end) = (self.event()?, self.event()?);
-        begin.record(&self.limited)?;
-        self.io(&self.limited, direction, iocbs)?;
-        end.record(&self.limited)?;
-        self.limited.synchronize()?;
+        begin.record(&self.limited.kernels)?;
+        self.transfers.launch(self.kernels, &self.limited, direction, iocbs)?;
+        end.record(&self.limited.kernels)?;
+        self.limited.kernels.synchronize()?;
         Ok(end.since(&begin)?.as_secs_f64() * 1e6)
     }
 
@@ -181,21 +154,21 @@ impl PassMachine for GpuMachine<'_> {
     }
 
     fn launch(&mut self, direction: Direction, iocbs: u32, limited: bool) -> Result<(), GpuError> {
-        let stream = match (limited, direction) {
+        let lane = match (limited, direction) {
             (true, _) => &self.limited,
             (false, Direction::Read) => &self.open.read,
             (false, Direction::Write) => &self.open.write,
         };
-        self.io(stream, direction, iocbs)?;
+        self.transfers.launch(self.kernels, lane, direction, iocbs)?;
         let end = self.event()?;
-        end.record(stream)?;
+        end.record(&lane.kernels)?;
         self.launches.push(end);
         Ok(())
     }
 
     fn ended(&mut self) -> Result<usize, GpuError> {
-        for stream in [&self.limited, &self.open.read, &self.open.write] {
-            if !stream.is_idle()? {
+        for lane in [&self.limited, &self.open.read, &self.open.write] {
+            if !lane.kernels.is_idle()? {
                 return Ok(0);
             }
         }
@@ -213,8 +186,9 @@ impl PassMachine for GpuMachine<'_> {
     }
 
     fn drain(&mut self) -> Result<f64, GpuError> {
-        for stream in [&self.compute, &self.limited, &self.open.read, &self.open.write] {
-            stream.synchronize()?;
+        self.compute.synchronize()?;
+        for lane in [&self.limited, &self.open.read, &self.open.write] {
+            lane.kernels.synchronize()?;
         }
         let Some(first) = self.begins.first() else { return Ok(0.0) };
         let mut last = 0.0;

@@ -306,8 +306,8 @@ impl Scheduler {
     fn choose_reads(&self, budget: Budget, due: usize) -> Option<(Direction, usize, Reason)> {
         let fitting = self.profile.fitting(Direction::Read, budget) as usize;
         let (count, reason) = match budget {
-            Budget::Outside(fallback) if fallback.admits(Io::Prefetch) => {
-                (self.reads.len(), Reason::NoWindow)
+            Budget::Outside(fallback) if due == 0 && fallback.admits(Io::Prefetch) => {
+                (self.reads_of_next_layer(), Reason::NoWindow)
             }
             Budget::Outside(_) => (due, Reason::NoWindow),
             Budget::Window { .. } if due <= fitting => (fitting.min(self.reads.len()), Reason::InWindow),
@@ -318,6 +318,12 @@ impl Scheduler {
         let writes_in_flight = self.in_flight.len() - self.reads_in_flight;
         let count = if due == 0 && writes_in_flight > 0 { 0 } else { count };
         (count > 0).then_some((Direction::Read, count, reason))
+    }
+
+    /// Pending reads of the first layer that has any. With those of later layers in its launch, it would wait for them.
+    fn reads_of_next_layer(&self) -> usize {
+        let next = self.reads.first().map_or(0, |(layer, _)| *layer);
+        self.reads.iter().take_while(|(layer, _)| *layer == next).count()
     }
 
     fn choose_writes(&self, budget: Budget) -> Option<(Direction, usize, Reason)> {

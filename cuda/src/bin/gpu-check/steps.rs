@@ -11,7 +11,7 @@ use reprise_cuda::gpu::{Gpu, GpuError, Partition, PartitionMethod};
 use reprise_cuda::gpu_bench::{self, Goal, Measurement};
 use reprise_cuda::kernels::Kernels;
 use reprise_cuda::ring::{self, BenchSettings, RingError};
-use reprise_cuda::slack;
+use reprise_cuda::slack::{self, transfer::Method};
 use serde_json::{Value, json};
 
 use crate::{Options, backends, differential, layers, print, transfers};
@@ -126,23 +126,28 @@ fn rings(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
 const SLACK_GOAL: f64 = 2.0;
 
 /// Measures how much I/O slows passes of layers: with and without the scheduler of slack, and limited without it.
+///
+/// The goal is that of the copy engine, which moves the bytes of the backend `staged`.
 fn slack_of_layers(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     let sms = options.sms.of(kernels.gpu().info().sms);
-    let result = slack::slowdown(kernels, sms, 16, 3).map_err(|error| StepError(error.to_string()))?;
-    checked("slack", &format!("{}; {:.1} ms alone", result.detail(), result.alone_ms));
-    checked("launches of the scheduler", &result.decisions());
-    let modes = [
-        ("without the scheduler", result.concurrent, None),
-        ("on as few SMs without the scheduler", result.limited, None),
-        ("with the scheduler", result.scheduled, Some(Goal::AtMost(SLACK_GOAL))),
-    ];
     let mut measured = Vec::new();
-    for (name, mode, goal) in modes {
-        let mut figure = |name: String, value, unit, goal| {
-            measured.push(Measurement { name, value, unit, goal, detail: mode.detail() });
-        };
-        figure(format!("computation slowed by I/O {name}"), mode.percent, "%", goal);
-        figure(format!("computation and all of its I/O {name}"), mode.total_ms, "ms", None);
+    for (method, goal) in [(Method::CopyEngine, Some(Goal::AtMost(SLACK_GOAL))), (Method::Kernel, None)] {
+        let result =
+            slack::slowdown(kernels, (sms, method), 16, 3).map_err(|error| StepError(error.to_string()))?;
+        checked("slack", &format!("{}; {:.1} ms alone", result.detail(), result.alone_ms));
+        checked("launches of the scheduler", &result.decisions());
+        let modes = [
+            ("without the scheduler", result.concurrent, None),
+            ("on as few SMs without the scheduler", result.limited, None),
+            ("with the scheduler", result.scheduled, goal),
+        ];
+        for (name, mode, goal) in modes {
+            let mut figure = |name: String, value, unit, goal| {
+                measured.push(Measurement { name, value, unit, goal, detail: mode.detail() });
+            };
+            figure(format!("computation slowed by I/O by {method}, {name}"), mode.percent, "%", goal);
+            figure(format!("computation and all of its I/O by {method}, {name}"), mode.total_ms, "ms", None);
+        }
     }
     figures(measured)
 }

@@ -84,17 +84,29 @@ fn due_reads_start_at_once_without_a_fitting_window() {
 #[test]
 fn outside_of_windows_the_fallback_decides() {
     let outside = Moment::Layer { computation: prefill(8), layer: 0 };
-    for (fallback, reads, writes) in [(ThrottleWrites, 3, None), (PauseIo, 2, None), (Ignore, 3, Some(2))] {
+    let read = |count| Some((Read, count, Reason::NoWindow));
+    let write = Some((Write, 2, Reason::NoWindow));
+    // Due reads first, then those of one later layer at a time, so that none waits for the launch of a later one.
+    for (fallback, launches) in [
+        (ThrottleWrites, [read(2), read(2), read(1), None]),
+        (PauseIo, [read(2), None, None, None]),
+        (Ignore, [read(2), read(2), read(1), write]),
+    ] {
         let mut scheduler = scheduler(25, fallback);
-        for due in [0, 1, 2] {
+        for due in [0, 1, 2, 2, 3] {
             scheduler.push_read(due).expect("room");
         }
         for _ in 0..2 {
             scheduler.push_write().expect("room");
         }
-        assert_eq!(decide(&mut scheduler, outside), Some((Read, reads, Reason::NoWindow)), "{fallback:?}");
-        let next = decide(&mut scheduler, outside);
-        assert_eq!(next, writes.map(|count| (Write, count, Reason::NoWindow)), "{fallback:?}");
+        for expected in launches {
+            let launch = scheduler.decide(outside);
+            for ticket in launch.iter().flat_map(|launch| &launch.tickets) {
+                scheduler.complete(*ticket);
+            }
+            let found = launch.map(|launch| (launch.direction, launch.tickets.len(), launch.reason));
+            assert_eq!(found, expected, "{fallback:?}");
+        }
     }
 }
 
