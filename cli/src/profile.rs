@@ -28,9 +28,6 @@ pub(crate) struct ProfileArgs {
     /// Use timings of this file (JSON lines) instead of measuring.
     #[arg(long, value_name = "FILE")]
     timings: Option<PathBuf>,
-    /// Let I/O kernels on the GPU use at most this many SMs.
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
-    io_sms: u32,
     /// Name the SlackProfile.
     #[arg(long, default_value = "measured")]
     name: String,
@@ -63,7 +60,7 @@ pub(crate) fn command(args: &ProfileArgs, config: &Config, audience: Audience) -
             let measurement = timings::parse(&text).with_context(|| format!("{}", path.display()))?;
             (format!("timings of {}", path.display()), of_engine("unnamed", "unnamed", measurement))
         }
-        None if args.gpu => on_gpu(args.io_sms)?,
+        None if args.gpu => on_gpu()?,
         None => {
             let measurement = cpu::measure(&config.bench.directory(None))?;
             let source = "the reference engine's layers on this CPU; I/O on one core, to a file".to_owned();
@@ -115,7 +112,7 @@ fn of_engine(engine: &str, product: &str, measurement: Measurement) -> Content {
 }
 
 /// Measures on the first GPU.
-fn on_gpu(io_sms: u32) -> anyhow::Result<(String, Content)> {
+fn on_gpu() -> anyhow::Result<(String, Content)> {
     let remedy =
         "--gpu needs a GPU and a build with device code: use --timings, or profile the CPU without --gpu";
     if Gpu::count().context(remedy)? == 0 {
@@ -123,12 +120,9 @@ fn on_gpu(io_sms: u32) -> anyhow::Result<(String, Content)> {
     }
     let gpu = Gpu::open(0).context(remedy)?;
     let kernels = Kernels::load(&gpu).context(remedy)?;
-    let content = slack::profile(&kernels, (io_sms, Method::CopyEngine), &slack::full_plan())?;
+    let content = slack::profile(&kernels, Method::CopyEngine, &slack::full_plan())?;
     let name = &gpu.info().name;
-    Ok((
-        format!("a synthetic layer on GPU 0 ({name}), I/O by {}, on {io_sms} SMs", Method::CopyEngine),
-        content,
-    ))
+    Ok((format!("a synthetic layer on GPU 0 ({name}), I/O by {}", Method::CopyEngine), content))
 }
 
 /// Returns the manifest of a SlackProfile, with the source in a comment.

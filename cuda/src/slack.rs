@@ -42,8 +42,6 @@ pub struct Slowdown {
     pub window: Window,
     /// Decisions of the last scheduled passes.
     pub counters: Counters,
-    /// SMs that limited I/O kernels use at most.
-    pub io_sms: u32,
     /// What moves the bytes.
     pub method: Method,
 }
@@ -86,20 +84,15 @@ pub fn full_plan() -> Plan {
     }
 }
 
-/// Measures a profile of a layer of Llama-3-8B with I/O by `method`, whose kernels have at most `io_sms` SMs.
+/// Measures a profile of a layer of Llama-3-8B with I/O by `method`.
 ///
 /// # Errors
 /// The GPU refused work, or has too little memory.
-pub fn profile(
-    kernels: &Kernels,
-    (io_sms, method): (u32, Method),
-    plan: &Plan,
-) -> Result<Content, SlackError> {
+pub fn profile(kernels: &Kernels, method: Method, plan: &Plan) -> Result<Content, SlackError> {
     let longest = |lengths: &[u32]| lengths.iter().copied().max().unwrap_or(1);
     let input_max = longest(&plan.inputs).max(longest(&plan.decode_inputs));
     let iocbs_max = longest(&plan.iocbs);
-    let mut machine =
-        GpuMachine::new(kernels, (io_sms, method), (input_max, longest(&plan.prefixes)), iocbs_max)?;
+    let mut machine = GpuMachine::new(kernels, method, (input_max, longest(&plan.prefixes)), iocbs_max)?;
     let measurement = plan.measure(&mut machine)?;
     Ok(Content {
         subject: Subject {
@@ -133,14 +126,14 @@ const PASSES: u32 = 4;
 /// The GPU refused work, or has too little memory; a mode has moved other bytes than the passes have.
 pub fn slowdown(
     kernels: &Kernels,
-    (io_sms, method): (u32, Method),
+    method: Method,
     layers: u32,
     repetitions: usize,
 ) -> Result<Slowdown, SlackError> {
     const INPUT: u32 = 2048;
     const PREFIX: u32 = 8192;
     let plan = Plan { inputs: vec![INPUT], prefixes: vec![PREFIX], decode_inputs: vec![], ..full_plan() };
-    let profile = Arc::new(Profile::new(profile(kernels, (io_sms, method), &plan)?)?);
+    let profile = Arc::new(Profile::new(profile(kernels, method, &plan)?)?);
     let pass = Pass {
         computation: Computation { phase: Phase::Prefill, input_tokens: INPUT, prefix_tokens: PREFIX },
         passes: PASSES,
@@ -149,7 +142,7 @@ pub fn slowdown(
         writes: gpu::iocbs_of_tokens(INPUT),
     };
     let most = pass.reads.max(pass.writes);
-    let mut machine = GpuMachine::new(kernels, (io_sms, method), (INPUT, PREFIX), most)?;
+    let mut machine = GpuMachine::new(kernels, method, (INPUT, PREFIX), most)?;
     let mut alone = Vec::new();
     let mut results: [Vec<PassResult>; 3] = Default::default();
     let mut counters = Counters::default();
@@ -173,7 +166,6 @@ pub fn slowdown(
         pass,
         window: profile.content().measurement.windows[0],
         counters,
-        io_sms,
         method,
     })
 }
@@ -220,7 +212,7 @@ impl Slowdown {
     fn limit(&self) -> String {
         match self.method {
             Method::CopyEngine => format!("{}, without a limit of SMs", self.method),
-            Method::Kernel => format!("{}, on at most {} SMs by a bounded grid", self.method, self.io_sms),
+            Method::Kernel { sms } => format!("{}, on at most {sms} SMs by a bounded grid", self.method),
         }
     }
 

@@ -54,22 +54,22 @@ impl<'a> GpuMachine<'a> {
     /// Allocates a layer of Llama-3-8B for at most `lengths` input and prefix tokens, and I/O of at most `iocbs` IOCBs
     /// in each direction.
     ///
-    /// `io_sms` limits kernels that access host memory. Those behind the copy engine have no limit: they are short, and
-    /// a high priority or a large block would cost computation more than they take.
+    /// Kernels behind the copy engine have no limit of multiprocessors: they are short, and a high priority or a large
+    /// block would cost computation more than they take.
     ///
     /// # Errors
     /// Too little memory, or more tokens than a layer can have.
     pub fn new(
         kernels: &'a Kernels,
-        (io_sms, method): (u32, Method),
+        method: Method,
         (input, prefix): (u32, u32),
         iocbs: u32,
     ) -> Result<GpuMachine<'a>, GpuError> {
         let gpu = kernels.gpu();
         let partition = match method {
             Method::CopyEngine => Partition::unlimited(gpu),
-            Method::Kernel => {
-                Partition::with_bounded_grid(gpu, SmShare::Count(io_sms), &"windows of free SMs")
+            Method::Kernel { sms } => {
+                Partition::with_bounded_grid(gpu, SmShare::Count(sms), &"windows of free SMs")
             }
         };
         Ok(GpuMachine {

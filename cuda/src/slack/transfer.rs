@@ -21,15 +21,18 @@ const CHUNK_IOCBS: u32 = 8;
 pub enum Method {
     /// The copy engine, with a window in GPU memory.
     CopyEngine,
-    /// Kernels that access host memory.
-    Kernel,
+    /// Kernels that access host memory, on at most `sms` multiprocessors unless a launch is without limits.
+    Kernel {
+        /// Multiprocessors of a limited launch.
+        sms: u32,
+    },
 }
 
 impl fmt::Display for Method {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(match self {
             Method::CopyEngine => "the copy engine and kernels",
-            Method::Kernel => "kernels that access host memory",
+            Method::Kernel { .. } => "kernels that access host memory",
         })
     }
 }
@@ -80,7 +83,7 @@ impl Transfers {
             let host = HostMemory::new(gpu, bytes)?;
             let window = match method {
                 Method::CopyEngine => Some(DeviceMemory::new(gpu, bytes)?),
-                Method::Kernel => None,
+                Method::Kernel { .. } => None,
             };
             let slots = match &window {
                 Some(window) => Slots::on_gpu(window, shape.block_bytes(), blocks)?,

@@ -131,9 +131,10 @@ const SLACK_GOAL: f64 = 2.0;
 fn slack_of_layers(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
     let sms = options.sms.of(kernels.gpu().info().sms);
     let mut measured = Vec::new();
-    for (method, goal) in [(Method::CopyEngine, Some(Goal::AtMost(SLACK_GOAL))), (Method::Kernel, None)] {
-        let result =
-            slack::slowdown(kernels, (sms, method), 16, 3).map_err(|error| StepError(error.to_string()))?;
+    for (method, goal) in
+        [(Method::CopyEngine, Some(Goal::AtMost(SLACK_GOAL))), (Method::Kernel { sms }, None)]
+    {
+        let result = slack::slowdown(kernels, method, 16, 3).map_err(|error| StepError(error.to_string()))?;
         checked("slack", &format!("{}; {:.1} ms alone", result.detail(), result.alone_ms));
         checked("launches of the scheduler", &result.decisions());
         let modes = [
