@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 use sys::CUdevice_attribute_enum as Attribute;
+use sys::CUstreamWaitValue_flags_enum as WaitFlags;
 
 pub(crate) use driver::call;
 pub use error::{DRIVER_VERSION_MIN, GpuError};
@@ -51,6 +52,9 @@ struct Inner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     info: GpuInfo,
+    /// Stream of synchronous copies. The default stream would wait for streams of the engine, also for those that wait for a
+    /// request that needs the copy.
+    copies: sys::CUstream,
 }
 
 // SAFETY: the driver's functions may be called from any thread with any context handle.
@@ -77,7 +81,10 @@ impl Gpu {
         let info = describe(device, ordinal, driver_cuda)?;
         let mut context = std::ptr::null_mut();
         call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-        Ok(Gpu { inner: Arc::new(Inner { device, context, info }) })
+        let mut inner = Inner { device, context, info, copies: std::ptr::null_mut() };
+        call!(cuCtxSetCurrent(inner.context))?;
+        call!(cuStreamCreate(&mut inner.copies, sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32))?;
+        Ok(Gpu { inner: Arc::new(inner) })
     }
 
     /// Returns the description of the GPU.
@@ -104,6 +111,27 @@ impl Gpu {
         call!(cuCtxSetCurrent(self.inner.context))
     }
 
+    /// Returns the flags of waits for words.
+    ///
+    /// # Errors
+    /// `NoStreamWaits` with the reason.
+    pub(crate) fn stream_waits(&self) -> Result<u32, GpuError> {
+        if let Some(symbol) = driver::first_missing(driver::STREAM_WAITS) {
+            return Err(GpuError::NoStreamWaits { reason: format!("the driver lacks {symbol}") });
+        }
+        // Writes of other devices are visible to later work of the stream only behind a flush, where the GPU needs one.
+        let mut flushes = 0;
+        let which = Attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES;
+        call!(cuDeviceGetAttribute(&mut flushes, which, self.inner.device))?;
+        let flush = if flushes == 0 { 0 } else { WaitFlags::CU_STREAM_WAIT_VALUE_FLUSH as u32 };
+        Ok(WaitFlags::CU_STREAM_WAIT_VALUE_GEQ as u32 | flush)
+    }
+
+    /// Returns the stream of synchronous copies.
+    fn copies(&self) -> sys::CUstream {
+        self.inner.copies
+    }
+
     fn device(&self) -> sys::CUdevice {
         self.inner.device
     }
@@ -111,6 +139,13 @@ impl Gpu {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let stream = self.copies;
+        if !stream.is_null()
+            && let Err(error) =
+                call!(cuCtxSetCurrent(self.context)).and_then(|()| call!(cuStreamDestroy_v2(stream)))
+        {
+            tracing::warn!(%error, "cannot release the stream of copies");
+        }
         if let Err(error) = call!(cuDevicePrimaryCtxRelease_v2(self.device)) {
             tracing::warn!(%error, "cannot release the context of a GPU");
         }

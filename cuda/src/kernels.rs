@@ -175,7 +175,8 @@ impl DeviceLayout {
             return invalid(format!("{} expected checksums for {total} objects", expected.len()));
         }
         // Jobs, checksums, mismatches, expected checksums.
-        let mut contents: Vec<u8> = Vec::with_capacity(jobs.len() * 12 + total * 8);
+        let mut contents: Vec<u8> =
+            Vec::with_capacity(DeviceJobs::room_bytes(jobs.len(), objects.len()) as usize);
         for job in jobs {
             contents.extend(job.block.to_ne_bytes());
             contents.extend(job.slot.to_ne_bytes());
@@ -212,6 +213,11 @@ impl DeviceLayout {
 }
 
 impl DeviceJobs {
+    /// Returns the bytes of GPU memory for jobs that have this number of objects each.
+    pub(crate) fn room_bytes(jobs: usize, objects: usize) -> u64 {
+        (jobs * 12 + jobs * objects * 8) as u64
+    }
+
     /// Returns the memory for other jobs; no copy may use it any longer.
     pub(crate) fn into_room(self) -> DeviceMemory {
         self.memory

@@ -99,9 +99,14 @@ impl<'a> Staged<'a> {
         self.window.gpu()
     }
 
-    /// Delays transfers that are enqueued later until the event has passed.
-    pub fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
-        self.copies.iter().chain([&self.pages]).try_for_each(|stream| stream.wait(event))
+    /// Allocates the memory of jobs for transfers of `blocks` blocks. Without it, a transfer that needs more memory than
+    /// the last one releases that one, which waits for all streams of the GPU, also for those that wait for the transfer.
+    pub fn reserve(&mut self, layout: &DeviceLayout, blocks: usize) -> Result<(), GpuError> {
+        let bytes = DeviceJobs::room_bytes(blocks, layout.layout().objects() as usize);
+        if self.room.as_ref().is_none_or(|room| room.bytes() < bytes) {
+            self.room = Some(DeviceMemory::new(self.gpu(), bytes.next_power_of_two())?);
+        }
+        Ok(())
     }
 
     /// Loads blocks from host memory into paged memory and waits until they are there.

@@ -19,8 +19,10 @@
 //! | [`HostMover`] | regions of slots in host memory | of the host |
 
 mod backend;
+mod backoff;
 mod gds;
 mod host;
+mod keeper;
 mod mapping;
 mod memory;
 mod mover;
@@ -30,6 +32,7 @@ mod pool;
 mod progress;
 mod rings;
 mod staged;
+mod stream;
 mod stripe;
 pub mod verify;
 
@@ -46,4 +49,5 @@ pub use open::{Means, open_backend};
 pub use plan::{BlockPlace, DevicePlan, PlanCounters, Planned, plan_layer};
 pub use rings::{NamespaceLimits, Processor, RingCounters, RingDevice, RingMover};
 pub use staged::StagedMover;
+pub use stream::{EngineStream, HostStream, Point, RequestOrder};
 pub use stripe::alternate;

@@ -63,6 +63,9 @@ pub(super) const GREEN_CONTEXTS: &[&str] = &[
     "cuGreenCtxDestroy",
 ];
 
+/// Functions that let a stream wait for a word of memory.
+pub(super) const STREAM_WAITS: &[&str] = &["cuStreamWaitValue32_v2"];
+
 /// Calls a function of the driver and converts its result.
 ///
 /// Contract of all uses: [`load`] succeeded before, so the function exists; handles come from the driver and their

@@ -52,6 +52,14 @@ pub enum GpuError {
         /// The missing function or failed call.
         reason: String,
     },
+    /// The driver or the GPU cannot let a stream wait for a word of memory.
+    #[error(
+        "streams of the GPU cannot wait for a word of memory ({reason}); wait for the ticket of a request on the CPU instead"
+    )]
+    NoStreamWaits {
+        /// The missing function or ability.
+        reason: String,
+    },
     /// A call of the driver failed.
     #[error("{call} failed: {name} ({code}): {text}{}", remedy(*code))]
     Driver {

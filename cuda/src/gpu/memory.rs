@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cudarc::driver::sys;
 use reprise_buffers::Span;
@@ -80,21 +81,16 @@ impl DeviceMemory {
     pub fn write(&self, offset: u64, contents: &[u8]) -> Result<(), GpuError> {
         let to = self.address(offset, contents.len() as u64)?;
         self.gpu.enter()?;
-        call!(cuMemcpyHtoDAsync_v2(to, contents.as_ptr().cast(), contents.len(), std::ptr::null_mut()))?;
-        call!(cuStreamSynchronize(std::ptr::null_mut()))
+        call!(cuMemcpyHtoDAsync_v2(to, contents.as_ptr().cast(), contents.len(), self.gpu.copies()))?;
+        call!(cuStreamSynchronize(self.gpu.copies()))
     }
 
     /// Copies bytes from `offset`. Work of streams is not waited for.
     pub fn read(&self, offset: u64, contents: &mut [u8]) -> Result<(), GpuError> {
         let from = self.address(offset, contents.len() as u64)?;
         self.gpu.enter()?;
-        call!(cuMemcpyDtoHAsync_v2(
-            contents.as_mut_ptr().cast(),
-            from,
-            contents.len(),
-            std::ptr::null_mut()
-        ))?;
-        call!(cuStreamSynchronize(std::ptr::null_mut()))
+        call!(cuMemcpyDtoHAsync_v2(contents.as_mut_ptr().cast(), from, contents.len(), self.gpu.copies()))?;
+        call!(cuStreamSynchronize(self.gpu.copies()))
     }
 }
 
@@ -204,6 +200,21 @@ impl HostMemory {
         let from = self.pointer(offset, contents.len() as u64)?;
         // SAFETY: `from` is valid for reading as many bytes; no reference to the memory exists, so nothing overlaps.
         unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), contents.as_mut_ptr(), contents.len()) };
+        Ok(())
+    }
+
+    /// Stores a word at `offset`, after all earlier writes of this thread and of those that it has waited for.
+    ///
+    /// # Errors
+    /// A range outside, an offset that is not a multiple of 4, memory that is registered for reading only.
+    pub fn store_word(&self, offset: u64, value: u32) -> Result<(), GpuError> {
+        self.require_writable()?;
+        let word: *mut u32 = self.pointer(offset, 4)?.cast();
+        if !word.is_aligned() {
+            return Err(GpuError::Invalid(format!("a word at {offset}: expected a multiple of 4")));
+        }
+        // SAFETY: the word is inside of the memory, aligned, and accessed by atomics and the GPU only.
+        unsafe { AtomicU32::from_ptr(word) }.store(value, Ordering::Release);
         Ok(())
     }
 

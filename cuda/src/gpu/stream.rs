@@ -1,5 +1,6 @@
 //! Streams, which order work of a GPU, and events, which mark points in them.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +17,8 @@ pub struct Stream {
     gpu: Gpu,
     sms: u32,
     bounded: bool,
+    /// The engine created the stream and destroys it.
+    is_foreign: bool,
     // Released after the stream.
     _green: Option<Arc<GreenContext>>,
 }
@@ -44,7 +47,17 @@ impl Stream {
         gpu.enter()?;
         let mut raw = std::ptr::null_mut();
         call!(cuStreamCreate(&mut raw, sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32))?;
-        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: false, _green: None })
+        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: false, _green: None, is_foreign: false })
+    }
+
+    /// Uses a stream of the engine, such as PyTorch's current stream; dropping the value leaves the stream as it is. The
+    /// null handle is the legacy default stream.
+    ///
+    /// # Safety
+    /// `raw` must be a stream of the primary context of the GPU, and stay one until the value and all its clones are gone.
+    pub unsafe fn of_engine(gpu: &Gpu, raw: *mut c_void) -> Stream {
+        let (sms, gpu) = (gpu.info().sms, gpu.clone());
+        Stream { raw: raw.cast(), gpu, sms, bounded: false, is_foreign: true, _green: None }
     }
 
     /// Creates a stream of the highest priority whose copy kernels run as a grid of at most `sms` blocks, so on at most as many SMs.
@@ -53,12 +66,12 @@ impl Stream {
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         call!(cuStreamCreateWithPriority(&mut raw, flags, priority))?;
-        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: true, _green: None })
+        Ok(Stream { raw, gpu: gpu.clone(), sms, bounded: true, _green: None, is_foreign: false })
     }
 
     /// Takes over a stream of a green context with `sms` SMs.
     pub(super) fn of_green(gpu: &Gpu, raw: sys::CUstream, sms: u32, green: Arc<GreenContext>) -> Stream {
-        Stream { raw, gpu: gpu.clone(), sms, bounded: false, _green: Some(green) }
+        Stream { raw, gpu: gpu.clone(), sms, bounded: false, _green: Some(green), is_foreign: false }
     }
 
     /// Returns the GPU of the stream.
@@ -97,6 +110,18 @@ impl Stream {
     pub fn wait(&self, event: &Event) -> Result<(), GpuError> {
         self.gpu.enter()?;
         call!(cuStreamWaitEvent(self.raw, event.raw, 0))
+    }
+
+    /// Delays later work of this stream until the word at `offset` of the memory has reached `value`, in the cyclic order
+    /// of 32-bit numbers. The word must be advanced: nothing else ends the wait.
+    ///
+    /// # Errors
+    /// `NoStreamWaits`; a range outside.
+    pub fn wait_word(&self, word: (&HostMemory, u64), value: u32) -> Result<(), GpuError> {
+        let flags = self.gpu.stream_waits()?;
+        let address = word.0.device_address(word.1, 4)?;
+        self.gpu.enter()?;
+        call!(cuStreamWaitValue32_v2(self.raw, address, value, flags))
     }
 
     /// Enqueues a copy of `bytes` bytes from pinned host memory to GPU memory. Errors: a range outside.
@@ -163,6 +188,9 @@ pub(super) fn highest_priority(gpu: &Gpu) -> Result<i32, GpuError> {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if self.is_foreign {
+            return;
+        }
         let released = self.gpu.enter().and_then(|()| call!(cuStreamDestroy_v2(self.raw)));
         if let Err(error) = released {
             tracing::warn!(%error, "cannot release a stream");
@@ -176,6 +204,14 @@ impl Event {
         gpu.enter()?;
         let mut raw = std::ptr::null_mut();
         call!(cuEventCreate(&mut raw, 0))?;
+        Ok(Event { raw, gpu: gpu.clone() })
+    }
+
+    /// Creates an event that is only waited for: recording it is cheaper than one that measures time.
+    pub fn without_time(gpu: &Gpu) -> Result<Event, GpuError> {
+        gpu.enter()?;
+        let mut raw = std::ptr::null_mut();
+        call!(cuEventCreate(&mut raw, sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32))?;
         Ok(Event { raw, gpu: gpu.clone() })
     }
 

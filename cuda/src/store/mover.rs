@@ -1,19 +1,19 @@
 //! The trait of all backends: one bulk call moves one layer of many blocks.
 //!
 //! A call only enqueues. It returns a ticket, which is polled or waited for. Requests of one mover run in any order: a
-//! request that depends on another one is made after the end of that one.
+//! request that depends on another one is made after the end of that one, or both are ordered by one stream of the engine
+//! ([`RequestOrder`]).
 //!
 //! A request ends when all its blocks have ended, or at its deadline. Blocks that have not ended by then are reported as
 //! timed out. The device may still access their memory and extents until [`LayerMover::given_up`] returns 0.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_io::IoError;
 
-use crate::gpu::{Event, GpuError};
+use crate::gpu::GpuError;
 use crate::ring::{Operation, RingError};
-use crate::store::{Backend, BlockPlace, KvGeometry};
+use crate::store::{Backend, BlockPlace, EngineStream, KvGeometry, RequestOrder};
 
 /// Maximum number of requests of a mover whose ends were not taken: several models of 126 layers.
 pub const REQUESTS_MAX: usize = 1024;
@@ -27,8 +27,8 @@ pub struct LayerRequest<'a> {
     pub blocks: &'a [BlockPlace],
     /// Limit from the call on.
     pub timeout: Duration,
-    /// Point in a stream of the engine before which no byte moves; `None` to start at once.
-    pub after: Option<&'a Arc<Event>>,
+    /// Order of the request and work of the engine's streams.
+    pub order: RequestOrder<'a>,
 }
 
 /// A request whose end was not taken yet.
@@ -94,6 +94,9 @@ pub enum MoveError {
     /// Too many requests are open.
     #[error("{REQUESTS_MAX} requests of layers are open: poll or wait for some first")]
     Busy,
+    /// Too many waits of a stream are open.
+    #[error("all words of a stream have an open wait: wait for some requests first")]
+    StreamBusy,
     /// The end of the request was taken already.
     #[error("unknown ticket of a layer: its end was taken, or it is of another mover")]
     UnknownTicket,
@@ -134,6 +137,15 @@ pub trait LayerMover: Backend + std::fmt::Debug {
     fn retrieve_layer(&mut self, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
         self.submit(Operation::Read, request)
     }
+
+    /// Delays later work of a stream until the end of a request, without a wait of the CPU.
+    ///
+    /// The stream goes on when the request has ended, failed or reached its deadline, and when the mover is dropped. Only
+    /// the outcome of the ticket tells which blocks have arrived: take it before results of that work are used.
+    ///
+    /// # Errors
+    /// `UnknownTicket`; `StreamBusy`; `Gpu`; `Thread`.
+    fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError>;
 
     /// Takes the end of a request; `None` if it has not ended.
     ///

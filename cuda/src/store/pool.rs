@@ -6,14 +6,13 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::gpu::Event;
 use crate::ring::Operation;
 use crate::store::mover::{
     BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX,
     check,
 };
 use crate::store::progress::{Progress, Requests};
-use crate::store::{Backend, BackendKind, BlockPlace, KvGeometry};
+use crate::store::{Backend, BackendKind, BlockPlace, EngineStream, KvGeometry, Point};
 
 /// Contiguous bytes of a layer of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +43,7 @@ pub trait PieceMover: fmt::Debug + Send + Sync + 'static {
 struct Job {
     operation: Operation,
     pieces: Vec<Piece>,
-    after: Option<Arc<Event>>,
+    after: Option<Point>,
     progress: Arc<Progress>,
 }
 
@@ -102,17 +101,22 @@ impl<M: PieceMover> LayerMover for PoolMover<M> {
         check(&self.geometry, &self.devices, request)?;
         let (pieces, transfers) = pieces(&self.geometry, request);
         let block_bytes = (self.geometry.parts * self.geometry.object_bytes) as u64;
+        let after = request.order.begin()?;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, request.timeout)?;
         let Some(jobs) = &self.jobs else { return Err(MoveError::Busy) };
         for part in pieces.chunks(pieces.len().div_ceil(self.threads.len()).max(1)) {
-            let (after, progress) = (request.after.cloned(), Arc::clone(&progress));
+            let (after, progress) = (after.clone(), Arc::clone(&progress));
             let job = Job { operation, pieces: part.to_vec(), after, progress };
             if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) = jobs.try_send(job) {
                 self.requests.forget(ticket);
                 return Err(MoveError::Busy);
             }
         }
-        Ok(ticket)
+        self.requests.finish_order(ticket, request.order)
+    }
+
+    fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {
+        self.requests.delay(ticket, stream)
     }
 
     fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
@@ -134,6 +138,7 @@ impl<M: PieceMover> LayerMover for PoolMover<M> {
 
 impl<M> Drop for PoolMover<M> {
     fn drop(&mut self) {
+        self.requests.abandon();
         self.jobs = None;
         for thread in self.threads.drain(..) {
             // A panic of the thread was reported when it happened.
@@ -147,7 +152,7 @@ fn run(mover: &impl PieceMover, jobs: &Mutex<Receiver<Job>>) {
         let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(Job { operation, pieces, after, progress }) = job else { return };
         let ready = match &after {
-            Some(event) => event.synchronize().map_err(|error| BlockError::Failed(error.to_string())),
+            Some(point) => progress.wait_for(point),
             None => Ok(()),
         };
         for piece in &pieces {

@@ -5,9 +5,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::store::backoff::Backoff;
+use crate::store::keeper::{Keeper, Pump};
 use crate::store::mover::{
     BlockError, BlockFailure, LayerOutcome, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX,
 };
+use crate::store::stream::{EngineStream, Point, RequestOrder, Signal};
+
+/// Streams of an engine for one mover: a few for each GPU.
+const STREAMS_MAX: usize = 64;
 
 /// How far a request is. It ends once: with its last transfer, or at its deadline.
 #[derive(Debug)]
@@ -28,6 +34,8 @@ struct State {
     running: usize,
     errors: BTreeMap<usize, BlockError>,
     is_over: bool,
+    /// Streams that wait for the end.
+    signals: Vec<Signal>,
 }
 
 impl Progress {
@@ -51,6 +59,20 @@ impl Progress {
         self.lock().is_over
     }
 
+    /// Waits until a point has passed, or the request has ended: [`start`](Self::start) refuses its transfers then.
+    pub(super) fn wait_for(&self, point: &Point) -> Result<(), BlockError> {
+        let mut pause = Backoff::start();
+        loop {
+            if point.has_passed().map_err(|error| BlockError::Failed(error.to_string()))? {
+                return Ok(());
+            }
+            if self.is_over() || Instant::now() >= self.deadline {
+                return Ok(());
+            }
+            pause.wait();
+        }
+    }
+
     /// Ends a started transfer of a block.
     pub(super) fn end(&self, block: u32, result: Result<(), BlockError>) {
         let block = block as usize;
@@ -58,6 +80,7 @@ impl Progress {
         state.running -= 1;
         if state.is_over {
             self.given_up.fetch_sub(1, Ordering::AcqRel);
+            self.settle(&mut state);
             return;
         }
         if let Err(error) = result {
@@ -71,6 +94,53 @@ impl Progress {
             state.is_over = true;
             self.has_ended.notify_all();
         }
+        self.settle(&mut state);
+    }
+
+    /// Ends the request before its deadline; its streams go on when its transfers have ended, at the deadline at the latest.
+    fn abandon(&self) {
+        let mut state = self.lock();
+        self.give_up(&mut state, &BlockError::Failed("the backend was closed".to_owned()));
+        self.settle(&mut state);
+    }
+
+    /// Ends the request if its deadline has passed. Reports whether streams no longer wait for it.
+    pub(super) fn expire(&self) -> bool {
+        let mut state = self.lock();
+        if Instant::now() >= self.deadline {
+            self.give_up(&mut state, &BlockError::TimedOut);
+        }
+        self.settle(&mut state)
+    }
+
+    /// Keeps a signal until the request has ended.
+    fn signal_at_end(&self, signal: Signal) {
+        let mut state = self.lock();
+        state.signals.push(signal);
+        self.settle(&mut state);
+    }
+
+    fn give_up(&self, state: &mut State, error: &BlockError) {
+        if state.is_over {
+            return;
+        }
+        state.is_over = true;
+        self.given_up.fetch_add(state.running, Ordering::AcqRel);
+        let State { left, errors, .. } = state;
+        for (block, _) in left.iter().enumerate().filter(|(_, left)| **left > 0) {
+            errors.entry(block).or_insert_with(|| error.clone());
+        }
+        self.has_ended.notify_all();
+    }
+
+    /// Lets streams go on if the request has ended. Reports whether it has.
+    fn settle(&self, state: &mut State) -> bool {
+        let is_settled = state.is_over && (state.running == 0 || Instant::now() >= self.deadline);
+        if is_settled {
+            // Their drop advances the words.
+            state.signals.clear();
+        }
+        is_settled
     }
 
     /// Returns the outcome if the request has ended.
@@ -92,13 +162,9 @@ impl Progress {
     }
 
     fn outcome(&self, state: &mut State) -> Option<LayerOutcome> {
-        if !state.is_over && Instant::now() >= self.deadline {
-            state.is_over = true;
-            self.given_up.fetch_add(state.running, Ordering::AcqRel);
-            let State { left, errors, .. } = state;
-            for (block, _) in left.iter().enumerate().filter(|(_, left)| **left > 0) {
-                errors.entry(block).or_insert(BlockError::TimedOut);
-            }
+        if Instant::now() >= self.deadline {
+            self.give_up(state, &BlockError::TimedOut);
+            self.settle(state);
         }
         let take = |state: &mut State| {
             let errors = std::mem::take(&mut state.errors);
@@ -114,15 +180,77 @@ impl Progress {
 }
 
 /// Requests of a mover whose ends were not taken.
-#[derive(Debug, Default)]
+///
+/// Fields are dropped in order: the thread first, streams last.
+#[derive(Default)]
 pub(super) struct Requests {
+    /// Ends requests for which streams wait; started with the first one.
+    keeper: Option<Keeper>,
+    /// Advances the backend, if polls do.
+    pump: Option<Pump>,
     next: u64,
     open: HashMap<LayerTicket, (Arc<Progress>, u64)>,
     given_up: Arc<AtomicUsize>,
     counters: MoverCounters,
+    /// Streams that have waited for requests. A thread that drops the last clone would wait for the GPU.
+    streams: Vec<EngineStream>,
 }
 
 impl Requests {
+    /// Creates requests that advance by polls.
+    pub(super) fn with_pump(pump: Pump) -> Requests {
+        Requests { pump: Some(pump), ..Requests::default() }
+    }
+
+    /// Delays later work of a stream until the end of a request.
+    pub(super) fn delay(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {
+        let (progress, _) = self.open.get(&ticket).ok_or(MoveError::UnknownTicket)?;
+        if progress.expire() {
+            return Ok(());
+        }
+        if !self.streams.iter().any(|known| known.is_same(stream)) {
+            if self.streams.len() >= STREAMS_MAX {
+                return Err(MoveError::Invalid(format!(
+                    "more than {STREAMS_MAX} streams of a backend: create an EngineStream once for each stream and keep it"
+                )));
+            }
+            self.streams.push(stream.clone());
+        }
+        let keeper = match self.keeper.take() {
+            Some(keeper) => keeper,
+            None => Keeper::start(self.pump.clone())?,
+        };
+        self.keeper.insert(keeper).watch(progress);
+        progress.signal_at_end(stream.delay()?);
+        Ok(())
+    }
+
+    /// Applies the order of a request to its stream, if it has one. A request whose stream cannot wait is abandoned.
+    pub(super) fn finish_order(
+        &mut self,
+        ticket: LayerTicket,
+        order: RequestOrder<'_>,
+    ) -> Result<LayerTicket, MoveError> {
+        let Some(stream) = order.stream() else { return Ok(ticket) };
+        let delayed = self.delay(ticket, stream);
+        if delayed.is_err() {
+            self.forget(ticket);
+        }
+        delayed.map(|()| ticket)
+    }
+
+    /// Ends all requests; transfers that run go on.
+    pub(super) fn abandon(&mut self) {
+        self.open.values().for_each(|(progress, _)| progress.abandon());
+    }
+
+    /// Ends all requests, and the thread that advances the backend. Deadlines are no longer kept.
+    pub(super) fn close(&mut self) {
+        self.abandon();
+        self.keeper = None;
+        self.pump = None;
+    }
+
     /// Opens a request with a number of transfers for each block, each block of so many bytes.
     pub(super) fn open(
         &mut self,
@@ -137,7 +265,14 @@ impl Requests {
         self.next += 1;
         let blocks_left = transfers.iter().filter(|count| **count > 0).count();
         let is_over = blocks_left == 0;
-        let state = State { left: transfers, blocks_left, running: 0, errors: BTreeMap::new(), is_over };
+        let state = State {
+            left: transfers,
+            blocks_left,
+            running: 0,
+            errors: BTreeMap::new(),
+            is_over,
+            signals: Vec::new(),
+        };
         let progress = Arc::new(Progress {
             state: Mutex::new(state),
             has_ended: Condvar::new(),
@@ -148,9 +283,11 @@ impl Requests {
         Ok((ticket, progress))
     }
 
-    /// Forgets a request that could not be enqueued.
+    /// Abandons a request that could not be enqueued.
     pub(super) fn forget(&mut self, ticket: LayerTicket) {
-        self.open.remove(&ticket);
+        if let Some((progress, _)) = self.open.remove(&ticket) {
+            progress.abandon();
+        }
     }
 
     pub(super) fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
@@ -184,9 +321,21 @@ impl Requests {
     }
 }
 
+impl std::fmt::Debug for Requests {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (open, counters) = (self.open.len(), &self.counters);
+        formatter
+            .debug_struct("Requests")
+            .field("open", &open)
+            .field("counters", counters)
+            .finish_non_exhaustive()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::HostStream;
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -221,6 +370,48 @@ mod tests {
         assert!(!progress.start(1), "no transfer starts after the end");
         progress.end(1, Ok(()));
         assert_eq!(requests.given_up(), 0);
+    }
+
+    #[test]
+    fn stream_waits_for_the_last_transfer_and_goes_on_at_the_deadline_of_one_that_hangs() {
+        let host = HostStream::start().expect("a thread");
+        let stream = EngineStream::on_host(&host);
+        let mut requests = Requests::default();
+        let (ticket, progress) = requests.open(vec![1], 0, LONG).expect("room");
+        assert!(progress.start(1));
+        requests.delay(ticket, &stream).expect("a word");
+        let point = stream.mark().expect("a mark");
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!point.has_passed().expect("no GPU"), "the transfer runs");
+        progress.end(0, Ok(()));
+        host.synchronize();
+
+        let began = Instant::now();
+        let limit = Duration::from_millis(50);
+        let (ticket, progress) = requests.open(vec![1], 0, limit).expect("room");
+        assert!(progress.start(1));
+        requests.delay(ticket, &stream).expect("a word");
+        host.synchronize();
+        assert!((limit..LONG).contains(&began.elapsed()), "{:?}", began.elapsed());
+        assert_eq!(requests.given_up(), 1);
+        assert_eq!(requests.wait(ticket).expect("open").failures[0].error, BlockError::TimedOut);
+    }
+
+    #[test]
+    fn abandoned_request_keeps_its_stream_until_its_running_transfer_has_ended() {
+        let host = HostStream::start().expect("a thread");
+        let stream = EngineStream::on_host(&host);
+        let mut requests = Requests::default();
+        let (ticket, progress) = requests.open(vec![1, 1], 0, LONG).expect("room");
+        assert!(progress.start(1));
+        requests.delay(ticket, &stream).expect("a word");
+        let point = stream.mark().expect("a mark");
+        requests.close();
+        assert!(!progress.start(1), "no transfer starts after the end");
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!point.has_passed().expect("no GPU"), "a transfer still accesses memory");
+        progress.end(0, Ok(()));
+        host.synchronize();
     }
 
     #[test]

@@ -4,29 +4,23 @@
 //! divided among the queue pairs of their device; batches that find no room wait in the order of their requests.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_policy::session::TransferBackend;
 
-use crate::gpu::Event;
 use crate::ring::{
     BatchSettings, CONTEXTS_MAX, ContextStatus, Cqe, GpuRunner, HostRunner, Operation, Ring, Ticket, Transfer,
 };
+use crate::store::backoff::Backoff;
 use crate::store::mover::{
     BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, check,
 };
 use crate::store::progress::{Progress, Requests};
 use crate::store::{
-    Backend, BackendKind, DevicePlan, KvGeometry, MappingTable, PlanCounters, Planned, plan_layer,
+    Backend, BackendKind, DevicePlan, EngineStream, KvGeometry, MappingTable, PlanCounters, Planned, Point,
+    plan_layer,
 };
-
-/// Checks for the end of a request before the first pause.
-const SPINS: u32 = 64;
-/// Time of checks without a pause.
-const YIELDS: Duration = Duration::from_micros(200);
-/// Pause between two checks for the end of a request.
-const PAUSE: Duration = Duration::from_micros(20);
 
 /// What drives the queue pairs of a ring.
 #[derive(Debug)]
@@ -94,8 +88,14 @@ pub struct NamespaceLimits {
 /// A running ring of one device, and the descriptors of KV memory for its controller.
 #[derive(Debug)]
 pub struct RingDevice<'k> {
-    /// Parks the queues before the ring is dropped; `None` once it has.
-    processor: Option<Processor<'k>>,
+    /// Parks the queues before the ring is dropped.
+    processor: Processor<'k>,
+    work: RingWork,
+}
+
+/// A ring, and what it has to do.
+#[derive(Debug)]
+struct RingWork {
     ring: Ring,
     table: MappingTable,
     limits: NamespaceLimits,
@@ -110,7 +110,7 @@ pub struct RingDevice<'k> {
 struct Batch {
     operation: Operation,
     planned: Vec<Planned>,
-    after: Option<Arc<Event>>,
+    after: Option<Point>,
     progress: Arc<Progress>,
 }
 
@@ -129,18 +129,13 @@ impl<'k> RingDevice<'k> {
             return Err(MoveError::Invalid(format!("{limits:?}: expected blocks of a power of two")));
         }
         let (waiting, in_flight) = (VecDeque::new(), Vec::new());
-        Ok(RingDevice {
-            processor: Some(processor),
-            ring,
-            table,
-            limits,
-            next_queue: 0,
-            waiting,
-            in_flight,
-            counters: RingCounters::default(),
-        })
+        let (next_queue, counters) = (0, RingCounters::default());
+        let work = RingWork { ring, table, limits, next_queue, waiting, in_flight, counters };
+        Ok(RingDevice { processor, work })
     }
+}
 
+impl RingWork {
     fn has_unfinished(&self) -> bool {
         let ended = |(_, batch): &(Ticket, Batch)| batch.progress.is_over();
         let given_up = |queue| self.ring.given_up(queue) > 0 || self.ring.is_broken(queue);
@@ -157,8 +152,8 @@ impl<'k> RingDevice<'k> {
                 break;
             }
             let is_ready = match &batch.after {
-                // An event that cannot be queried is of a GPU that has failed.
-                Some(event) => event.has_passed()?,
+                // A point that cannot be queried is of a GPU that has failed.
+                Some(point) => point.has_passed()?,
                 None => true,
             };
             if !is_ready && !batch.progress.is_over() {
@@ -217,7 +212,7 @@ impl<'k> RingDevice<'k> {
     }
 }
 
-impl Drop for RingDevice<'_> {
+impl Drop for RingWork {
     /// Ends the transfers. Their commands may run until the queue pairs are deleted, as before.
     fn drop(&mut self) {
         for (_, batch) in self.in_flight.drain(..) {
@@ -232,11 +227,16 @@ impl Batch {
     }
 }
 
+/// Rings by the index of their device; also for the thread that advances them for streams.
+type Rings = Arc<Mutex<Vec<Option<RingWork>>>>;
+
 /// Rings of some devices over one KV memory; see the module.
 #[derive(Debug)]
 pub struct RingMover<'k> {
     geometry: KvGeometry,
-    devices: Vec<Option<RingDevice<'k>>>,
+    /// Processors of the rings; dropped before them.
+    processors: Vec<Option<Processor<'k>>>,
+    rings: Rings,
     requests: Requests,
     plans: PlanCounters,
     /// Work of detached devices.
@@ -246,39 +246,51 @@ pub struct RingMover<'k> {
 impl<'k> RingMover<'k> {
     /// Creates a mover without devices.
     pub fn new(geometry: KvGeometry) -> RingMover<'k> {
-        let (devices, requests) = (Vec::new(), Requests::default());
+        let rings = Rings::default();
+        let of_thread = Arc::clone(&rings);
+        let requests = Requests::with_pump(Arc::new(move || {
+            let advanced = advance(&mut lock(&of_thread));
+            if let Err(error) = &advanced {
+                tracing::warn!(%error, "cannot advance rings; streams go on at the deadlines of their requests");
+            }
+            advanced.is_ok()
+        }));
         let (plans, detached) = (PlanCounters::default(), RingCounters::default());
-        RingMover { geometry, devices, requests, plans, detached }
+        RingMover { geometry, processors: Vec::new(), rings, requests, plans, detached }
     }
 
     /// Adds a device; returns its index.
     pub fn attach(&mut self, device: RingDevice<'k>) -> usize {
-        self.devices.push(Some(device));
-        self.devices.len() - 1
+        self.processors.push(Some(device.processor));
+        lock(&self.rings).push(Some(device.work));
+        self.processors.len() - 1
     }
 
     /// Reports whether the mover has no device.
     pub fn is_empty(&self) -> bool {
-        self.devices.iter().all(Option::is_none)
+        self.processors.iter().all(Option::is_none)
     }
 
     /// Replaces a device that was [detached](Self::detach), at the same index.
     pub fn replace(&mut self, index: usize, device: RingDevice<'k>) {
-        self.devices[index] = Some(device);
+        self.processors[index] = Some(device.processor);
+        lock(&self.rings)[index] = Some(device.work);
     }
 
     /// Removes a device; dropping it stops the processor of its ring. Blocks of open requests that it has not moved fail
     /// or time out. Commands may access memory until the queue pairs are deleted. With a GPU, dropping one device waits for
     /// the kernels of the others: see [`GpuRunner`].
     pub fn detach(&mut self, index: usize) -> Option<RingDevice<'k>> {
-        let device = self.devices.get_mut(index)?.take()?;
-        self.detached = self.detached + device.counters;
-        Some(device)
+        let processor = self.processors.get_mut(index)?.take()?;
+        let work = lock(&self.rings)[index].take()?;
+        self.detached = self.detached + work.counters;
+        Some(RingDevice { processor, work })
     }
 
     /// Reports whether commands of a device were given up, or may run beyond the end of their request.
     pub fn has_unfinished(&self, index: usize) -> bool {
-        self.devices.get(index).is_some_and(|device| device.as_ref().is_some_and(RingDevice::has_unfinished))
+        let rings = lock(&self.rings);
+        rings.get(index).is_some_and(|ring| ring.as_ref().is_some_and(RingWork::has_unfinished))
     }
 
     /// Returns the work of planning so far.
@@ -288,7 +300,8 @@ impl<'k> RingMover<'k> {
 
     /// Returns the work of all rings so far.
     pub fn ring_counters(&self) -> RingCounters {
-        let of_devices = self.devices.iter().flatten().map(|device| device.counters);
+        let rings = lock(&self.rings);
+        let of_devices = rings.iter().flatten().map(|ring| ring.counters);
         of_devices.fold(self.detached, std::ops::Add::add)
     }
 
@@ -309,11 +322,11 @@ impl<'k> RingMover<'k> {
 
     fn enqueue(
         &mut self,
-        (operation, timeout, after): (Operation, Duration, Option<Arc<Event>>),
+        (operation, timeout, after): (Operation, Duration, Option<Point>),
         lists: Vec<(usize, Vec<Planned>)>,
         blocks: usize,
     ) -> Result<LayerTicket, MoveError> {
-        let is_there = |(index, _): &(usize, _)| self.devices.get(*index).is_some_and(Option::is_some);
+        let is_there = |(index, _): &(usize, _)| self.processors.get(*index).is_some_and(Option::is_some);
         if !lists.iter().all(is_there) {
             return Err(MoveError::Invalid("transfers of a device that the mover does not have".to_owned()));
         }
@@ -325,8 +338,9 @@ impl<'k> RingMover<'k> {
         // All blocks of a request have the same size.
         let block_bytes = bytes / blocks.max(1) as u64;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, timeout)?;
+        let mut rings = lock(&self.rings);
         for (index, list) in lists {
-            let Some(device) = &mut self.devices[index] else { continue };
+            let Some(device) = &mut rings[index] else { continue };
             // All queue pairs get a part.
             let part = list.len().div_ceil(device.ring.queues()).clamp(1, CONTEXTS_MAX);
             for planned in list.chunks(part) {
@@ -334,19 +348,30 @@ impl<'k> RingMover<'k> {
                 device.waiting.push_back(Batch { operation, planned, after, progress });
             }
         }
-        self.advance()?;
+        if let Err(error) = advance(&mut rings) {
+            self.requests.forget(ticket);
+            return Err(error);
+        }
         Ok(ticket)
     }
+}
 
-    fn advance(&mut self) -> Result<(), MoveError> {
-        self.devices.iter_mut().flatten().try_for_each(RingDevice::advance)
-    }
+fn advance(rings: &mut [Option<RingWork>]) -> Result<(), MoveError> {
+    rings.iter_mut().flatten().try_for_each(RingWork::advance)
+}
+
+/// Every change leaves a ring consistent, so a poisoned lock is ignored.
+fn lock(rings: &Rings) -> MutexGuard<'_, Vec<Option<RingWork>>> {
+    rings.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for RingMover<'_> {
     /// Stops all processors before any memory is released: a GPU releases memory only when it has nothing to do.
     fn drop(&mut self) {
-        self.devices.iter_mut().flatten().for_each(|device| device.processor = None);
+        self.processors.clear();
+        self.requests.close();
+        // Ends transfers in flight, so that streams go on.
+        lock(&self.rings).clear();
     }
 }
 
@@ -357,18 +382,17 @@ impl Backend for RingMover<'_> {
 
     /// True if threads drive a ring, or a controller is emulated; also without any device, because no GPU runs then.
     fn is_emulated(&self) -> bool {
-        let is_real = |device: &RingDevice<'_>| {
-            matches!(device.processor, Some(Processor::Gpu(_))) && !device.limits.is_emulated
-        };
-        let mut devices = self.devices.iter().flatten().peekable();
-        devices.peek().is_none() || !devices.all(is_real)
+        let is_on_gpu = |processor: &Processor<'_>| matches!(processor, Processor::Gpu(_));
+        let is_real = self.processors.iter().flatten().all(is_on_gpu)
+            && lock(&self.rings).iter().flatten().all(|ring| !ring.limits.is_emulated);
+        self.is_empty() || !is_real
     }
 
     fn transfer_backend(&self) -> TransferBackend {
-        let is_emulated = |device: &RingDevice<'_>| device.limits.is_emulated;
-        match (self.is_emulated(), self.devices.iter().flatten().any(is_emulated)) {
+        let has_emulated = lock(&self.rings).iter().flatten().any(|ring| ring.limits.is_emulated);
+        match (self.is_emulated(), has_emulated) {
             (false, _) => TransferBackend::GpuQueue,
-            (true, false) if self.devices.iter().any(Option::is_some) => TransferBackend::GpuQueueHost,
+            (true, false) if !self.is_empty() => TransferBackend::GpuQueueHost,
             (true, _) => TransferBackend::GpuQueueEmulated,
         }
     }
@@ -376,7 +400,8 @@ impl Backend for RingMover<'_> {
 
 impl LayerMover for RingMover<'_> {
     fn submit(&mut self, operation: Operation, request: &LayerRequest<'_>) -> Result<LayerTicket, MoveError> {
-        let Some(devices) = self.devices.iter().map(Option::as_ref).collect::<Option<Vec<_>>>() else {
+        let rings = lock(&self.rings);
+        let Some(devices) = rings.iter().map(Option::as_ref).collect::<Option<Vec<_>>>() else {
             return Err(MoveError::Invalid("a device was detached and not replaced".to_owned()));
         };
         let sizes: Vec<_> = devices.iter().map(|device| Some(device.limits.bytes)).collect();
@@ -388,27 +413,29 @@ impl LayerMover for RingMover<'_> {
         plan_layer((request.blocks, request.layer), &mut plans, &mut self.plans);
         let planned = plans.into_iter().map(|plan| plan.planned).enumerate();
         let lists = planned.filter(|(_, planned)| !planned.is_empty()).collect();
-        self.enqueue((operation, request.timeout, request.after.cloned()), lists, request.blocks.len())
+        drop(rings);
+        let after = request.order.begin()?;
+        let ticket = self.enqueue((operation, request.timeout, after), lists, request.blocks.len())?;
+        self.requests.finish_order(ticket, request.order)
+    }
+
+    fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {
+        self.requests.delay(ticket, stream)
     }
 
     fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
-        self.advance()?;
+        advance(&mut lock(&self.rings))?;
         self.requests.poll(ticket)
     }
 
     fn wait(&mut self, ticket: LayerTicket) -> Result<LayerOutcome, MoveError> {
-        let start = Instant::now();
-        for check in 0_u32.. {
+        let mut pause = Backoff::start();
+        loop {
             if let Some(outcome) = self.poll(ticket)? {
                 return Ok(outcome);
             }
-            match check {
-                0..SPINS => std::hint::spin_loop(),
-                _ if start.elapsed() < YIELDS => std::thread::yield_now(),
-                _ => std::thread::sleep(PAUSE),
-            }
+            pause.wait();
         }
-        Err(MoveError::UnknownTicket)
     }
 
     fn given_up(&self) -> usize {
@@ -416,7 +443,7 @@ impl LayerMover for RingMover<'_> {
             let of_queue = |queue| ring.given_up(queue) as usize + usize::from(ring.is_broken(queue));
             (0..ring.queues()).map(of_queue).sum()
         };
-        let of_rings: usize = self.devices.iter().flatten().map(|device| of_ring(&device.ring)).sum();
+        let of_rings: usize = lock(&self.rings).iter().flatten().map(|work| of_ring(&work.ring)).sum();
         self.requests.given_up() + of_rings
     }
 

@@ -17,13 +17,12 @@ use std::thread::JoinHandle;
 
 use reprise_io::DeviceFile;
 
-use crate::gpu::Event;
 use crate::ring::Operation;
 use crate::store::mover::{
     LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX, check,
 };
 use crate::store::progress::{Progress, Requests};
-use crate::store::{Backend, BackendKind, BlockPlace, KvGeometry, KvMemory};
+use crate::store::{Backend, BackendKind, BlockPlace, EngineStream, KvGeometry, KvMemory, Point};
 
 /// Bytes of the window that make it large enough: each half has many operations in flight.
 const WINDOW_BYTES: u64 = 32 << 20;
@@ -36,7 +35,7 @@ struct Job {
     operation: Operation,
     layer: usize,
     blocks: Vec<BlockPlace>,
-    after: Option<Arc<Event>>,
+    after: Option<Point>,
     progress: Arc<Progress>,
 }
 
@@ -101,16 +100,21 @@ impl LayerMover for StagedMover {
         // A layer of a block is contiguous on its device: one transfer.
         let transfers = vec![1; request.blocks.len()];
         let block_bytes = (self.geometry.parts * self.geometry.object_bytes) as u64;
+        let after = request.order.begin()?;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, request.timeout)?;
-        let (blocks, after) = (request.blocks.to_vec(), request.after.cloned());
+        let blocks = request.blocks.to_vec();
         let job = Job { operation, layer: request.layer, blocks, after, progress };
         match self.jobs.as_ref().map(|jobs| jobs.try_send(job)) {
-            Some(Ok(())) => Ok(ticket),
+            Some(Ok(())) => self.requests.finish_order(ticket, request.order),
             Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => {
                 self.requests.forget(ticket);
                 Err(MoveError::Busy)
             }
         }
+    }
+
+    fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {
+        self.requests.delay(ticket, stream)
     }
 
     fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
@@ -132,6 +136,7 @@ impl LayerMover for StagedMover {
 
 impl Drop for StagedMover {
     fn drop(&mut self) {
+        self.requests.abandon();
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             // A panic of the thread was reported when it happened.

@@ -3,6 +3,7 @@
 //! All backends run the same rounds of a seed, so their results are equal if none differs from the model.
 
 mod rings;
+mod streams;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,9 +16,10 @@ use crate::gpu::DeviceMemory;
 use crate::gpu_bench::Random;
 use crate::ring::{Operation, RingError};
 use crate::store::mover::{LayerMover, LayerRequest, LayerTicket, MoveError, MoverCounters};
-use crate::store::{BlockPlace, KvGeometry, KvOrder};
+use crate::store::{BlockPlace, KvGeometry, KvOrder, RequestOrder};
 
 pub use rings::EmulatedRings;
+pub use streams::{StreamWork, verify_streams};
 
 /// Limit of a request: none must reach it.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -153,7 +155,8 @@ pub fn verify_mover(
         let round = format!("{} round {number} of seed {seed}, {operation:?}", mover.name());
         let mut tickets: Vec<LayerTicket> = Vec::new();
         for layer in 0..geometry.layers {
-            let request = LayerRequest { layer, blocks: &places, timeout: LIMIT, after: None };
+            let request =
+                LayerRequest { layer, blocks: &places, timeout: LIMIT, order: RequestOrder::Unordered };
             tickets.push(match operation {
                 Operation::Write => mover.store_layer(&request)?,
                 Operation::Read => mover.retrieve_layer(&request)?,

@@ -5,3 +5,4 @@ mod choice;
 mod conformance;
 mod faults;
 mod rig;
+mod streams;

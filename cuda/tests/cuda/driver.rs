@@ -153,4 +153,7 @@ fn copies_and_transfers_pass_their_arguments_to_kernels() {
     let backends = fake.run(&arguments("backends"));
     assert_output(&backends, 0, "staged, 4 layouts");
     assert_output(&backends, 0, "gds is not used: ");
+    let part =
+        "streams of the GPU cannot wait for a word of memory (the driver lacks cuStreamWaitValue32_v2)";
+    assert_output(&fake.run(&arguments("streams")), 1, part);
 }

@@ -12,7 +12,7 @@ use reprise_client::{Client, CommitOptions, ExtentStatus, LeasedExtent, PinOutco
 use reprise_cuda::ring::Operation;
 use reprise_cuda::store::{
     Backend, BackendKind, BlockFailure, BlockPlace, KvGeometry, LayerMover, LayerRequest, LayerTicket,
-    MoverCounters, alternate,
+    MoverCounters, RequestOrder, alternate,
 };
 use reprise_policy::layout::PAGE_BYTES;
 use reprise_policy::session::TransferBackend;
@@ -329,7 +329,7 @@ impl<D: Devices> ExtentPath<D> {
         let (timeout, mover) = (self.timeout, self.devices.mover());
         let mut tickets = Vec::with_capacity(self.geometry.layers);
         for layer in 0..self.geometry.layers {
-            let request = LayerRequest { layer, blocks: places, timeout, after: None };
+            let request = LayerRequest { layer, blocks: places, timeout, order: RequestOrder::Unordered };
             tickets.push(match operation {
                 Operation::Write => mover.store_layer(&request)?,
                 Operation::Read => mover.retrieve_layer(&request)?,

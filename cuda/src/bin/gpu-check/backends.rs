@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-use reprise_cuda::gpu::{DeviceMemory, Partition};
+use reprise_cuda::gpu::{DeviceMemory, Partition, Stream};
 use reprise_cuda::kernels::Kernels;
-use reprise_cuda::store::verify::{Contents, EmulatedRings, device_bytes, geometries, verify_mover};
+use reprise_cuda::store::verify::{
+    Contents, EmulatedRings, StreamWork, device_bytes, geometries, verify_mover, verify_streams,
+};
 use reprise_cuda::store::{
-    Backend, CuFile, GdsMover, GpuKv, KvGeometry, KvMemory, LayerMover, MoveError, StagedMover,
+    Backend, CuFile, EngineStream, GdsMover, GpuKv, KvGeometry, KvMemory, LayerMover, MoveError,
+    MoverCounters, StagedMover,
 };
 use reprise_io::{DeviceFile, FileAccess, HolderNumber, IfMissing, Reserve, SharedFile};
 use reprise_nvme::emulated::{Emulation, Storage};
@@ -65,6 +68,49 @@ impl Drop for Device {
 
 /// Checks the backends that move paged memory of the GPU: `staged`, and `gds` where the machine has it.
 pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepError> {
+    verify(kernels, options, |mover, geometry, contents, _| {
+        verify_mover(mover, geometry, contents, (1, rounds(options)))
+    })
+}
+
+/// Checks the order of requests and a stream of the engine: fills, copies and requests, without a wait of the CPU.
+pub(crate) fn streams(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepError> {
+    // An error before other work, if the driver or the GPU lacks it.
+    EngineStream::on_gpu(Arc::new(Stream::new(kernels.gpu())?))?;
+    verify(kernels, options, |mover, geometry, contents, memory| {
+        let gpu = memory.gpu();
+        let snapshots = Arc::new(DeviceMemory::new(gpu, StreamWork::snapshot_bytes(geometry))?);
+        let stream = Arc::new(Stream::new(gpu)?);
+        verify_order(mover, geometry, contents, (&stream, memory, &snapshots), rounds(options))?;
+        // SAFETY: the null handle is the legacy default stream, which is a stream of each context.
+        let default = Arc::new(unsafe { Stream::of_engine(gpu, std::ptr::null_mut()) });
+        verify_order(mover, geometry, contents, (&default, memory, &snapshots), rounds(options))
+    })
+}
+
+fn verify_order(
+    mover: &mut dyn LayerMover,
+    geometry: &KvGeometry,
+    contents: (&Contents, &[Contents]),
+    (stream, memory, snapshots): (&Arc<Stream>, &Arc<DeviceMemory>, &Arc<DeviceMemory>),
+    rounds: u64,
+) -> Result<MoverCounters, MoveError> {
+    let (stream, memory, snapshots) = (Arc::clone(stream), Arc::clone(memory), Arc::clone(snapshots));
+    let work = StreamWork::Gpu { stream, memory, snapshots };
+    verify_streams(mover, geometry, contents, &work, (1, rounds))
+}
+
+/// Runs a check of each backend in each layout.
+fn verify(
+    kernels: &Arc<Kernels>,
+    options: &Options,
+    check: impl Fn(
+        &mut dyn LayerMover,
+        &KvGeometry,
+        (&Contents, &[Contents]),
+        &Arc<DeviceMemory>,
+    ) -> Result<MoverCounters, MoveError>,
+) -> Result<(), StepError> {
     let partition = Arc::new(Partition::new(kernels.gpu(), options.sms)?);
     let library = CuFile::load();
     if let Err(reason) = &library {
@@ -85,7 +131,7 @@ pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepE
         }
         for mut mover in movers {
             let contents = (&Contents::Gpu(Arc::clone(&memory)), &[Contents::File(device.buffered()?)][..]);
-            let counters = verify_mover(&mut *mover, &geometry, contents, (1, rounds(options)));
+            let counters = check(&mut *mover, &geometry, contents, &memory);
             let blocks = counters.map_err(|error| StepError(format!("{layout}: {error}")))?.blocks;
             match verified.iter_mut().find(|(name, _)| *name == mover.name()) {
                 Some((_, all)) => *all += blocks,

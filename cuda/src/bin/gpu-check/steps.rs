@@ -51,6 +51,7 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
         "kernels" => differential::run(&kernels, options),
         "transfers" => transfers::run(&kernels, options),
         "backends" => backends::run(&Arc::new(kernels), options),
+        "streams" => backends::streams(&Arc::new(kernels), options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
         "index" => figures(gpu_bench::index_times(&kernels, 21)?),

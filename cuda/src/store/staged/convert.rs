@@ -3,7 +3,7 @@
 use reprise_buffers::Span;
 
 use crate::copy::{CopyJob, CopyKind, HostSpans, KvLayout, copy_spans_on_host};
-use crate::gpu::{DeviceMemory, Event, GpuError, HostMemory};
+use crate::gpu::{DeviceMemory, GpuError, HostMemory};
 use crate::kernels::DeviceLayout;
 use crate::ring::Operation;
 use crate::staged::{HostBlock, Staged};
@@ -21,14 +21,6 @@ impl Converter<'_> {
         memory: &DeviceMemory,
     ) -> Result<Vec<DeviceLayout>, GpuError> {
         layers.iter().map(|layer| DeviceLayout::new(layer, memory)).collect()
-    }
-
-    /// Delays conversions until the event has passed.
-    pub(super) fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
-        match self {
-            Converter::Host { .. } => event.synchronize(),
-            Converter::Gpu { staged, .. } => staged.wait_for(event),
-        }
     }
 
     /// Converts one layer: from slots to blocks for a read, from blocks to slots for a write. Returns when it has ended.

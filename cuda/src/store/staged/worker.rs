@@ -85,8 +85,9 @@ pub(super) fn run(
         }
         KvMemory::Gpu(memory) => (|| {
             let (kernels, bytes) = (&*memory.kernels, slot_bytes as u64);
-            let staged = Staged::new(kernels, &memory.partition, bytes, crate::staged::WINDOW_BYTES)?;
+            let mut staged = Staged::new(kernels, &memory.partition, bytes, crate::staged::WINDOW_BYTES)?;
             let layers = Converter::device_layouts(&layers, &memory.memory)?;
+            layers.iter().try_for_each(|layer| staged.reserve(layer, half_slots))?;
             let window = HostMemory::register(kernels.gpu(), &window)?;
             Ok(Converter::Gpu { staged: Box::new(staged), window, layers })
         })(),
@@ -113,8 +114,8 @@ fn report(opened: &SyncSender<Result<(), MoveError>>, result: Result<(), MoveErr
 impl Worker<'_> {
     /// Runs a request. When it returns, no operation of the request is in flight, unless an engine has failed.
     fn run(&mut self, job: &Job) {
-        if let Some(event) = &job.after
-            && let Err(error) = self.converter.wait_for(event)
+        if let Some(point) = &job.after
+            && let Err(error) = job.progress.wait_for(point)
         {
             self.broken.get_or_insert(error.to_string());
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reprise_cuda::store::verify::{geometries, verify_mover};
-use reprise_cuda::store::{BlockPlace, LayerMover, LayerRequest, MoveError, MoverCounters};
+use reprise_cuda::store::{BlockPlace, LayerMover, LayerRequest, MoveError, MoverCounters, RequestOrder};
 
 use super::rig::{Kind, Rig};
 
@@ -86,7 +86,7 @@ fn ends_of_requests_can_be_polled() {
 }
 
 fn request(layer: usize, blocks: &[BlockPlace]) -> LayerRequest<'_> {
-    LayerRequest { layer, blocks, timeout: Duration::from_secs(60), after: None }
+    LayerRequest { layer, blocks, timeout: Duration::from_secs(60), order: RequestOrder::Unordered }
 }
 
 fn wait(

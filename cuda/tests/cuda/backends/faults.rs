@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use reprise_cuda::store::verify::{Contents, device_bytes, geometries};
-use reprise_cuda::store::{BlockError, BlockPlace, KvGeometry, LayerMover, LayerOutcome, LayerRequest};
+use reprise_cuda::store::{
+    BlockError, BlockPlace, KvGeometry, LayerMover, LayerOutcome, LayerRequest, RequestOrder,
+};
 use reprise_nvme::emulated::{Emulation, Fault, FaultRule, Selection};
 use reprise_nvme::spec::{READ, Status};
 
@@ -20,7 +22,7 @@ fn places(geometry: &KvGeometry) -> Vec<BlockPlace> {
 }
 
 fn retrieve(rig: &mut Rig, blocks: &[BlockPlace], timeout: Duration) -> LayerOutcome {
-    let request = LayerRequest { layer: 2, blocks, timeout, after: None };
+    let request = LayerRequest { layer: 2, blocks, timeout, order: RequestOrder::Unordered };
     let ticket = rig.mover().retrieve_layer(&request).expect("accepted");
     rig.mover().wait(ticket).expect("open")
 }

@@ -1,0 +1,33 @@
+//! Pauses between checks of a condition that no other thread reports: first none, then yields, then short sleeps.
+
+use std::time::{Duration, Instant};
+
+/// Checks before the first pause.
+const SPINS: u32 = 64;
+/// Time of checks without a pause.
+const YIELDS: Duration = Duration::from_micros(200);
+/// Pause between two checks after that.
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// A wait that has begun.
+#[derive(Debug)]
+pub(super) struct Backoff {
+    checks: u32,
+    began: Instant,
+}
+
+impl Backoff {
+    pub(super) fn start() -> Backoff {
+        Backoff { checks: 0, began: Instant::now() }
+    }
+
+    /// Returns when the next check is due.
+    pub(super) fn wait(&mut self) {
+        self.checks = self.checks.saturating_add(1);
+        match self.checks {
+            0..=SPINS => std::hint::spin_loop(),
+            _ if self.began.elapsed() < YIELDS => std::thread::yield_now(),
+            _ => std::thread::sleep(PAUSE),
+        }
+    }
+}
