@@ -140,8 +140,8 @@ pub trait LayerMover: Backend + std::fmt::Debug {
 
     /// Delays later work of a stream until the end of a request, without a wait of the CPU.
     ///
-    /// The stream goes on when the request has ended, failed or reached its deadline, and when the mover is dropped. Only
-    /// the outcome of the ticket tells which blocks have arrived: take it before results of that work are used.
+    /// The stream continues when the request has ended, failed or reached its deadline, and when the mover is dropped. Only
+    /// the outcome of the ticket states which blocks have arrived: take it before results of that work are used.
     ///
     /// # Errors
     /// `UnknownTicket`; `StreamBusy`; `Gpu`; `Thread`.

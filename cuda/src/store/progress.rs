@@ -97,7 +97,7 @@ impl Progress {
         self.settle(&mut state);
     }
 
-    /// Ends the request before its deadline; its streams go on when its transfers have ended, at the deadline at the latest.
+    /// Ends the request before its deadline; its streams continue when its transfers have ended, at the deadline at the latest.
     fn abandon(&self) {
         let mut state = self.lock();
         self.give_up(&mut state, &BlockError::Failed("the backend was closed".to_owned()));
@@ -133,7 +133,7 @@ impl Progress {
         self.has_ended.notify_all();
     }
 
-    /// Lets streams go on if the request has ended. Reports whether it has.
+    /// Releases streams if the request has ended. Reports whether it has.
     fn settle(&self, state: &mut State) -> bool {
         let is_settled = state.is_over && (state.running == 0 || Instant::now() >= self.deadline);
         if is_settled {
@@ -239,7 +239,7 @@ impl Requests {
         delayed.map(|()| ticket)
     }
 
-    /// Ends all requests; transfers that run go on.
+    /// Ends all requests; transfers that run are not stopped.
     pub(super) fn abandon(&mut self) {
         self.open.values().for_each(|(progress, _)| progress.abandon());
     }
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn stream_waits_for_the_last_transfer_and_goes_on_at_the_deadline_of_one_that_hangs() {
+    fn stream_waits_for_the_last_transfer_and_continues_at_the_deadline_of_one_that_hangs() {
         let host = HostStream::start().expect("a thread");
         let stream = EngineStream::on_host(&host);
         let mut requests = Requests::default();

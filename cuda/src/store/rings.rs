@@ -93,7 +93,7 @@ pub struct RingDevice<'k> {
     work: RingWork,
 }
 
-/// A ring, and what it has to do.
+/// A ring with its waiting and running batches.
 #[derive(Debug)]
 struct RingWork {
     ring: Ring,
@@ -251,7 +251,7 @@ impl<'k> RingMover<'k> {
         let requests = Requests::with_pump(Arc::new(move || {
             let advanced = advance(&mut lock(&of_thread));
             if let Err(error) = &advanced {
-                tracing::warn!(%error, "cannot advance rings; streams go on at the deadlines of their requests");
+                tracing::warn!(%error, "cannot advance rings; streams continue at the deadlines of their requests");
             }
             advanced.is_ok()
         }));
@@ -370,7 +370,7 @@ impl Drop for RingMover<'_> {
     fn drop(&mut self) {
         self.processors.clear();
         self.requests.close();
-        // Ends transfers in flight, so that streams go on.
+        // Ends transfers in flight, so that streams continue.
         lock(&self.rings).clear();
     }
 }

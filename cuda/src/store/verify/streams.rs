@@ -132,7 +132,7 @@ impl Round<'_> {
         self.tickets.push(self.mover.submit(operation, &request)?);
         self.model.apply(operation, layer, &blocks);
         self.snapshot()?;
-        // Later work overwrites what was moved.
+        // Later work overwrites moved bytes.
         self.fill(layer)
     }
 

@@ -1,4 +1,4 @@
-//! Requests on a stream: order of bytes and work, and streams that go on after failures.
+//! Requests on a stream: order of bytes and work, and streams that continue after failures.
 
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
@@ -27,7 +27,6 @@ fn places(geometry: &KvGeometry) -> Vec<BlockPlace> {
 /// A stream that has stopped until the sender is used or dropped.
 fn stopped(host: &HostStream) -> Sender<()> {
     let (open, gate) = channel();
-    // Also an error opens it.
     host.launch(move || gate.recv().unwrap_or(()));
     open
 }
@@ -84,14 +83,14 @@ fn block_that_fails_does_not_stop_the_stream_and_is_in_the_outcome() {
         let ticket = rig.mover().retrieve_layer(&request).expect("accepted");
         host.synchronize();
         assert_eq!(first_bytes(&rig.memory, &geometry, 2)[..3], [0, 0, 0], "{kind:?}: the others arrive");
-        let outcome = rig.mover().poll(ticket).expect("open").expect("ended before the stream went on");
+        let outcome = rig.mover().poll(ticket).expect("open").expect("ended before the stream continued");
         assert_eq!(outcome.failures.iter().map(|failure| failure.block).collect::<Vec<_>>(), [3]);
         rig.stop();
     }
 }
 
 #[test]
-fn stream_goes_on_at_the_deadline_of_a_device_that_hangs_although_no_thread_polls() {
+fn stream_continues_at_the_deadline_of_a_device_that_hangs_although_no_thread_polls() {
     let geometry = geometries(4)[1].1;
     let mut rig = Rig::with_emulation(Kind::Rings, geometry, lose_reads);
     let host = HostStream::start().expect("a thread");
@@ -137,7 +136,7 @@ fn nothing_moves_if_the_deadline_passes_before_the_stream_arrives() {
 }
 
 #[test]
-fn drop_of_the_mover_lets_streams_go_on() {
+fn drop_of_the_mover_releases_streams() {
     let geometry = geometries(4)[0].1;
     for kind in Kind::ALL {
         let mut rig = Rig::with_emulation(kind, geometry, lose_reads);
