@@ -198,6 +198,7 @@ def others(finished: list[str] | None = None) -> Any:
         num_scheduled_tokens={OTHER: 1},
         scheduled_spec_decode_tokens={},
         finished_req_ids=finished or [],
+        preempted_req_ids=None,
     )
 
 
@@ -209,6 +210,7 @@ def computing(name: str, tokens: int, ids: list[int]) -> Any:
         num_scheduled_tokens={name: tokens, OTHER: 1},
         scheduled_spec_decode_tokens={},
         finished_req_ids=[],
+        preempted_req_ids=None,
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids,)),
     )
 

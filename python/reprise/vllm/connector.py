@@ -101,6 +101,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
                 may_save=transfer.is_kv_producer,
                 ranks=len(blocks.namespaces),
                 events=KvEvents(blocks) if _events_are_wanted(vllm_config) else None,
+                by_priority=vllm_config.scheduler_config.policy == "priority",
             )
         else:
             session = options.session(blocks.namespace, blocks.layout, f"vllm-worker-{rank}")

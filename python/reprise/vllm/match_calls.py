@@ -103,6 +103,13 @@ class Matcher:
         self.counters.add("queries_unanswered", 1)
         return ()
 
+    def peek(self, call: MatchCall) -> Sequence[int] | None:
+        """Returns an answer that has arrived; None if it is pending or there is no agent. Does not wait."""
+        sources = None if call.pending is None else call.pending.poll(0.0)
+        if sources is not None:
+            self.counters.sample("match_seconds", call.waited)
+        return sources
+
     def wait(self, poll: Callable[[float], Result], step_wait_ms: float = math.inf) -> Result:
         """Polls within the remaining budget of the step.
 

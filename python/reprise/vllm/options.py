@@ -18,6 +18,10 @@ class MatchOptions(SharedOptions):
     match_deadline_ms: float = 250.0
     """Time after which a request continues without the result of its match."""
 
+    lookahead: bool = True
+    """Whether the agent is told which requests wait in the queue, so that it reads their blocks from this node's devices
+    into DRAM before they run."""
+
     extents: bool = True
     """Whether blocks move through extents of this node's devices where the agent lends them to this engine. The log names
     the backend. Other blocks, and layer-wise loads and saves, take the agent's arena."""

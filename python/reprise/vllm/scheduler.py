@@ -6,6 +6,7 @@ vLLM's block pool, so that they are not reused when their request ends or is pre
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 import uuid
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reprise import Session, block_keys
+from reprise import Session, Source, block_keys
+from reprise.lookahead import KEY_BYTES, Lookahead
 from reprise.vllm.adapters import AdapterIdentification, Adapters
 from reprise.vllm.computations import computation_of
 from reprise.vllm.events import KvEvents
@@ -25,6 +27,7 @@ from reprise.vllm.unverified_loads import UnverifiedLoad
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -41,6 +44,9 @@ ADAPTER_WAIT_S = 0.25
 SAVE_HOLDS_S = 0.25
 """Seconds after which the scheduler no longer waits for a save, and vLLM preempts a request instead. An agent without
 space takes longer."""
+
+REMATCH_S = 2.0
+"""Seconds after which a request that waits is matched again: its blocks may have left DRAM since."""
 
 PINNED_SHARE = 4
 """At most one in this number of vLLM's blocks may be pinned by saves. Further blocks are saved in a later step of their
@@ -83,6 +89,10 @@ class RequestState:
     since: float = field(default_factory=time.monotonic)
     is_stale: bool = False
     """Whether the request has KV of weights that the engine no longer has."""
+    keys_ahead: bytes = b""
+    """Keys of the blocks to read ahead, block after block."""
+    hinted_result: MatchResult | None = None
+    """Match result from which they follow."""
 
 
 @dataclass
@@ -98,6 +108,8 @@ class SchedulerSide:
     ranks: int
     events: KvEvents | None = None
     """KV events, if vLLM publishes them."""
+    by_priority: bool = False
+    """Whether vLLM schedules requests by priority; otherwise by arrival."""
     stats: Stats = field(default_factory=Stats)
     pool: BlockPool | None = None
     _generation: bytes = b""
@@ -123,21 +135,29 @@ class SchedulerSide:
     _computing: set[str] = field(default_factory=set)
     """Running requests of the last step; they are delayed while the scheduler waits."""
     _matcher: Matcher = field(init=False)
+    _lookahead: Lookahead | None = None
 
     def __post_init__(self) -> None:
         self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
+        if self.options.lookahead and self.may_load:
+            self._lookahead = Lookahead(self.session, self._keys_ahead, all_ranks=self.ranks > 1)
 
     def begin(self, request: Request) -> None:
         """Starts the match of a new request, so that the answer arrives before the request is scheduled."""
         state = self._state(request)
+        if self._lookahead is not None:
+            rank = (request.priority, request.arrival_time) if self.by_priority else ()
+            self._lookahead.arrived(request.request_id, rank)
         self._take_adapter(state, 0.0)
         may_load = self.may_load and not request.skip_reading_prefix_cache
         if may_load and state.adapter is not None and request.block_hashes:
             self._start_match(state)
 
     def finish(self, request: Request) -> None:
-        """Records that a request no longer computes."""
+        """Records that a request no longer waits or computes."""
         self._computing.discard(request.request_id)
+        if self._lookahead is not None:
+            self._lookahead.finished(request.request_id)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of loadable tokens beyond vLLM's own, and whether they are loaded between steps.
@@ -231,6 +251,10 @@ class SchedulerSide:
         for request_id in output.finished_req_ids:
             if state := self._requests.pop(request_id, None):
                 self.stats.add("left_out_blocks", state.skipped_blocks)
+        if self._lookahead is not None:
+            self._lookahead.preempted(output.preempted_req_ids or ())
+            begun = [*self._computing, *(plan.request_id for plan in metadata.loads)]
+            self._lookahead.step(begun, is_idle=metadata.is_idle)
         return metadata
 
     def handle_worker_output(self, output: KVConnectorOutput) -> None:
@@ -318,16 +342,64 @@ class SchedulerSide:
         state.call_blocks = end - first
         state.call = self._matcher.start(lambda: self._keys(self._hashes(state, first, end)))
 
-    def _add_part(self, state: RequestState, sources: Sequence[int]) -> bool:
+    def _keys_ahead(self, request_id: str, is_near: bool) -> bytes:
+        """Returns the keys of the blocks that a waiting request will load from this node, block after block.
+
+        They are empty if no block is on a device, or while the match is pending. Does not wait.
+
+        Args:
+            request_id: the request.
+            is_near: whether the request runs soon; only then it is matched again.
+        """
+        state = self._requests.get(request_id)
+        if state is None or state.adapter is None or state.load_failed or state.request.skip_reading_prefix_cache:
+            return b""
+        if state.call is not None:
+            sources = self._matcher.peek(state.call)
+            if sources is not None and not self._add_part(state, sources, state.call.started_at):
+                self._start_match(state)
+        elif is_near and (state.result is None or time.monotonic() - state.result.at > REMATCH_S):
+            self._start_match(state)
+        result = state.result
+        if result is not None and result is not state.hinted_result:
+            state.hinted_result = result
+            state.keys_ahead = self._keys_on_devices(state, result.sources)
+        return state.keys_ahead
+
+    def _keys_on_devices(self, state: RequestState, sources: Sequence[int]) -> bytes:
+        """Returns the keys of the blocks of this node beyond vLLM's own, or none if all of them are in DRAM."""
+        first = self._cached_by_vllm(state.request.block_hashes[: len(sources)])
+        own = (Source.OWN_DRAM, Source.OWN_NVME)
+        end = next((at for at in range(first, len(sources)) if sources[at] not in own), len(sources))
+        if Source.OWN_NVME not in sources[first:end]:
+            return b""
+        ranked = [block_keys(namespace, self._hashes(state, first, end)) for namespace in self.geometry.namespaces]
+        if len(ranked) == 1:
+            return ranked[0]
+        return b"".join(keys[at : at + KEY_BYTES] for at in range(0, len(ranked[0]), KEY_BYTES) for keys in ranked)
+
+    def _cached_by_vllm(self, hashes: Sequence[BlockHash]) -> int:
+        """Returns the number of leading blocks in vLLM's own cache, which evicts the end of a prompt first."""
+        pool = self.pool
+        if pool is None:
+            return 0
+        return bisect.bisect_left(hashes, True, key=lambda block: pool.get_cached_block(block, [0]) is None)
+
+    def _add_part(self, state: RequestState, sources: Sequence[int], at: float | None = None) -> bool:
         """Adds the answer for one part of a request; returns whether the match is complete.
 
         The next part is matched only if all blocks of this one were found.
+
+        Args:
+            state: the request.
+            sources: the answer.
+            at: time of the answer, if it may have arrived long ago.
         """
         state.call = None
         state.found += sources
         if 0 < state.call_blocks == len(sources) and len(state.found) < len(state.request.block_hashes):
             return False
-        state.result = MatchResult(sources=tuple(state.found), at=time.monotonic())
+        state.result = MatchResult(sources=tuple(state.found), at=time.monotonic() if at is None else at)
         state.found = []
         return True
 

@@ -110,13 +110,13 @@ def kv_cache(*others: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def engine_config(weights: Path, transfer: dict[str, Any]) -> VllmConfig:
+def engine_config(weights: Path, transfer: dict[str, Any], sequences: int = 4) -> VllmConfig:
     """Returns vLLM's own configuration of a small engine with a connector."""
     config = VllmConfig(
         model_config=ModelConfig(model=str(weights), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
         cache_config=CacheConfig(block_size=TOKENS, prefix_caching_hash_algo="sha256_cbor"),
         scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=1024, max_num_seqs=4, max_model_len=1024, is_encoder_decoder=False
+            max_num_batched_tokens=1024, max_num_seqs=sequences, max_model_len=1024, is_encoder_decoder=False
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer),
@@ -128,8 +128,8 @@ def engine_config(weights: Path, transfer: dict[str, Any]) -> VllmConfig:
 class SteppedEngine:
     """Scheduler and worker of an engine in one process, run step by step."""
 
-    def __init__(self, weights: Path, agent: Agent, **options: Any) -> None:
-        self.config = engine_config(weights, connector(agent.socket, **options))
+    def __init__(self, weights: Path, agent: Agent, sequences: int = 4, **options: Any) -> None:
+        self.config = engine_config(weights, connector(agent.socket, **options), sequences)
         self.agent = agent
         self.names = layer_names()
         cache = kv_cache()
@@ -341,12 +341,14 @@ def spoil(agent: Agent, tokens: Sequence[int], number: int) -> None:
 
 
 @contextlib.contextmanager
-def stepped_engine(weights: Path, agent: Agent, patch: pytest.MonkeyPatch, **options: Any) -> Iterator[SteppedEngine]:
-    """Creates an engine whose matches and loads wait while its agent is stopped."""
+def stepped_engine(
+    weights: Path, agent: Agent, patch: pytest.MonkeyPatch, sequences: int = 4, **options: Any
+) -> Iterator[SteppedEngine]:
+    """Creates an engine whose matches and loads wait while its agent is stopped, and that runs a number of sequences."""
     patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     waits = ("match_budget", "match_deadline", "load_")
     patient = {option.name: LONG_S * 1e3 for option in fields(Options) if option.name.startswith(waits)}
-    made = SteppedEngine(weights, agent, **{**patient, **options})
+    made = SteppedEngine(weights, agent, sequences, **{**patient, **options})
     patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made.worker)
     try:
         yield made

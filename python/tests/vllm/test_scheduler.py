@@ -45,6 +45,13 @@ class FakeMatch:
         return self.answer
 
 
+class FakePending:
+    """A hint that was answered at once."""
+
+    def poll(self) -> Any:
+        return SimpleNamespace(window=4, ignored=0, ready=[])
+
+
 @dataclass
 class FakeSession:
     """A session whose answers the test sets."""
@@ -53,6 +60,15 @@ class FakeSession:
     answer: list[int] | None = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
     suspected: int = 0
+    sessions: int = 1
+    hints: list[tuple[list[Any], list[int], bool]] = field(default_factory=list)
+
+    def start_lookahead(
+        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False
+    ) -> FakePending:
+        assert iteration > 0
+        self.hints.append((list(requests), list(cancelled), all_ranks))
+        return FakePending()
 
     def start_match(self, keys: bytes, local: bool = False, all_ranks: bool = False) -> FakeMatch | None:
         if not self.connected:
@@ -127,7 +143,12 @@ def blocks_of(ids: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (ids,))
 
 
-def output(new: dict[str, tuple[int, int]], ids: dict[str, list[int]], finished: set[str] | None = None) -> Any:
+def output(
+    new: dict[str, tuple[int, int]],
+    ids: dict[str, list[int]],
+    finished: set[str] | None = None,
+    preempted: set[str] | None = None,
+) -> Any:
     """Returns a step: requests with their computed tokens and their tokens of this step."""
     return SimpleNamespace(
         scheduled_new_reqs=[
@@ -137,6 +158,7 @@ def output(new: dict[str, tuple[int, int]], ids: dict[str, list[int]], finished:
         num_scheduled_tokens={name: now for name, (_, now) in new.items()},
         scheduled_spec_decode_tokens={},
         finished_req_ids=finished or set(),
+        preempted_req_ids=preempted or set(),
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids[name],)),
     )
 

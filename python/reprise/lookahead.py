@@ -1,0 +1,282 @@
+"""Hints about the requests that an engine runs next: the order of its queue, and when a hint is sent.
+
+```text
+arrived ──▶ waiting ──begun──▶ running ──finished──▶ (removed; cancelled if it was hinted)
+               ▲                  │
+               └────preempted─────┘  under a new number; the former one is cancelled
+```
+
+A hint lists the requests at the head of the queue. The agent reads their blocks from its devices into DRAM before they
+run (docs/PROTOCOL.md, "Lookahead"). The keys of a request travel once, and again after a new session.
+
+**Order.** ``k``, the iterations until a request runs, grows with its place in the queue by the mean number of iterations
+between two starts. Any running request may end in the next iteration. So the first waiting request is always within the
+agent's window.
+
+**Cost.** Nothing is sent while the queue is empty. A hint follows only after the answer to the last one, after
+:data:`INTERVAL_S`, and after a pause in proportion to its own cost: hints take at most one in :data:`COST_SHARE` of a
+scheduler's time. Nothing here waits for the agent.
+
+Out of scope: which blocks a request will load, which its caller decides, and the order within the agent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reprise import RepriseError
+
+if TYPE_CHECKING:
+    from reprise import PendingLookahead, Session
+
+logger = logging.getLogger("reprise")
+
+REQUESTS_MAX = 256
+"""Maximum number of requests in a hint. The agent looks at most 64 iterations ahead, in each of which several may start."""
+
+KEYS_MAX = 65_536
+"""Maximum number of keys of all listed requests (docs/PROTOCOL.md, part 1)."""
+
+CANCELLED_MAX = 1024
+"""Maximum number of cancelled requests in a hint (docs/PROTOCOL.md, part 1). Others are missing in the next list."""
+
+KEY_BYTES = 16
+
+STARTS_WINDOW = 16
+"""Number of starts that the mean of iterations between them covers, as the agent's mean of iteration times."""
+
+WINDOW_MIN = 4
+"""Iterations that an agent looks ahead at least; used until its first answer."""
+
+INTERVAL_S = 0.002
+"""Minimum seconds between two hints."""
+
+COST_SHARE = 50
+"""A hint is followed by a pause of this number of times the seconds that it took."""
+
+FAILED_PAUSE_S = 1.0
+"""Seconds without hints after one that failed, and without an agent."""
+
+ITERATION_MAX_S = 60.0
+"""Longest time of an iteration in a hint; a longer one is sent as this time."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A waiting request."""
+
+    request_id: str
+    number: int
+    """Number in hints; a preempted request gets another one."""
+    order: tuple[Any, ...]
+    """Place in the queue: the smallest runs first."""
+
+
+@dataclass
+class Queue:
+    """An engine's waiting requests and the rate at which they start."""
+
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    running: dict[str, int] = field(default_factory=dict)
+    """Numbers of the requests that have begun."""
+    between_starts: float = 1.0
+    """Mean number of iterations between two starts of requests."""
+    _since_start: int = 0
+    _next_number: int = 1
+    _preempted_turn: int = 0
+    _ranks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def arrived(self, request_id: str, rank: tuple[Any, ...] = ()) -> None:
+        """Appends a request.
+
+        Args:
+            request_id: the engine's name of the request.
+            rank: what the engine orders its queue by before the order of arrival; empty: nothing.
+        """
+        self._ranks[request_id] = rank
+        self._append(request_id, self._next_number)
+
+    def begun(self, request_ids: Iterable[str]) -> None:
+        """Removes the requests that have left the queue to compute or to load."""
+        for request_id in request_ids:
+            if waiting := self.waiting.pop(request_id, None):
+                self.running[request_id] = waiting.number
+
+    def preempted(self, request_id: str) -> int | None:
+        """Returns a request to the head of the queue, under a new number; returns its former number."""
+        former = self.running.pop(request_id, None)
+        if former is not None:
+            # Before all arrivals, and in the order of numbers among each other: engines preempt the last request first.
+            self._append(request_id, former - (1 << 62))
+        return former
+
+    def finished(self, request_id: str) -> int | None:
+        """Removes a request; returns its number."""
+        self._ranks.pop(request_id, None)
+        waiting = self.waiting.pop(request_id, None)
+        return self.running.pop(request_id, None) if waiting is None else waiting.number
+
+    def iterated(self, starts: int) -> None:
+        """Counts an iteration in which a number of waiting requests have begun.
+
+        Call it only for iterations with waiting requests: the mean describes how fast the queue moves.
+        """
+        self._since_start += 1
+        if starts > 0:
+            sample = self._since_start / starts
+            self.between_starts += 2 * (sample - self.between_starts) / (STARTS_WINDOW + 1)
+            self._since_start = 0
+
+    def head(self, count: int) -> list[Waiting]:
+        """Returns the first waiting requests in their expected order."""
+        return heapq.nsmallest(count, self.waiting.values(), key=lambda waiting: waiting.order)
+
+    def iterations(self, place: int, window: int) -> int:
+        """Returns the expected number of iterations until the request at a place of the queue runs."""
+        first = min(1 + int(self.between_starts / 2), window)
+        return first + int(place * self.between_starts)
+
+    def _append(self, request_id: str, turn: int) -> None:
+        number = self._next_number
+        self._next_number += 1
+        order = (*self._ranks.get(request_id, ()), turn)
+        self.waiting[request_id] = Waiting(request_id, number, order)
+
+
+@dataclass
+class Lookahead:
+    """Hints of one engine. Not thread-safe: all calls are from the thread of its scheduler."""
+
+    session: Session
+    keys: Callable[[str, bool], bytes]
+    """Returns the keys of the blocks that a request will load from this node, block after block; empty if none is on a
+    device or that is unknown. The second argument is whether the request is within the agent's window. Does not wait."""
+    all_ranks: bool = False
+    """Whether keys are those of all ranks."""
+    now: Callable[[], float] = time.monotonic
+    queue: Queue = field(default_factory=Queue)
+    _sent: dict[int, bytes] = field(default_factory=dict)
+    """Keys that the agent has, by the numbers of requests."""
+    _cancelled: list[int] = field(default_factory=list)
+    _is_listed: bool = False
+    """Whether the last hint listed a request, which the next one may omit."""
+    _pending: PendingLookahead | None = None
+    _sessions: int = 0
+    """Number of sessions at the last hint; an agent forgets hints at the end of a session."""
+    _window: int = WINDOW_MIN
+    _next_at: float = 0.0
+    _step_at: float | None = None
+    """Time of the last step that computed; None after a pause of the engine."""
+    _seconds: float = 0.0
+    _iterations: int = 0
+    """Iterations since the last hint, and their total time."""
+    _iteration: float | None = None
+    """Time of an iteration in the last hint."""
+
+    def arrived(self, request_id: str, rank: tuple[Any, ...] = ()) -> None:
+        """Appends a request to the queue; arguments as for :meth:`Queue.arrived`."""
+        self.queue.arrived(request_id, rank)
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Returns requests to the queue, and cancels their hints."""
+        for request_id in request_ids:
+            self._cancel(self.queue.preempted(request_id))
+
+    def finished(self, request_id: str) -> None:
+        """Removes a request from the queue, and cancels its hint."""
+        self._cancel(self.queue.finished(request_id))
+        if not self.queue.waiting and not self.queue.running:
+            # The time until the next step is not that of an iteration.
+            self._step_at = None
+
+    def step(self, begun: Iterable[str], *, is_idle: bool) -> None:
+        """Ends a step of the scheduler, and sends a hint if one is due.
+
+        Args:
+            begun: requests that compute or load; those that began earlier are ignored.
+            is_idle: whether the step computes nothing.
+        """
+        before = len(self.queue.waiting)
+        self.queue.begun(begun)
+        now = self.now()
+        if self._step_at is not None:
+            self._seconds += now - self._step_at
+            self._iterations += 1
+        self._step_at = None if is_idle else now
+        if before and not is_idle:
+            self.queue.iterated(before - len(self.queue.waiting))
+        if self._is_due(now):
+            self._send()
+            ended = self.now()
+            self._next_at = max(self._next_at, ended + max(INTERVAL_S, COST_SHARE * (ended - now)))
+
+    def _cancel(self, number: int | None) -> None:
+        if number is not None and self._sent.pop(number, None) is not None and len(self._cancelled) < CANCELLED_MAX:
+            self._cancelled.append(number)
+
+    def _is_due(self, now: float) -> bool:
+        """Returns whether a hint may be sent now; reads the answer to the last one."""
+        if now < self._next_at or not (self.queue.waiting or self._is_listed or self._cancelled):
+            return False
+        if self._pending is not None:
+            try:
+                report = self._pending.poll()
+            except RepriseError as error:
+                logger.debug("a hint was not answered: %s", error)
+                self._pause(now)
+                return False
+            if report is None:
+                return False
+            self._window, self._pending = max(report.window, 1), None
+        if not self.session.connected or self.session.suspected:
+            self._pause(now)
+            return False
+        if self._iterations:
+            self._iteration = min(max(self._seconds / self._iterations, 1e-6), ITERATION_MAX_S)
+        return self._iteration is not None
+
+    def _pause(self, now: float) -> None:
+        """Forgets what the agent has, and sends nothing for some time."""
+        self._sent, self._cancelled, self._pending, self._is_listed = {}, [], None, False
+        self._next_at = now + FAILED_PAUSE_S
+
+    def _send(self) -> None:
+        if self._sessions != (sessions := self.session.sessions):
+            self._sent, self._sessions, self._cancelled = {}, sessions, []
+        requests, sent = self._requests()
+        if not requests and not self._is_listed and not self._cancelled:
+            return
+        assert self._iteration is not None
+        self._pending = self.session.start_lookahead(self._iteration, requests, self._cancelled, self.all_ranks)
+        if self._pending is None:
+            self._pause(self.now())
+            return
+        # Requests that have begun stay known until they finish or are preempted, which cancels them.
+        begun = {number: self._sent[number] for number in self.queue.running.values() if number in self._sent}
+        self._sent = {**begun, **sent}
+        self._cancelled, self._is_listed = [], bool(requests)
+        self._seconds, self._iterations = 0.0, 0
+
+    def _requests(self) -> tuple[list[tuple[int, int, float, bytes]], dict[int, bytes]]:
+        """Returns the requests of a hint, and the keys that the agent has after it."""
+        requests: list[tuple[int, int, float, bytes]] = []
+        sent: dict[int, bytes] = {}
+        room = KEYS_MAX * KEY_BYTES
+        for place, waiting in enumerate(self.queue.head(REQUESTS_MAX)):
+            iterations = self.queue.iterations(place, self._window)
+            known = self._sent.get(waiting.number, b"")
+            keys = self.keys(waiting.request_id, iterations <= self._window)
+            listed = keys or known
+            if not listed:
+                continue
+            room -= len(listed)
+            if room < 0:
+                break
+            requests.append((waiting.number, iterations, 1.0, b"" if listed == known else listed))
+            sent[waiting.number] = listed
+        return requests, sent

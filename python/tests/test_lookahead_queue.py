@@ -1,0 +1,307 @@
+"""The order of an engine's queue in hints, and when hints are sent, with a session whose answers the test sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from reprise import AgentLost
+from reprise.lookahead import (
+    COST_SHARE,
+    FAILED_PAUSE_S,
+    INTERVAL_S,
+    KEY_BYTES,
+    KEYS_MAX,
+    REQUESTS_MAX,
+    WINDOW_MIN,
+    Lookahead,
+    Queue,
+)
+
+STEP_S = 0.02
+
+
+@dataclass
+class FakeReport:
+    """Answer of an agent."""
+
+    window: int = WINDOW_MIN
+
+
+@dataclass
+class FakePending:
+    """A hint that is answered when the test allows it."""
+
+    session: FakeSession
+
+    def poll(self) -> FakeReport | None:
+        if self.session.error is not None:
+            raise self.session.error
+        return FakeReport(self.session.window) if self.session.answers else None
+
+
+@dataclass
+class FakeSession:
+    """A session that records hints."""
+
+    connected: bool = True
+    suspected: bool = False
+    sessions: int = 1
+    answers: bool = True
+    window: int = WINDOW_MIN
+    error: Exception | None = None
+    hints: list[tuple[float, list[tuple[int, int, float, bytes]], list[int]]] = field(default_factory=list)
+
+    def start_lookahead(
+        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False
+    ) -> FakePending:
+        self.hints.append((iteration, list(requests), list(cancelled)))
+        return FakePending(self)
+
+
+@dataclass
+class Engine:
+    """Hints of an engine whose time the test advances."""
+
+    session: FakeSession = field(default_factory=FakeSession)
+    keys: dict[str, bytes] = field(default_factory=dict)
+    asked_near: list[str] = field(default_factory=list)
+    time: float = 100.0
+    cost: float = 0.0
+    hints: Any = None
+
+    def __post_init__(self) -> None:
+        self.hints = Lookahead(self.session, self.keys_of, now=lambda: self.time)  # type: ignore[arg-type]
+
+    def keys_of(self, request_id: str, is_near: bool) -> bytes:
+        self.time += self.cost
+        if is_near:
+            self.asked_near.append(request_id)
+        return self.keys.get(request_id, b"")
+
+    def arrive(self, *names: str) -> None:
+        for name in names:
+            self.keys[name] = name.encode().ljust(KEY_BYTES)
+            self.hints.arrived(name)
+
+    def step(self, *computing: str, seconds: float = STEP_S, is_idle: bool = False) -> None:
+        self.time += seconds
+        self.hints.step(computing, is_idle=is_idle)
+
+    def listed(self) -> list[tuple[int, int, bytes]]:
+        """Numbers, iterations and keys of the last hint."""
+        return [(number, iterations, keys.strip()) for number, iterations, _, keys in self.session.hints[-1][1]]
+
+
+def test_waiting_requests_run_in_the_order_of_their_arrival() -> None:
+    queue = Queue()
+    for name in "abc":
+        queue.arrived(name)
+    queue.begun("a")
+    assert [waiting.request_id for waiting in queue.head(9)] == ["b", "c"]
+    assert [waiting.request_id for waiting in queue.head(1)] == ["b"]
+
+
+def test_preempted_requests_run_first_under_a_new_number() -> None:
+    queue = Queue()
+    for name in "abcd":
+        queue.arrived(name)
+    queue.begun("ab")
+    former = {queue.preempted("b"), queue.preempted("a")}
+    assert [waiting.request_id for waiting in queue.head(9)] == ["a", "b", "c", "d"]
+    assert former.isdisjoint(waiting.number for waiting in queue.waiting.values())
+    assert queue.preempted("c") is None, "it waits already"
+
+
+def test_requests_with_a_rank_run_in_its_order_even_after_a_preemption() -> None:
+    queue = Queue()
+    queue.arrived("late", (1, 5.0))
+    queue.arrived("urgent", (0, 9.0))
+    queue.arrived("early", (1, 2.0))
+    assert [waiting.request_id for waiting in queue.head(9)] == ["urgent", "early", "late"]
+    queue.begun(["late"])
+    queue.preempted("late")
+    assert [waiting.request_id for waiting in queue.head(9)] == ["urgent", "early", "late"]
+
+
+def test_expected_iterations_grow_with_the_place_and_the_time_between_starts() -> None:
+    queue = Queue()
+    assert [queue.iterations(place, WINDOW_MIN) for place in range(3)] == [1, 2, 3]
+    for iteration in range(1000):
+        queue.iterated(1 if iteration % 10 == 9 else 0)
+    assert queue.between_starts == pytest.approx(10, rel=1e-3)
+    queue.between_starts = 10.0
+    assert [queue.iterations(place, 64) for place in range(3)] == [6, 16, 26]
+    assert queue.iterations(0, WINDOW_MIN) == WINDOW_MIN, "the first request is within the window"
+
+
+def test_several_starts_in_each_iteration_have_the_same_expected_iteration() -> None:
+    queue = Queue()
+    for _ in range(1000):
+        queue.iterated(4)
+    assert [queue.iterations(place, WINDOW_MIN) for place in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_an_engine_without_a_queue_sends_nothing() -> None:
+    engine = Engine()
+    engine.arrive("a")
+    for _ in range(10):
+        engine.step("a")
+    engine.hints.finished("a")
+    engine.step(is_idle=True)
+    assert engine.session.hints == []
+
+
+def test_keys_travel_once_and_a_request_that_has_begun_is_missing() -> None:
+    engine = Engine()
+    engine.arrive("a", "b", "c")
+    engine.step("a")
+    engine.step("a")
+    assert engine.listed() == [(2, 1, b"b"), (3, 2, b"c")]
+    assert engine.session.hints[-1][0] == pytest.approx(STEP_S)
+    engine.step("a")
+    assert [(number, keys) for number, _, keys in engine.listed()] == [(2, b""), (3, b"")]
+    engine.step("a", "b", "c")
+    assert engine.session.hints[-1][1:] == ([], []), "the agent learns that all have begun"
+    engine.step("a", "b", "c")
+    assert len(engine.session.hints) == 3
+
+
+def test_requests_without_blocks_on_devices_count_as_places_of_the_queue_only() -> None:
+    engine = Engine()
+    engine.arrive("a", "b", "c")
+    engine.keys["b"] = b""
+    engine.step("a")
+    engine.step("a")
+    assert engine.listed() == [(3, 2, b"c")]
+
+
+def test_a_listed_request_stays_listed_when_its_blocks_have_reached_dram() -> None:
+    engine = Engine()
+    engine.arrive("a", "b")
+    engine.step("a")
+    engine.step("a")
+    engine.keys["b"] = b""
+    engine.step("a")
+    assert [(number, keys) for number, _, keys in engine.listed()] == [(2, b"")]
+    engine.keys["b"] = b"more".ljust(KEY_BYTES)
+    engine.step("a")
+    assert [(number, keys) for number, _, keys in engine.listed()] == [(2, b"more")]
+
+
+def test_preempted_and_finished_requests_are_cancelled() -> None:
+    engine = Engine()
+    engine.arrive("a", "b", "c")
+    engine.step("a")
+    engine.step("a")
+    engine.hints.finished("c")
+    engine.step("a")
+    assert engine.session.hints[-1][2] == [3]
+    engine.step("a", "b")
+    engine.hints.preempted(["b"])
+    engine.step("a")
+    assert engine.session.hints[-1][2] == [2]
+    assert [(number, keys) for number, _, keys in engine.listed()] == [(4, b"b")], "a new number, with keys"
+    engine.hints.finished("a")
+    engine.step("b")
+    assert engine.session.hints[-1][2] == [], "it was never hinted"
+
+
+def test_time_without_computation_is_not_part_of_an_iteration() -> None:
+    engine = Engine()
+    engine.arrive("a")
+    engine.step("a")
+    engine.hints.finished("a")
+    engine.arrive("b", "c")
+    engine.step("b", seconds=50.0)
+    assert engine.session.hints == [], "no iteration was measured"
+    engine.step("b")
+    assert engine.session.hints[-1][0] == pytest.approx(STEP_S)
+    engine.step(is_idle=True)
+    engine.step(seconds=30.0, is_idle=True)
+    assert engine.session.hints[-1][0] == pytest.approx(STEP_S), "idle steps repeat the last time"
+
+
+def test_hints_are_limited_by_their_interval_and_their_cost() -> None:
+    engine = Engine()
+    engine.arrive("a", "b")
+    engine.step("a")
+    for _ in range(100):
+        engine.step("a", seconds=INTERVAL_S / 10)
+    assert len(engine.session.hints) == 10
+    assert engine.session.hints[-1][0] == pytest.approx(INTERVAL_S / 10), "the mean since the last hint"
+    engine.cost = 0.001
+    engine.step("a")
+    sent = len(engine.session.hints)
+    began = engine.time
+    while len(engine.session.hints) == sent:
+        engine.step("a", seconds=0.001)
+    assert engine.time - began >= COST_SHARE * engine.cost
+
+
+def test_a_hint_waits_for_the_answer_to_the_last_one() -> None:
+    engine = Engine(FakeSession(answers=False))
+    engine.arrive("a", "b")
+    for _ in range(10):
+        engine.step("a")
+    assert len(engine.session.hints) == 1
+    engine.session.answers, engine.session.window = True, 9
+    engine.step("a")
+    assert len(engine.session.hints) == 2
+    for _ in range(40):
+        engine.step("a")
+        engine.hints.queue.between_starts = 30.0
+    assert engine.listed()[0][1] == 9, "the window of the agent's answer"
+
+
+def test_only_requests_within_the_window_are_matched_again() -> None:
+    engine = Engine()
+    engine.arrive(*"abcdefgh")
+    engine.step("a")
+    engine.step("a")
+    assert engine.asked_near == ["b", "c", "d", "e"]
+
+
+def test_keys_are_sent_again_to_an_agent_that_has_restarted() -> None:
+    engine = Engine()
+    engine.arrive("a", "b")
+    engine.step("a")
+    engine.step("a")
+    engine.session.error = AgentLost("restarted")
+    engine.step("a")
+    engine.session.error = None
+    engine.session.sessions += 1
+    engine.step("a")
+    assert len(engine.session.hints) == 1, "a pause after a failure"
+    engine.step("a", seconds=FAILED_PAUSE_S)
+    assert [keys for _, _, keys in engine.listed()] == [b"b"]
+    engine.session.sessions += 1
+    engine.step("a")
+    assert [keys for _, _, keys in engine.listed()] == [b"b"], "a new session without a failed hint"
+
+
+def test_nothing_is_sent_to_an_agent_that_does_not_answer() -> None:
+    engine = Engine(FakeSession(suspected=True))
+    engine.arrive("a", "b")
+    for _ in range(5):
+        engine.step("a")
+    engine.session.suspected, engine.session.connected = False, False
+    engine.step("a", seconds=FAILED_PAUSE_S)
+    assert (engine.session.hints, engine.asked_near) == ([], [])
+
+
+def test_a_hint_respects_the_limits_of_the_agent() -> None:
+    engine = Engine()
+    names = [f"r{number}" for number in range(2 * REQUESTS_MAX)]
+    engine.arrive("a", *names)
+    engine.step("a")
+    engine.step("a")
+    assert len(engine.session.hints[-1][1]) == REQUESTS_MAX
+    engine.keys["r0"] = bytes(KEY_BYTES * (KEYS_MAX - 1))
+    engine.step("a")
+    assert [number for number, _, _ in engine.listed()] == [2, 3], "their keys fill the limit"
+    engine.keys["r0"] = bytes(KEY_BYTES)
+    engine.step("a")
+    assert engine.listed()[2][2] == b"r2", "the agent has forgotten those that were not listed"
