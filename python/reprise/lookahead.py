@@ -25,11 +25,11 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reprise import RepriseError
+from reprise import RepriseError, Source
 
 if TYPE_CHECKING:
     from reprise import PendingLookahead, Session
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("reprise")
 
 REQUESTS_MAX = 256
-"""Maximum number of requests in a hint. The agent looks at most 64 iterations ahead, in each of which several may start."""
+"""Maximum number of requests in a hint. The agent plans at most 64 iterations, in each of which several may start."""
 
 KEYS_MAX = 65_536
 """Maximum number of keys of all listed requests (docs/PROTOCOL.md, part 1)."""
@@ -46,6 +46,9 @@ CANCELLED_MAX = 1024
 """Maximum number of cancelled requests in a hint (docs/PROTOCOL.md, part 1). Others are missing in the next list."""
 
 KEY_BYTES = 16
+
+REMATCH_S = 2.0
+"""Seconds after which a request that waits is matched again: its blocks may have left DRAM since."""
 
 STARTS_WINDOW = 16
 """Number of starts that the mean of iterations between them covers, as the agent's mean of iteration times."""
@@ -64,6 +67,13 @@ FAILED_PAUSE_S = 1.0
 
 ITERATION_MAX_S = 60.0
 """Longest time of an iteration in a hint; a longer one is sent as this time."""
+
+
+def blocks_ahead(sources: Sequence[int]) -> int:
+    """Returns the number of leading blocks to list in a hint: those of this node, if one of them is on a device."""
+    own = (Source.OWN_DRAM, Source.OWN_NVME)
+    count = next((at for at, source in enumerate(sources) if source not in own), len(sources))
+    return count if Source.OWN_NVME in sources[:count] else 0
 
 
 @dataclass(frozen=True)

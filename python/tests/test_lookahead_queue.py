@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reprise import AgentLost
+from reprise import AgentLost, Source
 from reprise.lookahead import (
     COST_SHARE,
     FAILED_PAUSE_S,
@@ -18,6 +18,7 @@ from reprise.lookahead import (
     WINDOW_MIN,
     Lookahead,
     Queue,
+    blocks_ahead,
 )
 
 STEP_S = 0.02
@@ -93,6 +94,18 @@ class Engine:
     def listed(self) -> list[tuple[int, int, bytes]]:
         """Numbers, iterations and keys of the last hint."""
         return [(number, iterations, keys.strip()) for number, iterations, _, keys in self.session.hints[-1][1]]
+
+
+def test_blocks_of_this_node_are_listed_if_one_is_on_a_device() -> None:
+    dram, nvme, peer = Source.OWN_DRAM, Source.OWN_NVME, Source.PEER_NVME
+    for sources, wanted in (
+        ([], 0),
+        ([dram, dram], 0),
+        ([dram, nvme, dram], 3),
+        ([nvme, peer, nvme], 1),
+        ([dram, peer, nvme], 0),
+    ):
+        assert blocks_ahead(sources) == wanted, sources
 
 
 def test_waiting_requests_run_in_the_order_of_their_arrival() -> None:

@@ -2,28 +2,37 @@
 
 vLLM passes only the model's name to a tier. This connector reads the other inputs of the keys (weights, revision, dtypes,
 quantization, overrides, hash algorithm) from vLLM's configuration and adds them to the tiers' configuration. Its workers
-also measure layers on the GPU and report them to the agent. Everything else is vLLM's code.
+also measure layers on the GPU and report them to the agent. Its scheduler passes the waiting requests to the tiers.
+Everything else is vLLM's code.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from reprise import Layout, Namespace, Session
 from reprise.layer_reports import Clock, GpuClock, HostClock, LayerReports
 from reprise.vllm import geometry, identity
 from reprise.vllm.computations import computation_of
 from reprise.vllm.options import TierOptions
+from reprise.vllm.tier import RepriseTier
+from reprise.vllm.waiting_chunks import WaitingRequests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 TIER_TYPE = "RepriseTier"
 
@@ -45,13 +54,45 @@ class RepriseOffloadingConnector(OffloadingConnector):
         geometry.check_prefixes(vllm_config, kv_cache_config)
         identify(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._is_by_priority = vllm_config.scheduler_config.policy == "priority"
         self._reports = layer_reports(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
+
+    def on_new_request(self, request: Request) -> None:
+        """Passes a request that waits to the tiers."""
+        super().on_new_request(request)
+        rank = (request.priority, request.arrival_time) if self._is_by_priority else ()
+        self._each_queue(
+            lambda queue: queue.arrived(request.request_id, lambda: missing_chunks(self.scheduler, request), rank)
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Removes a request from the queue of the tiers."""
+        self._each_queue(lambda queue: queue.finished(request.request_id))
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Like :meth:`request_finished`."""
+        self._each_queue(lambda queue: queue.finished(request.request_id))
+        return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns vLLM's metadata of this step with its computation."""
         metadata = super().build_connector_meta(scheduler_output)
         setattr(metadata, COMPUTATION, computation_of(scheduler_output))
+        begun, preempted = scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+        self._each_queue(lambda queue: queue.step(begun, preempted))
         return metadata
+
+    def _each_queue(self, call: Callable[[WaitingRequests], None]) -> None:
+        """Calls the queue of each Reprise tier with hints."""
+        manager = self.scheduler.manager
+        assert isinstance(manager, TieringOffloadingManager)
+        with manager.lock:
+            for tier in manager.secondary_tiers:
+                if isinstance(tier, RepriseTier) and tier.waiting is not None:
+                    call(tier.waiting)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Notes that the computation of a layer begins."""
@@ -71,6 +112,22 @@ class RepriseOffloadingConnector(OffloadingConnector):
         if self._reports is not None:
             self._reports.session.close()
         super().shutdown()
+
+
+def missing_chunks(scheduler: OffloadingConnectorScheduler, request: Request) -> list[OffloadKey]:
+    """Returns the keys of a request's full chunks, from the first one on that is not in vLLM's host memory."""
+    manager = scheduler.manager
+    assert isinstance(manager, TieringOffloadingManager)
+    if request.skip_reading_prefix_cache:
+        return []
+    # The tier supports one group.
+    (group,) = scheduler.config.kv_group_configs
+    ends = range(group.hashes_per_chunk - 1, len(request.block_hashes), group.hashes_per_chunk)
+    keys = [make_offload_key(request.block_hashes[end], group.group_idx) for end in ends]
+    context, primary = ReqContext(req_id=request.request_id), manager.primary_tier
+    # vLLM evicts the end of a prompt first.
+    first = bisect.bisect_left(keys, True, key=lambda key: primary.lookup(key, context) is LookupResult.MISS)
+    return keys[first:]
 
 
 def layer_reports(config: VllmConfig, kv_cache: KVCacheConfig) -> LayerReports:

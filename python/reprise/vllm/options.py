@@ -19,8 +19,8 @@ class MatchOptions(SharedOptions):
     """Time after which a request continues without the result of its match."""
 
     lookahead: bool = True
-    """Whether the agent is told which requests wait in the queue, so that it reads their blocks from this node's devices
-    into DRAM before they run."""
+    """Whether requests that wait in the queue are reported to the agent, so that it reads their blocks from this node's
+    devices into DRAM before they run."""
 
     extents: bool = True
     """Whether blocks move through extents of this node's devices where the agent lends them to this engine. The log names

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reprise import Session, Source, block_keys
-from reprise.lookahead import KEY_BYTES, Lookahead
+from reprise import Session, block_keys
+from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
 from reprise.vllm.adapters import AdapterIdentification, Adapters
 from reprise.vllm.computations import computation_of
 from reprise.vllm.events import KvEvents
@@ -44,9 +44,6 @@ ADAPTER_WAIT_S = 0.25
 SAVE_HOLDS_S = 0.25
 """Seconds after which the scheduler no longer waits for a save, and vLLM preempts a request instead. An agent without
 space takes longer."""
-
-REMATCH_S = 2.0
-"""Seconds after which a request that waits is matched again: its blocks may have left DRAM since."""
 
 PINNED_SHARE = 4
 """At most one in this number of vLLM's blocks may be pinned by saves. Further blocks are saved in a later step of their
@@ -354,7 +351,7 @@ class SchedulerSide:
         state = self._requests.get(request_id)
         if state is None or state.adapter is None or state.load_failed or state.request.skip_reading_prefix_cache:
             return b""
-        if state.call is not None:
+        if state.call is not None and state.call.pending is not None:
             sources = self._matcher.peek(state.call)
             if sources is not None and not self._add_part(state, sources, state.call.started_at):
                 self._start_match(state)
@@ -369,9 +366,8 @@ class SchedulerSide:
     def _keys_on_devices(self, state: RequestState, sources: Sequence[int]) -> bytes:
         """Returns the keys of the blocks of this node beyond vLLM's own, or none if all of them are in DRAM."""
         first = self._cached_by_vllm(state.request.block_hashes[: len(sources)])
-        own = (Source.OWN_DRAM, Source.OWN_NVME)
-        end = next((at for at in range(first, len(sources)) if sources[at] not in own), len(sources))
-        if Source.OWN_NVME not in sources[first:end]:
+        end = first + blocks_ahead(sources[first:])
+        if end == first:
             return b""
         ranked = [block_keys(namespace, self._hashes(state, first, end)) for namespace in self.geometry.namespaces]
         if len(ranked) == 1:

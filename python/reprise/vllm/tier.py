@@ -48,6 +48,7 @@ from reprise.vllm.lookups import Lookups
 from reprise.vllm.match_calls import Matcher
 from reprise.vllm.metrics import BUCKETS, COUNTERS, TIMES
 from reprise.vllm.options import TierOptions
+from reprise.vllm.waiting_chunks import WaitingRequests
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
@@ -133,7 +134,10 @@ class RepriseTier(SecondaryTierManager):
             extents=options.extents,
         )
         self._extents = ExtentLog(logging.getLogger("vllm.reprise"))
-        self._lookups = Lookups(Matcher(self._session, options, self._counts), self._keys)
+        matcher = Matcher(self._session, options, self._counts)
+        self._lookups = Lookups(matcher, self._keys)
+        self.waiting = WaitingRequests(matcher, self._keys) if options.lookahead else None
+        """Requests that wait, to which RepriseOffloadingConnector adds; None: no hints."""
 
     # Look-ups
 
@@ -192,6 +196,8 @@ class RepriseTier(SecondaryTierManager):
             self._results = list(self.get_finished_jobs())
         self._generation = uuid.uuid4().bytes
         self._lookups.invalidate()
+        if self.waiting is not None:
+            self.waiting.invalidate()
 
     def shutdown(self) -> None:
         """Ends threads and session, and releases vLLM's memory."""

@@ -97,6 +97,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         lora_config=flat["adapters"],
         kv_transfer_config=KVTransferConfig(**flat["transfer"]),
         kv_events_config=None,
+        scheduler_config=SimpleNamespace(policy="fcfs"),
     )
 
 
@@ -447,7 +448,7 @@ def test_rejects_an_unknown_option(weights: Path) -> None:
 
 def test_rejects_layerwise_loads_with_asynchronous_scheduling(weights: Path) -> None:
     config = engine_config(weights, transfer=transfer_config(Path("/x"), layerwise_loads=True))
-    config.scheduler_config = SimpleNamespace(async_scheduling=True)
+    config.scheduler_config = SimpleNamespace(async_scheduling=True, policy="fcfs")
     with pytest.raises(ValueError, match="--no-async-scheduling"):
         RepriseConnector(config, KVConnectorRole.SCHEDULER, kv_cache(attention()))
     config.scheduler_config.async_scheduling = False

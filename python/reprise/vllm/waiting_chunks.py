@@ -1,0 +1,98 @@
+"""Hints of the tier about requests that wait in vLLM's queue.
+
+vLLM passes a tier only the keys of the request that it schedules next. ``RepriseOffloadingConnector`` sees the whole queue
+and passes it here. A request is matched when it is within the agent's window, and again after some time. The matches
+share the time budget of the tier's look-ups, and nothing waits for their answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
+from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
+
+
+@dataclass
+class WaitingChunks:
+    """A waiting request."""
+
+    missing: Callable[[], Sequence[OffloadKey]]
+    """Returns the keys of its chunks from the first one on that vLLM does not have in host memory."""
+    call: MatchCall | None = None
+    matching: bytes = b""
+    """Packed keys of the pending match."""
+    matched_at: float | None = None
+    keys: bytes = b""
+    """Packed keys to read ahead."""
+
+
+@dataclass
+class WaitingRequests:
+    """Waiting requests of an engine, and their hints."""
+
+    matcher: Matcher
+    pack: Callable[[Collection[OffloadKey]], bytes]
+    """Converts vLLM's keys to packed keys."""
+    now: Callable[[], float] = time.monotonic
+    hints: Lookahead = field(init=False)
+    _requests: dict[str, WaitingChunks] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hints = Lookahead(self.matcher.session, self._keys_ahead)
+
+    def arrived(self, request_id: str, missing: Callable[[], Sequence[OffloadKey]], rank: tuple[Any, ...] = ()) -> None:
+        """Appends a request.
+
+        Args:
+            request_id: vLLM's name of the request.
+            missing: returns the keys of its chunks from the first one on that vLLM does not have in host memory.
+            rank: as for :meth:`reprise.lookahead.Queue.arrived`.
+        """
+        self._requests[request_id] = WaitingChunks(missing)
+        self.hints.arrived(request_id, rank)
+
+    def finished(self, request_id: str) -> None:
+        """Removes a request."""
+        self._requests.pop(request_id, None)
+        self.hints.finished(request_id)
+
+    def step(self, begun: Collection[str], preempted: Iterable[str]) -> None:
+        """Ends a step of vLLM's scheduler.
+
+        Args:
+            begun: requests that compute.
+            preempted: requests that were preempted.
+        """
+        for request_id in preempted:
+            if (request := self._requests.get(request_id)) is not None:
+                # It has more chunks than before.
+                self._requests[request_id] = WaitingChunks(request.missing)
+            self.hints.preempted([request_id])
+        self.hints.step(begun, is_idle=not begun)
+
+    def invalidate(self) -> None:
+        """Drops all matches, because the keys of chunks have changed."""
+        self._requests = {name: WaitingChunks(request.missing) for name, request in self._requests.items()}
+
+    def _keys_ahead(self, request_id: str, is_near: bool) -> bytes:
+        request = self._requests.get(request_id)
+        if request is None:
+            return b""
+        if request.call is not None and request.call.pending is not None:
+            sources = self.matcher.peek(request.call)
+            if sources is not None:
+                request.keys = request.matching[: blocks_ahead(sources) * KEY_BYTES]
+                request.call, request.matching = None, b""
+        elif is_near and (request.matched_at is None or self.now() - request.matched_at > REMATCH_S):
+            missing = request.missing()[:KEYS_PER_MATCH]
+            request.matching = self.pack(missing) if missing else b""
+            request.call = self.matcher.start(lambda: request.matching) if missing else None
+            request.matched_at = self.now() if request.call is not None or not missing else None
+        return request.keys
