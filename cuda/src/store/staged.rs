@@ -14,6 +14,7 @@ mod worker;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use reprise_io::DeviceFile;
 
@@ -26,6 +27,10 @@ use crate::store::{Backend, BackendKind, BlockPlace, EngineStream, KvGeometry, K
 
 /// Bytes of the window that make it large enough: each half has many operations in flight.
 const WINDOW_BYTES: u64 = 32 << 20;
+
+/// How long a dropped backend waits for its thread. Operations of a device that hangs in the kernel end later; the thread
+/// keeps files, window and KV memory of the host until then.
+const DROP_LIMIT: Duration = Duration::from_secs(1);
 
 /// Size of a page, of which layers of blocks must be multiples for direct I/O.
 const PAGE: usize = reprise_io::IO_ALIGN;
@@ -136,11 +141,56 @@ impl LayerMover for StagedMover {
 
 impl Drop for StagedMover {
     fn drop(&mut self) {
+        // Queued requests start nothing more, and reads that end later do not reach KV memory.
         self.requests.abandon();
         self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic of the thread was reported when it happened.
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else { return };
+        let until = Instant::now() + DROP_LIMIT;
+        while !thread.is_finished() {
+            if Instant::now() >= until {
+                tracing::error!(
+                    "a device has not ended its operations: leaving their memory and files to a thread"
+                );
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
+        // A panic of the thread was reported when it happened.
+        let _ = thread.join();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::KvOrder;
+
+    #[test]
+    fn drop_does_not_wait_for_a_device_that_hangs() {
+        let (resume, hung) = sync_channel::<()>(0);
+        let (jobs, taken) = sync_channel(1);
+        let thread = std::thread::spawn(move || {
+            let _ = hung.recv();
+            taken.iter().for_each(drop::<Job>);
+        });
+        let mut requests = Requests::default();
+        let (_, progress) = requests.open(vec![1], 4096, Duration::from_secs(60)).expect("room");
+        let job = Job {
+            operation: Operation::Read,
+            layer: 0,
+            blocks: Vec::new(),
+            after: None,
+            progress: Arc::clone(&progress),
+        };
+        assert!(jobs.try_send(job).is_ok());
+        let order = KvOrder::BlockLayerPart;
+        let geometry = KvGeometry { layers: 1, parts: 1, blocks: 1, object_bytes: PAGE, order };
+        let (jobs, thread) = (Some(jobs), Some(thread));
+        let mover = StagedMover { geometry, devices: Vec::new(), requests, is_on_gpu: false, jobs, thread };
+        let start = Instant::now();
+        drop(mover);
+        assert!(start.elapsed() < 10 * DROP_LIMIT);
+        assert!(progress.is_over() && !progress.start(1), "the queued request starts nothing");
+        drop(resume);
     }
 }

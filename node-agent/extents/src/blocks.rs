@@ -9,7 +9,7 @@
 use std::fmt;
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_client::path::BlockPath;
 use reprise_client::{
@@ -26,7 +26,7 @@ use crate::rings::{RingPath, RingPathSettings};
 /// Size of a window, if blocks are not larger: all devices are busy while it is filled.
 const WINDOW_BYTES: u64 = 32 << 20;
 
-/// Limit of the writes of a window. The arena takes its blocks if it passes.
+/// Limit of the writes of a save, with all its windows. The arena takes the other blocks if it passes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Extents that are leased for a moment, to see which devices a session may use.
@@ -317,6 +317,7 @@ impl BlockPath for ExtentBlocks {
         memory: &dyn PagedMemory,
         options: &LoadOptions,
     ) -> Result<Vec<bool>, ClientError> {
+        let deadline = Instant::now() + options.deadline;
         let keys: Vec<BlockKey> = blocks.iter().map(|(key, _)| *key).collect();
         let mut loaded = vec![false; blocks.len()];
         if lock(&self.loads).is_closed() {
@@ -329,10 +330,14 @@ impl BlockPath for ExtentBlocks {
         if on_devices.is_empty() {
             return Ok(loaded);
         }
-        let timeout = options.deadline.min(options.standstill_timeout.unwrap_or(options.deadline));
+        let standstill = options.standstill_timeout.unwrap_or(options.deadline);
         self.with((&self.loads, LOAD_PAIRS), client, |path| {
-            path.set_timeout(timeout);
             for window in on_devices.chunks(path.slots()) {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                path.set_timeout(left.min(standstill));
                 let placed: Vec<_> = window.iter().map(|index| keys[*index]).enumerate().collect();
                 for ((slot, index), result) in window.iter().enumerate().zip(path.load(&placed)?) {
                     if result == RingLoad::Verified {
@@ -365,8 +370,13 @@ impl BlockPath for ExtentBlocks {
         let known = sources(client, &keys, Scope::Local, options.stall_timeout)?.len();
         let mut statuses = vec![SaveStatus::Duplicate; known];
         self.with((&self.saves, SAVE_PAIRS), client, |path| {
-            path.set_timeout(WRITE_TIMEOUT);
+            let deadline = Instant::now() + WRITE_TIMEOUT;
             while statuses.len() < blocks.len() {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                path.set_timeout(left);
                 let at = statuses.len();
                 let window = &blocks[at..blocks.len().min(at + path.slots())];
                 window

@@ -1,17 +1,16 @@
 //! The backend `staged`: io_uring on pool files that the agent lends.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use reprise_buffers::{MappedRegion, PageBuffer};
+use reprise_buffers::MappedRegion;
 use reprise_client::{Client, PinnedExtent};
 use reprise_cuda::store::{Backend, KvGeometry, KvMemory, KvOrder, LayerMover, StagedMover};
 use reprise_io::DeviceFile;
-use reprise_policy::layout::PAGE_BYTES;
 
+use crate::headers::HeaderReader;
 use crate::path::{Devices, ExtentDevice, ExtentPath};
 use crate::rings::geometry_of;
 
@@ -26,6 +25,7 @@ pub struct FileDevices {
     /// By index of the backend.
     files: Vec<(u32, Arc<File>)>,
     mover: StagedMover,
+    headers: HeaderReader,
 }
 
 impl FileDevices {
@@ -35,7 +35,8 @@ impl FileDevices {
         files: Vec<(u32, Arc<File>)>,
     ) -> anyhow::Result<FileDevices> {
         let mover = mover_of(geometry, &memory, &files)?;
-        Ok(FileDevices { geometry, memory, files, mover })
+        let headers = HeaderReader::start().context("a thread for header pages")?;
+        Ok(FileDevices { geometry, memory, files, mover, headers })
     }
 }
 
@@ -97,15 +98,10 @@ impl Devices for FileDevices {
         &mut self,
         _: (&MappedRegion, u64),
         extents: &[&PinnedExtent],
-        _: Duration,
+        deadline: Instant,
     ) -> anyhow::Result<Vec<Option<Vec<u8>>>> {
-        let mut page = PageBuffer::new(PAGE_BYTES as usize).context("a header page")?;
-        let mut read = |extent: &&PinnedExtent| {
-            let file = extent.file()?;
-            file.read_exact_at(&mut page, extent.offset()).ok()?;
-            Some(page.to_vec())
-        };
-        Ok(extents.iter().map(&mut read).collect())
+        let page = |extent: &&PinnedExtent| (extent.file().cloned(), extent.offset());
+        Ok(self.headers.read(extents.iter().map(page).collect(), deadline))
     }
 
     fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>> {
@@ -113,7 +109,7 @@ impl Devices for FileDevices {
     }
 
     fn is_settled(&self) -> bool {
-        self.mover.given_up() == 0
+        self.mover.given_up() == 0 && self.headers.given_up() == 0
     }
 
     fn is_usable(&self) -> bool {

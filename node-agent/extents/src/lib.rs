@@ -26,6 +26,7 @@
 mod blocks;
 mod device;
 mod files;
+mod headers;
 mod path;
 mod rings;
 

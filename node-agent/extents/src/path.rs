@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use reprise_buffers::{MappedRegion, Span};
@@ -47,7 +47,7 @@ pub trait Devices: fmt::Debug {
     /// Returns the backend, to read its state.
     fn state(&self) -> &dyn LayerMover;
 
-    /// Reads header pages of extents on open devices; `None` for a page that could not be read. `memory` has room for
+    /// Reads header pages of extents on open devices; `None` for a page that could not be read by the deadline. `memory` has room for
     /// [`HEADERS`] pages from `at` on.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ pub trait Devices: fmt::Debug {
         &mut self,
         memory: (&MappedRegion, u64),
         extents: &[&PinnedExtent],
-        timeout: Duration,
+        deadline: Instant,
     ) -> anyhow::Result<Vec<Option<Vec<u8>>>>;
 
     /// Makes the devices usable again after transfers were given up. `ended` is the result of the transfers.
@@ -100,7 +100,7 @@ pub struct ExtentPath<D> {
     pub(crate) geometry: KvGeometry,
     /// Memory of blocks, then pages for headers.
     pub(crate) memory: MappedRegion,
-    /// Limit of a save or a load, for all its layers.
+    /// Limit of the transfers of a save or a load, with all its blocks and layers.
     pub(crate) timeout: Duration,
     pub(crate) devices: D,
     held: Vec<Held>,
@@ -142,7 +142,7 @@ impl<D: Devices> ExtentPath<D> {
         self.geometry.blocks
     }
 
-    /// Sets the limit of a save or a load, for all its layers.
+    /// Sets the limit of the transfers of a save or a load, with all its blocks and layers.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -179,7 +179,7 @@ impl<D: Devices> ExtentPath<D> {
         let payloads = extents.iter().map(LeasedExtent::payload_offset);
         let slots = blocks.iter().map(|(slot, _)| *slot);
         let places = self.places(&leased.collect::<Vec<_>>(), payloads, slots)?;
-        let ended = self.transfer(Operation::Write, &places);
+        let ended = self.transfer(Operation::Write, &places, Instant::now() + self.timeout);
         let failed = self.devices.settle(ended);
         if !self.devices.is_settled() {
             self.held.extend(extents.into_iter().map(|extent| Held::Leased { _extent: extent }));
@@ -226,19 +226,28 @@ impl<D: Devices> ExtentPath<D> {
         Ok(order.into_iter().filter_map(|index| leased[index].take()).collect())
     }
 
-    /// Loads blocks into the memory and verifies them.
+    /// Loads blocks into the memory and verifies them. Blocks that are late have failed.
     ///
     /// # Errors
     /// The session has ended, or the backend fails.
     pub fn load(&mut self, blocks: &[(usize, BlockKey)]) -> anyhow::Result<Vec<RingLoad>> {
+        let deadline = Instant::now() + self.timeout;
         let mut results = Vec::with_capacity(blocks.len());
         for window in blocks.chunks(HEADERS) {
-            results.extend(self.load_window(window)?);
+            if Instant::now() >= deadline {
+                break;
+            }
+            results.extend(self.load_window(window, deadline)?);
         }
+        results.resize(blocks.len(), RingLoad::Failed);
         Ok(results)
     }
 
-    fn load_window(&mut self, blocks: &[(usize, BlockKey)]) -> anyhow::Result<Vec<RingLoad>> {
+    fn load_window(
+        &mut self,
+        blocks: &[(usize, BlockKey)],
+        deadline: Instant,
+    ) -> anyhow::Result<Vec<RingLoad>> {
         self.release_held()?;
         let keys: Vec<BlockKey> = blocks.iter().map(|(_, key)| *key).collect();
         let mut results = vec![RingLoad::Miss; blocks.len()];
@@ -249,7 +258,7 @@ impl<D: Devices> ExtentPath<D> {
                 PinOutcome::Pinned(_) | PinOutcome::Miss | PinOutcome::NotDurable | PinOutcome::Limit => {}
             }
         }
-        let read = self.read_pinned(blocks, &pinned, &mut results);
+        let read = self.read_pinned(blocks, (&pinned, deadline), &mut results);
         if !self.devices.is_settled() {
             self.held.extend(pinned.into_iter().map(|(_, extent)| Held::Pinned { _extent: extent }));
         }
@@ -260,10 +269,10 @@ impl<D: Devices> ExtentPath<D> {
     fn read_pinned(
         &mut self,
         blocks: &[(usize, BlockKey)],
-        pinned: &[(usize, PinnedExtent)],
+        (pinned, deadline): (&[(usize, PinnedExtent)], Instant),
         results: &mut [RingLoad],
     ) -> anyhow::Result<()> {
-        let checksums = self.read_checksums(pinned)?;
+        let checksums = self.read_checksums(pinned, deadline)?;
         for ((index, _), checksums) in pinned.iter().zip(&checksums) {
             results[*index] = *checksums.as_ref().err().unwrap_or(&RingLoad::Verified);
         }
@@ -274,7 +283,7 @@ impl<D: Devices> ExtentPath<D> {
         let payloads = readable.iter().map(|(_, extent)| extent.offset() + PAGE_BYTES);
         let slots = readable.iter().map(|(index, _)| blocks[*index].0);
         let places = self.places(&devices.collect::<Vec<_>>(), payloads, slots)?;
-        let ended = self.transfer(Operation::Read, &places);
+        let ended = self.transfer(Operation::Read, &places, deadline);
         for failed in self.devices.settle(ended)? {
             results[readable[failed].0] = RingLoad::Failed;
         }
@@ -293,12 +302,13 @@ impl<D: Devices> ExtentPath<D> {
     fn read_checksums(
         &mut self,
         pinned: &[(usize, PinnedExtent)],
+        deadline: Instant,
     ) -> anyhow::Result<Vec<Result<Vec<u32>, RingLoad>>> {
         let extents: Vec<&PinnedExtent> = pinned.iter().map(|(_, extent)| extent).collect();
         let devices = extents.iter().map(|extent| (extent.device(), extent.file().cloned()));
         self.devices.ensure(&devices.collect::<Vec<_>>())?;
         let memory = (&self.memory, self.geometry.bytes());
-        let headers = self.devices.read_headers(memory, &extents, self.timeout)?;
+        let headers = self.devices.read_headers(memory, &extents, deadline)?;
         let checksums = extents.into_iter().zip(headers).map(|(extent, header)| match header {
             None => Err(RingLoad::Failed),
             Some(header) => extent.checksums(&header).map_err(|_| RingLoad::Corrupt),
@@ -322,13 +332,19 @@ impl<D: Devices> ExtentPath<D> {
     }
 
     /// Moves all layers of blocks, with one call for each layer. Returns the indices of blocks that failed.
-    fn transfer(&mut self, operation: Operation, places: &[BlockPlace]) -> anyhow::Result<Vec<usize>> {
+    fn transfer(
+        &mut self,
+        operation: Operation,
+        places: &[BlockPlace],
+        deadline: Instant,
+    ) -> anyhow::Result<Vec<usize>> {
         if places.is_empty() {
             return Ok(Vec::new());
         }
-        let (timeout, mover) = (self.timeout, self.devices.mover());
+        let mover = self.devices.mover();
         let mut tickets = Vec::with_capacity(self.geometry.layers);
         for layer in 0..self.geometry.layers {
+            let timeout = deadline.saturating_duration_since(Instant::now());
             let request = LayerRequest { layer, blocks: places, timeout, order: RequestOrder::Unordered };
             tickets.push(match operation {
                 Operation::Write => mover.store_layer(&request)?,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use reprise_buffers::MappedRegion;
@@ -94,7 +94,7 @@ impl Devices for RingDevices {
         &mut self,
         (memory, at): (&MappedRegion, u64),
         extents: &[&PinnedExtent],
-        timeout: Duration,
+        deadline: Instant,
     ) -> anyhow::Result<Vec<Option<Vec<u8>>>> {
         let page = |index: usize| at + index as u64 * PAGE_BYTES;
         let list = |(device, granted): (&u32, &GrantedDevice)| {
@@ -104,6 +104,7 @@ impl Devices for RingDevices {
             (granted.index, transfers.collect())
         };
         let lists = self.granted.iter().map(list).collect();
+        let timeout = deadline.saturating_duration_since(Instant::now());
         let ticket = self.mover.submit_transfers(Operation::Read, lists, extents.len(), timeout)?;
         let ended = finish(&mut self.mover, [ticket]);
         let failed = self.settle(ended)?;
@@ -139,7 +140,9 @@ impl Devices for RingDevices {
         ended
     }
 
-    /// Commands have ended, or their queue pairs were deleted.
+    /// Commands have ended, or their queue pairs were deleted, or the session has ended, because a deletion was not
+    /// confirmed ([`Client::return_queues`]): then dropped extents stay with the agent, which keeps them until the deletion
+    /// or a reset of the device.
     fn is_settled(&self) -> bool {
         true
     }
