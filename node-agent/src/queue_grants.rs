@@ -6,7 +6,7 @@
 //! end ────────────▶ delete queue pairs ─▶ unmap their files and the memory ─▶ the core may reuse the extents
 //! ```
 //!
-//! A session's reader thread makes all its calls, and ends its grants before the core learns of the session's end
+//! A thread of the session makes all its calls, and its reader ends its grants before the core learns of the session's end
 //! ([`QueueGrantService::close_session`]). So a killed engine's commands have ended before its leased extents leave
 //! quarantine. If the controller does not confirm a deletion, its commands may still run: the session stays fenced, the
 //! core keeps its extents until the device is closed, and the memory stays mapped until the controller was disabled.
@@ -18,7 +18,7 @@
 
 mod resources;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -38,7 +38,8 @@ use reprise_policy::queue_grants::{
 
 use resources::{HeldQueue, HeldQueues, MemoryAccess, Resources};
 
-/// How long a returned grant waits for a deletion that another thread has begun: longer than admin commands take.
+/// How long a returned grant waits for a deletion that another thread has begun: longer than admin commands take. The
+/// session is fenced after it.
 const END_WAIT: Duration = Duration::from_secs(10);
 
 /// Finds the controller of a device; `None` after the device was closed.

@@ -11,6 +11,8 @@
 //! session whose queue overflows or does not drain is closed. The end of a session is one event, sent after
 //! its last request.
 //!
+//! A further thread of a session with queue pairs makes its calls about them ([`queue_calls`]).
+//!
 //! Out of scope: decisions about blocks (the core's task). Clients are authenticated only by their user id
 //! and, in a cluster, their token ([`identity`]).
 
@@ -50,12 +52,14 @@ use backend::StatedBackend;
 use decode::DecodeResult;
 use frame::{FrameError, FrameReader};
 use outbound::{Outbound, Outgoing};
+use queue_calls::QueueCalls;
 
 pub(crate) use frame::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX};
 pub(crate) use identity::{Identity, Review};
 pub(crate) use listener::{SessionServer, SessionServerSettings};
 
-/// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads.
+/// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads,
+/// or three with queue pairs.
 pub(crate) const SESSIONS_MAX: usize = 256;
 
 // The core has room for all sessions, and for as many whose end it has not processed yet.
@@ -181,6 +185,10 @@ impl Session {
         self.is_fenced.store(true, Ordering::Release);
     }
 
+    fn is_fenced(&self) -> bool {
+        self.is_fenced.load(Ordering::Acquire)
+    }
+
     fn refuse(&self, id: u64, kind: local::FailureKind, message: &str) {
         self.outbound.send(Outgoing::Frame(encode::failure(id, kind, message)));
     }
@@ -188,18 +196,31 @@ impl Session {
 
 /// Reads requests until the session ends, then reports the end to the core.
 fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut FrameReader) {
+    std::thread::scope(|scope| {
+        let queues = QueueCalls::new(scope, context, session);
+        read_until_end(context, session, frames, queues);
+    });
+    context.slack.session_closed(session.id);
+    // First, so that no command of its queue pairs runs when the core frees its extents.
+    context.queue_grants.close_session(session.id);
+    let closed = Event::SessionClosed { session: session.id };
+    // Fails only if the core has stopped.
+    let _ = context.inbox.send(Input::Event(closed));
+}
+
+/// Reads requests until the session ends.
+fn read_until_end(
+    context: &SessionContext,
+    session: &Session,
+    frames: &mut FrameReader,
+    mut queues: QueueCalls<'_, '_>,
+) {
     let mut slack_reports = SlackReports::default();
     loop {
         match frames.next_frame() {
-            Ok(Some(_)) if session.is_fenced.load(Ordering::Acquire) => break,
+            Ok(Some(_)) if session.is_fenced() => break,
             Ok(Some(frame)) => match decode::request(frame) {
-                Ok(DecodeResult::Queues { id, call }) => {
-                    if context.draining.load(Ordering::Relaxed) && !call.frees_resources() {
-                        session.refuse(id, local::FailureKind::Busy, STOPPING);
-                    } else {
-                        queue_calls::answer(context, session, frames, (id, call));
-                    }
-                }
+                Ok(DecodeResult::Queues { id, call }) => queues.make(frames, id, call),
                 Ok(DecodeResult::Layer { id, report }) => {
                     if !report_layer(context, session, &mut slack_reports, (id, &report)) {
                         break;
@@ -207,7 +228,7 @@ fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut 
                 }
                 Ok(DecodeResult::Backend { id, backend }) => use_backend(session, id, backend),
                 Ok(decoded) => {
-                    if !submit_request(context, session, decoded) {
+                    if !queues.submit(decoded) {
                         break;
                     }
                 }
@@ -233,12 +254,6 @@ fn read_requests(context: &SessionContext, session: &Arc<Session>, frames: &mut 
             }
         }
     }
-    context.slack.session_closed(session.id);
-    // First, so that no command of its queue pairs runs when the core frees its extents.
-    context.queue_grants.close_session(session.id);
-    let closed = Event::SessionClosed { session: session.id };
-    // Fails only if the core has stopped.
-    let _ = context.inbox.send(Input::Event(closed));
 }
 
 fn frees_resources(body: &event::Request) -> bool {

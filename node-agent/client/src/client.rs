@@ -476,7 +476,7 @@ impl Session {
     }
 
     /// Runs one call with a specific timeout.
-    fn call_within(
+    pub(crate) fn call_within(
         &self,
         call: &'static str,
         body: request::Body,

@@ -16,6 +16,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use reprise_buffers::{Access, MappedRegion};
 use reprise_proto::local::{self, request, response};
@@ -25,6 +26,11 @@ use crate::error::ClientError;
 
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
 pub const QUEUE_PAIRS_MAX: u32 = 64;
+
+/// Limit of calls about memory and queue pairs, unless the session's call timeout is longer. The agent pins the memory for
+/// the controller (about a second for 4 GiB), and waits for admin commands: 5 s each if the controller hangs, and 10 s for
+/// a deletion on another thread. Other calls of the session go on meanwhile.
+pub const QUEUE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum revocations that are kept for grants that are not known yet.
 const EARLY_REVOCATIONS_MAX: usize = 64;
@@ -54,7 +60,7 @@ impl Client {
     pub fn register_memory(&self, file: OwnedFd, bytes: u64) -> Result<RegisteredMemory, ClientError> {
         let body = request::Body::RegisterMemory(local::RegisterMemory { bytes });
         let _span = self.session().span("register memory").entered();
-        let timeout = self.session().call_timeout();
+        let timeout = self.queue_call_timeout();
         let answer =
             self.session().connection().begin_with("register memory", (body, Some(file)), timeout)?.wait()?;
         match answer {
@@ -76,7 +82,8 @@ impl Client {
         memory: &RegisteredMemory,
     ) -> Result<QueueGrant, ClientError> {
         let request = local::RequestQueues { device, pairs, depth, memory: memory.number };
-        match self.session().call("request queues", request::Body::RequestQueues(request))? {
+        let body = request::Body::RequestQueues(request);
+        match self.session().call_within("request queues", body, self.queue_call_timeout())? {
             response::Body::QueuesGranted(answer) => {
                 granted(self.session(), device, &answer).map_err(|error| self.session().broken(error))
             }
@@ -87,15 +94,30 @@ impl Client {
     /// Returns a grant, and waits until the agent has deleted its queue pairs: no command accesses memory afterwards.
     ///
     /// # Errors
-    /// `Timeout`, `AgentLost`.
+    /// `AgentLost`; `Timeout` and the agent's refusals, after which the session has ended. The agent then keeps the
+    /// session's extents until the queue pairs are deleted or the device is reset.
     pub fn return_queues(&self, grant: QueueGrant) -> Result<(), ClientError> {
+        self.return_queues_within(grant, self.queue_call_timeout())
+    }
+
+    /// [`Client::return_queues`] with a specific timeout.
+    ///
+    /// # Errors
+    /// As [`Client::return_queues`].
+    pub fn return_queues_within(&self, grant: QueueGrant, timeout: Duration) -> Result<(), ClientError> {
         let body = request::Body::ReturnQueues(local::ReturnQueues { generation: grant.generation() });
-        let answer = self.session().call("return queues", body);
+        let answer = self.session().call_within("return queues", body, timeout);
         drop(grant);
-        match answer? {
-            response::Body::QueuesReturned(local::QueuesReturned {}) => Ok(()),
-            _ => Err(self.session().broken(ClientError::unexpected("return queues"))),
+        match answer {
+            Ok(response::Body::QueuesReturned(local::QueuesReturned {})) => Ok(()),
+            Ok(_) => Err(self.session().broken(ClientError::unexpected("return queues"))),
+            // Commands may still run. In this session, dropped leases and pins would free their extents.
+            Err(error) => Err(self.session().broken(error)),
         }
+    }
+
+    fn queue_call_timeout(&self) -> Duration {
+        QUEUE_CALL_TIMEOUT.max(self.session().call_timeout())
     }
 }
 

@@ -9,25 +9,25 @@ use reprise_policy::TenantId;
 
 use super::*;
 
-const DEVICE: DeviceId = DeviceId(2);
+pub(crate) const DEVICE: DeviceId = DeviceId(2);
 const ONE: SessionId = SessionId(1);
 const TENANT: TenantId = TenantId(0);
 const LIMITS: QueueGrantLimits = QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
 
-type Log = Arc<Mutex<Vec<String>>>;
+pub(crate) type Log = Arc<Mutex<Vec<String>>>;
 
 /// A controller with some queue pairs.
-struct FakeLender {
+pub(crate) struct FakeLender {
     log: Log,
     free: Mutex<Vec<u16>>,
-    hangs: AtomicBool,
+    pub(crate) hangs: AtomicBool,
     /// Memory that it may access until it is disabled.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
     silenced: Mutex<Vec<u16>>,
     /// Runs when the next queue pair is created.
-    on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    pub(crate) on_lend: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     /// Runs when the next queue pair is deleted.
-    on_delete: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    pub(crate) on_delete: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 /// Records its own drop in the log.
@@ -40,7 +40,7 @@ impl Drop for Guard {
 }
 
 impl FakeLender {
-    fn new(log: &Log) -> Arc<FakeLender> {
+    pub(crate) fn new(log: &Log) -> Arc<FakeLender> {
         Arc::new(FakeLender {
             log: Arc::clone(log),
             free: Mutex::new(vec![4, 3, 2, 1]),
@@ -124,7 +124,7 @@ impl QueueLender for FakeLender {
 }
 
 /// Adds a controller as the device.
-fn attach(service: &QueueGrantService, lender: &Arc<FakeLender>) {
+pub(crate) fn attach(service: &QueueGrantService, lender: &Arc<FakeLender>) {
     let weak = Arc::downgrade(lender);
     let find: FindLender = Arc::new(move || weak.upgrade().map(|lender| lender as Arc<dyn QueueLender>));
     service.add_device(DEVICE, LendingDevice { find, serial: "S1".into(), namespace: 1, is_emulated: true });

@@ -1,17 +1,26 @@
-//! Calls about queue pairs that a session drives itself. The session's reader thread makes them: they wait for
-//! controllers, and the core does not.
+//! Calls about queue pairs that a session drives itself. They wait for controllers and pin memory, so a thread of the
+//! session makes them, in order, while the reader goes on with other requests. The thread starts with the first call.
+//!
+//! Requests that free extents do not overtake a return before them: they wait for its end behind it. If the controller does
+//! not confirm the return, they are dropped, and the session ends fenced: its extents stay in quarantine.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::thread::{Builder, Scope};
 
+use reprise_agent_core::event::Request;
 use reprise_nvme::DataFormat;
 use reprise_policy::queue_grants::{
     GrantEnd, GrantGeneration, MemoryNumber, QueueGrantRefusal, QueueRequest,
 };
 use reprise_proto::local::{self, FailureKind, response::Body};
 
+use super::decode::DecodeResult;
 use super::frame::{Descriptor, Frame, FrameReader};
 use super::outbound::Outgoing;
-use super::{Session, SessionContext};
+use super::{STOPPING, Session, SessionContext, submit_request};
 use crate::queue_grants::{NewGrant, NewQueue, RevocationEnd, RevocationSink};
 
 /// A request about queue pairs.
@@ -39,15 +48,143 @@ impl QueueCall {
     }
 }
 
+/// Maximum calls that wait for the thread; a client has one or a few. Further ones are refused, except returns, which the
+/// reader waits for.
+const WAITING_MAX: usize = 64;
+
+/// Work of the thread.
+enum Job {
+    /// A call, with the descriptor that came with it.
+    Call { id: u64, call: QueueCall, file: Option<OwnedFd> },
+    /// A request for the core behind a return.
+    Behind(DecodeResult),
+}
+
+/// State that reader and thread share.
+#[derive(Default)]
+struct Shared {
+    /// Returns that were read and have not ended.
+    returns: AtomicUsize,
+    /// The session has ended: the rest of the work is dropped.
+    has_ended: AtomicBool,
+}
+
+/// The calls of a session; see the module. Its thread ends after this is dropped, with the call that it makes.
+pub(super) struct QueueCalls<'scope, 'env> {
+    scope: &'scope Scope<'scope, 'env>,
+    context: &'env SessionContext,
+    session: &'env Arc<Session>,
+    shared: Arc<Shared>,
+    jobs: Option<SyncSender<Job>>,
+}
+
+impl<'scope, 'env> QueueCalls<'scope, 'env> {
+    pub(super) fn new(
+        scope: &'scope Scope<'scope, 'env>,
+        context: &'env SessionContext,
+        session: &'env Arc<Session>,
+    ) -> QueueCalls<'scope, 'env> {
+        QueueCalls { scope, context, session, shared: Arc::default(), jobs: None }
+    }
+
+    /// Passes a call to the thread, which sends the answer.
+    pub(super) fn make(&mut self, frames: &mut FrameReader, id: u64, call: QueueCall) {
+        if self.context.draining.load(Ordering::Relaxed) && !call.frees_resources() {
+            return self.session.refuse(id, FailureKind::Busy, STOPPING);
+        }
+        // Closed with the job, unless queue pairs are granted.
+        let file = if matches!(call, QueueCall::Register { .. }) { frames.take_descriptor() } else { None };
+        let Some(jobs) = self.thread() else {
+            let text = "the agent cannot spawn a thread for queue pairs: retry later";
+            tracing::warn!(
+                session = self.session.id.0,
+                "cannot spawn a thread for the queue pairs of a session"
+            );
+            return self.session.refuse(id, FailureKind::Busy, text);
+        };
+        let job = Job::Call { id, call, file };
+        if call.frees_resources() {
+            self.shared.returns.fetch_add(1, Ordering::Relaxed);
+            // Fails only if the thread has panicked, which ends the process.
+            let _ = jobs.send(job);
+        } else if let Err(TrySendError::Full(_)) = jobs.try_send(job) {
+            let text = format!("{WAITING_MAX} calls about queue pairs of this session wait: retry later");
+            self.session.refuse(id, FailureKind::Busy, &text);
+        }
+    }
+
+    /// Passes a request to the core, behind the returns before it if it frees extents. Returns false if the core has
+    /// stopped.
+    pub(super) fn submit(&mut self, decoded: DecodeResult) -> bool {
+        if !frees_extents(&decoded) {
+            return submit_request(self.context, self.session, decoded);
+        }
+        if self.shared.returns.load(Ordering::Acquire) > 0
+            && let Some(jobs) = &self.jobs
+        {
+            let _ = jobs.send(Job::Behind(decoded));
+            return true;
+        }
+        // A return that has just ended may have fenced the session.
+        self.session.is_fenced() || submit_request(self.context, self.session, decoded)
+    }
+
+    /// Returns the channel to the thread, which starts with the first call.
+    fn thread(&mut self) -> Option<SyncSender<Job>> {
+        if self.jobs.is_none() {
+            let (jobs, taken) = sync_channel(WAITING_MAX);
+            let (context, session, shared) = (self.context, self.session, Arc::clone(&self.shared));
+            let name = Builder::new().name(format!("session-{}-nvme", session.id));
+            name.spawn_scoped(self.scope, move || run(context, session, &shared, &taken)).ok()?;
+            self.jobs = Some(jobs);
+        }
+        self.jobs.clone()
+    }
+}
+
+impl Drop for QueueCalls<'_, '_> {
+    fn drop(&mut self) {
+        self.shared.has_ended.store(true, Ordering::Release);
+    }
+}
+
+/// Makes calls until the session ends; body of the thread.
+fn run(context: &SessionContext, session: &Arc<Session>, shared: &Shared, jobs: &Receiver<Job>) {
+    while let Ok(job) = jobs.recv() {
+        // The end of the session ends all its grants, and quarantines its extents.
+        if shared.has_ended.load(Ordering::Acquire) {
+            return;
+        }
+        match job {
+            Job::Call { id, call, file } => {
+                answer(context, session, file, (id, call));
+                if call.frees_resources() {
+                    // After the session was fenced, if it was.
+                    shared.returns.fetch_sub(1, Ordering::Release);
+                }
+            }
+            Job::Behind(_) if session.is_fenced() => {}
+            // The reader sees that the core has stopped.
+            Job::Behind(decoded) => drop(submit_request(context, session, decoded)),
+        }
+    }
+}
+
+/// Whether a request frees extents that commands of queue pairs may access.
+fn frees_extents(decoded: &DecodeResult) -> bool {
+    let DecodeResult::Request { body, .. } = decoded else { return false };
+    matches!(body, Request::Abort { .. } | Request::Unpin { .. })
+}
+
 /// Makes a call and sends its answer.
-pub(super) fn answer(
+fn answer(
     context: &SessionContext,
     session: &Arc<Session>,
-    frames: &mut FrameReader,
+    file: Option<OwnedFd>,
     (id, call): (u64, QueueCall),
 ) {
     let answered = match call {
-        QueueCall::Register { bytes } => register(context, session, frames, bytes).map(|memory| {
+        QueueCall::Register { bytes } => register(context, session, file, bytes).map(|memory| {
             let registered = local::MemoryRegistered { memory: memory.0 };
             frame(id, Body::MemoryRegistered(registered), Vec::new())
         }),
@@ -78,11 +215,8 @@ fn returned(session: &Session, id: u64, end: GrantEnd) {
             let body = Body::QueuesReturned(local::QueuesReturned {});
             session.outbound.send(Outgoing::Frame(frame(id, body, Vec::new())));
         }
-        GrantEnd::Pending => {
-            let text = "the queue pairs are still being deleted: return them again later";
-            session.refuse(id, FailureKind::Busy, text);
-        }
-        GrantEnd::Unconfirmed => {
+        // A deletion that takes this long may never be confirmed; the extents are free when it is.
+        GrantEnd::Pending | GrantEnd::Unconfirmed => {
             let text = "the controller has not confirmed the end of the queue pairs, and may still run their commands: \
                         the session ends. Do not reuse the memory until the device was closed";
             tracing::error!(session = session.id.0, "session closed: its queue pairs could not be deleted");
@@ -96,14 +230,14 @@ fn returned(session: &Session, id: u64, end: GrantEnd) {
 fn register(
     context: &SessionContext,
     session: &Arc<Session>,
-    frames: &mut FrameReader,
+    file: Option<OwnedFd>,
     bytes: u64,
 ) -> Result<MemoryNumber, QueueGrantRefusal> {
     let missing =
         || QueueGrantRefusal::Invalid("register memory: no descriptor came with the request".to_owned());
     // Descriptors are closed unless queue pairs are granted.
     context.queue_grants.check_enabled()?;
-    let file = frames.take_descriptor().ok_or_else(missing)?;
+    let file = file.ok_or_else(missing)?;
     let weak = Arc::downgrade(session);
     let sink: RevocationSink = Arc::new(move |generation, reason, end| {
         if let Some(session) = weak.upgrade() {
@@ -170,3 +304,6 @@ fn revoked(generation: GrantGeneration, reason: &str) -> Frame {
     let notice = local::QueuesRevoked { generation: generation.0, reason: reason.to_owned() };
     frame(0, Body::QueuesRevoked(notice), Vec::new())
 }
+
+#[cfg(test)]
+mod tests;

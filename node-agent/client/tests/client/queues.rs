@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::channel;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use reprise_buffers::{MappedRegion, recv_with_fds};
-use reprise_client::ClientError;
 use reprise_client::queues::DataFormat;
+use reprise_client::{Client, ClientError};
 use reprise_proto::local::{self, request, response};
 
 use crate::fake_agent::{FakeAgent, LONG, Peer};
@@ -100,6 +100,51 @@ fn memory_is_registered_and_granted_queue_pairs_are_mapped_until_they_are_return
     theirs.span(4096, 4).expect("inside").copy_out(&mut read);
     assert_eq!(&read, b"test", "both processes map the same memory");
     client.return_queues(granted).expect("returned");
+    agent.end(client);
+}
+
+#[test]
+fn queue_pairs_may_take_longer_than_other_calls() {
+    const CALL: Duration = Duration::from_millis(50);
+    let agent = FakeAgent::serve(move |peer| {
+        drop(register(peer));
+        std::thread::sleep(10 * CALL);
+        let files = answer(peer, grant(vec![queue()]));
+        let (id, body) = peer.expect("a return");
+        assert!(matches!(body, request::Body::ReturnQueues(_)), "{body:?}");
+        std::thread::sleep(10 * CALL);
+        peer.reply(id, response::Body::QueuesReturned(local::QueuesReturned {}));
+        drop(files);
+    });
+    let client = Client::connect(agent.options().call_timeout(CALL)).expect("a session");
+    let memory =
+        client.register_memory(MappedRegion::allocate(8192).expect("memory").1, 8192).expect("registered");
+    let granted = client.request_queues(2, (1, 16), &memory).expect("granted after ten timeouts");
+    client.return_queues(granted).expect("returned after ten timeouts");
+    agent.end(client);
+}
+
+#[test]
+fn return_without_an_answer_ends_the_session_so_that_no_extent_is_freed() {
+    let agent = FakeAgent::serve(move |peer| {
+        drop(register(peer));
+        let files = answer(peer, grant(vec![queue()]));
+        let mut returns = 0;
+        while let Some((_, body)) = peer.receive() {
+            assert!(matches!(body, request::Body::ReturnQueues(_)), "{body:?}");
+            returns += 1;
+        }
+        // Without an answer, and nothing follows.
+        assert_eq!(returns, 2, "the call, and the drop of the grant");
+        drop(files);
+    });
+    let client = agent.connect();
+    let memory =
+        client.register_memory(MappedRegion::allocate(8192).expect("memory").1, 8192).expect("registered");
+    let granted = client.request_queues(2, (1, 16), &memory).expect("granted");
+    let error = client.return_queues_within(granted, Duration::from_millis(100)).expect_err("no answer");
+    assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    assert!(!client.is_alive(), "its leases and pins must stay with the agent");
     agent.end(client);
 }
 
