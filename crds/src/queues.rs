@@ -92,8 +92,8 @@ pub struct GPUQueueAllocationSpec {
 choice! {
     /// Sharing of a controller with other allocations.
     QueueIsolation {
-        /// Other trusted allocations use the same controller. All queues of a controller share its
-        /// registers, so a user of one queue can reach the others.
+        /// Other trusted allocations use the same controller. Any queue of a controller reaches the whole device
+        /// and all memory that is mapped for the controller, so a user of one queue can access the data of the others.
         TrustedShared,
         /// No other allocation uses the controller.
         ExclusiveController,
