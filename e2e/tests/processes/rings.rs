@@ -118,7 +118,8 @@ fn rings_save_and_load_blocks_byte_exact_in_each_order_of_kv_memory() {
         let block_bytes = small().block_bytes();
         for (backend, direction, blocks) in [
             ("gpu-queue-emulated", "save", saved),
-            ("gpu-queue-emulated", "load", saved),
+            ("gpu-queue-emulated", "pin", saved),
+            ("gpu-queue-emulated", "load", 0),
             ("arena", "save", 0),
             ("arena", "load", saved),
             ("unstated", "load", 0),

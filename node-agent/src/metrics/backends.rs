@@ -22,6 +22,8 @@ pub(crate) enum BlockPath {
 pub(crate) enum Direction {
     Save,
     Load,
+    /// To an extent that is pinned for the client, which may read it. The agent does not see whether it does.
+    Pin,
 }
 
 /// Blocks and their payload bytes.
@@ -72,8 +74,8 @@ struct TrafficLabels {
 pub(super) struct BackendMetrics {
     /// By index of the path. No session has an unstated path.
     sessions: [Gauge; PATHS],
-    /// Blocks and bytes by index of the path, saved and loaded.
-    traffic: [[(Counter, Counter); 2]; PATHS],
+    /// Blocks and bytes by index of the path, then of the direction.
+    traffic: [[(Counter, Counter); 3]; PATHS],
 }
 
 impl BackendMetrics {
@@ -88,14 +90,14 @@ impl BackendMetrics {
         );
         registry.register(
             "session_blocks",
-            "Blocks that sessions have committed, or loaded or pinned to read, by the backend that moves them",
+            "Blocks that sessions have committed or loaded, or pinned to read them themselves, by the backend that moves them",
             blocks.clone(),
         );
         registry.register("session_bytes", "Payload bytes of these blocks", bytes.clone());
         let mut paths = BlockPath::all();
         let traffic = std::array::from_fn(|_| {
             let backend = paths.next().expect("a path for each index").name();
-            ["save", "load"].map(|direction| {
+            ["save", "load", "pin"].map(|direction| {
                 let labels = TrafficLabels { backend, direction };
                 (blocks.get_or_create(&labels).clone(), bytes.get_or_create(&labels).clone())
             })
@@ -147,6 +149,7 @@ mod tests {
         let gds = BlockPath::Backend(TransferBackend::Gds);
         metrics.set_sessions([gds, BlockPath::Arena, gds].into_iter());
         metrics.moved(gds, Direction::Load, BlockCount { blocks: 3, bytes: 12_288 });
+        metrics.moved(gds, Direction::Pin, BlockCount { blocks: 2, bytes: 8192 });
         metrics.moved(BlockPath::Arena, Direction::Save, BlockCount { blocks: 1, bytes: 4096 });
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).expect("renders");
@@ -156,6 +159,7 @@ mod tests {
             "sessions_by_backend{backend=\"gpu-queue\"} 0",
             "session_blocks_total{backend=\"gds\",direction=\"load\"} 3",
             "session_bytes_total{backend=\"gds\",direction=\"load\"} 12288",
+            "session_blocks_total{backend=\"gds\",direction=\"pin\"} 2",
             "session_bytes_total{backend=\"arena\",direction=\"save\"} 4096",
             "session_blocks_total{backend=\"gpu-queue-emulated\",direction=\"save\"} 0",
         ] {

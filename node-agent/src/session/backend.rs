@@ -25,7 +25,8 @@ impl StatedBackend {
     }
 }
 
-/// Returns which blocks a reply confirms as stored, or makes readable. Blocks of a load that fail later are included.
+/// Returns which blocks a reply confirms as stored, makes readable in the arena, or pins. Blocks of a load that fail
+/// later are included. Pinned blocks are not loaded yet: the client reads and verifies them itself, or does not.
 pub(super) fn moved_blocks(
     stated: Option<TransferBackend>,
     reply: &Reply,
@@ -47,7 +48,7 @@ pub(super) fn moved_blocks(
         }
         Reply::Pinned { blocks } => {
             let pinned = blocks.iter().filter(|block| block.pin().is_some());
-            (extents, Direction::Load, pinned.count())
+            (extents, Direction::Pin, pinned.count())
         }
         _ => return None,
     };
@@ -78,8 +79,9 @@ const _: () = assert!(
 
 #[cfg(test)]
 mod tests {
-    use reprise_agent_core::effect::Ticket;
-    use reprise_agent_core::extents::{PinRefusal, PinnedBlock};
+    use reprise_agent_core::effect::{DeviceId, Place, Ticket};
+    use reprise_agent_core::extents::{PinId, PinRefusal, PinnedBlock};
+    use reprise_policy::Generation;
 
     use super::*;
 
@@ -104,6 +106,19 @@ mod tests {
             moved_blocks(gds, &Reply::Pinned { blocks: vec![PinnedBlock::Refused(PinRefusal::Miss)] }),
             None
         );
+        let pinned = PinnedBlock::Pinned {
+            pin: PinId(1),
+            place: Place::Extent {
+                device: DeviceId(0),
+                generation: Generation(1),
+                offset: 0,
+                bytes: 4096,
+                header_crc: 0,
+            },
+        };
+        let blocks = vec![pinned, PinnedBlock::Refused(PinRefusal::Miss)];
+        let pins = moved_blocks(gds, &Reply::Pinned { blocks });
+        assert_eq!(pins, Some((gds_path, Direction::Pin, 1)), "the client may not read a pinned block");
     }
 
     #[test]

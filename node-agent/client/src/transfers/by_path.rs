@@ -1,5 +1,7 @@
 //! Transfers of which a path moves the blocks that it reaches, and the arena the others.
 
+use std::time::Duration;
+
 use reprise_policy::session::Source;
 
 use super::Job;
@@ -50,42 +52,69 @@ impl Job {
         SaveOptions { parent, ..options }
     }
 
-    /// Loads blocks by the path, and those that it does not reach by the arena.
+    /// Loads blocks by the path, and those that it does not reach by the arena. After an error, the blocks that are in the
+    /// memory stay loaded.
     pub(super) fn load(
         &self,
         client: &Client,
         path: Option<&dyn BlockPath>,
     ) -> Result<(LoadedBlocks, usize), ClientError> {
-        let memory = &*self.shared.memory;
         let mut loaded = Vec::with_capacity(self.blocks.len());
-        if let Some(path) = path {
-            for part in self.blocks.chunks(PATH_BLOCKS) {
-                if !self.should_continue() {
-                    return Err(cancelled());
-                }
-                let options = LoadOptions { deadline: self.load_deadline()?, ..self.shared.load_options() };
-                loaded.extend(path.load(client, part, memory, &options)?);
-            }
-        }
+        let mut stopped_by = path.and_then(|path| self.load_parts(client, path, &mut loaded).err());
         loaded.resize(self.blocks.len(), false);
         let rest: Vec<usize> = (0..loaded.len()).filter(|index| !loaded[*index]).collect();
         let by_path = loaded.len() - rest.len();
+        let status = |is_loaded: &bool| if *is_loaded { BlockStatus::Ok } else { BlockStatus::Failed };
         let mut all = LoadedBlocks {
-            statuses: vec![BlockStatus::Ok; loaded.len()],
-            sources: vec![Some(Source::OwnNvme); loaded.len()],
+            statuses: loaded.iter().map(status).collect(),
+            sources: loaded.iter().map(|is_loaded| is_loaded.then_some(Source::OwnNvme)).collect(),
             stopped_by: None,
         };
-        if by_path == 0 || !rest.is_empty() {
-            let blocks: Vec<_> = rest.iter().map(|index| self.blocks[*index]).collect();
-            let options = LoadOptions { deadline: self.load_deadline()?, ..self.shared.load_options() };
-            let by_arena = client.load_blocks_paced(&blocks, memory, &options, self)?;
-            for (index, (status, source)) in
-                rest.into_iter().zip(by_arena.statuses.into_iter().zip(by_arena.sources))
-            {
-                (all.statuses[index], all.sources[index]) = (status, source);
+        if stopped_by.is_none() && (by_path == 0 || !rest.is_empty()) {
+            match self.load_deadline() {
+                Ok(deadline) => self.load_by_arena(client, (&rest, deadline), &mut all)?,
+                Err(error) => stopped_by = Some(error),
             }
-            all.stopped_by = by_arena.stopped_by;
         }
+        all.stopped_by = stopped_by.or(all.stopped_by);
         Ok((all, by_path))
+    }
+
+    /// Loads blocks by the path; notes which of them are in the memory.
+    ///
+    /// # Errors
+    /// The transfer was cancelled, its deadline has passed, or the path has failed.
+    fn load_parts(
+        &self,
+        client: &Client,
+        path: &dyn BlockPath,
+        loaded: &mut Vec<bool>,
+    ) -> Result<(), ClientError> {
+        for part in self.blocks.chunks(PATH_BLOCKS) {
+            if !self.should_continue() {
+                return Err(cancelled());
+            }
+            let options = LoadOptions { deadline: self.load_deadline()?, ..self.shared.load_options() };
+            loaded.extend(path.load(client, part, &*self.shared.memory, &options)?);
+        }
+        Ok(())
+    }
+
+    /// Loads the blocks with these indices by the arena.
+    fn load_by_arena(
+        &self,
+        client: &Client,
+        (rest, deadline): (&[usize], Duration),
+        all: &mut LoadedBlocks,
+    ) -> Result<(), ClientError> {
+        let blocks: Vec<_> = rest.iter().map(|index| self.blocks[*index]).collect();
+        let options = LoadOptions { deadline, ..self.shared.load_options() };
+        let by_arena = client.load_blocks_paced(&blocks, &*self.shared.memory, &options, self)?;
+        for (index, (status, source)) in rest.iter().zip(by_arena.statuses.into_iter().zip(by_arena.sources))
+        {
+            (all.statuses[*index], all.sources[*index]) = (status, source);
+        }
+        all.stopped_by = by_arena.stopped_by;
+        Ok(())
     }
 }

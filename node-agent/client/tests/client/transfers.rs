@@ -134,6 +134,54 @@ fn the_arena_moves_the_blocks_that_a_path_does_not_reach() {
     agent.end(transfers);
 }
 
+/// Loads as [`FirstBlock`], and returns after the deadline.
+#[derive(Debug)]
+struct LateBlock;
+
+impl BlockPath for LateBlock {
+    fn load(
+        &self,
+        client: &Client,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        memory: &dyn PagedMemory,
+        options: &LoadOptions,
+    ) -> Result<Vec<bool>, ClientError> {
+        let loaded = FirstBlock.load(client, blocks, memory, options);
+        std::thread::sleep(options.deadline);
+        loaded
+    }
+
+    fn save(
+        &self,
+        _: &Client,
+        _: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &SaveOptions,
+    ) -> Result<Vec<SaveStatus>, ClientError> {
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn blocks_of_a_path_stay_loaded_when_the_deadline_passes_before_the_others() {
+    let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
+    let memory = Arc::new(Memory::filled(4));
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    let paged: Arc<dyn PagedMemory> = memory.clone();
+    let mut options = transfer_options(LONG);
+    options.load.deadline = Duration::from_millis(200);
+    let transfers = Transfers::with_path(keeper, paged, options, Some(Arc::new(LateBlock))).expect("threads");
+    let load = transfers.submit_load(placed([(0, 2), (1, 3)])).expect("a valid call");
+    assert!(transfers.wait(&[load], LONG));
+    let finished = transfers.finished();
+    assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Ok, BlockStatus::Failed]);
+    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Busy(_))));
+    assert_eq!(finished[0].by_path, 1);
+    assert_eq!(*memory.block(2), block_bytes(0));
+    agent.end(transfers);
+}
+
 #[test]
 fn transfers_fail_at_once_without_an_agent() {
     let directory = tempfile::tempdir().expect("a directory");

@@ -9,10 +9,12 @@ use super::error::FunctionError;
 
 /// First address. Ranges that IOMMUs reserve for interrupts lie below (0xfee00000).
 const FIRST: u64 = 1 << 32;
-/// End of the addresses: IOMMUs translate 39 bits at least.
+/// End of the addresses: IOMMUs translate 39 bits at least. Together 508 GiB, as the text of `NoAddresses` states.
 const END: u64 = 1 << 39;
 /// Alignment of ranges, for large pages in the IOMMU, and the distance of two at least.
 const UNIT: u64 = 2 << 20;
+
+const _: () = assert!(END - FIRST == 508 << 30);
 
 /// The ranges in use.
 #[derive(Debug)]
@@ -92,6 +94,27 @@ mod tests {
         assert_eq!(addresses.take(large - 2 * UNIT).expect("the rest"), starts[6] + large + UNIT);
         assert_eq!(addresses.take(4096).expect("free"), first);
         assert!(matches!(addresses.take(4096), Err(FunctionError::NoAddresses(4096))));
+    }
+
+    #[test]
+    fn mappings_that_come_and_go_never_use_up_the_addresses() {
+        let mut addresses = Addresses::new();
+        let arena = addresses.take(64 << 30).expect("free");
+        let mut held = std::collections::VecDeque::new();
+        // 64 TiB in all, of which 256 GiB are mapped at a time.
+        for session in 0..2048_u64 {
+            let start = addresses.take(32 << 30).unwrap_or_else(|error| panic!("session {session}: {error}"));
+            assert!(start != arena && !held.contains(&start));
+            held.push_back(start);
+            if held.len() == 8 {
+                addresses.release(held.pop_front().expect("eight"));
+            }
+        }
+        let error =
+            addresses.take(300 << 30).expect_err("the arena and seven sessions have 288 GiB").to_string();
+        assert!(error.contains("508 GiB") && error.contains("smaller arena"), "{error}");
+        held.into_iter().chain([arena]).for_each(|start| addresses.release(start));
+        assert!(addresses.take(500 << 30).is_ok(), "all addresses are free again");
     }
 
     #[test]

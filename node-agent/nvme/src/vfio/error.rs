@@ -156,7 +156,10 @@ pub enum FunctionError {
     #[error("PCI function {0} is disabled: load its driver, or write 1 to its file `enable` in sysfs")]
     Disabled(PciAddress),
     /// No addresses for the controller are left.
-    #[error("no {0} bytes of addresses are free for the controller: map less memory")]
+    #[error(
+        "no {0} bytes of addresses are free for the controller, which reaches 508 GiB at once: use a smaller arena, or let \
+         engines register less memory; addresses of memory that is no longer mapped are free again"
+    )]
     NoAddresses(u64),
     /// This processor's order of stores to memory and to devices is not supported.
     #[error("VFIO is supported on x86-64 only")]
