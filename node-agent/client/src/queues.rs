@@ -29,7 +29,7 @@ pub const QUEUE_PAIRS_MAX: u32 = 64;
 
 /// Limit of calls about memory and queue pairs, unless the session's call timeout is longer. The agent pins the memory for
 /// the controller (about a second for 4 GiB), and waits for admin commands: 5 s each if the controller hangs, and 10 s for
-/// a deletion on another thread. Other calls of the session go on meanwhile.
+/// a deletion on another thread. Other calls of the session continue meanwhile.
 pub const QUEUE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum revocations that are kept for grants that are not known yet.

@@ -1,4 +1,4 @@
-//! Header pages of extents on files, read by a thread of their own.
+//! Header pages of extents on files, read by a separate thread.
 //!
 //! A read of a device that hangs in the kernel cannot be interrupted. The caller therefore waits until its deadline only.
 //! Pages whose reads are late are given up: the thread owns the buffer, and the caller keeps their extents pinned until
@@ -22,7 +22,7 @@ pub(crate) type HeaderPage = (Option<Arc<File>>, u64);
 /// The end of the read of a page: its index, and its bytes.
 type ReadPage = (usize, Option<Vec<u8>>);
 
-/// Pages to read.
+/// Pages that the thread reads for one call.
 struct Job {
     pages: Vec<HeaderPage>,
     deadline: Instant,
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_read_and_missing_ones_are_none() {
+    fn pages_are_read_and_missing_ones_are_absent() {
         let file = file();
         let reader = HeaderReader::start().expect("a thread");
         let pages = vec![(Some(Arc::clone(&file)), PAGE_BYTES), (None, 0), (Some(file), 0), (None, 4)];

@@ -1,5 +1,5 @@
 //! Calls about queue pairs that a session drives itself. They wait for controllers and pin memory, so a thread of the
-//! session makes them, in order, while the reader goes on with other requests. The thread starts with the first call.
+//! session makes them, in order, while the reader continues with other requests. The thread starts with the first call.
 //!
 //! Requests that free extents do not overtake a return before them: they wait for its end behind it. If the controller does
 //! not confirm the return, they are dropped, and the session ends fenced: its extents stay in quarantine.

@@ -1,4 +1,4 @@
-//! Calls about queue pairs over a socket, on a fake controller, while other requests go on.
+//! Calls about queue pairs over a socket, on a fake controller, while other requests continue.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -144,11 +144,11 @@ fn frame_of(id: u64, body: request::Body) -> Vec<u8> {
 /// Returns a function for the controller that waits for a message, and the sender.
 fn block() -> (Sender<()>, Box<dyn FnOnce() + Send>) {
     let (resume, blocked) = channel();
-    (resume, Box::new(move || blocked.recv_timeout(LONG).expect("the test goes on")))
+    (resume, Box::new(move || blocked.recv_timeout(LONG).expect("the test resumes it")))
 }
 
 #[test]
-fn other_requests_go_on_while_queue_pairs_are_created() {
+fn other_requests_continue_while_queue_pairs_are_created() {
     let mut fixture = Fixture::start();
     let (resume, wait) = block();
     *fixture.lender.on_lend.lock().expect("no panic") = Some(wait);
