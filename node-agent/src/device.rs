@@ -30,7 +30,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
-use reprise_agent_core::effect::{DeviceId, ReadBatch};
+use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
 use reprise_buffers::Arena;
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
@@ -56,6 +56,8 @@ pub(crate) enum Command {
     Op(DeviceOp),
     /// Blocks to read; complete with fill updates.
     Read(ReadBatch),
+    /// Something awaits these reads ahead from now on. A device that takes no commands fails them in any case.
+    Promote(Vec<FillId>),
     /// Close the device: fail everything in flight and all later commands.
     Close,
     Stop,

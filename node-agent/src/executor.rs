@@ -333,17 +333,17 @@ impl Executor {
             Effect::ReadBlocks { device, batch } => {
                 let sent = self.command(device, Command::Read(batch));
                 if let Err(UnsentCommand { command: Command::Read(batch), why }) = sent {
-                    let fills = batch.blocks.iter().map(|block| block.fill);
-                    self.feedback.extend(fills.map(|fill| failed(fill, read_error(why))));
+                    let ended = batch.blocks.iter().map(|block| failed(block.fill, read_error(why)));
+                    self.feedback.extend(ended);
                 }
             }
+            Effect::PromoteReads { device, fills } => drop(self.command(device, Command::Promote(fills))),
             Effect::DeviceReleased { device } => self.remove_device(device),
             Effect::AwaitExtents { holder } => self.extents.await_end(holder),
             Effect::CheckBlock(check) => {
                 let id = check.check;
                 if self.parts.checker.submit(check).is_err() {
-                    let integrity = Integrity::Unknown;
-                    self.feedback.push_back(Event::CheckDone { check: id, integrity });
+                    self.feedback.push_back(Event::CheckDone { check: id, integrity: Integrity::Unknown });
                 }
             }
             Effect::Lookup { lookup, keys, timeout } => match self.parts.deployment {

@@ -102,6 +102,14 @@ pub enum Effect {
         /// Blocks to read.
         batch: ReadBatch,
     },
+    /// Raises reads of the class `Prefetch` to `Awaited`: a load or a peer waits for what is left of them. Fills
+    /// that have ended are ignored.
+    PromoteReads {
+        /// Device that reads the blocks.
+        device: DeviceId,
+        /// Fills of the blocks.
+        fills: Vec<FillId>,
+    },
     /// A detached device has no operations left in flight: it can be closed and its number reused.
     DeviceReleased {
         /// Device to close.

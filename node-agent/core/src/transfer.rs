@@ -18,7 +18,7 @@ use reprise_policy::{NodeId, Tick, Tier};
 use crate::cache::{Cache, EvictionPosition, Fill as Filling, FrameIndex, Lease, SizeClass, SizeClassId};
 use crate::context::Context;
 use crate::counters::{Counters, TransferCounters};
-use crate::effect::{DeviceId, FetchBlock, LossReason, Source};
+use crate::effect::{DeviceId, FetchBlock, FillId, LossReason, ReadClass, Source};
 use crate::event::{FillError, FillUpdate, Replica};
 use crate::slab::{Slab, SlabId};
 use crate::transfer::device_reads::ReadEnd;
@@ -49,6 +49,8 @@ pub(crate) struct Transfer {
     device_reads: usize,
     /// Bytes that devices read, and their busy time.
     reads: DeviceReads,
+    /// Reads ahead that something awaits since the request that is being handled.
+    promoted: Vec<(DeviceId, FillId)>,
     outcomes: Vec<TransferOutcome>,
     counters: TransferCounters,
 }
@@ -75,6 +77,8 @@ pub(crate) enum TransferOutcome {
 struct Fill {
     lease: Lease<Filling>,
     origin: FillSource,
+    /// Rank of its read at the device.
+    class: ReadClass,
     /// Number of leading layers that are verified.
     layers: u16,
     waiters: WaitList,
@@ -125,6 +129,7 @@ impl Fill {
         Fill {
             lease,
             origin,
+            class: ReadClass::Awaited,
             layers: 0,
             waiters: WaitList::EMPTY,
             tier: Tier::Nvme,
@@ -155,6 +160,7 @@ impl Transfer {
             retained_bytes: 0,
             device_reads: 0,
             reads: DeviceReads::default(),
+            promoted: Vec::new(),
             outcomes: Vec::new(),
             counters: TransferCounters::default(),
         }

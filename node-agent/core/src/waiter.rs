@@ -33,6 +33,16 @@ pub(crate) enum WaiterOwner {
     Prefetch,
 }
 
+impl WaiterOwner {
+    /// Whether an engine or a peer waits for the owner's blocks.
+    pub(crate) fn awaits(self) -> bool {
+        match self {
+            WaiterOwner::Load | WaiterOwner::Serve => true,
+            WaiterOwner::Prefetch => false,
+        }
+    }
+}
+
 /// Number of a wait: one waiter of one fill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WaitId(pub(crate) u32);

@@ -14,7 +14,7 @@
 //!
 //! This module does no I/O: [`Reads::next`] returns the next read, [`Reads::finish`] takes its completion.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
 use reprise_agent_core::effect::{BlockRead, FillId, ReadBatch};
 use reprise_agent_core::event::{FillError, FillUpdate};
@@ -64,6 +64,8 @@ pub(super) struct Reads {
     batches: Vec<Option<Batch>>,
     /// Batches with pieces left to read; the first one has the turn.
     order: VecDeque<BatchIndex>,
+    /// Batches with promoted blocks, which [`Reads::next_promoted`] returns.
+    promoted: VecDeque<BatchIndex>,
     /// Bytes that the first batch has read in its turn.
     turn_bytes: u64,
     /// Blocks with unreported changes.
@@ -84,6 +86,9 @@ struct Batch {
     blocks: Vec<Block>,
     /// Next piece and block, in layer-major order.
     next: (u32, usize),
+    /// Blocks that something awaits, and the next one of them, in the same order.
+    promoted: Vec<usize>,
+    next_promoted: (u32, usize),
     /// Number of blocks that are not done.
     open: usize,
     pending: PendingReads,
@@ -93,6 +98,8 @@ struct Block {
     read: BlockRead,
     slot: Span,
     in_flight: u32,
+    /// First piece that was not submitted.
+    next_piece: u32,
     state: State,
     /// One bit per completed piece; pieces are verified once the header is.
     arrived: Box<[u64]>,
@@ -131,7 +138,15 @@ impl Reads {
         };
         self.pending.pieces += pending.pieces;
         self.pending.bytes += pending.bytes;
-        let batch = Some(Batch { pieces, blocks, next: (0, 0), open, pending });
+        let batch = Some(Batch {
+            pieces,
+            blocks,
+            next: (0, 0),
+            promoted: Vec::new(),
+            next_promoted: (0, 0),
+            open,
+            pending,
+        });
         let index = self.batches.iter().position(Option::is_none).unwrap_or(self.batches.len());
         match self.batches.get_mut(index) {
             Some(free) => *free = batch,
@@ -159,15 +174,57 @@ impl Reads {
         None
     }
 
+    /// Returns the next read of a promoted block; `None` if no promoted block has pieces left to read.
+    pub(super) fn next_promoted(&mut self, pages: &PageBufferPool) -> Option<PieceRead> {
+        while let Some(index) = self.promoted.front().copied() {
+            if let Some(read) = self.next_in(index, |batch| batch.next_promoted_piece(index, pages)) {
+                return Some(read);
+            }
+            self.promoted.pop_front();
+        }
+        None
+    }
+
+    /// Promotes the blocks of these fills; returns whether any is being read here.
+    pub(super) fn promote(&mut self, fills: &HashSet<FillId>) -> bool {
+        let mut any = false;
+        for (at, batch) in self.batches.iter_mut().enumerate() {
+            let Some(batch) = batch else { continue };
+            let before = batch.promoted.len();
+            let all = batch.blocks.iter().enumerate();
+            let named = all.filter(|(_, block)| fills.contains(&block.read.fill)).map(|(block, _)| block);
+            let added: Vec<usize> = named.filter(|block| !batch.promoted.contains(block)).collect();
+            batch.promoted.extend(added);
+            if batch.promoted.len() > before {
+                batch.promoted.sort_unstable();
+                // Pieces that were submitted are passed over.
+                batch.next_promoted = (0, 0);
+                any = true;
+                if !self.promoted.contains(&BatchIndex(at)) {
+                    self.promoted.push_back(BatchIndex(at));
+                }
+            }
+        }
+        any
+    }
+
     /// Returns the amount left to read.
     pub(super) fn pending(&self) -> PendingReads {
         self.pending
     }
 
     fn next_of(&mut self, index: BatchIndex, pages: &PageBufferPool) -> Option<PieceRead> {
+        self.next_in(index, |batch| batch.next_piece(index, pages))
+    }
+
+    fn next_in(
+        &mut self,
+        index: BatchIndex,
+        next: impl FnOnce(&mut Batch) -> Option<PieceRead>,
+    ) -> Option<PieceRead> {
         let batch = self.batches[index.0].as_mut()?;
         let before = batch.pending;
-        let read = batch.next_piece(index, pages);
+        let read = next(batch);
         self.pending.pieces -= before.pieces - batch.pending.pieces;
         self.pending.bytes -= before.bytes - batch.pending.bytes;
         read
@@ -244,14 +301,37 @@ impl Batch {
         while self.next.0 < self.pieces.count() {
             let (piece, block) = self.next;
             self.next = if block + 1 < self.blocks.len() { (piece, block + 1) } else { (piece + 1, 0) };
-            self.pending.pieces -= 1;
-            self.pending.bytes -= self.pieces.read_bytes(piece);
-            let name = PieceName { batch: index, block, piece };
-            if let Some(read) = self.blocks[block].read_piece(&self.pieces, name, pages) {
+            if let Some(read) = self.submit(PieceName { batch: index, block, piece }, pages) {
                 return Some(read);
             }
         }
         None
+    }
+
+    /// Returns the next read of a promoted block, in the same order.
+    fn next_promoted_piece(&mut self, index: BatchIndex, pages: &PageBufferPool) -> Option<PieceRead> {
+        while self.next_promoted.0 < self.pieces.count()
+            && let (piece, at) = self.next_promoted
+            && let Some(block) = self.promoted.get(at).copied()
+        {
+            self.next_promoted = if at + 1 < self.promoted.len() { (piece, at + 1) } else { (piece + 1, 0) };
+            if let Some(read) = self.submit(PieceName { batch: index, block, piece }, pages) {
+                return Some(read);
+            }
+        }
+        None
+    }
+
+    /// Returns the read of a piece, unless it was submitted before or its block has failed.
+    fn submit(&mut self, name: PieceName, pages: &PageBufferPool) -> Option<PieceRead> {
+        let block = &mut self.blocks[name.block];
+        if block.next_piece != name.piece {
+            return None;
+        }
+        block.next_piece += 1;
+        self.pending.pieces -= 1;
+        self.pending.bytes -= self.pieces.read_bytes(name.piece);
+        block.read_piece(&self.pieces, name, pages)
     }
 }
 
@@ -262,6 +342,7 @@ impl Block {
             read: *read,
             slot,
             in_flight: 0,
+            next_piece: 0,
             state: State::AwaitingHeader,
             arrived: vec![0; (pieces.count() as usize).div_ceil(64)].into(),
             verified: 0,

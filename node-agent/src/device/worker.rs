@@ -36,7 +36,7 @@ use reprise_io::{
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::health::{Access, Health};
-use super::reads::{PendingReads, PieceName, Reads};
+use super::reads::{PendingReads, PieceName, PieceRead, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
 use crate::metrics::{DeviceMetrics, QueueDepths};
@@ -152,12 +152,37 @@ struct ClassReads {
 struct ReadsByClass {
     awaited: ClassReads,
     prefetch: ClassReads,
+    /// Whose turn it is, while awaited reads and promoted ones wait.
+    turn: ReadClass,
 }
 
 impl ReadsByClass {
     fn new() -> ReadsByClass {
         let empty = || ClassReads { reads: Reads::default(), queued: ReadsQueued::No };
-        ReadsByClass { awaited: empty(), prefetch: empty() }
+        ReadsByClass { awaited: empty(), prefetch: empty(), turn: ReadClass::Prefetch }
+    }
+
+    /// Returns the next read of a rank, with the class whose batch it is of. Promoted reads ahead alternate with
+    /// the reads of loads, so neither starves the other.
+    fn next(&mut self, rank: ReadClass, pages: &PageBufferPool) -> Option<(ReadClass, PieceRead)> {
+        if rank == ReadClass::Prefetch {
+            return self.prefetch.reads.next(pages).map(|read| (rank, read));
+        }
+        let turn = self.turn;
+        let mut of = |class| match class {
+            ReadClass::Awaited => self.awaited.reads.next(pages),
+            ReadClass::Prefetch => self.prefetch.reads.next_promoted(pages),
+        };
+        let other = match turn {
+            ReadClass::Awaited => ReadClass::Prefetch,
+            ReadClass::Prefetch => ReadClass::Awaited,
+        };
+        let (class, read) = match of(turn) {
+            Some(read) => (turn, read),
+            None => (other, of(other)?),
+        };
+        self.turn = if class == turn { other } else { turn };
+        Some((class, read))
     }
 
     fn of(&mut self, class: ReadClass) -> &mut ClassReads {
@@ -297,6 +322,7 @@ impl Worker {
             match self.context.commands.try_recv() {
                 Ok(Command::Op(op)) => self.queue_op(op),
                 Ok(Command::Read(batch)) => self.queue_batch(&batch),
+                Ok(Command::Promote(fills)) => self.promote(fills),
                 Ok(Command::Close) => return CommandState::Closed,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return CommandState::Ended,
                 Err(TryRecvError::Empty) => return CommandState::Open,
@@ -312,6 +338,13 @@ impl Worker {
         let refused = FillUpdate::Failed(FillError::Refused);
         self.report.fills.extend(batch.blocks.iter().map(|block| (block.fill, refused.clone())));
         self.progress_since.get_or_insert_with(Instant::now);
+    }
+
+    /// Reads what is left of these fills as loads read their blocks.
+    fn promote(&mut self, fills: Vec<FillId>) {
+        if self.reads.prefetch.reads.promote(&fills.into_iter().collect()) {
+            self.queue_reads(ReadClass::Awaited);
+        }
     }
 
     /// Queues the reads of a class unless they are queued.
@@ -394,15 +427,14 @@ impl Worker {
                     (Purpose::Write { token, pages }, Op::Write { offset, from })
                 }
                 Work::Piece(class) => {
-                    let of_class = self.reads.of(class);
-                    of_class.queued = ReadsQueued::No;
-                    let Some(read) = of_class.reads.next(&self.pages) else { continue };
+                    self.reads.of(class).queued = ReadsQueued::No;
+                    let Some((home, read)) = self.reads.next(class, &self.pages) else { continue };
                     // The next piece is queued again behind writes that are due, so reads cannot starve
                     // them.
                     self.queue_reads(class);
                     self.pieces_in_flight += 1;
                     let op = Op::Read { offset: read.offset, into: read.into };
-                    (Purpose::Piece { class, piece: read.piece, header: read.header }, op)
+                    (Purpose::Piece { class: home, piece: read.piece, header: read.header }, op)
                 }
             };
             self.start(purpose, op);

@@ -11,7 +11,9 @@ use reprise_policy::{BlockKey, Layout, NodeId, Tick};
 
 use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
 use crate::context::Context;
-use crate::effect::{BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, LossReason, ReadBatch};
+use crate::effect::{
+    BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, FillId, LossReason, ReadBatch, ReadClass,
+};
 use crate::event::Replica;
 use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
 use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, WaiterOwner};
@@ -47,6 +49,7 @@ impl Transfer {
         if let Some(remote) = request.remote {
             self.fetch(cache, cx, (request.object, request.layout), remote);
         }
+        self.send_promotions(cx);
         self.outcomes.push(TransferOutcome::Started { owner, object });
     }
 
@@ -84,7 +87,7 @@ impl Transfer {
                     // A duplicate within the request joins the fill of the first one.
                     Some(fill) => (Some(fill), true),
                     None if room == ArenaSpace::Maybe => {
-                        (self.begin_read(cache, cx.now, entry, &mut reads), false)
+                        (self.begin_read(cache, (cx.now, request.class), entry, &mut reads), false)
                     }
                     None => (None, false),
                 },
@@ -109,7 +112,7 @@ impl Transfer {
     fn begin_read(
         &mut self,
         cache: &mut Cache,
-        now: Tick,
+        (now, class): (Tick, ReadClass),
         entry: EntryIndex,
         reads: &mut Reads,
     ) -> Option<u32> {
@@ -117,7 +120,8 @@ impl Transfer {
         reads.push(device, read);
         self.device_reads += 1;
         self.reads.begin(device, cache.size_class_of(&lease).slot_bytes, now);
-        Some(self.fills.insert(Fill::new(lease, FillSource::Device(device), None)).slot())
+        let fill = Fill { class, ..Fill::new(lease, FillSource::Device(device), None) };
+        Some(self.fills.insert(fill).slot())
     }
 
     /// Fetches each block from its best replica; blocks without a replica are refused.
@@ -218,7 +222,13 @@ impl Transfer {
     }
 
     fn attach(&mut self, cache: &mut Cache, slot: u32, waiter: WaiterId, joined: bool) {
-        let fill = self.fills.at_mut(slot).expect("a frame that is being filled has a fill");
+        let id = self.fills.id_at(slot).expect("a frame that is being filled has a fill");
+        let fill = self.fills.get_mut(id).expect("just seen");
+        if let (true, FillSource::Device(device)) = (waiter.owner.awaits(), fill.origin)
+            && std::mem::replace(&mut fill.class, ReadClass::Awaited) == ReadClass::Prefetch
+        {
+            self.promoted.push((device, FillId(id.0)));
+        }
         let attached = Attached {
             lease: cache.lease_filling(&fill.lease),
             wait: self.waits.push(&mut fill.waiters, slot, waiter),
@@ -227,6 +237,20 @@ impl Transfer {
             joined,
         };
         self.outcomes.push(TransferOutcome::Attached(waiter, attached));
+    }
+
+    /// Gives the reads ahead that something awaits now the rank of other awaited reads.
+    fn send_promotions(&mut self, cx: &mut Context) {
+        let mut by_device: Vec<(DeviceId, Vec<FillId>)> = Vec::new();
+        for (device, fill) in self.promoted.drain(..) {
+            match by_device.iter_mut().find(|(other, _)| *other == device) {
+                Some((_, fills)) => fills.push(fill),
+                None => by_device.push((device, vec![fill])),
+            }
+        }
+        for (device, fills) in by_device {
+            cx.emit(Effect::PromoteReads { device, fills });
+        }
     }
 
     fn refuse(&mut self, waiter: WaiterId, reason: LossReason) {

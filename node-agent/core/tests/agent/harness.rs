@@ -1,12 +1,11 @@
-//! Test harness around one agent core: executes its effects in random order and with faults, and checks
-//! everything that is visible from outside.
+//! Test harness around one agent core: runs effects in random order and with faults, and checks all results.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchBlock, LoadId, PeerOfferId, PlaceKind, RegionId,
-    ReplicaChange, Reply, ServeId,
+    ArenaSlot, Change, DeviceId, Diagnostic, Effect, FetchBlock, FetchRequest, FillId, LoadId, PeerOfferId,
+    PlaceKind, RegionId, ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
     CommitItem, CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Ranks,
@@ -80,6 +79,7 @@ pub(crate) struct Harness {
     /// Keys found on devices when the node started.
     pub(crate) recovered: BTreeSet<BlockKey>,
     pub(crate) reports: Vec<Diagnostic>,
+    pub(crate) promoted: Vec<FillId>,
     /// Answers to offers of peers: accepted keys, and the delay for the others.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
@@ -189,6 +189,7 @@ impl Harness {
             committed: BTreeSet::new(),
             recovered,
             reports: Vec::new(),
+            promoted: Vec::new(),
             offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
             read_only_devices: BTreeSet::new(),
@@ -497,6 +498,7 @@ impl Harness {
                     self.jobs.push(Job::Read { device, read, layout: batch.layout, layers: 0 });
                 }
             }
+            Effect::PromoteReads { fills, .. } => self.promoted.extend(fills),
             Effect::AwaitExtents { holder } => self.jobs.push(Job::AwaitExtents(holder)),
             Effect::DeviceReleased { device } => {
                 self.assert_no_extents_on(device);
@@ -505,9 +507,8 @@ impl Harness {
                 self.lost_devices.remove(&device);
                 assert!(self.released.insert(device), "a device is released once");
             }
-            Effect::PeerFetch { node, request } => {
-                let layout = request.layout;
-                for FetchBlock { fill, key, into: slot } in request.blocks {
+            Effect::PeerFetch { node, request: FetchRequest { layout, blocks, .. } } => {
+                for FetchBlock { fill, key, into: slot } in blocks {
                     self.assert_unused(slot);
                     self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: 0 });
                 }

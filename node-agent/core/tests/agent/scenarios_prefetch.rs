@@ -114,6 +114,9 @@ fn load_of_a_block_in_flight_waits_for_the_remainder_only() {
     advance_fill_at(&mut harness, 0, 3);
     assert_eq!(load(&mut harness, session, &keys(0..2)), [Some(Source::OwnNvme); 2], "two layers are there");
     assert_eq!(harness.fills().len(), 2, "no second read");
+    assert_eq!(harness.promoted.len(), 2, "the load waits for both");
+    load(&mut harness, session, &keys(0..2));
+    assert_eq!(harness.promoted.len(), 2, "awaited reads are promoted once");
     harness.finish_jobs();
     let counted = counters(&harness);
     assert_eq!((counted.prefetch_used_blocks, counted.prefetch_joined_blocks), (2, 2));

@@ -402,9 +402,8 @@ fn awaited_reads_complete_before_prefetches_that_were_queued_first() {
     let mut offsets = Vec::new();
     while let Some(work) = worker.queue.pop(Tick(0)) {
         let Work::Piece(class) = work else { panic!("only reads are queued") };
-        let of_class = worker.reads.of(class);
-        of_class.queued = ReadsQueued::No;
-        let Some(read) = of_class.reads.next(&worker.pages) else { continue };
+        worker.reads.of(class).queued = ReadsQueued::No;
+        let Some((_, read)) = worker.reads.next(class, &worker.pages) else { continue };
         worker.queue_reads(class);
         offsets.push(read.offset);
     }
@@ -412,6 +411,47 @@ fn awaited_reads_complete_before_prefetches_that_were_queued_first() {
     assert!(awaited.iter().all(|offset| *offset >= 10 * stride()), "{offsets:?}");
     assert!(!prefetched.is_empty() && prefetched.iter().all(|offset| *offset < 10 * stride()), "{offsets:?}");
     drop(device);
+}
+
+#[test]
+fn promoted_prefetches_precede_other_prefetches_and_alternate_with_awaited_reads() {
+    let (device, mut worker) = idle_worker();
+    worker.queue_batch(&Fixture::batch(ReadClass::Prefetch, 0..10));
+    let mut order = Vec::new();
+    let mut step = |worker: &mut Worker| loop {
+        let Some(Work::Piece(class)) = worker.queue.pop(Tick(0)) else { return false };
+        worker.reads.of(class).queued = ReadsQueued::No;
+        let Some((_, read)) = worker.reads.next(class, &worker.pages) else { continue };
+        worker.queue_reads(class);
+        order.push(read.offset / stride());
+        return true;
+    };
+    // The first pieces of three blocks are in flight when a load joins blocks 1 and 8.
+    (0..3).for_each(|_| assert!(step(&mut worker)));
+    worker.queue_batch(&Fixture::batch(ReadClass::Awaited, 20..22));
+    worker.promote(vec![FillId(8), FillId(1), FillId(99)]);
+    while step(&mut worker) {}
+    let blocks = order;
+    let pieces = blocks.iter().filter(|block| **block == 0).count();
+    let (before, after) = blocks.split_at(3 + 4 * pieces - 1);
+    assert_eq!(before[..3], [0, 1, 2]);
+    let ahead = before[3..].iter().all(|block| [1, 8, 20, 21].contains(block));
+    assert!(ahead, "promoted and awaited reads come first: {blocks:?}");
+    assert!(before[3..5].contains(&8) || before[3..5].contains(&1), "a promoted read is next: {blocks:?}");
+    assert!(before[3..5].contains(&20), "a read of a load is next: {blocks:?}");
+    assert!(after.iter().all(|block| ![1, 8, 20, 21].contains(block)), "{blocks:?}");
+    assert_eq!(blocks.len(), 12 * pieces, "each piece is read once");
+    assert_eq!(worker.reads.pending(), PendingReads::default());
+    drop(device);
+}
+
+#[test]
+fn promoted_blocks_arrive_once() {
+    let fixture = Fixture::new();
+    fixture.command(Command::Read(Fixture::batch(ReadClass::Prefetch, 0..20)));
+    fixture.command(Command::Promote((0..30).step_by(3).map(FillId).collect()));
+    let ends = fixture.ends(20);
+    assert!(ends.iter().all(|(_, result)| result.is_ok()), "{ends:?}");
 }
 
 #[test]
