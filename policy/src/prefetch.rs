@@ -81,6 +81,22 @@ pub struct Planned {
     pub blocks: u32,
 }
 
+/// Division of a candidate's blocks, in the order of their chain: those to read now, those that wait for memory, those
+/// that wait for bandwidth, and those that cannot arrive in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Index of the candidate.
+    pub candidate: usize,
+    /// Number of blocks to read now.
+    pub admitted: u32,
+    /// Number of blocks that wait for memory.
+    pub unstaged: u32,
+    /// Number of blocks that wait for bandwidth.
+    pub deferred: u32,
+    /// Number of blocks that cannot arrive in time.
+    pub late: u32,
+}
+
 /// Result of a pass, and the memory that passes reuse.
 #[derive(Debug, Default)]
 pub struct Plan {
@@ -92,6 +108,8 @@ pub struct Plan {
     pub deferred_blocks: u64,
     /// Blocks that wait for memory.
     pub unstaged_blocks: u64,
+    /// Candidates within the window of which some blocks wait.
+    pub held: Vec<Held>,
     order: Vec<(u64, u32)>,
     queued: Vec<u64>,
 }
@@ -108,6 +126,7 @@ impl Plan {
         self.reads.clear();
         self.order.clear();
         self.queued.clear();
+        self.held.clear();
         (self.late_blocks, self.deferred_blocks, self.unstaged_blocks) = (0, 0, 0);
         self.queued.extend(pass.channels.iter().map(|channel| channel.queued_bytes));
         for (at, candidate) in (0..).zip(candidates) {
@@ -137,11 +156,18 @@ impl Plan {
         // A block that takes longer than an iteration is read while nothing else is.
         let bandwidth = whole(bandwidth).max(u64::from(*queued == 0));
         let admitted = in_time.min(bandwidth).min(whole(*reserve));
-        self.late_blocks += u64::from(blocks) - in_time;
-        if bandwidth < in_time {
-            self.deferred_blocks += in_time - bandwidth;
+        let late = u64::from(blocks) - in_time;
+        let deferred = in_time.saturating_sub(bandwidth);
+        let unstaged = in_time.min(bandwidth) - admitted;
+        self.late_blocks += late;
+        self.deferred_blocks += deferred;
+        self.unstaged_blocks += unstaged;
+        if admitted < u64::from(blocks) {
+            // Each is at most the number of blocks, which has 32 bits.
+            let [admitted, unstaged, deferred, late] =
+                [admitted, unstaged, deferred, late].map(|count| count as u32);
+            self.held.push(Held { candidate: index, admitted, unstaged, deferred, late });
         }
-        self.unstaged_blocks += in_time.min(bandwidth) - admitted;
         if admitted > 0 {
             *queued += admitted * block_bytes;
             *reserve -= admitted * block_bytes;

@@ -364,7 +364,7 @@ impl Node {
                     process.jobs.begin(env, &self.disks, job);
                 }
             }
-            // Jobs of this simulation end in random order, whatever their rank.
+            // Jobs of this simulation end in random order.
             Effect::PromoteReads { .. } => {}
             Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
             Effect::AwaitExtents { holder } => process.await_extents(env, node, holder),

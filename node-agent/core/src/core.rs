@@ -482,7 +482,10 @@ impl AgentCore {
             }
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
-            Request::Pin { keys } => self.extents.pin(cache, cx, caller, &keys),
+            Request::Pin { keys } => {
+                let pinned = self.extents.pin(cache, cx, caller, &keys);
+                self.prefetch.loaded(cache, &pinned, size_class);
+            }
             Request::Unpin { pins } => self.extents.unpin(cache, cx, caller, &pins),
             Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
             Request::Stats => {

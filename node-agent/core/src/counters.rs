@@ -291,8 +291,12 @@ counters! {
     prefetch_expired_requests,
     /// Requests that began before all their blocks were read.
     prefetch_missed_windows,
-    /// Blocks that a pass left for a later one, because their device was busy.
+    /// Blocks that a pass left for a later one, because their device was busy; each block once.
     prefetch_deferred_blocks,
+    /// Blocks that a pass left, because they could not arrive in time; each block once.
+    prefetch_late_blocks,
+    /// Blocks that a pass left for a later one, because the reserve was full; each block once.
+    prefetch_unstaged_blocks,
     /// Blocks read ahead.
     prefetch_blocks,
     /// Payload bytes read ahead.
@@ -362,7 +366,7 @@ owner_counters! {
     /// Counters of prefetches.
     PrefetchCounters: prefetch_hints prefetch_rejected_hints prefetch_ignored_times prefetch_ignored_requests
     prefetch_unknown_keys prefetch_cancelled_requests prefetch_expired_requests prefetch_missed_windows
-    prefetch_deferred_blocks prefetch_blocks prefetch_bytes prefetch_used_blocks prefetch_used_bytes
+    prefetch_deferred_blocks prefetch_late_blocks prefetch_unstaged_blocks prefetch_blocks prefetch_bytes prefetch_used_blocks prefetch_used_bytes
     prefetch_joined_blocks prefetch_wasted_bytes prefetch_failed_blocks
 }
 

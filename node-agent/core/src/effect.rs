@@ -102,7 +102,7 @@ pub enum Effect {
         /// Blocks to read.
         batch: ReadBatch,
     },
-    /// Raises reads of the class `Prefetch` to `Awaited`: a load or a peer waits for what is left of them. Fills
+    /// Raises reads of the class `Prefetch` to `Awaited`: a load or a peer waits for their remaining pieces. Fills
     /// that have ended are ignored.
     PromoteReads {
         /// Device that reads the blocks.

@@ -225,8 +225,21 @@ pub const LOOKAHEAD_REQUESTS_MAX: usize = 1024;
 /// Maximum requests known of a session: those of a hint, and as many that have begun and wait for their load.
 pub const LOOKAHEAD_TRACKED_MAX: usize = 2 * LOOKAHEAD_REQUESTS_MAX;
 
-/// Maximum keys of one hint, and left to read of a session: 1,024 requests of 1,024 tokens, 1 MiB.
+/// Maximum keys of one hint, which exist only until it is handled: 1,024 requests of 1,024 tokens, 1 MiB.
 pub const LOOKAHEAD_KEYS_MAX: usize = 65_536;
+
+/// Maximum keys of all listed requests of a session, left to read, staged or in DRAM: eight requests of 32,768 tokens,
+/// 40 bytes each. Requests beyond are ignored.
+pub const LOOKAHEAD_SESSION_KEYS_MAX: usize = 16_384;
+
+/// Maximum steps of one hint to find out which requests are ready; about 40 ns each.
+pub const LOOKAHEAD_READY_STEPS_MAX: usize = 4_096;
+
+/// Maximum attempts to read a block ahead.
+pub const PREFETCH_ATTEMPTS_MAX: u8 = 3;
+
+/// Maximum blocks of failed reads that one hint tries again.
+pub const PREFETCH_RETRIES_MAX: usize = 16;
 
 /// Share of the arena, in thousandths, that staged blocks may fill: at 3.6 GB/s and 20 ms an iteration, a quarter of
 /// 1 GiB is 3.7 iterations of a device.

@@ -13,17 +13,19 @@
 //! Invariants:
 //! * Slot bytes of staged blocks are at most the reserve, `PREFETCH_ARENA_PERMILLE` of the arena, and those of one
 //!   session at most `PREFETCH_SESSION_PERMILLE` of it.
+//! * Slot bytes of one tenant's staged blocks are at most the same share of its DRAM limit.
+//! * A session has at most `LOOKAHEAD_SESSION_KEYS_MAX` keys, left to read, staged or in DRAM.
 //! * Every request ends: when it is cancelled, or after a time behind its last mention or its first staged block.
 //! * Every block read ahead is counted once, as used, wasted or failed.
 //!
-//! Memory: 16 bytes for each key left to read, about 130 for each staged block, 150 for each request. At the limits
-//! of one session, 1 MiB and 300 KiB.
+//! Memory: at most 40 bytes for each key, about 150 for each staged block, 150 for each request. At the limits of one
+//! session, 640 KiB and 300 KiB.
 //!
 //! Out of scope: blocks of peers, blocks that were saved after the hint that lists them.
 //!
 //! Files call only files before them in this order: `staged`, `requests`, `hint`, `pass`, then this one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use reprise_policy::prefetch::{Lookahead, LookaheadReport, Plan};
 use reprise_policy::{BlockKey, SessionId, Tick};
@@ -32,8 +34,9 @@ use crate::cache::{Cache, SizeClassId};
 use crate::context::{Caller, Context};
 use crate::counters::{Counters, PrefetchCounters};
 use crate::effect::{DeviceId, Reply};
+use crate::limits::LOOKAHEAD_READY_STEPS_MAX;
 use crate::prefetch::pass::MeasuredChannel;
-use crate::prefetch::requests::{Hinted, Phase};
+use crate::prefetch::requests::{Hinted, ListedBlock, Phase};
 use crate::prefetch::staged::{BlockState, Staged, StagedBlock};
 use crate::slab::SlabId;
 use crate::timers::Timers;
@@ -54,6 +57,8 @@ pub(crate) struct Prefetch {
     channels: BTreeMap<DeviceId, MeasuredChannel>,
     timers: Timers<(SessionId, u64)>,
     plan: Plan,
+    /// Blocks whose read has failed and that may be read again; some may have ended meanwhile.
+    failed: VecDeque<SlabId>,
     outcomes: Vec<PrefetchOutcome>,
     counters: PrefetchCounters,
 }
@@ -114,11 +119,13 @@ impl Prefetch {
         let listed: Vec<u64> = lookahead.requests.iter().map(|listed| listed.request).collect();
         let ignored = self.update(cache, cx.now, caller, lookahead);
         self.measure(reads, cx.now);
-        self.pass(cache, cx, (caller.session, reads));
+        self.pass(cache, cx, (caller, reads));
         let Some(hinted) = self.sessions.get_mut(&caller.session) else { return };
         let window = hinted.window.iterations();
+        let mut steps = LOOKAHEAD_READY_STEPS_MAX;
         let ready = listed.into_iter().filter(|request| {
-            hinted.requests.get_mut(request).is_some_and(|wanted| wanted.is_ready(&self.staged))
+            let wanted = hinted.requests.get_mut(request);
+            wanted.is_some_and(|wanted| wanted.is_ready(cache, &self.staged, &mut steps))
         });
         let report = LookaheadReport { window, ignored, ready: ready.collect() };
         cx.reply(caller, Reply::LookaheadAccepted(report));
@@ -140,6 +147,7 @@ impl Prefetch {
     pub(crate) fn refused(&mut self, waiter: WaiterId) {
         self.counters.prefetch_failed_blocks += 1;
         self.staged.fail(waiter.block);
+        self.failed.extend(self.staged.retriable(waiter.block));
     }
 
     /// Handles the failure of a block's fill.
@@ -148,6 +156,7 @@ impl Prefetch {
         if let Some(BlockState::Reading { lease, .. }) = self.staged.fail(waiter.block) {
             cache.release(lease);
         }
+        self.failed.extend(self.staged.retriable(waiter.block));
     }
 
     /// Records verified layers of a block.
@@ -203,7 +212,7 @@ impl Prefetch {
         if wanted.phase == Phase::Left {
             return self.end_request(cache, session, request);
         }
-        hinted.pending_keys -= wanted.pending_keys();
+        hinted.keys -= wanted.keys();
         wanted.phase = Phase::Expired;
         wanted.pending = Vec::new();
         let blocks = std::mem::take(&mut wanted.blocks);
@@ -215,7 +224,7 @@ impl Prefetch {
     fn end_request(&mut self, cache: &mut Cache, session: SessionId, request: u64) {
         let Some(hinted) = self.sessions.get_mut(&session) else { return };
         let Some(wanted) = hinted.requests.remove(&request) else { return };
-        hinted.pending_keys -= wanted.pending_keys();
+        hinted.keys -= wanted.keys();
         if let Some(due) = wanted.due {
             self.timers.clear(due, (session, request));
         }
@@ -223,8 +232,8 @@ impl Prefetch {
     }
 
     /// Removes one holder of each of these blocks.
-    fn drop_blocks(&mut self, cache: &mut Cache, blocks: Vec<SlabId>) {
-        for id in blocks {
+    fn drop_blocks(&mut self, cache: &mut Cache, blocks: Vec<ListedBlock>) {
+        for id in blocks.into_iter().filter_map(|block| block.staged) {
             if let Some(block) = self.staged.drop_holder(id) {
                 self.end(cache, id, block, Ending::Wasted);
             }

@@ -340,7 +340,7 @@ impl Worker {
         self.progress_since.get_or_insert_with(Instant::now);
     }
 
-    /// Reads what is left of these fills as loads read their blocks.
+    /// Reads the remaining pieces of these fills with the rank of loads.
     fn promote(&mut self, fills: Vec<FillId>) {
         if self.reads.prefetch.reads.promote(&fills.into_iter().collect()) {
             self.queue_reads(ReadClass::Awaited);

@@ -166,6 +166,8 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("prefetch_expired_requests", "Requests whose blocks were staged for too long"),
     counter("prefetch_missed_windows", "Requests that began before all their blocks were read"),
     counter("prefetch_deferred_blocks", "Blocks that waited for a later pass, because a device was busy"),
+    counter("prefetch_late_blocks", "Blocks that could not arrive before their request runs"),
+    counter("prefetch_unstaged_blocks", "Blocks that waited for a later pass, because the reserve was full"),
     counter("prefetch_blocks", "Blocks read ahead of their load"),
     counter("prefetch_bytes", "Payload bytes read ahead of their load"),
     counter("prefetch_used_blocks", "Blocks read ahead that a load used"),

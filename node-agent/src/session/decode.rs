@@ -13,7 +13,8 @@ use reprise_agent_core::event::{
 };
 use reprise_agent_core::extents::PinId;
 use reprise_agent_core::limits::{
-    COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, MATCH_KEYS_MAX, RESERVE_SLOTS_MAX,
+    COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, LOOKAHEAD_REQUESTS_MAX, MATCH_KEYS_MAX,
+    RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
 use reprise_policy::prefetch::LookaheadRequest;
@@ -213,6 +214,11 @@ fn convert_item(item: &local::CommitItem) -> CommitItem {
 
 /// The core checks all but the keys, because it counts ignored parts.
 fn convert_lookahead(hint: &local::ReportLookahead) -> Result<Lookahead, String> {
+    // Before any list is copied. The core checks the rest, and counts rejected hints.
+    let requests = hint.requests.len().max(hint.cancelled.len());
+    if requests > LOOKAHEAD_REQUESTS_MAX {
+        return Err(format!("lookahead: {requests} requests: expected at most {LOOKAHEAD_REQUESTS_MAX}"));
+    }
     let convert = |waiting: &local::WaitingRequest| {
         let keys = BlockKey::unpack(&waiting.keys).ok_or_else(|| {
             format!("lookahead: keys: {} bytes are not a multiple of 16-byte keys", waiting.keys.len())

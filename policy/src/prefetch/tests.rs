@@ -207,6 +207,13 @@ proptest! {
         let all: u64 = candidates.iter().filter(within).map(|wanted| u64::from(wanted.blocks)).sum();
         let read: u64 = plan.reads.iter().map(|read| u64::from(read.blocks)).sum();
         prop_assert_eq!(read + plan.late_blocks + plan.deferred_blocks + plan.unstaged_blocks, all);
+        for held in &plan.held {
+            let parts = held.admitted + held.unstaged + held.deferred + held.late;
+            prop_assert_eq!(parts, candidates[held.candidate].blocks);
+        }
+        prop_assert_eq!(plan.held.iter().map(|held| u64::from(held.late)).sum::<u64>(), plan.late_blocks);
+        prop_assert_eq!(plan.held.iter().map(|held| u64::from(held.deferred)).sum::<u64>(), plan.deferred_blocks);
+        prop_assert_eq!(plan.held.iter().map(|held| u64::from(held.unstaged)).sum::<u64>(), plan.unstaged_blocks);
     }
 
     #[test]

@@ -11,8 +11,10 @@ use crate::effect::DeviceId;
 /// State of a block, as a read ahead needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AheadCopy {
-    /// In DRAM, or on its way there.
+    /// Readable in DRAM.
     InDram,
+    /// On its way to DRAM.
+    Filling,
     /// On a device only.
     OnDevice(DeviceId, EntryIndex),
     /// Not on this node, or of another tenant or layout.
@@ -30,7 +32,8 @@ impl Cache {
         match (state.dram(), state.stored()) {
             (Dram::Absent, Some(stored)) => AheadCopy::OnDevice(stored.device, entry),
             (Dram::Absent, None) => AheadCopy::Absent,
-            (Dram::Filling(_) | Dram::Resident(_), _) => AheadCopy::InDram,
+            (Dram::Filling(_), _) => AheadCopy::Filling,
+            (Dram::Resident(_), _) => AheadCopy::InDram,
         }
     }
 }

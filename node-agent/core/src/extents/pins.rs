@@ -19,11 +19,18 @@ pub(super) struct HeldPin {
 }
 
 impl Extents {
-    /// Pins the blocks that are durable on devices that clients may read.
-    pub(crate) fn pin(&mut self, cache: &mut Cache, cx: &mut Context, from: Caller, keys: &[BlockKey]) {
+    /// Pins the blocks that are durable on devices that clients may read. Returns the keys of these blocks.
+    pub(crate) fn pin(
+        &mut self,
+        cache: &mut Cache,
+        cx: &mut Context,
+        from: Caller,
+        keys: &[BlockKey],
+    ) -> Vec<BlockKey> {
         if keys.len() > LOAD_BLOCKS_MAX {
             let text = format!("{} keys in one pin: send at most {LOAD_BLOCKS_MAX}", keys.len());
-            return cx.reply(from, Reply::BadRequest(text));
+            cx.reply(from, Reply::BadRequest(text));
+            return Vec::new();
         }
         let (bytes, of_session) = cache.extent_share(from.size_class, EXTENTS_SESSION_PERMILLE);
         let (_, of_all) = cache.extent_share(from.size_class, EXTENTS_PERMILLE);
@@ -38,8 +45,12 @@ impl Extents {
             left -= u64::from(matches!(pinned, PinnedBlock::Pinned { .. }));
             pinned
         };
-        let blocks = keys.iter().map(&mut pin).collect();
+        let blocks: Vec<PinnedBlock> = keys.iter().map(&mut pin).collect();
+        let is_pinned = |block: &PinnedBlock| matches!(block, PinnedBlock::Pinned { .. });
+        let pinned = keys.iter().zip(&blocks).filter(|(_, block)| is_pinned(block)).map(|(key, _)| *key);
+        let pinned = pinned.collect();
         cx.reply(from, Reply::Pinned { blocks });
+        pinned
     }
 
     fn pin_one(&mut self, cache: &mut Cache, (from, bytes): (Caller, u64), key: &BlockKey) -> PinnedBlock {

@@ -1,7 +1,9 @@
 //! Checks of the prefetches' invariants, for tests.
 
 use crate::cache::{Cache, FrameIndex};
+use crate::limits::LOOKAHEAD_SESSION_KEYS_MAX;
 use crate::prefetch::pass::reserve;
+use crate::prefetch::requests::Wanted;
 use crate::prefetch::staged::BlockState;
 use crate::prefetch::{Prefetch, waiter};
 use crate::waiter::{KnownWait, WaiterId};
@@ -17,7 +19,8 @@ impl Prefetch {
                 bytes += block.slot_bytes;
             }
             let all = self.sessions.values().flat_map(|hinted| hinted.requests.values());
-            let listed = all.flat_map(|wanted| &wanted.blocks).filter(|listed| **listed == id).count();
+            let listed =
+                all.flat_map(|wanted| &wanted.blocks).filter(|listed| listed.staged == Some(id)).count();
             ensure!(listed == block.holders as usize, "{id:?}: {listed} of {} holders", block.holders);
         }
         ensure!(self.staged.keys() == self.staged.iter().count(), "staged blocks and keys disagree");
@@ -25,9 +28,9 @@ impl Prefetch {
         let reserve = reserve(cache);
         ensure!(bytes <= reserve, "{bytes} bytes staged exceed the reserve of {reserve}");
         for (session, hinted) in &self.sessions {
-            let pending: usize = hinted.requests.values().map(|wanted| wanted.pending_keys()).sum();
-            let counted = hinted.pending_keys;
-            ensure!(pending == counted, "{session:?}: {pending} keys left, {counted} counted");
+            let (keys, counted) = (hinted.requests.values().map(Wanted::keys).sum::<usize>(), hinted.keys);
+            ensure!(keys == counted, "{session:?}: {keys} keys, {counted} counted");
+            ensure!(keys <= LOOKAHEAD_SESSION_KEYS_MAX, "{session:?}: {keys} keys exceed the limit");
             timers += hinted.requests.values().filter(|wanted| wanted.due.is_some()).count();
         }
         ensure!(timers == self.timers.len(), "{timers} requests with timers, {} timers", self.timers.len());

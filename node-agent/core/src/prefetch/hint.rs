@@ -11,10 +11,10 @@ use crate::cache::{AheadCopy, Cache, RankClasses};
 use crate::context::Caller;
 use crate::limits::{
     LOOKAHEAD_GRACE_MAX, LOOKAHEAD_GRACE_MIN, LOOKAHEAD_KEYS_MAX, LOOKAHEAD_REQUESTS_MAX,
-    LOOKAHEAD_STAGED_MAX, LOOKAHEAD_TRACKED_MAX,
+    LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX, LOOKAHEAD_TRACKED_MAX,
 };
 use crate::prefetch::Prefetch;
-use crate::prefetch::requests::{Hinted, Phase, Wanted};
+use crate::prefetch::requests::{Hinted, ListedBlock, Phase, Wanted};
 
 /// Checks the parts of a hint without which its rest has no meaning.
 pub(super) fn check(lookahead: &Lookahead, ranks: usize) -> Result<(), String> {
@@ -80,13 +80,19 @@ impl Prefetch {
         (classes, number, now): (&RankClasses, u64, Tick),
     ) -> bool {
         let LookaheadRequest { request, iterations, confidence, keys } = listed;
-        if iterations == 0 || confidence == 0 || confidence > CONFIDENCE_MAX {
-            return false;
-        }
         let Some(hinted) = self.sessions.get_mut(&session) else { return false };
         let tracked = hinted.requests.len();
+        let is_valid = iterations > 0 && (1..=CONFIDENCE_MAX).contains(&confidence);
+        let known_keys = hinted.requests.get(&request).map_or(0, Wanted::keys);
+        let has_room = keys.is_empty() || hinted.keys - known_keys + keys.len() <= LOOKAHEAD_SESSION_KEYS_MAX;
         match hinted.requests.get_mut(&request) {
             Some(known) if known.hint == number => return false,
+            // It still waits, even though its entry is ignored.
+            Some(known) if !is_valid || (!has_room && known.phase != Phase::Expired) => {
+                known.hint = number;
+                return false;
+            }
+            None if !is_valid || !has_room => return false,
             Some(known) if keys.is_empty() || known.phase == Phase::Expired => {
                 (known.iterations, known.confidence, known.hint) = (iterations, confidence, number);
                 if known.phase == Phase::Left {
@@ -102,9 +108,6 @@ impl Prefetch {
             None if keys.is_empty() || tracked >= LOOKAHEAD_TRACKED_MAX => return false,
             Some(_) | None => {}
         }
-        if hinted.pending_keys + keys.len() > LOOKAHEAD_KEYS_MAX {
-            return false;
-        }
         let mut wanted = Wanted::new(iterations, confidence, number);
         self.locate(cache, &mut wanted, keys, classes);
         // Sending keys again does not extend the time for which blocks are staged.
@@ -112,13 +115,13 @@ impl Prefetch {
         let staged_until = known.filter(|known| known.phase == Phase::Listed).and_then(|known| known.due);
         // The blocks of the former keys that are still listed have another holder now.
         self.end_request(cache, session, request);
-        if !wanted.blocks.is_empty() {
+        if wanted.holds_any(&self.staged) {
             let due = staged_until.unwrap_or(now.after(LOOKAHEAD_STAGED_MAX));
             wanted.due = Some(due);
             self.timers.set(due, (session, request));
         }
         let Some(hinted) = self.sessions.get_mut(&session) else { return false };
-        hinted.pending_keys += wanted.pending_keys();
+        hinted.keys += wanted.keys();
         hinted.requests.insert(request, wanted);
         true
     }
@@ -131,11 +134,10 @@ impl Prefetch {
                 Some((class, AheadCopy::OnDevice(device, _))) => {
                     wanted.push(device, cache.size_class(class).slot_bytes, (key, class));
                 }
-                Some((class, AheadCopy::InDram)) => {
-                    if let Some(id) = self.staged.find(&key, class) {
-                        self.staged.hold(id);
-                        wanted.blocks.push(id);
-                    }
+                Some((class, AheadCopy::InDram | AheadCopy::Filling)) => {
+                    let staged = self.staged.find(&key, class);
+                    staged.into_iter().for_each(|id| self.staged.hold(id));
+                    wanted.blocks.push(ListedBlock { key, class, staged });
                 }
                 None | Some((_, AheadCopy::Absent)) => {
                     self.counters.prefetch_unknown_keys += 1;
@@ -160,7 +162,7 @@ impl Prefetch {
             if pending > 0 {
                 self.counters.prefetch_missed_windows += 1;
                 hinted.window.missed();
-                hinted.pending_keys -= pending;
+                hinted.keys -= pending;
                 wanted.pending = Vec::new();
             }
             if !wanted.holds_any(&self.staged) {

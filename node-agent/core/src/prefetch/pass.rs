@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use reprise_policy::prefetch::{Channel, ChannelState, Pass};
+use reprise_policy::prefetch::{Channel, ChannelState, Pass, Plan};
 use reprise_policy::{SessionId, Tick};
 
-use crate::cache::{AheadCopy, Cache, LocalBlock, SizeClassId};
-use crate::context::Context;
+use crate::cache::{AheadCopy, Cache, LocalBlock, SizeClassId, TenantIndex};
+use crate::context::{Caller, Context};
 use crate::effect::ReadClass;
-use crate::limits::{DEVICES_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ARENA_PERMILLE, PREFETCH_SESSION_PERMILLE};
-use crate::prefetch::requests::Hinted;
+use crate::limits::{
+    DEVICES_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ARENA_PERMILLE, PREFETCH_RETRIES_MAX,
+    PREFETCH_SESSION_PERMILLE,
+};
+use crate::prefetch::requests::{Hinted, ListedBlock};
 use crate::prefetch::staged::{BlockState, StagedBlock};
 use crate::prefetch::{Prefetch, PrefetchOutcome};
 use crate::transfer::{DeviceRate, DeviceReads};
@@ -26,6 +29,12 @@ pub(super) struct MeasuredChannel {
 /// Slot bytes that staged blocks may fill.
 pub(super) fn reserve(cache: &Cache) -> u64 {
     cache.arena_bytes() * PREFETCH_ARENA_PERMILLE / 1000
+}
+
+/// Share of a tenant's limit in DRAM that its staged blocks may fill.
+fn share_of_limit(limit: u64) -> u64 {
+    let share = u128::from(limit) * u128::from(PREFETCH_ARENA_PERMILLE) / 1000;
+    u64::try_from(share).unwrap_or(u64::MAX)
 }
 
 /// Blocks to read of one size class.
@@ -48,11 +57,13 @@ impl Prefetch {
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        (session, reads): (SessionId, &DeviceReads),
+        (caller, reads): (Caller, &DeviceReads),
     ) {
+        let session = caller.session;
         self.hold_staged(session);
+        self.retry_failed(cache, cx);
         let channels = self.channel_states(reads, cx.now);
-        let reserve_bytes = self.free_reserve(cache, session);
+        let reserve_bytes = self.free_reserve(cache, (session, cache.tenant_of(caller.size_class)));
         let Some(hinted) = self.sessions.get_mut(&session) else { return };
         let Some(iteration) = hinted.iteration.expected() else { return };
         let (candidates, of) = hinted.candidates();
@@ -64,7 +75,7 @@ impl Prefetch {
         let window = hinted.window.iterations();
         let mut plan = std::mem::take(&mut self.plan);
         plan.make(&Pass { iteration, window, channels: &channels, reserve_bytes }, &candidates);
-        self.counters.prefetch_deferred_blocks += plan.deferred_blocks;
+        self.count_held(session, &plan, &of);
         for read in &plan.reads {
             let (request, pending) = of[read.candidate];
             self.start(cache, cx, (session, request), (pending, read.blocks));
@@ -83,9 +94,9 @@ impl Prefetch {
                     && let Some(id) = self.staged.find(key, *class)
                 {
                     self.staged.hold(id);
-                    wanted.blocks.push(id);
+                    wanted.blocks.push(ListedBlock { key: *key, class: *class, staged: Some(id) });
                     pending.keys.pop_front();
-                    hinted.pending_keys -= 1;
+                    pending.taken += 1;
                 }
             }
         }
@@ -101,11 +112,55 @@ impl Prefetch {
         states
     }
 
-    /// Slot bytes that a session may still stage.
-    fn free_reserve(&self, cache: &Cache, session: SessionId) -> u64 {
+    /// Counts the blocks of a plan that wait, each once for each cause.
+    fn count_held(&mut self, session: SessionId, plan: &Plan, of: &[(u64, usize)]) {
+        let Some(hinted) = self.sessions.get_mut(&session) else { return };
+        for held in &plan.held {
+            let (request, at) = of[held.candidate];
+            let Some(pending) = hinted.requests.get_mut(&request).and_then(|it| it.pending.get_mut(at))
+            else {
+                continue;
+            };
+            let unstaged = pending.taken + held.admitted;
+            let (deferred, late) = (unstaged + held.unstaged, unstaged + held.unstaged + held.deferred);
+            let counted = &mut pending.counted;
+            self.counters.prefetch_unstaged_blocks += counted.unstaged.add(unstaged, held.unstaged);
+            self.counters.prefetch_deferred_blocks += counted.deferred.add(deferred, held.deferred);
+            self.counters.prefetch_late_blocks += counted.late.add(late, held.late);
+        }
+    }
+
+    /// Reads blocks again whose read has failed, within the reserve.
+    fn retry_failed(&mut self, cache: &Cache, cx: &Context) {
+        let mut fetches = Vec::new();
+        for _ in 0..PREFETCH_RETRIES_MAX.min(self.failed.len()) {
+            let Some(id) = self.failed.pop_front() else { break };
+            let Some(block) = self.staged.failed(id) else { continue };
+            let (class, bytes) = (block.size_class, block.slot_bytes);
+            match cache.ahead_copy(&block.key, class) {
+                AheadCopy::OnDevice(_, entry)
+                    if bytes <= self.free_reserve(cache, (block.session, block.tenant)) =>
+                {
+                    self.staged.retry(id);
+                    fetches.push((class, vec![(id.slot(), LocalBlock::Stored(entry))]));
+                }
+                AheadCopy::OnDevice(..) | AheadCopy::Filling => self.failed.push_back(id),
+                // A load has read it.
+                AheadCopy::InDram => drop(self.staged.remove(id)),
+                AheadCopy::Absent => {}
+            }
+        }
+        self.fetch(cache, cx, fetches);
+    }
+
+    /// Slot bytes that a session may still stage. Staged blocks count against their tenant's limit, so they use at
+    /// most the same share of it as of the arena.
+    fn free_reserve(&self, cache: &Cache, (session, tenant): (SessionId, TenantIndex)) -> u64 {
         let reserve = reserve(cache);
-        let of_session = reserve * PREFETCH_SESSION_PERMILLE / 1000;
+        let of_tenant = share_of_limit(cache.dram_usage(tenant).quota.limit()).min(reserve);
+        let of_session = of_tenant * PREFETCH_SESSION_PERMILLE / 1000;
         let free = reserve.saturating_sub(self.staged.bytes());
+        let free = free.min(of_tenant.saturating_sub(self.staged.bytes_of_tenant(tenant)));
         free.min(of_session.saturating_sub(self.staged.bytes_of(session)))
     }
 
@@ -118,22 +173,26 @@ impl Prefetch {
         (pending, blocks): (usize, u32),
     ) {
         let Some(hinted) = self.sessions.get_mut(&session) else { return };
-        let Hinted { requests, pending_keys, .. } = hinted;
+        let Hinted { requests, keys, .. } = hinted;
         let Some(wanted) = requests.get_mut(&request) else { return };
         let Some(left) = wanted.pending.get_mut(pending) else { return };
         let mut reads: Vec<ReadsOfClass> = Vec::new();
         for _ in 0..blocks {
             let Some((key, class)) = left.keys.pop_front() else { break };
-            *pending_keys -= 1;
+            left.taken += 1;
             if let Some(id) = self.staged.find(&key, class) {
                 self.staged.hold(id);
-                wanted.blocks.push(id);
+                wanted.blocks.push(ListedBlock { key, class, staged: Some(id) });
                 continue;
             }
             let entry = match cache.ahead_copy(&key, class) {
                 AheadCopy::OnDevice(_, entry) => entry,
-                AheadCopy::InDram => continue,
+                AheadCopy::InDram | AheadCopy::Filling => {
+                    wanted.blocks.push(ListedBlock { key, class, staged: None });
+                    continue;
+                }
                 AheadCopy::Absent => {
+                    *keys -= 1;
                     self.counters.prefetch_unknown_keys += 1;
                     wanted.known = false;
                     continue;
@@ -146,10 +205,12 @@ impl Prefetch {
                 slot_bytes: size_class.slot_bytes,
                 payload_bytes: size_class.layout.block_bytes(),
                 session,
+                tenant: cache.tenant_of(class),
+                attempts: 1,
                 holders: 1,
                 state: BlockState::Requested,
             });
-            wanted.blocks.push(id);
+            wanted.blocks.push(ListedBlock { key, class, staged: Some(id) });
             let block = (id.slot(), LocalBlock::Stored(entry));
             match reads.iter_mut().find(|(other, _)| *other == class) {
                 Some((_, of_class)) => of_class.push(block),
@@ -161,6 +222,11 @@ impl Prefetch {
             wanted.due = Some(due);
             self.timers.set(due, (session, request));
         }
+        self.fetch(cache, cx, reads);
+    }
+
+    /// Requests fills, one request for each size class.
+    fn fetch(&mut self, cache: &Cache, cx: &Context, reads: Vec<ReadsOfClass>) {
         self.outcomes.extend(reads.into_iter().map(|(class, local)| {
             PrefetchOutcome::Fetch(FillRequest {
                 object: (WaiterOwner::Prefetch, 0),

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, VecDeque};
 use reprise_policy::prefetch::{Candidate, IterationTime, LookaheadWindow};
 use reprise_policy::{BlockKey, Tick};
 
-use crate::cache::SizeClassId;
+use crate::cache::{AheadCopy, Cache, SizeClassId};
 use crate::effect::DeviceId;
 use crate::prefetch::staged::{Progress, Staged};
 use crate::slab::SlabId;
@@ -24,8 +24,8 @@ pub(super) struct Hinted {
     pub(super) requests: BTreeMap<u64, Wanted>,
     /// Number of hints so far.
     pub(super) hints: u64,
-    /// Keys left to read, of all requests.
-    pub(super) pending_keys: usize,
+    /// Keys of all requests: left to read, staged, or in DRAM.
+    pub(super) keys: usize,
 }
 
 /// A request that will run.
@@ -36,10 +36,8 @@ pub(super) struct Wanted {
     pub(super) phase: Phase,
     /// Blocks left to read.
     pub(super) pending: Vec<Pending>,
-    /// Blocks that were read ahead for it.
-    pub(super) blocks: Vec<SlabId>,
-    /// Number of leading blocks that are known to be complete.
-    pub(super) complete: usize,
+    /// Blocks that were read ahead for it, or were in DRAM.
+    pub(super) blocks: Vec<ListedBlock>,
     /// Whether all its blocks were on this node.
     pub(super) known: bool,
     /// Time of its timer.
@@ -55,6 +53,33 @@ pub(super) struct Pending {
     /// Bytes of the largest slot.
     pub(super) slot_bytes: u64,
     pub(super) keys: VecDeque<(BlockKey, SizeClassId)>,
+    /// Number of blocks that were removed from the front.
+    pub(super) taken: u32,
+    pub(super) counted: CountedBlocks,
+}
+
+/// Blocks of one device that were counted as waiting, by cause. A block is counted once for each cause.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct CountedBlocks {
+    pub(super) unstaged: Positions,
+    pub(super) deferred: Positions,
+    pub(super) late: Positions,
+}
+
+/// Range of positions in a chain.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Positions {
+    from: u32,
+    to: u32,
+}
+
+/// A block that is staged, or was in DRAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ListedBlock {
+    pub(super) key: BlockKey,
+    pub(super) class: SizeClassId,
+    /// Its entry while it is staged. Without one, nothing keeps it in DRAM.
+    pub(super) staged: Option<SlabId>,
 }
 
 /// State of a request.
@@ -77,7 +102,6 @@ impl Wanted {
             phase: Phase::Listed,
             pending: Vec::new(),
             blocks: Vec::new(),
-            complete: 0,
             known: true,
             due: None,
             hint,
@@ -92,7 +116,8 @@ impl Wanted {
                 pending.keys.push_back(block);
             }
             None => {
-                self.pending.push(Pending { device, slot_bytes, keys: VecDeque::from([block]) });
+                let (keys, counted) = (VecDeque::from([block]), CountedBlocks::default());
+                self.pending.push(Pending { device, slot_bytes, keys, taken: 0, counted });
             }
         }
     }
@@ -102,24 +127,60 @@ impl Wanted {
         self.pending.iter().map(|pending| pending.keys.len()).sum()
     }
 
-    /// Whether all blocks are in DRAM. Costs a step for each block that became complete since the last call.
-    pub(super) fn is_ready(&mut self, staged: &Staged) -> bool {
-        if !self.known || self.phase != Phase::Listed || self.pending.iter().any(|left| !left.keys.is_empty())
-        {
+    /// Number of its blocks that are left to read, staged, or were in DRAM.
+    pub(super) fn keys(&self) -> usize {
+        self.pending_keys() + self.blocks.len()
+    }
+
+    /// Whether all blocks are readable in DRAM. Blocks that were evicted meanwhile are left to read again. Takes a
+    /// step for each block; a request with more of them than `steps` is not ready.
+    pub(super) fn is_ready(&mut self, cache: &Cache, staged: &Staged, steps: &mut usize) -> bool {
+        if !self.known || self.phase != Phase::Listed || self.pending_keys() > 0 {
             return false;
         }
-        while let Some(id) = self.blocks.get(self.complete) {
-            if staged.progress(*id) != Progress::Complete {
-                return false;
+        let Some(left) = steps.checked_sub(self.blocks.len()) else { return false };
+        *steps = left;
+        let (mut ready, mut at) = (true, 0);
+        while let Some(ListedBlock { key, class, staged: entry }) = self.blocks.get(at).copied() {
+            match entry.map_or(Progress::Ended, |id| staged.progress(id)) {
+                Progress::Complete => {}
+                Progress::Reading | Progress::Failed => ready = false,
+                Progress::Ended => match cache.ahead_copy(&key, class) {
+                    AheadCopy::InDram => {}
+                    AheadCopy::Filling => ready = false,
+                    AheadCopy::OnDevice(device, _) => {
+                        ready = false;
+                        self.blocks.swap_remove(at);
+                        self.push(device, cache.size_class(class).slot_bytes, (key, class));
+                        continue;
+                    }
+                    AheadCopy::Absent => {
+                        (ready, self.known) = (false, false);
+                    }
+                },
             }
-            self.complete += 1;
+            at += 1;
         }
-        true
+        ready
     }
 
     /// Whether a block of it is staged.
     pub(super) fn holds_any(&self, staged: &Staged) -> bool {
-        self.blocks.iter().any(|id| staged.contains(*id))
+        self.blocks.iter().filter_map(|block| block.staged).any(|id| staged.contains(id))
+    }
+}
+
+impl Positions {
+    /// Extends the range by another one; returns the number of positions that were added.
+    pub(super) fn add(&mut self, from: u32, count: u32) -> u64 {
+        if count == 0 {
+            return 0;
+        }
+        let before = self.to - self.from;
+        let range =
+            if before == 0 { from..from + count } else { self.from.min(from)..self.to.max(from + count) };
+        (self.from, self.to) = (range.start, range.end);
+        u64::from(self.to - self.from - before)
     }
 }
 

@@ -13,7 +13,8 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, SessionId};
 
-use crate::cache::{Lease, Read, SizeClassId};
+use crate::cache::{Lease, Read, SizeClassId, TenantIndex};
+use crate::limits::PREFETCH_ATTEMPTS_MAX;
 use crate::slab::{Slab, SlabId};
 use crate::waiter::WaitId;
 
@@ -25,6 +26,7 @@ pub(super) struct Staged {
     /// Slot bytes of all blocks that have not failed, and those that each session requested.
     bytes: u64,
     by_session: BTreeMap<SessionId, u64>,
+    by_tenant: BTreeMap<TenantIndex, u64>,
 }
 
 /// A block that is read ahead.
@@ -37,6 +39,9 @@ pub(super) struct StagedBlock {
     pub(super) payload_bytes: u64,
     /// Session whose hint requested it.
     pub(super) session: SessionId,
+    pub(super) tenant: TenantIndex,
+    /// Number of reads so far.
+    pub(super) attempts: u8,
     /// Number of requests that list it.
     pub(super) holders: u32,
     pub(super) state: BlockState,
@@ -58,8 +63,10 @@ pub(super) enum BlockState {
 /// State of a block for a request that lists it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// In DRAM, or already used by a load.
+    /// In DRAM, where a lease keeps it.
     Complete,
+    /// No longer staged: a load has used it.
+    Ended,
     /// On its way.
     Reading,
     /// Not read ahead.
@@ -82,6 +89,11 @@ impl Staged {
         self.by_session.get(&session).copied().unwrap_or(0)
     }
 
+    /// Slot bytes of the blocks of a tenant.
+    pub(super) fn bytes_of_tenant(&self, tenant: TenantIndex) -> u64 {
+        self.by_tenant.get(&tenant).copied().unwrap_or(0)
+    }
+
     /// Finds a block of a size class.
     pub(super) fn find(&self, key: &BlockKey, size_class: SizeClassId) -> Option<SlabId> {
         let id = *self.by_key.get(key)?;
@@ -90,8 +102,7 @@ impl Staged {
 
     /// Adds a block whose fill is requested, with one holder.
     pub(super) fn insert(&mut self, block: StagedBlock) -> SlabId {
-        self.bytes += block.slot_bytes;
-        *self.by_session.entry(block.session).or_default() += block.slot_bytes;
+        self.charge((block.session, block.tenant), block.slot_bytes);
         let (key, id) = (block.key, self.blocks.insert(block));
         self.by_key.insert(key, id);
         id
@@ -116,7 +127,7 @@ impl Staged {
         let block = self.blocks.remove(id)?;
         self.by_key.remove(&block.key);
         if block.state != BlockState::Failed {
-            self.release_bytes(block.session, block.slot_bytes);
+            self.release_bytes((block.session, block.tenant), block.slot_bytes);
         }
         Some(block)
     }
@@ -130,17 +141,40 @@ impl Staged {
     pub(super) fn fail(&mut self, slot: u32) -> Option<BlockState> {
         let block = self.blocks.at_mut(slot)?;
         let before = std::mem::replace(&mut block.state, BlockState::Failed);
-        let (session, bytes) = (block.session, block.slot_bytes);
+        let (holder, bytes) = ((block.session, block.tenant), block.slot_bytes);
         if before != BlockState::Failed {
-            self.release_bytes(session, bytes);
+            self.release_bytes(holder, bytes);
         }
         Some(before)
+    }
+
+    /// Returns a block whose read has failed.
+    pub(super) fn failed(&self, id: SlabId) -> Option<&StagedBlock> {
+        self.blocks.get(id).filter(|block| block.state == BlockState::Failed)
+    }
+
+    /// Requests the fill of a failed block again.
+    pub(super) fn retry(&mut self, id: SlabId) {
+        let Some(block) = self.blocks.get_mut(id).filter(|block| block.state == BlockState::Failed) else {
+            return;
+        };
+        block.state = BlockState::Requested;
+        block.attempts += 1;
+        let (holder, bytes) = ((block.session, block.tenant), block.slot_bytes);
+        self.charge(holder, bytes);
+    }
+
+    /// Returns the id of the block in a slot, if it may be read again.
+    pub(super) fn retriable(&self, slot: u32) -> Option<SlabId> {
+        let id = self.blocks.id_at(slot)?;
+        self.blocks.get(id).filter(|block| block.attempts < PREFETCH_ATTEMPTS_MAX).map(|_| id)
     }
 
     /// State of a block for a request that lists it.
     pub(super) fn progress(&self, id: SlabId) -> Progress {
         match self.blocks.get(id).map(|block| &block.state) {
-            None | Some(BlockState::Ready { .. }) => Progress::Complete,
+            None => Progress::Ended,
+            Some(BlockState::Ready { .. }) => Progress::Complete,
             Some(BlockState::Requested | BlockState::Reading { .. }) => Progress::Reading,
             Some(BlockState::Failed) => Progress::Failed,
         }
@@ -161,8 +195,20 @@ impl Staged {
         self.by_key.len()
     }
 
-    fn release_bytes(&mut self, session: SessionId, bytes: u64) {
+    fn charge(&mut self, (session, tenant): (SessionId, TenantIndex), bytes: u64) {
+        self.bytes += bytes;
+        *self.by_session.entry(session).or_default() += bytes;
+        *self.by_tenant.entry(tenant).or_default() += bytes;
+    }
+
+    fn release_bytes(&mut self, (session, tenant): (SessionId, TenantIndex), bytes: u64) {
         self.bytes -= bytes;
+        if let Some(of_tenant) = self.by_tenant.get_mut(&tenant) {
+            *of_tenant -= bytes;
+            if *of_tenant == 0 {
+                self.by_tenant.remove(&tenant);
+            }
+        }
         if let Some(of_session) = self.by_session.get_mut(&session) {
             *of_session -= bytes;
             if *of_session == 0 {

@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::Counters;
 use reprise_agent_core::effect::{LoadedBlock, Reply, Source};
-use reprise_agent_core::event::{FillError, Lookahead, Priority, Request, Scope};
-use reprise_agent_core::limits::{LOOKAHEAD_REQUESTS_MAX, LOOKAHEAD_STAGED_MAX};
+use reprise_agent_core::event::{FillError, Lookahead, Priority, Ranks, Request, Scope};
+use reprise_agent_core::limits::{
+    LOOKAHEAD_REQUESTS_MAX, LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ATTEMPTS_MAX,
+};
+use reprise_agent_core::{Counters, Settings, TenantQuotas};
 use reprise_policy::prefetch::{HINT_VERSION, LookaheadReport, LookaheadRequest};
-use reprise_policy::{BlockKey, SessionId, TenantId};
+use reprise_policy::quota::Quota;
+use reprise_policy::{BlockKey, LayoutSpec, SessionId, TenantId};
 
 use crate::engine::RequestKind;
 use crate::harness::{Harness, Setup, key, keys, large_layout, small_layout};
@@ -299,6 +302,177 @@ fn block_that_cannot_be_read_ahead_is_loaded_from_another_source_or_missed() {
     let counted = counters(&harness);
     assert_eq!((counted.prefetch_failed_blocks, counted.prefetch_blocks), (1, 1));
     assert_eq!(load(&mut harness, session, &keys(0..2)), [None, Some(Source::OwnDram)]);
+}
+
+/// Harness as [`cold_harness`] for a tenant with a DRAM limit.
+fn limited_harness(blocks: u64, limit_slots: u64) -> (Harness, SessionId) {
+    let limit = Quota::new(0, limit_slots * large_layout().slot_bytes()).expect("valid");
+    let tenant = TenantQuotas { tenant: TenantId(1), dram: limit, nvme: Quota::UNLIMITED };
+    let settings = Settings { tenants: vec![tenant], ..Setup::default().settings };
+    let mut harness = Harness::new(Setup { regions: 8, settings, ..Setup::default() });
+    let session = harness.open_session(TenantId(1), large_layout());
+    harness.reserve(session, blocks as u32);
+    harness.commit(session, &keys(0..blocks), Priority::Normal);
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    harness.request(session, RequestKind::Other, Request::Trim);
+    (harness, session)
+}
+
+#[test]
+fn staged_blocks_use_the_same_share_of_a_tenants_dram_limit_as_of_the_arena() {
+    // A quarter of 16 slots for the tenant, half of that for a session.
+    let (mut harness, session) = limited_harness(8, 16);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..8))]));
+    assert_eq!(harness.fills().len(), 2);
+    let others: Vec<SessionId> = (0..2).map(|_| harness.open_session(TenantId(1), large_layout())).collect();
+    hint(&mut harness, others[0], lookahead(vec![waits(1, 4, &keys(2..8))]));
+    hint(&mut harness, others[1], lookahead(vec![waits(1, 4, &keys(4..8))]));
+    assert_eq!(harness.fills().len(), 4, "the sessions of a tenant share its limit");
+    harness.finish_jobs();
+    harness.load(session, &keys(4..8), Duration::from_millis(50), Scope::Local);
+    harness.finish_jobs();
+    assert_eq!(counters(&harness).failed_blocks, 0, "loads of the tenant find room");
+}
+
+#[test]
+fn keys_of_staged_blocks_and_blocks_in_dram_count_toward_the_limit_of_a_session() {
+    let (mut harness, session) = cold_harness(2);
+    load(&mut harness, session, &keys(0..2));
+    harness.finish_jobs();
+    let many: Vec<BlockKey> = keys(0..2).into_iter().cycle().take(LOOKAHEAD_SESSION_KEYS_MAX / 2).collect();
+    let hinted = lookahead((0..4).map(|number| waits(number, 4, &many)).collect());
+    assert_eq!(report(&mut harness, session, hinted).ignored, 2, "two requests reach the limit");
+    assert_eq!(counters(&harness).prefetch_ignored_requests, 2);
+    let hinted = Lookahead { cancelled: vec![0], ..lookahead(vec![waits(1, 3, &[]), waits(2, 4, &many)]) };
+    assert_eq!(report(&mut harness, session, hinted).ignored, 0, "a cancelled request makes room");
+}
+
+#[test]
+fn request_whose_entry_is_ignored_has_not_begun() {
+    let (mut harness, session) = cold_harness(4);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..4)), waits(2, 4, &keys(0..1))]));
+    harness.finish_jobs();
+    for iterations in [0, 0, 2] {
+        let uncertain = LookaheadRequest { confidence: 1001, ..waits(2, 4, &[]) };
+        hint(&mut harness, session, lookahead(vec![waits(1, iterations, &[]), uncertain]));
+        harness.pass(Duration::from_secs(2));
+    }
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_missed_windows, counted.prefetch_wasted_bytes), (0, 0));
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 1, &[])])).ready, [1]);
+}
+
+#[test]
+fn request_is_ready_only_while_its_blocks_are_readable_in_dram() {
+    let (mut harness, session) = cold_harness(2);
+    let other = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.load(other, &keys(0..1), Duration::from_millis(50), Scope::Local);
+    let listed = |iterations| lookahead(vec![waits(1, iterations, &keys(0..1))]);
+    assert_eq!(report(&mut harness, session, listed(4)).ready, [], "a load is reading it");
+    harness.finish_jobs();
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 3, &[])])).ready, [1]);
+    harness.close_session(other);
+    harness.request(session, RequestKind::Other, Request::Trim);
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 2, &[])])).ready, [], "evicted");
+    report(&mut harness, session, lookahead(vec![waits(1, 2, &[])]));
+    assert_eq!(harness.fills().len(), 1, "it is read ahead");
+    harness.finish_jobs();
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 1, &[])])).ready, [1]);
+    harness.request(session, RequestKind::Other, Request::Trim);
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 1, &[])])).ready, [1], "it is leased");
+}
+
+#[test]
+fn failed_read_ahead_is_tried_again_by_later_hints_a_bounded_number_of_times() {
+    let (mut harness, session) = cold_harness(1);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..1))]));
+    for attempt in 1..PREFETCH_ATTEMPTS_MAX {
+        harness.fail(harness.fills()[0], FillError::Refused);
+        assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 3, &[])])).ready, []);
+        assert_eq!(harness.fills().len(), 1, "attempt {attempt} is followed by another one");
+    }
+    harness.fail(harness.fills()[0], FillError::Refused);
+    hint(&mut harness, session, lookahead(vec![waits(1, 3, &[])]));
+    assert_eq!(harness.fills().len(), 0);
+    assert_eq!(counters(&harness).prefetch_failed_blocks, u64::from(PREFETCH_ATTEMPTS_MAX));
+    let (mut harness, session) = cold_harness(1);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..1))]));
+    harness.fail(harness.fills()[0], FillError::Refused);
+    hint(&mut harness, session, lookahead(vec![waits(1, 3, &[])]));
+    harness.finish_jobs();
+    assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 2, &[])])).ready, [1]);
+    assert_eq!(load(&mut harness, session, &keys(0..1)), [Some(Source::OwnDram)]);
+}
+
+#[test]
+fn pins_of_staged_blocks_count_as_use() {
+    let (mut harness, session) = cold_harness(2);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..2))]));
+    harness.finish_jobs();
+    harness.pin_extents(session, &[key(0), key(1), key(90)]);
+    let counted = counters(&harness);
+    assert_eq!((counted.prefetch_used_blocks, counted.prefetch_staged_bytes), (2, 0));
+    hint(&mut harness, session, lookahead(vec![]));
+    harness.pass(Duration::from_secs(20));
+    assert_eq!(counters(&harness).prefetch_wasted_bytes, 0);
+}
+
+#[test]
+fn blocks_that_wait_are_counted_once_for_each_cause() {
+    let (mut harness, session) = cold_harness(16);
+    hint(&mut harness, session, lookahead(vec![waits(1, 4, &keys(0..16))]));
+    for _ in 0..5 {
+        hint(&mut harness, session, lookahead(vec![waits(1, 4, &[])]));
+    }
+    assert_eq!(counters(&harness).prefetch_unstaged_blocks, 16 - SESSION_BLOCKS);
+    let (mut harness, session) = cold_harness(16);
+    let slow = |request| Lookahead { iteration: Duration::from_micros(100), ..lookahead(vec![request]) };
+    hint(&mut harness, session, slow(waits(1, 2, &keys(0..16))));
+    let (deferred, late) =
+        (counters(&harness).prefetch_deferred_blocks, counters(&harness).prefetch_late_blocks);
+    assert!(late > 0 && late <= 16, "{late} of 16 blocks cannot arrive within 200 µs");
+    for _ in 0..5 {
+        hint(&mut harness, session, slow(waits(1, 2, &[])));
+    }
+    let counted = counters(&harness);
+    assert!(counted.prefetch_late_blocks <= 16 && counted.prefetch_deferred_blocks <= 16);
+    assert!(counted.prefetch_late_blocks >= late && counted.prefetch_deferred_blocks >= deferred);
+}
+
+#[test]
+fn block_of_a_tensor_parallel_group_is_ready_once_the_parts_of_all_ranks_are_in_dram() {
+    let mut harness = Harness::new(Setup { regions: 8, ..Setup::default() });
+    let layout_of =
+        |tp_rank| LayoutSpec { tp_rank, tp_size: 2, ..*large_layout().spec() }.validate().expect("valid");
+    let sessions = [0, 1].map(|rank| harness.open_session(TenantId::DEFAULT, layout_of(rank)));
+    for (rank, session) in (0..).zip(sessions) {
+        harness.reserve(session, 1);
+        harness.commit(session, &[key(rank)], Priority::Normal);
+        harness.pass(Duration::from_millis(6));
+        harness.finish_jobs();
+    }
+    harness.request(sessions[0], RequestKind::Other, Request::Trim);
+    let all = |requests| Lookahead { ranks: Ranks::All, ..lookahead(requests) };
+    let odd = hint(&mut harness, sessions[0], all(vec![waits(1, 4, &keys(0..1))]));
+    assert!(matches!(odd, Reply::BadRequest(text) if text.contains("1 keys of 2 ranks")));
+    hint(&mut harness, sessions[0], all(vec![waits(1, 4, &keys(0..2))]));
+    assert_eq!(harness.fills().len(), 2, "the parts of both ranks are read");
+    harness.advance_to(harness.fills()[0], 4);
+    assert_eq!(
+        report(&mut harness, sessions[0], all(vec![waits(1, 3, &[])])).ready,
+        [],
+        "one part is missing"
+    );
+    harness.finish_jobs();
+    assert_eq!(report(&mut harness, sessions[0], all(vec![waits(1, 2, &[])])).ready, [1]);
+    for (rank, session) in (0..).zip(sessions) {
+        assert_eq!(load(&mut harness, session, &[key(rank)]), [Some(Source::OwnDram)]);
+    }
+    assert_eq!(counters(&harness).prefetch_used_blocks, 2, "each rank's worker loads its own part");
+    // With the part of one rank only, the block is not known to be complete.
+    hint(&mut harness, sessions[0], all(vec![waits(2, 4, &[key(0), key(77)])]));
+    assert_eq!(report(&mut harness, sessions[0], all(vec![waits(2, 3, &[])])).ready, []);
 }
 
 /// Sends a random hint, sometimes an invalid one, and sometimes loads its keys.

@@ -65,6 +65,8 @@ impl LostDevice {
     pub(super) fn run(mut self) {
         while let Ok(command) = self.context.commands.recv() {
             match command {
+                // The reads fail with their batch.
+                Command::Promote(_) => {}
                 Command::Op(op) => self.report.done.push((op.token, Err(DeviceError::Lost))),
                 Command::Read(batch) => {
                     let failed = |fill| (fill, FillUpdate::Failed(FillError::Device));
