@@ -15,7 +15,7 @@ mod tenants;
 
 use std::path::{Path, PathBuf};
 
-use reprise_policy::eviction::EvictionKind;
+use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::{ByteSize, Interval, TenantName};
 use serde::Deserialize;
 
@@ -108,6 +108,8 @@ pub(crate) struct PoolSection {
     pub(crate) segment_bytes: ByteSize,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
+    /// Eviction policy of the pool.
+    pub(crate) eviction: EvictionPolicy,
     /// Bytes that files leave on their file system. Absent: 5 % of it, at least 1 GiB.
     pub(crate) reserve_bytes: Option<ByteSize>,
     /// Empty: blocks are stored in memory only.
@@ -150,11 +152,11 @@ pub(crate) struct DeviceSection {
     pub(crate) bytes: ByteSize,
 }
 
-/// Eviction order and shares of pool and arena, in thousandths.
+/// Eviction policy in memory, and shares of pool and arena, in thousandths.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct CacheSection {
-    pub(crate) eviction: EvictionKind,
+    pub(crate) eviction: EvictionPolicy,
     pub(crate) pool_free_permille: u16,
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
@@ -326,6 +328,7 @@ huge_pages = "prefer"      # "prefer" or "never": 2 MiB pages improve disk bandw
 segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one block and its 4KiB header
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
+eviction = {{ kind = "{pool_eviction}", chains = "descendants_first" }} # on devices; see [cache]
 # reserve_bytes = "1GiB"   # space that a new or growing file leaves on its file system; default: 5 %, at least 1GiB
 # Without devices, blocks are stored in memory only. A file is created and preallocated. A block device is used
 # completely unless bytes is set. When bytes or the device are larger at the next start, the pool grows and keeps
@@ -345,8 +348,14 @@ io_engine = "auto"         # "auto", "io_uring" or "plain"
 # bytes = "1GiB"
 
 [cache]
-# Eviction order in memory and on devices. "priority_lru": low priority first, then least recently used.
-eviction = {{ kind = "{eviction}" }}
+# Eviction policy in memory. chains = "descendants_first": a block is evicted after all blocks that continue its prefix;
+# "ignored": the policy alone decides. The kinds are:
+#   "priority_lru"         low priority first, then least recently used
+#   "lru", "lfu"           least recently or least frequently used first
+#   "semantic"             shared prefixes and blocks that were used again last
+#   "s3_fifo"              two queues; blocks that are not used twice leave early
+#   "cost_aware"           least loss of time per freed byte first, by the reuse observed at each position
+eviction = {{ kind = "{eviction}", chains = "descendants_first" }}
 # Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900).
 pool_free_permille = {pool_free}    # share of the pool that is kept free ahead of writes
 arena_unsaved_permille = {unsaved} # share of the arena for slots being filled and blocks not yet on a device
@@ -411,9 +420,8 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             session_queue_depth = session.queue_depth,
             segment_bytes = pool.segment_bytes,
             queue_depth = pool.queue_depth,
-            eviction = match cache.eviction {
-                EvictionKind::PriorityLru => "priority_lru",
-            },
+            eviction = cache.eviction.kind.name(),
+            pool_eviction = pool.eviction.kind.name(),
             pool_free = cache.pool_free_permille,
             unsaved = cache.arena_unsaved_permille,
             share = cache.arena_session_permille,
@@ -470,6 +478,7 @@ impl Default for PoolSection {
             segment_bytes: defaults::SEGMENT_BYTES,
             queue_depth: defaults::QUEUE_DEPTH,
             io_engine: IoEngineChoice::Auto,
+            eviction: EvictionPolicy::default(),
             reserve_bytes: None,
             devices: Vec::new(),
         }
@@ -479,7 +488,7 @@ impl Default for PoolSection {
 impl Default for CacheSection {
     fn default() -> Self {
         CacheSection {
-            eviction: EvictionKind::default(),
+            eviction: EvictionPolicy::default(),
             pool_free_permille: defaults::POOL_FREE_PERMILLE,
             arena_unsaved_permille: defaults::ARENA_UNSAVED_PERMILLE,
             arena_session_permille: defaults::ARENA_SESSION_PERMILLE,

@@ -1,103 +1,150 @@
-//! Eviction: the order in which entries of a tier are evicted.
+//! Eviction: the order in which blocks of a tier are evicted.
 //!
-//! A policy only orders entries; it knows neither bytes nor blocks. The caller identifies entries by their
-//! index in its own slab, and takes victims until enough bytes are free. Leased or pinned entries must not be
-//! in the policy: the caller removes an entry when it is leased, and inserts it again when the last lease
-//! ends. The policy therefore needs no check for entries in use, and the cost of a victim does not depend on
-//! leases.
+//! [`EvictionOrder`] orders blocks; it knows neither payloads nor thresholds. The caller identifies blocks by
+//! their index in its own slab, and takes victims until enough bytes are free. A block in use must not be
+//! evictable: the caller calls [`EvictionOrder::remove`] when a block is leased, and
+//! [`EvictionOrder::insert`] when the last lease ends.
 //!
-//! Invariants: an entry is in a policy at most once, in one group; [`EvictionPolicy::victim`] returns exactly
-//! the entries in the policy. Out of scope: thresholds and amounts (the caller's budget) and time. The order
-//! follows the sequence of calls, so a replay returns the same victims.
-
-use std::fmt::Debug;
+//! A policy decides over the facts of a [`Block`] and over what the order counts itself:
+//!
+//! | fact | from |
+//! |---|---|
+//! | key, bytes, position in the chain, class, cost to bring back | [`Block`], at each insertion |
+//! | children in the tier, parent | [`EvictionOrder::link`], [`EvictionOrder::attach`] |
+//! | references | [`EvictionOrder::used`]: one for each use after the first commit |
+//!
+//! The policies are [`EvictionKind`]. Each is a small number of lists with a rule for the list of a block and
+//! for the next list to evict from ([`rules`]). Fairness between tenants is independent of the policy: a
+//! tenant is a [`Group`], and [`fair`] selects the group.
+//!
+//! The order follows the sequence of calls alone, so a replay returns the same victims.
 
 use serde::{Deserialize, Serialize};
 
-pub mod priority_lru;
+pub mod fair;
+mod ghosts;
+#[cfg(test)]
+mod laws;
+mod lists;
+mod order;
+pub mod restore_cost;
+mod rules;
 
-pub use priority_lru::PriorityLru;
+pub use order::EvictionOrder;
 
-/// Index of an entry in the caller's slab.
+/// Index of a block in the caller's slab.
 ///
-/// The memory of a policy grows with the largest index, so indices should be dense.
+/// The memory of an order grows with the largest index, so indices should be dense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryIndex(pub u32);
 
-/// Entries that compete with each other. A policy keeps one order per group. A caller with several kinds of
-/// space (slot sizes) thus pays memory for an entry once, not once for each kind. Group numbers should be
-/// dense.
+/// Blocks that compete with each other. An order keeps the lists of each group apart. A caller with several
+/// kinds of space (slot sizes, tenants) thus pays memory for a block once. Group numbers should be dense.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Group(pub u16);
 
-/// Group and class of an entry. Class 0 is evicted first; a class above the policy's highest counts as the
-/// highest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Rank {
-    /// Group in which the entry competes.
+/// Classes of [`EvictionKind::PriorityLru`], in the order of eviction. A running sequence's blocks are leased,
+/// and therefore not in the order at all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Class {
+    /// Evicted first: no request is expected to need the block.
+    Evictable,
+    /// Belongs to a waiting or preempted sequence.
+    Idle,
+    /// Belongs to a finished request; another one may have the same prefix.
+    #[default]
+    Recent,
+    /// Evicted last: part of a prefix that many requests need.
+    Active,
+}
+
+/// Facts of a block at its insertion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Block {
+    /// Group in which the block competes.
     pub group: Group,
     /// Priority class within the group.
-    pub class: u8,
+    pub class: Class,
+    /// Hash of the key: recognises a block that was evicted recently.
+    pub key_hash: u64,
+    /// Bytes that the eviction of the block frees.
+    pub bytes: u64,
+    /// Number of blocks before it in its chain.
+    pub position: u32,
+    /// Time in nanoseconds until an engine has the block again after its eviction.
+    pub restore_ns: u64,
 }
 
-/// Eviction orders, one for each group. All operations are expected to be O(1).
-pub trait EvictionPolicy: Send + Debug {
-    /// Inserts an entry as most recently used; inserting it again moves it there.
-    fn insert(&mut self, entry: EntryIndex, rank: Rank);
-
-    /// Inserts an entry as the next victim of its group and class, for a victim that cannot be evicted after
-    /// all. An entry that is already in the policy moves.
-    fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank);
-
-    /// Inserts an entry immediately before `successor`: a block is useless without its prefix `successor`, so
-    /// it is evicted first. An entry that is already in the policy moves. If `successor` is not in the
-    /// policy, or in another group or class, this is [`EvictionPolicy::insert`].
-    fn insert_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex);
-
-    /// Marks an entry as most recently used, if it is in the policy.
-    fn touch(&mut self, entry: EntryIndex);
-
-    /// Removes an entry, if it is in the policy.
-    fn remove(&mut self, entry: EntryIndex);
-
-    /// Removes and returns the next victim of a group, if any.
-    fn victim(&mut self, group: Group) -> Option<EntryIndex>;
-
-    /// Returns at most `count` entries of a group in eviction order, starting after `behind` or, without it,
-    /// at the next victim. Empty if `behind` is not in the group. Costs time in proportion to `count`.
-    fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex>;
-
-    /// Number of entries, over all groups.
-    fn len(&self) -> usize;
-
-    /// Whether the policy has no entries.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-/// Policies available in the configuration, with their parameters: `{ kind = "priority_lru" }`.
+/// Policies available in the configuration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "snake_case")]
 pub enum EvictionKind {
+    /// Least recently used first.
+    Lru,
+    /// Least frequently used first, and among those the least recently used.
+    Lfu,
     /// Classes in ascending order, least recently used first within a class.
     #[default]
     PriorityLru,
+    /// Blocks that one request used first; shared prefixes and blocks that were used again last.
+    Semantic,
+    /// Two queues: new blocks leave early unless they are used; recently evicted ones enter the main queue.
+    S3Fifo,
+    /// Blocks first whose loss costs least time per freed byte, by the probability of reuse at their position.
+    CostAware,
 }
 
-impl Rank {
-    /// Rank in a class of the default group, for callers with one group.
-    pub fn of_class(class: u8) -> Rank {
-        Rank { group: Group::default(), class }
-    }
+/// Whether a block waits for the eviction of its descendants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Chains {
+    /// A block is evicted after its descendants in the tier. If all evictable blocks have descendants in use,
+    /// one without an evictable child is evicted.
+    #[default]
+    DescendantsFirst,
+    /// The policy alone decides.
+    Ignored,
+}
+
+/// Policy of a tier: `{ kind = "lru", chains = "descendants_first" }`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvictionPolicy {
+    /// Order of blocks that could be evicted.
+    pub kind: EvictionKind,
+    /// Treatment of chains.
+    #[serde(default)]
+    pub chains: Chains,
 }
 
 impl EvictionKind {
-    /// Creates an empty policy of this kind.
-    pub fn build(&self) -> Box<dyn EvictionPolicy> {
+    /// All policies, in the order of their documentation.
+    pub const ALL: [EvictionKind; 6] = [
+        EvictionKind::Lru,
+        EvictionKind::Lfu,
+        EvictionKind::PriorityLru,
+        EvictionKind::Semantic,
+        EvictionKind::S3Fifo,
+        EvictionKind::CostAware,
+    ];
+
+    /// Name in the configuration.
+    pub fn name(self) -> &'static str {
         match self {
-            EvictionKind::PriorityLru => Box::new(PriorityLru::new()),
+            EvictionKind::Lru => "lru",
+            EvictionKind::Lfu => "lfu",
+            EvictionKind::PriorityLru => "priority_lru",
+            EvictionKind::Semantic => "semantic",
+            EvictionKind::S3Fifo => "s3_fifo",
+            EvictionKind::CostAware => "cost_aware",
         }
+    }
+}
+
+impl From<EvictionKind> for EvictionPolicy {
+    fn from(kind: EvictionKind) -> EvictionPolicy {
+        EvictionPolicy { kind, chains: Chains::default() }
     }
 }
 
@@ -107,21 +154,29 @@ mod tests {
 
     #[derive(Debug, Deserialize)]
     struct Section {
-        eviction: EvictionKind,
+        eviction: EvictionPolicy,
+    }
+
+    fn parse(text: &str) -> Result<EvictionPolicy, String> {
+        toml::from_str::<Section>(text).map(|section| section.eviction).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn reads_policy_from_configuration_and_rejects_unknown_policies() {
-        let section: Section = toml::from_str("eviction = { kind = 'priority_lru' }").expect("a policy");
-        assert_eq!(section.eviction, EvictionKind::default());
-        let error = toml::from_str::<Section>("eviction = { kind = 'random' }").expect_err("unknown policy");
-        assert!(error.to_string().contains("priority_lru"), "{error}");
+    fn reads_every_policy_by_its_name() {
+        for kind in EvictionKind::ALL {
+            let policy = parse(&format!("eviction = {{ kind = '{}' }}", kind.name()));
+            assert_eq!(policy, Ok(EvictionPolicy::from(kind)));
+        }
+        let policy = parse("eviction = { kind = 'lru', chains = 'ignored' }");
+        assert_eq!(policy, Ok(EvictionPolicy { kind: EvictionKind::Lru, chains: Chains::Ignored }));
     }
 
     #[test]
-    fn new_policy_is_empty() {
-        let mut policy = EvictionKind::default().build();
-        assert!(policy.is_empty());
-        assert_eq!(policy.victim(Group(0)), None);
+    fn error_for_an_unknown_policy_lists_all_names() {
+        let error = parse("eviction = { kind = 'random' }").expect_err("unknown policy");
+        assert!(EvictionKind::ALL.iter().all(|kind| error.contains(kind.name())), "{error}");
+        assert!(error.contains("random"), "{error}");
+        assert!(parse("eviction = { kind = 'lru', chains = 'never' }").is_err());
+        assert!(parse("eviction = { kind = 'lru', chain = 'ignored' }").is_err());
     }
 }

@@ -186,6 +186,11 @@ impl Layout {
         self.spec.parts as u32
     }
 
+    /// Number of tokens of a block.
+    pub fn tokens(&self) -> u64 {
+        u64::from(self.spec.tokens_per_block)
+    }
+
     /// Number of objects of a block: layers × parts.
     pub fn objects(&self) -> u32 {
         self.layers() * self.parts()

@@ -51,7 +51,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 6,
+        protocol_version: 7,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -71,26 +71,26 @@ fn hello_with_a_numa_node() -> local::Hello {
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
-    let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16) };
+    let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16), position: 300 };
     let load =
         local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
     vec![
         (
             "`Hello`",
-            "version 6, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 7, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 6, namespace, layout and tenant as before, NUMA node 1",
+            "version 7, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
         ("`Reserve` of extents", "3 extents", Body::Reserve(local::Reserve { count: 3, kind: 1 })),
         (
             "`Commit`",
-            "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33",
+            "lease 9, key 16 × 11, checksums 8 × 22; priority 1; parent 16 × 33; position 300",
             Body::Commit(commit),
         ),
         ("`AwaitDurable`", "ticket 4", Body::AwaitDurable(local::AwaitDurable { ticket: 4 })),
@@ -523,10 +523,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (6, 16 << 20, 8192)
+        (7, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 6 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 7 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -149,7 +149,7 @@ fn commit(
         items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
     }
     let committed = RequestKind::Commit(keys[..items.len()].to_vec());
-    let body = Request::Commit(CommitRequest { items, priority, parent: None });
+    let body = Request::Commit(CommitRequest { items, priority, parent: None, position: 0 });
     engines.ask(env, session, committed, body);
 }
 

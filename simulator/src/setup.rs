@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use reprise_agent_core::{Settings, TenantQuotas};
+use reprise_policy::eviction::EvictionKind;
 use reprise_policy::quota::Quota;
 use reprise_policy::{BlockKey, Dtype, Layout, LayoutSpec, Parts, TenantId, Tick};
 
@@ -209,6 +210,8 @@ impl Setup {
         let slot = large_layout().slot_bytes();
         let tenants = 1 + rng.below(usize::from(TENANTS_MAX)) as u16;
         let quotas = (0..tenants).filter_map(|tenant| quotas(rng, TenantId(tenant), 4 * slot)).collect();
+        // An own stream, so that other draws do not depend on the number of policies.
+        let mut eviction = Rng::new(rng.clone().next());
         let settings = Settings {
             writeback_bytes: slot * (1 + rng.below(6) as u64),
             lookup_timeout: LOOKUP_TIMEOUT,
@@ -219,6 +222,8 @@ impl Setup {
             tenants: quotas,
             placement_bandwidth: rng.one_of(&[1 << 20, 8 << 20, 256 << 20]),
             hot_reads: rng.one_of(&[1, 2, 4]),
+            dram_eviction: eviction.one_of(&EvictionKind::ALL).into(),
+            nvme_eviction: eviction.one_of(&EvictionKind::ALL).into(),
             ..Settings::default()
         };
         let configured = settings.tenants.iter().map(|quotas| quotas.tenant).collect();

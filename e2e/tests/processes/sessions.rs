@@ -273,7 +273,7 @@ fn a_commit_with_invalid_leases_keys_or_checksums_publishes_nothing() {
         // An unknown lease. Bit 31 would name an extent, which a commit of arena slots must not contain.
         item(u64::MAX ^ 1 << 31, &key(4).0, objects),
     ];
-    session.send(3, request::Body::Commit(local::Commit { items, priority: 0, parent: Default::default() }));
+    session.send(3, request::Body::Commit(local::Commit { items, ..local::Commit::default() }));
     let Some(response::Body::Committed(committed)) = session.receive().and_then(|response| response.body)
     else {
         panic!("expected the result of the commit");

@@ -15,6 +15,18 @@ pub struct CommitOptions {
     /// Key of the block that precedes the first one in its chain. The agent evicts the new blocks before that
     /// block. `None` if the first block has no predecessor.
     pub parent: Option<BlockKey>,
+    /// Number of blocks before the first one in its chain. 0 with a parent if the caller does not know it: the
+    /// agent then derives it from the parent's.
+    pub position: u32,
+}
+
+impl CommitOptions {
+    /// Options for the rest of a chain after `before` of its blocks, the last of which is `last`.
+    pub fn after(self, before: usize, last: Option<BlockKey>) -> CommitOptions {
+        let is_known = self.position > 0 || self.parent.is_none();
+        let position = self.position.saturating_add(u32::try_from(before).unwrap_or(u32::MAX));
+        CommitOptions { parent: last.or(self.parent), position: if is_known { position } else { 0 }, ..self }
+    }
 }
 
 /// Answer to a commit.
@@ -66,7 +78,8 @@ pub(crate) fn commit_message(
         })
         .collect::<Result<Vec<_>, ClientError>>()?;
     let parent = options.parent.map(|key| bytes::Bytes::copy_from_slice(&key.0)).unwrap_or_default();
-    Ok(local::Commit { items, priority: priority_number(options.priority), parent })
+    let CommitOptions { priority, position, .. } = options;
+    Ok(local::Commit { items, priority: priority_number(priority), parent, position })
 }
 
 /// Decodes the agent's answer to a commit of `blocks` blocks.

@@ -345,7 +345,8 @@ pub(crate) fn commit_message(
     };
     let items = items.iter().map(item).collect::<Result<Vec<_>, _>>()?;
     let parent = options.parent.map(|key| Bytes::copy_from_slice(&key.0)).unwrap_or_default();
-    Ok(local::Commit { items, priority: priority_number(options.priority), parent })
+    let CommitOptions { priority, position, .. } = options;
+    Ok(local::Commit { items, priority: priority_number(priority), parent, position })
 }
 
 /// Decodes the answer to a commit of `count` extents.

@@ -57,6 +57,7 @@ pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState};
 use index::Index;
 pub(crate) use index::{Dram, Stored};
 pub(crate) use lease::{Fill, Lease, Read, Save, Write};
+pub(crate) use order::ChainPlace;
 use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
 use sizes::SizeClasses;
@@ -134,10 +135,10 @@ impl Cache {
         Cache {
             sizes: SizeClasses::default(),
             accounts: Accounts::new(&settings.tenants),
-            arena: Arena::new(regions, settings.eviction),
+            arena: Arena::new(regions, settings.dram_eviction),
             frames: Frames::default(),
             index: Index::new(),
-            devices: Devices::new(pools, settings.eviction),
+            devices: Devices::new(pools, settings.nvme_eviction),
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
             pool_free_permille: settings.pool_free_permille,

@@ -13,6 +13,7 @@ use reprise_policy::{
     TenantName, Tick,
 };
 
+use crate::cache::ChainPlace;
 use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind, Ticket};
 use crate::extents::{ExtentHolder, PinId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
@@ -301,9 +302,21 @@ pub struct CommitRequest {
     /// Block before the first item in its chain; `None` if there is no such block or the client does not know
     /// it.
     pub parent: Option<BlockKey>,
+    /// Number of blocks before the first item in its chain; 0 with a parent if the client does not know it.
+    pub position: u32,
 }
 
 impl CommitRequest {
+    /// Place of each item in the chain.
+    pub(crate) fn chain(&self) -> impl Iterator<Item = ChainPlace> {
+        let parents = std::iter::once(self.parent).chain(self.items.iter().map(|item| item.key));
+        let is_known = self.position > 0 || self.parent.is_none();
+        (0..).zip(parents).map(move |(at, parent)| {
+            let position = if is_known { self.position.saturating_add(at) } else { 0 };
+            ChainPlace { parent, position }
+        })
+    }
+
     /// Kind of all slots; `None` if there are both.
     pub fn kind(&self) -> Option<PlaceKind> {
         let first = self.items.first().map_or(PlaceKind::Arena, |item| item.lease.kind());

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reprise_policy::eviction::EvictionKind;
+use reprise_policy::eviction::EvictionPolicy;
 
 use crate::cache::TenantQuotas;
 
@@ -36,8 +36,10 @@ pub struct Settings {
     pub arena_serves_permille: u16,
     /// Delay that a session is asked to wait when the arena is full.
     pub retry_after: Duration,
-    /// Eviction policy, in DRAM and on NVMe.
-    pub eviction: EvictionKind,
+    /// Eviction policy in DRAM.
+    pub dram_eviction: EvictionPolicy,
+    /// Eviction policy of the pool on NVMe.
+    pub nvme_eviction: EvictionPolicy,
     /// Bytes per second for replicas sent to and received from other nodes; 0 disables replication. Fetches
     /// for engines are not limited.
     pub placement_bandwidth: u64,
@@ -77,7 +79,8 @@ impl Default for Settings {
             arena_serves_permille: 250,
             // At 3.6 GB/s, a 2 MiB slot becomes free every 0.6 ms.
             retry_after: Duration::from_millis(2),
-            eviction: EvictionKind::default(),
+            dram_eviction: EvictionPolicy::default(),
+            nvme_eviction: EvictionPolicy::default(),
             // A tenth of one 25 Gbit/s stream: 2 TiB take 2.3 h.
             placement_bandwidth: 256 << 20,
             hot_reads: 4,

@@ -384,8 +384,7 @@ impl BlockPath for ExtentBlocks {
                     .enumerate()
                     .for_each(|(slot, (_, block))| copy_from(memory, *block, path, slot));
                 let placed: Vec<_> = window.iter().map(|(key, _)| *key).enumerate().collect();
-                let parent = at.checked_sub(1).map(|before| keys[before]).or(options.parent);
-                let commit = CommitOptions { parent, priority: options.priority };
+                let commit = options.commit().after(at, at.checked_sub(1).map(|before| keys[before]));
                 let ended = path.save(&placed, commit, options.room_wait)?;
                 let saved = ended.iter().map_while(|status| match status {
                     ExtentStatus::Durable => Some(SaveStatus::Committed),

@@ -11,7 +11,7 @@ use std::time::Duration;
 use reprise_agent_core::limits::LOAD_DEADLINE_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
-use reprise_policy::eviction::EvictionKind;
+use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use reprise_policy::queue_grants::{PAIRS_PER_GRANT_MAX, QueueGrantLimits};
 use serde::Deserialize;
@@ -110,6 +110,7 @@ pub(crate) struct PoolSettings {
     pub(crate) segment_bytes: u64,
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
+    pub(crate) eviction: EvictionPolicy,
     /// Space that a claimed file leaves on its file system, unless its claim sets another reserve.
     pub(crate) reserve: Reserve,
     /// Whether sessions may lease and pin extents of files.
@@ -122,7 +123,7 @@ pub(crate) struct PoolSettings {
 /// Eviction order, and shares in thousandths.
 #[derive(Clone, Debug)]
 pub(crate) struct CacheSettings {
-    pub(crate) eviction: EvictionKind,
+    pub(crate) eviction: EvictionPolicy,
     pub(crate) pool_free_permille: u16,
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
@@ -318,12 +319,13 @@ impl PoolSection {
             }
             devices.push(device);
         }
-        let PoolSection { queue_depth, io_engine, .. } = *self;
+        let PoolSection { queue_depth, io_engine, eviction, .. } = *self;
         let segment_bytes = self.segment_bytes.0;
         Ok(PoolSettings {
             segment_bytes,
             queue_depth,
             io_engine,
+            eviction,
             reserve,
             lend_extents,
             lend_queues,
@@ -492,6 +494,8 @@ fn host_name() -> Result<String, AgentError> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_policy::eviction::{Chains, EvictionKind};
+
     use super::*;
 
     fn refused(text: &str) -> String {
@@ -558,15 +562,20 @@ mod tests {
 
     #[test]
     fn eviction_order_is_chosen_by_name_and_unknown_ones_are_rejected() {
-        let text = "[cache]\neviction = { kind = \"priority_lru\" }\npool_free_permille = 100\n";
+        let text = "[cache]\neviction = { kind = \"lfu\", chains = \"ignored\" }\npool_free_permille = 100\n\
+                    [pool]\neviction = { kind = \"s3_fifo\" }\n";
         let settings = Config::parse(text).expect("parses").validate().expect("valid");
         assert_eq!(
             (settings.cache.eviction, settings.cache.pool_free_permille),
-            (EvictionKind::PriorityLru, 100)
+            (EvictionPolicy { kind: EvictionKind::Lfu, chains: Chains::Ignored }, 100)
         );
-        let text = "[cache]\neviction = { kind = \"random\" }";
-        let error = Config::parse(text).expect_err("unknown order").to_string();
-        assert!(error.contains("random") && error.contains("priority_lru"), "{error}");
+        assert_eq!(settings.pool.eviction, EvictionKind::S3Fifo.into());
+        for section in ["cache", "pool"] {
+            let text = format!("[{section}]\neviction = {{ kind = \"random\" }}");
+            let error = Config::parse(&text).expect_err("unknown policy").to_string();
+            assert!(error.contains("random"), "{error}");
+            assert!(EvictionKind::ALL.iter().all(|kind| error.contains(kind.name())), "{error}");
+        }
     }
 
     #[test]

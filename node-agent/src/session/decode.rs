@@ -198,7 +198,7 @@ fn convert_commit(commit: &local::Commit) -> Result<CommitRequest, String> {
         })?)),
     };
     let items = commit.items.iter().map(convert_item).collect();
-    Ok(CommitRequest { items, priority, parent })
+    Ok(CommitRequest { items, priority, parent, position: commit.position })
 }
 
 /// An item with an invalid key or checksums is still passed to the core, which releases its lease.
@@ -291,7 +291,12 @@ mod tests {
     }
 
     fn one_item() -> local::Commit {
-        local::Commit { items: vec![local::CommitItem::default()], priority: 0, parent: Bytes::new() }
+        local::Commit {
+            items: vec![local::CommitItem::default()],
+            priority: 0,
+            parent: Bytes::new(),
+            position: 0,
+        }
     }
 
     #[test]

@@ -24,6 +24,8 @@ pub struct SaveOptions {
     pub priority: Priority,
     /// Key of the block before the first one in its chain; see [`CommitOptions::parent`].
     pub parent: Option<BlockKey>,
+    /// Number of blocks before the first one in its chain; see [`CommitOptions::position`].
+    pub position: u32,
     /// Time that a window waits for room in an arena that is full of leased blocks.
     pub room_wait: Duration,
     /// Time that an answer may take.
@@ -54,11 +56,25 @@ pub struct SavedBlocks {
     pub stopped_by: Option<ClientError>,
 }
 
+impl SaveOptions {
+    /// Options of the commits of a save.
+    pub fn commit(&self) -> CommitOptions {
+        CommitOptions { priority: self.priority, parent: self.parent, position: self.position }
+    }
+
+    /// Options for the rest of the blocks after `before` of them, the last of which is `last`.
+    pub(crate) fn after(self, before: usize, last: Option<BlockKey>) -> SaveOptions {
+        let CommitOptions { parent, position, .. } = self.commit().after(before, last);
+        SaveOptions { parent, position, ..self }
+    }
+}
+
 impl Default for SaveOptions {
     fn default() -> SaveOptions {
         SaveOptions {
             priority: Priority::default(),
             parent: None,
+            position: 0,
             room_wait: STALL_TIMEOUT_DEFAULT,
             stall_timeout: STALL_TIMEOUT_DEFAULT,
             layer_wait: LAYER_WAIT_DEFAULT,
@@ -125,8 +141,8 @@ impl Client {
                 break;
             }
             let (before, rest) = blocks.split_at(saved.statuses.len());
-            let parent = before.last().map_or(options.parent, |(key, _)| Some(*key));
-            match self.save_window(rest, memory, &SaveOptions { parent, ..*options }, pace) {
+            let options = options.after(before.len(), before.last().map(|(key, _)| *key));
+            match self.save_window(rest, memory, &options, pace) {
                 Ok(None) => break,
                 Ok(Some((ticket, statuses))) => {
                     saved.tickets.push(ticket);
@@ -161,8 +177,7 @@ impl Client {
             }
         }
         let items = slots.into_iter().map(|(reservation, (key, _))| (reservation, key)).collect();
-        let commit = CommitOptions { priority: options.priority, parent: options.parent };
-        let outcome = self.commit_within(items, commit, options.stall_timeout)?;
+        let outcome = self.commit_within(items, options.commit(), options.stall_timeout)?;
         Ok(Some((outcome.ticket, outcome.statuses.into_iter().map(SaveStatus::from).collect())))
     }
 }

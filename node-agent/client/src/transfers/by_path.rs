@@ -48,8 +48,7 @@ impl Job {
 
     /// Returns the options of a save that begins at a block.
     fn after(&self, at: usize, options: SaveOptions) -> SaveOptions {
-        let parent = at.checked_sub(1).map(|before| self.blocks[before].0).or(options.parent);
-        SaveOptions { parent, ..options }
+        options.after(at, at.checked_sub(1).map(|before| self.blocks[before].0))
     }
 
     /// Loads blocks by the path, and those that it does not reach by the arena. After an error, the blocks that are in the

@@ -71,6 +71,9 @@ impl Cache {
     }
 
     fn acquire_entry(&mut self, entry: EntryIndex, size_class: SizeClassId) -> LocalCopy {
+        if self.index.entry(entry).size_class() == size_class {
+            self.count_use(entry);
+        }
         let state = self.index.entry(entry);
         match state.dram() {
             _ if state.size_class() != size_class => LocalCopy::Absent,

@@ -21,7 +21,7 @@
 use std::collections::BTreeSet;
 
 use reprise_policy::TenantId;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
+use reprise_policy::eviction::{Block, EntryIndex, EvictionOrder, EvictionPolicy, Group};
 use reprise_policy::quota::{self, Quota, QuotaError};
 
 use crate::cache::arena::reservations::Reservations;
@@ -53,9 +53,9 @@ pub(crate) struct Arena {
     /// Owned regions in which every used slot is evictable.
     idle: BTreeSet<u16>,
     groups: Vec<SlotGroup>,
-    /// Evictable slots, by frame; a slot group is a group of the policy. One policy serves all slot groups,
+    /// Evictable slots, by frame; a slot group is a group of the order. One order serves all slot groups,
     /// because its memory grows with the largest frame number.
-    order: Box<dyn EvictionPolicy>,
+    order: EvictionOrder,
     /// Number of regions that no tenant has used yet.
     fresh: u64,
     reservations: Reservations,
@@ -102,7 +102,7 @@ impl Region {
 
 impl Arena {
     /// Creates an arena of free regions. Regions beyond [`REGIONS_MAX`] are not used.
-    pub(crate) fn new(regions: &[(RegionId, u64)], eviction: EvictionKind) -> Arena {
+    pub(crate) fn new(regions: &[(RegionId, u64)], eviction: EvictionPolicy) -> Arena {
         let regions: Vec<Region> = regions
             .iter()
             .take(REGIONS_MAX)
@@ -127,7 +127,7 @@ impl Arena {
             reservations: Reservations::default(),
             idle: BTreeSet::new(),
             groups: Vec::new(),
-            order: eviction.build(),
+            order: EvictionOrder::new(eviction),
             regions,
         }
     }
@@ -239,36 +239,53 @@ impl Arena {
         self.note_idle(place.region);
     }
 
-    /// Makes a frame's slot evictable, as the most recently used.
-    pub(super) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
-        let owner = self.owner(place);
+    /// Makes a frame's slot evictable, as the newest in the eviction order. The block's group is the slot group.
+    pub(super) fn add_evictable(&mut self, place: RegionSlot, frame: FrameIndex, block: &Block) {
+        let group = Group(self.owner(place).0);
         self.regions[usize::from(place.region)].evictable += 1;
         self.note_idle(place.region);
-        self.order.insert(EntryIndex(frame.0), Rank { group: Group(owner.0), class });
+        self.order.insert(EntryIndex(frame.0), &Block { group, ..*block });
     }
 
-    /// Makes an evictable frame the next victim of its priority class.
-    pub(super) fn insert_oldest(&mut self, place: RegionSlot, frame: FrameIndex, class: u8) {
-        let group = Group(self.owner(place).0);
-        self.order.insert_oldest(EntryIndex(frame.0), Rank { group, class });
+    /// Makes an evictable frame the next victim of its queue.
+    pub(super) fn put_first(&mut self, frame: FrameIndex) {
+        self.order.put_first(EntryIndex(frame.0));
     }
 
-    /// Moves an evictable frame immediately before `successor` in the eviction order.
-    pub(crate) fn order_before(
-        &mut self,
-        place: RegionSlot,
-        frame: FrameIndex,
-        class: u8,
-        successor: FrameIndex,
-    ) {
+    /// Moves an evictable frame before the one of its block's parent in the eviction order.
+    pub(super) fn settle(&mut self, frame: FrameIndex) {
+        self.order.settle(EntryIndex(frame.0));
+    }
+
+    /// Records that the block of a frame is readable.
+    pub(super) fn attach(&mut self, place: RegionSlot, frame: FrameIndex) {
         let group = Group(self.owner(place).0);
-        let rank = Rank { group, class };
-        self.order.insert_before(EntryIndex(frame.0), rank, EntryIndex(successor.0));
+        self.order.attach(EntryIndex(frame.0), group);
+    }
+
+    /// Records that a frame no longer has its block.
+    pub(super) fn forget(&mut self, frame: FrameIndex) {
+        self.order.forget(EntryIndex(frame.0));
+    }
+
+    /// Records that a frame has the block before another frame's in its chain.
+    pub(super) fn link(&mut self, frame: FrameIndex, parent: FrameIndex) {
+        self.order.link(EntryIndex(frame.0), EntryIndex(parent.0));
+    }
+
+    /// Whether the frame of the block's parent is known.
+    pub(super) fn is_linked(&self, frame: FrameIndex) -> bool {
+        self.order.parent(EntryIndex(frame.0)).is_some()
     }
 
     /// Marks a frame as most recently used, if it is evictable.
     pub(super) fn touch(&mut self, frame: FrameIndex) {
         self.order.touch(EntryIndex(frame.0));
+    }
+
+    /// Counts a use of a frame's block.
+    pub(super) fn used(&mut self, frame: FrameIndex) {
+        self.order.used(EntryIndex(frame.0));
     }
 
     /// Removes a frame from the eviction order.
@@ -338,7 +355,7 @@ impl Arena {
         self.regions[usize::from(region)].id
     }
 
-    /// Number of evictable slots. Only the policy knows whether one frame is evictable.
+    /// Number of evictable slots.
     pub(crate) fn evictable(&self) -> usize {
         self.order.len()
     }
@@ -477,7 +494,7 @@ mod tests {
 
     fn arena(regions: u16) -> Arena {
         let regions: Vec<_> = (0..regions).map(|region| (RegionId(region), 4 * SLOT)).collect();
-        Arena::new(&regions, EvictionKind::default())
+        Arena::new(&regions, EvictionPolicy::default())
     }
 
     #[test]
@@ -563,9 +580,9 @@ mod tests {
                 place
             })
             .collect();
-        arena.add_evictable(places[0], FrameIndex(0), 1);
+        arena.add_evictable(places[0], FrameIndex(0), &Block::default());
         assert_eq!(arena.reclaimable(large), None);
-        arena.add_evictable(places[1], FrameIndex(1), 1);
+        arena.add_evictable(places[1], FrameIndex(1), &Block::default());
         assert_eq!(arena.reclaimable(large), Some(vec![FrameIndex(0), FrameIndex(1)]));
         assert_eq!(arena.reclaimable(small), None, "a group evicts its own slots one by one");
         arena.audit().expect("consistent");

@@ -1,10 +1,11 @@
 //! Blocks: index entries, their copies, and the changes that the directory learns of.
 
-use reprise_policy::eviction::{EntryIndex, Group, Rank};
+use reprise_policy::eviction::restore_cost::{RestoreFrom, restore_ns};
+use reprise_policy::eviction::{Block, Class, EntryIndex, Group};
 use reprise_policy::{BlockKey, Tier};
 
 use crate::cache::Cache;
-use crate::cache::accounts::TenantIndex;
+use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::describe::BlockOrigin;
 use crate::cache::devices::group_of_read_only;
 use crate::cache::index::{Dram, Stored};
@@ -19,6 +20,15 @@ pub(super) fn priority_of_class(class: u8) -> Priority {
         0 => Priority::Low,
         1 => Priority::Normal,
         _ => Priority::High,
+    }
+}
+
+/// Class of a priority in the eviction orders. No engine marks a block as idle.
+fn class_of(priority: u8) -> Class {
+    match priority_of_class(priority) {
+        Priority::Low => Class::Evictable,
+        Priority::Normal => Class::Recent,
+        Priority::High => Class::Active,
     }
 }
 
@@ -47,6 +57,7 @@ impl Cache {
         let SizeClass { tenant_index, slot_bytes, .. } =
             *self.sizes.get(self.index.entry(entry).size_class());
         self.accounts.charge_nvme(tenant_index, slot_bytes);
+        self.devices.order.attach(entry, self.nvme_group(entry));
         self.enter_nvme_order(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Added);
         self.outcomes.stored += 1;
@@ -59,18 +70,19 @@ impl Cache {
         }
     }
 
-    /// Makes a stored block evictable, as the most recently used of its tenant and class, unless it is pinned.
+    /// Makes a stored block evictable, as the newest of its tenant, unless it is pinned.
     pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
         if self.index.entry(entry).stored().is_some_and(|stored| self.devices.is_pinned(stored)) {
             return;
         }
-        let rank = self.nvme_rank(entry);
-        self.devices.add_evictable(entry, rank);
+        let block = self.nvme_block(entry);
+        self.devices.add_evictable(entry, &block);
     }
 
     /// Clears the location of a block on a device.
     pub(super) fn clear_stored(&mut self, entry: EntryIndex) {
         self.index.set_stored(entry, None);
+        self.devices.order.detach(entry);
         let SizeClass { tenant_index, slot_bytes, .. } =
             *self.sizes.get(self.index.entry(entry).size_class());
         self.accounts.release_nvme(tenant_index, slot_bytes);
@@ -92,6 +104,7 @@ impl Cache {
         if state.dram() == Dram::Absent && state.stored().is_none() {
             let size_class = state.size_class();
             self.index.remove(entry);
+            self.devices.order.forget(entry);
             self.sizes.release(size_class);
         }
     }
@@ -101,12 +114,41 @@ impl Cache {
         self.sizes.get(size_class).tenant_index
     }
 
-    /// Rank of a stored block in the NVMe eviction order.
-    pub(super) fn nvme_rank(&self, entry: EntryIndex) -> Rank {
+    /// Group of a stored block in the NVMe eviction order.
+    pub(super) fn nvme_group(&self, entry: EntryIndex) -> Group {
         let state = self.index.entry(entry);
         let frees_space = state.stored().is_none_or(|stored| self.devices.is_writable(stored.device));
         let tenant = self.tenant_of(state.size_class());
-        let group = if frees_space { Group(tenant.0) } else { group_of_read_only(tenant) };
-        Rank { group, class: state.class() }
+        if frees_space { Group(tenant.0) } else { group_of_read_only(tenant) }
+    }
+
+    /// Facts of a stored block for the NVMe eviction order. An evicted block is computed again: whether a peer
+    /// has it, only the directory knows.
+    pub(super) fn nvme_block(&self, entry: EntryIndex) -> Block {
+        let size_class = self.sizes.get(self.index.entry(entry).size_class());
+        let (bytes, tokens) = (nvme_bytes(size_class.slot_bytes), size_class.layout.tokens());
+        let restore_ns = restore_ns(RestoreFrom::Recompute, bytes, tokens);
+        Block { group: self.nvme_group(entry), ..self.block(entry, (bytes, restore_ns)) }
+    }
+
+    /// Facts of a block in DRAM for the eviction order of the arena, without its group.
+    pub(super) fn dram_block(&self, entry: EntryIndex) -> Block {
+        let state = self.index.entry(entry);
+        let size_class = self.sizes.get(state.size_class());
+        let from = if state.stored().is_some() { RestoreFrom::Device } else { RestoreFrom::Recompute };
+        let (bytes, tokens) = (size_class.slot_bytes, size_class.layout.tokens());
+        self.block(entry, (bytes, restore_ns(from, bytes, tokens)))
+    }
+
+    fn block(&self, entry: EntryIndex, (bytes, restore_ns): (u64, u64)) -> Block {
+        let state = self.index.entry(entry);
+        Block {
+            group: Group::default(),
+            class: class_of(state.class()),
+            key_hash: state.key().table_hash(),
+            bytes,
+            position: state.position().unwrap_or(0),
+            restore_ns,
+        }
     }
 }

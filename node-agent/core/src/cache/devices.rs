@@ -24,8 +24,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::eviction::priority_lru::GROUPS_MAX;
-use reprise_policy::eviction::{EntryIndex, EvictionKind, EvictionPolicy, Group, Rank};
+use reprise_policy::eviction::{Block, EntryIndex, EvictionOrder, EvictionPolicy, Group};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::index::Stored;
@@ -43,7 +42,7 @@ pub(crate) struct Devices {
     /// Number of devices that are detached and not released yet.
     pub(super) closing: usize,
     /// Stored blocks that are not being read.
-    pub(super) order: Box<dyn EvictionPolicy>,
+    pub(super) order: EvictionOrder,
     /// Slots that processes outside the agent read; their blocks are not in the order.
     pub(super) pins: BTreeMap<(DeviceId, PageNumber), Pin>,
     rotation: Rotation,
@@ -87,11 +86,11 @@ pub(crate) enum Health {
 
 impl Devices {
     /// Creates usable devices from the pools. Pools beyond [`DEVICES_MAX`] are not used.
-    pub(crate) fn new(pools: Vec<DevicePool>, eviction: EvictionKind) -> Devices {
+    pub(crate) fn new(pools: Vec<DevicePool>, eviction: EvictionPolicy) -> Devices {
         Devices {
             devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
             closing: 0,
-            order: eviction.build(),
+            order: EvictionOrder::new(eviction),
             pins: BTreeMap::new(),
             rotation: Rotation::default(),
             space_check: SpaceCheck::Due,
@@ -161,15 +160,30 @@ impl Devices {
         }
     }
 
-    /// Makes a block evictable from its device, as the most recently used.
-    pub(super) fn add_evictable(&mut self, entry: EntryIndex, rank: Rank) {
-        self.order.insert(entry, rank);
+    /// Makes a block evictable from its device, as the newest in the eviction order.
+    pub(super) fn add_evictable(&mut self, entry: EntryIndex, block: &Block) {
+        self.order.insert(entry, block);
         self.space_check = SpaceCheck::Due;
     }
 
-    /// Reinserts a victim that cannot be evicted as the next victim.
-    pub(super) fn insert_oldest(&mut self, entry: EntryIndex, rank: Rank) {
-        self.order.insert_oldest(entry, rank);
+    /// Reinserts a victim that cannot be evicted as the next victim of its queue.
+    pub(super) fn put_first(&mut self, entry: EntryIndex) {
+        self.order.put_first(entry);
+    }
+
+    /// Records the block before another one in its chain.
+    pub(super) fn link(&mut self, entry: EntryIndex, parent: EntryIndex) {
+        self.order.link(entry, parent);
+    }
+
+    /// Returns the block before another one in its chain, if it is known and on this node.
+    pub(super) fn parent(&self, entry: EntryIndex) -> Option<EntryIndex> {
+        self.order.parent(entry)
+    }
+
+    /// Counts a use of a block.
+    pub(super) fn used(&mut self, entry: EntryIndex) {
+        self.order.used(entry);
     }
 
     /// Removes and returns the next victim of a tenant.
@@ -188,9 +202,9 @@ impl Devices {
         self.order.following(tenant, behind, count)
     }
 
-    /// Moves an evictable block immediately before `successor` in the eviction order.
-    pub(crate) fn order_before(&mut self, entry: EntryIndex, rank: Rank, successor: EntryIndex) {
-        self.order.insert_before(entry, rank, successor);
+    /// Moves an evictable block before its parent in the eviction order.
+    pub(super) fn settle(&mut self, entry: EntryIndex) {
+        self.order.settle(entry);
     }
 
     /// Removes a block from the eviction order.
@@ -316,7 +330,7 @@ pub(super) fn group_of_read_only(tenant: TenantIndex) -> Group {
     Group(TENANTS_MAX as u16 + tenant.0)
 }
 
-const _: () = assert!(2 * TENANTS_MAX <= GROUPS_MAX);
+const _: () = assert!(2 * TENANTS_MAX <= u16::MAX as usize);
 
 /// Adds up the usage of devices. Free space of a device that cannot be written does not count.
 pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> PoolUsage {

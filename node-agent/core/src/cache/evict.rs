@@ -8,8 +8,8 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::Tier;
-use reprise_policy::eviction::{EntryIndex, Group};
-use reprise_policy::quota::{self, QuotaUsage, SpaceRequest, Victim};
+use reprise_policy::eviction::{EntryIndex, Group, fair};
+use reprise_policy::quota::{QuotaUsage, SpaceRequest};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::arena::SlotGroupId;
@@ -129,23 +129,16 @@ impl Cache {
     }
 
     /// Removes and returns the next NVMe victim, for a lane or ahead of writes. It belongs to the first
-    /// tenant in the order of [`quota::victims`] that has an evictable block of at most the allowed size.
+    /// tenant in the order of [`reprise_policy::quota::victims`] that has an evictable block of at most the allowed size.
     pub(super) fn take_nvme_victim(&mut self, wanting: Option<SlotRequest>) -> Option<EntryIndex> {
-        let holdings: Vec<QuotaUsage> = self.accounts.ids().map(|index| self.accounts.nvme(index)).collect();
-        let space_request = |request: SlotRequest| SpaceRequest {
+        let usages: Vec<QuotaUsage> = self.accounts.ids().map(|index| self.accounts.nvme(index)).collect();
+        let request = wanting.map(|request| SpaceRequest {
             tenant: usize::from(request.tenant.0),
             bytes: nvme_bytes(request.slot_bytes),
-        };
-        for Victim { tenant, bytes_max } in quota::victims(&holdings, wanting.map(space_request)) {
-            let group = Group(u16::try_from(tenant).expect("bounded by TENANTS_MAX"));
-            let Some(entry) = self.devices.take_victim(group) else { continue };
-            if nvme_bytes(self.sizes.get(self.index.entry(entry).size_class()).slot_bytes) <= bytes_max {
-                return Some(entry);
-            }
-            let rank = self.nvme_rank(entry);
-            self.devices.insert_oldest(entry, rank);
-        }
-        None
+        });
+        let Cache { devices, index, sizes, .. } = self;
+        let bytes_of = |entry| nvme_bytes(sizes.get(index.entry(entry).size_class()).slot_bytes);
+        fair::take_victim(&mut devices.order, &usages, request, bytes_of)
     }
 
     /// Whether evicting these blocks for a tenant leaves the reservations of other tenants untouched.

@@ -15,6 +15,7 @@ use crate::cache::blocks::priority_of_class;
 use crate::cache::describe::BlockOrigin;
 use crate::cache::frames::FrameState;
 use crate::cache::index::{Dram, Stored};
+use crate::cache::order::ChainPlace;
 use crate::cache::pins::Pin;
 use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::cache::{Cache, SlotRequest, nvme_bytes};
@@ -138,7 +139,7 @@ impl Cache {
         &mut self,
         device: DeviceId,
         block: &StoredBlock,
-        parent: Option<BlockKey>,
+        place: ChainPlace,
     ) -> CommitStatus {
         let entry = match self.entry_for_extent(block) {
             Ok(entry) => entry,
@@ -150,10 +151,8 @@ impl Cache {
         self.keep_stored(entry, device, block);
         self.counters.stored_blocks_total += 1;
         self.counters.stored_bytes_total += block.layout.block_bytes();
-        let ancestor = parent.and_then(|parent| self.index.find(&parent));
-        if let Some(ancestor) = ancestor.filter(|ancestor| *ancestor != entry) {
-            self.order_before(entry, Some(ancestor));
-        }
+        self.learn_committed(entry, place);
+        self.settle(entry);
         CommitStatus::Durable
     }
 

@@ -84,6 +84,7 @@ impl Cache {
             return None;
         };
         self.index.entry_mut(entry).set_dram(Dram::Resident(frame));
+        self.enter_dram(entry, frame);
         self.resident_blocks += 1;
         self.set_frame_state(frame, FrameState::Clean);
         if self.index.entry(entry).stored().is_some() {

@@ -92,7 +92,7 @@ pub(crate) struct Frames {
 pub(super) const NO_ENTRY: EntryIndex = EntryIndex(u32::MAX);
 
 const _: () = assert!(size_of::<Frame>() == 28, "memory per resident block is part of the design");
-const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 56);
+const _: () = assert!(size_of::<Frame>() + size_of::<super::index::Entry>() <= 60);
 
 impl FrameIndex {
     /// Value that stands for no frame.

@@ -1,6 +1,6 @@
 //! Index of the blocks on this node and their locations.
 //!
-//! A vector holds one entry of 28 bytes per block. A hash table maps keys to 4-byte entry numbers (5 bytes a
+//! A vector holds one entry of 32 bytes per block. A hash table maps keys to 4-byte entry numbers (5 bytes a
 //! bucket, load at most 7/8). A block is on this node if it is in an arena slot (readable or being filled),
 //! on a device, or both. The code that removes the last copy also removes the entry. The origin of a block
 //! serves diagnostics only.
@@ -29,6 +29,9 @@ const RUN_KEYS: usize = 64;
 /// Bits of the highest page number bits in [`Entry::device_page`]; the others contain the device.
 const PAGE_HIGH_BITS: u32 = PAGE_NUMBER_BITS - u32::BITS;
 
+/// Position of a block whose chain is not known: it came from a peer or from recovery, and no match found it yet.
+const POSITION_UNKNOWN: u32 = u32::MAX;
+
 const _: () = assert!(DEVICES_MAX << PAGE_HIGH_BITS == 1 << u8::BITS);
 
 /// Entries of all blocks, and a hash table over them.
@@ -47,6 +50,8 @@ pub(crate) struct Entry {
     /// Low bits of the page number. A block that is on no device has page 0, which holds a superblock.
     page: u32,
     frame: FrameIndex,
+    /// Number of blocks before it in its chain, or [`POSITION_UNKNOWN`].
+    position: u32,
     size_class: SizeClassId,
     /// Number of the device, and the high bits of the page number.
     device_page: u8,
@@ -75,7 +80,7 @@ pub(crate) struct Stored {
     pub(crate) page: PageNumber,
 }
 
-const _: () = assert!(size_of::<Entry>() == 28, "memory per block is part of the design");
+const _: () = assert!(size_of::<Entry>() == 32, "memory per block is part of the design");
 
 impl EntryState {
     const PRIORITY: u8 = 0b0011;
@@ -105,7 +110,19 @@ impl Entry {
         self.size_class
     }
 
-    /// Class in the eviction policies; class 0 is evicted first.
+    /// Number of blocks before it in its chain, if known.
+    pub(crate) fn position(&self) -> Option<u32> {
+        (self.position != POSITION_UNKNOWN).then_some(self.position)
+    }
+
+    /// Sets the position in the chain, once: links between blocks depend on it.
+    pub(crate) fn learn_position(&mut self, position: u32) {
+        if self.position == POSITION_UNKNOWN {
+            self.position = position.min(POSITION_UNKNOWN - 1);
+        }
+    }
+
+    /// Number of the priority; blocks of priority 0 are evicted first.
     pub(crate) fn class(&self) -> u8 {
         self.state.0 & EntryState::PRIORITY
     }
@@ -213,6 +230,7 @@ impl Index {
             key,
             page: 0,
             frame: FrameIndex::NONE,
+            position: POSITION_UNKNOWN,
             size_class,
             device_page: 0,
             state: EntryState::new(priority, origin),

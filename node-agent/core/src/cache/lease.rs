@@ -73,6 +73,7 @@ impl Cache {
         state.copy_state = CopyState::Trusted;
         self.frames.checksums.remove(checksums, self.sizes.objects(size_class));
         self.frames.free.push(frame);
+        self.arena.forget(frame);
         self.arena.free(place);
         let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
         self.accounts.release_dram(tenant_index, slot_bytes);
@@ -158,9 +159,9 @@ impl Cache {
         }
         match state.state {
             FrameState::Clean => {
-                let class = state.entry().map_or(0, |entry| self.index.entry(entry).class());
-                let place = state.place;
-                self.arena.add_evictable(place, frame, class);
+                let (place, entry) = (state.place, state.entry().expect("a clean frame can be found"));
+                let block = self.dram_block(entry);
+                self.arena.add_evictable(place, frame, &block);
             }
             FrameState::Orphan => self.free_frame(frame),
             FrameState::Vacant
@@ -189,6 +190,7 @@ impl Cache {
         self.index.entry_mut(entry).set_dram(Dram::Absent);
         self.resident_blocks -= 1;
         self.replica_changed(entry, Tier::Dram, Change::Removed);
+        self.arena.forget(frame);
         self.frames.get_mut(frame).set_entry(None);
         self.set_frame_state(frame, FrameState::Orphan);
     }

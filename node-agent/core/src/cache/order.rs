@@ -1,23 +1,33 @@
 //! Eviction order within a chain: the tail is evicted before the head.
 //!
 //! A match finds only the leading run of a chain, so a block whose parent was evicted uses space and is never
-//! found. In the least-recently-used order, a parent is therefore always newer than its children:
+//! found. The eviction orders know chains ([`EvictionOrder`]): a block waits for its descendants in the tier.
+//! Chains are learned from commits and matches:
+//!
+//! * A commit names the block before its first item, and the position of the first item.
+//! * A match has the whole chain from its first block.
+//!
+//! The NVMe order is the one over index entries, so it keeps the chain of every block on this node. The order
+//! of the arena is over frames; its links are derived when a block is read into DRAM, or touched.
+//!
+//! Policies by recency evict a tail first without waiting if a parent is always newer than its children:
 //!
 //! ```text
 //! match, load, read by a peer   blocks are touched from the last to the first     oldest … b3 b2 b1 b0  newest
 //! commit                        each block enters immediately before its parent   … c1 c0 b3 b2 b1 b0
 //! ```
 //!
-//! Both are O(1) per block. A commit does not make a chain newer, because the match and the load before it
-//! did.
+//! A commit does not make a chain newer, because the match and the load before it did.
 //!
-//! Devices finish their batches in any order, so a block may become durable before its parent. It then enters
-//! before its nearest durable ancestor, and the parent later enters between the two. A block whose parent is
-//! leased enters as the newest; the end of the lease makes the parent newer still.
+//! Links have lower positions at their parents, so they form no cycle, even if clients send wrong chains. A block gets its
+//! position and its parent once. Links do not cross size classes, hence not tenants.
 //!
-//! Out of scope: parents in the index. Blocks offered by peers and blocks found by recovery enter without a
-//! parent, in order of arrival, until a match or load touches their chain.
+//! Out of scope: chains in the pool's format. Blocks offered by peers and blocks found by recovery have no chain
+//! until a match finds them.
+//!
+//! [`EvictionOrder`]: reprise_policy::eviction::EvictionOrder
 
+use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::Cache;
@@ -26,20 +36,86 @@ use crate::cache::frames::{FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::event::Priority;
 
+/// Place of a committed block in its chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ChainPlace {
+    /// Block before it; `None` for the first one, or if the client does not know it.
+    pub(crate) parent: Option<BlockKey>,
+    /// Number of blocks before it; 0 with a parent if the client does not know it.
+    pub(crate) position: u32,
+}
+
 impl Cache {
     /// Marks consecutive blocks of a chain as used, in both tiers.
     pub(crate) fn touch_chain(&mut self, entries: impl DoubleEndedIterator<Item = EntryIndex>) {
         for entry in entries.rev() {
             if let Dram::Resident(frame) = self.index.entry(entry).dram() {
+                self.link_frame(entry, frame);
                 self.arena.touch(frame);
             }
             self.devices.touch(entry);
         }
     }
 
-    /// Whether a block is in an eviction order.
-    pub(crate) fn is_ordered(&self, entry: EntryIndex) -> bool {
-        self.is_in_nvme_order(entry) || self.evictable_frame(self.index.entry(entry).dram()).is_some()
+    /// Learns the chain of the blocks that a match found, and marks them as used. The first is the first of its
+    /// chain; the parts of a block for all ranks follow each other.
+    pub(crate) fn touch_matched(&mut self, entries: &[EntryIndex], ranks: usize) {
+        for (at, entry) in entries.iter().enumerate() {
+            let parent = at.checked_sub(ranks).map(|parent| entries[parent]);
+            self.learn_chain(*entry, parent, Some((at / ranks) as u32));
+        }
+        self.touch_chain(entries.iter().copied());
+    }
+
+    /// Learns the chain of a committed block.
+    pub(crate) fn learn_committed(&mut self, entry: EntryIndex, place: ChainPlace) {
+        let parent = place.parent.and_then(|parent| self.index.find(&parent));
+        let after_parent = || parent.and_then(|parent| Some(self.index.entry(parent).position()? + 1));
+        let position = match place {
+            ChainPlace { parent: Some(_), position: 0 } => after_parent(),
+            ChainPlace { position, .. } => Some(position),
+        };
+        self.learn_chain(entry, parent, position);
+    }
+
+    fn learn_chain(&mut self, entry: EntryIndex, parent: Option<EntryIndex>, position: Option<u32>) {
+        if let Some(position) = position {
+            self.index.entry_mut(entry).learn_position(position);
+        }
+        let Some(parent) = parent.filter(|_| self.devices.parent(entry).is_none()) else { return };
+        let (state, before) = (self.index.entry(entry), self.index.entry(parent));
+        let is_behind = before.position().zip(state.position()).is_some_and(|(before, own)| before < own);
+        if is_behind && state.size_class() == before.size_class() {
+            self.devices.link(entry, parent);
+            if let Dram::Resident(frame) = state.dram() {
+                self.link_frame(entry, frame);
+            }
+        }
+    }
+
+    /// Records that a block is readable in a frame.
+    pub(super) fn enter_dram(&mut self, entry: EntryIndex, frame: FrameIndex) {
+        self.arena.attach(self.frames.get(frame).place, frame);
+        self.link_frame(entry, frame);
+    }
+
+    /// Links the frame of a block to the one of its parent, if that is in DRAM.
+    fn link_frame(&mut self, entry: EntryIndex, frame: FrameIndex) {
+        if self.arena.is_linked(frame) {
+            return;
+        }
+        let parent = self.devices.parent(entry).map(|parent| self.index.entry(parent).dram());
+        if let Some(Dram::Resident(parent)) = parent {
+            self.arena.link(frame, parent);
+        }
+    }
+
+    /// Counts a use of a block by a request, in both tiers.
+    pub(super) fn count_use(&mut self, entry: EntryIndex) {
+        if let Dram::Resident(frame) = self.index.entry(entry).dram() {
+            self.arena.used(frame);
+        }
+        self.devices.used(entry);
     }
 
     /// Whether a block is evictable from its device: neither being read nor pinned.
@@ -49,27 +125,11 @@ impl Cache {
         state.stored().is_some_and(|stored| !is_read && !self.devices.is_pinned(stored))
     }
 
-    /// Moves a block immediately before its nearest saved ancestor in its eviction orders, or makes it the
-    /// newest if it has none.
-    pub(crate) fn order_before(&mut self, entry: EntryIndex, parent: Option<EntryIndex>) {
-        let state = self.index.entry(entry);
-        let (dram, class) = (state.dram(), state.class());
-        let is_in_nvme_order = self.is_in_nvme_order(entry);
-        let evictable = self.evictable_frame(dram);
-        if !is_in_nvme_order && evictable.is_none() {
-            return;
-        }
-        if is_in_nvme_order {
-            let rank = self.nvme_rank(entry);
-            match parent {
-                Some(parent) => self.devices.order_before(entry, rank, parent),
-                None => self.devices.touch(entry),
-            }
-        }
-        let Some((frame, place)) = evictable else { return };
-        match parent.map(|parent| self.index.entry(parent).dram()) {
-            Some(Dram::Resident(parent)) => self.arena.order_before(place, frame, class, parent),
-            Some(Dram::Absent | Dram::Filling(_)) | None => self.arena.touch(frame),
+    /// Moves a block before its parent in its eviction orders, where it and its parent are evictable.
+    pub(crate) fn settle(&mut self, entry: EntryIndex) {
+        self.devices.settle(entry);
+        if let Some((frame, _)) = self.evictable_frame(self.index.entry(entry).dram()) {
+            self.arena.settle(frame);
         }
     }
 
@@ -84,8 +144,7 @@ impl Cache {
     pub(crate) fn evict_first(&mut self, frame: FrameIndex) {
         let state = self.frames.get(frame);
         if state.state == FrameState::Clean && state.leases == 0 {
-            let class = state.entry().map_or(0, |entry| self.index.entry(entry).class());
-            self.arena.insert_oldest(state.place, frame, class);
+            self.arena.put_first(frame);
         }
     }
 
@@ -95,22 +154,17 @@ impl Cache {
         let before = self.index.entry(entry).class();
         self.index.entry_mut(entry).raise_priority(priority);
         let state = self.index.entry(entry);
-        let class = state.class();
-        if class == before {
+        if state.class() == before {
             return;
         }
         let dram = state.dram();
-        let is_read = matches!(dram, Dram::Filling(_));
-        if state.stored().is_some() && !is_read {
+        if self.is_in_nvme_order(entry) {
             self.enter_nvme_order(entry);
         }
-        if let Dram::Resident(index) = dram {
-            let frame = self.frames.get(index);
-            if frame.state == FrameState::Clean && frame.leases == 0 {
-                let place = frame.place;
-                self.arena.remove_evictable(place, index);
-                self.arena.add_evictable(place, index, class);
-            }
+        if let Some((frame, place)) = self.evictable_frame(dram) {
+            let block = self.dram_block(entry);
+            self.arena.remove_evictable(place, frame);
+            self.arena.add_evictable(place, frame, &block);
         }
     }
 }

@@ -93,7 +93,7 @@ impl Cache {
         key: BlockKey,
         checksums: &[u32],
         priority: Priority,
-    ) -> Lease<Save> {
+    ) -> (EntryIndex, Lease<Save>) {
         let frame = lease.redeem();
         self.set_checksums(frame, checksums);
         let size_class = self.frames.get(frame).size_class;
@@ -110,13 +110,15 @@ impl Cache {
         };
         self.index.entry_mut(entry).set_dram(Dram::Resident(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
+        self.enter_dram(entry, frame);
         self.resident_blocks += 1;
         self.replica_changed(entry, Tier::Dram, Change::Added);
-        Lease::new(frame)
+        (entry, Lease::new(frame))
     }
 
     /// Records that an engine committed a readable block once more; returns how durable the block is.
     pub(crate) fn recommit(&mut self, entry: EntryIndex) -> Durability {
+        self.count_use(entry);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
         let state = self.index.entry(entry);
         if state.stored().is_some() {

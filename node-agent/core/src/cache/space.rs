@@ -146,8 +146,7 @@ impl Cache {
     }
 
     fn reinsert_nvme_victim(&mut self, entry: EntryIndex) {
-        let rank = self.nvme_rank(entry);
-        self.devices.insert_oldest(entry, rank);
+        self.devices.put_first(entry);
     }
 
     fn victim_for(&self, stored: Stored, request: SlotRequest, tried: &[(DeviceId, u32)]) -> Reclaim {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use reprise_policy::BlockKey;
 
-use crate::cache::{Cache, LentSlot, SizeClass};
+use crate::cache::{Cache, ChainPlace, LentSlot, SizeClass};
 use crate::context::{Caller, Context};
 use crate::effect::{CommitStatus, DeviceId, Reply};
 use crate::event::{CommitItem, CommitRequest, Priority};
@@ -37,7 +37,7 @@ pub(super) struct CommittedItem {
     /// Index in the commit.
     position: usize,
     pub(super) slot: LentSlot,
-    parent: Option<BlockKey>,
+    place: ChainPlace,
 }
 
 impl Extents {
@@ -47,8 +47,9 @@ impl Extents {
         cache: &mut Cache,
         cx: &mut Context,
         from: Caller,
-        CommitRequest { items, priority, parent }: &CommitRequest,
+        request: &CommitRequest,
     ) {
+        let items = &request.items;
         if items.len() > COMMIT_ITEMS_MAX {
             let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
             return cx.reply(from, Reply::BadRequest(text));
@@ -60,13 +61,12 @@ impl Extents {
         }
         let mut statuses = vec![CommitStatus::Failed; items.len()];
         let mut devices: BTreeMap<DeviceId, (Vec<ExtentCommit>, Vec<CommittedItem>)> = BTreeMap::new();
-        let parents = std::iter::once(*parent).chain(items.iter().map(|item| item.key));
-        for ((position, item), parent) in items.iter().enumerate().zip(parents) {
-            match self.check_item(cache, from, item, *priority) {
+        for ((position, item), place) in items.iter().enumerate().zip(request.chain()) {
+            match self.check_item(cache, from, item, request.priority) {
                 Ok((slot, block)) => {
                     let (blocks, of_device) = devices.entry(slot.device).or_default();
                     blocks.push(block);
-                    of_device.push(CommittedItem { position, slot, parent });
+                    of_device.push(CommittedItem { position, slot, place });
                 }
                 Err(status) => statuses[position] = status,
             }
@@ -92,13 +92,13 @@ impl Extents {
         let CommitBatch { commit, device, items } = batch;
         let is_usable = cache.is_usable(device);
         let stored: BTreeMap<_, _> = stored.iter().map(|block| (block.page, block)).collect();
-        for CommittedItem { position, slot, parent } in items {
+        for CommittedItem { position, slot, place } in items {
             // A stored block is charged again with its index entry. The pool has freed or quarantined the
             // slot of a failed one.
             cache.end_lease(&slot);
             let block = stored.get(&slot.page).filter(|_| is_usable);
             let status = match block {
-                Some(block) => cache.extent_stored(device, block, parent),
+                Some(block) => cache.extent_stored(device, block, place),
                 None => CommitStatus::Failed,
             };
             self.counters.extent_commits += u64::from(status == CommitStatus::Durable);

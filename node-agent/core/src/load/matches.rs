@@ -9,6 +9,7 @@
 //! has all parts of its leading blocks.
 
 use reprise_policy::BlockKey;
+use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::{Cache, RankClasses};
 use crate::context::{Caller, Context};
@@ -40,8 +41,8 @@ impl Loads {
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
         let run = cache.leading_run(&keys, &classes);
-        cache.touch_chain(run.iter().map(|(entry, _)| *entry));
-        let sources: Vec<Source> = run.into_iter().map(|(_, source)| source).collect();
+        let (entries, sources): (Vec<EntryIndex>, Vec<Source>) = run.into_iter().unzip();
+        cache.touch_matched(&entries, classes.ranks());
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(cx, caller, sources, &classes);
         }

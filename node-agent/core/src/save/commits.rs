@@ -10,7 +10,7 @@
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId};
 
-use crate::cache::{Cache, CommitTarget, Durability, Lease, Save as Saving};
+use crate::cache::{Cache, ChainPlace, CommitTarget, Durability, Lease, Save as Saving};
 use crate::context::{Caller, Context};
 use crate::effect::{CommitStatus, Reply, Ticket};
 use crate::event::{CommitItem, CommitRequest, Priority};
@@ -24,8 +24,7 @@ use crate::slab::SlabId;
 struct CommitContext {
     ticket: SlabId,
     priority: Priority,
-    /// Block before this one in the chain.
-    parent: Option<BlockKey>,
+    place: ChainPlace,
 }
 
 impl Save {
@@ -35,8 +34,9 @@ impl Save {
         cache: &mut Cache,
         cx: &mut Context,
         caller: Caller,
-        CommitRequest { items, priority, parent }: &CommitRequest,
+        commit: &CommitRequest,
     ) {
+        let items = &commit.items;
         if items.len() > COMMIT_ITEMS_MAX {
             let text = format!("{} items in one commit: send at most {COMMIT_ITEMS_MAX}", items.len());
             return cx.reply(caller, Reply::BadRequest(text));
@@ -61,12 +61,11 @@ impl Save {
         let id = self.tickets.insert(waiting);
         writer.tickets.insert(id);
         self.counters.commits += 1;
-        let parents = std::iter::once(*parent).chain(items.iter().map(|item| item.key));
         let statuses = items
             .iter()
-            .zip(parents)
-            .map(|(item, parent)| {
-                let saved = CommitContext { ticket: id, priority: *priority, parent };
+            .zip(commit.chain())
+            .map(|(item, place)| {
+                let saved = CommitContext { ticket: id, priority: commit.priority, place };
                 self.commit_item(cache, cx, (caller.session, item), saved)
             })
             .collect();
@@ -102,7 +101,8 @@ impl Save {
                 self.reserved_bytes -= cache.slot(&lease).bytes;
                 self.counters.committed_blocks += 1;
                 self.counters.committed_bytes += cache.block_bytes(&lease);
-                let lease = cache.publish(lease, key, &item.checksums, saved.priority);
+                let (entry, lease) = cache.publish(lease, key, &item.checksums, saved.priority);
+                cache.learn_committed(entry, saved.place);
                 self.save_or_lose(cache, cx, (key, lease), saved);
                 CommitStatus::Committed
             }
@@ -119,7 +119,8 @@ impl Save {
     ) {
         self.counters.duplicate_items += 1;
         cache.raise_priority(entry, saved.priority);
-        self.writeback.order_before_parent(cache, entry, saved.parent);
+        cache.learn_committed(entry, saved.place);
+        cache.settle(entry);
         match cache.recommit(entry) {
             Durability::Durable => self.count_item(saved.ticket, key, ItemOutcome::Durable),
             Durability::Unsaved(record) => self.join_unsaved(cache, record, saved.ticket),
@@ -136,14 +137,14 @@ impl Save {
         cache: &mut Cache,
         cx: &mut Context,
         (key, lease): (BlockKey, Lease<Saving>),
-        CommitContext { ticket, parent, .. }: CommitContext,
+        CommitContext { ticket, .. }: CommitContext,
     ) {
         if cache.may_be_saved(cache.slot_request(&lease)) {
-            return self.queue_commit(cache, cx.now, lease, (ticket, parent));
+            return self.queue_commit(cache, cx.now, lease, ticket);
         }
         cache.report_unsavable(cx, &lease);
         let (entry, _) = cache.not_saved(lease);
-        self.writeback.order_before_parent(cache, entry, parent);
+        cache.settle(entry);
         self.count_item(ticket, key, ItemOutcome::Lost);
     }
 }

@@ -17,7 +17,6 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, Tick};
 
 use crate::cache::{
@@ -36,10 +35,6 @@ use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
 
 mod release;
-
-/// Maximum unsaved ancestors to skip: the blocks by which other devices may lag behind, a batch on each of a
-/// few.
-const ANCESTORS_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 
 /// Unsaved blocks, their queue, and the batches in flight.
 #[derive(Debug)]
@@ -66,8 +61,6 @@ struct UnsavedBlock {
     lease: Lease<Saving>,
     tickets: TicketList,
     cause: WriteCause,
-    /// Block before it in its chain, if the commit named one.
-    parent: Option<BlockKey>,
     since: Tick,
     attempts: u8,
     state: SaveState,
@@ -177,19 +170,11 @@ impl WriteBack {
         cache: &mut Cache,
         now: Tick,
         (lease, cause, position): (Lease<Saving>, WriteCause, EvictionPosition),
-        (tickets, parent): (TicketList, Option<BlockKey>),
+        tickets: TicketList,
     ) {
         let lane = lane(cache.slot_request(&lease), cause);
         let state = SaveState::Queued;
-        let id = self.unsaved.insert(UnsavedBlock {
-            lease,
-            tickets,
-            cause,
-            parent,
-            since: now,
-            attempts: 0,
-            state,
-        });
+        let id = self.unsaved.insert(UnsavedBlock { lease, tickets, cause, since: now, attempts: 0, state });
         self.unsaved_bytes += lane.slot_bytes;
         if cause == WriteCause::Replicated {
             self.replicated_bytes += lane.slot_bytes;
@@ -324,26 +309,6 @@ impl WriteBack {
         }
         Ok(())
     }
-
-    /// Moves a block immediately before its parent in its eviction orders, or makes it the newest if it has
-    /// none.
-    pub(super) fn order_before_parent(&self, cache: &mut Cache, entry: EntryIndex, parent: Option<BlockKey>) {
-        if cache.is_ordered(entry) {
-            let ancestor = self.nearest_saved(cache, parent);
-            cache.order_before(entry, ancestor);
-        }
-    }
-
-    /// Returns a block or, if it is unsaved, its nearest saved ancestor.
-    fn nearest_saved(&self, cache: &Cache, key: Option<BlockKey>) -> Option<EntryIndex> {
-        let mut entry = cache.find(&key?)?;
-        // Parents that clients send may form a cycle.
-        for _ in 0..ANCESTORS_MAX {
-            let Some(record) = cache.unsaved_record(entry) else { break };
-            entry = cache.find(&self.unsaved.at(record)?.parent?)?;
-        }
-        Some(entry)
-    }
 }
 
 impl Save {
@@ -369,13 +334,13 @@ impl Save {
         cache: &mut Cache,
         now: Tick,
         lease: Lease<Saving>,
-        (ticket, parent): (SlabId, Option<BlockKey>),
+        ticket: SlabId,
     ) {
         let mut tickets = TicketList::default();
         tickets.push(ticket);
         self.await_item(ticket);
         let committed = (lease, WriteCause::Committed, EvictionPosition::Last);
-        self.writeback.queue_save(cache, now, committed, (tickets, parent));
+        self.writeback.queue_save(cache, now, committed, tickets);
     }
 
     /// Makes a ticket wait for a block that is not durable yet.
@@ -396,7 +361,7 @@ impl Save {
     ) {
         if let Some(lease) = cache.claim_replica(frame, position) {
             let replica = (lease, WriteCause::Replicated, position);
-            self.writeback.queue_save(cache, now, replica, (TicketList::default(), None));
+            self.writeback.queue_save(cache, now, replica, TicketList::default());
         }
     }
 
@@ -511,7 +476,7 @@ impl Save {
         let key = cache.key_of(&ended.lease);
         let (entry, frame, position) = cache.saved(ended.lease);
         match position {
-            EvictionPosition::Last => self.writeback.order_before_parent(cache, entry, ended.parent),
+            EvictionPosition::Last => cache.settle(entry),
             EvictionPosition::First => cache.evict_first(frame),
         }
         cache.drop_if_damaged(frame);

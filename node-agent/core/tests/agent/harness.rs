@@ -379,7 +379,7 @@ impl Harness {
         self.request(
             session,
             RequestKind::Commit(committed),
-            Request::Commit(CommitRequest { items, priority, parent }),
+            Request::Commit(CommitRequest { items, priority, parent, position: 0 }),
         )
     }
 

@@ -460,7 +460,7 @@ fn random_runs_neither_leak_nor_hang_nor_read_wrong_bytes() {
         "writeback_awaited_blocks",
         "writeback_memory_blocks",
     ]);
-    for_seeds(80, |seed| {
+    for_seeds(160, |seed| {
         let mut harness = Harness::new(random_setup(seed, FAULTS));
         for _ in 0..1500 {
             step(&mut harness);

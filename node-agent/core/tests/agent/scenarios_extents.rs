@@ -120,7 +120,7 @@ fn invalid_items_are_rejected_and_their_extents_freed() {
         item(unknown, Some(key(2)), &sums),
         item(leases[0], Some(key(3)), &sums),
     ];
-    let commit = CommitRequest { items, priority: Priority::Normal, parent: None };
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 };
     harness.request(session, RequestKind::Other, Request::Commit(commit));
     let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
     let Reply::Committed { ticket: None, statuses } = reply else { panic!("{reply:?}") };
@@ -141,7 +141,7 @@ fn commit_with_slots_of_both_kinds_is_rejected_and_keeps_its_leases() {
     let checksums = checksums(1, &large_layout());
     let item = |(lease, number)| CommitItem { lease, key: Some(key(number)), checksums: checksums.clone() };
     let items = [(of_arena, 1), (of_extent, 2)].map(item).to_vec();
-    let commit = CommitRequest { items, priority: Priority::Normal, parent: None };
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 };
     harness.request(session, RequestKind::Other, Request::Commit(commit));
     let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
     assert!(matches!(reply, Reply::BadRequest(text) if text.contains("one commit for each kind")));

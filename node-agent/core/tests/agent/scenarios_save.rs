@@ -167,15 +167,19 @@ fn invalid_item_releases_its_slot_and_is_reported() {
     harness.request(
         session,
         kind,
-        Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None }),
+        Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 }),
     );
     let expected = [CommitStatus::BadItem, CommitStatus::BadItem, CommitStatus::NoLease];
     assert_eq!(last_statuses(&harness, session), expected);
     assert_eq!(harness.core.counters().arena_used_bytes, large_layout().slot_bytes());
     let other = harness.open_session(TenantId::DEFAULT, large_layout());
     let foreign_item = vec![CommitItem { lease: leases[2], key: Some(key(3)), checksums: good }];
-    let request =
-        Request::Commit(CommitRequest { items: foreign_item, priority: Priority::Normal, parent: None });
+    let request = Request::Commit(CommitRequest {
+        items: foreign_item,
+        priority: Priority::Normal,
+        parent: None,
+        position: 0,
+    });
     harness.request(other, RequestKind::Commit(keys(3..4)), request);
     assert_eq!(last_statuses(&harness, other), [CommitStatus::NoLease], "a lease belongs to its session");
     assert_eq!(harness.core.counters().reserved_bytes, large_layout().slot_bytes());
@@ -316,8 +320,12 @@ fn reservation_expires_if_not_committed_in_time() {
     let engine = harness.engines.get_mut(&session).expect("open");
     let (late, _) = engine.reserved.remove(0);
     let item = CommitItem { lease: late, key: Some(key(7)), checksums: checksums(1, &large_layout()) };
-    let request =
-        Request::Commit(CommitRequest { items: vec![item], priority: Priority::Normal, parent: None });
+    let request = Request::Commit(CommitRequest {
+        items: vec![item],
+        priority: Priority::Normal,
+        parent: None,
+        position: 0,
+    });
     harness.request(session, RequestKind::Commit(keys(7..8)), request);
     assert_eq!(last_statuses(&harness, session), [CommitStatus::NoLease]);
     harness.finish_jobs();

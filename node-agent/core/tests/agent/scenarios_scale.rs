@@ -93,9 +93,12 @@ impl Quick {
             checksums: sums.clone(),
         };
         let items = leases.into_iter().map(|(lease, _)| lease).zip(keys).map(item).collect();
-        let Reply::Committed { statuses, .. } =
-            self.request(Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None }))
-        else {
+        let Reply::Committed { statuses, .. } = self.request(Request::Commit(CommitRequest {
+            items,
+            priority: Priority::Normal,
+            parent: None,
+            position: 0,
+        })) else {
             panic!("not committed")
         };
         assert!(statuses.iter().all(|status| *status == CommitStatus::Committed));

@@ -92,7 +92,12 @@ impl Bench {
             checksums: sums.clone(),
         };
         let items = leases.into_iter().zip(keys).map(item).collect();
-        self.request(Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None }));
+        self.request(Request::Commit(CommitRequest {
+            items,
+            priority: Priority::Normal,
+            parent: None,
+            position: 0,
+        }));
     }
 
     fn apply(&mut self, event: Event) {
