@@ -185,7 +185,7 @@ fn injected_flaws_are_detected() {
         (Variant::EvictionsNotAnnounced, 0..100, "the directory lists missing replicas"),
         (Variant::AnswersAfterLease, 0..100, "after its lease has expired"),
         (Variant::AnswersBetweenMaps, 300..400, "two members answer for slot"),
-        (Variant::LeaseFromAnswer, 450..550, "after the store has ended its lease"),
+        (Variant::LeaseFromAnswer, 640..740, "after the store has ended its lease"),
         (Variant::CompactionLosesChanges, 170..270, "know"),
         (Variant::NewOwnerClaimsComplete, 0..100, "reports complete knowledge"),
         (Variant::OutboxOutlivesRegistration, 0..100, "node"),
