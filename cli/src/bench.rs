@@ -14,6 +14,7 @@ mod loopback;
 mod match_call;
 mod nvme;
 mod peer;
+mod policy;
 mod prefetch;
 mod recovery;
 #[cfg(feature = "gpu")]
@@ -74,6 +75,12 @@ enum Benchmark {
         #[arg(long, default_value_t = 10_000_000)]
         entries: usize,
     },
+    /// Measure evictions of every policy, and memory per block.
+    Policy {
+        /// Keep this many blocks in an order.
+        #[arg(long, default_value_t = 10_000_000)]
+        entries: usize,
+    },
     /// Measure opening a pool with a long journal, and memory per block.
     Recovery {
         /// Write this many blocks into the journal.
@@ -120,6 +127,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Peer,
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
+        Benchmark::Policy { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
         Benchmark::Nvme(nvme::NvmeArgs::default()),
         #[cfg(feature = "gpu")]
@@ -158,6 +166,7 @@ impl Benchmark {
                 figures.extend(grpc_directory::run((*entries).min(ENTRIES_MAX), settings)?);
                 Ok(figures)
             }
+            Benchmark::Policy { entries } => policy::run(*entries, settings),
             Benchmark::Recovery { entries } => recovery::run(*entries, settings),
             Benchmark::Nvme(args) => nvme::run(args, settings),
             #[cfg(feature = "gpu")]
@@ -217,6 +226,11 @@ impl Benchmark {
             Benchmark::Directory { entries } => {
                 Requirements { name: "directory", memory_bytes: *entries as u64 * 144, ..cluster }
             }
+            Benchmark::Policy { entries } => Requirements {
+                name: "policy",
+                memory_bytes: *entries as u64 * policy::BYTES_PER_BLOCK,
+                ..Requirements::default()
+            },
             Benchmark::Recovery { .. } => Requirements {
                 name: "recovery",
                 disk_bytes: mib(recovery::DRAM_POOL_MIB),
