@@ -2,12 +2,13 @@
 //!
 //! One object applies to many nodes: the operator writes a claim into the `CacheNode` of each selected
 //! node. An agent has one pool of devices. Settings of the whole agent (`segmentSize`, `queueDepth`,
-//! `engine`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
+//! `engine`, `eviction`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
 //! operator rejects the younger pool.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
+use crate::cluster::EvictionPolicy;
 use crate::fields::{
     ConfirmationText, DeletionPolicy, DeviceClass, DeviceGlob, Engine, FallbackEngine, ForeignSignatures,
     HostPath, LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Serial, Span, from_defaults,
@@ -101,6 +102,10 @@ pub struct SSDPoolSpec {
     #[serde(default = "queue_depth")]
     #[schemars(range(min = 1, max = 1024))]
     pub queue_depth: u32,
+    /// Eviction policy on devices. Must be equal in all pools of a cluster. Agents restart to apply a change, when
+    /// all pools have it.
+    #[serde(default)]
+    pub eviction: EvictionPolicy,
     /// Free space kept on devices.
     #[serde(default)]
     pub watermarks: Watermarks,

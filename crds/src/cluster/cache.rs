@@ -33,7 +33,7 @@ pub struct Cache {
     /// pages.
     #[serde(default)]
     pub huge_pages: HugePages,
-    /// Eviction policy in memory and on devices.
+    /// Eviction policy in memory. `SSDPool` has the one of devices.
     #[serde(default)]
     pub eviction: EvictionPolicy,
     /// Upper bounds on uses of the arena.
@@ -66,6 +66,16 @@ choice! {
     EvictionPolicy {
         /// Blocks of the lowest priority first, and among them the least recently used.
         PriorityLru,
+        /// Least recently used first.
+        Lru,
+        /// Least frequently used first.
+        Lfu,
+        /// Shared prefixes and blocks that were used again last.
+        Semantic,
+        /// Two queues; blocks that are not used twice leave early.
+        S3Fifo,
+        /// Least loss of time per freed byte first, by the reuse observed at each position of a prompt.
+        CostAware,
     }
     default PriorityLru
 }

@@ -70,6 +70,7 @@ fn settings(pool: &SSDPool, first: &SSDPool) -> Option<Refusal> {
     let differing = [
         ("segmentSize", ours.segment_size.to_string(), theirs.segment_size.to_string()),
         ("queueDepth", ours.queue_depth.to_string(), theirs.queue_depth.to_string()),
+        ("eviction", format!("{:?}", ours.eviction), format!("{:?}", theirs.eviction)),
         (
             "watermarks.freePermille",
             ours.watermarks.free_permille.0.to_string(),

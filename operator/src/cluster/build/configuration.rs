@@ -6,6 +6,7 @@ use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
 use reprise_policy::ByteSize;
+use reprise_policy::eviction::EvictionKind;
 use serde_json::{Map, Value, json};
 
 use crate::cluster::dereference::AgentConfigInputs;
@@ -46,7 +47,7 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             },
         },
         "cache": {
-            "eviction": { "kind": match cache.eviction { EvictionPolicy::PriorityLru => "priority_lru" } },
+            "eviction": eviction(cache.eviction),
             "arena_unsaved_permille": cache.shares.unsaved_permille,
             "arena_session_permille": cache.shares.session_permille,
             "arena_serves_permille": cache.shares.serves_permille,
@@ -105,7 +106,11 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
         agent_config.pools.iter().partition(|named| named.assignment.refused.is_none());
     let of_spec = |pool: &SSDPool| {
         let spec = &pool.spec;
-        let pool = json!({ "segment_bytes": size(&spec.segment_size), "queue_depth": spec.queue_depth });
+        let pool = json!({
+            "segment_bytes": size(&spec.segment_size),
+            "queue_depth": spec.queue_depth,
+            "eviction": eviction(spec.eviction),
+        });
         (pool, json!(spec.watermarks.free_permille))
     };
     if let Some(pool) = accepted.iter().find_map(|named| named.bound_pool(&key)) {
@@ -115,11 +120,27 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let before = || -> Option<(Value, Value)> {
         let running: Value = toml::from_str(agent_config.running.as_ref()?).ok()?;
         let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
-        let pool =
-            json!({ "segment_bytes": of_pool("segment_bytes")?, "queue_depth": of_pool("queue_depth")? });
+        let pool = json!({
+            "segment_bytes": of_pool("segment_bytes")?,
+            "queue_depth": of_pool("queue_depth")?,
+            "eviction": of_pool("eviction")?,
+        });
         Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
     };
     Some(before().unwrap_or_else(|| of_spec(pool)))
+}
+
+/// Returns an eviction policy in the agents' configuration. Chains have their default treatment.
+fn eviction(policy: EvictionPolicy) -> Value {
+    let kind = match policy {
+        EvictionPolicy::PriorityLru => EvictionKind::PriorityLru,
+        EvictionPolicy::Lru => EvictionKind::Lru,
+        EvictionPolicy::Lfu => EvictionKind::Lfu,
+        EvictionPolicy::Semantic => EvictionKind::Semantic,
+        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
+        EvictionPolicy::CostAware => EvictionKind::CostAware,
+    };
+    json!({ "kind": kind.name() })
 }
 
 /// Returns the directory on a node in which an agent persists its state.

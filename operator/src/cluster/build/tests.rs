@@ -185,18 +185,21 @@ fn restarts_agents_only_if_their_configuration_changes() {
 
 #[test]
 fn pool_sets_shared_agent_settings_and_lists_no_devices() {
-    let cluster =
-        cluster(json!({ "pools": [{ "name": "p" }], "cache": { "writeback": { "slackDelay": "3s" } } }));
+    let cluster = cluster(
+        json!({ "pools": [{ "name": "p" }], "cache": { "writeback": { "slackDelay": "3s" }, "eviction": "Lfu" } }),
+    );
     let spec_of = |depth: u32| {
         json!({
             "directory": { "path": "/data/p", "size": "1Gi" },
-            "segmentSize": "4Mi", "queueDepth": depth, "watermarks": { "freePermille": 50 },
+            "segmentSize": "4Mi", "queueDepth": depth, "eviction": "S3Fifo", "watermarks": { "freePermille": 50 },
         })
     };
     let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&certificates()));
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
+    assert_eq!(agent["pool"]["eviction"]["kind"].as_str(), Some("s3_fifo"));
+    assert_eq!(agent["cache"]["eviction"]["kind"].as_str(), Some("lfu"));
     assert_eq!(agent["cache"]["pool_free_permille"].as_integer(), Some(50));
     assert_eq!(agent["writeback"]["slack_delay"].as_str(), Some("3s"));
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
