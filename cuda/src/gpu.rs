@@ -119,6 +119,10 @@ impl Gpu {
         if let Some(symbol) = driver::first_missing(driver::STREAM_WAITS) {
             return Err(GpuError::NoStreamWaits { reason: format!("the driver lacks {symbol}") });
         }
+        let connections = std::env::var(CONNECTIONS).ok();
+        if let Some(reason) = too_few_queues(connections.as_deref()) {
+            return Err(GpuError::NoStreamWaits { reason });
+        }
         // Writes of other devices are visible to later work of the stream only behind a flush, where the GPU needs one.
         let mut flushes = 0;
         let which = Attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES;
@@ -191,4 +195,39 @@ fn describe(device: sys::CUdevice, ordinal: u32, driver_cuda: (u32, u32)) -> Res
 fn text(buffer: &[c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
     CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
+}
+/// Variable with the number of hardware queues of a process.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// Hardware queues of a process without the variable.
+const CONNECTIONS_DEFAULT: u32 = 8;
+
+/// Returns why streams must not wait for words, if the variable leaves fewer queues than the driver's default.
+///
+/// Streams of one queue run in its order. With one queue, copies waited behind the stream that waited for them on an H100.
+fn too_few_queues(connections: Option<&str>) -> Option<String> {
+    let connections = connections?.trim().parse::<u32>().ok()?;
+    (connections < CONNECTIONS_DEFAULT).then(|| {
+        format!(
+            "{CONNECTIONS} is {connections}, so a stream that waits could hold up the copies that it waits for: start the process with {CONNECTIONS_DEFAULT} or more, or without the variable"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_do_not_wait_with_few_hardware_queues() {
+        for few in ["1", " 7"] {
+            let reason = too_few_queues(Some(few)).expect("too few");
+            assert!(
+                reason.contains("CUDA_DEVICE_MAX_CONNECTIONS is") && reason.contains("8 or more"),
+                "{reason}"
+            );
+        }
+        for enough in [None, Some("8"), Some("32"), Some("many")] {
+            assert_eq!(too_few_queues(enough), None);
+        }
+    }
 }

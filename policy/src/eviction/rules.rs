@@ -335,7 +335,7 @@ impl CostAware {
         own >= height
     }
 
-    /// Sets the height of a block; what is known of its queue's head is then no longer valid for it.
+    /// Sets the height of a block; the facts known of the head of its queue are then no longer valid for it.
     fn set_height(&mut self, entry: EntryIndex, group: Group, height: u64) {
         let value = &mut self.values[entry.0 as usize];
         value.height = height;

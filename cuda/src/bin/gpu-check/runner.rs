@@ -25,8 +25,6 @@ enum Under {
     Plain,
     /// With device code that the machine's `nvcc` compiled.
     MachineCode,
-    /// With one hardware queue for all streams, so that work behind a wait could block other streams.
-    OneQueue,
     /// Under a tool of `compute-sanitizer`.
     Sanitizer(&'static str),
 }
@@ -41,7 +39,6 @@ const STEPS: &[Step] = &[
     step("transfers", "transfers", 20, Under::Plain),
     step("backends", "backends", 40, Under::Plain),
     step("streams", "streams", 40, Under::Plain),
-    step("streams, one queue", "streams", 40, Under::OneQueue),
     step("partition", "partition", 15, Under::Plain),
     step("layers", "layers", 20, Under::Plain),
     step("rings", "rings", 30, Under::Plain),
@@ -127,11 +124,6 @@ fn command(step: &Step, options: &Options) -> Result<Command, Outcome> {
     let mut device_code = options.device_code.clone();
     let mut command = match step.under {
         Under::Plain => Command::new(own),
-        Under::OneQueue => {
-            let mut command = Command::new(own);
-            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "1");
-            command
-        }
         Under::MachineCode => {
             device_code = Some(compile(options)?);
             Command::new(own)
