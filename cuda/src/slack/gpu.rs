@@ -47,7 +47,7 @@ pub struct GpuMachine<'a> {
     /// End of each launch of the passes, in order.
     launches: Vec<Event>,
     // Released after the streams that use it.
-    transfers: Transfers,
+    transfers: Transfers<'a>,
 }
 
 impl<'a> GpuMachine<'a> {
@@ -82,7 +82,7 @@ impl<'a> GpuMachine<'a> {
             begins: Vec::new(),
             ends: Vec::new(),
             launches: Vec::new(),
-            transfers: Transfers::new(gpu, method, iocbs)?,
+            transfers: Transfers::new(kernels, method, iocbs)?,
         })
     }
 
@@ -104,7 +104,7 @@ impl Machine for GpuMachine<'_> {
         if let Some((direction, iocbs)) = io {
             self.limited.kernels.wait(&begin)?;
             io_begin.record(&self.limited.kernels)?;
-            self.transfers.launch(self.kernels, &self.limited, direction, iocbs)?;
+            self.transfers.launch(&self.limited, direction, iocbs)?;
             io_end.record(&self.limited.kernels)?;
             self.limited.kernels.synchronize()?;
         }
@@ -117,7 +117,7 @@ impl Machine for GpuMachine<'_> {
     fn kernel(&mut self, direction: Direction, iocbs: u32) -> Result<f64, GpuError> {
         let (begin, end) = (self.event()?, self.event()?);
         begin.record(&self.limited.kernels)?;
-        self.transfers.launch(self.kernels, &self.limited, direction, iocbs)?;
+        self.transfers.launch(&self.limited, direction, iocbs)?;
         end.record(&self.limited.kernels)?;
         self.limited.kernels.synchronize()?;
         Ok(end.since(&begin)?.as_secs_f64() * 1e6)
@@ -159,7 +159,7 @@ impl PassMachine for GpuMachine<'_> {
             (false, Direction::Read) => &self.open.read,
             (false, Direction::Write) => &self.open.write,
         };
-        self.transfers.launch(self.kernels, lane, direction, iocbs)?;
+        self.transfers.launch(lane, direction, iocbs)?;
         let end = self.event()?;
         end.record(&lane.kernels)?;
         self.launches.push(end);

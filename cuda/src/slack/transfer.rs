@@ -8,7 +8,7 @@ use std::fmt;
 
 use super::gpu::{IOCB_BLOCKS, IOCB_BYTES, OBJECT_BYTES};
 use crate::copy::{CopyJob, CopyKind, KvLayout, KvShape};
-use crate::gpu::{DeviceMemory, Event, Gpu, GpuError, HostMemory, Stream};
+use crate::gpu::{DeviceMemory, Event, GpuError, HostMemory, Stream};
 use crate::kernels::{DeviceJobs, DeviceLayout, Kernels, Slots};
 
 use reprise_policy::slack::Direction;
@@ -61,7 +61,8 @@ struct Side {
 
 /// Pages and memory of transfers in both directions.
 #[derive(Debug)]
-pub(super) struct Transfers {
+pub(super) struct Transfers<'a> {
+    kernels: &'a Kernels,
     reads: Side,
     writes: Side,
     /// Orders the two streams of a lane; a wait counts for the last record before it.
@@ -70,9 +71,10 @@ pub(super) struct Transfers {
     _pages: DeviceMemory,
 }
 
-impl Transfers {
+impl<'a> Transfers<'a> {
     /// Allocates memory of `iocbs` IOCBs in each direction.
-    pub(super) fn new(gpu: &Gpu, method: Method, iocbs: u32) -> Result<Transfers, GpuError> {
+    pub(super) fn new(kernels: &'a Kernels, method: Method, iocbs: u32) -> Result<Transfers<'a>, GpuError> {
+        let gpu = kernels.gpu();
         let blocks = iocbs * IOCB_BLOCKS;
         let shape = KvShape { layers: 1, parts: 2, blocks: 2 * blocks, object_bytes: OBJECT_BYTES };
         let pages = DeviceMemory::new(gpu, shape.bytes())?;
@@ -95,17 +97,11 @@ impl Transfers {
             Ok::<Side, GpuError>(Side { jobs, host, window })
         };
         let (reads, writes) = (side(0)?, side(1)?);
-        Ok(Transfers { reads, writes, order: Event::new(gpu)?, _layout: layout, _pages: pages })
+        Ok(Transfers { kernels, reads, writes, order: Event::new(gpu)?, _layout: layout, _pages: pages })
     }
 
     /// Enqueues a launch on the streams of a lane. Launches with more IOCBs than there is memory for repeat transfers.
-    pub(super) fn launch(
-        &self,
-        kernels: &Kernels,
-        lane: &Lane,
-        direction: Direction,
-        iocbs: u32,
-    ) -> Result<(), GpuError> {
+    pub(super) fn launch(&self, lane: &Lane, direction: Direction, iocbs: u32) -> Result<(), GpuError> {
         let side = match direction {
             Direction::Read => &self.reads,
             Direction::Write => &self.writes,
@@ -115,9 +111,10 @@ impl Transfers {
         while rest > 0 {
             let part = rest.min(most);
             match &side.window {
-                Some(window) => self.through_window(kernels, lane, (side, window), direction, part)?,
+                Some(window) => self.through_window(lane, (side, window), direction, part)?,
                 None => {
-                    kernels.copy_part(&lane.kernels, kind(direction), &side.jobs, 0..part * IOCB_BLOCKS)?
+                    let blocks = 0..part * IOCB_BLOCKS;
+                    self.kernels.copy_part(&lane.kernels, kind(direction), &side.jobs, blocks)?;
                 }
             }
             rest -= part;
@@ -128,7 +125,6 @@ impl Transfers {
     /// Enqueues `iocbs` IOCBs in chunks, behind the work of the lane: a kernel converts one while the next one is copied.
     fn through_window(
         &self,
-        kernels: &Kernels,
         lane: &Lane,
         (side, window): (&Side, &DeviceMemory),
         direction: Direction,
@@ -145,9 +141,9 @@ impl Transfers {
             if direction == Direction::Read {
                 lane.copies.copy_to_device((&side.host, offset), (window, offset), bytes)?;
                 self.follow(&lane.kernels, &lane.copies)?;
-                kernels.copy_part(&lane.kernels, CopyKind::Scatter, &side.jobs, blocks)?;
+                self.kernels.copy_part(&lane.kernels, CopyKind::Scatter, &side.jobs, blocks)?;
             } else {
-                kernels.copy_part(&lane.kernels, CopyKind::Gather, &side.jobs, blocks)?;
+                self.kernels.copy_part(&lane.kernels, CopyKind::Gather, &side.jobs, blocks)?;
                 self.follow(&lane.copies, &lane.kernels)?;
                 lane.copies.copy_to_host((window, offset), (&side.host, offset), bytes)?;
             }
