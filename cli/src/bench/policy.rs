@@ -68,13 +68,13 @@ pub(super) fn run(entries: usize, settings: &Settings) -> anyhow::Result<Vec<Fig
             insertions.push(per(inserting, blocks));
             uses.push(per(using, used));
         }
-        let name = |what: &str| format!("policy.{}_{what}", kind.name());
+        let name = |what: &str| format!("policy.{}_{what}_{entries}_entries", kind.name());
         let bytes = churn.order.bytes() as f64 / entries as f64;
         figures.extend([
             Figure::absolute(name("eviction"), median(evictions), "ns", Target::AtMost(EVICTION_NS_MAX)),
             Figure::absolute(name("insertion"), median(insertions), "ns", Target::None),
             Figure::absolute(name("use"), median(uses), "ns", Target::None),
-            Figure::absolute(name("bytes_per_entry"), bytes, "bytes", Target::None),
+            Figure::absolute(name("bytes"), bytes, "bytes", Target::None),
         ]);
     }
     Ok(figures)

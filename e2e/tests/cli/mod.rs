@@ -345,6 +345,7 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
             "match",
             "directory",
             "recovery",
+            "policy",
             "nvme",
             "gpu",
             "ring"
