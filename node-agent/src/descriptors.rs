@@ -8,15 +8,16 @@
 //!             64 (in a cluster) control plane members, API server
 //!   sessions  × 6               socket, its copy for reading, a copy during the handshake, the progress page twice,
 //!                               its copy on the way to the client
-//!             + 41 + pairs      if queue pairs are granted: 8 that wait for their messages, the 32 of the message that is
-//!                               read, registers and queue pairs of one grant on the way to the client
+//!             + 58 + pairs      if queue pairs are granted: 8 that wait for their messages, the 32 of the message that is
+//!                               read, 17 of calls that wait or run, registers and queue pairs of one grant on the way
+//!                               to the client
 //!   peers     × 3               one accepted, one opened with its eventfd
 //!   admin     × 1
 //! ```
 //!
 //! With the hard limit of 524,288 that container runtimes set, all parts get their maximum: 256 sessions,
 //! 1,024 peers in each direction, 64 admin connections. That is about 4,900 descriptors in addition to the
-//! arena's, and at most 27,000 more with queue pairs.
+//! arena's, and at most 31,400 more with queue pairs.
 
 use reprise_agent_core::limits::DEVICES_MAX;
 use reprise_daemon::descriptors::{self, Part};
@@ -24,7 +25,7 @@ use reprise_policy::queue_grants::QueueGrantLimits;
 
 use crate::config::Settings;
 use crate::error::{AgentError, ErrorKind};
-use crate::session::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX, SESSIONS_MAX};
+use crate::session::{CALLS_WAITING_MAX, DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX, SESSIONS_MAX};
 
 /// Fixed descriptors; see the module.
 const REGION_DESCRIPTORS: u64 = 2;
@@ -35,8 +36,9 @@ const CLUSTER_RESERVE: u64 = 64;
 /// Descriptors of a session without queue pairs.
 const SESSION_DESCRIPTORS: u64 = 6;
 
-/// Descriptors that a session may send, and the registers of a grant.
-const QUEUE_DESCRIPTORS: u64 = (DESCRIPTORS_WAITING_MAX + DESCRIPTORS_PER_PART + 1) as u64;
+/// Descriptors that a session may send, those of its calls that wait or run, and the registers of a grant.
+const QUEUE_DESCRIPTORS: u64 =
+    (DESCRIPTORS_WAITING_MAX + DESCRIPTORS_PER_PART + CALLS_WAITING_MAX + 2) as u64;
 
 /// Minimum: one engine with 8 processes.
 const SESSIONS_MIN: u64 = 8;
@@ -139,11 +141,11 @@ mod tests {
 
     #[test]
     fn sessions_with_queue_pairs_need_more() {
-        // 2×2 + 1×5 + 64 + 8×(6 + 41 + 16) + 8×3 + 8
+        // 2×2 + 1×5 + 64 + 8×(6 + 58 + 16) + 8×3 + 8
         let fixed = Fixed { pairs: 16, ..SMALL };
-        let error = ConnectionLimits::under(608, fixed).expect_err("one too few");
-        assert!(error.chain().contains("at least 609"), "{}", error.chain());
-        assert_eq!(ConnectionLimits::under(609, fixed).expect("enough").sessions, 8);
+        let error = ConnectionLimits::under(744, fixed).expect_err("one too few");
+        assert!(error.chain().contains("at least 745"), "{}", error.chain());
+        assert_eq!(ConnectionLimits::under(745, fixed).expect("enough").sessions, 8);
     }
 
     #[test]

@@ -57,6 +57,7 @@ use queue_calls::QueueCalls;
 pub(crate) use frame::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX};
 pub(crate) use identity::{Identity, Review};
 pub(crate) use listener::{SessionServer, SessionServerSettings};
+pub(crate) use queue_calls::CALLS_WAITING_MAX;
 
 /// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads,
 /// or three with queue pairs.

@@ -39,8 +39,8 @@ logger = logging.getLogger("reprise")
 REQUESTS_MAX = 256
 """Maximum number of requests in a hint. The agent plans at most 64 iterations, in each of which several may start."""
 
-KEYS_MAX = 65_536
-"""Maximum number of keys of all listed requests (docs/PROTOCOL.md, part 1)."""
+KEYS_MAX = 16_384
+"""Maximum number of keys of all requests that the agent keeps for a session (docs/PROTOCOL.md, part 1)."""
 
 CANCELLED_MAX = 1024
 """Maximum number of cancelled requests in a hint (docs/PROTOCOL.md, part 1). Others are missing in the next list."""
@@ -175,6 +175,8 @@ class Lookahead:
     _cancelled: list[int] = field(default_factory=list)
     _is_listed: bool = False
     """Whether the last hint listed a request, which the next one may omit."""
+    _repeats: bool = False
+    """Whether the agent ignored a request for lack of room, so that keys travel again."""
     _pending: PendingLookahead | None = None
     _sessions: int = 0
     """Number of sessions at the last hint; an agent forgets hints at the end of a session."""
@@ -243,6 +245,7 @@ class Lookahead:
             if report is None:
                 return False
             self._window, self._pending = max(report.window, 1), None
+            self._repeats = report.ignored > 0
         if not self.session.connected or self.session.suspected:
             self._pause(now)
             return False
@@ -287,6 +290,7 @@ class Lookahead:
             room -= len(listed)
             if room < 0:
                 break
-            requests.append((waiting.number, iterations, 1.0, b"" if listed == known else listed))
+            is_known = listed == known and not self._repeats
+            requests.append((waiting.number, iterations, 1.0, b"" if is_known else listed))
             sent[waiting.number] = listed
         return requests, sent

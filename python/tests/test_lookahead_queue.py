@@ -29,6 +29,7 @@ class FakeReport:
     """Answer of an agent."""
 
     window: int = WINDOW_MIN
+    ignored: int = 0
 
 
 @dataclass
@@ -40,7 +41,7 @@ class FakePending:
     def poll(self) -> FakeReport | None:
         if self.session.error is not None:
             raise self.session.error
-        return FakeReport(self.session.window) if self.session.answers else None
+        return FakeReport(self.session.window, self.session.ignored) if self.session.answers else None
 
 
 @dataclass
@@ -52,6 +53,7 @@ class FakeSession:
     sessions: int = 1
     answers: bool = True
     window: int = WINDOW_MIN
+    ignored: int = 0
     error: Exception | None = None
     hints: list[tuple[float, list[tuple[int, int, float, bytes]], list[int]]] = field(default_factory=list)
 
@@ -180,6 +182,19 @@ def test_keys_travel_once_and_a_request_that_has_begun_is_missing() -> None:
     assert engine.session.hints[-1][1:] == ([], []), "the agent learns that all have begun"
     engine.step("a", "b", "c")
     assert len(engine.session.hints) == 3
+
+
+def test_keys_travel_again_while_the_agent_ignores_requests() -> None:
+    engine = Engine()
+    engine.arrive("a", "b", "c")
+    engine.session.ignored = 1
+    for _ in range(3):
+        engine.step("a")
+    assert [keys for _, _, keys in engine.listed()] == [b"b", b"c"], "the agent had no room for one of them"
+    engine.session.ignored = 0
+    for _ in range(2):
+        engine.step("a")
+    assert [keys for _, _, keys in engine.listed()] == [b"", b""]
 
 
 def test_requests_without_blocks_on_devices_count_as_places_of_the_queue_only() -> None:

@@ -112,12 +112,30 @@ impl Stream {
         call!(cuStreamWaitEvent(self.raw, event.raw, 0))
     }
 
+    /// Errors if the stream is being captured into a graph, whose replays would find the word advanced.
+    ///
+    /// # Errors
+    /// `Invalid` with the remedy.
+    pub fn require_no_capture(&self) -> Result<(), GpuError> {
+        self.gpu.enter()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        call!(cuStreamIsCapturing(self.raw, &mut status))?;
+        if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(());
+        }
+        Err(GpuError::Invalid(
+            "the stream is being captured into a graph: submit requests of layers outside of the capture"
+                .to_owned(),
+        ))
+    }
+
     /// Delays later work of this stream until the word at `offset` of the memory has reached `value`, in the cyclic order
     /// of 32-bit numbers. The word must be advanced: nothing else ends the wait.
     ///
     /// # Errors
     /// `NoStreamWaits`; a range outside.
     pub fn wait_word(&self, word: (&HostMemory, u64), value: u32) -> Result<(), GpuError> {
+        self.require_no_capture()?;
         let flags = self.gpu.stream_waits()?;
         let address = word.0.device_address(word.1, 4)?;
         self.gpu.enter()?;

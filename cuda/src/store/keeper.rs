@@ -3,7 +3,6 @@
 //! It ends them at their deadlines. For backends whose requests advance only when they are polled, it also polls.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::store::backoff::Backoff;
@@ -15,11 +14,10 @@ const PRUNE_MIN: usize = 64;
 /// Advances all requests of a backend; false if that has no further use.
 pub(super) type Pump = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The running thread. Dropping it ends it; deadlines are no longer kept then.
+/// The running thread. After a drop, it only keeps the deadlines that are left.
 #[derive(Debug)]
 pub(super) struct Keeper {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
@@ -43,8 +41,8 @@ impl Keeper {
         let shared = Arc::new(Shared { state: Mutex::new(state), has_changed: Condvar::new() });
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("stream-keeper".to_owned());
-        let thread = thread.spawn(move || run(&of_thread, pump))?;
-        Ok(Keeper { shared, thread: Some(thread) })
+        thread.spawn(move || run(&of_thread, pump))?;
+        Ok(Keeper { shared })
     }
 
     /// Watches a request until it has ended.
@@ -60,12 +58,9 @@ impl Keeper {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
+        // The thread ends with the deadline of the last request: a stream may wait for a device that hangs.
         self.shared.lock().is_closed = true;
         self.shared.has_changed.notify_one();
-        if let Some(thread) = self.thread.take() {
-            // A panic of the thread was reported when it happened.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -79,8 +74,14 @@ impl Shared {
 fn run(shared: &Shared, mut pump: Option<Pump>) {
     let mut pause = Backoff::start();
     let mut state = shared.lock();
-    while !state.is_closed {
+    loop {
+        if state.is_closed {
+            pump = None;
+        }
         state.watched.retain(|progress| !progress.expire());
+        if state.is_closed && state.watched.is_empty() {
+            return;
+        }
         state.prune_at = PRUNE_MIN.max(2 * state.watched.len());
         state.next = state.watched.iter().map(|progress| progress.deadline()).min();
         state = match (state.next, &pump) {

@@ -103,6 +103,8 @@ impl<M: PieceMover> LayerMover for PoolMover<M> {
         let block_bytes = (self.geometry.parts * self.geometry.object_bytes) as u64;
         let after = request.order.begin()?;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, request.timeout)?;
+        // Before any transfer, so that an error leaves none behind.
+        let ticket = self.requests.finish_order(ticket, request.order)?;
         let Some(jobs) = &self.jobs else { return Err(MoveError::Busy) };
         for part in pieces.chunks(pieces.len().div_ceil(self.threads.len()).max(1)) {
             let (after, progress) = (after.clone(), Arc::clone(&progress));
@@ -112,7 +114,7 @@ impl<M: PieceMover> LayerMover for PoolMover<M> {
                 return Err(MoveError::Busy);
             }
         }
-        self.requests.finish_order(ticket, request.order)
+        Ok(ticket)
     }
 
     fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {

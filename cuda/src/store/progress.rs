@@ -244,7 +244,7 @@ impl Requests {
         self.open.values().for_each(|(progress, _)| progress.abandon());
     }
 
-    /// Ends all requests, and the thread that advances the backend. Deadlines are no longer kept.
+    /// Ends all requests. The thread no longer advances the backend.
     pub(super) fn close(&mut self) {
         self.abandon();
         self.keeper = None;

@@ -19,7 +19,7 @@ use crate::store::mover::{
 use crate::store::progress::{Progress, Requests};
 use crate::store::{
     Backend, BackendKind, DevicePlan, EngineStream, KvGeometry, MappingTable, PlanCounters, Planned, Point,
-    plan_layer,
+    RequestOrder, plan_layer,
 };
 
 /// What drives the queue pairs of a ring.
@@ -212,12 +212,18 @@ impl RingWork {
     }
 }
 
-impl Drop for RingWork {
-    /// Ends the transfers. Their commands may run until the queue pairs are deleted, as before.
-    fn drop(&mut self) {
+impl RingWork {
+    /// Ends the transfers. Their commands may run until the queue pairs are deleted.
+    fn end_in_flight(&mut self) {
         for (_, batch) in self.in_flight.drain(..) {
             batch.end_all(|| Err(BlockError::Failed("the ring was stopped".to_owned())));
         }
+    }
+}
+
+impl Drop for RingWork {
+    fn drop(&mut self) {
+        self.end_in_flight();
     }
 }
 
@@ -317,12 +323,12 @@ impl<'k> RingMover<'k> {
         blocks: usize,
         timeout: Duration,
     ) -> Result<LayerTicket, MoveError> {
-        self.enqueue((operation, timeout, None), lists, blocks)
+        self.enqueue((operation, timeout, RequestOrder::Unordered), lists, blocks)
     }
 
     fn enqueue(
         &mut self,
-        (operation, timeout, after): (Operation, Duration, Option<Point>),
+        (operation, timeout, order): (Operation, Duration, RequestOrder<'_>),
         lists: Vec<(usize, Vec<Planned>)>,
         blocks: usize,
     ) -> Result<LayerTicket, MoveError> {
@@ -337,7 +343,9 @@ impl<'k> RingMover<'k> {
         }
         // All blocks of a request have the same size.
         let block_bytes = bytes / blocks.max(1) as u64;
+        let after = order.begin()?;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, timeout)?;
+        let ticket = self.requests.finish_order(ticket, order)?;
         let mut rings = lock(&self.rings);
         for (index, list) in lists {
             let Some(device) = &mut rings[index] else { continue };
@@ -370,8 +378,10 @@ impl Drop for RingMover<'_> {
     fn drop(&mut self) {
         self.processors.clear();
         self.requests.close();
-        // Ends transfers in flight, so that streams continue.
-        lock(&self.rings).clear();
+        // Transfers of all rings end before the first memory is released: that waits for the streams, which wait for them.
+        let mut rings = lock(&self.rings);
+        rings.iter_mut().flatten().for_each(RingWork::end_in_flight);
+        rings.clear();
     }
 }
 
@@ -414,9 +424,7 @@ impl LayerMover for RingMover<'_> {
         let planned = plans.into_iter().map(|plan| plan.planned).enumerate();
         let lists = planned.filter(|(_, planned)| !planned.is_empty()).collect();
         drop(rings);
-        let after = request.order.begin()?;
-        let ticket = self.enqueue((operation, request.timeout, after), lists, request.blocks.len())?;
-        self.requests.finish_order(ticket, request.order)
+        self.enqueue((operation, request.timeout, request.order), lists, request.blocks.len())
     }
 
     fn delay_stream(&mut self, ticket: LayerTicket, stream: &EngineStream) -> Result<(), MoveError> {

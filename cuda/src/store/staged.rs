@@ -107,10 +107,12 @@ impl LayerMover for StagedMover {
         let block_bytes = (self.geometry.parts * self.geometry.object_bytes) as u64;
         let after = request.order.begin()?;
         let (ticket, progress) = self.requests.open(transfers, block_bytes, request.timeout)?;
+        // Before any transfer, so that an error leaves none behind.
+        let ticket = self.requests.finish_order(ticket, request.order)?;
         let blocks = request.blocks.to_vec();
         let job = Job { operation, layer: request.layer, blocks, after, progress };
         match self.jobs.as_ref().map(|jobs| jobs.try_send(job)) {
-            Some(Ok(())) => self.requests.finish_order(ticket, request.order),
+            Some(Ok(())) => Ok(ticket),
             Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => {
                 self.requests.forget(ticket);
                 Err(MoveError::Busy)

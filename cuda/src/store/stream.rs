@@ -104,6 +104,7 @@ impl EngineStream {
     pub fn mark(&self) -> Result<Point, GpuError> {
         Ok(Point(match &self.work {
             Work::Gpu(stream) => {
+                stream.require_no_capture()?;
                 let event = Event::without_time(stream.gpu())?;
                 event.record(stream)?;
                 Kind::Gpu(Arc::new(event))

@@ -18,6 +18,9 @@ use crate::path::{Devices, ExtentDevice, ExtentPath, HEADERS, finish};
 /// Memory that rings reach, and the rings; see the crate.
 pub type RingPath = ExtentPath<RingDevices>;
 
+/// Limit of a return of queue pairs within a load: longer than that of an agent whose controller hangs.
+const RETURN_LIMIT: Duration = Duration::from_secs(15);
+
 /// Size of rings and queue pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct RingPathSettings {
@@ -130,7 +133,8 @@ impl Devices for RingDevices {
             if let Some(reason) = grant.revoked() {
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
-            self.client.return_queues(grant)?;
+            // Within a load: a return that takes longer ends the session.
+            self.client.return_queues_within(grant, RETURN_LIMIT)?;
             let memory = (device, &self.registered);
             let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
             self.mover.replace(index, ring);

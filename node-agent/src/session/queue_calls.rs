@@ -49,8 +49,8 @@ impl QueueCall {
 }
 
 /// Maximum calls that wait for the thread; a client has one or a few. Further ones are refused, except returns, which the
-/// reader waits for.
-const WAITING_MAX: usize = 64;
+/// reader waits for. Each may have a descriptor.
+pub(crate) const CALLS_WAITING_MAX: usize = 16;
 
 /// Work of the thread.
 enum Job {
@@ -108,7 +108,8 @@ impl<'scope, 'env> QueueCalls<'scope, 'env> {
             // Fails only if the thread has panicked, which ends the process.
             let _ = jobs.send(job);
         } else if let Err(TrySendError::Full(_)) = jobs.try_send(job) {
-            let text = format!("{WAITING_MAX} calls about queue pairs of this session wait: retry later");
+            let text =
+                format!("{CALLS_WAITING_MAX} calls about queue pairs of this session wait: retry later");
             self.session.refuse(id, FailureKind::Busy, &text);
         }
     }
@@ -132,7 +133,7 @@ impl<'scope, 'env> QueueCalls<'scope, 'env> {
     /// Returns the channel to the thread, which starts with the first call.
     fn thread(&mut self) -> Option<SyncSender<Job>> {
         if self.jobs.is_none() {
-            let (jobs, taken) = sync_channel(WAITING_MAX);
+            let (jobs, taken) = sync_channel(CALLS_WAITING_MAX);
             let (context, session, shared) = (self.context, self.session, Arc::clone(&self.shared));
             let name = Builder::new().name(format!("session-{}-nvme", session.id));
             name.spawn_scoped(self.scope, move || run(context, session, &shared, &taken)).ok()?;
@@ -173,7 +174,7 @@ fn run(context: &SessionContext, session: &Arc<Session>, shared: &Shared, jobs: 
 /// Whether a request frees extents that commands of queue pairs may access.
 fn frees_extents(decoded: &DecodeResult) -> bool {
     let DecodeResult::Request { body, .. } = decoded else { return false };
-    matches!(body, Request::Abort { .. } | Request::Unpin { .. })
+    matches!(body, Request::Abort { .. } | Request::Unpin { .. } | Request::Commit(_))
 }
 
 /// Makes a call and sends its answer.

@@ -82,17 +82,20 @@ class RepriseOffloadingConnector(OffloadingConnector):
         metadata = super().build_connector_meta(scheduler_output)
         setattr(metadata, COMPUTATION, computation_of(scheduler_output))
         begun, preempted = scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
-        self._each_queue(lambda queue: queue.step(begun, preempted))
+        manager = self.scheduler.manager
+        assert isinstance(manager, TieringOffloadingManager)
+        # Only a step looks up chunks. vLLM may hold the lock in the other calls.
+        with manager.lock:
+            self._each_queue(lambda queue: queue.step(begun, preempted))
         return metadata
 
     def _each_queue(self, call: Callable[[WaitingRequests], None]) -> None:
         """Calls the queue of each Reprise tier with hints."""
         manager = self.scheduler.manager
         assert isinstance(manager, TieringOffloadingManager)
-        with manager.lock:
-            for tier in manager.secondary_tiers:
-                if isinstance(tier, RepriseTier) and tier.waiting is not None:
-                    call(tier.waiting)
+        for tier in manager.secondary_tiers:
+            if isinstance(tier, RepriseTier) and tier.waiting is not None:
+                call(tier.waiting)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Notes that the computation of a layer begins."""

@@ -216,8 +216,8 @@ class SchedulerSide:
         # vLLM calls this even if its own cache could not be reset because blocks were in use.
         self._mistrusts_cached = self.pool is not None and len(self.pool.cached_block_hash_to_block) > 0
         for state in self._requests.values():
-            state.call = state.result = state.known = None
-            state.found = []
+            state.call = state.result = state.known = state.hinted_result = None
+            state.found, state.keys_ahead = [], b""
             # KV computed so far is that of the old weights.
             state.is_stale = True
 

@@ -133,9 +133,15 @@ impl Prefetch {
     /// Reads blocks again whose read has failed, within the reserve.
     fn retry_failed(&mut self, cache: &Cache, cx: &Context) {
         let mut fetches = Vec::new();
-        for _ in 0..PREFETCH_RETRIES_MAX.min(self.failed.len()) {
+        let mut tried = 0;
+        for _ in 0..self.failed.len() {
+            if tried == PREFETCH_RETRIES_MAX {
+                break;
+            }
             let Some(id) = self.failed.pop_front() else { break };
+            // Ended blocks do not count, so that the list cannot outgrow the blocks.
             let Some(block) = self.staged.failed(id) else { continue };
+            tried += 1;
             let (class, bytes) = (block.size_class, block.slot_bytes);
             match cache.ahead_copy(&block.key, class) {
                 AheadCopy::OnDevice(_, entry)

@@ -123,7 +123,8 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
         let pool = json!({
             "segment_bytes": of_pool("segment_bytes")?,
             "queue_depth": of_pool("queue_depth")?,
-            "eviction": of_pool("eviction")?,
+            // Former operators did not write it.
+            "eviction": of_pool("eviction").unwrap_or_else(|| eviction(EvictionPolicy::default())),
         });
         Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
     };
