@@ -23,7 +23,9 @@ pub(crate) fn have_no_warning(cluster: &mut Cluster) {
     assert!(started >= 7, "operators, members, etcd and agents have started among {}", of_install.len());
     let warnings: Vec<String> = of_install
         .into_iter()
-        .filter(|event| event["type"] == "Warning" && !is_of_a_busy_kubelet(event))
+        .filter(|event| {
+            event["type"] == "Warning" && !is_of_a_busy_kubelet(event) && !is_a_repaired_address(event)
+        })
         .map(line)
         .collect();
     assert!(warnings.is_empty(), "a clean install caused warnings:\n{}", warnings.join("\n"));
@@ -36,6 +38,13 @@ fn is_of_a_busy_kubelet(event: &Value) -> bool {
     ["configmap", "secret"].iter().any(|kind| {
         message.ends_with(&format!("failed to sync {kind} cache: timed out waiting for the condition"))
     })
+}
+
+/// Returns whether the API server's periodic check of addresses met a Service that was just being created. It then
+/// repairs the allocation, which was about to be complete.
+fn is_a_repaired_address(event: &Value) -> bool {
+    let message = event["message"].as_str().unwrap_or_default();
+    event["reason"] == "ClusterIPNotAllocated" && message.ends_with("is not allocated; repairing")
 }
 
 /// Returns when an event was last seen, from the first field that is set.
