@@ -140,7 +140,7 @@ fn slack_of_layers(kernels: &Kernels, options: &Options) -> Result<(), StepError
         checked("launches of the scheduler", &result.decisions());
         let modes = [
             ("without the scheduler", result.concurrent, None),
-            ("on as few SMs without the scheduler", result.limited, None),
+            ("with the limits of its launches but without the scheduler", result.limited, None),
             ("with the scheduler", result.scheduled, goal),
         ];
         for (name, mode, goal) in modes {
