@@ -112,7 +112,9 @@ impl Engine {
             self.fill(reservation, &key(*number))?;
         }
         let items = reserved.into_iter().zip(numbers.iter().copied().map(key)).collect();
-        self.client.commit(items, CommitOptions { parent: parent.map(key), ..CommitOptions::default() })
+        let position = parent.is_none().then_some(0);
+        let options = CommitOptions { parent: parent.map(key), position, ..CommitOptions::default() };
+        self.client.commit(items, options)
     }
 
     /// Writes a block's content into a reserved slot.

@@ -22,6 +22,7 @@
 use serde::{Deserialize, Serialize};
 
 pub mod fair;
+mod generations;
 mod ghosts;
 #[cfg(test)]
 mod laws;
@@ -30,7 +31,7 @@ mod order;
 pub mod restore_cost;
 mod rules;
 
-pub use order::EvictionOrder;
+pub use order::{EvictionOrder, STEPS_PER_SEARCH_MAX};
 
 /// Index of a block in the caller's slab.
 ///
@@ -70,8 +71,8 @@ pub struct Block {
     pub key_hash: u64,
     /// Bytes that the eviction of the block frees.
     pub bytes: u64,
-    /// Number of blocks before it in its chain.
-    pub position: u32,
+    /// Number of blocks before it in its chain; `None` if its chain is not known.
+    pub position: Option<u32>,
     /// Time in nanoseconds until an engine has the block again after its eviction.
     pub restore_ns: u64,
 }

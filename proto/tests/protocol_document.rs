@@ -51,7 +51,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 7,
+        protocol_version: 8,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -71,19 +71,19 @@ fn hello_with_a_numa_node() -> local::Hello {
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
-    let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16), position: 300 };
+    let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16), position: Some(300) };
     let load =
         local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
     vec![
         (
             "`Hello`",
-            "version 7, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 8, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 7, namespace, layout and tenant as before, NUMA node 1",
+            "version 8, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -97,13 +97,23 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         ("`Abort`", "leases 9, 300", Body::Abort(local::Abort { leases: vec![9, 300] })),
         (
             "`Match`",
-            "key 16 × 11, local only",
-            Body::Match(local::Match { keys: run(0x11, 16), local_only: true, all_ranks: false }),
+            "key 16 × 11, local only; position 300",
+            Body::Match(local::Match {
+                keys: run(0x11, 16),
+                local_only: true,
+                all_ranks: false,
+                position: Some(300),
+            }),
         ),
         (
             "`Match` of all ranks",
             "key 16 × 11",
-            Body::Match(local::Match { keys: run(0x11, 16), local_only: false, all_ranks: true }),
+            Body::Match(local::Match {
+                keys: run(0x11, 16),
+                local_only: false,
+                all_ranks: true,
+                position: None,
+            }),
         ),
         ("`Load`", "key 16 × 11, 5 s, reads of 512 KiB, local only", Body::Load(load)),
         ("`Release`", "load 6", Body::Release(local::Release { load: 6 })),
@@ -523,10 +533,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (7, 16 << 20, 8192)
+        (8, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 7 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 8 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes};
-use reprise_client::{PhysicalBlock, Priority, Scope};
+use reprise_client::{ChainPlace, PhysicalBlock, Priority, Scope};
 use reprise_policy::BlockKey;
 
 /// Keys, given as packed bytes (16 per key) or as a sequence of keys.
@@ -53,6 +53,11 @@ fn one_key(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
         PyValueError::new_err(format!("invalid key of {length} bytes: expected {}", BlockKey::SIZE))
     })?;
     Ok(BlockKey(key))
+}
+
+/// Place of the first block of a save in its chain.
+pub(crate) fn chain_place(parent: Option<Key>, position: Option<u32>) -> ChainPlace {
+    ChainPlace { parent: parent.map(|Key(key)| key), position }
 }
 
 /// Pairs each key with its block of memory.

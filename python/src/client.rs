@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use reprise_client::{ConnectOptions, LoadOptions, SaveOptions, Ticket};
+use reprise_client::{ConnectOptions, LoadOptions, MatchOptions, SaveOptions, Ticket};
 
 use crate::arguments::{self, Key, Keys, placed, scope, seconds};
 use crate::error::exception;
@@ -61,21 +61,31 @@ impl Client {
 
     /// Returns the source of each leading block that is available, as numbers of ``Source``. With ``all_ranks``, the
     /// keys are those of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is
-    /// available only if the parts of all ranks are; its source is that of the slowest part.
-    #[pyo3(signature = (keys, *, local=false, all_ranks=false))]
-    fn r#match(&self, py: Python<'_>, keys: Keys, local: bool, all_ranks: bool) -> PyResult<Vec<u32>> {
-        let Keys(keys) = keys;
+    /// available only if the parts of all ranks are; its source is that of the slowest part. ``position`` is the number
+    /// of blocks before the first one in its chain: 0 if the match begins with the first block, None if it is unknown.
+    #[pyo3(signature = (keys, *, local=false, all_ranks=false, position=None))]
+    fn r#match(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        local: bool,
+        all_ranks: bool,
+        position: Option<u32>,
+    ) -> PyResult<Vec<u32>> {
+        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position });
         let matched = py.detach(|| match all_ranks {
-            false => self.client.match_keys(&keys, scope(local)),
-            true => self.client.match_ranks(&keys, scope(local)),
+            false => self.client.match_keys(&keys, options),
+            true => self.client.match_ranks(&keys, options),
         });
         matched.map(|sources| source_numbers(&sources)).map_err(|error| exception(&error))
     }
 
     /// Saves blocks of the memory under their keys: consecutive blocks of one chain, in order. ``parent`` is
     /// the key of the block before the first one, so that the agent evicts the new blocks before that one.
-    /// ``room_wait`` is the time in seconds to wait for space in a full arena.
-    #[pyo3(signature = (keys, memory, blocks, *, parent=None, priority="normal", room_wait=5.0))]
+    /// ``position`` is the number of blocks before the first one in its chain, 0 for the first block of a chain; without
+    /// it, the agent uses the position of ``parent`` if it knows that. ``room_wait`` is the time in seconds to wait for
+    /// space in a full arena.
+    #[pyo3(signature = (keys, memory, blocks, *, parent=None, position=None, priority="normal", room_wait=5.0))]
     #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn save(
         &self,
@@ -84,12 +94,14 @@ impl Client {
         memory: &KvMemory,
         blocks: Vec<usize>,
         parent: Option<Key>,
+        position: Option<u32>,
         priority: &str,
         room_wait: f64,
     ) -> PyResult<Saved> {
         let options = SaveOptions {
             priority: arguments::priority(priority)?,
             parent: parent.map(|Key(key)| key),
+            position,
             room_wait: seconds("room_wait", room_wait)?,
             stall_timeout: self.timeout,
             ..SaveOptions::default()

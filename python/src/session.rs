@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use reprise_client::{ClientError, KeeperStatus, SessionKeeper};
+use reprise_client::{ClientError, KeeperStatus, MatchOptions, SessionKeeper};
 
 use crate::arguments::{Keys, scope, seconds};
 use crate::client::connect_options;
@@ -110,24 +110,25 @@ impl Session {
 
     /// Starts a match of at most 8,192 keys; returns None if no agent answers. With ``all_ranks``, the keys are those
     /// of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is found only if
-    /// the parts of all ranks are. Does not wait and keeps the GIL, because reacquiring it may take longer than the
-    /// call.
-    #[pyo3(signature = (keys, local=false, all_ranks=false))]
+    /// the parts of all ranks are. ``position`` is the number of blocks before the first one in its chain, None if it is
+    /// unknown. Does not wait and keeps the GIL, because reacquiring it may take longer than the call.
+    #[pyo3(signature = (keys, local=false, all_ranks=false, position=None))]
     fn start_match(
         &self,
         py: Python<'_>,
         keys: Keys,
         local: bool,
         all_ranks: bool,
+        position: Option<u32>,
     ) -> PyResult<Option<PendingMatch>> {
         self.log_changes(py);
         let Some(client) = self.keeper().and_then(|keeper| keeper.responsive()) else {
             return Ok(None);
         };
-        let Keys(keys) = keys;
+        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position });
         let started = match all_ranks {
-            false => client.start_match(&keys, scope(local)),
-            true => client.start_match_ranks(&keys, scope(local)),
+            false => client.start_match(&keys, options),
+            true => client.start_match_ranks(&keys, options),
         };
         match started {
             Ok(pending) => Ok(Some(PendingMatch { pending: Mutex::new(pending) })),

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, TransferOptions};
 
-use crate::arguments::{Key, Keys, placed, scope, seconds};
+use crate::arguments::{Key, Keys, chain_place, placed, scope, seconds};
 use crate::error::exception;
 use crate::extents::{ExtentReport, Extents};
 use crate::memory::KvMemory;
@@ -110,19 +110,32 @@ impl Transfers {
 
     /// Submits a save of consecutive blocks of one chain, in order; returns its id. The blocks must not
     /// change until it ends. ``parent`` is the key of the block before the first one, so that the agent
-    /// evicts the new blocks before that one.
-    #[pyo3(signature = (keys, blocks, parent=None))]
-    fn save(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
-        let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
-        self.open()?.submit_save(blocks, parent).map(|id| id.0).map_err(|error| exception(&error))
+    /// evicts the new blocks before that one. ``position`` is the number of blocks before the first one in its chain, 0
+    /// for the first block of a chain; without it, the agent uses the position of ``parent`` if it knows that.
+    #[pyo3(signature = (keys, blocks, parent=None, position=None))]
+    fn save(
+        &self,
+        keys: Keys,
+        blocks: Vec<usize>,
+        parent: Option<Key>,
+        position: Option<u32>,
+    ) -> PyResult<u64> {
+        let (blocks, place) = (placed(keys, blocks)?, chain_place(parent, position));
+        self.open()?.submit_save(blocks, place).map(|id| id.0).map_err(|error| exception(&error))
     }
 
     /// Submits a save of blocks that are filled layer by layer, as reported by ``note_filled``; returns its
     /// id. Filled layers must not change until the save ends.
-    #[pyo3(signature = (keys, blocks, parent=None))]
-    fn save_by_layers(&self, keys: Keys, blocks: Vec<usize>, parent: Option<Key>) -> PyResult<u64> {
-        let (blocks, parent) = (placed(keys, blocks)?, parent.map(|Key(key)| key));
-        self.open()?.submit_save_by_layers(blocks, parent).map(|id| id.0).map_err(|error| exception(&error))
+    #[pyo3(signature = (keys, blocks, parent=None, position=None))]
+    fn save_by_layers(
+        &self,
+        keys: Keys,
+        blocks: Vec<usize>,
+        parent: Option<Key>,
+        position: Option<u32>,
+    ) -> PyResult<u64> {
+        let (blocks, place) = (placed(keys, blocks)?, chain_place(parent, position));
+        self.open()?.submit_save_by_layers(blocks, place).map(|id| id.0).map_err(|error| exception(&error))
     }
 
     /// Reports that the first ``layers`` layers of all blocks of these saves by layers are filled. Does not

@@ -90,7 +90,7 @@ fn act(engines: &mut Engines, env: &mut Environment, session: SessionId, memory:
         50..52 => request_other_tenant(engines, env, session, layout),
         52..60 => {
             let scope = scope(env);
-            let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, scope };
+            let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope };
             engines.ask(env, session, RequestKind::Match(keys, scope), body);
         }
         60..80 => load(engines, env, session, keys),
@@ -118,7 +118,8 @@ fn request_other_tenant(engines: &mut Engines, env: &mut Environment, session: S
     let other = TenantId(env.rng.below(usize::from(env.setup.tenants)) as u16);
     let keys = draw_keys(env, other, layout);
     if env.rng.chance(500) {
-        let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, scope: Scope::Local };
+        let body =
+            Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope: Scope::Local };
         return engines.ask(env, session, RequestKind::Match(keys, Scope::Local), body);
     }
     let load =
@@ -149,7 +150,7 @@ fn commit(
         items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
     }
     let committed = RequestKind::Commit(keys[..items.len()].to_vec());
-    let body = Request::Commit(CommitRequest { items, priority, parent: None, position: 0 });
+    let body = Request::Commit(CommitRequest { items, priority, parent: None, position: Some(0) });
     engines.ask(env, session, committed, body);
 }
 

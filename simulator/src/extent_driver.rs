@@ -78,7 +78,7 @@ impl Node {
             return;
         }
         let committed = RequestKind::CommitExtents(keys[..items.len()].to_vec());
-        let body = Request::Commit(CommitRequest { items, priority, parent: None, position: 0 });
+        let body = Request::Commit(CommitRequest { items, priority, parent: None, position: Some(0) });
         engines.ask(env, id.session, committed, body);
     }
 

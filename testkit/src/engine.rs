@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use reprise_client::{
-    BlockStatus, Client, ClientError, CommitOptions, ConnectOptions, LoadRequest, Scope, Source, Ticket,
+    BlockStatus, Client, ClientError, CommitOptions, ConnectOptions, LoadRequest, MatchOptions, Scope,
+    Source, Ticket,
 };
 use reprise_policy::key::KeyPart;
 use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
@@ -315,7 +316,8 @@ impl Engine {
     ) -> anyhow::Result<usize> {
         let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
         let started = Instant::now();
-        let sources = self.client.match_keys(&keys, Scope::Cluster)?;
+        let options = MatchOptions { scope: Scope::Cluster, position: Some(0) };
+        let sources = self.client.match_keys(&keys, options)?;
         outcome.match_us = micros(started);
         let matched = sources.len();
         if matched == 0 {
@@ -461,9 +463,7 @@ impl Engine {
                 }
                 items.push((reservation, block.key));
             }
-            let parent = parent_key(chain, at);
-            let committed =
-                self.client.commit(items, CommitOptions { parent, ..CommitOptions::default() })?;
+            let committed = self.client.commit(items, commit_options(chain, at))?;
             for status in &committed.statuses {
                 if status.is_committed() {
                     outcome.saved += 1;
@@ -498,8 +498,10 @@ fn check_window_blocks(layout: &Layout) -> usize {
 }
 
 /// Returns the key of the block before position `at` of a chain.
-fn parent_key(chain: &[ChainBlock], at: usize) -> Option<BlockKey> {
-    at.checked_sub(1).map(|last| chain[last].key)
+/// Options of a commit that begins with this block of a chain.
+fn commit_options(chain: &[ChainBlock], at: usize) -> CommitOptions {
+    let parent = at.checked_sub(1).map(|last| chain[last].key);
+    CommitOptions { parent, position: u32::try_from(at).ok(), ..CommitOptions::default() }
 }
 
 fn micros(started: Instant) -> u64 {

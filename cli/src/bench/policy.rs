@@ -138,7 +138,8 @@ impl Churn {
             self.order.attach(entry, Group(0));
             let bytes = 2 << 20;
             let restore_ns = restore_ns(RestoreFrom::Recompute, bytes, 16);
-            let block = Block { group: Group(0), class, key_hash, bytes, position, restore_ns };
+            let block =
+                Block { group: Group(0), class, key_hash, bytes, position: Some(position), restore_ns };
             self.order.insert(entry, &block);
             self.order.settle(entry);
         }

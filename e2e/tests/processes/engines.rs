@@ -239,7 +239,7 @@ fn each_pipelined_request_gets_one_response() {
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
     let packed = reprise_policy::BlockKey::pack(&[key(1)]);
     for id in 0..REQUESTS {
-        let keys = local::Match { keys: packed.clone().into(), local_only: true, all_ranks: false };
+        let keys = local::Match { keys: packed.clone().into(), local_only: true, ..local::Match::default() };
         session.send(id as u64 + 2, request::Body::Match(keys));
     }
     let mut responses = [0; REQUESTS];
@@ -271,7 +271,7 @@ fn aborts_are_accepted_even_while_many_requests_are_pending() {
     assert!(agent.admin().counter("reserved_bytes") > 0);
     let packed = reprise_policy::BlockKey::pack(&keys(&(0..64).collect::<Vec<_>>()));
     for id in 0..REQUESTS {
-        let keys = local::Match { keys: packed.clone().into(), local_only: true, all_ranks: false };
+        let keys = local::Match { keys: packed.clone().into(), local_only: true, ..local::Match::default() };
         session.send(100 + id, request::Body::Match(keys));
         if let Some(lease) = reserved.leases.get(usize::try_from(id).expect("few")) {
             let leases = vec![lease.lease];

@@ -151,7 +151,7 @@ fn frames_that_are_too_long_incomplete_or_garbage_end_only_their_session() {
 fn invalid_requests_get_errors_and_the_session_continues() {
     let (_world, agent) = env_with_agent();
     let mut session = RawSession::with_handshake(&agent.files().socket, &small());
-    let torn_keys = local::Match { keys: vec![0; 17].into(), local_only: true, all_ranks: false };
+    let torn_keys = local::Match { keys: vec![0; 17].into(), local_only: true, ..local::Match::default() };
     let no_keys = local::Load { local_only: true, ..local::Load::default() };
     let many: Vec<u8> = vec![0; 16 * (local::KEYS_PER_CALL_MAX + 1)];
     let many_keys = local::Load { keys: many.into(), local_only: true, ..local::Load::default() };

@@ -13,19 +13,28 @@ pub struct CommitOptions {
     /// Eviction priority of the blocks.
     pub priority: Priority,
     /// Key of the block that precedes the first one in its chain. The agent evicts the new blocks before that
-    /// block. `None` if the first block has no predecessor.
+    /// block. `None` if the first block has no predecessor, or the caller does not know it.
     pub parent: Option<BlockKey>,
-    /// Number of blocks before the first one in its chain. 0 with a parent if the caller does not know it: the
-    /// agent then derives it from the parent's.
-    pub position: u32,
+    /// Number of blocks before the first one in its chain: `Some(0)` for the first block of a chain. `None` if the
+    /// caller does not know it: the agent then derives it from the parent's, if it knows that.
+    pub position: Option<u32>,
+}
+
+/// Place of the first of some consecutive blocks in their chain. The default is an unknown place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChainPlace {
+    /// As [`CommitOptions::parent`].
+    pub parent: Option<BlockKey>,
+    /// As [`CommitOptions::position`].
+    pub position: Option<u32>,
 }
 
 impl CommitOptions {
     /// Options for the rest of a chain after `before` of its blocks, the last of which is `last`.
     pub fn after(self, before: usize, last: Option<BlockKey>) -> CommitOptions {
-        let is_known = self.position > 0 || self.parent.is_none();
-        let position = self.position.saturating_add(u32::try_from(before).unwrap_or(u32::MAX));
-        CommitOptions { parent: last.or(self.parent), position: if is_known { position } else { 0 }, ..self }
+        let before = u32::try_from(before).unwrap_or(u32::MAX);
+        let position = self.position.map(|position| position.saturating_add(before));
+        CommitOptions { parent: last.or(self.parent), position, ..self }
     }
 }
 

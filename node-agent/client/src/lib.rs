@@ -59,7 +59,7 @@ mod window;
 mod wire;
 
 pub use client::{Client, ConnectOptions};
-pub use commit::{CommitOptions, CommitOutcome};
+pub use commit::{ChainPlace, CommitOptions, CommitOutcome};
 pub use durable::DurableOutcome;
 pub use error::{ClientError, CopyError};
 pub use extents::{ExtentStatus, LeasedExtent, PinOutcome, PinnedExtent};
@@ -67,7 +67,7 @@ pub use keeper::{KeeperStatus, SessionKeeper};
 pub use layers::PendingReport;
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
 pub use lookahead::PendingLookahead;
-pub use matching::PendingMatch;
+pub use matching::{MatchOptions, PendingMatch};
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };

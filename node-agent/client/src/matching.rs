@@ -22,6 +22,17 @@ use crate::client::{Client, Session, check_count};
 use crate::connection::PendingCall;
 use crate::error::ClientError;
 
+/// Properties of a match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatchOptions {
+    /// Nodes to search for blocks.
+    pub scope: Scope,
+    /// Number of blocks before the first one in its chain: `Some(0)` if the match begins with the first block. `None`
+    /// if the caller does not know it. With it, the agent evicts the blocks in the order of their chain, even those
+    /// that it has found on its devices after a restart or received from peers.
+    pub position: Option<u32>,
+}
+
 /// A requested match. It holds no blocks, so it may be dropped at any time.
 #[derive(Debug)]
 pub struct PendingMatch {
@@ -48,6 +59,13 @@ enum MatchState {
     Known(Vec<Source>),
 }
 
+impl From<Scope> for MatchOptions {
+    /// Options of a match whose position is not known.
+    fn from(scope: Scope) -> MatchOptions {
+        MatchOptions { scope, position: None }
+    }
+}
+
 impl Client {
     /// Returns the source of each leading block that is available; the length of the result is their number.
     /// Accepts at most 8,192 keys. For no keys (a prompt shorter than a block) it returns an empty result
@@ -55,8 +73,12 @@ impl Client {
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
-    pub fn match_keys(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
-        self.ask((keys, Ranks::Own), scope, SendMode::Blocking)?.wait()
+    pub fn match_keys(
+        &self,
+        keys: &[BlockKey],
+        options: impl Into<MatchOptions>,
+    ) -> Result<Vec<Source>, ClientError> {
+        self.ask((keys, Ranks::Own), options.into(), SendMode::Blocking)?.wait()
     }
 
     /// [`Client::match_keys`] for the parts of all ranks of the session's layout: all keys of rank 0, then as many of
@@ -65,8 +87,12 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::match_keys`]; `BadRequest` if the number of keys is not a multiple of the number of ranks.
-    pub fn match_ranks(&self, keys: &[BlockKey], scope: Scope) -> Result<Vec<Source>, ClientError> {
-        self.ask((keys, Ranks::All), scope, SendMode::Blocking)?.wait()
+    pub fn match_ranks(
+        &self,
+        keys: &[BlockKey],
+        options: impl Into<MatchOptions>,
+    ) -> Result<Vec<Source>, ClientError> {
+        self.ask((keys, Ranks::All), options.into(), SendMode::Blocking)?.wait()
     }
 
     /// Sends a match request and returns without waiting for the answer or for room in the socket; at most
@@ -74,29 +100,37 @@ impl Client {
     ///
     /// # Errors
     /// `BadRequest` (too many keys), `Busy`, `AgentLost`.
-    pub fn start_match(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
-        self.ask((keys, Ranks::Own), scope, SendMode::NonBlocking)
+    pub fn start_match(
+        &self,
+        keys: &[BlockKey],
+        options: impl Into<MatchOptions>,
+    ) -> Result<PendingMatch, ClientError> {
+        self.ask((keys, Ranks::Own), options.into(), SendMode::NonBlocking)
     }
 
     /// [`Client::start_match`] for the parts of all ranks, as in [`Client::match_ranks`].
     ///
     /// # Errors
     /// As [`Client::start_match`]; `BadRequest` if the number of keys is not a multiple of the number of ranks.
-    pub fn start_match_ranks(&self, keys: &[BlockKey], scope: Scope) -> Result<PendingMatch, ClientError> {
-        self.ask((keys, Ranks::All), scope, SendMode::NonBlocking)
+    pub fn start_match_ranks(
+        &self,
+        keys: &[BlockKey],
+        options: impl Into<MatchOptions>,
+    ) -> Result<PendingMatch, ClientError> {
+        self.ask((keys, Ranks::All), options.into(), SendMode::NonBlocking)
     }
 
     fn ask(
         &self,
         (keys, ranks): (&[BlockKey], Ranks),
-        scope: Scope,
+        options: MatchOptions,
         sending: SendMode,
     ) -> Result<PendingMatch, ClientError> {
         if keys.is_empty() {
             return Ok(PendingMatch::known(self.session(), Vec::new()));
         }
         check_count("match", keys.len())?;
-        PendingMatch::start(self.session(), (keys, ranks), scope, sending)
+        PendingMatch::start(self.session(), (keys, ranks), options, sending)
     }
 }
 
@@ -104,7 +138,7 @@ impl PendingMatch {
     fn start(
         session: &Arc<Session>,
         (keys, ranks): (&[BlockKey], Ranks),
-        scope: Scope,
+        options: MatchOptions,
         sending: SendMode,
     ) -> Result<PendingMatch, ClientError> {
         let parts = match ranks {
@@ -124,8 +158,9 @@ impl PendingMatch {
         };
         let body = local::Match {
             keys: Bytes::from(packed),
-            local_only: scope == Scope::Local,
+            local_only: options.scope == Scope::Local,
             all_ranks: ranks == Ranks::All,
+            position: options.position,
         };
         let span = session.span("match");
         let entered = span.enter();

@@ -55,6 +55,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_policy::BlockKey;
 use reprise_policy::session::Scope;
 
+use crate::commit::ChainPlace;
 use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
@@ -177,7 +178,7 @@ struct Job {
     order: Order,
     blocks: Vec<(BlockKey, PhysicalBlock)>,
     /// Only for saves: the block before the first one in its chain.
-    parent: Option<BlockKey>,
+    place: ChainPlace,
     submitted: Instant,
     /// Error of a transfer that did not run.
     error: Option<ClientError>,
@@ -236,18 +237,17 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Saves consecutive blocks of one chain, in its order, after `parent`; see
-    /// [`CommitOptions::parent`](crate::CommitOptions::parent). The blocks' memory must not change until the
-    /// save has ended.
+    /// Saves consecutive blocks of one chain, in its order, of which the first has this place. The blocks' memory must
+    /// not change until the save has ended.
     ///
     /// # Errors
     /// `BadRequest`: a block number is out of range.
     pub fn submit_save(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        parent: Option<BlockKey>,
+        place: ChainPlace,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Save, Order::ByWindows), blocks, parent)
+        self.submit((Direction::Save, Order::ByWindows), blocks, place)
     }
 
     /// Saves blocks that are filled layer by layer; [`Transfers::note_filled`] announces the filled layers.
@@ -258,9 +258,9 @@ impl Transfers {
     pub fn submit_save_by_layers(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        parent: Option<BlockKey>,
+        place: ChainPlace,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Save, Order::ByLayers), blocks, parent)
+        self.submit((Direction::Save, Order::ByLayers), blocks, place)
     }
 
     /// Announces that `layers` leading layers of all blocks of a save are filled. No effect after the
@@ -274,7 +274,7 @@ impl Transfers {
     /// # Errors
     /// `BadRequest`: a block number is out of range.
     pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Load, Order::ByWindows), blocks, None)
+        self.submit((Direction::Load, Order::ByWindows), blocks, ChainPlace::default())
     }
 
     /// Loads blocks, the first layers of all before the others. Only the end of the load shows whether a
@@ -287,7 +287,7 @@ impl Transfers {
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Load, Order::ByLayers), blocks, None)
+        self.submit((Direction::Load, Order::ByLayers), blocks, ChainPlace::default())
     }
 
     /// Waits until these loads have ended, or have copied a layer of all blocks that have not failed; false
@@ -328,13 +328,13 @@ impl Transfers {
         &self,
         (direction, order): (Direction, Order),
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        parent: Option<BlockKey>,
+        place: ChainPlace,
     ) -> Result<TransferId, ClientError> {
         check_blocks(&blocks, &*self.shared.memory)?;
         let id = self.shared.begin(direction);
         let shared = Arc::clone(&self.shared);
         let submitted = Instant::now();
-        let job = Job { shared, id, direction, order, blocks, parent, submitted, error: None };
+        let job = Job { shared, id, direction, order, blocks, place, submitted, error: None };
         let queues = self.queues.as_ref().expect("the queues exist until the drop");
         let queue = match direction {
             Direction::Save => &queues.saves,

@@ -466,8 +466,8 @@ impl AgentCore {
                 self.save.abort(cache, cx, caller, &leases);
             }
             Request::AwaitDurable { ticket } => self.save.await_durable(cx, caller, ticket),
-            Request::Match { keys, ranks, scope } => {
-                self.load.match_keys(cache, cx, caller, (keys, ranks, scope));
+            Request::Match { keys, ranks, position, scope } => {
+                self.load.match_keys(cache, cx, caller, (keys, ranks, position, scope));
             }
             Request::Load(wanted) => {
                 let load = self.load.begin(cache, cx, caller, (wanted, received));

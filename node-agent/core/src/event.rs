@@ -251,12 +251,14 @@ pub enum Request {
         /// Ticket of the commit; ignored if its notice was sent.
         ticket: Ticket,
     },
-    /// Asks how many leading blocks of a chain are available, and where.
+    /// Asks how many leading blocks of a chain, or of a later part of one, are available, and where.
     Match {
-        /// Keys of the whole chain, in order; of all ranks, those of a block follow each other.
+        /// Keys of consecutive blocks, in order; of all ranks, those of a block follow each other.
         keys: Vec<BlockKey>,
         /// Ranks whose parts the keys are.
         ranks: Ranks,
+        /// Number of blocks before the first key in its chain; `None` if the client does not know it.
+        position: Option<u32>,
         /// Nodes to search for blocks.
         scope: Scope,
     },
@@ -302,17 +304,16 @@ pub struct CommitRequest {
     /// Block before the first item in its chain; `None` if there is no such block or the client does not know
     /// it.
     pub parent: Option<BlockKey>,
-    /// Number of blocks before the first item in its chain; 0 with a parent if the client does not know it.
-    pub position: u32,
+    /// Number of blocks before the first item in its chain; `None` if the client does not know it.
+    pub position: Option<u32>,
 }
 
 impl CommitRequest {
     /// Place of each item in the chain.
     pub(crate) fn chain(&self) -> impl Iterator<Item = ChainPlace> {
         let parents = std::iter::once(self.parent).chain(self.items.iter().map(|item| item.key));
-        let is_known = self.position > 0 || self.parent.is_none();
-        (0..).zip(parents).map(move |(at, parent)| {
-            let position = if is_known { self.position.saturating_add(at) } else { 0 };
+        (0..).zip(parents).map(|(at, parent)| {
+            let position = self.position.map(|position| position.saturating_add(at));
             ChainPlace { parent, position }
         })
     }

@@ -120,9 +120,10 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
         }
-        Body::Match(local::Match { keys, local_only, all_ranks }) => Ok(Request::Match {
+        Body::Match(local::Match { keys, local_only, all_ranks, position }) => Ok(Request::Match {
             keys: unpack("match: keys", &keys)?,
             ranks: if all_ranks { Ranks::All } else { Ranks::Own },
+            position,
             scope: scope(local_only),
         }),
         Body::Load(load) => convert_load(&load),
@@ -295,7 +296,7 @@ mod tests {
             items: vec![local::CommitItem::default()],
             priority: 0,
             parent: Bytes::new(),
-            position: 0,
+            position: None,
         }
     }
 

@@ -42,14 +42,17 @@ fn requests_in_the_document_are_decoded() {
         (
             "Commit",
             "Commit(CommitRequest { items: [CommitItem { lease: LeaseId(9), key: Some(11111111111111111111111111111111), checksums: \
-             [572662306, 572662306] }], priority: High, parent: Some(33333333333333333333333333333333), position: 300 })",
+             [572662306, 572662306] }], priority: High, parent: Some(33333333333333333333333333333333), position: Some(300) })",
         ),
         ("AwaitDurable", "AwaitDurable { ticket: Ticket(4) }"),
         ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
-        ("Match", "Match { keys: [11111111111111111111111111111111], ranks: Own, scope: Local }"),
+        (
+            "Match",
+            "Match { keys: [11111111111111111111111111111111], ranks: Own, position: Some(300), scope: Local }",
+        ),
         (
             "Match` of all ranks",
-            "Match { keys: [11111111111111111111111111111111], ranks: All, scope: Cluster }",
+            "Match { keys: [11111111111111111111111111111111], ranks: All, position: None, scope: Cluster }",
         ),
         (
             "Load",

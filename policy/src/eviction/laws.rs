@@ -8,6 +8,8 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use super::{Block, Chains, Class, EntryIndex, EvictionKind, EvictionOrder, EvictionPolicy, Group, fair};
 use crate::quota::{self, Quota, QuotaUsage, SpaceRequest};
 
+mod searches;
+
 const TENANTS: u16 = 3;
 
 /// Bytes that all blocks may use.
@@ -211,7 +213,7 @@ impl Cache {
         let (group, restore_ns) = (Group(tenant), 1000 * (1 + u64::from(position % 5)));
         // A third of the keys return.
         let key_hash = self.keys % 30 + 1;
-        Block { group, class: class(number), key_hash, bytes, position, restore_ns }
+        Block { group, class: class(number), key_hash, bytes, position: Some(position), restore_ns }
     }
 
     fn apply(&mut self, call: &Call) -> Result<(), String> {

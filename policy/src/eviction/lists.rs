@@ -27,7 +27,7 @@ pub(super) struct Record {
     pub(super) children: u16,
     /// Those of `children` that are evictable and of the same group.
     pub(super) evictable_children: u16,
-    /// Number of times that the index was reused, modulo 2^16.
+    /// Number of times that the index was reused ([`super::generations`]).
     pub(super) generation: u16,
     /// Generation of the parent when it was linked: another one means that the parent is gone.
     pub(super) parent_generation: u16,
@@ -182,6 +182,11 @@ impl Lists {
 
     pub(super) fn record_mut(&mut self, entry: EntryIndex) -> &mut Record {
         &mut self.records[entry.0 as usize]
+    }
+
+    /// Iterates the records, starting at an index.
+    pub(super) fn records_from(&mut self, first: usize) -> impl Iterator<Item = &mut Record> {
+        self.records.iter_mut().skip(first)
     }
 
     /// Group of a block that was inserted once.

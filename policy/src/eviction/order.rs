@@ -13,6 +13,15 @@
 //! evicts or defers a block, and a block is deferred at most once for each insertion or touch: the cost of
 //! evictions is O(evicted), amortised over insertions and touches.
 //!
+//! **Work of one search.** A search defers or keeps at most [`PASSED_PER_SEARCH_MAX`] blocks. Then it takes, of these:
+//!
+//! 1. the oldest block of the first queue whose oldest block is evictable and has no children,
+//! 2. the first block that this search kept,
+//! 3. the block that has waited longest, children in use first. Its descendants stay without it.
+//!
+//! The blocks that were deferred or kept have their new place, so the next search continues behind them. Blocks in use
+//! that keep their place in a queue are at most [`PLACES_IN_USE_MAX`] in a group; others lose it.
+//!
 //! If the queues are empty, all evictable blocks have descendants in use. Waiting for these might never end
 //! (clients may pin blocks for long), so a block without an evictable child is evicted: it is on the list of
 //! the last resort. A child in another group does not delay a group that has no other victim.
@@ -21,12 +30,26 @@
 //! in use; [`EvictionOrder::victim`] returns evictable blocks only. A chain has no cycle: the caller links a
 //! block only to one of a lower position.
 
-use super::lists::{End, ListKind, Lists, NIL, State};
+use super::generations::Generations;
+use super::lists::{End, ListKind, Lists, NIL, QUEUES_MAX, State};
 use super::rules::{Rule, Verdict};
 use super::{Block, Chains, EntryIndex, EvictionPolicy, Group};
 
 #[cfg(test)]
+mod generation_tests;
+#[cfg(test)]
 mod tests;
+
+/// Maximum number of blocks that one search for a victim defers or keeps: about 100 µs if each is a cache miss.
+const PASSED_PER_SEARCH_MAX: usize = 1024;
+
+/// Maximum number of blocks in use that keep their place in the queues of a group.
+const PLACES_IN_USE_MAX: u32 = 1024;
+
+/// Maximum number of blocks that one search for a victim examines: those that it passes, those in use, the oldest of
+/// each queue, and its victim.
+pub const STEPS_PER_SEARCH_MAX: u64 =
+    PASSED_PER_SEARCH_MAX as u64 + PLACES_IN_USE_MAX as u64 + QUEUES_MAX as u64 + 1;
 
 /// Eviction order of one tier.
 #[derive(Debug)]
@@ -34,19 +57,29 @@ pub struct EvictionOrder {
     lists: Lists,
     rule: Rule,
     chains: Chains,
+    generations: Generations,
     evictable: usize,
+    /// For each group, the number of blocks in use that keep their place in a queue.
+    places_in_use: Vec<u32>,
     steps: u64,
 }
 
 impl EvictionOrder {
     /// Creates an empty order.
     pub fn new(policy: EvictionPolicy) -> EvictionOrder {
+        EvictionOrder::with_generations(policy, u16::MAX)
+    }
+
+    /// Creates an empty order in which an index is exhausted after this number of reuses.
+    fn with_generations(policy: EvictionPolicy, last: u16) -> EvictionOrder {
         let rule = Rule::new(policy.kind);
         EvictionOrder {
             lists: Lists::new(rule.queues()),
             rule,
             chains: policy.chains,
+            generations: Generations::new(last),
             evictable: 0,
+            places_in_use: Vec::new(),
             steps: 0,
         }
     }
@@ -82,7 +115,7 @@ impl EvictionOrder {
         self.lists.grow_to(entry);
         let len = self.lists.places();
         let queue = self.rule.queue_on_insert(entry, self.lists.record(entry), block, len);
-        let kept = self.lists.record(entry).state.list().is_some();
+        let kept = self.end_place_in_use(entry);
         if !kept || self.lists.group(entry) != block.group {
             self.lists.unlink(entry);
             self.lists.set_group(entry, block.group);
@@ -113,6 +146,7 @@ impl EvictionOrder {
     /// Makes an evictable block, or the last victim of its queue, the next victim of its queue.
     pub fn put_first(&mut self, entry: EntryIndex) {
         if !self.contains(entry) {
+            self.end_place_in_use(entry);
             self.set_evictable(entry);
         }
         self.lists.unlink(entry);
@@ -154,16 +188,17 @@ impl EvictionOrder {
         }
         self.clear_evictable(entry);
         let is_queued = self.lists.record(entry).state.list() == Some(ListKind::Queue);
-        if !is_queued || !self.rule.keeps_place_in_use() {
+        if !(is_queued && self.rule.keeps_place_in_use() && self.begin_place_in_use(entry)) {
             self.lists.unlink(entry);
         }
     }
 
     /// Sets the parent of a block. The parent must have a lower position in its chain. A block keeps its first
-    /// parent until [`EvictionOrder::forget`].
+    /// parent until [`EvictionOrder::forget`]. Does nothing if the parent's index is exhausted ([`super::generations`]).
     pub fn link(&mut self, entry: EntryIndex, parent: EntryIndex) {
         self.lists.grow_to(EntryIndex(entry.0.max(parent.0)));
-        if entry == parent || self.parent(entry).is_some() {
+        let may_be = self.generations.may_have_children(&self.lists, parent);
+        if entry == parent || !may_be || self.parent(entry).is_some() {
             return;
         }
         let generation = self.lists.record(parent).generation;
@@ -203,7 +238,7 @@ impl EvictionOrder {
             return;
         }
         self.remove(entry);
-        // Also the place of a block in use.
+        self.end_place_in_use(entry);
         self.lists.unlink(entry);
         let record = self.lists.record_mut(entry);
         let is_evicted = record.state.has(State::TAKEN);
@@ -226,30 +261,40 @@ impl EvictionOrder {
         }
         self.detach(entry);
         let record = self.lists.record_mut(entry);
-        record.generation = record.generation.wrapping_add(1);
         (record.parent, record.children, record.evictable_children) = (NIL, 0, 0);
+        self.generations.end(&mut self.lists, entry);
     }
 
     /// Removes and returns the next victim of a group, if any. Until it is detached, its parent waits for it.
+    /// Examines at most [`STEPS_PER_SEARCH_MAX`] blocks.
     pub fn victim(&mut self, group: Group) -> Option<EntryIndex> {
-        while let Some(queue) = self.rule.next_queue(&self.lists, group) {
+        let (mut passed, mut kept) = (0, None);
+        while passed < PASSED_PER_SEARCH_MAX
+            && let Some(queue) = self.rule.next_queue(&self.lists, group)
+        {
             self.steps += 1;
             let entry = self.lists.oldest(group, ListKind::Queue, queue).expect("the queue is occupied");
-            let record = self.lists.record_mut(entry);
-            if !record.state.has(State::EVICTABLE) {
+            if !self.contains(entry) {
                 self.leave_in_use(entry);
-            } else if self.chains == Chains::DescendantsFirst && record.children > 0 {
+                continue;
+            }
+            passed += 1;
+            if self.waits_for_children(entry) {
                 self.defer(entry);
-            } else if let Verdict::Keep(queue) = self.rule.verdict(record) {
+            } else if let Verdict::Keep(queue) = self.rule.verdict(self.lists.record_mut(entry)) {
                 self.lists.unlink(entry);
                 self.push(entry, queue, End::Newest);
+                kept = kept.or(Some(entry));
             } else {
                 return Some(self.take(entry, group));
             }
         }
-        // Blocks that wait for evictable blocks of other groups only are last of all.
+        // Empty queues kept no block, so this is then the last resort. Blocks that wait for evictable blocks of other
+        // groups only are last of all.
+        let queued = self.oldest_without_children(group).or(kept);
         let lists = [ListKind::LastResort, ListKind::Waiting];
-        let entry = lists.into_iter().find_map(|list| self.lists.oldest(group, list, 0))?;
+        let outside = || lists.into_iter().find_map(|list| self.lists.oldest(group, list, 0));
+        let entry = queued.or_else(outside)?;
         self.steps += 1;
         Some(self.take(entry, group))
     }
@@ -259,6 +304,27 @@ impl EvictionOrder {
     /// eviction as far as lists determine it. Costs time in proportion to `count`.
     pub fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex> {
         self.lists.iter_from(group, behind).filter(|entry| self.contains(*entry)).take(count).collect()
+    }
+
+    /// Returns the first evictable block without children among the oldest ones of the group's queues.
+    fn oldest_without_children(&mut self, group: Group) -> Option<EntryIndex> {
+        let mut queues = self.lists.occupied(group);
+        while queues != 0 {
+            let queue = queues.trailing_zeros() as u8;
+            queues &= queues - 1;
+            self.steps += 1;
+            let oldest = self.lists.oldest(group, ListKind::Queue, queue);
+            let entry = oldest.filter(|entry| self.contains(*entry) && !self.waits_for_children(*entry));
+            if entry.is_some() {
+                return entry;
+            }
+        }
+        None
+    }
+
+    /// Whether a block that is due waits for its children.
+    fn waits_for_children(&self, entry: EntryIndex) -> bool {
+        self.chains == Chains::DescendantsFirst && self.lists.record(entry).children > 0
     }
 
     fn take(&mut self, entry: EntryIndex, group: Group) -> EntryIndex {
@@ -271,8 +337,30 @@ impl EvictionOrder {
 
     /// Removes a block that is due and in use from its queue, which it leaves for another one.
     fn leave_in_use(&mut self, entry: EntryIndex) {
+        self.end_place_in_use(entry);
         self.lists.unlink(entry);
         self.lists.record_mut(entry).queue = self.rule.queue_after_use();
+    }
+
+    /// Counts a block in use that keeps its place in a queue; `false` if as many do as may.
+    fn begin_place_in_use(&mut self, entry: EntryIndex) -> bool {
+        let group = usize::from(self.lists.group(entry).0);
+        if self.places_in_use.len() <= group {
+            self.places_in_use.resize(group + 1, 0);
+        }
+        let places = &mut self.places_in_use[group];
+        let may_keep = *places < PLACES_IN_USE_MAX;
+        *places += u32::from(may_keep);
+        may_keep
+    }
+
+    /// Ends the count of a block in use that kept its place; returns whether it did.
+    fn end_place_in_use(&mut self, entry: EntryIndex) -> bool {
+        let kept = !self.contains(entry) && self.lists.record(entry).state.list().is_some();
+        if kept {
+            self.places_in_use[usize::from(self.lists.group(entry).0)] -= 1;
+        }
+        kept
     }
 
     /// Moves a block that is due to the lists outside the queues.

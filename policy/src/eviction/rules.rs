@@ -17,9 +17,9 @@
 //!
 //! **`cost_aware`** (GreedyDual-Size, Cao and Irani 1997). The loss of an eviction is the time to bring the block
 //! back, times the probability of its reuse, divided by the freed bytes. The probability is observed per
-//! position, in powers of two. A block's height is the height of the last victim plus its value; the lowest
-//! height is evicted. Values are rounded to half octaves, so heights ascend within a queue, and the minimum is
-//! among at most 64 oldest blocks.
+//! position, in powers of two, and for all blocks of unknown position together. A block's height is the height of
+//! the last victim plus its value; the lowest height is evicted. Values are rounded to half octaves, so heights
+//! ascend within a queue, and the minimum is among at most 64 oldest blocks.
 
 use super::ghosts::Ghosts;
 use super::lists::{ListKind, Lists, NIL, QUEUES_MAX, Record};
@@ -39,6 +39,9 @@ const USES_TO_MAIN: u8 = 2;
 
 /// Position buckets: powers of two up to 2^16 blocks, a million tokens of 16-token blocks.
 const POSITIONS: usize = 17;
+
+/// Bucket of blocks whose position is not known.
+const POSITION_UNKNOWN: usize = POSITIONS;
 
 /// Observations of a position after which old ones count half.
 const OBSERVATIONS_MAX: u32 = 1 << 16;
@@ -81,7 +84,7 @@ pub(super) struct CostAware {
     /// Oldest block of each queue of each group and its height, as far as known. A search for a victim compares all
     /// queues: from here it costs no cache miss for each.
     heads: Vec<Head>,
-    reuse: [Reuse; POSITIONS],
+    reuse: [Reuse; POSITIONS + 1],
 }
 
 /// Value of a block; an increment of 0 stands for a block that was never inserted.
@@ -305,7 +308,7 @@ impl CostAware {
         if self.values.len() <= at {
             self.values.resize(at + 1, Value::default());
         }
-        let position = (block.position.saturating_add(1).ilog2() as usize).min(POSITIONS - 1);
+        let position = block.position.map_or(POSITION_UNKNOWN, bucket);
         if self.values[at].increment == 0 {
             self.reuse[position].observe();
         }
@@ -405,6 +408,11 @@ impl Reuse {
     fn per_1024(self) -> u64 {
         (u64::from(self.reused.min(self.blocks)) + 1) * 1024 / (u64::from(self.blocks) + 2)
     }
+}
+
+/// Bucket of a known position.
+fn bucket(position: u32) -> usize {
+    (position.saturating_add(1).ilog2() as usize).min(POSITIONS - 1)
 }
 
 /// Returns the queue of a value, and the lower bound of the values of that queue; at least 1.

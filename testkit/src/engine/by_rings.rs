@@ -5,7 +5,7 @@ use reprise_client::{BlockStatus, ExtentStatus, Source};
 use reprise_policy::BlockKey;
 
 use super::outcome::RequestOutcome;
-use super::{ChainBlock, Engine, LoadPlan, Loaded, parent_key};
+use super::{ChainBlock, Engine, LoadPlan, Loaded, commit_options};
 use crate::paged_kv::PhysicalBlock;
 
 /// Maximum blocks of one save: with the demo's blocks of 256 KiB, 16 MiB of extents.
@@ -48,7 +48,7 @@ impl Engine {
             let end = chain.len().min(at + SAVE_BLOCKS_MAX);
             let keys = chain[at..end].iter().map(|block| block.key);
             let blocks: Vec<_> = table[at..end].iter().copied().zip(keys).collect();
-            let statuses = kv.save(&blocks, parent_key(chain, at), &mut outcome.rings)?;
+            let statuses = kv.save(&blocks, commit_options(chain, at), &mut outcome.rings)?;
             if statuses.is_empty() {
                 break;
             }

@@ -1,7 +1,7 @@
 //! Replacement of registered KV memory in a build without rings: such memory cannot be opened.
 
 use anyhow::bail;
-use reprise_client::{Client, ExtentStatus};
+use reprise_client::{Client, CommitOptions, ExtentStatus};
 use reprise_policy::BlockKey;
 
 use super::outcome::RingTraffic;
@@ -50,7 +50,7 @@ impl RegisteredKv {
     pub(super) fn save(
         &mut self,
         _: &[(PhysicalBlock, BlockKey)],
-        _: Option<BlockKey>,
+        _: CommitOptions,
         _: &mut RingTraffic,
     ) -> anyhow::Result<Vec<ExtentStatus>> {
         match *self {}

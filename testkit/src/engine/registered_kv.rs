@@ -85,11 +85,10 @@ impl RegisteredKv {
     pub(super) fn save(
         &mut self,
         blocks: &[(PhysicalBlock, BlockKey)],
-        parent: Option<BlockKey>,
+        options: CommitOptions,
         traffic: &mut RingTraffic,
     ) -> anyhow::Result<Vec<ExtentStatus>> {
         let before = self.path.ring_counters();
-        let options = CommitOptions { parent, ..CommitOptions::default() };
         let saved = self.path.save(&placed(blocks), options, LEASE_WAIT);
         traffic.count(before, self.path.ring_counters());
         let statuses = match saved {

@@ -25,7 +25,7 @@ pub struct SaveOptions {
     /// Key of the block before the first one in its chain; see [`CommitOptions::parent`].
     pub parent: Option<BlockKey>,
     /// Number of blocks before the first one in its chain; see [`CommitOptions::position`].
-    pub position: u32,
+    pub position: Option<u32>,
     /// Time that a window waits for room in an arena that is full of leased blocks.
     pub room_wait: Duration,
     /// Time that an answer may take.
@@ -74,7 +74,7 @@ impl Default for SaveOptions {
         SaveOptions {
             priority: Priority::default(),
             parent: None,
-            position: 0,
+            position: None,
             room_wait: STALL_TIMEOUT_DEFAULT,
             stall_timeout: STALL_TIMEOUT_DEFAULT,
             layer_wait: LAYER_WAIT_DEFAULT,

@@ -6,6 +6,7 @@ use reprise_policy::session::Source;
 
 use super::Job;
 use crate::client::Client;
+use crate::commit::ChainPlace;
 use crate::error::ClientError;
 use crate::load::BlockStatus;
 use crate::paged::{LoadOptions, LoadedBlocks, Pace, SaveOptions, SavedBlocks, cancelled};
@@ -22,7 +23,8 @@ impl Job {
         path: Option<&dyn BlockPath>,
     ) -> Result<(SavedBlocks, usize), ClientError> {
         let memory = &*self.shared.memory;
-        let options = SaveOptions { parent: self.parent, ..self.shared.options.save };
+        let ChainPlace { parent, position } = self.place;
+        let options = SaveOptions { parent, position, ..self.shared.options.save };
         let mut statuses = Vec::new();
         while let Some(path) = path
             && statuses.len() < self.blocks.len()

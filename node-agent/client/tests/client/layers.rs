@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use reprise_client::{
-    BlockStatus, ClientError, FinishedTransfer, LoadOptions, SaveOptions, SaveStatus, TransferId,
+    BlockStatus, ChainPlace, ClientError, FinishedTransfer, LoadOptions, SaveOptions, SaveStatus, TransferId,
     TransferOptions, Transfers,
 };
 use reprise_proto::local::{self, CommitStatus, request};
@@ -174,7 +174,8 @@ fn copies_each_layer_of_a_save_when_it_is_filled_and_commits_after_the_last() {
     });
     let memory = Arc::new(Memory::new(1));
     let (transfers, _keeper) = start_transfers(&agent, &memory, patient());
-    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+    let save =
+        transfers.submit_save_by_layers(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     fill_layer(&memory, 0, 0);
     transfers.note_filled(save, 1);
     layer_copied.recv().expect("the agent sends the signal");
@@ -198,9 +199,10 @@ fn a_save_without_its_layers_ends_unsaved_releases_its_slot_and_unblocks_the_nex
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: SHORT, ..patient().save };
     let (transfers, keeper) = start_transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let never = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+    let never =
+        transfers.submit_save_by_layers(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     transfers.note_filled(never, 1);
-    let whole = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let whole = transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     assert!(transfers.wait(&[never, whole], LONG));
     let finished = transfers.finished();
     assert_eq!(save_statuses(&finished[0].outcome), [SaveStatus::Unsaved]);
@@ -222,7 +224,8 @@ fn cancelling_does_not_wait_for_a_save_that_waits_for_a_layer() {
     let memory = Arc::new(Memory::filled(1));
     let save = SaveOptions { layer_wait: LONG * 60, ..patient().save };
     let (transfers, keeper) = start_transfers(&agent, &memory, TransferOptions { save, ..patient() });
-    let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+    let save =
+        transfers.submit_save_by_layers(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     started.recv().expect("the agent sends the signal");
     transfers.cancel();
     let ended = end_of(&transfers, save);
@@ -246,7 +249,8 @@ fn only_the_save_fails_when_the_agent_dies_or_hangs_between_layers() {
         let stall_timeout = if agent_dies { LONG } else { SHORT };
         let save = SaveOptions { stall_timeout, ..patient().save };
         let (transfers, keeper) = start_transfers(&agent, &memory, TransferOptions { save, ..patient() });
-        let save = transfers.submit_save_by_layers(placed([(0, 0)]), None).expect("a valid call");
+        let save =
+            transfers.submit_save_by_layers(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
         started.recv().expect("the agent sends the signal");
         transfers.note_filled(save, 1);
         transfers.note_filled(save, 2);

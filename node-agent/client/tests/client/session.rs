@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, key, options};
-use reprise_client::{Client, ClientError, LoadRequest, Scope};
+use reprise_client::{Client, ClientError, LoadRequest, MatchOptions, Scope};
 use reprise_policy::GpuPlace;
 use reprise_proto::local::{self, response};
 
@@ -335,7 +335,8 @@ fn calls_and_answers_match_the_bytes_in_the_document() {
     agent.end(client);
 
     let (agent, client) = session_of_the_document("Match", "Failure");
-    let error = client.match_keys(&[key(0x11)], Scope::Local).expect_err("refused");
+    let options = MatchOptions { scope: Scope::Local, position: Some(300) };
+    let error = client.match_keys(&[key(0x11)], options).expect_err("refused");
     assert!(matches!(&error, ClientError::Busy(text) if text == "full"), "{error}");
     agent.end(client);
 

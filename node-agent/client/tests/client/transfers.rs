@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use reprise_client::path::BlockPath;
 use reprise_client::{
-    BlockStatus, Client, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock, SaveOptions,
-    SaveStatus, SessionKeeper, TransferId, TransferOptions, Transfers,
+    BlockStatus, ChainPlace, Client, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock,
+    SaveOptions, SaveStatus, SessionKeeper, TransferId, TransferOptions, Transfers,
 };
 use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::request;
@@ -65,7 +65,7 @@ fn saves_and_loads_end_and_are_returned_once() {
     let memory = Arc::new(Memory::filled(2));
     let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     assert!(transfers.finished().is_empty());
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let save = transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
     let load = transfers.submit_load(placed([(0, 1)])).expect("a valid call");
     assert!(transfers.wait(&[save, load], LONG));
@@ -122,7 +122,7 @@ fn the_arena_moves_the_blocks_that_a_path_does_not_reach() {
     let transfers = Transfers::with_path(keeper, paged, transfer_options(LONG), Some(Arc::new(FirstBlock)));
     let transfers = transfers.expect("threads");
     // The agent serves one block of each.
-    let save = transfers.submit_save(placed([(1, 1), (0, 0)]), None).expect("a valid call");
+    let save = transfers.submit_save(placed([(1, 1), (0, 0)]), ChainPlace::default()).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
     let load = transfers.submit_load(placed([(1, 2), (0, 3)])).expect("a valid call");
     assert!(transfers.wait(&[load], LONG));
@@ -188,7 +188,7 @@ fn transfers_fail_at_once_without_an_agent() {
     let keeper = SessionKeeper::new(options(&directory.path().join("absent"))).expect("a thread");
     let memory = Arc::new(Memory::filled(1));
     let transfers = Transfers::new(Arc::new(keeper), memory, transfer_options(LONG)).expect("threads");
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let save = transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     let load = transfers.submit_load(placed([(0, 0)])).expect("a valid call");
     assert!(transfers.wait(&[save, load], LONG));
     for ended in transfers.finished() {
@@ -208,7 +208,7 @@ fn a_save_that_exceeds_the_queue_fails_at_once() {
     });
     let memory = Arc::new(Memory::filled(1));
     let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
-    let submit = || transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let submit = || transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     let first = submit();
     first_runs.recv().expect("the agent lives");
     // The running transfer has left the queue, which has room for two.
@@ -234,7 +234,7 @@ fn only_the_first_transfer_waits_for_a_hanging_agent() {
     assert!(transfers.wait(&[load], LONG));
     assert!(keeper.status().is_suspected);
     let started = Instant::now();
-    let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+    let save = transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
     assert!(transfers.wait(&[save], LONG));
     let finished = transfers.finished();
     assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
@@ -350,7 +350,8 @@ fn a_cancelled_transfer_ends_with_its_current_part_and_queued_ones_fail() {
     });
     let memory = Arc::new(Memory::filled(2));
     let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
-    let submit = || transfers.submit_save(placed([(0, 0), (1, 1)]), None).expect("a valid call");
+    let submit =
+        || transfers.submit_save(placed([(0, 0), (1, 1)]), ChainPlace::default()).expect("a valid call");
     let ids = [submit(), submit()];
     started.recv().expect("the agent sends the signal");
     transfers.cancel();
@@ -426,7 +427,7 @@ fn every_transfer_ends_when_the_memory_panics() {
     let memory = Arc::new(PanickingMemory(layout()));
     let (transfers, _) = start_transfers(&agent, &memory, transfer_options(LONG));
     for _ in 0..2 {
-        let save = transfers.submit_save(placed([(0, 0)]), None).expect("a valid call");
+        let save = transfers.submit_save(placed([(0, 0)]), ChainPlace::default()).expect("a valid call");
         assert!(transfers.wait(&[save], LONG));
     }
     for ended in transfers.finished() {

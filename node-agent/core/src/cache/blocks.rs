@@ -147,7 +147,7 @@ impl Cache {
             class: class_of(state.class()),
             key_hash: state.key().table_hash(),
             bytes,
-            position: state.position().unwrap_or(0),
+            position: state.position(),
             restore_ns,
         }
     }

@@ -145,6 +145,9 @@ impl Cache {
             Ok(entry) => entry,
             Err(status) => {
                 self.devices.free(device, block.page);
+                if status == CommitStatus::Duplicate {
+                    self.committed_again(&block.key, place);
+                }
                 return status;
             }
         };
@@ -157,12 +160,12 @@ impl Cache {
     }
 
     /// Status of a commit whose key is in the index, unless the block has to be written. An existing block gets
-    /// at least this priority.
+    /// at least this priority, and is used.
     pub(crate) fn existing_block(
         &mut self,
         key: &BlockKey,
         size_class: SizeClassId,
-        priority: Priority,
+        (priority, place): (Priority, ChainPlace),
     ) -> Option<CommitStatus> {
         let entry = self.index.find(key)?;
         if self.index.entry(entry).size_class() != size_class {
@@ -177,7 +180,17 @@ impl Cache {
         }
         self.raise_priority(entry, priority);
         self.index.entry_mut(entry).set_origin(BlockOrigin::Saved);
+        self.committed_again(key, place);
         Some(CommitStatus::Duplicate)
+    }
+
+    /// Learns the chain of a block that a client has committed again, and counts the use, as after a commit from the
+    /// arena.
+    fn committed_again(&mut self, key: &BlockKey, place: ChainPlace) {
+        let Some(entry) = self.index.find(key) else { return };
+        self.learn_committed(entry, place);
+        self.settle(entry);
+        self.count_use(entry);
     }
 
     /// Returns the index entry that a durable block gets, without a copy on a device.
@@ -207,7 +220,7 @@ impl Cache {
         Ok(entry)
     }
 
-    /// Pins the durable copy of a block for readers outside the agent.
+    /// Pins the durable copy of a block for readers outside the agent. The pin is a use of the block.
     pub(crate) fn pin(
         &mut self,
         key: &BlockKey,
@@ -219,6 +232,7 @@ impl Cache {
         if !self.devices.device(stored.device).pool.allows_lending() {
             return Err(PinRefusal::NotDurable);
         }
+        self.count_use(entry);
         self.devices.remove_evictable(entry);
         let new = Pin { key: *key, count: 0, removed: false };
         let pin = self.devices.pins.entry((stored.device, stored.page)).or_insert(new);

@@ -5,7 +5,10 @@
 //! Chains are learned from commits and matches:
 //!
 //! * A commit names the block before its first item, and the position of the first item.
-//! * A match has the whole chain from its first block.
+//! * A match has consecutive blocks, and the position of the first one.
+//!
+//! A client that does not know a position leaves it out. Then it follows from the block before, if that is known here,
+//! and else it stays unknown: no block gets a wrong place, because a place is final.
 //!
 //! The NVMe order is the one over index entries, so it keeps the chain of every block on this node. The order
 //! of the arena is over frames; its links are derived when a block is read into DRAM, or touched.
@@ -41,8 +44,8 @@ use crate::event::Priority;
 pub(crate) struct ChainPlace {
     /// Block before it; `None` for the first one, or if the client does not know it.
     pub(crate) parent: Option<BlockKey>,
-    /// Number of blocks before it; 0 with a parent if the client does not know it.
-    pub(crate) position: u32,
+    /// Number of blocks before it; `None` if the client does not know it.
+    pub(crate) position: Option<u32>,
 }
 
 impl Cache {
@@ -57,12 +60,16 @@ impl Cache {
         }
     }
 
-    /// Learns the chain of the blocks that a match found, and marks them as used. The first is the first of its
-    /// chain; the parts of a block for all ranks follow each other.
-    pub(crate) fn touch_matched(&mut self, entries: &[EntryIndex], ranks: usize) {
+    /// Learns the chain of the blocks that a match found, and marks them as used. The first has this position, if
+    /// the client knows it; the parts of a block for all ranks follow each other.
+    pub(crate) fn touch_matched(&mut self, entries: &[EntryIndex], ranks: usize, position: Option<u32>) {
         for (at, entry) in entries.iter().enumerate() {
             let parent = at.checked_sub(ranks).map(|parent| entries[parent]);
-            self.learn_chain(*entry, parent, Some((at / ranks) as u32));
+            let position = match position {
+                Some(first) => Some(first.saturating_add((at / ranks) as u32)),
+                None => parent.and_then(|parent| self.position_after(parent)),
+            };
+            self.learn_chain(*entry, parent, position);
         }
         self.touch_chain(entries.iter().copied());
     }
@@ -70,12 +77,13 @@ impl Cache {
     /// Learns the chain of a committed block.
     pub(crate) fn learn_committed(&mut self, entry: EntryIndex, place: ChainPlace) {
         let parent = place.parent.and_then(|parent| self.index.find(&parent));
-        let after_parent = || parent.and_then(|parent| Some(self.index.entry(parent).position()? + 1));
-        let position = match place {
-            ChainPlace { parent: Some(_), position: 0 } => after_parent(),
-            ChainPlace { position, .. } => Some(position),
-        };
+        let position = place.position.or_else(|| self.position_after(parent?));
         self.learn_chain(entry, parent, position);
+    }
+
+    /// Position of the block after another one in its chain, if known.
+    fn position_after(&self, parent: EntryIndex) -> Option<u32> {
+        self.index.entry(parent).position().map(|position| position.saturating_add(1))
     }
 
     fn learn_chain(&mut self, entry: EntryIndex, parent: Option<EntryIndex>, position: Option<u32>) {

@@ -62,7 +62,7 @@ impl Extents {
         let mut statuses = vec![CommitStatus::Failed; items.len()];
         let mut devices: BTreeMap<DeviceId, (Vec<ExtentCommit>, Vec<CommittedItem>)> = BTreeMap::new();
         for ((position, item), place) in items.iter().enumerate().zip(request.chain()) {
-            match self.check_item(cache, from, item, request.priority) {
+            match self.check_item(cache, from, item, (request.priority, place)) {
                 Ok((slot, block)) => {
                     let (blocks, of_device) = devices.entry(slot.device).or_default();
                     blocks.push(block);
@@ -134,14 +134,14 @@ impl Extents {
         cache: &mut Cache,
         from: Caller,
         item: &CommitItem,
-        priority: Priority,
+        (priority, place): (Priority, ChainPlace),
     ) -> Result<(LentSlot, ExtentCommit), CommitStatus> {
         let lease = item.lease.extent().and_then(|lease| self.take_lease(from.session, lease));
         let lease = lease.ok_or(CommitStatus::NoLease)?;
         let slot = lease.slot;
         let status = match item.key {
             Some(key) if item.checksums.len() == cache.objects(from.size_class) => {
-                match cache.existing_block(&key, from.size_class, priority) {
+                match cache.existing_block(&key, from.size_class, (priority, place)) {
                     None if cache.can_lend(slot.device) => {
                         return Ok((slot, block_of(cache, from, item, (key, priority), &slot)));
                     }

@@ -26,7 +26,7 @@ impl Loads {
         cache: &mut Cache,
         cx: &mut Context,
         caller: Caller,
-        (mut keys, ranks, scope): (Vec<BlockKey>, Ranks, Scope),
+        (mut keys, ranks, position, scope): (Vec<BlockKey>, Ranks, Option<u32>, Scope),
     ) {
         if keys.len() > MATCH_KEYS_MAX {
             let text = format!("{} keys in one match: send at most {MATCH_KEYS_MAX}", keys.len());
@@ -42,7 +42,7 @@ impl Loads {
         self.counters.match_keys += keys.len() as u64;
         let run = cache.leading_run(&keys, &classes);
         let (entries, sources): (Vec<EntryIndex>, Vec<Source>) = run.into_iter().unzip();
-        cache.touch_matched(&entries, classes.ranks());
+        cache.touch_matched(&entries, classes.ranks(), position);
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(cx, caller, sources, &classes);
         }

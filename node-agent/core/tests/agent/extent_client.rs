@@ -132,7 +132,7 @@ impl Harness {
             });
         }
         if !items.is_empty() {
-            let commit = CommitRequest { items, priority, parent: None, position: 0 };
+            let commit = CommitRequest { items, priority, parent: None, position: Some(0) };
             let body = Request::Commit(commit);
             self.request(session, RequestKind::CommitExtents(keys), body);
         }

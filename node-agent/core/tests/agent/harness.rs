@@ -8,8 +8,8 @@ use reprise_agent_core::effect::{
     PlaceKind, RegionId, ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitItem, CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Ranks,
-    Request, RequestId, Scope, SessionOpened,
+    CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request, RequestId,
+    Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -22,7 +22,7 @@ use crate::descriptions;
 use crate::disk::{Disk, DiskWrite};
 use crate::engine::{Engine, RequestKind};
 use crate::jobs::Job;
-use crate::memory::{Memory, Tag, checksums, overlap};
+use crate::memory::{Memory, Tag, overlap};
 use crate::peers::{PeerServe, Peers, SendState, ServeIds};
 use crate::rng::Rng;
 
@@ -358,34 +358,8 @@ impl Harness {
         self.commit_after(session, keys, priority, None)
     }
 
-    /// Like `commit`, with the block before the first one in the chain.
-    pub(crate) fn commit_after(
-        &mut self,
-        session: SessionId,
-        keys: &[BlockKey],
-        priority: Priority,
-        parent: Option<BlockKey>,
-    ) -> RequestId {
-        let engine = self.engines.get_mut(&session).expect("an open session");
-        let layout = engine.layout;
-        let slots: Vec<_> = engine.reserved.drain(..keys.len().min(engine.reserved.len())).collect();
-        let mut items = Vec::new();
-        for ((lease, slot), key) in slots.into_iter().zip(keys) {
-            let tag = self.new_tag(*key);
-            self.memory.write(slot, &layout, 0..layout.layers(), tag);
-            items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
-        }
-        let committed = keys[..items.len()].to_vec();
-        self.request(
-            session,
-            RequestKind::Commit(committed),
-            Request::Commit(CommitRequest { items, priority, parent, position: 0 }),
-        )
-    }
-
     pub(crate) fn match_keys(&mut self, session: SessionId, keys: &[BlockKey], scope: Scope) -> RequestId {
-        let body = Request::Match { keys: keys.to_vec(), ranks: Ranks::Own, scope };
-        self.request(session, RequestKind::Match(keys.to_vec(), scope), body)
+        self.match_at(session, keys, Some(0), scope)
     }
 
     pub(crate) fn load(

@@ -7,6 +7,7 @@
 //!
 //! Replay one seed of the random tests: `REPRISE_SEED=<seed> cargo test -p reprise-agent-core --test agent`.
 
+mod chain_client;
 mod descriptions;
 mod disk;
 mod engine;

@@ -148,6 +148,58 @@ fn blocks_committed_again_remain_older_than_their_parents() {
     assert_eq!(present(&harness, &keys(0..8)), 4);
 }
 
+/// Saves the second half of a chain without the place of its first block, then the first half in a class that is
+/// evicted first, and matches all of it. Saves other blocks until four are evicted; returns the number of leading blocks.
+fn left_after_teaching(teach: impl Fn(&mut Harness, SessionId)) -> usize {
+    let (mut harness, session) = without_devices(16);
+    harness.reserve(session, 4);
+    harness.commit_at(session, &keys(4..8), Priority::High, (None, None));
+    teach(&mut harness, session);
+    harness.reserve(session, 4);
+    harness.commit(session, &keys(0..4), Priority::Low);
+    assert_eq!(matched(&mut harness, session, &keys(0..8)), 8);
+    save(&mut harness, session, &keys(100..112), None, 12);
+    assert_eq!(present(&harness, &keys(0..8)), 4);
+    matched(&mut harness, session, &keys(0..8))
+}
+
+#[test]
+fn part_of_a_chain_without_its_place_teaches_no_wrong_place() {
+    assert_eq!(left_after_teaching(|_, _| ()), 4, "after the commit");
+    let left = left_after_teaching(|harness, session| {
+        harness.match_at(session, &keys(4..8), None, Scope::Local);
+    });
+    assert_eq!(left, 4, "after a match");
+}
+
+#[test]
+fn unknown_place_does_not_replace_a_known_one() {
+    let left = left_after_teaching(|harness, session| {
+        harness.match_at(session, &keys(4..8), Some(4), Scope::Local);
+        harness.match_at(session, &keys(4..8), None, Scope::Local);
+        harness.reserve(session, 4);
+        harness.commit_at(session, &keys(4..8), Priority::High, (None, None));
+    });
+    assert_eq!(left, 4);
+}
+
+#[test]
+fn place_of_a_later_part_follows_from_its_position() {
+    // The whole chain is never matched: the parts are linked by the position of the second one and its parent.
+    for (in_match, in_commit) in [(Some(4), None), (None, Some(4)), (None, None)] {
+        let (mut harness, session) = without_devices(16);
+        harness.reserve(session, 8);
+        harness.commit(session, &keys(0..4), Priority::Low);
+        harness.commit_at(session, &keys(4..8), Priority::High, (None, None));
+        harness.match_at(session, &keys(4..8), in_match, Scope::Local);
+        harness.reserve(session, 4);
+        harness.commit_at(session, &keys(4..8), Priority::High, (Some(key(3)), in_commit));
+        save(&mut harness, session, &keys(100..112), None, 12);
+        let left = present(&harness, &keys(0..4));
+        assert_eq!(left, 4, "{in_match:?} in the match, {in_commit:?} in the commit");
+    }
+}
+
 #[test]
 fn chain_read_by_a_peer_loses_its_tail_first() {
     let (mut harness, session) = without_devices(16);

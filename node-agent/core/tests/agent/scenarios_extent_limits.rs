@@ -44,7 +44,7 @@ fn commit_leases(harness: &mut Harness, session: SessionId, first_key: u64) {
     let item =
         |(lease, number)| CommitItem { lease, key: Some(key(number)), checksums: checksums(number, &layout) };
     let items = leases.into_iter().zip(first_key..).map(item).collect();
-    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 };
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: Some(0) };
     harness.request(session, RequestKind::Other, Request::Commit(commit));
 }
 

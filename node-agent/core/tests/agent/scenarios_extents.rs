@@ -6,6 +6,7 @@ use reprise_agent_core::effect::{CommitStatus, DeviceId, LeaseId, Place, Reply, 
 use reprise_agent_core::event::{CommitItem, CommitRequest, Event, Priority, Request, Scope};
 use reprise_agent_core::extents::PinRefusal;
 use reprise_agent_core::{Settings, TenantQuotas};
+use reprise_policy::eviction::EvictionKind;
 use reprise_policy::{BlockKey, Quota, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::RequestKind;
@@ -34,6 +35,10 @@ fn save(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
 
 fn statuses(harness: &Harness, session: SessionId) -> Vec<CommitStatus> {
     harness.engines[&session].extents.statuses.iter().map(|(_, status)| *status).collect()
+}
+
+fn is_stored(harness: &Harness, number: u64) -> bool {
+    harness.announced.contains(&(key(number), Tier::Nvme))
 }
 
 fn used_bytes(harness: &Harness) -> u64 {
@@ -120,7 +125,7 @@ fn invalid_items_are_rejected_and_their_extents_freed() {
         item(unknown, Some(key(2)), &sums),
         item(leases[0], Some(key(3)), &sums),
     ];
-    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 };
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: Some(0) };
     harness.request(session, RequestKind::Other, Request::Commit(commit));
     let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
     let Reply::Committed { ticket: None, statuses } = reply else { panic!("{reply:?}") };
@@ -141,7 +146,7 @@ fn commit_with_slots_of_both_kinds_is_rejected_and_keeps_its_leases() {
     let checksums = checksums(1, &large_layout());
     let item = |(lease, number)| CommitItem { lease, key: Some(key(number)), checksums: checksums.clone() };
     let items = [(of_arena, 1), (of_extent, 2)].map(item).to_vec();
-    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 };
+    let commit = CommitRequest { items, priority: Priority::Normal, parent: None, position: Some(0) };
     harness.request(session, RequestKind::Other, Request::Commit(commit));
     let (_, reply) = harness.engines[&session].replies.last().expect("answered at once");
     assert!(matches!(reply, Reply::BadRequest(text) if text.contains("one commit for each kind")));
@@ -219,13 +224,44 @@ fn pinned_block_is_neither_evicted_nor_its_segment_emptied() {
         save(&mut harness, session, &keys(start..start + 4));
         harness.read_all();
     }
-    let is_stored = |harness: &Harness, number| harness.announced.contains(&(key(number), Tier::Nvme));
     assert!(is_stored(&harness, 0) && !is_stored(&harness, 1), "its neighbours were evicted");
     harness.unpin_extents(session);
     for start in (200..300).step_by(4) {
         save(&mut harness, session, &keys(start..start + 4));
     }
     assert!(!is_stored(&harness, 0), "without a pin it is evicted like others");
+}
+
+/// Saves unrelated blocks to extents, uses the first four, matches the others, and fills the device; returns whether
+/// each of the eight is still stored. The policy counts uses.
+fn stored_after_uses(use_four: impl Fn(&mut Harness, SessionId)) -> Vec<bool> {
+    let nvme_eviction = EvictionKind::Lfu.into();
+    let settings = Settings { pool_free_permille: 100, nvme_eviction, ..Setup::default().settings };
+    let mut harness = Harness::new(Setup { disks: vec![8 << 20], settings, ..Setup::default() });
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    (0..8).for_each(|number| save(&mut harness, session, &keys(number..number + 1)));
+    use_four(&mut harness, session);
+    for number in 4..8 {
+        harness.match_keys(session, &keys(number..number + 1), Scope::Local);
+    }
+    (100..220).for_each(|number| save(&mut harness, session, &keys(number..number + 1)));
+    assert!(harness.core.counters().nvme_evictions > 8, "the device is full");
+    (0..8).map(|number| is_stored(&harness, number)).collect()
+}
+
+#[test]
+fn pins_and_repeated_commits_of_extents_are_uses() {
+    let used = [vec![true; 4], vec![false; 4]].concat();
+    let pinned = stored_after_uses(|harness, session| {
+        harness.pin_extents(session, &keys(0..4));
+        harness.unpin_extents(session);
+        harness.finish_jobs();
+    });
+    assert_eq!(pinned, used, "after pins");
+    let committed = stored_after_uses(|harness, session| {
+        (0..4).for_each(|number| save(harness, session, &keys(number..number + 1)));
+    });
+    assert_eq!(committed, used, "after commits");
 }
 
 #[test]

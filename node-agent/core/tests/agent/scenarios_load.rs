@@ -289,7 +289,8 @@ fn block_of_another_layout_is_missing() {
 fn rejects_calls_beyond_a_limit_with_the_limit() {
     let (mut harness, session) = harness(0);
     let many = vec![key(0); MATCH_KEYS_MAX + 1];
-    let body = Request::Match { keys: many.clone(), ranks: Ranks::Own, scope: Scope::Local };
+    let body =
+        Request::Match { keys: many.clone(), ranks: Ranks::Own, position: Some(0), scope: Scope::Local };
     harness.request(session, RequestKind::Other, body);
     let keys = many[..LOAD_BLOCKS_MAX + 1].to_vec();
     let wanted = LoadRequest { keys, deadline: LATER, read_bytes: 0, scope: Scope::Local };

@@ -46,7 +46,11 @@ fn save(harness: &mut Harness, session: SessionId, keys: &[BlockKey]) {
 
 /// Matches blocks of all ranks and returns the answer.
 fn answer(harness: &mut Harness, session: SessionId, keys: Vec<BlockKey>, scope: Scope) -> Reply {
-    harness.request(session, RequestKind::Other, Request::Match { keys, ranks: Ranks::All, scope });
+    harness.request(
+        session,
+        RequestKind::Other,
+        Request::Match { keys, ranks: Ranks::All, position: Some(0), scope },
+    );
     harness.finish_jobs();
     harness.engines[&session].replies.last().expect("a reply").1.clone()
 }

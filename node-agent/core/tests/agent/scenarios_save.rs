@@ -167,7 +167,7 @@ fn invalid_item_releases_its_slot_and_is_reported() {
     harness.request(
         session,
         kind,
-        Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None, position: 0 }),
+        Request::Commit(CommitRequest { items, priority: Priority::Normal, parent: None, position: Some(0) }),
     );
     let expected = [CommitStatus::BadItem, CommitStatus::BadItem, CommitStatus::NoLease];
     assert_eq!(last_statuses(&harness, session), expected);
@@ -178,7 +178,7 @@ fn invalid_item_releases_its_slot_and_is_reported() {
         items: foreign_item,
         priority: Priority::Normal,
         parent: None,
-        position: 0,
+        position: Some(0),
     });
     harness.request(other, RequestKind::Commit(keys(3..4)), request);
     assert_eq!(last_statuses(&harness, other), [CommitStatus::NoLease], "a lease belongs to its session");
@@ -324,7 +324,7 @@ fn reservation_expires_if_not_committed_in_time() {
         items: vec![item],
         priority: Priority::Normal,
         parent: None,
-        position: 0,
+        position: Some(0),
     });
     harness.request(session, RequestKind::Commit(keys(7..8)), request);
     assert_eq!(last_statuses(&harness, session), [CommitStatus::NoLease]);

@@ -97,7 +97,7 @@ impl Quick {
             items,
             priority: Priority::Normal,
             parent: None,
-            position: 0,
+            position: Some(0),
         })) else {
             panic!("not committed")
         };

@@ -96,7 +96,7 @@ impl Bench {
             items,
             priority: Priority::Normal,
             parent: None,
-            position: 0,
+            position: Some(0),
         }));
     }
 
@@ -143,7 +143,12 @@ fn speed_of_match_load_and_commit() {
     bench.save_all();
     let chain = bench.keys[1000..1000 + CHAIN].to_vec();
     let match_time = best(|| {
-        let body = Request::Match { keys: chain.clone(), ranks: Ranks::Own, scope: Scope::Cluster };
+        let body = Request::Match {
+            keys: chain.clone(),
+            ranks: Ranks::Own,
+            position: Some(0),
+            scope: Scope::Cluster,
+        };
         bench.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
     });
     let mut loads = Vec::new();

@@ -27,7 +27,7 @@ fn add_chain(order: &mut EvictionOrder, entries: std::ops::Range<u32>) {
         }
         order.attach(EntryIndex(entry), Group(0));
         let position = entry - entries.start;
-        order.insert(EntryIndex(entry), &Block { position, ..block(u64::from(entry) + 1) });
+        order.insert(EntryIndex(entry), &Block { position: Some(position), ..block(u64::from(entry) + 1) });
     }
 }
 
@@ -177,7 +177,7 @@ fn cost_aware_evicts_block_with_least_loss_per_byte_first() {
 #[test]
 fn cost_aware_learns_that_beginnings_are_reused() {
     let mut order = order(EvictionKind::CostAware);
-    let at = |position, key| Block { position, ..block(key) };
+    let at = |position, key| Block { position: Some(position), ..block(key) };
     for round in 0..200 {
         order.insert(EntryIndex(0), &at(0, round));
         order.insert(EntryIndex(1), &at(1000, round));
