@@ -232,7 +232,8 @@ pub const LOOKAHEAD_KEYS_MAX: usize = 65_536;
 /// 40 bytes each. Requests beyond are ignored.
 pub const LOOKAHEAD_SESSION_KEYS_MAX: usize = 16_384;
 
-/// Maximum steps of one hint to find out which requests are ready; about 40 ns each.
+/// Maximum steps of one hint to find out which requests are ready; about 40 ns each. Requests with more blocks are
+/// examined in parts, over several hints.
 pub const LOOKAHEAD_READY_STEPS_MAX: usize = 4_096;
 
 /// Maximum attempts to read a block ahead.

@@ -7,6 +7,7 @@
 //! ```
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use reprise_policy::prefetch::{Candidate, IterationTime, LookaheadWindow};
 use reprise_policy::{BlockKey, Tick};
@@ -44,6 +45,10 @@ pub(super) struct Wanted {
     pub(super) due: Option<Tick>,
     /// Number of the last hint that listed it.
     pub(super) hint: u64,
+    /// Number of leading elements of `blocks` that are readable, if only a part of them is examined in each hint.
+    examined: usize,
+    /// Whether all blocks were readable when they were last examined.
+    was_ready: bool,
 }
 
 /// Blocks on one device, in the order of their chain.
@@ -105,6 +110,8 @@ impl Wanted {
             known: true,
             due: None,
             hint,
+            examined: 0,
+            was_ready: false,
         }
     }
 
@@ -133,15 +140,39 @@ impl Wanted {
     }
 
     /// Whether all blocks are readable in DRAM. Blocks that were evicted meanwhile are left to read again. Takes a
-    /// step for each block; a request with more of them than `steps` is not ready.
+    /// step for each block.
+    ///
+    /// If there are more blocks than steps, it examines the next ones with half of the steps, so that the requests
+    /// behind this one are examined too. Then the request is ready once each block was readable when it was last
+    /// examined: those that nothing keeps in DRAM may be gone since then, at most for as many hints as a round takes.
     pub(super) fn is_ready(&mut self, cache: &Cache, staged: &Staged, steps: &mut usize) -> bool {
         if !self.known || self.phase != Phase::Listed || self.pending_keys() > 0 {
+            self.forget_readiness();
             return false;
         }
-        let Some(left) = steps.checked_sub(self.blocks.len()) else { return false };
-        *steps = left;
-        let (mut ready, mut at) = (true, 0);
-        while let Some(ListedBlock { key, class, staged: entry }) = self.blocks.get(at).copied() {
+        let is_whole = self.blocks.len() <= *steps;
+        let part = if is_whole { self.blocks.len() } else { *steps / 2 };
+        *steps -= part;
+        let first = if is_whole { 0 } else { self.examined };
+        let end = (first + part).min(self.blocks.len());
+        let is_readable = self.are_readable(cache, staged, first..end);
+        match is_readable {
+            true if end == self.blocks.len() => (self.examined, self.was_ready) = (0, true),
+            true => self.examined = end,
+            false => self.forget_readiness(),
+        }
+        self.was_ready
+    }
+
+    fn forget_readiness(&mut self) {
+        (self.examined, self.was_ready) = (0, false);
+    }
+
+    /// Whether these of the blocks are readable in DRAM; evicted ones are left to read again.
+    fn are_readable(&mut self, cache: &Cache, staged: &Staged, examined: Range<usize>) -> bool {
+        let (mut ready, mut at, mut end) = (true, examined.start, examined.end);
+        while at < end {
+            let ListedBlock { key, class, staged: entry } = self.blocks[at];
             match entry.map_or(Progress::Ended, |id| staged.progress(id)) {
                 Progress::Complete => {}
                 Progress::Reading | Progress::Failed => ready = false,
@@ -151,6 +182,7 @@ impl Wanted {
                     AheadCopy::OnDevice(device, _) => {
                         ready = false;
                         self.blocks.swap_remove(at);
+                        end = end.min(self.blocks.len());
                         self.push(device, cache.size_class(class).slot_bytes, (key, class));
                         continue;
                     }

@@ -5,7 +5,8 @@ use std::time::Duration;
 use reprise_agent_core::effect::{LoadedBlock, Reply, Source};
 use reprise_agent_core::event::{FillError, Lookahead, Priority, Ranks, Request, Scope};
 use reprise_agent_core::limits::{
-    LOOKAHEAD_REQUESTS_MAX, LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ATTEMPTS_MAX,
+    LOOKAHEAD_READY_STEPS_MAX, LOOKAHEAD_REQUESTS_MAX, LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX,
+    PREFETCH_ATTEMPTS_MAX,
 };
 use reprise_agent_core::{Counters, Settings, TenantQuotas};
 use reprise_policy::prefetch::{HINT_VERSION, LookaheadReport, LookaheadRequest};
@@ -381,6 +382,28 @@ fn request_is_ready_only_while_its_blocks_are_readable_in_dram() {
     assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 1, &[])])).ready, [1]);
     harness.request(session, RequestKind::Other, Request::Trim);
     assert_eq!(report(&mut harness, session, lookahead(vec![waits(1, 1, &[])])).ready, [1], "it is leased");
+}
+
+#[test]
+fn request_with_more_blocks_than_one_hint_examines_becomes_ready_and_hides_none() {
+    let (mut harness, session) = cold_harness(8);
+    let other = harness.open_session(TenantId::DEFAULT, large_layout());
+    harness.load(other, &keys(0..8), Duration::from_millis(50), Scope::Local);
+    harness.finish_jobs();
+    harness.close_session(other);
+    let many: Vec<BlockKey> = keys(0..4).repeat(2500);
+    assert!(many.len() > 2 * LOOKAHEAD_READY_STEPS_MAX);
+    let mut requests = vec![waits(1, 3, &many), waits(2, 3, &keys(4..8))];
+    let mut hints = Vec::new();
+    for _ in 0..6 {
+        hints.push(report(&mut harness, session, lookahead(requests)).ready);
+        requests = vec![waits(1, 3, &[]), waits(2, 3, &[])];
+    }
+    let of_both = hints.iter().position(|ready| *ready == [1, 2]).expect("ready within six hints");
+    assert!(hints[..of_both].iter().all(|ready| *ready == [2]), "{hints:?}");
+    assert!(hints[of_both..].iter().all(|ready| *ready == [1, 2]), "it stays ready: {hints:?}");
+    harness.request(session, RequestKind::Other, Request::Trim);
+    assert_eq!(report(&mut harness, session, lookahead(requests)).ready, [], "evicted");
 }
 
 #[test]
