@@ -69,9 +69,16 @@ class AsyncClient:
         """Blocking client of the same session."""
         return self._client
 
-    async def match(self, keys: bytes | Iterable[bytes], *, local: bool = False, all_ranks: bool = False) -> list[int]:
+    async def match(
+        self,
+        keys: bytes | Iterable[bytes],
+        *,
+        local: bool = False,
+        all_ranks: bool = False,
+        position: int | None = None,
+    ) -> list[int]:
         """See :meth:`reprise.Client.match`."""
-        return await self._run(lambda: self._client.match(keys, local=local, all_ranks=all_ranks))
+        return await self._run(lambda: self._client.match(keys, local=local, all_ranks=all_ranks, position=position))
 
     async def save(
         self,
@@ -80,12 +87,15 @@ class AsyncClient:
         blocks: Sequence[int],
         *,
         parent: bytes | None = None,
+        position: int | None = None,
         priority: Literal["low", "normal", "high"] = "normal",
         room_wait: float = 5.0,
     ) -> Saved:
         """See :meth:`reprise.Client.save`."""
         return await self._run_whole(
-            lambda: self._client.save(keys, memory, blocks, parent=parent, priority=priority, room_wait=room_wait)
+            lambda: self._client.save(
+                keys, memory, blocks, parent=parent, position=position, priority=priority, room_wait=room_wait
+            )
         )
 
     async def load(

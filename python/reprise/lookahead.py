@@ -42,6 +42,10 @@ REQUESTS_MAX = 256
 KEYS_MAX = 16_384
 """Maximum number of keys of all requests that the agent keeps for a session (docs/PROTOCOL.md, part 1)."""
 
+REQUEST_KEYS_MAX = KEYS_MAX // 2
+"""Maximum number of keys of one request in a hint, so that a long one leaves room for those behind it. Only its leading blocks
+are read ahead."""
+
 CANCELLED_MAX = 1024
 """Maximum number of cancelled requests in a hint (docs/PROTOCOL.md, part 1). Others are missing in the next list."""
 
@@ -64,6 +68,12 @@ COST_SHARE = 50
 
 FAILED_PAUSE_S = 1.0
 """Seconds without hints after one that failed, and without an agent."""
+
+REPEAT_PAUSE_MIN_S = 1.0
+"""Seconds until keys travel again to an agent that still ignores requests after they did; doubled with each repetition."""
+
+REPEAT_PAUSE_MAX_S = 16.0
+"""Longest pause between two repetitions of keys."""
 
 ITERATION_MAX_S = 60.0
 """Longest time of an iteration in a hint; a longer one is sent as this time."""
@@ -166,8 +176,8 @@ class Lookahead:
     keys: Callable[[str, bool], bytes]
     """Returns the keys of the blocks that a request will load from this node, block after block; empty if none is on a
     device or that is unknown. The second argument is whether the request is within the agent's window. Does not wait."""
-    all_ranks: bool = False
-    """Whether keys are those of all ranks."""
+    ranks: int = 1
+    """Number of ranks whose keys each block has."""
     now: Callable[[], float] = time.monotonic
     queue: Queue = field(default_factory=Queue)
     _sent: dict[int, bytes] = field(default_factory=dict)
@@ -177,6 +187,9 @@ class Lookahead:
     """Whether the last hint listed a request, which the next one may omit."""
     _repeats: bool = False
     """Whether the agent ignored a request for lack of room, so that keys travel again."""
+    _repeat_at: float = 0.0
+    """Time before which keys do not travel again."""
+    _repeat_pause: float = REPEAT_PAUSE_MIN_S
     _pending: PendingLookahead | None = None
     _sessions: int = 0
     """Number of sessions at the last hint; an agent forgets hints at the end of a session."""
@@ -246,6 +259,8 @@ class Lookahead:
                 return False
             self._window, self._pending = max(report.window, 1), None
             self._repeats = report.ignored > 0
+            if not self._repeats:
+                self._repeat_at, self._repeat_pause = 0.0, REPEAT_PAUSE_MIN_S
         if not self.session.connected or self.session.suspected:
             self._pause(now)
             return False
@@ -265,7 +280,7 @@ class Lookahead:
         if not requests and not self._is_listed and not self._cancelled:
             return
         assert self._iteration is not None
-        self._pending = self.session.start_lookahead(self._iteration, requests, self._cancelled, self.all_ranks)
+        self._pending = self.session.start_lookahead(self._iteration, requests, self._cancelled, self.ranks > 1)
         if self._pending is None:
             self._pause(self.now())
             return
@@ -280,17 +295,42 @@ class Lookahead:
         requests: list[tuple[int, int, float, bytes]] = []
         sent: dict[int, bytes] = {}
         room = KEYS_MAX * KEY_BYTES
+        repeats = self._may_repeat()
         for place, waiting in enumerate(self.queue.head(REQUESTS_MAX)):
             iterations = self.queue.iterations(place, self._window)
             known = self._sent.get(waiting.number, b"")
             keys = self.keys(waiting.request_id, iterations <= self._window)
-            listed = keys or known
+            listed = self._within(keys or known, known, room)
             if not listed:
                 continue
             room -= len(listed)
-            if room < 0:
-                break
-            is_known = listed == known and not self._repeats
+            is_known = listed == known and not repeats
             requests.append((waiting.number, iterations, 1.0, b"" if is_known else listed))
             sent[waiting.number] = listed
         return requests, sent
+
+    def _within(self, keys: bytes, known: bytes, room: int) -> bytes:
+        """Returns the keys of the leading blocks for which there is room.
+
+        Args:
+            keys: keys of a request.
+            known: those of its keys that the agent has; they stay listed, so that the keys do not travel again whenever
+                the requests before this one need less room.
+            room: bytes left for the keys of all requests.
+        """
+        block = KEY_BYTES * self.ranks
+        limit = min(room, REQUEST_KEYS_MAX * KEY_BYTES)
+        if len(keys) <= limit:
+            return keys
+        if known and len(known) <= limit and keys.startswith(known):
+            return known
+        return keys[: limit - limit % block]
+
+    def _may_repeat(self) -> bool:
+        """Returns whether keys travel again that the agent may have ignored; each time, the next pause is longer."""
+        now = self.now()
+        if not self._repeats or now < self._repeat_at:
+            return False
+        self._repeat_at = now + self._repeat_pause
+        self._repeat_pause = min(2 * self._repeat_pause, REPEAT_PAUSE_MAX_S)
+        return True

@@ -14,6 +14,7 @@ from reprise.lookahead import (
     INTERVAL_S,
     KEY_BYTES,
     KEYS_MAX,
+    REQUEST_KEYS_MAX,
     REQUESTS_MAX,
     WINDOW_MIN,
     Lookahead,
@@ -327,9 +328,57 @@ def test_a_hint_respects_the_limits_of_the_agent() -> None:
     engine.step("a")
     engine.step("a")
     assert len(engine.session.hints[-1][1]) == REQUESTS_MAX
-    engine.keys["r0"] = bytes(KEY_BYTES * (KEYS_MAX - 1))
+    engine.keys["r0"] = engine.keys["r1"] = bytes(KEY_BYTES * (KEYS_MAX // 2))
     engine.step("a")
     assert [number for number, _, _ in engine.listed()] == [2, 3], "their keys fill the limit"
     engine.keys["r0"] = bytes(KEY_BYTES)
     engine.step("a")
     assert engine.listed()[2][2] == b"r2", "the agent has forgotten those that were not listed"
+
+
+def test_a_request_with_too_many_keys_is_listed_with_its_first_blocks_and_hides_none() -> None:
+    engine = Engine()
+    engine.hints.ranks = 3
+    engine.arrive("a", "long", "b", "c")
+    engine.keys["long"] = bytes(range(1, 49)) * KEYS_MAX
+    engine.step("a")
+    engine.step("a")
+    (_, _, long), (_, _, b), (_, _, c) = engine.listed()
+    assert (b, c) == (b"b", b"c")
+    assert len(long) == REQUEST_KEYS_MAX // 3 * 3 * KEY_BYTES, "whole blocks of three ranks"
+    assert engine.keys["long"].startswith(long)
+    engine.step("a")
+    assert [keys for _, _, keys in engine.listed()] == [b"", b"", b""], "keys travel once"
+
+
+def test_keys_of_a_shortened_request_do_not_travel_again_when_others_need_less_room() -> None:
+    engine = Engine()
+    engine.arrive("a", "b", "c")
+    for name in "bc":
+        engine.keys[name] = name.encode() * KEY_BYTES * (REQUEST_KEYS_MAX - 4)
+    engine.arrive("d")
+    engine.keys["d"] = b"d" * KEY_BYTES * 20
+    engine.step("a")
+    engine.step("a")
+    assert len(engine.listed()[2][2]) == 8 * KEY_BYTES, "the rest of the limit"
+    engine.keys["b"] = engine.keys["b"][: -2 * KEY_BYTES]
+    engine.step("a")
+    assert engine.listed()[2][2] == b""
+    engine.step("a", "b")
+    assert len(engine.listed()[1][2]) == 20 * KEY_BYTES, "there is room for all of it"
+
+
+def test_keys_travel_again_ever_more_rarely_while_the_agent_ignores_requests() -> None:
+    engine = Engine()
+    engine.arrive("a", "b")
+    engine.session.ignored = 1
+    for _ in range(int(60 / STEP_S)):
+        engine.step("a")
+    with_keys = [any(keys for *_, keys in requests) for _, requests, _ in engine.session.hints]
+    assert len(with_keys) > 1000
+    assert 5 <= sum(with_keys) <= 8, "at once, then after 1, 2, 4, 8 and 16 seconds"
+    engine.session.ignored = 0
+    engine.step("a")
+    engine.session.ignored = 1
+    engine.step("a")
+    assert engine.listed()[0][2] == b"b", "the first repetition does not wait"

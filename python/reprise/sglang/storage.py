@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from reprise.sglang import identity, pools, weight_updates
 from reprise.sglang.options import StorageOptions
-from reprise.sglang.store import Store
+from reprise.sglang.store import UNKNOWN_PLACE, Place, Store
 
 
 class RepriseStorage(HiCacheStorage):
@@ -81,8 +81,8 @@ class RepriseStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Saves pages directly from SGLang's memory; returns for each page whether Reprise has it."""
-        parent = self._parent(extra_info)
-        return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices, parent))
+        place = self._place(extra_info)
+        return self._move(PoolName.KV, keys, lambda store, hashes: store.save(hashes, host_indices, place))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
@@ -132,7 +132,7 @@ class RepriseStorage(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Returns the number of leading pages that are available."""
         hashes = self._hashes(keys)
-        return 0 if hashes is None else self._store(PoolName.KV).leading(hashes)
+        return 0 if hashes is None else self._store(PoolName.KV).leading(hashes, self._place(extra_info).position)
 
     # The second interface
 
@@ -146,13 +146,14 @@ class RepriseStorage(HiCacheStorage):
         hashes = self._hashes(keys)
         if hashes is None:
             return PoolTransferResult(0, {}, [])
-        kv_pages = self._store(PoolName.KV).leading(hashes)
+        position = self._place(extra_info).position
+        kv_pages = self._store(PoolName.KV).leading(hashes, position)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         usable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
             if not usable:
                 break
-            found = self._usable(transfer, hashes[:kv_pages])
+            found = self._usable(transfer, hashes[:kv_pages], position)
             if found:
                 hits[transfer.name] = max(found)
             usable &= found
@@ -168,8 +169,8 @@ class RepriseStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Saves pages of several pools."""
-        parent = self._parent(extra_info)
-        return self._each_pool(transfers, lambda store, hashes, indices: store.save(hashes, indices, parent))
+        place = self._place(extra_info)
+        return self._each_pool(transfers, lambda store, hashes, indices: store.save(hashes, indices, place))
 
     def clear(self) -> bool:
         """Begins a new key generation, so that this engine does not find earlier pages.
@@ -223,21 +224,23 @@ class RepriseStorage(HiCacheStorage):
         suffix = self._generation.suffix
         return None if suffix is None else [key.encode() + suffix for key in keys]
 
-    def _parent(self, extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
-        """Returns the page before those of a call, if SGLang passes it (``hicache_storage_pass_prefix_keys``)."""
+    def _place(self, extra_info: HiCacheStorageExtraInfo | None) -> Place:
+        """Returns the place of the pages of a call, if SGLang passes it (``hicache_storage_pass_prefix_keys``)."""
         before = extra_info.prefix_keys if extra_info is not None else None
-        hashes = self._hashes(before[-1:]) if before else None
-        return hashes[0] if hashes else None
+        if before is None:
+            return UNKNOWN_PLACE
+        hashes = self._hashes(before[-1:])
+        return Place(hashes[0] if hashes else None, len(before))
 
     def _move(self, name: str, keys: Sequence[str], move: Callable[[Store, list[bytes]], list[bool]]) -> list[bool]:
         hashes = self._hashes(keys)
         return [False] * len(keys) if hashes is None else move(self._store(name), hashes)
 
-    def _usable(self, transfer: PoolTransfer, hashes: list[bytes]) -> builtins.set[int]:
+    def _usable(self, transfer: PoolTransfer, hashes: list[bytes], position: int | None) -> builtins.set[int]:
         """Returns the prefix lengths for which a pool has the pages that it needs."""
         store = self._store(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            return set(range(1, store.leading(hashes) + 1))
+            return set(range(1, store.leading(hashes, position) + 1))
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             found = store.each(hashes)
             trailing = max(1, len(transfer.keys or ()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,25 @@ STAGED_PAGES = 16
 
 WAIT_ROUND_S = 5.0
 """Seconds of one native wait in a loop."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of the first of some consecutive pages in their prompt."""
+
+    before: bytes | None
+    """Key of the page before it; None if it does not exist or is unknown."""
+    position: int | None
+    """Number of pages before it; None if it is unknown."""
+
+    def after(self, keys: Sequence[bytes]) -> Place:
+        """Returns the place of the page after these pages, of which the first has this place."""
+        if not keys:
+            return self
+        return Place(keys[-1], None if self.position is None else self.position + len(keys))
+
+
+UNKNOWN_PLACE = Place(None, None)
 
 
 class Store:
@@ -85,12 +105,17 @@ class Store:
         """Number of bytes of a page."""
         return self._page_bytes
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of leading pages that are available."""
+    def leading(self, keys: Sequence[bytes], position: int | None = None) -> int:
+        """Returns the number of leading pages that are available.
+
+        Args:
+            keys: keys of consecutive pages of one prompt.
+            position: number of pages before the first one; None if it is unknown.
+        """
         found = 0
         while found < len(keys):
             part = keys[found : found + KEYS_PER_MATCH]
-            (matched,) = self._match([part])
+            (matched,) = self._match([part], None if position is None else position + found)
             found += matched
             if matched < len(part):
                 break
@@ -100,18 +125,18 @@ class Store:
         """Returns for each page whether it is available."""
         return [matched == 1 for matched in self._match([[key] for key in keys])]
 
-    def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, parent: bytes | None = None) -> list[bool]:
+    def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, place: Place = UNKNOWN_PLACE) -> list[bool]:
         """Saves pages of the pool; returns for each page whether Reprise has it.
 
         Args:
             keys: keys of consecutive pages of one prompt.
             host_indices: token indices of the pages in the pool.
-            parent: key of the page before the first one; None if it does not exist or is unknown.
+            place: place of the first one.
         """
         if self._direct is None:
             values = [self._pool.get_data_page(index, flat=True) for index in self._first_tokens(host_indices)]
-            return self.save_flat(keys, values, parent)
-        return self._saved(self._direct, keys, self._pages(host_indices), parent)
+            return self.save_flat(keys, values, place)
+        return self._saved(self._direct, keys, self._pages(host_indices), place)
 
     def load(self, keys: Sequence[bytes], host_indices: torch.Tensor) -> list[bool]:
         """Loads pages into the pool; returns for each page whether it was loaded."""
@@ -125,7 +150,7 @@ class Store:
         return ok
 
     def save_flat(
-        self, keys: Sequence[bytes], values: Sequence[torch.Tensor], parent: bytes | None = None
+        self, keys: Sequence[bytes], values: Sequence[torch.Tensor], place: Place = UNKNOWN_PLACE
     ) -> list[bool]:
         """Saves flat pages through staging memory; arguments as for :meth:`save`."""
         saved: list[bool] = []
@@ -135,8 +160,7 @@ class Store:
                 part = values[at : at + STAGED_PAGES]
                 for page, value in enumerate(part):
                     self._put(page, value)
-                before = keys[at - 1] if at else parent
-                saved += self._saved(transfers, keys[at : at + STAGED_PAGES], range(len(part)), before)
+                saved += self._saved(transfers, keys[at : at + STAGED_PAGES], range(len(part)), place.after(keys[:at]))
         return saved
 
     def load_flat(self, keys: Sequence[bytes], places: Sequence[torch.Tensor]) -> list[bool]:
@@ -212,12 +236,19 @@ class Store:
     def _pages(self, host_indices: torch.Tensor) -> list[int]:
         return [index // self._page_tokens for index in self._first_tokens(host_indices)]
 
-    def _match(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
-        """Matches groups of keys within one deadline; returns the number of leading pages found in each group."""
+    def _match(self, groups: Sequence[Sequence[bytes]], position: int | None = None) -> list[int]:
+        """Matches groups of keys within one deadline; returns the number of leading pages found in each group.
+
+        Args:
+            groups: keys of consecutive pages.
+            position: number of pages before the first one of each group; None if it is unknown.
+        """
         deadline = time.monotonic() + self._options.match_deadline_ms / 1e3
         matched: list[int] = []
         for at in range(0, len(groups), MATCHES_MAX):
-            pending = [self.session.start_match(self._keys(keys)) for keys in groups[at : at + MATCHES_MAX]]
+            pending = [
+                self.session.start_match(self._keys(keys), position=position) for keys in groups[at : at + MATCHES_MAX]
+            ]
             for match in pending:
                 sources = () if match is None else match.poll(max(deadline - time.monotonic(), 0.0))
                 if sources is None:
@@ -225,11 +256,9 @@ class Store:
                 matched.append(len(sources or ()))
         return matched
 
-    def _saved(
-        self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], parent: bytes | None
-    ) -> list[bool]:
-        before = None if parent is None else self._keys([parent])
-        done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages), before))
+    def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], place: Place) -> list[bool]:
+        before = None if place.before is None else self._keys([place.before])
+        done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages), before, place.position))
         self._errors.note(done and done.error)
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 

@@ -35,6 +35,8 @@ class RequestLookups:
     """Step in which the match was last polled; each step waits for it once."""
     last: OffloadKey | None = None
     """Last key of the request's chain that was found or stored."""
+    position: Callable[[OffloadKey], int | None] | None = None
+    """Returns the number of chunks before a key in the request's chain; None if it is unknown."""
 
 
 @dataclass
@@ -46,6 +48,15 @@ class Lookups:
     """Converts vLLM's keys to packed keys."""
     _requests: dict[str, RequestLookups] = field(default_factory=dict)
     _step: int = 0
+
+    def note_request(self, request_id: str, position: Callable[[OffloadKey], int | None]) -> None:
+        """Records how to find the place of a key in the chain of a new request."""
+        self._requests[request_id] = RequestLookups(position=position)
+
+    def position(self, request_id: str, key: OffloadKey) -> int | None:
+        """Returns the number of chunks before a key in a request's chain; None if it is unknown."""
+        state = self._requests.get(request_id)
+        return None if state is None or state.position is None else state.position(key)
 
     def lookup(self, request_id: str, key: OffloadKey) -> LookupResult:
         """Looks up a chunk. Waits at most for the remaining budget of the step."""
@@ -97,13 +108,16 @@ class Lookups:
 
     def invalidate(self) -> None:
         """Drops all verdicts."""
-        self._requests.clear()
+        self._requests = {name: RequestLookups(position=state.position) for name, state in self._requests.items()}
 
     def _start_match(self, state: RequestLookups) -> bool:
         """Starts a match of a request's keys; returns whether the step had time for it."""
         waiting = list(state.waiting)
         matching = waiting[:KEYS_PER_MATCH]
-        call = self.matcher.start(lambda: self.keys(matching))
+        position = state.position
+        call = self.matcher.start(
+            lambda: self.keys(matching), lambda: None if position is None else position(matching[0])
+        )
         if call is None:
             return False
         state.call = call

@@ -11,7 +11,8 @@ One match covers the blocks of all ranks. The agent finds a block only if every 
 
 Starting a match also takes time, because keys are derived and queued: about 1 ms for 1,024 blocks of eight ranks. The
 budget is charged for this and for all waits, also those for other results (:meth:`Matcher.wait`). The caller can limit
-the wait of a step further.
+the wait of a step further. Keys for hints are derived in parts (:class:`KeyDerivation`) with at most half of the budget,
+because the matches of the next step need the rest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ Result = TypeVar("Result")
 
 KEYS_PER_MATCH = 8192
 """Maximum number of keys of one match (docs/PROTOCOL.md, part 1)."""
+
+KEYS_PER_PART = 512
+"""Number of keys of one part of a derivation, which a step does not interrupt: about 0.1 to 0.5 ms."""
 
 
 @dataclass
@@ -64,16 +68,17 @@ class Matcher:
         self._budget_left = self.options.match_budget_ms / 1e3
         self._waited = 0.0
 
-    def start(self, keys: Callable[[], bytes]) -> MatchCall | None:
+    def start(self, keys: Callable[[], bytes], position: Callable[[], int | None]) -> MatchCall | None:
         """Starts a match; returns None if the step has no time left.
 
         Args:
             keys: derives the keys, at most :data:`KEYS_PER_MATCH`: first those of rank 0, then those of rank 1, and so on.
+            position: returns the number of blocks before the first one in its chain; None if it is unknown.
         """
         if self._budget_left <= 0.0:
             return None
         began = time.monotonic()
-        pending = self.session.start_match(keys(), all_ranks=self.all_ranks)
+        pending = self.session.start_match(keys(), all_ranks=self.all_ranks, position=position())
         started_at = time.monotonic()
         self._budget_left -= started_at - began
         self.counters.add("queries", 1)
@@ -103,6 +108,15 @@ class Matcher:
         self.counters.add("queries_unanswered", 1)
         return ()
 
+    def derive(self, derive: Callable[[], Result]) -> Result | None:
+        """Calls a function that computes something for a hint; returns None if the step has no time left for it."""
+        if self._budget_left <= self.options.match_budget_ms / 2e3:
+            return None
+        began = time.monotonic()
+        result = derive()
+        self._budget_left -= time.monotonic() - began
+        return result
+
     def peek(self, call: MatchCall) -> Sequence[int] | None:
         """Returns an answer that has arrived; None if it is pending or there is no agent. Does not wait."""
         sources = None if call.pending is None else call.pending.poll(0.0)
@@ -123,3 +137,27 @@ class Matcher:
         self._budget_left -= waited
         self._waited += waited
         return result
+
+
+@dataclass
+class KeyDerivation:
+    """Keys for a hint, which are derived in parts: each step continues as long as its budget allows."""
+
+    derive: Callable[[int, int], bytes]
+    """Returns the packed keys from one index to another."""
+    count: int
+    """Number of indices."""
+    packed: bytes = b""
+    """Keys derived so far."""
+    _done: int = 0
+
+    def advance(self, matcher: Matcher) -> bool:
+        """Derives keys within the budget of the step; returns whether all are derived."""
+        while self._done < self.count:
+            first, end = self._done, min(self._done + KEYS_PER_PART, self.count)
+            part = matcher.derive(lambda first=first, end=end: self.derive(first, end))  # type: ignore[misc]
+            if part is None:
+                return False
+            self.packed += part
+            self._done = end
+        return True

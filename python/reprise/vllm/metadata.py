@@ -28,6 +28,8 @@ class SavePlan:
     save_id: int
     hashes: tuple[bytes, ...]
     blocks: tuple[int, ...]
+    position: int
+    """Number of blocks before the first one in the prompt."""
     parent: bytes | None = None
     """vLLM's hash of the block before the first one; None at the start of the prompt."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from reprise import Layout, Namespace, Session
@@ -24,7 +24,7 @@ from reprise.vllm import geometry, identity
 from reprise.vllm.computations import computation_of
 from reprise.vllm.options import TierOptions
 from reprise.vllm.tier import RepriseTier
-from reprise.vllm.waiting_chunks import WaitingRequests
+from reprise.vllm.waiting_chunks import MissingChunks, WaitingRequests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +61,8 @@ class RepriseOffloadingConnector(OffloadingConnector):
         """Passes a request that waits to the tiers."""
         super().on_new_request(request)
         rank = (request.priority, request.arrival_time) if self._is_by_priority else ()
+        for tier in self._reprise_tiers():
+            tier.note_request(request.request_id, lambda key: chunk_position(self.scheduler, request, key))
         self._each_queue(
             lambda queue: queue.arrived(request.request_id, lambda: missing_chunks(self.scheduler, request), rank)
         )
@@ -91,11 +93,14 @@ class RepriseOffloadingConnector(OffloadingConnector):
 
     def _each_queue(self, call: Callable[[WaitingRequests], None]) -> None:
         """Calls the queue of each Reprise tier with hints."""
+        for tier in self._reprise_tiers():
+            if tier.waiting is not None:
+                call(tier.waiting)
+
+    def _reprise_tiers(self) -> list[RepriseTier]:
         manager = self.scheduler.manager
         assert isinstance(manager, TieringOffloadingManager)
-        for tier in manager.secondary_tiers:
-            if isinstance(tier, RepriseTier) and tier.waiting is not None:
-                call(tier.waiting)
+        return [tier for tier in manager.secondary_tiers if isinstance(tier, RepriseTier)]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Notes that the computation of a layer begins."""
@@ -117,20 +122,34 @@ class RepriseOffloadingConnector(OffloadingConnector):
         super().shutdown()
 
 
-def missing_chunks(scheduler: OffloadingConnectorScheduler, request: Request) -> list[OffloadKey]:
-    """Returns the keys of a request's full chunks, from the first one on that is not in vLLM's host memory."""
+def missing_chunks(scheduler: OffloadingConnectorScheduler, request: Request) -> MissingChunks:
+    """Returns a request's full chunks from the first one on that is not in vLLM's host memory."""
     manager = scheduler.manager
     assert isinstance(manager, TieringOffloadingManager)
     if request.skip_reading_prefix_cache:
-        return []
+        return MissingChunks(None, 0, lambda first, end: [])
     # The tier supports one group.
     (group,) = scheduler.config.kv_group_configs
     ends = range(group.hashes_per_chunk - 1, len(request.block_hashes), group.hashes_per_chunk)
-    keys = [make_offload_key(request.block_hashes[end], group.group_idx) for end in ends]
     context, primary = ReqContext(req_id=request.request_id), manager.primary_tier
+
+    def key(end: int) -> OffloadKey:
+        return make_offload_key(request.block_hashes[end], group.group_idx)
+
     # vLLM evicts the end of a prompt first.
-    first = bisect.bisect_left(keys, True, key=lambda key: primary.lookup(key, context) is LookupResult.MISS)
-    return keys[first:]
+    start = bisect.bisect_left(ends, True, key=lambda end: primary.lookup(key(end), context) is LookupResult.MISS)
+    missing = ends[start:]
+    return MissingChunks(start, len(missing), lambda first, end: [key(at) for at in missing[first:end]])
+
+
+def chunk_position(scheduler: OffloadingConnectorScheduler, request: Request, key: OffloadKey) -> int | None:
+    """Returns the number of full chunks before one of a request's; None if it is not one."""
+    (group,) = scheduler.config.kv_group_configs
+    try:
+        end = request.block_hashes.index(get_offload_block_hash(key))
+    except ValueError:
+        return None
+    return end // group.hashes_per_chunk
 
 
 def layer_reports(config: VllmConfig, kv_cache: KVCacheConfig) -> LayerReports:

@@ -19,7 +19,7 @@ from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
 from reprise.vllm.adapters import AdapterIdentification, Adapters
 from reprise.vllm.computations import computation_of
 from reprise.vllm.events import KvEvents
-from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
+from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
 from reprise.vllm.unverified_loads import UnverifiedLoad
@@ -90,6 +90,10 @@ class RequestState:
     """Keys of the blocks to read ahead, block after block."""
     hinted_result: MatchResult | None = None
     """Match result from which they follow."""
+    derivation: KeyDerivation | None = None
+    """The next keys to read ahead, which are being derived."""
+    derived_result: MatchResult | None = None
+    """Match result from which those follow."""
 
 
 @dataclass
@@ -137,7 +141,7 @@ class SchedulerSide:
     def __post_init__(self) -> None:
         self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
         if self.options.lookahead and self.may_load:
-            self._lookahead = Lookahead(self.session, self._keys_ahead, all_ranks=self.ranks > 1)
+            self._lookahead = Lookahead(self.session, self._keys_ahead, ranks=self.ranks)
 
     def begin(self, request: Request) -> None:
         """Starts the match of a new request, so that the answer arrives before the request is scheduled."""
@@ -216,7 +220,7 @@ class SchedulerSide:
         # vLLM calls this even if its own cache could not be reset because blocks were in use.
         self._mistrusts_cached = self.pool is not None and len(self.pool.cached_block_hash_to_block) > 0
         for state in self._requests.values():
-            state.call = state.result = state.known = state.hinted_result = None
+            state.call = state.result = state.known = state.hinted_result = state.derivation = None
             state.found, state.keys_ahead = [], b""
             # KV computed so far is that of the old weights.
             state.is_stale = True
@@ -337,7 +341,7 @@ class SchedulerSide:
         first = len(state.found)
         end = min(first + KEYS_PER_MATCH // self.ranks, len(state.request.block_hashes))
         state.call_blocks = end - first
-        state.call = self._matcher.start(lambda: self._keys(self._hashes(state, first, end)))
+        state.call = self._matcher.start(lambda: self._keys(self._hashes(state, first, end)), lambda: first)
 
     def _keys_ahead(self, request_id: str, is_near: bool) -> bytes:
         """Returns the keys of the blocks that a waiting request will load from this node, block after block.
@@ -357,22 +361,30 @@ class SchedulerSide:
                 self._start_match(state)
         elif is_near and (state.result is None or time.monotonic() - state.result.at > REMATCH_S):
             self._start_match(state)
-        result = state.result
-        if result is not None and result is not state.hinted_result:
-            state.hinted_result = result
-            state.keys_ahead = self._keys_on_devices(state, result.sources)
+        if state.result is not None and state.result is not state.hinted_result:
+            self._derive_ahead(state, state.result)
         return state.keys_ahead
 
-    def _keys_on_devices(self, state: RequestState, sources: Sequence[int]) -> bytes:
-        """Returns the keys of the blocks of this node beyond vLLM's own, or none if all of them are in DRAM."""
-        first = self._cached_by_vllm(state.request.block_hashes[: len(sources)])
-        end = first + blocks_ahead(sources[first:])
-        if end == first:
-            return b""
-        ranked = [block_keys(namespace, self._hashes(state, first, end)) for namespace in self.geometry.namespaces]
-        if len(ranked) == 1:
-            return ranked[0]
-        return b"".join(keys[at : at + KEY_BYTES] for at in range(0, len(ranked[0]), KEY_BYTES) for keys in ranked)
+    def _derive_ahead(self, state: RequestState, result: MatchResult) -> None:
+        """Derives the keys to read ahead after a match, as far as the step has time; the next one continues."""
+        if state.derivation is None or state.derived_result is not result:
+            state.derivation = self._matcher.derive(lambda: self._keys_on_devices(state, result.sources))
+            state.derived_result = result
+        if state.derivation is not None and state.derivation.advance(self._matcher):
+            state.keys_ahead, state.hinted_result, state.derivation = state.derivation.packed, result, None
+
+    def _keys_on_devices(self, state: RequestState, sources: Sequence[int]) -> KeyDerivation:
+        """Returns the derivation of the keys of the blocks of this node beyond vLLM's own; none if all of them are in DRAM."""
+        start = self._cached_by_vllm(state.request.block_hashes[: len(sources)])
+
+        def keys(first: int, end: int) -> bytes:
+            hashes = self._hashes(state, start + first, start + end)
+            ranked = [block_keys(namespace, hashes) for namespace in self.geometry.namespaces]
+            if len(ranked) == 1:
+                return ranked[0]
+            return b"".join(keys[at : at + KEY_BYTES] for at in range(0, len(ranked[0]), KEY_BYTES) for keys in ranked)
+
+        return KeyDerivation(keys, blocks_ahead(sources[start:]))
 
     def _cached_by_vllm(self, hashes: Sequence[BlockHash]) -> int:
         """Returns the number of leading blocks in vLLM's own cache, which evicts the end of a prompt first."""
@@ -434,7 +446,7 @@ class SchedulerSide:
             return
         blocks = tuple(block_ids[0][first:full])
         before = self._hashes(state, first - 1, first) if first else ()
-        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks, *before)
+        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks, first, *before)
         unverified = self._unverified.get(request_id)
         (metadata.saves if unverified is None else unverified.saves).append(plan)
         if self.events is not None:

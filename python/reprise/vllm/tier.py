@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -147,6 +147,15 @@ class RepriseTier(SecondaryTierManager):
             return LookupResult.MISS
         return self._lookups.lookup(req_context.req_id, key)
 
+    def note_request(self, request_id: str, position: Callable[[OffloadKey], int | None]) -> None:
+        """Records how to find the place of a chunk in a new request, which vLLM does not pass to a tier.
+
+        Args:
+            request_id: vLLM's name of the request.
+            position: returns the number of chunks before one of the request's; None if it is not one.
+        """
+        self._lookups.note_request(request_id, position)
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Returns the default context: chunks are stored as soon as they are full."""
         return RequestOffloadingContext()
@@ -166,8 +175,9 @@ class RepriseTier(SecondaryTierManager):
         request = job_metadata.req_context.req_id
         parent = self._lookups.parent(request)
         packed = None if parent is None else self._keys([parent])
-        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.save(keys, chunks, packed))
         keys = tuple(job_metadata.keys)
+        position = self._lookups.position(request, keys[0]) if keys else None
+        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.save(keys, chunks, packed, position))
         if keys:
             self._lookups.note_stored(request, keys[-1])
 

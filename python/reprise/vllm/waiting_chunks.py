@@ -1,8 +1,9 @@
 """Hints of the tier about requests that wait in vLLM's queue.
 
 vLLM passes a tier only the keys of the request that it schedules next. ``RepriseOffloadingConnector`` sees the whole queue
-and passes it here. A request is matched when it is within the agent's window, and again after some time. The matches
-share the time budget of the tier's look-ups, and nothing waits for their answers.
+and passes it here. A request is matched when it is within the agent's window, and again after some time. The matches and
+the derivation of their keys share the time budget of the tier's look-ups, and nothing waits for their answers. What a step
+has no time for, the next one continues.
 """
 
 from __future__ import annotations
@@ -13,18 +14,33 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
-from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
+from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
+
+
+@dataclass(frozen=True)
+class MissingChunks:
+    """Chunks of a request from the first one on that vLLM does not have in host memory."""
+
+    position: int | None
+    """Number of chunks before the first one; None if it is unknown."""
+    count: int
+    keys: Callable[[int, int], Sequence[OffloadKey]]
+    """Derives vLLM's keys of the chunks from one index to another."""
 
 
 @dataclass
 class WaitingChunks:
     """A waiting request."""
 
-    missing: Callable[[], Sequence[OffloadKey]]
-    """Returns the keys of its chunks from the first one on that vLLM does not have in host memory."""
+    missing: Callable[[], MissingChunks]
+    """Returns its chunks that are missing now."""
+    derivation: KeyDerivation | None = None
+    """Keys of the next match, which are being derived."""
+    position: int | None = None
+    """Position of the first of these keys."""
     call: MatchCall | None = None
     matching: bytes = b""
     """Packed keys of the pending match."""
@@ -47,12 +63,12 @@ class WaitingRequests:
     def __post_init__(self) -> None:
         self.hints = Lookahead(self.matcher.session, self._keys_ahead)
 
-    def arrived(self, request_id: str, missing: Callable[[], Sequence[OffloadKey]], rank: tuple[Any, ...] = ()) -> None:
+    def arrived(self, request_id: str, missing: Callable[[], MissingChunks], rank: tuple[Any, ...] = ()) -> None:
         """Appends a request.
 
         Args:
             request_id: vLLM's name of the request.
-            missing: returns the keys of its chunks from the first one on that vLLM does not have in host memory.
+            missing: returns its chunks that vLLM does not have in host memory.
             rank: as for :meth:`reprise.lookahead.Queue.arrived`.
         """
         self._requests[request_id] = WaitingChunks(missing)
@@ -91,8 +107,23 @@ class WaitingRequests:
                 request.keys = request.matching[: blocks_ahead(sources) * KEY_BYTES]
                 request.call, request.matching = None, b""
         elif is_near and (request.matched_at is None or self.now() - request.matched_at > REMATCH_S):
-            missing = request.missing()[:KEYS_PER_MATCH]
-            request.matching = self.pack(missing) if missing else b""
-            request.call = self.matcher.start(lambda: request.matching) if missing else None
-            request.matched_at = self.now() if request.call is not None or not missing else None
+            self._start_match(request)
         return request.keys
+
+    def _start_match(self, request: WaitingChunks) -> None:
+        """Derives the keys of a request's missing chunks and matches them, as far as the step has time."""
+        if request.derivation is None:
+            missing = self.matcher.derive(request.missing)
+            if missing is None:
+                return
+            count = min(missing.count, KEYS_PER_MATCH)
+            request.derivation = KeyDerivation(lambda first, end: self.pack(missing.keys(first, end)), count)
+            request.position = missing.position
+        if not request.derivation.advance(self.matcher):
+            return
+        if packed := request.derivation.packed:
+            request.call = self.matcher.start(lambda: packed, lambda: request.position)
+            if request.call is None:
+                return
+            request.matching = packed
+        request.derivation, request.matched_at = None, self.now()

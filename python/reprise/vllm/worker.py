@@ -225,13 +225,13 @@ class WorkerSide:
         self.session.close()
 
     def _submit_saves(
-        self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int], bytes | None], int]
+        self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int], bytes | None, int], int]
     ) -> list[int]:
         submitted = []
         for plan in metadata.saves:
             keys = block_keys(self.geometry.namespace, plan.hashes)
             parent = None if plan.parent is None else block_keys(self.geometry.namespace, [plan.parent])
-            save = submit(keys, plan.blocks, parent)
+            save = submit(keys, plan.blocks, parent, plan.position)
             self._saving[save] = (plan, time.monotonic())
             submitted.append(save)
         return submitted

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import Cluster
 from faults import drop_dram, eventually, observer
 from offloading import LONG_S, TOKENS, Offloading, chain
@@ -15,7 +16,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
+
+from reprise import Source
+from reprise.lookahead import KEY_BYTES
+from reprise.vllm.match_calls import Matcher
+from reprise.vllm.options import TierOptions
+from reprise.vllm.waiting_chunks import MissingChunks, WaitingRequests
 
 __all__ = ["closing", "weights"]
 
@@ -50,6 +58,68 @@ def step(computing: tuple[str, ...], preempted: tuple[str, ...] = ()) -> Schedul
     )
 
 
+def missing(keys: Sequence[OffloadKey], position: int | None = 0) -> MissingChunks:
+    """Returns chunks that vLLM does not have, as its connector does."""
+    return MissingChunks(position, len(keys), lambda first, end: keys[first:end])
+
+
+@dataclass
+class FakeMatch:
+    """A match that the test answers."""
+
+    keys: bytes
+    position: int | None
+
+    def poll(self, seconds: float) -> list[int]:
+        return [Source.OWN_NVME] * (len(self.keys) // KEY_BYTES)
+
+
+@dataclass
+class FakeSession:
+    """A session that records matches and sends no hints."""
+
+    connected: bool = False
+    suspected: bool = False
+    sessions: int = 1
+    matches: list[FakeMatch] = field(default_factory=list)
+
+    def start_match(
+        self, keys: bytes, local: bool = False, all_ranks: bool = False, position: int | None = None
+    ) -> FakeMatch:
+        self.matches.append(FakeMatch(keys, position))
+        return self.matches[-1]
+
+
+@dataclass
+class FakeCounters:
+    """Counters that count nothing."""
+
+    def add(self, name: str, count: int) -> None: ...
+
+    def sample(self, name: str, seconds: float) -> None: ...
+
+
+def test_keys_of_waiting_chunks_are_derived_within_the_budget_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reprise.vllm.match_calls.KEYS_PER_PART", 3)
+    session: Any = FakeSession()
+    matcher = Matcher(session, TierOptions.read({"socket": "/none", "match_budget_ms": 10_000.0}), FakeCounters())
+    derived: list[int] = []
+
+    def pack(keys: Collection[OffloadKey]) -> bytes:
+        derived.append(len(keys))
+        matcher._budget_left = 0.0
+        return b"".join(key[:KEY_BYTES] for key in keys)
+
+    queue, keys = WaitingRequests(matcher, pack), chain(1, 7)
+    queue.arrived("waits", lambda: missing(keys[2:], 2))
+    for parts, matches in (([3], 0), ([3, 2], 0), ([3, 2], 1)):
+        matcher.begin_step()
+        queue._keys_ahead("waits", True)
+        assert (derived, len(session.matches)) == (parts, matches)
+    assert session.matches[0] == FakeMatch(b"".join(key[:KEY_BYTES] for key in keys[2:]), 2)
+    assert queue._keys_ahead("waits", True) == session.matches[0].keys
+
+
 def test_chunks_of_a_waiting_request_are_in_dram_before_their_look_up(cluster: Cluster, engine: Make) -> None:
     offloading = engine(cluster.agents[0].socket, **PATIENT)
     assert offloading.tier._session.wait_connected(LONG_S)
@@ -57,8 +127,8 @@ def test_chunks_of_a_waiting_request_are_in_dram_before_their_look_up(cluster: C
     offloading.store(keys)
     offloading.clear_primary()
     queue = offloading.tier.waiting
-    queue.arrived("running", lambda: [])
-    queue.arrived("waits", lambda: keys)
+    queue.arrived("running", lambda: missing([]))
+    queue.arrived("waits", lambda: missing(keys))
     with observer(cluster.agents[0]) as agent:
         drop_dram(agent)
 
@@ -89,12 +159,15 @@ def test_requests_wait_and_end_in_vllm_s_connector_and_the_tier_alike(
         made.on_new_request(each)
     assert [waiting.request_id for waiting in queue.head(9)] == ["a", "b", "c"]
     missing = tier.waiting._requests["a"].missing
-    assert len(missing()) == PROMPT
+    assert (missing().position, missing().count) == (0, PROMPT)
     context = made.scheduler._req_status["a"].req_context
-    prepared = manager.prepare_store(missing()[:2], context)
+    prepared = manager.prepare_store(missing().keys(0, 2), context)
     manager.complete_store(prepared.keys_to_store, context)
     assert tier._transfers.wait(list(tier._jobs), LONG_S)
-    assert len(missing()) == PROMPT - 2, "vLLM has the others in host memory"
+    assert (missing().position, missing().count) == (2, PROMPT - 2), "vLLM has the others in host memory"
+    places = [tier._lookups.position("a", key) for key in missing().keys(0, 2)]
+    assert places == [2, 3]
+    assert tier._lookups.position("a", chain(99, 1)[0]) is None, "a chunk of another prompt"
     made.build_connector_meta(step(("a",)))
     assert [waiting.request_id for waiting in queue.head(9)] == ["b", "c"]
     made.build_connector_meta(step((), preempted=("a",)))
@@ -112,7 +185,7 @@ def test_vllm_s_steps_hint_a_prompt_that_is_only_on_nvme(weights: Path, cluster:
     prompt = request("prompt")
     writer.on_new_request(prompt)
     status = writer.scheduler._req_status["prompt"]
-    keys = managers[0].secondary_tiers[0].waiting._requests["prompt"].missing()
+    keys = managers[0].secondary_tiers[0].waiting._requests["prompt"].missing().keys(0, PROMPT)
     prepared = managers[0].prepare_store(keys, status.req_context)
     managers[0].complete_store(prepared.keys_to_store, status.req_context)
     managers[0].secondary_tiers[0]._transfers.wait(list(managers[0].secondary_tiers[0]._jobs), LONG_S)

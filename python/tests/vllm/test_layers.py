@@ -156,7 +156,7 @@ def step_of(*, load: bool = True, save: bool = True) -> RepriseMetadata:
     """Returns the metadata of a step."""
     return RepriseMetadata(
         loads=[LoadPlan("r", (b"1" * 32,), (1,))] if load else [],
-        saves=[SavePlan(7, (b"2" * 32,), (2,))] if save else [],
+        saves=[SavePlan(7, (b"2" * 32,), (2,), 0)] if save else [],
     )
 
 

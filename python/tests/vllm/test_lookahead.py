@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stepped_engine import SteppedEngine, expected, stepped_engine
 from test_scheduler import TOKENS, FakeSession, blocks_of, output, request, side
 from vllm.v1.request import RequestStatus
 
-from reprise import Source
+from reprise import Source, block_keys
 
 TAIL = 5
 LONG = 200
@@ -67,6 +67,26 @@ def test_keys_of_several_ranks_are_sent_block_after_block() -> None:
     of_rank = [[matched[at : at + 16] for at in range(first, first + 32, 16)] for first in (0, 3 * 16)]
     assert keys == of_rank[0][0] + of_rank[1][0] + of_rank[0][1] + of_rank[1][1]
     assert session.hints[-1][2], "keys of all ranks"
+
+
+def test_keys_to_read_ahead_are_derived_within_the_budget_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, session = hinting([Source.OWN_NVME] * 7)
+    scheduler.begin(request(7, "waits"))
+    derived: list[int] = []
+
+    def keys_that_use_up_the_budget(namespace: Any, hashes: Sequence[bytes]) -> bytes:
+        derived.append(len(hashes))
+        scheduler._matcher._budget_left = 0.0
+        return block_keys(namespace, hashes)
+
+    monkeypatch.setattr("reprise.vllm.scheduler.block_keys", keys_that_use_up_the_budget)
+    monkeypatch.setattr("reprise.vllm.match_calls.KEYS_PER_PART", 3)
+    for parts in ([3], [3, 3], [3, 3, 1]):
+        assert session.hints == [], "not before all keys are derived"
+        step(scheduler, "running")
+        assert derived == parts
+    ((*_, keys),) = session.hints[-1][0]
+    assert keys == session.matches[-1].keys
 
 
 def test_the_match_of_a_hint_serves_the_schedule_of_its_request() -> None:

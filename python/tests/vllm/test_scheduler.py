@@ -38,6 +38,7 @@ class FakeMatch:
     keys: bytes
     answer: list[int] | None = None
     all_ranks: bool = False
+    position: int | None = None
 
     def poll(self, seconds: float) -> list[int] | None:
         if self.answer is None:
@@ -70,10 +71,12 @@ class FakeSession:
         self.hints.append((list(requests), list(cancelled), all_ranks))
         return FakePending()
 
-    def start_match(self, keys: bytes, local: bool = False, all_ranks: bool = False) -> FakeMatch | None:
+    def start_match(
+        self, keys: bytes, local: bool = False, all_ranks: bool = False, position: int | None = None
+    ) -> FakeMatch | None:
         if not self.connected:
             return None
-        self.matches.append(FakeMatch(keys, self.answer, all_ranks))
+        self.matches.append(FakeMatch(keys, self.answer, all_ranks, position))
         return self.matches[-1]
 
     def suspect(self) -> None:
@@ -334,10 +337,12 @@ class PrefixSession(FakeSession):
 
     available: int = 0
 
-    def start_match(self, keys: bytes, local: bool = False, all_ranks: bool = False) -> FakeMatch | None:
+    def start_match(
+        self, keys: bytes, local: bool = False, all_ranks: bool = False, position: int | None = None
+    ) -> FakeMatch | None:
         before = sum(len(match.keys) // 16 for match in self.matches)
         self.answer = [Source.OWN_DRAM] * max(min(len(keys) // 16, self.available - before), 0)
-        return super().start_match(keys, local, all_ranks)
+        return super().start_match(keys, local, all_ranks, position)
 
 
 @pytest.mark.parametrize(("available", "matches"), [(3, 1), (8, 2), (20, 3), (24, 3)])
@@ -348,6 +353,7 @@ def test_matches_a_long_prompt_in_parts(monkeypatch: pytest.MonkeyPatch, availab
     assert len(session.matches) == matches
     whole = block_keys(geometry().namespace, request(24).block_hashes)
     assert whole.startswith(b"".join(match.keys for match in session.matches))
+    assert [match.position for match in session.matches] == [8 * part for part in range(matches)]
 
 
 def test_parts_without_time_in_a_step_are_matched_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,9 @@ def test_incomplete_step_ends_its_saves_as_partial(tmp_path: Path) -> None:
     session = Session(tmp_path / "missing.sock", geometry.namespace, geometry.layout)
     worker = WorkerSide(geometry=geometry, options=Options(), session=session)
     worker.register({name: torch.zeros(4, 2, 16, 8) for name in geometry.layer_names})
-    worker.end_step(RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,))]), is_complete=False)
+    worker.end_step(
+        RepriseMetadata(saves=[SavePlan(save_id=7, hashes=(b"h",), blocks=(1,), position=0)]), is_complete=False
+    )
     results = worker.take_worker_output()
     assert results is not None
     assert results.ended_saves == {7: 1}
