@@ -116,11 +116,11 @@ class FakeTransfers:
         self.calls.append(("load", blocks))
         return 1
 
-    def save_by_layers(self, keys: bytes, blocks: tuple[int, ...], parent: bytes | None) -> int:
+    def save_by_layers(self, keys: bytes, blocks: tuple[int, ...], parent: bytes | None, position: int | None) -> int:
         self.calls.append(("save by layers", blocks))
         return 2
 
-    def save(self, keys: bytes, blocks: tuple[int, ...], parent: bytes | None) -> int:
+    def save(self, keys: bytes, blocks: tuple[int, ...], parent: bytes | None, position: int | None) -> int:
         self.calls.append(("save", blocks))
         return 3
 
