@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 use sys::CUdevice_attribute_enum as Attribute;
+use sys::CUstreamCaptureMode_enum as CaptureMode;
 use sys::CUstreamWaitValue_flags_enum as WaitFlags;
 
 pub(crate) use driver::call;
@@ -52,6 +53,8 @@ struct Inner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     info: GpuInfo,
+    /// Flags of waits for words, or why streams cannot wait.
+    stream_waits: Result<u32, String>,
     /// Stream of synchronous copies. The default stream would wait for streams of the engine, also for those that wait for a
     /// request that needs the copy.
     copies: sys::CUstream,
@@ -81,7 +84,8 @@ impl Gpu {
         let info = describe(device, ordinal, driver_cuda)?;
         let mut context = std::ptr::null_mut();
         call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-        let mut inner = Inner { device, context, info, copies: std::ptr::null_mut() };
+        let stream_waits = stream_waits(device)?;
+        let mut inner = Inner { device, context, info, stream_waits, copies: std::ptr::null_mut() };
         call!(cuCtxSetCurrent(inner.context))?;
         call!(cuStreamCreate(&mut inner.copies, sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32))?;
         Ok(Gpu { inner: Arc::new(inner) })
@@ -111,24 +115,29 @@ impl Gpu {
         call!(cuCtxSetCurrent(self.inner.context))
     }
 
-    /// Returns the flags of waits for words.
+    /// Makes the context current for a thread of this crate, and keeps its calls out of the engine's captures.
+    ///
+    /// A graph that another thread captures in the global mode, which is the default, forbids calls such as queries of
+    /// events to all threads: they fail, and also invalidate the capture. Threads in the relaxed mode are exempt. They
+    /// must not touch streams that are being captured.
+    pub(crate) fn enter_own_thread(&self) -> Result<(), GpuError> {
+        self.enter()?;
+        exchange_capture_mode(CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).map(|_| ())
+    }
+
+    /// Makes the context current for a thread of the engine, and keeps its calls out of captures until the guard is
+    /// dropped: see [`enter_own_thread`](Self::enter_own_thread).
+    pub(crate) fn enter_outside_captures(&self) -> Result<CaptureGuard, GpuError> {
+        self.enter()?;
+        Ok(CaptureGuard { before: exchange_capture_mode(CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)? })
+    }
+
+    /// Returns the flags of waits for words, as they were when the GPU was opened.
     ///
     /// # Errors
     /// `NoStreamWaits` with the reason.
     pub(crate) fn stream_waits(&self) -> Result<u32, GpuError> {
-        if let Some(symbol) = driver::first_missing(driver::STREAM_WAITS) {
-            return Err(GpuError::NoStreamWaits { reason: format!("the driver lacks {symbol}") });
-        }
-        let connections = std::env::var(CONNECTIONS).ok();
-        if let Some(reason) = too_few_queues(connections.as_deref()) {
-            return Err(GpuError::NoStreamWaits { reason });
-        }
-        // Writes of other devices are visible to later work of the stream only behind a flush, where the GPU needs one.
-        let mut flushes = 0;
-        let which = Attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES;
-        call!(cuDeviceGetAttribute(&mut flushes, which, self.inner.device))?;
-        let flush = if flushes == 0 { 0 } else { WaitFlags::CU_STREAM_WAIT_VALUE_FLUSH as u32 };
-        Ok(WaitFlags::CU_STREAM_WAIT_VALUE_GEQ as u32 | flush)
+        self.inner.stream_waits.clone().map_err(|reason| GpuError::NoStreamWaits { reason })
     }
 
     /// Returns the stream of synchronous copies.
@@ -191,6 +200,72 @@ fn describe(device: sys::CUdevice, ordinal: u32, driver_cuda: (u32, u32)) -> Res
     })
 }
 
+/// The mode of captures that a thread had before.
+pub(crate) struct CaptureGuard {
+    before: CaptureMode,
+}
+
+impl Drop for CaptureGuard {
+    fn drop(&mut self) {
+        if let Err(error) = exchange_capture_mode(self.before) {
+            tracing::warn!(%error, "cannot restore the mode of captures of a thread");
+        }
+    }
+}
+
+/// Sets the mode in which captures concern this thread; returns the mode before.
+fn exchange_capture_mode(mode: CaptureMode) -> Result<CaptureMode, GpuError> {
+    let mut mode = mode;
+    call!(cuThreadExchangeStreamCaptureMode(&mut mode))?;
+    Ok(mode)
+}
+
+/// Returns the flags of waits for words, or why streams of a device cannot wait.
+fn stream_waits(device: sys::CUdevice) -> Result<Result<u32, String>, GpuError> {
+    if let Some(symbol) = driver::first_missing(driver::STREAM_WAITS) {
+        return Ok(Err(format!("the driver lacks {symbol}")));
+    }
+    let attribute = |which: Attribute| {
+        let mut value = 0;
+        call!(cuDeviceGetAttribute(&mut value, which, device))?;
+        Ok::<c_int, GpuError>(value)
+    };
+    let writes = RemoteWrites {
+        has_flush: attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES)? != 0,
+        ordering: attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?,
+    };
+    // The driver reads the variable once, too: when it is initialised.
+    let connections = std::env::var(CONNECTIONS).ok();
+    Ok(wait_flags(connections.as_deref(), writes))
+}
+
+/// How writes of other devices to memory of a GPU become visible to it.
+#[derive(Clone, Copy, Debug)]
+struct RemoteWrites {
+    /// A wait of a stream can flush them.
+    has_flush: bool,
+    /// Scope in which they need no flush: `CUGPUDirectRDMAWritesOrdering`, 0 for none.
+    ordering: c_int,
+}
+
+/// Returns the flags of waits for words, or why streams must not wait.
+fn wait_flags(connections: Option<&str>, writes: RemoteWrites) -> Result<u32, String> {
+    if let Some(reason) = too_few_queues(connections) {
+        return Err(reason);
+    }
+    match writes {
+        RemoteWrites { has_flush: true, .. } => {
+            Ok(WaitFlags::CU_STREAM_WAIT_VALUE_GEQ as u32 | WaitFlags::CU_STREAM_WAIT_VALUE_FLUSH as u32)
+        }
+        RemoteWrites { ordering: 0, .. } => Err(
+            "it neither orders writes of other devices nor flushes them for a stream, so work behind a wait could read \
+             old bytes: use a GPU of compute capability 8.0 or later with the current driver"
+                .to_owned(),
+        ),
+        RemoteWrites { .. } => Ok(WaitFlags::CU_STREAM_WAIT_VALUE_GEQ as u32),
+    }
+}
+
 /// Converts a string of the driver, which ends with a zero inside its buffer.
 fn text(buffer: &[c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
@@ -216,6 +291,18 @@ fn too_few_queues(connections: Option<&str>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn stream_waits_need_a_flush_or_ordered_writes() {
+        let flags = |has_flush, ordering| wait_flags(None, RemoteWrites { has_flush, ordering });
+        let reason = flags(false, 0).expect_err("bytes could be old");
+        assert!(reason.contains("neither orders writes") && reason.contains("use a GPU"), "{reason}");
+        let flush = WaitFlags::CU_STREAM_WAIT_VALUE_FLUSH as u32;
+        assert_eq!(flags(true, 0).expect("a flush") & flush, flush);
+        assert_eq!(flags(false, 100).expect("ordered for the owner") & flush, 0);
+        let few = wait_flags(Some("1"), RemoteWrites { has_flush: true, ordering: 200 });
+        assert!(few.expect_err("few queues").contains(CONNECTIONS));
+    }
 
     #[test]
     fn streams_do_not_wait_with_few_hardware_queues() {

@@ -35,6 +35,7 @@ mod staged;
 mod stream;
 mod stripe;
 pub mod verify;
+mod waiting;
 
 pub use backend::{Backend, BackendChoice, BackendKind, Unusable, choose};
 pub use gds::{CuFile, GdsMover};
@@ -47,7 +48,7 @@ pub use mover::{
 };
 pub use open::{Means, open_backend};
 pub use plan::{BlockPlace, DevicePlan, PlanCounters, Planned, plan_layer};
-pub use rings::{NamespaceLimits, Processor, RingCounters, RingDevice, RingMover};
+pub use rings::{DetachedRing, NamespaceLimits, Processor, RingCounters, RingDevice, RingMover};
 pub use staged::StagedMover;
 pub use stream::{EngineStream, HostStream, Point, RequestOrder};
 pub use stripe::alternate;

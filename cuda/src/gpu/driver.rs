@@ -20,6 +20,7 @@ const REQUIRED: &[&str] = &[
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
+    "cuThreadExchangeStreamCaptureMode",
     "cuStreamCreate",
     "cuStreamCreateWithPriority",
     "cuCtxGetStreamPriorityRange",
@@ -64,7 +65,7 @@ pub(super) const GREEN_CONTEXTS: &[&str] = &[
 ];
 
 /// Functions that let a stream wait for a word of memory.
-pub(super) const STREAM_WAITS: &[&str] = &["cuStreamWaitValue32_v2"];
+pub(super) const STREAM_WAITS: &[&str] = &["cuStreamWaitValue32_v2", "cuStreamIsCapturing"];
 
 /// Calls a function of the driver and converts its result.
 ///

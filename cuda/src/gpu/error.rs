@@ -52,9 +52,9 @@ pub enum GpuError {
         /// The missing function or failed call.
         reason: String,
     },
-    /// The driver or the GPU cannot let a stream wait for a word of memory.
+    /// The driver or the GPU cannot let a stream wait for the end of a request.
     #[error(
-        "streams of the GPU cannot wait for a word of memory ({reason}); wait for the ticket of a request on the CPU instead"
+        "streams of the GPU cannot wait for requests ({reason}); wait for the ticket of a request on the CPU instead"
     )]
     NoStreamWaits {
         /// The missing function or ability.
@@ -89,6 +89,22 @@ impl GpuError {
                 | GpuError::NoDeviceCode
         )
     }
+
+    /// Reports whether the same call on the same handles fails again, in contrast to one that another thread of the
+    /// process has disturbed, for example by the capture of a graph.
+    ///
+    /// An unknown code is not permanent: callers that repeat a call have a deadline.
+    pub fn is_permanent(&self) -> bool {
+        match self {
+            // Handles and arguments (1, 101, 201, 400), the end of the driver (4), lost devices (46, 100), and errors
+            // after which the context is unusable.
+            GpuError::Driver { code, .. } => matches!(
+                code,
+                1 | 4 | 46 | 100 | 101 | 201 | 214 | 220 | 400 | 700 | 702 | 709 | 710 | 714..=719
+            ),
+            _ => true,
+        }
+    }
 }
 
 /// Returns what to do about a result of the driver, for results with a common cause.
@@ -98,6 +114,9 @@ fn remedy(code: u32) -> &'static str {
         46 => "; the GPU is in use exclusively or was lost, check nvidia-smi",
         209 | 218 | 222 => "; the device code has no version for this GPU, build it with a newer nvcc",
         700 | 715 | 716 | 719 => "; a kernel accessed invalid memory, later calls of this process fail too",
+        900..=908 => {
+            "; a graph is being captured: capture it without requests of layers, or in thread-local mode"
+        }
         801 => "; the GPU or the system does not support this call",
         802 | 803 => {
             "; the driver's library and kernel module differ, restart the machine or reinstall the driver"

@@ -91,13 +91,13 @@ impl Stream {
 
     /// Waits until all work of the stream has ended. Reports errors of its kernels.
     pub fn synchronize(&self) -> Result<(), GpuError> {
-        self.gpu.enter()?;
+        let _guard = self.gpu.enter_outside_captures()?;
         call!(cuStreamSynchronize(self.raw))
     }
 
     /// Reports whether all work of the stream has ended.
     pub fn is_idle(&self) -> Result<bool, GpuError> {
-        self.gpu.enter()?;
+        let _guard = self.gpu.enter_outside_captures()?;
         // SAFETY: the stream is live while `self` is.
         let result = unsafe { sys::cuStreamQuery(self.raw) };
         if result == sys::CUresult::CUDA_ERROR_NOT_READY {
@@ -127,6 +127,24 @@ impl Stream {
             "the stream is being captured into a graph: submit requests of layers outside of the capture"
                 .to_owned(),
         ))
+    }
+
+    /// Runs a function while this stream is captured in the global mode, which forbids unsafe calls to all threads that have
+    /// not left it. The graph is empty and is discarded.
+    ///
+    /// # Errors
+    /// The capture was invalidated by a call.
+    pub fn while_captured<T>(&self, run: impl FnOnce() -> T) -> Result<T, GpuError> {
+        self.gpu.enter()?;
+        call!(cuStreamBeginCapture_v2(
+            self.raw,
+            sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL
+        ))?;
+        let result = run();
+        let mut graph = std::ptr::null_mut();
+        call!(cuStreamEndCapture(self.raw, &mut graph))?;
+        call!(cuGraphDestroy(graph))?;
+        Ok(result)
     }
 
     /// Delays later work of this stream until the word at `offset` of the memory has reached `value`, in the cyclic order
@@ -241,7 +259,7 @@ impl Event {
 
     /// Reports whether the work before the event has ended; true if the event was not recorded yet.
     pub fn has_passed(&self) -> Result<bool, GpuError> {
-        self.gpu.enter()?;
+        let _guard = self.gpu.enter_outside_captures()?;
         // SAFETY: the event is live while `self` is.
         let result = unsafe { sys::cuEventQuery(self.raw) };
         if result == sys::CUresult::CUDA_ERROR_NOT_READY {
@@ -252,7 +270,7 @@ impl Event {
 
     /// Waits until the work before the event has ended.
     pub fn synchronize(&self) -> Result<(), GpuError> {
-        self.gpu.enter()?;
+        let _guard = self.gpu.enter_outside_captures()?;
         call!(cuEventSynchronize(self.raw))
     }
 

@@ -1,5 +1,6 @@
 //! Pauses between checks of a condition that no other thread reports: first none, then yields, then short sleeps.
 
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 /// Checks before the first pause.
@@ -29,5 +30,18 @@ impl Backoff {
             _ if self.began.elapsed() < YIELDS => std::thread::yield_now(),
             _ => std::thread::sleep(PAUSE),
         }
+    }
+
+    /// Returns what a channel gets before the next check is due.
+    pub(super) fn receive<T>(&mut self, channel: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+        self.checks = self.checks.saturating_add(1);
+        if self.checks > SPINS && self.began.elapsed() >= YIELDS {
+            return channel.recv_timeout(PAUSE);
+        }
+        std::thread::yield_now();
+        channel.try_recv().map_err(|error| match error {
+            TryRecvError::Empty => RecvTimeoutError::Timeout,
+            TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+        })
     }
 }

@@ -79,7 +79,7 @@ impl PieceMover for Calls {
 
     fn run(&self, operation: Operation, piece: &Piece) -> Result<(), BlockError> {
         if let Some(gpu) = &self.gpu {
-            gpu.enter().map_err(|error| BlockError::Failed(error.to_string()))?;
+            gpu.enter_own_thread().map_err(|error| BlockError::Failed(error.to_string()))?;
         }
         let file = &self.files[piece.device];
         file.transfer(operation, &self.range, piece).map_err(BlockError::Failed)

@@ -11,8 +11,8 @@ use crate::store::progress::Progress;
 /// Watched requests from which on those that have ended are removed early.
 const PRUNE_MIN: usize = 64;
 
-/// Advances all requests of a backend; false if that has no further use.
-pub(super) type Pump = Arc<dyn Fn() -> bool + Send + Sync>;
+/// Advances all requests of a backend.
+pub(super) type Pump = Arc<dyn Fn() + Send + Sync>;
 
 /// The running thread. After a drop, it only keeps the deadlines that are left.
 #[derive(Debug)]
@@ -92,9 +92,7 @@ fn run(shared: &Shared, mut pump: Option<Pump>) {
             }
             (Some(_), Some(advance)) => {
                 drop(state);
-                if !advance() {
-                    pump = None;
-                }
+                advance();
                 pause.wait();
                 shared.lock()
             }

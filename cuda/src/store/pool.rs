@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -12,6 +12,7 @@ use crate::store::mover::{
     check,
 };
 use crate::store::progress::{Progress, Requests};
+use crate::store::waiting::{Inbox, Ordered};
 use crate::store::{Backend, BackendKind, BlockPlace, EngineStream, KvGeometry, Point};
 
 /// Contiguous bytes of a layer of a block.
@@ -47,6 +48,16 @@ struct Job {
     progress: Arc<Progress>,
 }
 
+impl Ordered for Job {
+    fn after(&self) -> Option<&Point> {
+        self.after.as_ref()
+    }
+
+    fn progress(&self) -> &Progress {
+        &self.progress
+    }
+}
+
 /// Threads and open requests; dropping it waits for transfers that run.
 #[derive(Debug)]
 pub struct PoolMover<M> {
@@ -67,7 +78,7 @@ impl<M: PieceMover> PoolMover<M> {
         mover: M,
     ) -> Result<PoolMover<M>, MoveError> {
         let (jobs, taken) = sync_channel(REQUESTS_MAX * threads);
-        let (mover, taken) = (Arc::new(mover), Arc::new(Mutex::new(taken)));
+        let (mover, taken) = (Arc::new(mover), Arc::new(Mutex::new(Inbox::new(taken))));
         let devices = devices.into_iter().map(Some).collect();
         let mut pool = PoolMover {
             geometry,
@@ -149,14 +160,11 @@ impl<M> Drop for PoolMover<M> {
     }
 }
 
-fn run(mover: &impl PieceMover, jobs: &Mutex<Receiver<Job>>) {
+fn run(mover: &impl PieceMover, jobs: &Mutex<Inbox<Job>>) {
     loop {
-        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(Job { operation, pieces, after, progress }) = job else { return };
-        let ready = match &after {
-            Some(point) => progress.wait_for(point),
-            None => Ok(()),
-        };
+        // The other threads wait for the lock while one waits for work.
+        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some((Job { operation, pieces, progress, .. }, ready)) = job else { return };
         for piece in &pieces {
             if !progress.start(1) {
                 break;

@@ -5,12 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::store::backoff::Backoff;
 use crate::store::keeper::{Keeper, Pump};
 use crate::store::mover::{
     BlockError, BlockFailure, LayerOutcome, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX,
 };
-use crate::store::stream::{EngineStream, Point, RequestOrder, Signal};
+use crate::store::stream::{EngineStream, RequestOrder, Signal};
 
 /// Streams of an engine for one mover: a few for each GPU.
 const STREAMS_MAX: usize = 64;
@@ -34,6 +33,8 @@ struct State {
     running: usize,
     errors: BTreeMap<usize, BlockError>,
     is_over: bool,
+    /// A query of the stream before the request has failed.
+    has_failed_query: bool,
     /// Streams that wait for the end.
     signals: Vec<Signal>,
 }
@@ -59,18 +60,14 @@ impl Progress {
         self.lock().is_over
     }
 
-    /// Waits until a point has passed, or the request has ended: [`start`](Self::start) refuses its transfers then.
-    pub(super) fn wait_for(&self, point: &Point) -> Result<(), BlockError> {
-        let mut pause = Backoff::start();
-        loop {
-            if point.has_passed().map_err(|error| BlockError::Failed(error.to_string()))? {
-                return Ok(());
-            }
-            if self.is_over() || Instant::now() >= self.deadline {
-                return Ok(());
-            }
-            pause.wait();
-        }
+    /// Reports whether the request has ended or its deadline has passed: [`start`](Self::start) refuses transfers then.
+    pub(super) fn has_expired(&self) -> bool {
+        self.is_over() || Instant::now() >= self.deadline
+    }
+
+    /// Notes that a query of the stream before the request has failed; true for the first one.
+    pub(super) fn note_failed_query(&self) -> bool {
+        !std::mem::replace(&mut self.lock().has_failed_query, true)
     }
 
     /// Ends a started transfer of a block.
@@ -271,6 +268,7 @@ impl Requests {
             running: 0,
             errors: BTreeMap::new(),
             is_over,
+            has_failed_query: false,
             signals: Vec::new(),
         };
         let progress = Arc::new(Progress {

@@ -1,9 +1,12 @@
 //! The backend `gpu-queue`: rings move blocks between KV memory and NVMe namespaces, without a copy elsewhere.
 //!
 //! A GPU drives the queue pairs, or threads of this process do. Each device has its own ring. Transfers of a layer are
-//! divided among the queue pairs of their device; batches that find no room wait in the order of their requests.
+//! divided among the queue pairs of their device; batches that find no room wait in the order of their requests. Those
+//! that wait for a point of a stream are passed.
+//!
+//! Commands of a ring that was stopped may run until their queue pairs are deleted. Until then, or the deadline of their
+//! request, streams wait for them: [`DetachedRing`].
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +20,7 @@ use crate::store::mover::{
     BlockError, LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, check,
 };
 use crate::store::progress::{Progress, Requests};
+use crate::store::waiting::{Ordered, Waiting};
 use crate::store::{
     Backend, BackendKind, DevicePlan, EngineStream, KvGeometry, MappingTable, PlanCounters, Planned, Point,
     RequestOrder, plan_layer,
@@ -100,8 +104,10 @@ struct RingWork {
     table: MappingTable,
     limits: NamespaceLimits,
     next_queue: usize,
-    waiting: VecDeque<Batch>,
+    waiting: Waiting<Batch>,
     in_flight: Vec<(Ticket, Batch)>,
+    /// Transfers that had not ended when the processor stopped.
+    parked: Vec<Batch>,
     counters: RingCounters,
 }
 
@@ -128,9 +134,9 @@ impl<'k> RingDevice<'k> {
         if !limits.block_bytes.is_power_of_two() {
             return Err(MoveError::Invalid(format!("{limits:?}: expected blocks of a power of two")));
         }
-        let (waiting, in_flight) = (VecDeque::new(), Vec::new());
+        let (waiting, in_flight, parked) = (Waiting::default(), Vec::new(), Vec::new());
         let (next_queue, counters) = (0, RingCounters::default());
-        let work = RingWork { ring, table, limits, next_queue, waiting, in_flight, counters };
+        let work = RingWork { ring, table, limits, next_queue, waiting, in_flight, parked, counters };
         Ok(RingDevice { processor, work })
     }
 }
@@ -143,38 +149,31 @@ impl RingWork {
     }
 
     /// Takes batches that have ended, and issues others into their room.
-    fn advance(&mut self) -> Result<(), MoveError> {
+    fn advance(&mut self) {
         while let Some(cqe) = self.ring.poll_cqe() {
             self.take(&cqe);
         }
-        while let Some(batch) = self.waiting.front() {
-            if self.ring.free_iocbs() == 0 {
-                break;
+        let mut waiting = std::mem::take(&mut self.waiting);
+        let mut pass = waiting.pass();
+        while self.ring.free_iocbs() > 0 {
+            match pass.take() {
+                Some((batch, Ok(()))) => self.issue(batch),
+                Some((batch, Err(error))) => batch.fail(&error),
+                None => break,
             }
-            let is_ready = match &batch.after {
-                // A point that cannot be queried is of a GPU that has failed.
-                Some(point) => point.has_passed()?,
-                None => true,
-            };
-            if !is_ready && !batch.progress.is_over() {
-                break;
-            }
-            let Some(batch) = self.waiting.pop_front() else { break };
-            self.issue(batch)?;
         }
-        Ok(())
+        self.waiting = waiting;
     }
 
-    fn issue(&mut self, batch: Batch) -> Result<(), MoveError> {
+    fn issue(&mut self, batch: Batch) {
         let left = batch.progress.deadline().saturating_duration_since(Instant::now());
         if left.is_zero() || !batch.progress.start(batch.planned.len()) {
-            return Ok(());
+            return;
         }
         let NamespaceLimits { namespace, block_bytes, .. } = self.limits;
         let settings = BatchSettings { operation: batch.operation, namespace, timeout: Some(left), token: 0 };
         let Some(mut iocb) = self.ring.get_iocb(&settings) else {
-            batch.end_all(|| Err(BlockError::Failed("no free batch of a ring".to_owned())));
-            return Ok(());
+            return batch.end_all(|| Err(BlockError::Failed("no free batch of a ring".to_owned())));
         };
         for planned in &batch.planned {
             let Planned { address, offset, bytes, .. } = *planned;
@@ -192,44 +191,90 @@ impl RingWork {
                 batch.end_all(|| Err(BlockError::Failed(text.clone())));
             }
         }
-        Ok(())
     }
 
     fn take(&mut self, cqe: &Cqe) {
         let Some(at) = self.in_flight.iter().position(|(ticket, _)| *ticket == cqe.ticket) else { return };
-        let (ticket, batch) = self.in_flight.swap_remove(at);
+        let (ticket, mut batch) = self.in_flight.swap_remove(at);
         if cqe.failed == 0 {
             return batch.end_all(|| Ok(()));
         }
+        let mut parked = Vec::new();
         for (planned, status) in batch.planned.iter().zip(self.ring.statuses(ticket)) {
             let result = match status {
                 ContextStatus::Done => Ok(()),
                 ContextStatus::TimedOut => Err(BlockError::TimedOut),
+                // The processor has stopped, but the controller may still run the command.
+                ContextStatus::Parked => {
+                    parked.push(*planned);
+                    continue;
+                }
                 other => Err(BlockError::Failed(format!("transfer at {}: {other:?}", planned.offset))),
             };
             batch.progress.end(planned.block, result);
+        }
+        if !parked.is_empty() {
+            batch.planned = parked;
+            self.parked.push(batch);
         }
     }
 }
 
 impl RingWork {
-    /// Ends the transfers. Their commands may run until the queue pairs are deleted.
-    fn end_in_flight(&mut self) {
-        for (_, batch) in self.in_flight.drain(..) {
-            batch.end_all(|| Err(BlockError::Failed("the ring was stopped".to_owned())));
+    /// Takes batches that have ended, and fails those that have not begun. Afterwards, only commands in flight are left.
+    fn stop(&mut self) {
+        while let Some(cqe) = self.ring.poll_cqe() {
+            self.take(&cqe);
         }
+        self.waiting.drain().for_each(|batch| batch.fail(&stopped()));
     }
 }
 
-impl Drop for RingWork {
-    fn drop(&mut self) {
-        self.end_in_flight();
-    }
+fn stopped() -> BlockError {
+    BlockError::Failed("the ring was stopped".to_owned())
 }
 
 impl Batch {
     fn end_all(&self, result: impl Fn() -> Result<(), BlockError>) {
         self.planned.iter().for_each(|planned| self.progress.end(planned.block, result()));
+    }
+
+    /// Ends transfers that have not begun.
+    fn fail(&self, error: &BlockError) {
+        if self.progress.start(self.planned.len()) {
+            self.end_all(|| Err(error.clone()));
+        }
+    }
+}
+
+impl Ordered for Batch {
+    fn after(&self) -> Option<&Point> {
+        self.after.as_ref()
+    }
+
+    fn progress(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+/// A ring that was removed from its mover, and whose processor has stopped. Commands may access memory until its queue
+/// pairs are deleted.
+///
+/// Delete the queue pairs, then call [`release`](Self::release): streams and requests wait for that, up to the deadlines
+/// of the requests. Dropping the value instead leaves them to their deadlines. With a GPU, dropping releases memory, which
+/// waits for all streams.
+#[derive(Debug)]
+#[must_use = "delete the queue pairs, then release the ring"]
+pub struct DetachedRing {
+    work: RingWork,
+}
+
+impl DetachedRing {
+    /// Ends the transfers that were in flight: the queue pairs are deleted, so no command accesses memory.
+    pub fn release(mut self) {
+        let RingWork { in_flight, parked, .. } = &mut self.work;
+        let running = in_flight.drain(..).map(|(_, batch)| batch).chain(parked.drain(..));
+        running.for_each(|batch| batch.end_all(|| Err(stopped())));
     }
 }
 
@@ -255,11 +300,7 @@ impl<'k> RingMover<'k> {
         let rings = Rings::default();
         let of_thread = Arc::clone(&rings);
         let requests = Requests::with_pump(Arc::new(move || {
-            let advanced = advance(&mut lock(&of_thread));
-            if let Err(error) = &advanced {
-                tracing::warn!(%error, "cannot advance rings; streams continue at the deadlines of their requests");
-            }
-            advanced.is_ok()
+            advance(&mut lock(&of_thread));
         }));
         let (plans, detached) = (PlanCounters::default(), RingCounters::default());
         RingMover { geometry, processors: Vec::new(), rings, requests, plans, detached }
@@ -283,14 +324,25 @@ impl<'k> RingMover<'k> {
         lock(&self.rings)[index] = Some(device.work);
     }
 
-    /// Removes a device; dropping it stops the processor of its ring. Blocks of open requests that it has not moved fail
-    /// or time out. Commands may access memory until the queue pairs are deleted. With a GPU, dropping one device waits for
-    /// the kernels of the others: see [`GpuRunner`].
-    pub fn detach(&mut self, index: usize) -> Option<RingDevice<'k>> {
-        let processor = self.processors.get_mut(index)?.take()?;
-        let work = lock(&self.rings)[index].take()?;
+    /// Removes a device, and stops the processor of its ring. Blocks of open requests that it has not moved fail or time
+    /// out. Commands may access memory until the queue pairs are deleted: see [`DetachedRing`]. With a GPU, stopping one
+    /// device waits for the kernels of the others ([`GpuRunner`]): use [`detach_all`](Self::detach_all).
+    pub fn detach(&mut self, index: usize) -> Option<DetachedRing> {
+        drop(self.processors.get_mut(index)?.take()?);
+        self.take_work(index)
+    }
+
+    /// Removes all devices; stops all processors before the first ring is returned.
+    pub fn detach_all(&mut self) -> Vec<DetachedRing> {
+        self.processors.iter_mut().for_each(|processor| drop(processor.take()));
+        (0..self.processors.len()).filter_map(|index| self.take_work(index)).collect()
+    }
+
+    fn take_work(&mut self, index: usize) -> Option<DetachedRing> {
+        let mut work = lock(&self.rings).get_mut(index)?.take()?;
+        work.stop();
         self.detached = self.detached + work.counters;
-        Some(RingDevice { processor, work })
+        Some(DetachedRing { work })
     }
 
     /// Reports whether commands of a device were given up, or may run beyond the end of their request.
@@ -353,19 +405,16 @@ impl<'k> RingMover<'k> {
             let part = list.len().div_ceil(device.ring.queues()).clamp(1, CONTEXTS_MAX);
             for planned in list.chunks(part) {
                 let (planned, after, progress) = (planned.to_vec(), after.clone(), Arc::clone(&progress));
-                device.waiting.push_back(Batch { operation, planned, after, progress });
+                device.waiting.push(Batch { operation, planned, after, progress });
             }
         }
-        if let Err(error) = advance(&mut rings) {
-            self.requests.forget(ticket);
-            return Err(error);
-        }
+        advance(&mut rings);
         Ok(ticket)
     }
 }
 
-fn advance(rings: &mut [Option<RingWork>]) -> Result<(), MoveError> {
-    rings.iter_mut().flatten().try_for_each(RingWork::advance)
+fn advance(rings: &mut [Option<RingWork>]) {
+    rings.iter_mut().flatten().for_each(RingWork::advance);
 }
 
 /// Every change leaves a ring consistent, so a poisoned lock is ignored.
@@ -374,14 +423,12 @@ fn lock(rings: &Rings) -> MutexGuard<'_, Vec<Option<RingWork>>> {
 }
 
 impl Drop for RingMover<'_> {
-    /// Stops all processors before any memory is released: a GPU releases memory only when it has nothing to do.
+    /// Stops all processors before any memory is released: a GPU releases memory only when it has nothing to do. Streams
+    /// wait for commands in flight until the deadlines of their requests, because the mover cannot know of a deletion.
     fn drop(&mut self) {
-        self.processors.clear();
+        let rings = self.detach_all();
         self.requests.close();
-        // Transfers of all rings end before the first memory is released: that waits for the streams, which wait for them.
-        let mut rings = lock(&self.rings);
-        rings.iter_mut().flatten().for_each(RingWork::end_in_flight);
-        rings.clear();
+        drop(rings);
     }
 }
 
@@ -432,7 +479,7 @@ impl LayerMover for RingMover<'_> {
     }
 
     fn poll(&mut self, ticket: LayerTicket) -> Result<Option<LayerOutcome>, MoveError> {
-        advance(&mut lock(&self.rings))?;
+        advance(&mut lock(&self.rings));
         self.requests.poll(ticket)
     }
 

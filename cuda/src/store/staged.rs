@@ -5,7 +5,7 @@
 //! memory of a GPU, the window is registered for the GPU, and its copy engine and kernels convert. With KV memory of the
 //! host, the host build of the same kernels converts: the backend is then `staged-host`.
 //!
-//! One thread runs all requests, in order. A request whose deadline has passed converts nothing more. Its operations on
+//! One thread runs all requests, in order; requests that wait for a point of a stream are passed. A request whose deadline has passed converts nothing more. Its operations on
 //! devices cannot be cancelled: they are given up until the devices end them, and the thread waits for that.
 
 mod convert;
@@ -23,6 +23,7 @@ use crate::store::mover::{
     LayerMover, LayerOutcome, LayerRequest, LayerTicket, MoveError, MoverCounters, REQUESTS_MAX, check,
 };
 use crate::store::progress::{Progress, Requests};
+use crate::store::waiting::{Inbox, Ordered};
 use crate::store::{Backend, BackendKind, BlockPlace, EngineStream, KvGeometry, KvMemory, Point};
 
 /// Bytes of the window that make it large enough: each half has many operations in flight.
@@ -42,6 +43,16 @@ struct Job {
     blocks: Vec<BlockPlace>,
     after: Option<Point>,
     progress: Arc<Progress>,
+}
+
+impl Ordered for Job {
+    fn after(&self) -> Option<&Point> {
+        self.after.as_ref()
+    }
+
+    fn progress(&self) -> &Progress {
+        &self.progress
+    }
 }
 
 /// Files of devices, a window, and the thread that uses them; see the module.
@@ -80,7 +91,8 @@ impl StagedMover {
         let (jobs, taken) = sync_channel(REQUESTS_MAX);
         let (opened, opening) = sync_channel(1);
         let thread = std::thread::Builder::new().name("staged".to_owned());
-        let thread = thread.spawn(move || worker::run(geometry, &memory, files, &opened, &taken))?;
+        let thread =
+            thread.spawn(move || worker::run(geometry, &memory, files, &opened, Inbox::new(taken)))?;
         // The thread opens everything, because it borrows the kernels.
         let open = opening.recv();
         open.unwrap_or_else(|_| Err(MoveError::Invalid("the thread of the backend has ended".to_owned())))?;

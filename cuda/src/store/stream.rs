@@ -14,6 +14,7 @@ mod host;
 mod words;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::gpu::{Event, GpuError, HostMemory, Stream};
 use crate::store::mover::MoveError;
@@ -29,8 +30,20 @@ use words::{WORDS_MAX, Words};
 /// releasing the page waits until the GPU has nothing to do.
 #[derive(Clone, Debug)]
 pub struct EngineStream {
+    number: StreamNumber,
     words: Arc<Words>,
     work: Work,
+}
+
+/// Number of a stream in this process: points of one stream pass in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct StreamNumber(u64);
+
+impl StreamNumber {
+    fn next() -> StreamNumber {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        StreamNumber(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -41,7 +54,11 @@ enum Work {
 
 /// A point in a stream. Clones refer to the same point.
 #[derive(Clone, Debug)]
-pub struct Point(Kind);
+pub struct Point {
+    kind: Kind,
+    /// The stream of the point, or a number without other points.
+    stream: StreamNumber,
+}
 
 #[derive(Clone, Debug)]
 enum Kind {
@@ -89,12 +106,14 @@ impl EngineStream {
         stream.gpu().stream_waits()?;
         let memory = HostMemory::new(stream.gpu(), 4 * WORDS_MAX as u64)?;
         memory.write(0, &[0; 4 * WORDS_MAX])?;
-        Ok(EngineStream { words: Arc::new(Words::on_gpu(memory)), work: Work::Gpu(stream) })
+        let (number, words) = (StreamNumber::next(), Arc::new(Words::on_gpu(memory)));
+        Ok(EngineStream { number, words, work: Work::Gpu(stream) })
     }
 
     /// Prepares an emulated stream.
     pub fn on_host(stream: &HostStream) -> EngineStream {
-        EngineStream { words: Arc::new(Words::on_host()), work: Work::Host(stream.clone()) }
+        let (number, words) = (StreamNumber::next(), Arc::new(Words::on_host()));
+        EngineStream { number, words, work: Work::Host(stream.clone()) }
     }
 
     /// Marks the point behind all work that the stream has so far.
@@ -102,7 +121,7 @@ impl EngineStream {
     /// # Errors
     /// The driver has failed, or the stream is being captured into a graph.
     pub fn mark(&self) -> Result<Point, GpuError> {
-        Ok(Point(match &self.work {
+        let kind = match &self.work {
             Work::Gpu(stream) => {
                 stream.require_no_capture()?;
                 let event = Event::without_time(stream.gpu())?;
@@ -110,7 +129,8 @@ impl EngineStream {
                 Kind::Gpu(Arc::new(event))
             }
             Work::Host(stream) => Kind::Host(stream.mark()),
-        }))
+        };
+        Ok(Point { kind, stream: self.number })
     }
 
     /// Delays later work of the stream until the signal is dropped.
@@ -132,17 +152,21 @@ impl EngineStream {
 impl Point {
     /// Uses an event of a GPU that was recorded.
     pub fn of_event(event: Arc<Event>) -> Point {
-        Point(Kind::Gpu(event))
+        Point { kind: Kind::Gpu(event), stream: StreamNumber::next() }
     }
 
     /// Reports whether the work before the point has ended.
     ///
     /// # Errors
-    /// The GPU has failed.
+    /// The GPU has failed ([`GpuError::is_permanent`]), or another thread has disturbed the query.
     pub fn has_passed(&self) -> Result<bool, GpuError> {
-        match &self.0 {
+        match &self.kind {
             Kind::Gpu(event) => event.has_passed(),
-            Kind::Host(mark) => Ok(mark.has_passed()),
+            Kind::Host(mark) => mark.query(),
         }
+    }
+
+    pub(super) fn stream(&self) -> StreamNumber {
+        self.stream
     }
 }

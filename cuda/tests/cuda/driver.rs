@@ -153,7 +153,15 @@ fn copies_and_transfers_pass_their_arguments_to_kernels() {
     let backends = fake.run(&arguments("backends"));
     assert_output(&backends, 0, "staged, 4 layouts");
     assert_output(&backends, 0, "gds is not used: ");
-    let part =
-        "streams of the GPU cannot wait for a word of memory (the driver lacks cuStreamWaitValue32_v2)";
+    let part = "streams of the GPU cannot wait for requests (the driver lacks cuStreamWaitValue32_v2)";
     assert_output(&fake.run(&arguments("streams")), 1, part);
+}
+
+#[test]
+fn a_gpu_without_flush_and_order_of_remote_writes_refuses_order_by_streams() {
+    let fake = FakeDriver::new("unordered", &["UNORDERED"]);
+    fs::write(fake.folder.join("code"), "x").expect("a file");
+    let output = fake.run(&["step", "streams", "--small", "--device-code", "code"]);
+    assert_output(&output, 1, "it neither orders writes of other devices nor flushes them for a stream");
+    assert_output(&output, 1, "wait for the ticket of a request on the CPU instead");
 }

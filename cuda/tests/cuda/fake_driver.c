@@ -19,13 +19,21 @@ result cuDriverGetVersion(int *version) { *version = DRIVER_VERSION; return 0; }
 result cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
 result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 result cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Fake GPU", length); return 0; }
+#ifdef UNORDERED
+/* Streams can wait, but writes of other devices are neither flushed (98) nor ordered (118). */
+result cuDeviceGetAttribute(int *value, int which, int device) { (void)device; *value = which == 98 || which == 118 ? 0 : which == 16 ? 12 : 9; return 0; }
+result cuStreamWaitValue32_v2(void *stream, address word, uint32_t value, unsigned flags) { (void)stream; (void)word; (void)value; (void)flags; return 801; }
+result cuStreamIsCapturing(void *stream, int *status) { (void)stream; *status = 0; return 0; }
+#else
 result cuDeviceGetAttribute(int *value, int which, int device) { (void)device; *value = which == 16 ? 12 : 9; return 0; }
+#endif
 result cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1u << 30; return 0; }
 result cuDeviceGetPCIBusId(char *id, int length, int device) { (void)device; strncpy(id, "0000:01:00.0", length); return 0; }
 result cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; *context = context; return 0; }
 result cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 result cuCtxSetCurrent(void *context) { return context == 0 ? 1 : 0; }
 result cuCtxSynchronize(void) { return 0; }
+result cuThreadExchangeStreamCaptureMode(int *mode) { static __thread int of_thread; int before = of_thread; of_thread = *mode; *mode = before; return 0; }
 result cuStreamCreate(void **stream, unsigned flags) { (void)flags; *stream = stream; return 0; }
 result cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { (void)flags; (void)priority; *stream = stream; return 0; }
 result cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }

@@ -9,7 +9,9 @@ use anyhow::{Context, bail, ensure};
 use reprise_buffers::MappedRegion;
 use reprise_client::{Client, PinnedExtent, RegisteredMemory};
 use reprise_cuda::ring::Operation;
-use reprise_cuda::store::{Backend, KvGeometry, KvOrder, LayerMover, PlanCounters, RingCounters, RingMover};
+use reprise_cuda::store::{
+    Backend, DetachedRing, KvGeometry, KvOrder, LayerMover, PlanCounters, RingCounters, RingMover,
+};
 use reprise_policy::layout::PAGE_BYTES;
 
 use crate::device::{GrantedDevice, open_ring};
@@ -129,12 +131,13 @@ impl Devices for RingDevices {
                 continue;
             }
             let GrantedDevice { index, grant } = granted;
-            drop(self.mover.detach(index));
+            let detached = self.mover.detach(index);
             if let Some(reason) = grant.revoked() {
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
             // Within a load: a return that takes longer ends the session.
             self.client.return_queues_within(grant, RETURN_LIMIT)?;
+            detached.into_iter().for_each(DetachedRing::release);
             let memory = (device, &self.registered);
             let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
             self.mover.replace(index, ring);
@@ -218,8 +221,9 @@ impl RingPath {
     /// The session has ended.
     pub fn close(mut self) -> anyhow::Result<()> {
         for GrantedDevice { index, grant } in std::mem::take(&mut self.devices.granted).into_values() {
-            drop(self.devices.mover.detach(index));
+            let detached = self.devices.mover.detach(index);
             self.client.return_queues(grant)?;
+            detached.into_iter().for_each(DetachedRing::release);
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The thread of the backend `staged`: it owns the I/O engines and the window.
 
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
@@ -17,6 +17,7 @@ use crate::gpu::HostMemory;
 use crate::ring::{Operation, RingError};
 use crate::staged::Staged;
 use crate::store::mover::{BlockError, MoveError};
+use crate::store::waiting::Inbox;
 use crate::store::{KvGeometry, KvMemory};
 
 /// Longest wait for completions of one device before those of the others are taken.
@@ -54,7 +55,7 @@ pub(super) fn run(
     memory: &KvMemory,
     files: Vec<DeviceFile>,
     opened: &SyncSender<Result<(), MoveError>>,
-    jobs: &Receiver<Job>,
+    mut jobs: Inbox<Job>,
 ) {
     let slot_bytes = geometry.parts * geometry.object_bytes;
     let half_slots = (WINDOW_BYTES / 2 / slot_bytes as u64).clamp(1, SLOTS_MAX / 2) as usize;
@@ -85,6 +86,7 @@ pub(super) fn run(
         }
         KvMemory::Gpu(memory) => (|| {
             let (kernels, bytes) = (&*memory.kernels, slot_bytes as u64);
+            kernels.gpu().enter_own_thread()?;
             let mut staged = Staged::new(kernels, &memory.partition, bytes, crate::staged::WINDOW_BYTES)?;
             let layers = Converter::device_layouts(&layers, &memory.memory)?;
             layers.iter().try_for_each(|layer| staged.reserve(layer, half_slots))?;
@@ -99,8 +101,11 @@ pub(super) fn run(
             let (halves, completions, broken) = ([Vec::new(), Vec::new()], Vec::new(), None);
             let mut worker =
                 Worker { engines, converter, window, slot_bytes, half_slots, halves, completions, broken };
-            while let Ok(job) = jobs.recv() {
-                worker.run(&job);
+            while let Some((job, ready)) = jobs.take() {
+                match ready {
+                    Ok(()) => worker.run(&job),
+                    Err(error) => fail(&job, &error),
+                }
             }
         }
     }
@@ -111,14 +116,18 @@ fn report(opened: &SyncSender<Result<(), MoveError>>, result: Result<(), MoveErr
     let _ = opened.send(result);
 }
 
+/// Ends all blocks of a request that cannot begin.
+fn fail(job: &Job, error: &BlockError) {
+    for block in 0..job.blocks.len() {
+        if job.progress.start(1) {
+            job.progress.end(block as u32, Err(error.clone()));
+        }
+    }
+}
+
 impl Worker<'_> {
     /// Runs a request. When it returns, no operation of the request is in flight, unless an engine has failed.
     fn run(&mut self, job: &Job) {
-        if let Some(point) = &job.after
-            && let Err(error) = job.progress.wait_for(point)
-        {
-            self.broken.get_or_insert(error.to_string());
-        }
         let starts = (0..job.blocks.len()).step_by(self.half_slots);
         for (index, first) in starts.clone().enumerate() {
             self.begin(job, index % 2, first..(first + self.half_slots).min(job.blocks.len()));

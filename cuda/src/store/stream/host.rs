@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use super::words::{Signal, Words};
+use crate::gpu::GpuError;
 use crate::store::backoff::Backoff;
 
 /// Work that a stream has at most before enqueueing waits; a GPU has a limit of that order, too.
@@ -16,11 +17,22 @@ const WORK_MAX: usize = 4096;
 #[derive(Clone)]
 pub struct HostStream {
     work: SyncSender<Work>,
+    faults: Arc<Faults>,
+}
+
+/// Queries that fail in place of those of a driver.
+#[derive(Debug, Default)]
+struct Faults {
+    left: AtomicU32,
+    code: AtomicU32,
 }
 
 /// A point in the stream, which its thread reaches.
 #[derive(Clone, Debug)]
-pub(super) struct Mark(Arc<AtomicBool>);
+pub(super) struct Mark {
+    is_reached: Arc<AtomicBool>,
+    faults: Arc<Faults>,
+}
 
 enum Work {
     Run(Box<dyn FnOnce() + Send>),
@@ -35,7 +47,19 @@ impl HostStream {
     pub fn start() -> std::io::Result<HostStream> {
         let (work, taken) = sync_channel(WORK_MAX);
         std::thread::Builder::new().name("host-stream".to_owned()).spawn(move || run(&taken))?;
-        Ok(HostStream { work })
+        Ok(HostStream { work, faults: Arc::default() })
+    }
+
+    /// Lets the next `queries` queries of points of this stream fail with a result of a driver, such as 900 while a graph
+    /// is captured, or 700 after a kernel has failed.
+    pub fn fail_queries(&self, queries: u32, code: u32) {
+        self.faults.code.store(code, Ordering::Release);
+        self.faults.left.store(queries, Ordering::Release);
+    }
+
+    /// Returns how many queries are left that fail.
+    pub fn failing_queries(&self) -> u32 {
+        self.faults.left.load(Ordering::Acquire)
     }
 
     /// Enqueues a function, in place of a kernel.
@@ -53,8 +77,8 @@ impl HostStream {
     }
 
     pub(super) fn mark(&self) -> Mark {
-        let mark = Mark(Arc::new(AtomicBool::new(false)));
-        let reached = Arc::clone(&mark.0);
+        let mark = Mark { is_reached: Arc::default(), faults: Arc::clone(&self.faults) };
+        let reached = Arc::clone(&mark.is_reached);
         self.launch(move || reached.store(true, Ordering::Release));
         mark
     }
@@ -72,8 +96,23 @@ impl HostStream {
 }
 
 impl Mark {
-    pub(super) fn has_passed(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+    fn has_passed(&self) -> bool {
+        self.is_reached.load(Ordering::Acquire)
+    }
+
+    /// Reports whether the point has passed, as a query of a driver does.
+    pub(super) fn query(&self) -> Result<bool, GpuError> {
+        let left = &self.faults.left;
+        let take = |left: u32| left.checked_sub(1);
+        match left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take) {
+            Err(_) => Ok(self.has_passed()),
+            Ok(_) => Err(GpuError::Driver {
+                call: "query of an emulated stream",
+                code: self.faults.code.load(Ordering::Acquire),
+                name: "CUDA_ERROR".to_owned(),
+                text: "a fault of a test".to_owned(),
+            }),
+        }
     }
 }
 

@@ -11,7 +11,9 @@ use crate::ring::{
     connect_gpu,
 };
 use crate::store::mover::MoveError;
-use crate::store::{KvGeometry, MappingTable, NamespaceLimits, Processor, RingDevice, RingMover};
+use crate::store::{
+    DetachedRing, KvGeometry, MappingTable, NamespaceLimits, Processor, RingDevice, RingMover,
+};
 
 /// Queue pairs of each controller.
 const QUEUES: usize = 2;
@@ -64,16 +66,26 @@ impl<'k> EmulatedRings<'k> {
         &mut self.mover
     }
 
+    /// Deletes the queue pairs of rings that were detached.
+    ///
+    /// # Errors
+    /// `Ring` if a controller does not confirm.
+    pub fn delete_queues(&mut self) -> Result<(), MoveError> {
+        for Owner { controller, queues, .. } in &mut self.owners {
+            queues.iter_mut().try_for_each(|queue| queue.delete(controller).map(|_| ()))?;
+        }
+        Ok(())
+    }
+
     /// Stops the rings, and deletes their queue pairs.
     ///
     /// # Errors
     /// `Ring` if a controller does not confirm.
-    pub fn stop(self) -> Result<(), MoveError> {
-        let EmulatedRings { mover, mut owners } = self;
-        drop(mover);
-        for Owner { controller, queues, .. } in &mut owners {
-            queues.iter_mut().try_for_each(|queue| queue.delete(controller).map(|_| ()))?;
-        }
+    pub fn stop(mut self) -> Result<(), MoveError> {
+        let detached = self.mover.detach_all();
+        self.delete_queues()?;
+        // Streams wait for this. Memory of rings and queue pairs is released afterwards, because that waits for streams.
+        detached.into_iter().for_each(DetachedRing::release);
         Ok(())
     }
 }

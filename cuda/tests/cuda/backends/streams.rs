@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use reprise_cuda::store::verify::{Contents, StreamWork, device_bytes, geometries, verify_streams};
 use reprise_cuda::store::{
-    BlockError, BlockPlace, EngineStream, HostStream, KvGeometry, LayerRequest, MoveError, RequestOrder,
+    BlockError, BlockPlace, DetachedRing, EngineStream, HostStream, KvGeometry, LayerRequest, MoveError,
+    Point, RequestOrder,
 };
 use reprise_nvme::emulated::{Emulation, Fault, FaultRule, Selection};
 use reprise_nvme::spec::READ;
@@ -184,4 +185,142 @@ fn requests_that_have_ended_delay_no_stream_and_taken_ones_are_unknown() {
         assert!(matches!(unknown, MoveError::UnknownTicket), "{unknown}");
         rig.stop();
     }
+}
+
+/// Asserts that the stream does not pass a point for a moment.
+fn assert_waits(point: &Point, what: &str) {
+    std::thread::sleep(Duration::from_millis(30));
+    assert!(!point.has_passed().expect("no GPU"), "{what}");
+}
+
+#[test]
+fn ready_requests_pass_a_request_whose_stream_has_stopped() {
+    let geometry = geometries(4)[1].1;
+    for kind in Kind::ALL {
+        let mut rig = Rig::new(kind, geometry);
+        let (host, other) = (HostStream::start().expect("a thread"), HostStream::start().expect("a thread"));
+        let (stream, second) = (EngineStream::on_host(&host), EngineStream::on_host(&other));
+        let blocks = places(&geometry);
+        let open = stopped(&host);
+        let request = |layer, order| LayerRequest { layer, blocks: &blocks, timeout: LONG, order };
+        let mut retrieve =
+            |layer, order| rig.mover().retrieve_layer(&request(layer, order)).expect("accepted");
+        let waits = [retrieve(0, RequestOrder::On(&stream)), retrieve(1, RequestOrder::On(&stream))];
+        let ready = [retrieve(2, RequestOrder::Unordered), retrieve(2, RequestOrder::On(&second))];
+        let began = Instant::now();
+        for ticket in ready {
+            assert!(rig.mover().wait(ticket).expect("open").is_complete(), "{kind:?}");
+        }
+        assert!(began.elapsed() < LONG / 2, "{kind:?}: {:?}", began.elapsed());
+        for ticket in waits {
+            assert_eq!(rig.mover().poll(ticket).expect("open"), None, "{kind:?}: its stream has stopped");
+        }
+        drop(open);
+        for ticket in waits {
+            assert!(rig.mover().wait(ticket).expect("open").is_complete(), "{kind:?}");
+        }
+        rig.stop();
+    }
+}
+
+#[test]
+fn query_that_fails_for_a_while_delays_its_request_and_a_permanent_error_ends_it_only() {
+    let geometry = geometries(4)[1].1;
+    for kind in Kind::ALL {
+        let mut rig = Rig::new(kind, geometry);
+        let host = HostStream::start().expect("a thread");
+        let stream = EngineStream::on_host(&host);
+        let blocks = places(&geometry);
+        let order = RequestOrder::On(&stream);
+        let request = LayerRequest { layer: 0, blocks: &blocks, timeout: LONG, order };
+        // As while another thread captures a graph.
+        host.fail_queries(100, 900);
+        let ticket = rig.mover().retrieve_layer(&request).expect("accepted");
+        assert!(rig.mover().wait(ticket).expect("open").is_complete(), "{kind:?}");
+        assert_eq!(host.failing_queries(), 0, "{kind:?}");
+        // As after a kernel of the engine has failed.
+        host.fail_queries(u32::MAX, 700);
+        let ticket = rig.mover().retrieve_layer(&request).expect("accepted");
+        let outcome = rig.mover().wait(ticket).expect("open");
+        assert_eq!(outcome.failures.len(), 4, "{kind:?}");
+        let text = outcome.failures[0].error.to_string();
+        assert!(text.contains("query of an emulated stream") && text.contains("(700)"), "{kind:?}: {text}");
+        host.fail_queries(0, 0);
+        for order in [RequestOrder::Unordered, RequestOrder::On(&stream)] {
+            let ticket = rig.mover().retrieve_layer(&LayerRequest { order, ..request }).expect("accepted");
+            assert!(rig.mover().wait(ticket).expect("open").is_complete(), "{kind:?} works for others");
+        }
+        host.synchronize();
+        rig.stop();
+    }
+}
+
+#[test]
+fn query_that_keeps_failing_ends_its_request_at_the_deadline() {
+    let geometry = geometries(4)[1].1;
+    for kind in Kind::ALL {
+        let mut rig = Rig::new(kind, geometry);
+        let host = HostStream::start().expect("a thread");
+        let stream = EngineStream::on_host(&host);
+        let (blocks, timeout) = (places(&geometry), Duration::from_millis(100));
+        host.fail_queries(u32::MAX, 900);
+        let request = LayerRequest { layer: 0, blocks: &blocks, timeout, order: RequestOrder::On(&stream) };
+        let ticket = rig.mover().store_layer(&request).expect("accepted");
+        let outcome = rig.mover().wait(ticket).expect("open");
+        assert!(outcome.failures.iter().all(|failure| failure.error == BlockError::TimedOut), "{outcome:?}");
+        assert_eq!((outcome.failures.len(), rig.mover().given_up()), (4, 0), "{kind:?}");
+        host.synchronize();
+        rig.stop();
+    }
+}
+
+#[test]
+fn stream_waits_for_commands_of_a_detached_ring_until_its_queue_pairs_are_deleted() {
+    let geometry = geometries(4)[1].1;
+    let mut rig = Rig::with_emulation(Kind::Rings, geometry, lose_reads);
+    let (host, other) = (HostStream::start().expect("a thread"), HostStream::start().expect("a thread"));
+    let (stream, second) = (EngineStream::on_host(&host), EngineStream::on_host(&other));
+    let blocks = places(&geometry);
+    let request = |order| LayerRequest { layer: 2, blocks: &blocks, timeout: LONG, order };
+    let lost = rig.mover().retrieve_layer(&request(RequestOrder::On(&stream))).expect("accepted");
+    // A request that has not begun: nothing of it runs.
+    let open = stopped(&other);
+    let waits = rig.mover().retrieve_layer(&request(RequestOrder::On(&second))).expect("accepted");
+    let (point, free) = (stream.mark().expect("a mark"), second.mark().expect("a mark"));
+    // Completions of the reads that are not lost.
+    std::thread::sleep(Duration::from_millis(50));
+    let detached = rig.rings().mover().detach_all();
+    assert_eq!(detached.len(), 2);
+    let outcome = rig.mover().wait(waits).expect("open");
+    assert!(outcome.failures.iter().all(|failure| failure.error.to_string() == "the ring was stopped"));
+    drop(open);
+    other.synchronize();
+    assert!(free.has_passed().expect("no GPU"), "nothing of its request runs");
+    assert_waits(&point, "a command may still write the memory of the stream");
+    assert_eq!(rig.mover().poll(lost).expect("open"), None);
+    rig.rings().delete_queues().expect("confirmed");
+    assert_waits(&point, "the mover does not know of the deletion");
+    detached.into_iter().for_each(DetachedRing::release);
+    host.synchronize();
+    let outcome = rig.mover().wait(lost).expect("open");
+    assert!(outcome.failures.iter().all(|failure| failure.error.to_string() == "the ring was stopped"));
+    assert!(!outcome.failures.is_empty());
+    assert_eq!(rig.mover().given_up(), 0);
+}
+
+#[test]
+fn stream_of_a_ring_that_is_dropped_without_a_deletion_continues_at_the_deadline() {
+    let geometry = geometries(4)[1].1;
+    let mut rig = Rig::with_emulation(Kind::Rings, geometry, lose_reads);
+    let host = HostStream::start().expect("a thread");
+    let stream = EngineStream::on_host(&host);
+    let (blocks, timeout) = (places(&geometry), Duration::from_millis(400));
+    let request = LayerRequest { layer: 2, blocks: &blocks, timeout, order: RequestOrder::On(&stream) };
+    let began = Instant::now();
+    rig.mover().retrieve_layer(&request).expect("accepted");
+    let point = stream.mark().expect("a mark");
+    drop(rig);
+    assert!(point.has_passed().is_ok_and(|passed| !passed || began.elapsed() >= timeout));
+    host.synchronize();
+    assert!((timeout..LONG).contains(&began.elapsed()), "{:?}", began.elapsed());
 }
