@@ -20,7 +20,7 @@ pub struct Measurement {
     pub name: String,
     /// Value in `unit`.
     pub value: f64,
-    /// Unit of the value: `GB/s`, `ratio`, `ms`, `%`.
+    /// Unit of the value: `GB/s`, `ratio`, `ms`, `ns`, `%`.
     pub unit: &'static str,
     /// Bound of the value, where there is a goal.
     pub goal: Option<Goal>,
@@ -62,7 +62,7 @@ impl Measurement {
 }
 
 /// Returns the median; 0 of no values.
-fn median(mut values: Vec<f64>) -> f64 {
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     match values.len() {

@@ -6,9 +6,10 @@
 use std::time::Duration;
 
 use anyhow::Context as _;
-use reprise_cuda::gpu::{Gpu, Partition, SmShare};
+use reprise_cuda::gpu::{Gpu, GpuError, Partition, SmShare};
 use reprise_cuda::kernels::Kernels;
 use reprise_cuda::ring::{self, BenchSettings, RingFigures};
+use reprise_cuda::store::{MoveError, StreamCost, stream_cost};
 use reprise_testkit::bench::Settings;
 use reprise_testkit::bench::report::{Figure, Spread, Target, median};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -35,8 +36,11 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     };
     announce(settings, Device { benchmark: "ring", device, code, reason });
     let mut figures = host(settings)?;
+    figures.extend(streams("host", None, settings)?);
     if let Ok((kernels, gpu)) = opened {
-        figures.push(on_gpu(&kernels, &Partition::new(&gpu, IO_SMS)?)?);
+        let partition = Partition::new(&gpu, IO_SMS)?;
+        figures.push(on_gpu(&kernels, &partition)?);
+        figures.extend(streams("gpu", Some((&kernels, &partition)), settings)?);
     }
     Ok(figures)
 }
@@ -63,6 +67,30 @@ fn host(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
         figures.push(Figure { spread, ..figure });
     }
     Ok(figures)
+}
+
+/// Measures requests of one block with and without a stream.
+fn streams(
+    prefix: &str,
+    gpu: Option<(&Kernels, &Partition)>,
+    settings: &Settings,
+) -> anyhow::Result<Vec<Figure>> {
+    let costs = match stream_cost(gpu, settings.repetitions) {
+        Ok(costs) => costs,
+        // The other figures do not need streams.
+        Err(MoveError::Gpu(error @ GpuError::NoStreamWaits { .. })) => {
+            tracing::warn!(%error, "order by streams is not measured");
+            return Ok(Vec::new());
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let figures = costs.into_iter().flat_map(|StreamCost { mode, submit_ns, total_ns }| {
+        [("request", total_ns), ("submission of a request", submit_ns)].map(|(what, value)| {
+            let name = format!("{prefix}: {what} of one block, {}", mode.text());
+            Figure::absolute(name, value, "ns", Target::None)
+        })
+    });
+    Ok(figures.collect())
 }
 
 fn detail(figures: &RingFigures) -> String {

@@ -19,7 +19,7 @@ use crate::store::mover::{LayerMover, LayerRequest, LayerTicket, MoveError, Move
 use crate::store::{BlockPlace, KvGeometry, KvOrder, RequestOrder};
 
 pub use rings::EmulatedRings;
-pub use streams::{StreamWork, verify_streams};
+pub use streams::{StreamMemory, StreamWork, verify_streams};
 
 /// Limit of a request: none must reach it.
 const LIMIT: Duration = Duration::from_secs(60);

@@ -26,7 +26,7 @@ pub(super) trait Ordered {
     /// Returns the point before which it does not begin.
     fn after(&self) -> Option<&Point>;
 
-    /// Returns the request.
+    /// Returns the progress of the request.
     fn progress(&self) -> &Progress;
 }
 
@@ -220,7 +220,7 @@ mod tests {
         drop(open);
         host.synchronize();
         waiting.push(work("e", None, LONG));
-        assert_eq!(names(&mut waiting), ["a", "c", "e"], "what was passed comes first");
+        assert_eq!(names(&mut waiting), ["a", "c", "e"], "passed work comes first");
         drop(other);
     }
 

@@ -4,11 +4,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-use reprise_cuda::gpu::{DeviceMemory, Partition, Stream};
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
+use reprise_cuda::gpu::{DeviceMemory, Gpu, HostMemory, Partition, Stream};
 use reprise_cuda::kernels::Kernels;
 use reprise_cuda::store::verify::{
-    Contents, EmulatedRings, StreamWork, device_bytes, geometries, verify_mover, verify_streams,
+    Contents, EmulatedRings, StreamMemory, StreamWork, device_bytes, geometries, verify_mover, verify_streams,
 };
 use reprise_cuda::store::{
     Backend, CuFile, EngineStream, GdsMover, GpuKv, KvGeometry, KvMemory, LayerMover, MoveError,
@@ -77,6 +77,8 @@ pub(crate) fn run(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepE
 pub(crate) fn streams(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepError> {
     // An error before other work, if the driver or the GPU lacks it.
     EngineStream::on_gpu(Arc::new(Stream::new(kernels.gpu())?))?;
+    captures(kernels.gpu())?;
+    ring_streams(kernels, options)?;
     verify(kernels, options, |mover, geometry, contents, memory| {
         let gpu = memory.gpu();
         let snapshots = Arc::new(DeviceMemory::new(gpu, StreamWork::snapshot_bytes(geometry))?);
@@ -95,9 +97,71 @@ fn verify_order(
     (stream, memory, snapshots): (&Arc<Stream>, &Arc<DeviceMemory>, &Arc<DeviceMemory>),
     rounds: u64,
 ) -> Result<MoverCounters, MoveError> {
-    let (stream, memory, snapshots) = (Arc::clone(stream), Arc::clone(memory), Arc::clone(snapshots));
-    let work = StreamWork::Gpu { stream, memory, snapshots };
+    let engine = EngineStream::on_gpu(Arc::clone(stream))?;
+    let memory = StreamMemory::Device(Arc::clone(memory));
+    let work =
+        StreamWork::Gpu { stream: Arc::clone(stream), engine, memory, snapshots: Arc::clone(snapshots) };
     verify_streams(mover, geometry, contents, &work, (1, rounds))
+}
+
+/// Checks that queries neither fail during a capture of a graph nor invalidate it, in the thread of the capture and in
+/// another one.
+fn captures(gpu: &Gpu) -> Result<(), StepError> {
+    let (captured, stream) = (Stream::new(gpu)?, Arc::new(Stream::new(gpu)?));
+    let engine = EngineStream::on_gpu(Arc::clone(&stream))?;
+    let point = engine.mark()?;
+    stream.synchronize()?;
+    let query = || point.has_passed();
+    let queries = captured.while_captured(|| {
+        let other = std::thread::scope(|scope| scope.spawn(query).join());
+        [other.unwrap_or_else(|_| Ok(false)), query()]
+    })?;
+    for query in queries {
+        if !query? {
+            return Err(StepError("a point of an idle stream has not passed".to_owned()));
+        }
+    }
+    checked("streams", "queries during a capture in the global mode: passed, and the capture is valid");
+    Ok(())
+}
+
+/// Checks the order of requests and a stream with the ring's kernel, an emulated controller, and KV memory of the host.
+fn ring_streams(kernels: &Kernels, options: &Options) -> Result<(), StepError> {
+    let (gpu, partition) = (kernels.gpu(), Partition::new(kernels.gpu(), options.sms)?);
+    let mut blocks = 0;
+    for (layout, geometry) in geometries(BLOCKS) {
+        let span = host_memory(geometry.bytes())?;
+        let device = Device::new(&options.out, &geometry);
+        drop(device.lent()?);
+        let emulation = Emulation::of(Storage::file(device.buffered()?).map_err(failed)?);
+        // All memory before the kernel: the driver releases memory only when no kernel runs.
+        let stream = Arc::new(Stream::new(gpu)?);
+        let work = StreamWork::Gpu {
+            engine: EngineStream::on_gpu(Arc::clone(&stream))?,
+            stream,
+            memory: StreamMemory::Host {
+                memory: HostMemory::register(gpu, &span)?,
+                scratch: DeviceMemory::new(gpu, geometry.object_bytes as u64)?,
+            },
+            snapshots: Arc::new(DeviceMemory::new(gpu, StreamWork::snapshot_bytes(&geometry))?),
+        };
+        let of_gpu = Some((kernels, &partition));
+        let mut rings = EmulatedRings::start(geometry, &span, vec![emulation], of_gpu).map_err(failed)?;
+        let contents = (&Contents::Host(span), &[Contents::File(device.buffered()?)][..]);
+        let verified = verify_streams(rings.mover(), &geometry, contents, &work, (1, rounds(options)));
+        rings.stop().map_err(failed)?;
+        blocks += verified.map_err(|error| StepError(format!("{layout}: {error}")))?.blocks;
+    }
+    let detail =
+        format!("rings by the kernel, 4 layouts, {blocks} layers of blocks on a stream: all bytes equal");
+    checked("streams", &detail);
+    Ok(())
+}
+
+/// Allocates zeroed memory of the host.
+fn host_memory(bytes: u64) -> Result<Span, StepError> {
+    let config = ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never };
+    Arena::new(&config).and_then(|arena| arena.span(0, 0, bytes)).map_err(failed)
 }
 
 /// Runs a check of each backend in each layout.
@@ -150,9 +214,7 @@ pub(crate) fn rings(kernels: &Kernels, partition: &Partition, options: &Options)
     let mut blocks = 0;
     let mut name = "";
     for (layout, geometry) in geometries(BLOCKS) {
-        let bytes = geometry.bytes();
-        let config = ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never };
-        let span = Arena::new(&config).and_then(|arena| arena.span(0, 0, bytes)).map_err(failed)?;
+        let span = host_memory(geometry.bytes())?;
         let device = Device::new(&options.out, &geometry);
         drop(device.lent()?);
         let emulation = Emulation::of(Storage::file(device.buffered()?).map_err(failed)?);

@@ -12,6 +12,7 @@ use reprise_cuda::gpu_bench::{self, Goal, Measurement};
 use reprise_cuda::kernels::Kernels;
 use reprise_cuda::ring::{self, BenchSettings, RingError};
 use reprise_cuda::slack::{self, transfer::Method};
+use reprise_cuda::store;
 use serde_json::{Value, json};
 
 use crate::{Options, backends, differential, layers, print, transfers};
@@ -51,7 +52,7 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
         "kernels" => differential::run(&kernels, options),
         "transfers" => transfers::run(&kernels, options),
         "backends" => backends::run(&Arc::new(kernels), options),
-        "streams" => backends::streams(&Arc::new(kernels), options),
+        "streams" => streams(&Arc::new(kernels), options),
         "partition" => partition(&kernels, options),
         "layers" => layers::run(&kernels),
         "index" => figures(gpu_bench::index_times(&kernels, 21)?),
@@ -62,6 +63,29 @@ fn step(name: &str, options: &Options) -> Result<(), StepError> {
         "slack" => slack_of_layers(&kernels, options),
         other => Err(StepError(format!("unknown step {other}"))),
     }
+}
+
+/// Checks the order of requests by streams, and measures its cost with the ring's kernel.
+fn streams(kernels: &Arc<Kernels>, options: &Options) -> Result<(), StepError> {
+    backends::streams(kernels, options)?;
+    let partition = Partition::new(kernels.gpu(), options.sms)?;
+    let costs = store::stream_cost(Some((&**kernels, &partition)), if options.small { 1 } else { 11 });
+    let costs = costs.map_err(|error| StepError(error.to_string()))?;
+    figures(
+        costs
+            .into_iter()
+            .map(|cost| Measurement {
+                name: format!("request of one block, {}", cost.mode.text()),
+                value: cost.total_ns,
+                unit: "ns",
+                goal: None,
+                detail: format!(
+                    "{:.0} ns of them to submit; ring by the kernel, emulated controller",
+                    cost.submit_ns
+                ),
+            })
+            .collect(),
+    )
 }
 
 /// Contexts per second that the ring's kernel reaches at least.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use reprise_buffers::Span;
 
 use super::{Contents, LIMIT, Model, device_bytes, places};
-use crate::gpu::{DeviceMemory, Stream};
+use crate::gpu::{DeviceMemory, HostMemory, Stream};
 use crate::gpu_bench::Random;
 use crate::ring::{Operation, RingError};
 use crate::store::mover::{LayerMover, LayerRequest, LayerTicket, MoveError, MoverCounters};
@@ -34,10 +34,26 @@ pub enum StreamWork {
     Gpu {
         /// The stream.
         stream: Arc<Stream>,
+        /// The same stream for requests: created before rings start a kernel, and dropped after it.
+        engine: EngineStream,
         /// KV memory.
-        memory: Arc<DeviceMemory>,
+        memory: StreamMemory,
         /// Room for a snapshot in each step.
         snapshots: Arc<DeviceMemory>,
+    },
+}
+
+/// KV memory that a stream of a GPU accesses.
+#[derive(Debug)]
+pub enum StreamMemory {
+    /// Memory of the GPU.
+    Device(Arc<DeviceMemory>),
+    /// Memory of the host, as emulated controllers reach it.
+    Host {
+        /// KV memory, registered for the GPU.
+        memory: HostMemory,
+        /// Room for an object, from which the stream copies.
+        scratch: DeviceMemory,
     },
 }
 
@@ -47,11 +63,11 @@ impl StreamWork {
         (STEPS + geometry.layers as u64) * geometry.bytes()
     }
 
-    fn engine_stream(&self) -> Result<EngineStream, MoveError> {
-        Ok(match self {
+    fn engine_stream(&self) -> EngineStream {
+        match self {
             StreamWork::Host { stream, .. } => EngineStream::on_host(stream),
-            StreamWork::Gpu { stream, .. } => EngineStream::on_gpu(Arc::clone(stream))?,
-        })
+            StreamWork::Gpu { engine, .. } => engine.clone(),
+        }
     }
 
     /// Enqueues a fill of KV memory; emulated work takes a random time.
@@ -65,7 +81,13 @@ impl StreamWork {
                     let _ = target.write_at(0, &vec![value; target.len()]);
                 });
             }
-            StreamWork::Gpu { stream, memory, .. } => stream.fill((memory, offset), bytes, value)?,
+            StreamWork::Gpu { stream, memory: StreamMemory::Device(memory), .. } => {
+                stream.fill((memory, offset), bytes, value)?;
+            }
+            StreamWork::Gpu { stream, memory: StreamMemory::Host { memory, scratch }, .. } => {
+                stream.fill((scratch, 0), bytes, value)?;
+                stream.copy_to_host((scratch, 0), (memory, offset), bytes)?;
+            }
         }
         Ok(())
     }
@@ -83,9 +105,14 @@ impl StreamWork {
                         .and_then(|()| to.write_at((index * bytes) as usize, &copy));
                 });
             }
-            StreamWork::Gpu { stream, memory, snapshots } => {
-                stream.copy_on_device((memory, 0), (snapshots, index * bytes), bytes)?;
-            }
+            StreamWork::Gpu { stream, memory, snapshots, .. } => match memory {
+                StreamMemory::Device(memory) => {
+                    stream.copy_on_device((memory, 0), (snapshots, index * bytes), bytes)?;
+                }
+                StreamMemory::Host { memory, .. } => {
+                    stream.copy_to_device((memory, 0), (snapshots, index * bytes), bytes)?;
+                }
+            },
         }
         Ok(())
     }
@@ -185,7 +212,7 @@ pub fn verify_streams(
     work: &StreamWork,
     (seed, rounds): (u64, u64),
 ) -> Result<MoverCounters, MoveError> {
-    let stream = work.engine_stream()?;
+    let stream = work.engine_stream();
     let mut random = Random(seed);
     let mut random_bytes = |count: u64| {
         let mut bytes = vec![0; count as usize];
