@@ -9,9 +9,11 @@ use reprise_client::path::BlockPath;
 #[pyclass(frozen, get_all, module = "reprise")]
 #[derive(Debug, Default)]
 pub(crate) struct ExtentReport {
-    /// Name of the backend in use: "gpu-queue", "staged" or one of their emulations. None: all blocks take the agent's
-    /// arena.
-    backend: Option<String>,
+    /// Name of the backend of loads: "gpu-queue", "staged" or one of their emulations. None: all loads take the agent's
+    /// arena, or none was made yet.
+    load_backend: Option<String>,
+    /// Name of the backend of saves, as for loads.
+    save_backend: Option<String>,
     /// Why backends are not used, each with its remedy.
     unusable: Vec<String>,
     /// Number of blocks that were read from extents and match their checksums.
@@ -35,11 +37,11 @@ pub(crate) struct ExtentReport {
 #[pymethods]
 impl ExtentReport {
     fn __repr__(&self) -> String {
-        let Self { backend, loaded, saved, not_loaded, not_saved, .. } = self;
-        let backend = backend.as_deref().unwrap_or("arena");
+        let Self { load_backend, save_backend, loaded, saved, not_loaded, not_saved, .. } = self;
+        let [load, save] = [load_backend, save_backend].map(|name| name.as_deref().unwrap_or("arena"));
         format!(
-            "ExtentReport(backend={backend:?}, loaded={loaded}, saved={saved}, not_loaded={not_loaded}, \
-             not_saved={not_saved})"
+            "ExtentReport(load_backend={load:?}, save_backend={save:?}, loaded={loaded}, saved={saved}, \
+             not_loaded={not_loaded}, not_saved={not_saved})"
         )
     }
 }
@@ -61,8 +63,9 @@ impl Extents {
     pub(crate) fn report(&self) -> ExtentReport {
         let report = self.blocks.report();
         ExtentReport {
-            backend: report.backend,
-            unusable: report.unusable,
+            unusable: report.unusable(),
+            load_backend: report.loads.backend,
+            save_backend: report.saves.backend,
             loaded: report.loaded,
             saved: report.saved,
             not_loaded: report.not_loaded,

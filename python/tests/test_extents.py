@@ -89,8 +89,8 @@ def test_blocks_move_through_extents_byte_exact(
     with transfers_of(connect(cluster), engine, layout) as transfers:
         saved = ended(transfers, transfers.save(keys, range(BLOCKS)))
         report = report_of(transfers)
-        print(f"backend: {report.backend}")
-        assert report.backend == BACKENDS[lends], report.unusable
+        print(f"backend of saves: {report.save_backend}")
+        assert (report.load_backend, report.save_backend) == (None, BACKENDS[lends]), report.unusable
         assert (saved.committed, saved.unsaved, saved.by_extents, saved.error) == (BLOCKS, 0, BLOCKS, None)
         again = ended(transfers, transfers.save(keys, range(BLOCKS)))
         assert (again.committed, again.duplicates) == (0, BLOCKS)
@@ -99,6 +99,7 @@ def test_blocks_move_through_extents_byte_exact(
         assert loaded.sources == [Source.OWN_NVME] * BLOCKS
         assert same(engine, saved_bytes, slice(BLOCKS, 2 * BLOCKS))
         report = report_of(transfers)
+        assert (report.load_backend, report.save_backend) == (BACKENDS[lends], BACKENDS[lends])
         assert (report.loaded, report.saved, report.not_loaded, report.not_saved) == (BLOCKS, BLOCKS, 0, 0)
         block = layout.block_bytes
         if lends == "queues":
@@ -138,7 +139,7 @@ def test_an_agent_that_lends_nothing_serves_from_its_arena_and_reports_why(
         saved = ended(transfers, transfers.save(keys, range(BLOCKS)))
         assert (saved.committed, saved.by_extents) == (BLOCKS, 0)
         report = report_of(transfers)
-        assert (report.backend, report.not_saved) == (None, BLOCKS)
+        assert (report.save_backend, report.not_saved) == (None, BLOCKS)
         assert any("session.extents" in reason for reason in report.unusable), report.unusable
 
 
@@ -178,7 +179,7 @@ def test_a_killed_agent_costs_misses_and_the_next_one_opens_the_backend_again(
         loaded = ended(transfers, transfers.load(keys, range(BLOCKS, 2 * BLOCKS)))
         assert (loaded.ok, loaded.by_extents) == ([True] * BLOCKS, BLOCKS)
         assert same(engine, saved_bytes, slice(BLOCKS, 2 * BLOCKS))
-        assert report_of(transfers).backend == "gpu-queue-emulated"
+        assert report_of(transfers).load_backend == "gpu-queue-emulated"
 
 
 def test_late_writes_of_a_frozen_agent_do_not_reach_the_engine(

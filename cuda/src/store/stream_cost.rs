@@ -18,7 +18,7 @@ use crate::store::verify::EmulatedRings;
 use crate::store::{BlockPlace, EngineStream, HostStream, KvGeometry, KvOrder, RequestOrder};
 
 /// Requests of a round: fewer than the words of a stream.
-const REQUESTS: usize = 512;
+const REQUESTS: usize = 256;
 /// Bytes of a block.
 const BLOCK_BYTES: usize = 4096;
 /// Limit of a request: none must reach it.

@@ -11,6 +11,7 @@ mod descriptors;
 mod disk_stall;
 mod engines;
 mod events;
+mod extent_blocks;
 mod extents;
 mod failure_report;
 mod floods;

@@ -415,6 +415,11 @@ impl Client {
         &self.session
     }
 
+    /// Reports whether both are clients of one session.
+    pub fn is_same_session(&self, other: &Client) -> bool {
+        Arc::ptr_eq(&self.session, &other.session)
+    }
+
     /// Checks that the agent answers.
     ///
     /// # Errors

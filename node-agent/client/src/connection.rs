@@ -131,7 +131,20 @@ impl Connection {
         body: request::Body,
         timeout: Duration,
     ) -> Result<PendingCall, ClientError> {
-        let ongoing = self.queue(call, (body, None), timeout)?;
+        self.try_begin_with(call, (body, None), timeout)
+    }
+
+    /// [`Connection::try_begin`] with a descriptor.
+    ///
+    /// # Errors
+    /// As [`Connection::begin`].
+    pub(crate) fn try_begin_with(
+        self: &Arc<Self>,
+        call: &'static str,
+        (body, descriptor): (request::Body, Option<OwnedFd>),
+        timeout: Duration,
+    ) -> Result<PendingCall, ClientError> {
+        let ongoing = self.queue(call, (body, descriptor), timeout)?;
         self.sent(ongoing, WriteMode::Once)
     }
 

@@ -71,7 +71,7 @@ pub use matching::{MatchOptions, PendingMatch};
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
-pub use queues::{QueueGrant, RegisteredMemory};
+pub use queues::{PendingMemory, QueueGrant, RegisteredMemory};
 pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket, TransferBackend};
 pub use reservation::Reservation;
 pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};

@@ -22,6 +22,7 @@ use reprise_buffers::{Access, MappedRegion};
 use reprise_proto::local::{self, request, response};
 
 use crate::client::{Client, Session};
+use crate::connection::PendingCall;
 use crate::error::ClientError;
 
 /// Maximum queue pairs of one request: each has a descriptor in the answer.
@@ -49,6 +50,30 @@ impl RegisteredMemory {
     }
 }
 
+/// Memory whose registration the agent has not confirmed.
+#[derive(Debug)]
+pub struct PendingMemory {
+    session: Arc<Session>,
+    call: PendingCall,
+    bytes: u64,
+}
+
+impl PendingMemory {
+    /// Returns the memory if it is registered within `patience`; `None`: poll again.
+    ///
+    /// # Errors
+    /// As [`Client::register_memory`]. Do not poll again after an error.
+    pub fn poll(&mut self, patience: Duration) -> Result<Option<RegisteredMemory>, ClientError> {
+        match self.call.poll(patience)? {
+            None => Ok(None),
+            Some(response::Body::MemoryRegistered(registered)) => {
+                Ok(Some(RegisteredMemory { number: registered.memory, bytes: self.bytes }))
+            }
+            Some(_) => Err(self.session.broken(ClientError::unexpected("register memory"))),
+        }
+    }
+}
+
 impl Client {
     /// Registers memory of this process for controllers: the first `bytes` bytes of a memfd that is sealed against
     /// shrinking and allocated as a whole, such as
@@ -58,17 +83,22 @@ impl Client {
     /// # Errors
     /// `BadRequest` (the agent grants no queue pairs, or the memory is unsuitable), `Timeout`, `AgentLost`.
     pub fn register_memory(&self, file: OwnedFd, bytes: u64) -> Result<RegisteredMemory, ClientError> {
+        let after = self.queue_call_timeout();
+        let timed_out = ClientError::Timeout { call: "register memory", after };
+        self.start_register_memory(file, bytes)?.poll(Duration::MAX)?.ok_or(timed_out)
+    }
+
+    /// Starts [`Client::register_memory`]. The agent maps the memory also if the result is not taken.
+    ///
+    /// # Errors
+    /// `Busy`, `AgentLost`.
+    pub fn start_register_memory(&self, file: OwnedFd, bytes: u64) -> Result<PendingMemory, ClientError> {
         let body = request::Body::RegisterMemory(local::RegisterMemory { bytes });
-        let _span = self.session().span("register memory").entered();
+        let session = Arc::clone(self.session());
+        let _span = session.span("register memory").entered();
         let timeout = self.queue_call_timeout();
-        let answer =
-            self.session().connection().begin_with("register memory", (body, Some(file)), timeout)?.wait()?;
-        match answer {
-            response::Body::MemoryRegistered(registered) => {
-                Ok(RegisteredMemory { number: registered.memory, bytes })
-            }
-            _ => Err(self.session().broken(ClientError::unexpected("register memory"))),
-        }
+        let call = session.connection().try_begin_with("register memory", (body, Some(file)), timeout)?;
+        Ok(PendingMemory { session: Arc::clone(self.session()), call, bytes })
     }
 
     /// Requests `pairs` queue pairs of `depth` entries on a device, for commands that access one registered memory.
@@ -81,9 +111,23 @@ impl Client {
         (pairs, depth): (u32, u32),
         memory: &RegisteredMemory,
     ) -> Result<QueueGrant, ClientError> {
+        self.request_queues_within(device, (pairs, depth), memory, self.queue_call_timeout())
+    }
+
+    /// [`Client::request_queues`] with a specific timeout. A grant that arrives later is returned to the agent.
+    ///
+    /// # Errors
+    /// As [`Client::request_queues`].
+    pub fn request_queues_within(
+        &self,
+        device: u32,
+        (pairs, depth): (u32, u32),
+        memory: &RegisteredMemory,
+        timeout: Duration,
+    ) -> Result<QueueGrant, ClientError> {
         let request = local::RequestQueues { device, pairs, depth, memory: memory.number };
         let body = request::Body::RequestQueues(request);
-        match self.session().call_within("request queues", body, self.queue_call_timeout())? {
+        match self.session().call_within("request queues", body, timeout)? {
             response::Body::QueuesGranted(answer) => {
                 granted(self.session(), device, &answer).map_err(|error| self.session().broken(error))
             }

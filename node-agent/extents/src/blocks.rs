@@ -7,30 +7,22 @@
 //! their checksums were found right.
 
 use std::fmt;
-use std::fs::File;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_client::path::BlockPath;
 use reprise_client::{
-    Client, ClientError, CommitOptions, ExtentStatus, LeasedExtent, LoadOptions, PagedMemory, PhysicalBlock,
-    SaveOptions, SaveStatus, Scope, Source,
+    Client, ClientError, ExtentStatus, LoadOptions, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus,
+    Scope, Source,
 };
-use reprise_cuda::store::{Backend, BackendKind, KvOrder, RingCounters, Unusable, choose};
+use reprise_cuda::store::{RingCounters, Unusable};
 use reprise_policy::BlockKey;
 
-use crate::files::FilePath;
-use crate::path::{Devices, ExtentDevice, ExtentPath, HEADERS, RingLoad};
-use crate::rings::{RingPath, RingPathSettings};
-
-/// Size of a window, if blocks are not larger: all devices are busy while it is filled.
-const WINDOW_BYTES: u64 = 32 << 20;
+use crate::path::RingLoad;
+use crate::way::{AnyPath, Way};
 
 /// Limit of the writes of a save, with all its windows. The arena takes the other blocks if it passes.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Extents that are leased for a moment, to see which devices a session may use.
-const PROBED: u32 = 16;
+pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Queue pairs of each device for loads.
 const LOAD_PAIRS: u32 = 2;
@@ -38,13 +30,22 @@ const LOAD_PAIRS: u32 = 2;
 /// Queue pairs of each device for saves: loads come first.
 const SAVE_PAIRS: u32 = 1;
 
-/// What extents have done for an engine.
+/// Backend of one direction.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ExtentReport {
-    /// Name of the backend in use; `None`: all blocks take the arena.
+pub struct DirectionReport {
+    /// Name of the backend in use; `None`: all blocks take the arena, or none was moved yet.
     pub backend: Option<String>,
     /// Why backends before it are not used.
     pub unusable: Vec<String>,
+}
+
+/// What extents have done for an engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExtentReport {
+    /// Backend of loads.
+    pub loads: DirectionReport,
+    /// Backend of saves: each direction has its own queue pairs, of which others may hold some.
+    pub saves: DirectionReport,
     /// Blocks that were read from extents and match their checksums.
     pub loaded: u64,
     /// Blocks that were written to extents and are durable.
@@ -57,6 +58,13 @@ pub struct ExtentReport {
     pub rings: RingCounters,
 }
 
+/// Direction of a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Load,
+    Save,
+}
+
 /// Loads and saves through extents; see the module. It follows a client to later sessions.
 #[derive(Debug, Default)]
 pub struct ExtentBlocks {
@@ -65,198 +73,17 @@ pub struct ExtentBlocks {
     report: Mutex<ExtentReport>,
 }
 
-/// Way of one direction.
-#[derive(Debug, Default)]
-enum Way {
-    /// Not tried with the current session.
-    #[default]
-    Unknown,
-    Rings(Box<RingPath>),
-    Files(Box<FilePath>),
-    /// The agent of this session allows none.
-    Closed(Client),
-}
-
-/// A path with any backend.
-trait AnyPath {
-    fn set_timeout(&mut self, timeout: Duration);
-    fn slots(&self) -> usize;
-    fn load(&mut self, blocks: &[(usize, BlockKey)]) -> anyhow::Result<Vec<RingLoad>>;
-    fn save(
-        &mut self,
-        blocks: &[(usize, BlockKey)],
-        options: CommitOptions,
-        wait: Duration,
-    ) -> anyhow::Result<Vec<ExtentStatus>>;
-    fn object(&self, slot: usize, object: u32) -> reprise_buffers::Span;
-    fn objects(&self) -> u32;
-    fn is_usable(&self) -> bool;
-}
-
-impl<D: Devices> AnyPath for ExtentPath<D> {
-    fn set_timeout(&mut self, timeout: Duration) {
-        ExtentPath::set_timeout(self, timeout);
-    }
-
-    fn slots(&self) -> usize {
-        ExtentPath::slots(self)
-    }
-
-    fn load(&mut self, blocks: &[(usize, BlockKey)]) -> anyhow::Result<Vec<RingLoad>> {
-        ExtentPath::load(self, blocks)
-    }
-
-    fn save(
-        &mut self,
-        blocks: &[(usize, BlockKey)],
-        options: CommitOptions,
-        wait: Duration,
-    ) -> anyhow::Result<Vec<ExtentStatus>> {
-        ExtentPath::save(self, blocks, options, wait)
-    }
-
-    fn object(&self, slot: usize, object: u32) -> reprise_buffers::Span {
-        ExtentPath::object(self, slot, object as usize)
-    }
-
-    fn objects(&self) -> u32 {
-        self.layout().objects()
-    }
-
-    fn is_usable(&self) -> bool {
-        self.devices.is_usable()
-    }
-}
-
-impl Way {
-    /// Opens the way with the client's session, unless it is open.
-    ///
-    /// # Errors
-    /// The session has ended, or the agent does not answer.
-    fn follow(&mut self, client: &Client, pairs: u32) -> Result<Option<Vec<Unusable>>, ClientError> {
-        let is_current = match self {
-            Way::Unknown => false,
-            Way::Rings(path) => !path.has_ended(),
-            Way::Files(path) => !path.has_ended(),
-            Way::Closed(_) => self.is_closed(),
-        };
-        if is_current {
-            return Ok(None);
-        }
-        *self = Way::Unknown;
-        let devices = match probe(client) {
-            Ok(Some(devices)) => Ok(devices),
-            // No extent is free at the moment.
-            Ok(None) | Err(ClientError::Busy(_)) => return Ok(None),
-            Err(error @ ClientError::BadRequest(_)) => Err(error.to_string()),
-            Err(error) => return Err(error),
-        };
-        match choose(|kind| open(kind, client, devices.as_ref(), pairs)) {
-            Ok(choice) => {
-                *self = choice.backend;
-                Ok(Some(choice.unusable))
-            }
-            Err(unusable) => {
-                *self = Way::Closed(client.clone());
-                Ok(Some(unusable))
-            }
-        }
-    }
-
-    /// Reports whether the agent of the current session allows no backend.
-    fn is_closed(&self) -> bool {
-        matches!(self, Way::Closed(client) if client.is_alive())
-    }
-
-    fn path(&mut self) -> Option<&mut dyn AnyPath> {
-        match self {
-            Way::Unknown | Way::Closed(_) => None,
-            Way::Rings(path) => Some(&mut **path),
-            Way::Files(path) => Some(&mut **path),
-        }
-    }
-
-    /// Logs an error; a path that cannot be used again is opened again with the next blocks.
-    fn fail<R>(&mut self, error: &anyhow::Error) -> Option<R> {
-        tracing::warn!(error = format!("{error:#}"), "extents could not be used");
-        if !self.path().is_some_and(|path| path.is_usable()) {
-            *self = Way::Unknown;
-        }
-        None
-    }
-
-    fn name(&self) -> Option<String> {
-        match self {
-            Way::Unknown | Way::Closed(_) => None,
-            Way::Rings(path) => Some(path.name().to_owned()),
-            Way::Files(path) => Some(path.name().to_owned()),
-        }
-    }
-
-    fn ring_counters(&self) -> RingCounters {
-        match self {
-            Way::Rings(path) => path.ring_counters(),
-            Way::Unknown | Way::Closed(_) | Way::Files(_) => RingCounters::default(),
-        }
-    }
-}
-
-/// Returns the devices of extents that the session may lease; `None` if no extent is free.
-fn probe(client: &Client) -> Result<Option<Vec<ExtentDevice>>, ClientError> {
-    let leased = client.lease_extents(PROBED, Duration::ZERO)?;
-    let devices: Vec<_> =
-        leased.iter().map(|extent: &LeasedExtent| (extent.device(), extent.file().cloned())).collect();
-    Ok((!devices.is_empty()).then_some(devices))
-}
-
-/// Opens a backend over a window.
-fn open(
-    kind: BackendKind,
-    client: &Client,
-    devices: Result<&Vec<ExtentDevice>, &String>,
-    pairs: u32,
-) -> Result<Way, String> {
-    let blocks = WINDOW_BYTES / client.layout().block_bytes().max(1);
-    let blocks = blocks.clamp(1, HEADERS as u64) as usize;
-    let text = |error: anyhow::Error| format!("{error:#}");
-    match kind {
-        BackendKind::GpuQueue => {
-            let driven = devices.map_err(Clone::clone)?.iter().filter(|(_, file)| file.is_none());
-            let driven: Vec<ExtentDevice> = driven.cloned().collect();
-            if driven.is_empty() {
-                let text = "no device lends queue pairs; set session.queue_pairs of an agent that drives NVMe controllers";
-                return Err(text.to_owned());
-            }
-            let order = KvOrder::BlockLayerPart;
-            let settings = RingPathSettings { pairs, order, ..RingPathSettings::default() };
-            let mut path = RingPath::open(client, blocks, settings).map_err(text)?;
-            path.devices.ensure(&driven).map_err(text)?;
-            Ok(Way::Rings(Box::new(path)))
-        }
-        BackendKind::Gds => Err("KV memory is not of a GPU; use an engine that runs on a GPU".to_owned()),
-        BackendKind::Staged => {
-            let mut files: Vec<(u32, Arc<File>)> = Vec::new();
-            for (device, file) in devices.map_err(Clone::clone)? {
-                if let Some(file) = file
-                    && !files.iter().any(|(known, _)| known == device)
-                {
-                    files.push((*device, Arc::clone(file)));
-                }
-            }
-            if files.is_empty() {
-                return Err("no device has a file; set session.extents of the agent".to_owned());
-            }
-            let path = FilePath::open(client, blocks, files, WRITE_TIMEOUT).map_err(text)?;
-            Ok(Way::Files(Box::new(path)))
-        }
-        BackendKind::Host => Err("blocks that no other backend moves take the agent's arena".to_owned()),
-    }
-}
-
 impl ExtentBlocks {
     /// Returns what extents have done so far.
     pub fn report(&self) -> ExtentReport {
         lock(&self.report).clone()
+    }
+
+    fn way(&self, direction: Direction) -> &Mutex<Way> {
+        match direction {
+            Direction::Load => &self.loads,
+            Direction::Save => &self.saves,
+        }
     }
 
     /// Runs a function with the path of a direction; `None` without a path.
@@ -265,15 +92,18 @@ impl ExtentBlocks {
     /// The session has ended, or the agent does not answer. After other errors, the arena moves the blocks.
     fn with<R>(
         &self,
-        (way, pairs): (&Mutex<Way>, u32),
+        (direction, deadline): (Direction, Instant),
         client: &Client,
         run: impl FnOnce(&mut dyn AnyPath) -> anyhow::Result<R>,
     ) -> Result<Option<R>, ClientError> {
-        let mut way = lock(way);
-        if let Some(unusable) = way.follow(client, pairs)? {
-            let mut report = lock(&self.report);
-            report.backend = way.name();
-            report.unusable = unusable.iter().map(Unusable::to_string).collect();
+        let mut way = lock(self.way(direction));
+        if let Some(unusable) = way.follow(client, direction.pairs(), deadline)? {
+            let unusable = unusable.iter().map(Unusable::to_string).collect();
+            let found = DirectionReport { backend: way.name(), unusable };
+            match direction {
+                Direction::Load => lock(&self.report).loads = found,
+                Direction::Save => lock(&self.report).saves = found,
+            }
         }
         let before = way.ring_counters();
         let Some(path) = way.path() else { return Ok(None) };
@@ -284,15 +114,34 @@ impl ExtentBlocks {
             Err(error) => match error.downcast::<ClientError>() {
                 Ok(error @ (ClientError::Timeout { .. } | ClientError::AgentLost { .. })) => Err(error),
                 // The session holds its share of the devices.
-                Ok(ClientError::Busy(_)) => Ok(None),
-                Ok(error) => Ok(way.fail(&error.into())),
-                Err(error) => Ok(way.fail(&error)),
+                Ok(ClientError::Busy(_)) => {
+                    way.leave_unusable(client);
+                    Ok(None)
+                }
+                Ok(error) => Ok(way.fail(client, &error.into())),
+                Err(error) => Ok(way.fail(client, &error)),
             },
         }
     }
 }
 
+impl Direction {
+    fn pairs(self) -> u32 {
+        match self {
+            Direction::Load => LOAD_PAIRS,
+            Direction::Save => SAVE_PAIRS,
+        }
+    }
+}
+
 impl ExtentReport {
+    /// Returns why backends of any direction are not used, each reason once.
+    pub fn unusable(&self) -> Vec<String> {
+        let (loads, saves) = (&self.loads.unusable, &self.saves.unusable);
+        let further = saves.iter().filter(|reason| !loads.contains(reason));
+        loads.iter().chain(further).cloned().collect()
+    }
+
     /// Adds the work of rings between two readings of their counters.
     fn count(&mut self, before: RingCounters, after: RingCounters) {
         self.rings.batches += after.batches - before.batches;
@@ -304,8 +153,10 @@ impl ExtentReport {
 
 impl fmt::Display for ExtentReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.backend.as_deref().unwrap_or("arena"))?;
-        self.unusable.iter().try_for_each(|reason| write!(f, "; {reason}"))
+        let name =
+            |direction: &DirectionReport| direction.backend.clone().unwrap_or_else(|| "arena".to_owned());
+        write!(f, "loads: {}, saves: {}", name(&self.loads), name(&self.saves))?;
+        self.unusable().iter().try_for_each(|reason| write!(f, "; {reason}"))
     }
 }
 
@@ -331,7 +182,7 @@ impl BlockPath for ExtentBlocks {
             return Ok(loaded);
         }
         let standstill = options.standstill_timeout.unwrap_or(options.deadline);
-        self.with((&self.loads, LOAD_PAIRS), client, |path| {
+        self.with((Direction::Load, deadline), client, |path| {
             for window in on_devices.chunks(path.slots()) {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
@@ -369,8 +220,8 @@ impl BlockPath for ExtentBlocks {
         let keys: Vec<BlockKey> = blocks.iter().map(|(key, _)| *key).collect();
         let known = sources(client, &keys, Scope::Local, options.stall_timeout)?.len();
         let mut statuses = vec![SaveStatus::Duplicate; known];
-        self.with((&self.saves, SAVE_PAIRS), client, |path| {
-            let deadline = Instant::now() + WRITE_TIMEOUT;
+        let deadline = Instant::now() + WRITE_TIMEOUT;
+        self.with((Direction::Save, deadline), client, |path| {
             while statuses.len() < blocks.len() {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {

@@ -1,5 +1,7 @@
 //! The ring of one device, on queue pairs that the agent has granted.
 
+use std::time::Duration;
+
 use anyhow::{Context, ensure};
 use reprise_client::queues::{DataFormat, GrantedQueuePair};
 use reprise_client::{Client, QueueGrant, RegisteredMemory};
@@ -38,8 +40,9 @@ pub(super) fn open_ring(
     (device, memory): (u32, &RegisteredMemory),
     geometry: &KvGeometry,
     settings: &RingPathSettings,
+    timeout: Duration,
 ) -> anyhow::Result<(RingDevice<'static>, QueueGrant)> {
-    let grant = client.request_queues(device, (settings.pairs, settings.depth), memory)?;
+    let grant = client.request_queues_within(device, (settings.pairs, settings.depth), memory, timeout)?;
     let table = MappingTable::build(*geometry, grant.memory_address()).map_err(anyhow::Error::msg)?;
     let queues = grant.queues().len();
     let size = RingSettings { depth: BATCHES, queues, entries_max: settings.depth as usize };

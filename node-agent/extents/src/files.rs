@@ -61,7 +61,7 @@ impl Devices for FileDevices {
     }
 
     /// Opens the backend again with files that it does not have.
-    fn ensure(&mut self, devices: &[ExtentDevice]) -> anyhow::Result<()> {
+    fn ensure(&mut self, devices: &[ExtentDevice], _: Instant) -> anyhow::Result<()> {
         let mut files = self.files.clone();
         for (device, file) in devices {
             let Some(file) = file else { continue };
@@ -104,7 +104,7 @@ impl Devices for FileDevices {
         Ok(self.headers.read(extents.iter().map(page).collect(), deadline))
     }
 
-    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>> {
+    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>, _: Instant) -> anyhow::Result<Vec<usize>> {
         ended
     }
 

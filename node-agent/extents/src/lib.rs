@@ -29,9 +29,10 @@ mod files;
 mod headers;
 mod path;
 mod rings;
+mod way;
 
-pub use blocks::{ExtentBlocks, ExtentReport};
+pub use blocks::{DirectionReport, ExtentBlocks, ExtentReport};
 pub use files::{FileDevices, FilePath};
 pub use path::{Devices, ExtentDevice, ExtentPath, RingLoad};
 pub use reprise_cuda::store::{Backend, KvOrder, RingCounters};
-pub use rings::{RingDevices, RingPath, RingPathSettings};
+pub use rings::{PendingWindow, RingDevices, RingPath, RingPathSettings, RingWindow};

@@ -35,8 +35,8 @@ pub trait Devices: fmt::Debug {
     /// Opens devices that are not open yet.
     ///
     /// # Errors
-    /// A device cannot be opened.
-    fn ensure(&mut self, devices: &[ExtentDevice]) -> anyhow::Result<()>;
+    /// A device cannot be opened, or not by the deadline.
+    fn ensure(&mut self, devices: &[ExtentDevice], deadline: Instant) -> anyhow::Result<()>;
 
     /// Returns the index of an open device in the backend.
     fn index(&self, device: u32) -> usize;
@@ -63,7 +63,7 @@ pub trait Devices: fmt::Debug {
     ///
     /// # Errors
     /// That of `ended`, or devices cannot be made usable.
-    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>>;
+    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>, deadline: Instant) -> anyhow::Result<Vec<usize>>;
 
     /// Reports whether no transfer that was given up accesses extents any longer.
     fn is_settled(&self) -> bool;
@@ -175,12 +175,14 @@ impl<D: Devices> ExtentPath<D> {
     ) -> anyhow::Result<Vec<ExtentStatus>> {
         self.release_held()?;
         let extents = self.lease(blocks.len(), wait)?;
+        // The wait for extents has its own limit.
+        let deadline = Instant::now() + self.timeout;
         let leased = extents.iter().map(|extent| (extent.device(), extent.file().cloned()));
         let payloads = extents.iter().map(LeasedExtent::payload_offset);
         let slots = blocks.iter().map(|(slot, _)| *slot);
-        let places = self.places(&leased.collect::<Vec<_>>(), payloads, slots)?;
-        let ended = self.transfer(Operation::Write, &places, Instant::now() + self.timeout);
-        let failed = self.devices.settle(ended);
+        let places = self.places((&leased.collect::<Vec<_>>(), deadline), payloads, slots)?;
+        let ended = self.transfer(Operation::Write, &places, deadline);
+        let failed = self.devices.settle(ended, deadline);
         if !self.devices.is_settled() {
             self.held.extend(extents.into_iter().map(|extent| Held::Leased { _extent: extent }));
             anyhow::bail!("a device has not written blocks within {:?}", self.timeout);
@@ -282,9 +284,9 @@ impl<D: Devices> ExtentPath<D> {
         let devices = readable.iter().map(|(_, extent)| (extent.device(), extent.file().cloned()));
         let payloads = readable.iter().map(|(_, extent)| extent.offset() + PAGE_BYTES);
         let slots = readable.iter().map(|(index, _)| blocks[*index].0);
-        let places = self.places(&devices.collect::<Vec<_>>(), payloads, slots)?;
+        let places = self.places((&devices.collect::<Vec<_>>(), deadline), payloads, slots)?;
         let ended = self.transfer(Operation::Read, &places, deadline);
-        for failed in self.devices.settle(ended)? {
+        for failed in self.devices.settle(ended, deadline)? {
             results[readable[failed].0] = RingLoad::Failed;
         }
         for ((index, _), checksums) in pinned.iter().zip(checksums) {
@@ -306,7 +308,7 @@ impl<D: Devices> ExtentPath<D> {
     ) -> anyhow::Result<Vec<Result<Vec<u32>, RingLoad>>> {
         let extents: Vec<&PinnedExtent> = pinned.iter().map(|(_, extent)| extent).collect();
         let devices = extents.iter().map(|extent| (extent.device(), extent.file().cloned()));
-        self.devices.ensure(&devices.collect::<Vec<_>>())?;
+        self.devices.ensure(&devices.collect::<Vec<_>>(), deadline)?;
         let memory = (&self.memory, self.geometry.bytes());
         let headers = self.devices.read_headers(memory, &extents, deadline)?;
         let checksums = extents.into_iter().zip(headers).map(|(extent, header)| match header {
@@ -319,11 +321,11 @@ impl<D: Devices> ExtentPath<D> {
     /// Opens the devices of extents, and returns the places of their blocks.
     fn places(
         &mut self,
-        extents: &[ExtentDevice],
+        (extents, deadline): (&[ExtentDevice], Instant),
         payloads: impl Iterator<Item = u64>,
         slots: impl Iterator<Item = usize>,
     ) -> anyhow::Result<Vec<BlockPlace>> {
-        self.devices.ensure(extents)?;
+        self.devices.ensure(extents, deadline)?;
         let place = |(((device, _), payload), slot): ((&ExtentDevice, u64), usize)| {
             let device = self.devices.index(*device);
             BlockPlace { device, payload, slot }

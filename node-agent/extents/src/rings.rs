@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use reprise_buffers::MappedRegion;
-use reprise_client::{Client, PinnedExtent, RegisteredMemory};
+use reprise_client::{Client, ClientError, PendingMemory, PinnedExtent, QueueGrant, RegisteredMemory};
 use reprise_cuda::ring::Operation;
 use reprise_cuda::store::{
     Backend, DetachedRing, KvGeometry, KvOrder, LayerMover, PlanCounters, RingCounters, RingMover,
@@ -22,6 +22,10 @@ pub type RingPath = ExtentPath<RingDevices>;
 
 /// Limit of a return of queue pairs within a load: longer than that of an agent whose controller hangs.
 const RETURN_LIMIT: Duration = Duration::from_secs(15);
+
+/// Least time of a request for queue pairs after a return, whose load may have reached its deadline: the agent has just
+/// deleted some, so it answers at once.
+const REOPEN_LIMIT: Duration = Duration::from_secs(1);
 
 /// Size of rings and queue pairs.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +48,58 @@ impl Default for RingPathSettings {
     }
 }
 
+/// Limit of a request for queue pairs outside of a save or a load.
+const REQUEST_LIMIT: Duration = reprise_client::queues::QUEUE_CALL_TIMEOUT;
+
+/// Registered memory of a path: blocks, then pages for headers. It stays registered until its session ends, so a path
+/// that is opened again in the session uses it again.
+#[derive(Clone, Debug)]
+pub struct RingWindow {
+    geometry: KvGeometry,
+    memory: MappedRegion,
+    registered: RegisteredMemory,
+}
+
+/// A window whose registration the agent has not confirmed.
+#[derive(Debug)]
+pub struct PendingWindow {
+    geometry: KvGeometry,
+    memory: MappedRegion,
+    call: PendingMemory,
+}
+
+impl RingWindow {
+    /// Allocates memory for `blocks` blocks, and starts its registration.
+    ///
+    /// # Errors
+    /// Objects are not whole pages, memory is short, or the session has ended.
+    pub fn start(client: &Client, blocks: usize, order: KvOrder) -> anyhow::Result<PendingWindow> {
+        let layout = client.layout();
+        ensure!(
+            layout.object_bytes().is_multiple_of(PAGE_BYTES),
+            "objects of {} bytes: rings need whole pages of {PAGE_BYTES} bytes; use more tokens per block",
+            layout.object_bytes()
+        );
+        let geometry = geometry_of(client, blocks, order)?;
+        let bytes = geometry.bytes() + HEADERS as u64 * PAGE_BYTES;
+        let (memory, file) = MappedRegion::allocate(bytes).context("KV memory")?;
+        let call = client.start_register_memory(file, bytes)?;
+        Ok(PendingWindow { geometry, memory, call })
+    }
+}
+
+impl PendingWindow {
+    /// Returns the window if it is registered within `patience`; `None`: poll again.
+    ///
+    /// # Errors
+    /// The agent refuses the memory, or the session has ended. Do not poll again after an error.
+    pub fn poll(&mut self, patience: Duration) -> Result<Option<RingWindow>, ClientError> {
+        let registered = self.call.poll(patience)?;
+        let (geometry, memory) = (self.geometry, &self.memory);
+        Ok(registered.map(|registered| RingWindow { geometry, memory: memory.clone(), registered }))
+    }
+}
+
 /// Rings of devices over one registered memory.
 #[derive(Debug)]
 pub struct RingDevices {
@@ -56,6 +112,18 @@ pub struct RingDevices {
     granted: BTreeMap<u32, GrantedDevice>,
     /// Queue pairs were revoked.
     is_broken: bool,
+    /// Devices whose commands may access the memory, without queue pairs in `granted`.
+    unconfirmed: usize,
+}
+
+impl RingDevices {
+    /// Stops the ring of a device, and returns its queue pairs; waits until the agent has deleted them.
+    fn give_back(&mut self, index: usize, grant: QueueGrant, limit: Duration) -> Result<(), ClientError> {
+        let detached = self.mover.detach(index);
+        self.client.return_queues_within(grant, limit)?;
+        detached.into_iter().for_each(DetachedRing::release);
+        Ok(())
+    }
 }
 
 impl Devices for RingDevices {
@@ -67,12 +135,13 @@ impl Devices for RingDevices {
     }
 
     /// Gets queue pairs of devices that have none. States the backend, which depends on the devices.
-    fn ensure(&mut self, devices: &[ExtentDevice]) -> anyhow::Result<()> {
+    fn ensure(&mut self, devices: &[ExtentDevice], deadline: Instant) -> anyhow::Result<()> {
         let before = self.granted.len();
         for (device, _) in devices {
             if !self.granted.contains_key(device) {
                 let memory = (*device, &self.registered);
-                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+                let left = deadline.saturating_duration_since(Instant::now()).min(REQUEST_LIMIT);
+                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)?;
                 let index = self.mover.attach(ring);
                 self.granted.insert(*device, GrantedDevice { index, grant });
             }
@@ -112,7 +181,7 @@ impl Devices for RingDevices {
         let timeout = deadline.saturating_duration_since(Instant::now());
         let ticket = self.mover.submit_transfers(Operation::Read, lists, extents.len(), timeout)?;
         let ended = finish(&mut self.mover, [ticket]);
-        let failed = self.settle(ended)?;
+        let failed = self.settle(ended, deadline)?;
         let header = |index: usize| {
             let mut header = vec![0; PAGE_BYTES as usize];
             memory.span(page(index), PAGE_BYTES).expect("a page for each").copy_out(&mut header);
@@ -122,24 +191,28 @@ impl Devices for RingDevices {
     }
 
     /// Makes the queue pairs usable again after commands were given up: none of them runs any longer then.
-    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>) -> anyhow::Result<Vec<usize>> {
+    fn settle(&mut self, ended: anyhow::Result<Vec<usize>>, deadline: Instant) -> anyhow::Result<Vec<usize>> {
         self.is_broken = true;
+        let is_unfinished = |granted: &&GrantedDevice| self.mover.has_unfinished(granted.index);
+        self.unconfirmed = self.granted.values().filter(is_unfinished).count();
         for (device, granted) in std::mem::take(&mut self.granted) {
+            let is_unfinished = self.mover.has_unfinished(granted.index);
             // The grant may have ended, or commands may still access KV memory.
-            if granted.grant.revoked().is_none() && !self.mover.has_unfinished(granted.index) {
+            if granted.grant.revoked().is_none() && !is_unfinished {
                 self.granted.insert(device, granted);
                 continue;
             }
             let GrantedDevice { index, grant } = granted;
-            let detached = self.mover.detach(index);
             if let Some(reason) = grant.revoked() {
+                drop(self.mover.detach(index));
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
             // Within a load: a return that takes longer ends the session.
-            self.client.return_queues_within(grant, RETURN_LIMIT)?;
-            detached.into_iter().for_each(DetachedRing::release);
+            self.give_back(index, grant, RETURN_LIMIT)?;
+            self.unconfirmed -= usize::from(is_unfinished);
             let memory = (device, &self.registered);
-            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings)?;
+            let left = deadline.saturating_duration_since(Instant::now()).max(REOPEN_LIMIT);
+            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)?;
             self.mover.replace(index, ring);
             self.granted.insert(device, GrantedDevice { index, grant });
         }
@@ -165,28 +238,37 @@ impl RingPath {
     /// # Errors
     /// The agent grants no queue pairs, objects are not whole pages, or memory is short.
     pub fn open(client: &Client, blocks: usize, settings: RingPathSettings) -> anyhow::Result<RingPath> {
-        let layout = client.layout();
-        ensure!(
-            layout.object_bytes().is_multiple_of(PAGE_BYTES),
-            "objects of {} bytes: rings need whole pages of {PAGE_BYTES} bytes; use more tokens per block",
-            layout.object_bytes()
-        );
-        let geometry = geometry_of(client, blocks, settings.order)?;
-        let bytes = geometry.bytes() + HEADERS as u64 * PAGE_BYTES;
-        let (memory, file) = MappedRegion::allocate(bytes).context("KV memory")?;
-        let registered = client.register_memory(file, bytes)?;
-        let mover = RingMover::new(geometry);
-        let granted = BTreeMap::new();
+        let mut pending = RingWindow::start(client, blocks, settings.order)?;
+        let window = pending.poll(Duration::MAX)?.context("the agent has not registered the memory")?;
+        Ok(RingPath::with_window(client, &window, settings))
+    }
+
+    /// Uses registered memory of the client's session. No other path uses it, and no command accesses it.
+    pub fn with_window(client: &Client, window: &RingWindow, settings: RingPathSettings) -> RingPath {
+        let RingWindow { geometry, memory, registered } = window.clone();
         let devices = RingDevices {
             client: client.clone(),
             settings,
             geometry,
             registered,
-            mover,
-            granted,
+            mover: RingMover::new(geometry),
+            granted: BTreeMap::new(),
             is_broken: false,
+            unconfirmed: 0,
         };
-        Ok(ExtentPath::new(client, (geometry, memory), devices, settings.timeout))
+        ExtentPath::new(client, (geometry, memory), devices, settings.timeout)
+    }
+
+    /// Stops the rings; returns the memory for another path of the session. `None` if a command may access it: then the
+    /// memory stays registered until the session ends, without a use.
+    pub fn into_window(self) -> Option<RingWindow> {
+        let RingDevices { mover, granted, registered, unconfirmed, .. } = &self.devices;
+        let is_unfinished = |granted: &GrantedDevice| mover.has_unfinished(granted.index);
+        if *unconfirmed > 0 || granted.values().any(is_unfinished) || self.has_ended() {
+            return None;
+        }
+        let (registered, memory) = (registered.clone(), self.memory.clone());
+        Some(RingWindow { geometry: self.geometry, memory, registered })
     }
 
     /// Returns the work of planning so far.
@@ -221,9 +303,7 @@ impl RingPath {
     /// The session has ended.
     pub fn close(mut self) -> anyhow::Result<()> {
         for GrantedDevice { index, grant } in std::mem::take(&mut self.devices.granted).into_values() {
-            let detached = self.devices.mover.detach(index);
-            self.client.return_queues(grant)?;
-            detached.into_iter().for_each(DetachedRing::release);
+            self.devices.give_back(index, grant, REQUEST_LIMIT)?;
         }
         Ok(())
     }

@@ -295,9 +295,9 @@ def test_chunks_move_through_extents_and_a_killed_agent_costs_only_misses(lender
     wait_connected(offloading)
     keys = store(offloading, 1)
     report = offloading.tier._transfers.extents()
-    print(f"backend: {report.backend}")
+    print(f"backend of saves: {report.save_backend}")
     backends = {"queues": "gpu-queue-emulated", "files": "staged-host"}
-    assert report.backend == backends[lender.lends], report.unusable
+    assert report.save_backend == backends[lender.lends], report.unusable
     assert offloading.counts()["extent_saved_blocks"] == PROMPT
     offloading.clear_primary()
     # `find` compares the bytes.

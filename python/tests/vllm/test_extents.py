@@ -58,4 +58,4 @@ def test_blocks_move_by_the_backend_with_equal_answers_and_a_killed_agent_costs_
             assert (served["tokens"], served["cached"]) == (answer, [PROMPT_BLOCKS * BLOCK_TOKENS])
     finally:
         engine.stop()
-    assert f"blocks move by the backend {BACKENDS[lends]}" in log.read_text()
+    assert f"backend of loads: {BACKENDS[lends]}, of saves: {BACKENDS[lends]}" in log.read_text()
