@@ -118,7 +118,7 @@ pub struct RingDevices {
 
 impl RingDevices {
     /// Stops the ring of a device, and returns its queue pairs; waits until the agent has deleted them.
-    fn give_back(&mut self, index: usize, grant: QueueGrant, limit: Duration) -> Result<(), ClientError> {
+    fn return_queues_of(&mut self, index: usize, grant: QueueGrant, limit: Duration) -> Result<(), ClientError> {
         let detached = self.mover.detach(index);
         self.client.return_queues_within(grant, limit)?;
         detached.into_iter().for_each(DetachedRing::release);
@@ -208,7 +208,7 @@ impl Devices for RingDevices {
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
             // Within a load: a return that takes longer ends the session.
-            self.give_back(index, grant, RETURN_LIMIT)?;
+            self.return_queues_of(index, grant, RETURN_LIMIT)?;
             self.unconfirmed -= usize::from(is_unfinished);
             let memory = (device, &self.registered);
             let left = deadline.saturating_duration_since(Instant::now()).max(REOPEN_LIMIT);
@@ -303,7 +303,7 @@ impl RingPath {
     /// The session has ended.
     pub fn close(mut self) -> anyhow::Result<()> {
         for GrantedDevice { index, grant } in std::mem::take(&mut self.devices.granted).into_values() {
-            self.devices.give_back(index, grant, REQUEST_LIMIT)?;
+            self.devices.return_queues_of(index, grant, REQUEST_LIMIT)?;
         }
         Ok(())
     }

@@ -268,7 +268,7 @@ impl Way {
         Ok(Box::new(path))
     }
 
-    /// Returns the window of the client's session; starts its registration if there is none.
+    /// Returns the window of the client's session, after its registration, which it starts once.
     fn registered(&mut self, client: &Client, order: KvOrder, until: Instant) -> Result<RingWindow, NoRings> {
         let kept = self.window.take().filter(|(of, _)| of.is_alive() && of.is_same_session(client));
         let window = match kept {

@@ -114,7 +114,7 @@ fn captures(gpu: &Gpu) -> Result<(), StepError> {
     let query = || point.has_passed();
     let queries = captured.while_captured(|| {
         let other = std::thread::scope(|scope| scope.spawn(query).join());
-        [other.unwrap_or_else(|_| Ok(false)), query()]
+        [other.unwrap_or(Ok(false)), query()]
     })?;
     for query in queries {
         if !query? {
