@@ -129,6 +129,7 @@ pub(crate) struct GrantCounters {
     pub(crate) grants: u64,
     pub(crate) pairs: u64,
     pub(crate) memory_bytes: u64,
+    pub(crate) queue_bytes: u64,
     pub(crate) granted_total: u64,
     pub(crate) refused_total: u64,
     pub(crate) revoked_total: u64,
@@ -164,6 +165,7 @@ impl GrantCounters {
             grants,
             pairs,
             memory_bytes,
+            queue_bytes,
             granted_total,
             refused_total,
             revoked_total,
@@ -173,6 +175,7 @@ impl GrantCounters {
             ("queue_grants", grants),
             ("queue_pairs_granted", pairs),
             ("registered_memory_bytes", memory_bytes),
+            ("queue_pair_memory_bytes", queue_bytes),
             ("queue_grants_created", granted_total),
             ("queue_grants_refused", refused_total),
             ("queue_grants_revoked", revoked_total),
@@ -410,7 +413,9 @@ impl QueueGrantService {
                 Err(error) => {
                     undo(lender, (DeviceId(device), &access), lent);
                     return Err(match error {
-                        NvmeError::NoQueue { .. } => QueueGrantRefusal::Exhausted(error.to_string()),
+                        NvmeError::NoQueue { .. } | NvmeError::Memory(_) => {
+                            QueueGrantRefusal::Exhausted(format!("create a queue pair: {error}"))
+                        }
                         error => invalid("create a queue pair", &error),
                     });
                 }
@@ -550,6 +555,7 @@ impl QueueGrantService {
             grants: state.table.iter().count() as u64,
             pairs: state.table.pairs().into(),
             memory_bytes: state.table.memory_bytes(),
+            queue_bytes: state.resources.queue_bytes(),
             granted_total: read(&self.granted),
             refused_total: read(&self.refused),
             revoked_total: read(&self.revoked),

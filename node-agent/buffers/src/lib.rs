@@ -59,7 +59,7 @@ pub use descriptors::{
 pub use error::BufferError;
 pub use heap::fix_mmap_threshold;
 pub use mapped::MappedRegion;
-pub use meminfo::Meminfo;
+pub use meminfo::{Meminfo, check_available};
 pub use memory::Access;
 pub use page_buffer::{PageBuffer, PageBufferPool};
 pub use page_kind::{PageCoverage, PageKind};

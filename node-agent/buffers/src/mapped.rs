@@ -7,6 +7,7 @@ use std::sync::Arc;
 use reprise_policy::ByteSize;
 
 use crate::error::BufferError;
+use crate::meminfo::check_available;
 use crate::memory::{Access, Advice, Memory};
 use crate::page_kind::{PageCoverage, measure};
 use crate::span::Span;
@@ -72,8 +73,9 @@ impl MappedRegion {
     /// Allocates `bytes` zero bytes that can be registered with an agent, and touches every page; returns their
     /// descriptor too. The file is sealed against changes of its size.
     ///
-    /// Errors: too little memory.
+    /// Errors: more than the memory of machine and control group, whose limit would end the process otherwise.
     pub fn allocate(bytes: u64) -> Result<(MappedRegion, OwnedFd), BufferError> {
+        check_available(bytes)?;
         let failed = |source| BufferError::system(format!("allocate {}", ByteSize(bytes)), source);
         let fd = sys::sealed_memfd(c"reprise-engine", bytes, 0).map_err(failed)?;
         let copy = fd.try_clone().map_err(failed)?;

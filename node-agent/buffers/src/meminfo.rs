@@ -84,6 +84,15 @@ impl Available {
     }
 }
 
+/// Checks that `bytes` bytes fit into the memory of machine and control group, before they are touched.
+///
+/// # Errors
+/// `NotEnoughMemory` with the limit and the remedy.
+pub fn check_available(bytes: u64) -> Result<(), BufferError> {
+    // Without /proc/meminfo there is no early check.
+    Available::now().map_or(Ok(()), |available| available.check(bytes))
+}
+
 /// Returns the directories of this process's control group (version 2) and its ancestors.
 fn memory_groups() -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
@@ -123,6 +132,13 @@ mod tests {
         let available = Available::from_meminfo(&Meminfo(text.to_owned())).expect("MemAvailable exists");
         assert_eq!((available.bytes, available.hugetlb_bytes), (2 << 20, 6 << 20));
         assert_eq!(Available::from_meminfo(&Meminfo("MemTotal: 100 kB\n".to_owned())), None);
+    }
+
+    #[test]
+    fn memory_beyond_the_machine_is_refused_before_it_is_touched() {
+        assert!(check_available(4096).is_ok());
+        let refused = check_available(1 << 50).expect_err("a pebibyte").to_string();
+        assert!(refused.contains("raise the limit"), "{refused}");
     }
 
     #[test]

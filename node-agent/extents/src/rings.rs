@@ -118,7 +118,12 @@ pub struct RingDevices {
 
 impl RingDevices {
     /// Stops the ring of a device, and returns its queue pairs; waits until the agent has deleted them.
-    fn return_queues_of(&mut self, index: usize, grant: QueueGrant, limit: Duration) -> Result<(), ClientError> {
+    fn return_queues_of(
+        &mut self,
+        index: usize,
+        grant: QueueGrant,
+        limit: Duration,
+    ) -> Result<(), ClientError> {
         let detached = self.mover.detach(index);
         self.client.return_queues_within(grant, limit)?;
         detached.into_iter().for_each(DetachedRing::release);

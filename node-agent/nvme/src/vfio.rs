@@ -28,7 +28,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use reprise_buffers::{Region, Span};
+use reprise_buffers::{Region, Span, check_available};
 use reprise_io::PciAddress;
 
 pub use error::FunctionError;
@@ -176,6 +176,7 @@ impl Backing for VfioController {
 
     fn allocate(&self, bytes: usize) -> Result<VfioMemory, NvmeError> {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
+        check_available(bytes as u64)?;
         let pages = Pages::allocate(bytes).map_err(|error| {
             FunctionError::system(format!("allocate {bytes} bytes for a controller"), error)
         })?;

@@ -227,6 +227,7 @@ pub(crate) const QUEUE_GRANTS: &[MetricInfo] = &[
     gauge("queue_grants", "Grants of queue pairs to sessions"),
     gauge("queue_pairs_granted", "Queue pairs that sessions drive themselves"),
     gauge("registered_memory_bytes", "Bytes of engine memory that is registered for controllers"),
+    gauge("queue_pair_memory_bytes", "Bytes of the agent's memory for queue pairs that sessions drive"),
     counter("queue_grants_created", "Grants of queue pairs"),
     counter("queue_grants_refused", "Refused requests for queue pairs or registrations of memory"),
     counter(

@@ -56,7 +56,7 @@ pub(super) struct HeldQueue {
     pub(super) id: u16,
     /// Ends the access of the controller when it is dropped.
     _mapping: DmaMapping,
-    _memory: MappedRegion,
+    memory: MappedRegion,
 }
 
 /// Memory of one session.
@@ -85,7 +85,7 @@ pub(super) fn divide(queue: LentQueue) -> (NewQueue, HeldQueue) {
         submission_doorbell: queue.submission_doorbell,
         completion_doorbell: queue.completion_doorbell,
     };
-    (new, HeldQueue { id, _mapping: mapping, _memory: memory })
+    (new, HeldQueue { id, _mapping: mapping, memory })
 }
 
 impl Resources {
@@ -174,6 +174,11 @@ impl Resources {
     /// Returns the queue pairs of a grant, unless they are being deleted.
     pub(super) fn held(&self, generation: GrantGeneration) -> Option<&HeldQueues> {
         self.held.get(&generation)
+    }
+
+    /// Returns the bytes of all queue pairs, which count as memory of this process.
+    pub(super) fn queue_bytes(&self) -> u64 {
+        self.held.values().flat_map(|held| &held.queues).map(|queue| queue.memory.bytes()).sum()
     }
 
     pub(super) fn queues(&self, generation: GrantGeneration) -> Vec<u16> {

@@ -1,9 +1,9 @@
 //! Grants on a fake controller that records the calls.
 
 use std::any::Any;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use reprise_buffers::Span;
+use reprise_buffers::{Span, check_available};
 use reprise_nvme::{DataFormat, DmaMapping};
 use reprise_policy::TenantId;
 
@@ -21,6 +21,8 @@ pub(crate) struct FakeLender {
     log: Log,
     free: Mutex<Vec<u16>>,
     pub(crate) hangs: AtomicBool,
+    /// Bytes of a queue pair that the machine must have.
+    bytes: AtomicU64,
     /// Memory that it may access until it is disabled.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
     silenced: Mutex<Vec<u16>>,
@@ -45,6 +47,7 @@ impl FakeLender {
             log: Arc::clone(log),
             free: Mutex::new(vec![4, 3, 2, 1]),
             hangs: AtomicBool::new(false),
+            bytes: AtomicU64::new(4096),
             kept: Mutex::default(),
             silenced: Mutex::default(),
             on_lend: Mutex::new(None),
@@ -85,6 +88,7 @@ impl QueueLender for FakeLender {
         if let Some(run) = self.on_lend.lock().expect("no panic").take() {
             run();
         }
+        check_available(self.bytes.load(Ordering::SeqCst))?;
         let id = self.free.lock().expect("no panic").pop().ok_or(NvmeError::NoQueue { granted: 4 })?;
         self.note(format!("create {id}"));
         let (memory, file) = MappedRegion::allocate(4096)?;
@@ -252,6 +256,20 @@ fn queue_pairs_of_a_failed_request_are_deleted() {
     assert_eq!(fixture.service.counters().pairs, 0);
     assert_eq!(fixture.service.counters().refused_total, 1);
     fixture.grant(ONE, 4).expect("all are free again");
+}
+
+#[test]
+fn queue_pairs_that_do_not_fit_into_memory_are_refused_with_the_limit() {
+    let fixture = Fixture::new();
+    fixture.register(ONE);
+    fixture.lender.bytes.store(1 << 50, Ordering::SeqCst);
+    let refused = fixture.grant(ONE, 1).expect_err("a pebibyte");
+    let has_limit = |text: &str| text.contains("of memory do not fit") && text.contains("raise the limit");
+    assert!(matches!(&refused, QueueGrantRefusal::Exhausted(text) if has_limit(text)), "{refused}");
+    assert_eq!(fixture.service.counters().queue_bytes, 0);
+    fixture.lender.bytes.store(4096, Ordering::SeqCst);
+    fixture.grant(ONE, 2).expect("they fit");
+    assert_eq!(fixture.service.counters().queue_bytes, 2 * 4096);
 }
 
 #[test]

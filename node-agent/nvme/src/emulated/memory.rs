@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use reprise_buffers::{SharedMemory, Span};
+use reprise_buffers::{SharedMemory, Span, check_available};
 
 use crate::backing::{DmaMapping, DmaMemory, check_part};
 use crate::error::NvmeError;
@@ -83,6 +83,7 @@ pub(super) struct AddressSpace {
 impl AddressSpace {
     /// Allocates memory that is mapped until it is dropped.
     pub(super) fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, NvmeError> {
+        check_available(bytes as u64)?;
         let memory = Arc::new(SharedMemory::create(bytes.next_multiple_of(PAGE_BYTES))?);
         let address = self.add(Mapping::Words(Arc::clone(&memory)));
         let bytes = memory.len();
