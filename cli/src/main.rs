@@ -21,6 +21,7 @@ mod replay;
 mod sim;
 mod status;
 mod tenant;
+mod trace;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -75,6 +76,8 @@ enum Command {
     Explain(explain::ExplainArgs),
     /// Print the replicas in the directory and, on request, each change.
     Events(events::EventsArgs),
+    /// Record what engines ask of agents, as a trace that can be replayed.
+    Trace(trace::TraceArgs),
     /// Stop placing new replicas on a node; its engines keep working.
     Cordon(node_mode::ModeArgs),
     /// Return a cordoned or draining node to normal use.
@@ -151,6 +154,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
+        Some(Command::Trace(args)) => trace::command(&args, &config, audience),
         Some(Command::Cordon(args)) => node_mode::cordon(&args, &config, audience),
         Some(Command::Uncordon(args)) => node_mode::uncordon(&args, &config, audience),
         Some(Command::Drain(args)) => node_mode::drain(&args, &config, audience),

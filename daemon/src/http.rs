@@ -6,6 +6,7 @@
 //! A connection whose client does not read the response counts as idle.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +35,10 @@ const BACKLOG: i32 = 4096;
 
 /// Maximum size of a request header, and of the buffers of a connection, in bytes.
 const BUFFER_BYTES: usize = 16 << 10;
+
+/// Address of the client of a request, in the request's extensions.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientAddress(pub SocketAddr);
 
 /// Serves pages until `stop` completes, then until the running requests are answered.
 pub async fn serve(
@@ -68,9 +73,13 @@ async fn serve_connection(
     permit: Permit,
     mut stopping: watch::Receiver<bool>,
 ) {
+    let client = stream.peer_addr().ok().map(ClientAddress);
     let permit = Arc::new(permit);
     let pages = TowerToHyperService::new(pages);
-    let service = service_fn(|request: Request<Incoming>| {
+    let service = service_fn(|mut request: Request<Incoming>| {
+        if let Some(client) = client {
+            request.extensions_mut().insert(client);
+        }
         let (permit, answer) = (Arc::clone(&permit), hyper::service::Service::call(&pages, request));
         async move {
             permit.set_busy();
@@ -110,8 +119,6 @@ async fn serve_connection(
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
-
     use axum::routing::get;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

@@ -1,5 +1,5 @@
 //! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`, `/status`, `/blocks/<key>`,
-//! `/slack/<profile>/<phase>/<input>/<prefix>`.
+//! `/slack/<profile>/<phase>/<input>/<prefix>`, `/trace/<seconds>`.
 //!
 //! One thread with its own runtime, so a slow scraper does not affect the data path; idle clients cannot
 //! exhaust the bounded connections ([`reprise_daemon::http`]). `/healthz` fails if the core's thread has
@@ -12,6 +12,7 @@ mod slack;
 mod status;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,6 +45,7 @@ use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, QUEUE_GRANTS, TenantRows, describe};
 use crate::queue_grants::QueueGrantService;
+use crate::recorder::Recorder;
 use crate::slack::ActiveProfiles;
 
 /// Time limit for the core's response: microseconds, or at most 0.4 s behind a full inbox.
@@ -76,6 +78,7 @@ pub(crate) struct AdminContext {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) slack: ActiveProfiles,
     pub(crate) queue_grants: Arc<QueueGrantService>,
+    pub(crate) recorder: Arc<Recorder>,
     /// Set while the agent serves.
     pub(crate) ready: AtomicBool,
 }
@@ -144,6 +147,7 @@ impl AdminPort {
             .route("/status", get(status_page))
             .route("/blocks/{key}", get(block_page))
             .route("/slack/{profile}/{phase}/{input}/{prefix}", get(slack_page))
+            .route("/trace/{seconds}", get(trace::page))
             .with_state(context);
         let listener = {
             let _entered = runtime.enter();

@@ -33,6 +33,7 @@ mod metrics;
 mod modes;
 mod peer;
 mod queue_grants;
+mod recorder;
 mod runtime;
 mod session;
 mod slack;

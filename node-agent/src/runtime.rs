@@ -46,6 +46,7 @@ use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer;
 use crate::queue_grants::QueueGrantService;
+use crate::recorder::Recorder;
 use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
 use crate::slack::ActiveProfiles;
 
@@ -187,6 +188,7 @@ impl Runtime {
             .zip(bindings.clone())
             .map(|(cluster, bindings)| Identity::new(bindings, cluster.token_review()));
         let slack = ActiveProfiles::from_files(&settings.slack_profiles)?;
+        let recorder = Arc::new(Recorder::new(settings.node.name.clone()));
         let session_context = Arc::new(SessionContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
@@ -198,6 +200,7 @@ impl Runtime {
             rejected: metrics.rejected().clone(),
             slack: slack.clone(),
             queue_grants: queue_grants.clone(),
+            recorder: recorder.clone(),
         });
         let server = SessionServerSettings {
             session: settings.session.clone(),
@@ -220,6 +223,7 @@ impl Runtime {
             tenants,
             slack,
             queue_grants,
+            recorder,
             settings,
             connections_max: limits.admin,
         });

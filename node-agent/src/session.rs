@@ -41,12 +41,13 @@ use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::session::{LayerReport, TransferBackend};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, DevicePlace, SessionId, TenantId, TenantName};
+use reprise_policy::{BlockKey, DevicePlace, Layout, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
 use crate::metrics::{BlockCount, BlockPath, Direction};
 use crate::queue_grants::QueueGrantService;
+use crate::recorder::{Caller, Recorder};
 use crate::slack::{ActiveProfiles, SlackReports};
 use backend::StatedBackend;
 use decode::DecodeResult;
@@ -89,8 +90,7 @@ pub(crate) struct Session {
     is_fenced: AtomicBool,
     /// Maximum number of blocks of a load, so that its reply fits into a frame.
     load_blocks_max: usize,
-    /// Payload of a block of its layout.
-    block_bytes: u64,
+    layout: Layout,
     backend: StatedBackend,
 }
 
@@ -127,6 +127,7 @@ pub(crate) struct SessionContext {
     /// Slack profiles, and what engines report about their layers.
     pub(crate) slack: ActiveProfiles,
     pub(crate) queue_grants: Arc<QueueGrantService>,
+    pub(crate) recorder: Arc<Recorder>,
 }
 
 impl SessionContext {
@@ -160,7 +161,11 @@ impl Session {
     /// Returns which blocks a reply to this session confirms as stored, or makes readable.
     pub(crate) fn moved_blocks(&self, reply: &Reply) -> Option<(BlockPath, Direction, BlockCount)> {
         let (path, direction, blocks) = backend::moved_blocks(self.backend.get(), reply)?;
-        Some((path, direction, BlockCount { blocks, bytes: blocks.saturating_mul(self.block_bytes) }))
+        Some((
+            path,
+            direction,
+            BlockCount { blocks, bytes: blocks.saturating_mul(self.layout.block_bytes()) },
+        ))
     }
 
     /// Sends a reply, with descriptors of devices that the session does not have; never blocks. A session that
@@ -323,6 +328,9 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
                 session.refuse(id.0, local::FailureKind::Busy, &message);
                 return true;
             }
+            let caller =
+                Caller { session: session.id, tenant: &session.peer.tenant, layout: &session.layout };
+            context.recorder.note(caller, &body);
             let received = Instant::now();
             let request = Request { session: session.id, request: id, body, received };
             context.inbox.send(Input::Request(request)).is_ok()

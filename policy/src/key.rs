@@ -1,7 +1,10 @@
 //! Block keys, which identify blocks on a node and across the cluster.
 
+use std::borrow::Cow;
 use std::fmt;
 
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 
 use crate::content::first_16;
@@ -77,6 +80,22 @@ impl BlockKey {
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
+    }
+}
+
+/// The display form.
+impl Serialize for BlockKey {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockKey {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<BlockKey, D::Error> {
+        let text = Cow::<'de, str>::deserialize(deserializer)?;
+        BlockKey::from_hex(&text).ok_or_else(|| {
+            D::Error::custom(format!("invalid block key '{text}': expected 32 hexadecimal digits"))
+        })
     }
 }
 

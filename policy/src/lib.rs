@@ -32,6 +32,7 @@ pub mod slot_set;
 pub mod tenant;
 pub mod tier;
 pub mod time;
+pub mod trace;
 pub mod units;
 
 pub use arena_slot::{ArenaSlot, RegionId};

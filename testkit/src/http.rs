@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use bytes::Bytes;
 pub use http::Request;
 use http::header::{CONNECTION, HOST};
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::client::conn::http1;
+use hyper::client::conn::http1::{self, Connection, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
@@ -17,6 +17,9 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Largest accepted body: more than the status page of 1,000 nodes.
 const BODY_BYTES_MAX: usize = 16 << 20;
+
+/// Longest accepted line of a stream.
+const LINE_BYTES_MAX: usize = 1 << 20;
 
 /// Response of a server.
 #[derive(Clone, Debug, Default)]
@@ -82,14 +85,64 @@ pub async fn ask_async(address: &str, path: &str) -> anyhow::Result<Response> {
     send_async(address, request.with_context(|| format!("invalid path \"{path}\""))?).await
 }
 
-async fn send_async(address: &str, request: Request<String>) -> anyhow::Result<Response> {
+/// Fetches `path` from `address`, and passes each line of the body on as it arrives; without a limit on the number of
+/// lines or on time. A last line without a newline is not passed on.
+///
+/// # Errors
+/// No response, another status than 200, a line of more than 1 MiB, a broken connection, or an error of `each`, which
+/// ends the transfer.
+pub async fn follow_lines(
+    address: &str,
+    path: &str,
+    mut each: impl FnMut(&str) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let request =
+        Request::get(path).body(String::new()).with_context(|| format!("invalid path \"{path}\""))?;
+    let (mut sender, connection) = connect(address).await?;
+    let exchange = async move {
+        let (head, mut body) = sender.send_request(addressed(request, address)?).await?.into_parts();
+        if head.status != 200 {
+            let text = Limited::new(body, LINE_BYTES_MAX).collect().await;
+            let text = text.map(|text| String::from_utf8_lossy(&text.to_bytes()).trim().to_owned());
+            bail!("HTTP status {}: {}", head.status.as_u16(), text.unwrap_or_default());
+        }
+        let mut rest = Vec::new();
+        while let Some(frame) = body.frame().await {
+            let Ok(data) = frame?.into_data() else { continue };
+            rest.extend_from_slice(&data);
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = rest.drain(..=end).collect();
+                each(std::str::from_utf8(&line[..end]).context("a line is not UTF-8")?)?;
+            }
+            ensure!(rest.len() <= LINE_BYTES_MAX, "a line exceeds {LINE_BYTES_MAX} bytes");
+        }
+        Ok(())
+    };
+    // The connection is driven here, and ends once the exchange has dropped its sender.
+    let (followed, _ended) = tokio::join!(exchange, connection);
+    followed.with_context(|| format!("{address}{path}"))
+}
+
+type Exchange = (SendRequest<Full<Bytes>>, Connection<TokioIo<TcpStream>, Full<Bytes>>);
+
+async fn connect(address: &str) -> anyhow::Result<Exchange> {
     let stream = TcpStream::connect(address).await.with_context(|| format!("cannot connect to {address}"))?;
+    Ok(http1::handshake(TokioIo::new(stream)).await?)
+}
+
+/// Adds the header fields of a request that is the only one of its connection.
+fn addressed(request: Request<String>, address: &str) -> anyhow::Result<Request<Full<Bytes>>> {
     let host = HeaderValue::from_str(address)
         .with_context(|| format!("invalid address \"{address}\": expected host:port"))?;
     let mut request = request.map(|body| Full::new(Bytes::from(body)));
     request.headers_mut().insert(HOST, host);
     request.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    Ok(request)
+}
+
+async fn send_async(address: &str, request: Request<String>) -> anyhow::Result<Response> {
+    let request = addressed(request, address)?;
+    let (mut sender, connection) = connect(address).await?;
     let exchange = async move {
         let (head, body) = sender.send_request(request).await?.into_parts();
         let body =
@@ -149,6 +202,30 @@ mod tests {
         assert!(error.ends_with("/x: HTTP status 404"), "{error}");
         let answer = ask(&serve(response), "/x", TIMEOUT).expect("a response");
         assert_eq!((answer.code, answer.body.as_str()), (404, "no"));
+    }
+
+    fn follow(address: &str) -> (Vec<String>, anyhow::Result<()>) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let mut lines = Vec::new();
+        let followed = runtime.block_on(follow_lines(address, "/trace", |line| {
+            lines.push(line.to_owned());
+            Ok(())
+        }));
+        (lines, followed)
+    }
+
+    #[test]
+    fn lines_are_passed_on_across_chunks_and_refusals_have_their_reason() {
+        let chunks =
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na\nb\r\n3\r\nc\nd\r\n0\r\n\r\n";
+        let (lines, followed) = follow(&serve(chunks));
+        followed.expect("a whole response");
+        assert_eq!(lines, ["a", "bc"]);
+        let torn = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\na\n\r\n5\r\nb";
+        let (lines, followed) = follow(&serve(torn));
+        assert!(followed.is_err() && lines == ["a"]);
+        let (_, refused) = follow(&serve("HTTP/1.1 403 Forbidden\r\ncontent-length: 4\r\n\r\nwhy\n"));
+        assert!(format!("{:#}", refused.expect_err("refused")).contains("HTTP status 403: why"));
     }
 
     #[test]

@@ -2,12 +2,18 @@
 //! `input_length` and `output_length` (tokens) and `hash_ids`, one id per 512 tokens of the prompt. Ids are
 //! prefix-chained: equal ids mean equal prefixes. The trace has no text, so token ids are derived from the
 //! hash ids ([`TraceRequest::block_tokens`]): equal hash ids give equal tokens.
+//!
+//! Recordings of agents are read as such traces too ([`recording`]).
 
-use std::io::{BufRead, BufReader};
+pub mod recording;
+
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
+
+use recording::Recording;
 
 /// Tokens of the prompt per hash id of the trace.
 pub const TOKENS_PER_HASH_ID: usize = 512;
@@ -73,10 +79,26 @@ impl Trace {
                 return Trace::parse("the built-in sample".to_owned(), SAMPLE.as_bytes());
             }
         };
-        let reader = std::fs::File::open(&path)
+        let file = std::fs::File::open(&path)
             .with_context(|| format!("cannot open the trace {}", path.display()))?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        Trace::parse(name, BufReader::new(reader))
+        Trace::read(name, BufReader::new(file))
+    }
+
+    /// Reads a trace or a recording.
+    fn read(name: String, mut reader: impl BufRead) -> anyhow::Result<Trace> {
+        let mut first = String::new();
+        reader.read_line(&mut first).with_context(|| format!("cannot read {name}"))?;
+        let is_recording = recording::is_recording(&first);
+        let reader = first.as_bytes().chain(reader);
+        if !is_recording {
+            return Trace::parse(name, reader);
+        }
+        let requests = Recording::read(&name, reader)?.requests;
+        if requests.is_empty() {
+            bail!("{name}: the recording has no requests");
+        }
+        Ok(Trace { name, requests })
     }
 
     fn parse(name: String, reader: impl BufRead) -> anyhow::Result<Trace> {

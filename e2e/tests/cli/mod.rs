@@ -1,6 +1,7 @@
 //! The `reprise` command: the demo, a replay against a running cluster, status, doctor, and benchmarks.
 
 mod generated_pages;
+mod trace;
 mod user_nvme;
 
 use std::path::Path;
@@ -139,6 +140,7 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_other_commands() {
     assert!(nodes.iter().all(|node| node["alive"] == true), "{status}");
     assert!(number(&status, "/directory_replicas") > 1000, "{status}");
     assert_explained(folder);
+    trace::assert_a_recording_replays(folder);
     assert_modes_are_set(folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);

@@ -6,6 +6,9 @@ use reprise_agent_core::effect::{DeviceId, LookupId};
 use reprise_agent_core::event::{Event, Priority};
 use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy, limits};
 
+use axum::Extension;
+use reprise_daemon::http::ClientAddress;
+
 use super::*;
 use crate::config::Config;
 use crate::core_loop::{Clock, CoreView, LocatedBlock};
@@ -41,6 +44,7 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         tenants: Arc::default(),
         slack: ActiveProfiles::default(),
         queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
+        recorder: Arc::new(Recorder::new("test".to_owned())),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })
@@ -168,4 +172,30 @@ fn missing_block_and_invalid_key_have_different_responses() {
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(body.contains("32 hexadecimal digits"), "{body}");
     assert!(inputs.is_empty(), "the core is not queried");
+}
+
+#[test]
+fn traces_are_for_clients_of_the_node_and_bounded() {
+    let (inbox, _inputs) = Inbox::new();
+    let context = context(inbox, Liveness::new(Clock::start()));
+    let ask = async |address: Option<&str>, seconds| {
+        let client = address.map(|address| {
+            Extension(ClientAddress(SocketAddr::new(address.parse().expect("an address"), 1)))
+        });
+        trace::page(State(context.clone()), client, Path(seconds)).await
+    };
+    run(async {
+        for address in [None, Some("10.0.0.2"), Some("::ffff:10.0.0.2"), Some("2001:db8::1")] {
+            assert_eq!(ask(address, 1).await.status(), StatusCode::FORBIDDEN, "{address:?}");
+        }
+        for seconds in [0, 86_401] {
+            assert_eq!(ask(Some("127.0.0.1"), seconds).await.status(), StatusCode::BAD_REQUEST);
+        }
+        let mut open = Vec::new();
+        for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1", "127.0.0.2"] {
+            open.push(ask(Some(address), 1).await);
+            assert_eq!(open.last().expect("pushed").status(), StatusCode::OK, "{address}");
+        }
+        assert_eq!(ask(Some("::1"), 1).await.status(), StatusCode::TOO_MANY_REQUESTS);
+    });
 }

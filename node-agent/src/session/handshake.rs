@@ -160,7 +160,7 @@ fn open(
         in_flight: 0.into(),
         is_fenced: false.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
-        block_bytes: hello.layout.block_bytes(),
+        layout: hello.layout,
         backend: StatedBackend::default(),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));

@@ -468,6 +468,7 @@ mod tests {
             rejected: RejectedConnections::default(),
             slack: crate::slack::ActiveProfiles::default(),
             queue_grants: Arc::new(QueueGrantService::new(NO_QUEUES)),
+            recorder: Arc::new(crate::recorder::Recorder::new("test".to_owned())),
         };
         let settings = SessionServerSettings {
             session: settings(directory),

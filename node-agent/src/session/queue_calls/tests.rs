@@ -52,6 +52,7 @@ impl Fixture {
             rejected: RejectedConnections::default(),
             slack: crate::slack::ActiveProfiles::default(),
             queue_grants,
+            recorder: Arc::new(crate::recorder::Recorder::new("test".to_owned())),
         };
         let (client, agent) = UnixStream::pair().expect("a socket pair");
         client.set_read_timeout(Some(LONG)).expect("an option of the socket");
@@ -65,7 +66,7 @@ impl Fixture {
             in_flight: 0.into(),
             is_fenced: false.into(),
             load_blocks_max: 1,
-            block_bytes: 4096,
+            layout: crate::recorder::tests::layout(1),
             backend: StatedBackend::default(),
         });
         let (noted, inputs) = channel();

@@ -1,0 +1,311 @@
+//! Traces of what engines ask of agents: block keys, sizes and times, without text.
+//!
+//! An agent records the calls of its sessions as lines of JSON. A recording begins with a line
+//! [`Line::Start`] for each agent and ends with a line [`Line::End`] for each. [`Requests`] turns the calls into
+//! requests, which can be replayed.
+//!
+//! Keys identify prefixes: equal keys mean equal tokens up to the end of the block. [`Names`] replaces keys and
+//! names by numbers, so that a trace can be given away: a key can be guessed from a known prompt, its number cannot.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::BlockKey;
+
+/// Version of the lines. A reader refuses other versions.
+pub const VERSION: u32 = 1;
+
+/// A line of a recording.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "line", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Line {
+    /// First line of an agent.
+    Start {
+        /// [`VERSION`].
+        version: u32,
+        /// Name of the agent's node.
+        node: String,
+    },
+    /// A call of an engine.
+    Call(Call),
+    /// Last line of an agent. Without it, the recording was cut off.
+    End {
+        /// Name of the agent's node.
+        node: String,
+        /// Number of recorded calls.
+        calls: u64,
+        /// Number of calls that are missing, because the reader was slower than the engines.
+        dropped: u64,
+    },
+}
+
+/// Kind of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Operation {
+    /// The engine asked how many leading blocks are available: a request has arrived.
+    Match,
+    /// The engine loaded blocks.
+    Load,
+    /// The engine saved blocks.
+    Save,
+}
+
+/// A call of an engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Call {
+    /// Kind of the call.
+    pub operation: Operation,
+    /// Time of the receipt in microseconds since the Unix epoch, by the clock of the node.
+    pub micros: u64,
+    /// Name of the node.
+    pub node: String,
+    /// Number of the session at its agent.
+    pub session: u64,
+    /// Tenant of the session.
+    pub tenant: String,
+    /// Tokens of a block.
+    pub block_tokens: u64,
+    /// Payload of a block in bytes: of one rank, where blocks are divided among ranks.
+    pub block_bytes: u64,
+    /// Number of blocks before the first key in its chain; absent if the engine did not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub position: Option<u32>,
+    /// Block before the first key in its chain, where a save names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<BlockKey>,
+    /// Keys in the order of their chain; of the first rank, where blocks are divided among ranks.
+    pub keys: Vec<BlockKey>,
+}
+
+/// A request of an engine, as calls show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Arrival in microseconds since the Unix epoch.
+    pub micros: u64,
+    /// Tokens of a block.
+    pub block_tokens: u64,
+    /// Keys of the prompt's full blocks.
+    pub prompt: Vec<BlockKey>,
+    /// Number of full blocks that the engine saved behind the prompt.
+    pub output_blocks: u64,
+}
+
+/// Turns the calls of a recording into requests. Calls of one session must come in their order.
+#[derive(Debug, Default)]
+pub struct Requests {
+    requests: Vec<Request>,
+    /// By node and session: index of the request that the next part of a long match continues.
+    last: HashMap<(String, u64), usize>,
+    /// Index of the latest request whose blocks end with this key. Engines match and save in different sessions.
+    by_end: HashMap<BlockKey, usize>,
+    unplaced: u64,
+}
+
+impl Requests {
+    /// Adds a call.
+    pub fn add(&mut self, call: &Call) {
+        match call.operation {
+            Operation::Match => self.add_match(call),
+            Operation::Save => self.add_save(call),
+            Operation::Load => {}
+        }
+    }
+
+    /// Returns the number of matches that continue a prompt whose begin is not in the recording.
+    pub fn unplaced(&self) -> u64 {
+        self.unplaced
+    }
+
+    /// Returns the requests in the order of their arrival.
+    pub fn into_requests(mut self) -> Vec<Request> {
+        self.requests.sort_by_key(|request| request.micros);
+        self.requests
+    }
+
+    fn add_match(&mut self, call: &Call) {
+        let Some(end) = call.keys.last() else { return };
+        let session = (call.node.clone(), call.session);
+        let position = call.position.unwrap_or(0) as usize;
+        let at = if position == 0 {
+            self.requests.push(Request {
+                micros: call.micros,
+                block_tokens: call.block_tokens,
+                prompt: call.keys.clone(),
+                output_blocks: 0,
+            });
+            self.requests.len() - 1
+        } else {
+            let continued = self.last.get(&session).filter(|at| self.requests[**at].prompt.len() == position);
+            let Some(&at) = continued else {
+                self.unplaced += 1;
+                return;
+            };
+            self.requests[at].prompt.extend_from_slice(&call.keys);
+            at
+        };
+        self.last.insert(session, at);
+        self.by_end.insert(*end, at);
+    }
+
+    fn add_save(&mut self, call: &Call) {
+        let known = |key: &BlockKey| self.by_end.get(key).copied();
+        let after_known = call.keys.iter().rposition(|key| known(key).is_some()).map_or(0, |at| at + 1);
+        let end_before = if after_known > 0 { call.keys.get(after_known - 1) } else { call.parent.as_ref() };
+        let (Some(at), output) = (end_before.and_then(known), &call.keys[after_known..]) else { return };
+        let Some(end) = output.last() else { return };
+        self.requests[at].output_blocks += output.len() as u64;
+        self.by_end.insert(*end, at);
+    }
+}
+
+/// Replaces keys, tenants and nodes by numbers in the order of their appearance, and times by times since the
+/// first call.
+#[derive(Debug, Default)]
+pub struct Names {
+    keys: HashMap<BlockKey, u128>,
+    tenants: HashMap<String, String>,
+    nodes: HashMap<String, String>,
+    first_micros: Option<u64>,
+}
+
+impl Names {
+    /// Returns the line without names.
+    pub fn replace(&mut self, line: Line) -> Line {
+        match line {
+            Line::Start { version, node } => Line::Start { version, node: self.node(node) },
+            Line::End { node, calls, dropped } => Line::End { node: self.node(node), calls, dropped },
+            Line::Call(call) => Line::Call(self.replace_call(call)),
+        }
+    }
+
+    fn replace_call(&mut self, call: Call) -> Call {
+        let first = *self.first_micros.get_or_insert(call.micros);
+        Call {
+            micros: call.micros.saturating_sub(first),
+            node: self.node(call.node),
+            tenant: numbered(&mut self.tenants, "tenant", call.tenant),
+            parent: call.parent.map(|key| self.key(key)),
+            keys: call.keys.into_iter().map(|key| self.key(key)).collect(),
+            ..call
+        }
+    }
+
+    fn node(&mut self, name: String) -> String {
+        numbered(&mut self.nodes, "node", name)
+    }
+
+    fn key(&mut self, key: BlockKey) -> BlockKey {
+        let next = self.keys.len() as u128 + 1;
+        BlockKey(self.keys.entry(key).or_insert(next).to_be_bytes())
+    }
+}
+
+fn numbered(names: &mut HashMap<String, String>, prefix: &str, name: String) -> String {
+    let next = names.len() + 1;
+    names.entry(name).or_insert_with(|| format!("{prefix}-{next}")).clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(number: u8) -> BlockKey {
+        BlockKey([number; BlockKey::SIZE])
+    }
+
+    fn call(operation: Operation, micros: u64, keys: &[u8]) -> Call {
+        Call {
+            operation,
+            micros,
+            node: "a".to_owned(),
+            session: 1,
+            tenant: "team".to_owned(),
+            block_tokens: 16,
+            block_bytes: 4096,
+            position: None,
+            parent: None,
+            keys: keys.iter().map(|number| key(*number)).collect(),
+        }
+    }
+
+    fn requests(calls: &[Call]) -> (Vec<Request>, u64) {
+        let mut requests = Requests::default();
+        calls.iter().for_each(|call| requests.add(call));
+        let unplaced = requests.unplaced();
+        (requests.into_requests(), unplaced)
+    }
+
+    #[test]
+    fn lines_survive_json() {
+        let save = Call { parent: Some(key(9)), position: Some(3), ..call(Operation::Save, 5, &[1, 2]) };
+        let lines = [
+            Line::Start { version: VERSION, node: "a".to_owned() },
+            Line::Call(save),
+            Line::End { node: "a".to_owned(), calls: 1, dropped: 0 },
+        ];
+        for line in lines {
+            let text = serde_json::to_string(&line).expect("encodes");
+            assert_eq!(serde_json::from_str::<Line>(&text).expect("decodes"), line, "{text}");
+        }
+        let wrong = r#"{"line":"call","keys":["1"]}"#;
+        assert!(serde_json::from_str::<Line>(wrong).is_err());
+    }
+
+    #[test]
+    fn each_match_from_the_first_block_is_a_request_and_loads_are_none() {
+        let calls = [
+            call(Operation::Match, 30, &[1, 2]),
+            call(Operation::Load, 31, &[1]),
+            call(Operation::Match, 20, &[1, 3]),
+        ];
+        let (requests, unplaced) = requests(&calls);
+        assert_eq!(unplaced, 0);
+        assert_eq!(requests.iter().map(|request| request.micros).collect::<Vec<_>>(), [20, 30]);
+        assert_eq!(requests[1].prompt, [key(1), key(2)]);
+    }
+
+    #[test]
+    fn a_match_in_parts_is_one_request_and_a_part_without_its_begin_is_none() {
+        let part = |position, keys: &[u8]| Call { position, ..call(Operation::Match, 1, keys) };
+        let (found, unplaced) = requests(&[part(None, &[1, 2]), part(Some(2), &[3])]);
+        assert_eq!((found.len(), unplaced), (1, 0));
+        assert_eq!(found[0].prompt, [key(1), key(2), key(3)]);
+        let (found, unplaced) = requests(&[part(None, &[1]), part(Some(2), &[3])]);
+        assert_eq!((found.len(), unplaced), (1, 1));
+    }
+
+    #[test]
+    fn saves_behind_the_prompt_are_its_output() {
+        let save = |parent: Option<u8>, keys: &[u8]| Call {
+            parent: parent.map(key),
+            ..call(Operation::Save, 2, keys)
+        };
+        let calls = [
+            call(Operation::Match, 1, &[1, 2]),
+            save(Some(1), &[2, 3]),
+            save(Some(3), &[4, 5]),
+            save(Some(8), &[9]),
+        ];
+        let (found, _) = requests(&calls);
+        assert_eq!((found.len(), found[0].output_blocks), (1, 3));
+        let (found, _) = requests(&[call(Operation::Match, 1, &[1, 2]), save(None, &[1, 2])]);
+        assert_eq!(found[0].output_blocks, 0, "the prompt is no output");
+    }
+
+    #[test]
+    fn names_keep_equality_and_order_only() {
+        let mut names = Names::default();
+        let line =
+            |number| Line::Call(Call { parent: Some(key(4)), ..call(Operation::Save, 70, &[number, 9]) });
+        let Line::Call(first) = names.replace(line(200)) else { panic!("a call stays a call") };
+        let Line::Call(second) = names.replace(line(201)) else { panic!("a call stays a call") };
+        assert_eq!((first.micros, first.node.as_str(), first.tenant.as_str()), (0, "node-1", "tenant-1"));
+        assert_eq!(first.parent, second.parent);
+        assert_ne!(first.keys[0], second.keys[0]);
+        assert_eq!(first.keys[1], second.keys[1]);
+        let text = serde_json::to_string(&Line::Call(first)).expect("encodes");
+        assert!(!text.contains(&key(200).to_string()) && !text.contains("team"), "{text}");
+    }
+}
