@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 /// Maximum number of recordings at a time.
 pub(crate) const RECORDINGS_MAX: usize = 4;
 
-/// Maximum number of calls that wait for one recording: with the longest lists of keys, 16 MiB.
+/// Maximum number of calls that wait for one recording: with the longest lists of keys, 32 MiB.
 const CALLS_QUEUED_MAX: usize = 256;
 
 /// Passes calls to the recordings.
@@ -109,18 +109,17 @@ impl Recorder {
 
     fn call(&self, caller: Caller<'_>, request: &Request) -> Option<Call> {
         let (operation, parent, position, keys) = match request {
-            Request::Match { keys, ranks, .. } => {
+            Request::Match { keys, ranks, position, .. } => {
                 let parts = match ranks {
                     Ranks::Own => 1,
                     Ranks::All => usize::from(caller.layout.spec().tp_size).max(1),
                 };
-                (Operation::Match, None, None, keys.iter().step_by(parts).copied().collect::<Vec<BlockKey>>())
+                (Operation::Match, None, *position, keys.iter().step_by(parts).copied().collect::<Vec<BlockKey>>())
             }
             Request::Load(load) => (Operation::Load, None, None, load.keys.clone()),
             Request::Commit(commit) => {
                 let keys = commit.items.iter().filter_map(|item| item.key).collect();
-                let is_known = commit.position > 0 || commit.parent.is_none();
-                (Operation::Save, commit.parent, is_known.then_some(commit.position), keys)
+                (Operation::Save, commit.parent, commit.position, keys)
             }
             _ => return None,
         };
@@ -133,7 +132,7 @@ impl Recorder {
             tenant: caller.tenant.to_string(),
             block_tokens: caller.layout.tokens(),
             block_bytes: caller.layout.block_bytes(),
-            position: position.filter(|_| !keys.is_empty()),
+            position,
             parent,
             keys,
         })
@@ -170,7 +169,7 @@ pub(crate) mod tests {
     }
 
     fn lookup(ranks: Ranks, count: u8) -> Request {
-        Request::Match { keys: keys(count), ranks, scope: Scope::Local }
+        Request::Match { keys: keys(count), ranks, scope: Scope::Local, position: Some(0) }
     }
 
     fn note(recorder: &Recorder, layout: &Layout, request: &Request) {
@@ -194,6 +193,7 @@ pub(crate) mod tests {
         note(&recorder, &layout(1), &Request::Load(load));
         let call = recording.calls.try_recv().expect("a recorded call");
         assert_eq!((call.operation, call.session, call.block_tokens), (Operation::Match, 7, 16));
+        assert_eq!(call.position, Some(0));
         assert_eq!(call.keys, [0, 2, 4].map(|number| BlockKey([number; BlockKey::SIZE])));
         assert_eq!(call.block_bytes, layout(2).block_bytes());
         assert_eq!(recording.calls.try_recv().expect("a recorded call").operation, Operation::Load);

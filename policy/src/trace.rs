@@ -7,7 +7,7 @@
 //! Keys identify prefixes: equal keys mean equal tokens up to the end of the block. [`Names`] replaces keys and
 //! names by numbers, so that a trace can be given away: a key can be guessed from a known prompt, its number cannot.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -92,12 +92,22 @@ pub struct Request {
     pub output_blocks: u64,
 }
 
+/// Engines ask again about a waiting request; the same question within this time is not a new request.
+const ASKED_AGAIN_MICROS: u64 = 10_000_000;
+
 /// Turns the calls of a recording into requests. Calls of one session must come in their order.
+///
+/// A match from the first block of a chain is a request. Matches with an unknown position are none: agents look up
+/// blocks so when they move them.
 #[derive(Debug, Default)]
 pub struct Requests {
     requests: Vec<Request>,
     /// By node and session: index of the request that the next part of a long match continues.
     last: HashMap<(String, u64), usize>,
+    /// By node, session and last key: the request, and the time at which the engine last asked about it.
+    asked: HashMap<(String, u64, BlockKey), (usize, u64)>,
+    /// Blocks of prompts, and outputs that are counted.
+    known: HashSet<BlockKey>,
     /// Index of the latest request whose blocks end with this key. Engines match and save in different sessions.
     by_end: HashMap<BlockKey, usize>,
     unplaced: u64,
@@ -113,7 +123,8 @@ impl Requests {
         }
     }
 
-    /// Returns the number of matches that continue a prompt whose begin is not in the recording.
+    /// Returns the number of matches that belong to no request in the recording: their position is unknown, or the
+    /// begin of the prompt is missing.
     pub fn unplaced(&self) -> u64 {
         self.unplaced
     }
@@ -125,37 +136,56 @@ impl Requests {
     }
 
     fn add_match(&mut self, call: &Call) {
-        let Some(end) = call.keys.last() else { return };
+        let (Some(first), Some(end)) = (call.keys.first(), call.keys.last()) else { return };
         let session = (call.node.clone(), call.session);
-        let position = call.position.unwrap_or(0) as usize;
-        let at = if position == 0 {
+        let at = match call.position {
+            Some(0) => self.request(call, *end),
+            Some(position) => {
+                let continues = |at: &&usize| self.requests[**at].prompt.len() == position as usize;
+                let Some(&at) = self.last.get(&session).filter(continues) else {
+                    // An engine that asks again begins with the first block that it lacks.
+                    self.unplaced += u64::from(!self.known.contains(first));
+                    return;
+                };
+                self.requests[at].prompt.extend_from_slice(&call.keys);
+                at
+            }
+            None => {
+                self.unplaced += 1;
+                return;
+            }
+        };
+        self.known.extend(&call.keys);
+        self.last.insert(session, at);
+        self.by_end.insert(*end, at);
+    }
+
+    /// Returns the index of the request of a match from the first block, which may be an earlier one.
+    fn request(&mut self, call: &Call, end: BlockKey) -> usize {
+        let asked = self.asked.entry((call.node.clone(), call.session, end));
+        let (at, last_asked) = *asked.or_insert((usize::MAX, 0));
+        let is_again = at != usize::MAX && call.micros.saturating_sub(last_asked) < ASKED_AGAIN_MICROS;
+        let at = if is_again { at } else { self.requests.len() };
+        if !is_again {
             self.requests.push(Request {
                 micros: call.micros,
                 block_tokens: call.block_tokens,
                 prompt: call.keys.clone(),
                 output_blocks: 0,
             });
-            self.requests.len() - 1
-        } else {
-            let continued = self.last.get(&session).filter(|at| self.requests[**at].prompt.len() == position);
-            let Some(&at) = continued else {
-                self.unplaced += 1;
-                return;
-            };
-            self.requests[at].prompt.extend_from_slice(&call.keys);
-            at
-        };
-        self.last.insert(session, at);
-        self.by_end.insert(*end, at);
+        }
+        self.asked.insert((call.node.clone(), call.session, end), (at, call.micros));
+        at
     }
 
     fn add_save(&mut self, call: &Call) {
-        let known = |key: &BlockKey| self.by_end.get(key).copied();
-        let after_known = call.keys.iter().rposition(|key| known(key).is_some()).map_or(0, |at| at + 1);
-        let end_before = if after_known > 0 { call.keys.get(after_known - 1) } else { call.parent.as_ref() };
-        let (Some(at), output) = (end_before.and_then(known), &call.keys[after_known..]) else { return };
+        let new = call.keys.iter().rposition(|key| self.known.contains(key)).map_or(0, |at| at + 1);
+        let before = if new > 0 { call.keys.get(new - 1) } else { call.parent.as_ref() };
+        let Some(&at) = before.and_then(|key| self.by_end.get(key)) else { return };
+        let output = &call.keys[new..];
         let Some(end) = output.last() else { return };
         self.requests[at].output_blocks += output.len() as u64;
+        self.known.extend(output);
         self.by_end.insert(*end, at);
     }
 }
@@ -253,45 +283,78 @@ mod tests {
         assert!(serde_json::from_str::<Line>(wrong).is_err());
     }
 
+    fn part(micros: u64, position: Option<u32>, keys: &[u8]) -> Call {
+        Call { position, ..call(Operation::Match, micros, keys) }
+    }
+
+    fn save(parent: Option<u8>, keys: &[u8]) -> Call {
+        Call { parent: parent.map(key), ..call(Operation::Save, 2, keys) }
+    }
+
     #[test]
-    fn each_match_from_the_first_block_is_a_request_and_loads_are_none() {
+    fn matches_from_the_first_block_are_requests_and_other_calls_are_none() {
         let calls = [
-            call(Operation::Match, 30, &[1, 2]),
+            part(30, Some(0), &[1, 2]),
             call(Operation::Load, 31, &[1]),
-            call(Operation::Match, 20, &[1, 3]),
+            part(32, None, &[1, 2]),
+            part(20, Some(0), &[1, 3]),
         ];
         let (requests, unplaced) = requests(&calls);
-        assert_eq!(unplaced, 0);
+        assert_eq!(unplaced, 1);
         assert_eq!(requests.iter().map(|request| request.micros).collect::<Vec<_>>(), [20, 30]);
         assert_eq!(requests[1].prompt, [key(1), key(2)]);
     }
 
     #[test]
     fn a_match_in_parts_is_one_request_and_a_part_without_its_begin_is_none() {
-        let part = |position, keys: &[u8]| Call { position, ..call(Operation::Match, 1, keys) };
-        let (found, unplaced) = requests(&[part(None, &[1, 2]), part(Some(2), &[3])]);
+        let (found, unplaced) = requests(&[part(1, Some(0), &[1, 2]), part(1, Some(2), &[3])]);
         assert_eq!((found.len(), unplaced), (1, 0));
         assert_eq!(found[0].prompt, [key(1), key(2), key(3)]);
-        let (found, unplaced) = requests(&[part(None, &[1]), part(Some(2), &[3])]);
+        let (found, unplaced) = requests(&[part(1, Some(0), &[1]), part(1, Some(2), &[3])]);
         assert_eq!((found.len(), unplaced), (1, 1));
+        // The second request has the same long prompt.
+        let twice = [part(1, Some(0), &[1]), part(1, Some(1), &[2])];
+        let later = twice.clone().map(|call| Call { micros: 2 * ASKED_AGAIN_MICROS, ..call });
+        let (found, _) = requests(&[twice, later].concat());
+        assert_eq!((found.len(), found[1].prompt.len()), (2, 2));
+    }
+
+    #[test]
+    fn a_question_that_is_repeated_soon_is_one_request() {
+        let step = ASKED_AGAIN_MICROS - 1;
+        let again = [part(1, Some(0), &[1, 2]), part(step, Some(0), &[1, 2]), part(step + 1, Some(1), &[2])];
+        let (found, unplaced) = requests(&again);
+        assert_eq!((found.len(), unplaced), (1, 0));
+        let (found, _) = requests(&[part(1, Some(0), &[1, 2]), part(2 + step, Some(0), &[1, 2])]);
+        assert_eq!(found.len(), 2);
     }
 
     #[test]
     fn saves_behind_the_prompt_are_its_output() {
-        let save = |parent: Option<u8>, keys: &[u8]| Call {
-            parent: parent.map(key),
-            ..call(Operation::Save, 2, keys)
-        };
         let calls = [
-            call(Operation::Match, 1, &[1, 2]),
+            part(1, Some(0), &[1, 2]),
             save(Some(1), &[2, 3]),
+            save(Some(3), &[4, 5]),
             save(Some(3), &[4, 5]),
             save(Some(8), &[9]),
         ];
         let (found, _) = requests(&calls);
         assert_eq!((found.len(), found[0].output_blocks), (1, 3));
-        let (found, _) = requests(&[call(Operation::Match, 1, &[1, 2]), save(None, &[1, 2])]);
+        let (found, _) = requests(&[part(1, Some(0), &[1, 2]), save(None, &[1, 2])]);
         assert_eq!(found[0].output_blocks, 0, "the prompt is no output");
+    }
+
+    #[test]
+    fn a_longer_prompt_is_not_the_output_of_its_beginning() {
+        let calls = [
+            part(1, Some(0), &[1, 2]),
+            save(None, &[1, 2]),
+            part(2, Some(0), &[1, 2, 3, 4]),
+            save(Some(2), &[3]),
+            save(Some(3), &[4, 5]),
+        ];
+        let (found, _) = requests(&calls);
+        assert_eq!(found.iter().map(|request| request.output_blocks).collect::<Vec<_>>(), [0, 1]);
     }
 
     #[test]
