@@ -16,6 +16,7 @@ mod nvme;
 mod peer;
 mod policy;
 mod prefetch;
+mod recompute;
 mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
@@ -61,6 +62,14 @@ enum Benchmark {
     ///
     /// An emulated engine hints which requests run next. Also measures one pass of the planner.
     Prefetch,
+    /// Count hits slower than computing their blocks by more than the bound.
+    ///
+    /// Emulated engines on one node load blocks of two nodes from DRAM and NVMe, or compute them, under load.
+    Recompute {
+        /// Serve this many hits.
+        #[arg(long, default_value_t = 10_000)]
+        hits: usize,
+    },
     /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
@@ -123,6 +132,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Store,
         Benchmark::Slack,
         Benchmark::Prefetch,
+        Benchmark::Recompute { hits: 10_000 },
         Benchmark::Local,
         Benchmark::Peer,
         Benchmark::Match,
@@ -159,6 +169,7 @@ impl Benchmark {
             Benchmark::Store => store::run(settings),
             Benchmark::Slack => slack::run(settings),
             Benchmark::Prefetch => prefetch::run(settings),
+            Benchmark::Recompute { hits } => recompute::run(*hits, settings),
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Match => match_call::run(settings),
@@ -201,6 +212,12 @@ impl Benchmark {
                 name: "prefetch",
                 disk_bytes: mib(prefetch::POOL_MIB),
                 memory_bytes: mib(prefetch::ARENA_MIB),
+                ..cluster
+            },
+            Benchmark::Recompute { .. } => Requirements {
+                name: "recompute",
+                disk_bytes: 2 * mib(recompute::POOL_MIB),
+                memory_bytes: 2 * mib(recompute::ARENA_MIB),
                 ..cluster
             },
             // The engine's memory and the source of the bare copy have 256 MiB each.

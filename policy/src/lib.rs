@@ -24,6 +24,7 @@ pub mod prefetch;
 pub mod prefix_hash;
 pub mod queue_grants;
 pub mod quota;
+pub mod recompute;
 pub mod routing;
 pub mod session;
 pub mod shards;

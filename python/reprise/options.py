@@ -36,7 +36,7 @@ TOKEN_VARIABLE = "REPRISE_TOKEN_FILE"
 class SharedOptions:
     """Validated options of every adapter.
 
-    Times are in milliseconds.
+    Times are in milliseconds; names with `_us` are in microseconds.
     """
 
     where: ClassVar[str]
@@ -67,6 +67,20 @@ class SharedOptions:
 
     load_standstill_ms: float = 750.0
     """Time without progress after which a load fails although the agent answers: a device or another node hangs."""
+
+    load_or_recompute: bool = True
+    """Whether found blocks are computed where that is expected to be faster than their load, and waits for loads are
+    limited. The rates are measured; before that, all found blocks are loaded."""
+
+    recompute_wait_cap_ms: float = 1000.0
+    """Largest time that a request waits for a load longer than computing the blocks that have arrived. The limit is
+    ``min(cap, base + per_token * tokens)``."""
+
+    recompute_wait_base_ms: float = 50.0
+    """Part of that limit that is the same for all loads."""
+
+    recompute_wait_per_token_us: float = 100.0
+    """Part of that limit for each token of the load, in microseconds."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -119,13 +133,14 @@ class SharedOptions:
 
 
 def _checked(where: str, name: str, value: Any, kind: type) -> Any:
+    unit = ("microseconds", "µs") if name.endswith("_us") else ("milliseconds", "ms")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 < value <= 600_000:
-            raise ValueError(f"{where}: invalid {name} {value}: expected above 0 and at most 600000 (ms)")
+            raise ValueError(f"{where}: invalid {name} {value}: expected above 0 and at most 600000 ({unit[1]})")
         return float(value)
     if kind is not float and isinstance(value, kind):
         return value
-    wanted = {float: "a number of milliseconds", str: "a string", bool: "true or false"}[kind]
+    wanted = {float: f"a number of {unit[0]}", str: "a string", bool: "true or false"}[kind]
     raise ValueError(f"{where}: invalid {name} {value!r}: expected {wanted}")
 
 

@@ -14,6 +14,7 @@ mod layers;
 mod lookahead;
 mod memory;
 mod outcome;
+mod recompute;
 mod session;
 mod transfers;
 
@@ -41,6 +42,8 @@ mod _native {
     use crate::memory::KvMemory;
     #[pymodule_export]
     use crate::outcome::{Durable, Finished, Loaded, Saved};
+    #[pymodule_export]
+    use crate::recompute::{LoadDecision, LoadPolicy};
     #[pymodule_export]
     use crate::session::{PendingMatch, Session};
     #[pymodule_export]

@@ -55,6 +55,8 @@ pub(crate) struct Finished {
     kind: &'static str,
     /// Seconds from submission to the end.
     seconds: f64,
+    /// Seconds that it ran, without the wait for the transfers before it.
+    ran: f64,
     /// Error that stopped the transfer early, or None.
     error: Option<String>,
     /// Status of each block, as in ``Saved`` or ``Loaded``.
@@ -115,6 +117,7 @@ impl From<&reprise_client::FinishedTransfer> for Finished {
             id: finished.id.0,
             kind,
             seconds: finished.elapsed.as_secs_f64(),
+            ran: finished.ran.as_secs_f64(),
             error: finished.outcome.stopped_by().map(message),
             statuses: if kind == "save" { saved.statuses } else { loaded.statuses },
             ok: loaded.ok,

@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use reprise_client::{LoadOptions, PagedMemory, SaveOptions, TransferId, TransferOptions};
+use reprise_client::{LoadOptions, PagedMemory, SaveChain, SaveOptions, TransferId, TransferOptions};
 
-use crate::arguments::{Key, Keys, chain_place, placed, scope, seconds};
+use crate::arguments::{Key, Keys, chain_place, placed, priority, scope, seconds};
 use crate::error::exception;
 use crate::extents::{ExtentReport, Extents};
 use crate::memory::KvMemory;
 use crate::outcome::Finished;
+use crate::recompute::{Limit, wait_limit};
 use crate::session::{Session, closed};
 
 /// Asynchronous saves and loads of an engine's memory, on native threads. Can be used in ``with``.
@@ -86,10 +87,17 @@ impl Transfers {
     }
 
     /// Submits a load of blocks into the memory; returns its id. The contents of these blocks are undefined
-    /// until it ends.
-    fn load(&self, keys: Keys, blocks: Vec<usize>) -> PyResult<u64> {
+    /// until it ends. ``limit`` is that of a ``LoadDecision``: the load ends after its first number of seconds from now,
+    /// and its second number more for each leading block that has arrived.
+    #[pyo3(signature = (keys, blocks, limit=None))]
+    fn load(&self, keys: Keys, blocks: Vec<usize>, limit: Option<Limit>) -> PyResult<u64> {
         let blocks = placed(keys, blocks)?;
-        self.open()?.submit_load(blocks).map(|id| id.0).map_err(|error| exception(&error))
+        let transfers = self.open()?;
+        let submitted = match limit {
+            Some(limit) => transfers.submit_load_within(blocks, wait_limit(limit)?),
+            None => transfers.submit_load(blocks),
+        };
+        submitted.map(|id| id.0).map_err(|error| exception(&error))
     }
 
     /// Submits a load that copies layer by layer, for a computation that waits for each layer with
@@ -112,30 +120,33 @@ impl Transfers {
     /// change until it ends. ``parent`` is the key of the block before the first one, so that the agent
     /// evicts the new blocks before that one. ``position`` is the number of blocks before the first one in its chain, 0
     /// for the first block of a chain; without it, the agent uses the position of ``parent`` if it knows that.
-    #[pyo3(signature = (keys, blocks, parent=None, position=None))]
+    /// ``priority`` is "low", "normal" or "high", as for ``Client.save``.
+    #[pyo3(signature = (keys, blocks, parent=None, position=None, priority="normal"))]
     fn save(
         &self,
         keys: Keys,
         blocks: Vec<usize>,
         parent: Option<Key>,
         position: Option<u32>,
+        priority: &str,
     ) -> PyResult<u64> {
-        let (blocks, place) = (placed(keys, blocks)?, chain_place(parent, position));
-        self.open()?.submit_save(blocks, place).map(|id| id.0).map_err(|error| exception(&error))
+        let (blocks, chain) = (placed(keys, blocks)?, chain(parent, position, priority)?);
+        self.open()?.submit_save(blocks, chain).map(|id| id.0).map_err(|error| exception(&error))
     }
 
     /// Submits a save of blocks that are filled layer by layer, as reported by ``note_filled``; returns its
-    /// id. Filled layers must not change until the save ends.
-    #[pyo3(signature = (keys, blocks, parent=None, position=None))]
+    /// id. Filled layers must not change until the save ends. The other arguments are as for ``save``.
+    #[pyo3(signature = (keys, blocks, parent=None, position=None, priority="normal"))]
     fn save_by_layers(
         &self,
         keys: Keys,
         blocks: Vec<usize>,
         parent: Option<Key>,
         position: Option<u32>,
+        priority: &str,
     ) -> PyResult<u64> {
-        let (blocks, place) = (placed(keys, blocks)?, chain_place(parent, position));
-        self.open()?.submit_save_by_layers(blocks, place).map(|id| id.0).map_err(|error| exception(&error))
+        let (blocks, chain) = (placed(keys, blocks)?, chain(parent, position, priority)?);
+        self.open()?.submit_save_by_layers(blocks, chain).map(|id| id.0).map_err(|error| exception(&error))
     }
 
     /// Reports that the first ``layers`` layers of all blocks of these saves by layers are filled. Does not
@@ -217,6 +228,10 @@ impl Transfers {
     fn lock(&self) -> MutexGuard<'_, Option<Arc<reprise_client::Transfers>>> {
         self.transfers.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn chain(parent: Option<Key>, position: Option<u32>, name: &str) -> PyResult<SaveChain> {
+    Ok(SaveChain { place: chain_place(parent, position), priority: Some(priority(name)?) })
 }
 
 impl Drop for Transfers {

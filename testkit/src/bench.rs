@@ -50,6 +50,11 @@ pub fn llama_3_8b() -> Layout {
     layout(32, 8, 128, 16)
 }
 
+/// Returns a layout with 256 KiB per block of 16 tokens, for benchmarks of many loads.
+pub fn quarter_mib() -> Layout {
+    layout(8, 4, 128, 16)
+}
+
 /// Returns a layout with one page per block, for benchmarks of metadata.
 pub fn one_page() -> Layout {
     layout(2, 1, 64, 8)

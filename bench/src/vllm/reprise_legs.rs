@@ -259,7 +259,8 @@ impl Nodes<'_> {
             "kv_connector_module_path": "reprise.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": { "socket": socket },
+            // Small models on a CPU may compute faster than they load, but loads are measured here.
+            "kv_connector_extra_config": { "socket": socket, "load_or_recompute": false },
         });
         Engine::launch(&self.context.engine_environment(name), &self.context.first_line(Some(&transfer)))
     }

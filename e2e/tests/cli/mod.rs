@@ -342,6 +342,7 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
             "store",
             "slack",
             "prefetch",
+            "recompute",
             "local",
             "peer",
             "match",
@@ -354,7 +355,7 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
         ]
     );
     assert!(!figures.is_empty() && !figures.iter().any(is_part), "the list precedes all figures: {lines:?}");
-    let (of_agents, others) = parts.split_at(8);
+    let (of_agents, others) = parts.split_at(9);
     assert!(others.iter().all(|part| part["runs"] == true), "{others:?}");
     for part in of_agents {
         assert_eq!(part["runs"], false, "{part}");
@@ -475,6 +476,27 @@ fn bench_prefetch_reads_prefixes_before_their_requests_run() {
     assert!(value(2) < value(1), "the first layer is there earlier: {figures:?}");
     // One of 32 requests is aborted before it runs.
     assert!(value(3) > 0.0 && value(3) < 10.0, "{figures:?}");
+}
+
+#[test]
+fn bench_recompute_counts_hits_of_every_source() {
+    let env = TestEnv::new();
+    let folder = env.folder().to_str().expect("our folders have plain names");
+    let figures = objects(&["bench", "recompute", "--hits", "400", "--dir", folder, "--json"]);
+    assert_form(&figures);
+    let value = |name: &str| {
+        let found = figures.iter().find(|figure| figure["name"] == format!("recompute.{name}").as_str());
+        found
+            .and_then(|figure| figure["value"].as_f64())
+            .unwrap_or_else(|| panic!("no {name} in {figures:?}"))
+    };
+    assert_eq!((value("hits"), value("hits_off")), (400.0, 40.0));
+    for source in ["own_dram", "own_nvme", "peer_dram", "peer_nvme"] {
+        assert!(value(&format!("hits_{source}")) > 0.0, "{source}: {figures:?}");
+    }
+    // Some are slower only if this machine suspends a process for longer than the bound.
+    assert!(value("slower_hits") <= 4.0, "{figures:?}");
+    assert!(value("hits_computed") > 0.0 && value("hits_computed") < 400.0, "{figures:?}");
 }
 
 fn assert_form(figures: &[Value]) {

@@ -74,4 +74,4 @@ pub use paged::{
 pub use queues::{PendingMemory, QueueGrant, RegisteredMemory};
 pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket, TransferBackend};
 pub use reservation::Reservation;
-pub use transfers::{FinishedTransfer, Outcome, TransferId, TransferOptions, Transfers};
+pub use transfers::{FinishedTransfer, Outcome, SaveChain, TransferId, TransferOptions, Transfers};

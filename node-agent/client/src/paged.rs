@@ -39,7 +39,7 @@
 //! ones), and a check for existing blocks before a copy: the agent answers `duplicate`.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::{FRAME_BYTES_MAX, KEYS_PER_CALL_MAX};
@@ -111,6 +111,11 @@ pub(crate) trait Pace {
 
     /// Announces that `layers` leading layers of a load were copied, for every block that has not failed.
     fn note_copied(&self, layers: u32);
+
+    /// Returns when a load ends of which some leading blocks have arrived; `None`: at its deadline.
+    fn limit(&self, _leading: usize) -> Option<Instant> {
+        None
+    }
 }
 
 /// [`Pace`] of a caller that waits for the end, with memory that is completely filled.

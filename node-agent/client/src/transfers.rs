@@ -34,7 +34,7 @@
 //! engine about one `standstill_timeout` instead of one for each request.
 //!
 //! The deadline of a load counts from its submission, because its caller also waits for the loads before it.
-//! A load whose deadline has passed when it would start fails at once.
+//! A load whose deadline has passed when it would start fails at once. So do limits of the wait (`submit_load_within`).
 //!
 //! Dropping [`Transfers`] cancels: queued transfers fail, running ones end with their current part, or after
 //! their `stall_timeout` when the agent hangs. The drop waits for that; the memory is not accessed
@@ -44,6 +44,7 @@
 //! in between).
 
 mod by_path;
+mod chain;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -53,9 +54,9 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_policy::BlockKey;
+use reprise_policy::recompute::WaitLimit;
 use reprise_policy::session::Scope;
 
-use crate::commit::ChainPlace;
 use crate::deadline;
 use crate::error::ClientError;
 use crate::keeper::SessionKeeper;
@@ -64,6 +65,8 @@ use crate::paged::{
     check_blocks, check_layout,
 };
 use crate::path::BlockPath;
+
+pub use chain::SaveChain;
 
 /// Default limit of queued transfers of one direction: each belongs to one request, and engines run some
 /// hundreds at a time.
@@ -114,6 +117,8 @@ pub struct FinishedTransfer {
     pub outcome: Outcome,
     /// Time from submission to end.
     pub elapsed: Duration,
+    /// Time that it ran, without the wait for the transfers before it.
+    pub ran: Duration,
     /// Number of blocks that a [`BlockPath`] has moved.
     pub by_path: usize,
 }
@@ -163,6 +168,13 @@ struct TransferProgress {
     layers: u32,
 }
 
+/// Chain of a save, and limit of a load.
+#[derive(Clone, Copy, Debug, Default)]
+struct Place {
+    chain: SaveChain,
+    limit: Option<WaitLimit>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Save,
@@ -177,9 +189,13 @@ struct Job {
     direction: Direction,
     order: Order,
     blocks: Vec<(BlockKey, PhysicalBlock)>,
-    /// Only for saves: the block before the first one in its chain.
-    place: ChainPlace,
+    /// Only for saves.
+    chain: SaveChain,
+    /// Only for loads: limit of the wait.
+    limit: Option<WaitLimit>,
     submitted: Instant,
+    /// Time at which it began to run.
+    began: Option<Instant>,
     /// Error of a transfer that did not run.
     error: Option<ClientError>,
 }
@@ -237,17 +253,17 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Saves consecutive blocks of one chain, in its order, of which the first has this place. The blocks' memory must
-    /// not change until the save has ended.
+    /// Saves consecutive blocks of one chain, in its order, of which the first has the place in `chain`. The blocks'
+    /// memory must not change until the save has ended.
     ///
     /// # Errors
     /// `BadRequest`: a block number is out of range.
     pub fn submit_save(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        place: ChainPlace,
+        chain: impl Into<SaveChain>,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Save, Order::ByWindows), blocks, place)
+        self.submit((Direction::Save, Order::ByWindows), blocks, Place { chain: chain.into(), limit: None })
     }
 
     /// Saves blocks that are filled layer by layer; [`Transfers::note_filled`] announces the filled layers.
@@ -258,9 +274,9 @@ impl Transfers {
     pub fn submit_save_by_layers(
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        place: ChainPlace,
+        chain: impl Into<SaveChain>,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Save, Order::ByLayers), blocks, place)
+        self.submit((Direction::Save, Order::ByLayers), blocks, Place { chain: chain.into(), limit: None })
     }
 
     /// Announces that `layers` leading layers of all blocks of a save are filled. No effect after the
@@ -274,7 +290,21 @@ impl Transfers {
     /// # Errors
     /// `BadRequest`: a block number is out of range.
     pub fn submit_load(&self, blocks: Vec<(BlockKey, PhysicalBlock)>) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Load, Order::ByWindows), blocks, ChainPlace::default())
+        self.submit((Direction::Load, Order::ByWindows), blocks, Place::default())
+    }
+
+    /// As [`submit_load`](Transfers::submit_load), with a limit of the wait next to the deadline. Both count from now. The
+    /// blocks that have arrived at the limit stay loaded; the others have failed.
+    ///
+    /// # Errors
+    /// `BadRequest`: a block number is out of range.
+    pub fn submit_load_within(
+        &self,
+        blocks: Vec<(BlockKey, PhysicalBlock)>,
+        limit: WaitLimit,
+    ) -> Result<TransferId, ClientError> {
+        let place = Place { limit: Some(limit), ..Place::default() };
+        self.submit((Direction::Load, Order::ByWindows), blocks, place)
     }
 
     /// Loads blocks, the first layers of all before the others. Only the end of the load shows whether a
@@ -287,7 +317,7 @@ impl Transfers {
         &self,
         blocks: Vec<(BlockKey, PhysicalBlock)>,
     ) -> Result<TransferId, ClientError> {
-        self.submit((Direction::Load, Order::ByLayers), blocks, ChainPlace::default())
+        self.submit((Direction::Load, Order::ByLayers), blocks, Place::default())
     }
 
     /// Waits until these loads have ended, or have copied a layer of all blocks that have not failed; false
@@ -328,13 +358,14 @@ impl Transfers {
         &self,
         (direction, order): (Direction, Order),
         blocks: Vec<(BlockKey, PhysicalBlock)>,
-        place: ChainPlace,
+        Place { chain, limit }: Place,
     ) -> Result<TransferId, ClientError> {
         check_blocks(&blocks, &*self.shared.memory)?;
         let id = self.shared.begin(direction);
         let shared = Arc::clone(&self.shared);
         let submitted = Instant::now();
-        let job = Job { shared, id, direction, order, blocks, place, submitted, error: None };
+        let (began, error) = (None, None);
+        let job = Job { shared, id, direction, order, blocks, chain, limit, submitted, began, error };
         let queues = self.queues.as_ref().expect("the queues exist until the drop");
         let queue = match direction {
             Direction::Save => &queues.saves,
@@ -380,6 +411,7 @@ fn work(queue: &Receiver<Job>) {
 
 impl Job {
     fn run(mut self) {
+        self.began = Some(Instant::now());
         match self.attempt() {
             Ok((outcome, by_path)) => {
                 match outcome.stopped_by() {
@@ -418,20 +450,10 @@ impl Job {
         }
     }
 
-    /// Returns the rest of a load's deadline.
-    fn load_deadline(&self) -> Result<Duration, ClientError> {
-        let deadline = self.shared.options.load.deadline;
-        match deadline.saturating_sub(self.submitted.elapsed()) {
-            Duration::ZERO => {
-                Err(ClientError::Busy(format!("earlier loads used up the deadline of {deadline:?}")))
-            }
-            left => Ok(left),
-        }
-    }
-
     fn end(&self, outcome: Outcome, by_path: usize) {
         let elapsed = self.submitted.elapsed();
-        let finished = FinishedTransfer { id: self.id, outcome, elapsed, by_path };
+        let ran = self.began.map_or(Duration::ZERO, |began| began.elapsed());
+        let finished = FinishedTransfer { id: self.id, outcome, elapsed, ran, by_path };
         let mut table = self.shared.lock();
         table.unfinished.remove(&self.id);
         if table.finished.len() == FINISHED_MAX {
@@ -471,6 +493,10 @@ impl Pace for Job {
 
     fn note_copied(&self, layers: u32) {
         self.shared.note_layers(self.id, Direction::Load, layers);
+    }
+
+    fn limit(&self, leading: usize) -> Option<Instant> {
+        Some(deadline::from(self.submitted, self.limit?.after(leading)))
     }
 }
 

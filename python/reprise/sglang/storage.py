@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from reprise.sglang import identity, pools, weight_updates
+from reprise.recompute import LoadChooser, NoCounters
+from reprise.sglang import identity, pools, steps, weight_updates
 from reprise.sglang.options import StorageOptions
 from reprise.sglang.store import UNKNOWN_PLACE, Place, Store
 
@@ -127,12 +128,16 @@ class RepriseStorage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Returns whether a page is available."""
-        return self.batch_exists([key]) == 1
+        hashes = self._hashes([key])
+        return hashes is not None and self._store(PoolName.KV).leading(hashes) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Returns the number of leading pages that are available."""
+        """Returns the number of leading pages that are available and cheaper to load than to compute."""
         hashes = self._hashes(keys)
-        return 0 if hashes is None else self._store(PoolName.KV).leading(hashes, self._place(extra_info).position)
+        if hashes is None:
+            return 0
+        position = self._place(extra_info).position
+        return self._store(PoolName.KV).to_load(hashes, _prefix_pages(extra_info), position)
 
     # The second interface
 
@@ -147,7 +152,7 @@ class RepriseStorage(HiCacheStorage):
         if hashes is None:
             return PoolTransferResult(0, {}, [])
         position = self._place(extra_info).position
-        kv_pages = self._store(PoolName.KV).leading(hashes, position)
+        kv_pages = self._store(PoolName.KV).to_load(hashes, _prefix_pages(extra_info), position)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         usable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
@@ -210,7 +215,14 @@ class RepriseStorage(HiCacheStorage):
         direct = pools.runs(pool, config.is_mla_model) if name == PoolName.KV else None
         if name in self._stores:
             self._stores.pop(name).close()
-        self._stores[name] = Store(pool, direct, self._options, described)
+        store = Store(pool, direct, self._options, described)
+        if name == PoolName.KV:
+            store.chooser = LoadChooser.create(
+                self._options, store.layout.tokens_per_block, store.page_bytes, NoCounters()
+            )
+        if store.chooser is not None:
+            steps.measure(store.chooser)
+        self._stores[name] = store
         self._registered[name] = pool
 
     def _store(self, name: str) -> Store:
@@ -266,6 +278,11 @@ class RepriseStorage(HiCacheStorage):
                 transfer.name, keys, lambda store, hashes, indices=indices: move(store, hashes, indices)
             )
         return results
+
+
+def _prefix_pages(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """Returns the number of pages before those of a call, if SGLang passes them."""
+    return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
 
 
 def _has_heads_of_a_draft(name: str, pool: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque_layout
+from reprise.recompute import LoadChooser, counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.sglang import pools
 from reprise.sglang.options import StorageOptions
@@ -27,6 +28,9 @@ MATCHES_MAX = 512
 
 STAGED_PAGES = 16
 """Number of pages staged at a time: enough for one call to the agent, and small compared with the pool."""
+
+FOUND_MAX = 65_536
+"""Number of pages whose sources are kept; beyond it all are dropped, and some loads are not measured."""
 
 WAIT_ROUND_S = 5.0
 """Seconds of one native wait in a loop."""
@@ -94,6 +98,11 @@ class Store:
         self._awaited: dict[tuple[int, int], Finished | None] = {}
         """Transfers with a waiting thread, and their results; None while pending."""
         self._ending = threading.Lock()
+        self.chooser: LoadChooser | None = None
+        """Decisions whether pages are loaded or computed; None: all are loaded."""
+        self._found: dict[bytes, int] = {}
+        """Sources of the pages that were chosen to be loaded."""
+        self._next_load = 0
 
     @property
     def is_direct(self) -> bool:
@@ -112,18 +121,29 @@ class Store:
             keys: keys of consecutive pages of one prompt.
             position: number of pages before the first one; None if it is unknown.
         """
-        found = 0
-        while found < len(keys):
-            part = keys[found : found + KEYS_PER_MATCH]
-            (matched,) = self._match([part], None if position is None else position + found)
-            found += matched
-            if matched < len(part):
-                break
-        return found
+        return len(self._leading_sources(keys, position))
+
+    def to_load(self, keys: Sequence[bytes], prefix_pages: int, position: int | None = None) -> int:
+        """Returns the number of leading pages that are available and to be loaded; the others are computed.
+
+        Args:
+            keys: keys of the pages.
+            prefix_pages: number of pages before the first one, as far as it is known.
+            position: the same number; None if it is unknown.
+        """
+        sources = self._leading_sources(keys, position)
+        if not sources or self.chooser is None:
+            return len(sources)
+        prefix = prefix_pages * self._page_tokens
+        pages = self.chooser.choose(sources, prefix, is_computing=self.chooser.is_computing).blocks
+        if len(self._found) > FOUND_MAX:
+            self._found = {}
+        self._found.update(zip(keys[:pages], sources, strict=False))
+        return pages
 
     def each(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns for each page whether it is available."""
-        return [matched == 1 for matched in self._match([[key] for key in keys])]
+        return [len(matched) == 1 for matched in self._match([[key] for key in keys])]
 
     def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, place: Place = UNKNOWN_PLACE) -> list[bool]:
         """Saves pages of the pool; returns for each page whether Reprise has it.
@@ -236,15 +256,26 @@ class Store:
     def _pages(self, host_indices: torch.Tensor) -> list[int]:
         return [index // self._page_tokens for index in self._first_tokens(host_indices)]
 
-    def _match(self, groups: Sequence[Sequence[bytes]], position: int | None = None) -> list[int]:
-        """Matches groups of keys within one deadline; returns the number of leading pages found in each group.
+    def _leading_sources(self, keys: Sequence[bytes], position: int | None) -> list[int]:
+        """Returns the sources of the leading pages that are available."""
+        sources: list[int] = []
+        while len(sources) < len(keys):
+            part = keys[len(sources) : len(sources) + KEYS_PER_MATCH]
+            (matched,) = self._match([part], None if position is None else position + len(sources))
+            sources += matched
+            if len(matched) < len(part):
+                break
+        return sources
+
+    def _match(self, groups: Sequence[Sequence[bytes]], position: int | None = None) -> list[Sequence[int]]:
+        """Matches groups of keys within one deadline; returns the sources of the leading pages of each group.
 
         Args:
             groups: keys of consecutive pages.
             position: number of pages before the first one of each group; None if it is unknown.
         """
         deadline = time.monotonic() + self._options.match_deadline_ms / 1e3
-        matched: list[int] = []
+        matched: list[Sequence[int]] = []
         for at in range(0, len(groups), MATCHES_MAX):
             pending = [
                 self.session.start_match(self._keys(keys), position=position) for keys in groups[at : at + MATCHES_MAX]
@@ -253,7 +284,7 @@ class Store:
                 sources = () if match is None else match.poll(max(deadline - time.monotonic(), 0.0))
                 if sources is None:
                     self.session.suspect()
-                matched.append(len(sources or ()))
+                matched.append(sources or ())
         return matched
 
     def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], place: Place) -> list[bool]:
@@ -263,9 +294,26 @@ class Store:
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 
     def _loaded(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
-        done = self._wait(transfers, lambda: transfers.load(self._keys(keys), list(pages)))
+        chooser = self.chooser
+        limit = None if chooser is None else chooser.policy.limit(len(keys), 0)
+        name = self._started(keys)
+        done = self._wait(transfers, lambda: transfers.load(self._keys(keys), list(pages), limit))
         self._errors.note(done and done.error)
+        if chooser is not None:
+            if done is not None:
+                loaded = (source for source, is_ok in zip(done.sources, done.ok, strict=True) if is_ok)
+                chooser.measured(name, counts_of(loaded), done.ran)
+            chooser.ended(name)
         return [False] * len(keys) if done is None else list(done.ok)
+
+    def _started(self, keys: Sequence[bytes]) -> str:
+        """Counts a load of pages that begins; returns its name."""
+        with self._ending:
+            self._next_load += 1
+            name = str(self._next_load)
+        if self.chooser is not None:
+            self.chooser.started(name, counts_of(self._found.get(key) for key in keys))
+        return name
 
     def _wait(self, transfers: Transfers, submit: Any) -> Finished | None:
         """Submits a transfer and waits for its result; returns None if it was rejected or the storage is closed."""

@@ -101,6 +101,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
                 may_save=transfer.is_kv_producer,
                 ranks=len(blocks.namespaces),
                 events=KvEvents(blocks) if _events_are_wanted(vllm_config) else None,
+                steps_ahead=int(bool(vllm_config.scheduler_config.async_scheduling)),
                 by_priority=vllm_config.scheduler_config.policy == "priority",
             )
         else:

@@ -13,11 +13,12 @@ key is a MISS at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
+from reprise.recompute import Limit
 from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
 
 
@@ -33,6 +34,12 @@ class RequestLookups:
     call: MatchCall | None = None
     polled_in_step: int = -1
     """Step in which the match was last polled; each step waits for it once."""
+    sources: dict[OffloadKey, int] = field(default_factory=dict)
+    """Sources of the keys that were found."""
+    prefix_tokens: int = 0
+    """Tokens of the request that vLLM has on the GPU."""
+    limit: Limit | None = None
+    """Limit of the wait for loads of the request."""
     last: OffloadKey | None = None
     """Last key of the request's chain that was found or stored."""
     position: Callable[[OffloadKey], int | None] | None = None
@@ -46,6 +53,8 @@ class Lookups:
     matcher: Matcher
     keys: Callable[[Collection[OffloadKey]], bytes]
     """Converts vLLM's keys to packed keys."""
+    choose: Callable[[RequestLookups, Sequence[int]], int] | None = None
+    """Returns the number of leading keys to load of those with these sources; None: all."""
     _requests: dict[str, RequestLookups] = field(default_factory=dict)
     _step: int = 0
 
@@ -83,6 +92,20 @@ class Lookups:
         for state in self._requests.values():
             if state.call is None and state.waiting and not self._start_match(state):
                 break
+
+    def note_prefix(self, request_id: str, tokens: int) -> None:
+        """Records the number of a request's tokens that vLLM has on the GPU."""
+        self._requests.setdefault(request_id, RequestLookups()).prefix_tokens = tokens
+
+    def limit(self, request_id: str) -> Limit | None:
+        """Returns the limit of the wait for loads of a request; None: no limit."""
+        state = self._requests.get(request_id)
+        return None if state is None else state.limit
+
+    def sources(self, request_id: str, keys: Collection[OffloadKey]) -> list[int | None]:
+        """Returns the sources of a request's keys; None for those that were not found."""
+        state = self._requests.get(request_id)
+        return [None if state is None else state.sources.get(key) for key in keys]
 
     def missed(self, keys: Collection[OffloadKey]) -> None:
         """Records that these keys were found but could not be loaded."""
@@ -133,7 +156,11 @@ class Lookups:
         matched = list(state.matching)
         if len(sources) > 0:
             state.last = matched[len(sources) - 1]
-        state.verdicts.update(dict.fromkeys(matched[: len(sources)], LookupResult.HIT))
-        state.verdicts.update(dict.fromkeys(matched[len(sources) : len(sources) + 1], LookupResult.MISS))
+        hits = len(sources)
+        if sources and self.choose is not None:
+            hits = self.choose(state, sources)
+        state.sources.update(zip(matched[:hits], sources, strict=False))
+        state.verdicts.update(dict.fromkeys(matched[:hits], LookupResult.HIT))
+        state.verdicts.update(dict.fromkeys(matched[hits : hits + 1], LookupResult.MISS))
         state.matching = {}
         state.call = None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from reprise.layer_reports import Computation
+from reprise.recompute import Counts, Limit
+from reprise.vllm.request_params import Priority
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,19 @@ class LoadPlan:
     """vLLM's block hashes, in the order of the prompt."""
     blocks: tuple[int, ...]
     """Physical blocks, one for each hash."""
+    limit: Limit | None = None
+    """Limit of the wait; None: no limit."""
+
+
+@dataclass(frozen=True)
+class LoadTime:
+    """Measured load of a request."""
+
+    request_id: str
+    loaded: Counts
+    """Number of loaded blocks of each source."""
+    seconds: float
+    """Time that it ran."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,8 @@ class SavePlan:
     """Number of blocks before the first one in the prompt."""
     parent: bytes | None = None
     """vLLM's hash of the block before the first one; None at the start of the prompt."""
+    priority: Priority = "normal"
+    """Eviction priority of the blocks."""
 
 
 @dataclass
@@ -60,6 +77,8 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
     """Number of workers that have loaded every block of a request."""
     ended_loads: Counter[str] = field(default_factory=Counter)
     """Number of workers that have ended a request's load, successful or not, and no longer write its blocks."""
+    load_times: list[LoadTime] = field(default_factory=list)
+    """Loads that were measured."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merges the messages of two workers."""
@@ -70,4 +89,5 @@ class RepriseWorkerMetadata(KVConnectorWorkerMetadata):
             failed_loads=self.failed_loads | other.failed_loads,
             whole_loads=self.whole_loads + other.whole_loads,
             ended_loads=self.ended_loads + other.ended_loads,
+            load_times=self.load_times + other.load_times,
         )

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from reprise import recompute
+
 COUNTERS = {
     "queries": "Number of look-ups; a very long prompt has several.",
     "queries_unanswered": "Number of look-ups without an answer before the deadline; their requests continued without the cache.",
@@ -24,6 +26,8 @@ COUNTERS = {
     "unsaved_blocks": "Number of blocks that were not saved, because no agent answered or it had no space in time.",
     "left_out_blocks": "Number of blocks that were not saved before their request ended, because too many saves were pending.",
     "saved_bytes": "Bytes that this engine has added to the cache.",
+    "ignored_parameters": "Number of invalid parameters of requests (kv_transfer_params), which were ignored.",
+    **recompute.COUNTERS,
 }
 """Descriptions of the counters, by name."""
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from reprise import Layout, Namespace, Session
 from reprise.layer_reports import Clock, GpuClock, HostClock, LayerReports
 from reprise.vllm import geometry, identity
-from reprise.vllm.computations import computation_of
+from reprise.vllm.computations import computation_of, prefill_of
 from reprise.vllm.options import TierOptions
 from reprise.vllm.tier import RepriseTier
 from reprise.vllm.waiting_chunks import MissingChunks, WaitingRequests
@@ -54,6 +54,7 @@ class RepriseOffloadingConnector(OffloadingConnector):
         geometry.check_prefixes(vllm_config, kv_cache_config)
         identify(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._steps_ahead = int(bool(vllm_config.scheduler_config.async_scheduling))
         self._is_by_priority = vllm_config.scheduler_config.policy == "priority"
         self._reports = layer_reports(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
@@ -89,18 +90,27 @@ class RepriseOffloadingConnector(OffloadingConnector):
         # Only a step looks up chunks. vLLM may hold the lock in the other calls.
         with manager.lock:
             self._each_queue(lambda queue: queue.step(begun, preempted))
+            prefill = prefill_of(scheduler_output)
+            for tier in self._reprise_tiers():
+                tier.note_step(begun, prefill, self._steps_ahead)
         return metadata
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Passes the number of tokens on the GPU to the tiers."""
+        for tier in self._reprise_tiers():
+            tier.note_prefix(request.request_id, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _reprise_tiers(self) -> list[RepriseTier]:
+        manager = self.scheduler.manager
+        assert isinstance(manager, TieringOffloadingManager)
+        return [tier for tier in manager.secondary_tiers if isinstance(tier, RepriseTier)]
 
     def _each_queue(self, call: Callable[[WaitingRequests], None]) -> None:
         """Calls the queue of each Reprise tier with hints."""
         for tier in self._reprise_tiers():
             if tier.waiting is not None:
                 call(tier.waiting)
-
-    def _reprise_tiers(self) -> list[RepriseTier]:
-        manager = self.scheduler.manager
-        assert isinstance(manager, TieringOffloadingManager)
-        return [tier for tier in manager.secondary_tiers if isinstance(tier, RepriseTier)]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Notes that the computation of a layer begins."""

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reprise import Session, block_keys
+from reprise import LoadDecision, Session, block_keys
 from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
+from reprise.recompute import LoadChooser
 from reprise.vllm.adapters import AdapterIdentification, Adapters
-from reprise.vllm.computations import computation_of
+from reprise.vllm.computations import computation_of, prefill_of
 from reprise.vllm.events import KvEvents
 from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+from reprise.vllm.request_params import RequestParams
 from reprise.vllm.unverified_loads import UnverifiedLoad
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class RequestState:
     """State of one request."""
 
     request: Request
+    params: RequestParams = field(default_factory=RequestParams)
+    """What the request asks of the cache."""
     call: MatchCall | None = None
     call_blocks: int = 0
     """Number of blocks in the pending match call: a part of a long prompt."""
@@ -71,6 +75,12 @@ class RequestState:
     found: list[int] = field(default_factory=list)
     """Sources of the earlier parts, all of whose blocks were found."""
     result: MatchResult | None = None
+    decision: LoadDecision | None = None
+    """Decision about the blocks of the result."""
+    decided_result: MatchResult | None = None
+    """Result of that decision."""
+    decided_blocks: int = 0
+    """Number of vLLM's own blocks at that decision."""
     local_blocks: int = 0
     """Number of blocks in vLLM's own cache at the last match."""
     known: int | None = None
@@ -109,6 +119,8 @@ class SchedulerSide:
     ranks: int
     events: KvEvents | None = None
     """KV events, if vLLM publishes them."""
+    steps_ahead: int = 0
+    """Number of steps that vLLM schedules ahead of the one that computes."""
     by_priority: bool = False
     """Whether vLLM schedules requests by priority; otherwise by arrival."""
     stats: Stats = field(default_factory=Stats)
@@ -137,8 +149,15 @@ class SchedulerSide:
     """Running requests of the last step; they are delayed while the scheduler waits."""
     _matcher: Matcher = field(init=False)
     _lookahead: Lookahead | None = None
+    _chooser: LoadChooser | None = None
 
     def __post_init__(self) -> None:
+        layout = self.geometry.layout
+        # A step with layer-wise loads waits for them, so its time is not that of its computation.
+        if self.may_load and not self.options.layerwise_loads:
+            self._chooser = LoadChooser.create(
+                self.options, self.geometry.block_tokens, layout.block_bytes, self.stats, self.steps_ahead
+            )
         self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
         if self.options.lookahead and self.may_load:
             self._lookahead = Lookahead(self.session, self._keys_ahead, ranks=self.ranks)
@@ -150,13 +169,15 @@ class SchedulerSide:
             rank = (request.priority, request.arrival_time) if self.by_priority else ()
             self._lookahead.arrived(request.request_id, rank)
         self._take_adapter(state, 0.0)
-        may_load = self.may_load and not request.skip_reading_prefix_cache
+        may_load = self.may_load and not request.skip_reading_prefix_cache and bool(state.params.sources)
         if may_load and state.adapter is not None and request.block_hashes:
             self._start_match(state)
 
     def finish(self, request: Request) -> None:
         """Records that a request no longer waits or computes."""
         self._computing.discard(request.request_id)
+        if self._chooser is not None and not self._computing:
+            self._chooser.pause()
         if self._lookahead is not None:
             self._lookahead.finished(request.request_id)
 
@@ -170,7 +191,7 @@ class SchedulerSide:
             state.is_stale = False
         elif self._mistrusts_cached:
             state.is_stale = True
-        if not self.may_load or request.skip_reading_prefix_cache:
+        if not self.may_load or request.skip_reading_prefix_cache or not state.params.sources:
             return 0, False
         tokens = self.geometry.block_tokens
         state.local_blocks = local_tokens // tokens
@@ -183,10 +204,12 @@ class SchedulerSide:
         if result is None:
             return None, False
         state.known = len(result.sources)
-        external = state.known - state.local_blocks
+        external = state.params.loadable(result.sources) - state.local_blocks
         if self.options.layerwise_loads:
             # The step must compute at least one token, in a block that is not loaded.
             external = min(external, (request.num_tokens - 1) // tokens - state.local_blocks)
+        if external > 0 and self._chooser is not None:
+            external = self._decide(self._chooser, state, result, external).blocks
         if external <= 0:
             return 0, False
         return external * tokens, not self.options.layerwise_loads
@@ -203,7 +226,10 @@ class SchedulerSide:
             request_id=request.request_id,
             hashes=self._hashes(state, first, first + count),
             blocks=tuple(block_ids[first : first + count]),
+            limit=None if state.decision is None else state.decision.limit,
         )
+        if self._chooser is not None and state.decision is not None:
+            self._chooser.started(request.request_id, state.decision.requested)
         self._loads.append(plan)
         self._loading[request.request_id] = self._loading.get(request.request_id, 0) + self.ranks
         if self.options.layerwise_loads:
@@ -252,6 +278,8 @@ class SchedulerSide:
         for request_id in output.finished_req_ids:
             if state := self._requests.pop(request_id, None):
                 self.stats.add("left_out_blocks", state.skipped_blocks)
+        if self._chooser is not None:
+            self._chooser.step(prefill_of(output) if self._computing else None)
         if self._lookahead is not None:
             self._lookahead.preempted(output.preempted_req_ids or ())
             begun = [*self._computing, *(plan.request_id for plan in metadata.loads)]
@@ -270,10 +298,14 @@ class SchedulerSide:
         for request_id in list(self._unverified):
             is_complete = results.whole_loads[request_id] == self.ranks
             self._finish_unverified(self._unverified.pop(request_id), is_complete=is_complete)
+        for load in results.load_times if self._chooser is not None else ():
+            self._chooser.measured(load.request_id, load.loaded, load.seconds)
         for request_id, ended in results.ended_loads.items():
             self._loading[request_id] -= ended
             if self._loading[request_id] == 0:
                 del self._loading[request_id]
+                if self._chooser is not None:
+                    self._chooser.ended(request_id)
         self._partial |= results.partial_saves
         for save_id, ended in results.ended_saves.items():
             self._unpin(save_id, ended)
@@ -298,7 +330,8 @@ class SchedulerSide:
             lora = request.lora_request
             identification = self._adapters.identify(lora) if lora is not None else None
             adapter = b"" if lora is None else None
-            state = RequestState(request=request, adapter=adapter, identification=identification)
+            params = RequestParams.of(request, self.stats, by_priority=self.by_priority)
+            state = RequestState(request, params, adapter=adapter, identification=identification)
             self._requests[request.request_id] = state
         return state
 
@@ -335,6 +368,16 @@ class SchedulerSide:
             self._start_match(state)
         return None
 
+    def _decide(self, chooser: LoadChooser, state: RequestState, result: MatchResult, count: int) -> LoadDecision:
+        """Returns the decision about a number of blocks of a match result beyond vLLM's own."""
+        if state.decision is None or state.decided_result is not result or state.decided_blocks != state.local_blocks:
+            others = self._computing - {state.request.request_id}
+            prefix = state.local_blocks * self.geometry.block_tokens
+            sources = result.sources[state.local_blocks :][:count]
+            state.decision = chooser.choose(sources, prefix, is_computing=bool(others))
+            state.decided_result, state.decided_blocks = result, state.local_blocks
+        return state.decision
+
     def _start_match(self, state: RequestState) -> None:
         """Starts a match of the blocks after those already found, if the step has time left."""
         state.polled = False
@@ -355,6 +398,8 @@ class SchedulerSide:
         state = self._requests.get(request_id)
         if state is None or state.adapter is None or state.load_failed or state.request.skip_reading_prefix_cache:
             return b""
+        if not state.params.sources:
+            return b""
         if state.call is not None and state.call.pending is not None:
             sources = self._matcher.peek(state.call)
             if sources is not None and not self._add_part(state, sources, state.call.started_at):
@@ -368,7 +413,8 @@ class SchedulerSide:
     def _derive_ahead(self, state: RequestState, result: MatchResult) -> None:
         """Derives the keys to read ahead after a match, as far as the step has time; the next one continues."""
         if state.derivation is None or state.derived_result is not result:
-            state.derivation = self._matcher.derive(lambda: self._keys_on_devices(state, result.sources))
+            sources = result.sources[: state.params.loadable(result.sources)]
+            state.derivation = self._matcher.derive(lambda: self._keys_on_devices(state, sources))
             state.derived_result = result
         if state.derivation is not None and state.derivation.advance(self._matcher):
             state.keys_ahead, state.hinted_result, state.derivation = state.derivation.packed, result, None
@@ -424,7 +470,7 @@ class SchedulerSide:
     def _save(self, metadata: RepriseMetadata, output: SchedulerOutput, request_id: str, computed: int) -> None:
         """Plans the save of a request's blocks that are full after this step."""
         state = self._requests.get(request_id)
-        if state is None or self.pool is None or state.is_stale:
+        if state is None or self.pool is None or state.is_stale or not state.params.stores:
             return
         self._take_adapter(state, 0.0)
         if state.adapter is None:
@@ -446,7 +492,14 @@ class SchedulerSide:
             return
         blocks = tuple(block_ids[0][first:full])
         before = self._hashes(state, first - 1, first) if first else ()
-        plan = SavePlan(self._pin(blocks), self._hashes(state, first, full), blocks, first, *before)
+        plan = SavePlan(
+            self._pin(blocks),
+            self._hashes(state, first, full),
+            blocks,
+            first,
+            parent=before[0] if before else None,
+            priority=state.params.priority,
+        )
         unverified = self._unverified.get(request_id)
         (metadata.saves if unverified is None else unverified.saves).append(plan)
         if self.events is not None:

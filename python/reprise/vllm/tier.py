@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,9 +42,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Finished, RepriseError, Transfers
 from reprise.extent_log import ExtentLog
+from reprise.recompute import LoadChooser, Prefill, counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm import chunks
-from reprise.vllm.lookups import Lookups
+from reprise.vllm.lookups import Lookups, RequestLookups
 from reprise.vllm.match_calls import Matcher
 from reprise.vllm.metrics import BUCKETS, COUNTERS, TIMES
 from reprise.vllm.options import TierOptions
@@ -135,7 +136,12 @@ class RepriseTier(SecondaryTierManager):
         )
         self._extents = ExtentLog(logging.getLogger("vllm.reprise"))
         matcher = Matcher(self._session, options, self._counts)
-        self._lookups = Lookups(matcher, self._keys)
+        tokens, size = self._chunks.layout.tokens_per_block, self._chunks.layout.block_bytes
+        self._chooser = LoadChooser.create(options, tokens, size, self._counts)
+        choose = None if self._chooser is None else self._choose
+        self._lookups = Lookups(matcher, self._keys, choose)
+        self._computing: set[str] = set()
+        """Requests that compute, if RepriseOffloadingConnector passes the steps."""
         self.waiting = WaitingRequests(matcher, self._keys) if options.lookahead else None
         """Requests that wait, to which RepriseOffloadingConnector adds; None: no hints."""
 
@@ -163,6 +169,27 @@ class RepriseTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Drops the look-ups of a request."""
         self._lookups.end_request(req_context.req_id)
+        self._computing.discard(req_context.req_id)
+        if self._chooser is not None and not self._computing:
+            self._chooser.pause()
+
+    def note_prefix(self, request_id: str, tokens: int) -> None:
+        """Records the number of a request's tokens that vLLM has on the GPU."""
+        if self._chooser is not None:
+            self._lookups.note_prefix(request_id, tokens)
+
+    def note_step(self, computing: Collection[str], prefill: Prefill, steps_ahead: int) -> None:
+        """Measures the steps of vLLM's scheduler.
+
+        Args:
+            computing: requests that compute in the step that begins.
+            prefill: tokens of prompts that they compute.
+            steps_ahead: number of steps that vLLM schedules ahead of the one that computes.
+        """
+        self._computing = set(computing)
+        if self._chooser is not None:
+            self._chooser.delay = steps_ahead
+            self._chooser.step(prefill if computing else None)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Starts the matches of the keys of this step."""
@@ -183,7 +210,12 @@ class RepriseTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Loads chunks into vLLM's memory."""
-        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.load(keys, chunks))
+        request = job_metadata.req_context.req_id
+        limit = self._lookups.limit(request)
+        if self._chooser is not None:
+            sources = self._lookups.sources(request, job_metadata.keys)
+            self._chooser.started(str(job_metadata.job_id), counts_of(sources))
+        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.load(keys, chunks, limit))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Returns the jobs that have ended since the last call, successful or not."""
@@ -232,6 +264,14 @@ class RepriseTier(SecondaryTierManager):
         """Returns the statistics since the last call."""
         return self._counts.take()
 
+    def _choose(self, state: RequestLookups, sources: Sequence[int]) -> int:
+        """Returns the number of leading chunks to load of those that were found."""
+        assert self._chooser is not None
+        prefix = state.prefix_tokens + len(state.sources) * self._chunks.layout.tokens_per_block
+        decision = self._chooser.choose(sources, prefix, is_computing=bool(self._computing))
+        state.limit = decision.limit
+        return decision.blocks
+
     def _keys(self, offload_keys: Collection[OffloadKey]) -> bytes:
         return self._chunks.keys(offload_keys, self._generation)
 
@@ -245,6 +285,8 @@ class RepriseTier(SecondaryTierManager):
             # vLLM continues without these chunks, as with a job that fails later.
             self._refusals.note(f"job {job.job_id}: {error}")
             self._results.append(JobResult(job_id=job.job_id, success=False))
+            if self._chooser is not None:
+                self._chooser.ended(str(job.job_id))
             self._lookups.missed(keys)
             return
         self._refusals.note(None)
@@ -271,6 +313,10 @@ class RepriseTier(SecondaryTierManager):
 
     def _load_ended(self, done: Finished, job: Job) -> JobResult:
         seconds = time.monotonic() - job.since
+        if self._chooser is not None:
+            counts = counts_of(source for source, is_ok in zip(done.sources, done.ok, strict=True) if is_ok)
+            self._chooser.measured(str(job.job_id), counts, done.ran)
+            self._chooser.ended(str(job.job_id))
         loaded = tuple(key for key, is_ok in zip(job.keys, done.ok, strict=True) if is_ok)
         failed = [key for key, is_ok in zip(job.keys, done.ok, strict=True) if not is_ok]
         if failed:

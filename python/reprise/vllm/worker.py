@@ -24,10 +24,12 @@ import torch
 from reprise import KvMemory, Session, Transfers, block_keys
 from reprise.extent_log import ExtentLog
 from reprise.layer_reports import LayerReports
+from reprise.recompute import counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm.amx import request_tiles
-from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
+from reprise.vllm.metadata import LoadPlan, LoadTime, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
+from reprise.vllm.request_params import Priority
 
 LOGGER = logging.getLogger("vllm.reprise")
 """Logger whose information vLLM prints."""
@@ -107,7 +109,7 @@ class WorkerSide:
                 load = self._transfers.load_by_layers(keys, plan.blocks)
                 self._step_loads.append(load)
             else:
-                load = self._transfers.load(keys, plan.blocks)
+                load = self._transfers.load(keys, plan.blocks, plan.limit)
             self._loading[load] = (plan, time.monotonic())
 
     def begin_layer(self, layer_name: str, metadata: RepriseMetadata) -> None:
@@ -190,6 +192,8 @@ class WorkerSide:
                 if not self.options.layerwise_loads:
                     requests.add(plan.request_id)
                 self._load_ended(plan, ended.ok, time.monotonic() - since)
+                loaded = (source for source, is_ok in zip(ended.sources, ended.ok, strict=True) if is_ok)
+                self._ended.load_times.append(LoadTime(plan.request_id, counts_of(loaded), ended.ran))
                 self.stats.add("extent_loaded_blocks", ended.by_extents)
             elif ended.id in self._saving:
                 save, since = self._saving.pop(ended.id)
@@ -225,13 +229,13 @@ class WorkerSide:
         self.session.close()
 
     def _submit_saves(
-        self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int], bytes | None, int], int]
+        self, metadata: RepriseMetadata, submit: Callable[[bytes, Sequence[int], bytes | None, int, Priority], int]
     ) -> list[int]:
         submitted = []
         for plan in metadata.saves:
             keys = block_keys(self.geometry.namespace, plan.hashes)
             parent = None if plan.parent is None else block_keys(self.geometry.namespace, [plan.parent])
-            save = submit(keys, plan.blocks, parent, plan.position)
+            save = submit(keys, plan.blocks, parent, plan.position, plan.priority)
             self._saving[save] = (plan, time.monotonic())
             submitted.append(save)
         return submitted

@@ -38,7 +38,8 @@ def connector(socket: Path, **extra: Any) -> dict[str, Any]:
     """Returns a configuration with the connector: the one in docs/vllm.md."""
     config = readme.vllm_transfer_config()
     assert config["kv_connector_extra_config"] == {"socket": readme.SOCKET}
-    config["kv_connector_extra_config"] = {"socket": str(socket), **extra}
+    # Whether blocks are loaded must not depend on the speed of this machine.
+    config["kv_connector_extra_config"] = {"socket": str(socket), "load_or_recompute": False, **extra}
     return config
 
 

@@ -348,7 +348,8 @@ def stepped_engine(
     patch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     waits = ("match_budget", "match_deadline", "load_")
     patient = {option.name: LONG_S * 1e3 for option in fields(Options) if option.name.startswith(waits)}
-    made = SteppedEngine(weights, agent, sequences, **{**patient, **options})
+    # Whether blocks are loaded must not depend on the speed of this machine.
+    made = SteppedEngine(weights, agent, sequences, **{**patient, "load_or_recompute": False, **options})
     patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made.worker)
     try:
         yield made

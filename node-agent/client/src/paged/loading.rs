@@ -14,6 +14,10 @@ use crate::deadline;
 use crate::error::ClientError;
 use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, LoadTimeouts, PendingLoad, Verify};
 
+/// Smallest stall limit of a load with a limited wait: an agent answers within some milliseconds, but shares its cores with
+/// the engine.
+const LIMITED_STALL_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// Options of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
@@ -57,7 +61,9 @@ struct Loading<'a> {
     memory: Option<&'a dyn PagedMemory>,
     options: LoadOptions,
     pace: &'a dyn Pace,
+    /// End of the load: its deadline, or before that the limit of its pace.
     until: Instant,
+    deadline: Instant,
     /// Blocks that are still to be requested, in order.
     rest: VecDeque<usize>,
     /// Number of blocks that were requested and not copied yet.
@@ -123,6 +129,7 @@ impl Client {
     ) -> Result<LoadedBlocks, ClientError> {
         check(self, blocks, memory)?;
         let mut loading = Loading { pace, ..Loading::new(self, blocks, Some(memory), *options) };
+        loading.update_limit();
         let stopped_by = loading.run().err();
         Ok(LoadedBlocks { stopped_by, ..loading.loaded })
     }
@@ -154,6 +161,7 @@ impl<'a> Loading<'a> {
             options,
             pace: &Unpaced,
             until: deadline::after(options.deadline),
+            deadline: deadline::after(options.deadline),
             rest: (0..blocks.len()).collect(),
             asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
@@ -175,9 +183,20 @@ impl<'a> Loading<'a> {
         Ok(())
     }
 
+    /// Updates the end of the load for the blocks that have arrived.
+    fn update_limit(&mut self) {
+        if let Some(limit) = self.pace.limit(self.loaded.leading()) {
+            self.until = limit.min(self.deadline);
+        }
+    }
+
     /// Timeouts of a wait that starts at the last progress.
     fn patience(&self) -> LoadTimeouts {
         let LoadOptions { stall_timeout: stall, standstill_timeout: standstill, .. } = self.options;
+        // An agent that hangs does not end a load at its limit.
+        let is_limited = self.until < self.deadline;
+        let left = self.until.saturating_duration_since(Instant::now()).max(LIMITED_STALL_TIMEOUT);
+        let stall = if is_limited { stall.min(left) } else { stall };
         LoadTimeouts { stall, standstill, until: self.until }
     }
 
@@ -230,6 +249,7 @@ impl<'a> Loading<'a> {
             }
         }
         without_room.into_iter().rev().for_each(|block| self.rest.push_front(block));
+        self.update_limit();
         Ok(())
     }
 

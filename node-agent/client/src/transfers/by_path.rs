@@ -1,6 +1,6 @@
 //! Transfers of which a path moves the blocks that it reaches, and the arena the others.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use reprise_policy::session::Source;
 
@@ -9,11 +9,40 @@ use crate::client::Client;
 use crate::commit::ChainPlace;
 use crate::error::ClientError;
 use crate::load::BlockStatus;
-use crate::paged::{LoadOptions, LoadedBlocks, Pace, SaveOptions, SavedBlocks, cancelled};
+use crate::paged::{LoadOptions, LoadedBlocks, Order, Pace, SaveOptions, SavedBlocks, cancelled};
 use crate::path::BlockPath;
 
 /// Blocks that a path gets in one call; between calls, transfers can be cancelled.
 const PATH_BLOCKS: usize = 64;
+
+/// Pace of a job's blocks that a path has not moved.
+struct RestOfJob<'a> {
+    job: &'a Job,
+    /// Indices of these blocks; those between them are loaded.
+    rest: &'a [usize],
+}
+
+impl Pace for RestOfJob<'_> {
+    fn order(&self) -> Order {
+        self.job.order()
+    }
+
+    fn should_continue(&self) -> bool {
+        self.job.should_continue()
+    }
+
+    fn wait_filled(&self, layer: u32) -> Result<(), ClientError> {
+        self.job.wait_filled(layer)
+    }
+
+    fn note_copied(&self, layers: u32) {
+        self.job.note_copied(layers);
+    }
+
+    fn limit(&self, leading: usize) -> Option<Instant> {
+        self.job.limit(self.rest.get(leading).copied().unwrap_or(self.job.blocks.len()))
+    }
+}
 
 impl Job {
     /// Saves leading blocks by the path, and the others by the arena.
@@ -23,8 +52,10 @@ impl Job {
         path: Option<&dyn BlockPath>,
     ) -> Result<(SavedBlocks, usize), ClientError> {
         let memory = &*self.shared.memory;
-        let ChainPlace { parent, position } = self.place;
-        let options = SaveOptions { parent, position, ..self.shared.options.save };
+        let options = self.shared.options.save;
+        let priority = self.chain.priority.unwrap_or(options.priority);
+        let ChainPlace { parent, position } = self.chain.place;
+        let options = SaveOptions { parent, position, priority, ..options };
         let mut statuses = Vec::new();
         while let Some(path) = path
             && statuses.len() < self.blocks.len()
@@ -72,7 +103,7 @@ impl Job {
             stopped_by: None,
         };
         if stopped_by.is_none() && (by_path == 0 || !rest.is_empty()) {
-            match self.load_deadline() {
+            match self.check_limit(rest.first().copied().unwrap_or(0)).and_then(|_| self.load_deadline()) {
                 Ok(deadline) => self.load_by_arena(client, (&rest, deadline), &mut all)?,
                 Err(error) => stopped_by = Some(error),
             }
@@ -95,7 +126,9 @@ impl Job {
             if !self.should_continue() {
                 return Err(cancelled());
             }
-            let options = LoadOptions { deadline: self.load_deadline()?, ..self.shared.load_options() };
+            let leading = loaded.iter().take_while(|is_loaded| **is_loaded).count();
+            let deadline = self.check_limit(leading)?.min(self.load_deadline()?);
+            let options = LoadOptions { deadline, ..self.shared.load_options() };
             loaded.extend(path.load(client, part, &*self.shared.memory, &options)?);
         }
         Ok(())
@@ -110,12 +143,38 @@ impl Job {
     ) -> Result<(), ClientError> {
         let blocks: Vec<_> = rest.iter().map(|index| self.blocks[*index]).collect();
         let options = LoadOptions { deadline, ..self.shared.load_options() };
-        let by_arena = client.load_blocks_paced(&blocks, &*self.shared.memory, &options, self)?;
+        let pace = RestOfJob { job: self, rest };
+        let by_arena = client.load_blocks_paced(&blocks, &*self.shared.memory, &options, &pace)?;
         for (index, (status, source)) in rest.iter().zip(by_arena.statuses.into_iter().zip(by_arena.sources))
         {
             (all.statuses[*index], all.sources[*index]) = (status, source);
         }
         all.stopped_by = by_arena.stopped_by;
         Ok(())
+    }
+
+    /// Returns the rest of the deadline.
+    fn load_deadline(&self) -> Result<Duration, ClientError> {
+        let deadline = self.shared.options.load.deadline;
+        match deadline.saturating_sub(self.submitted.elapsed()) {
+            Duration::ZERO => {
+                Err(ClientError::Busy(format!("earlier loads used up the deadline of {deadline:?}")))
+            }
+            left => Ok(left),
+        }
+    }
+
+    /// Returns the rest of the wait's limit if some leading blocks have arrived.
+    fn check_limit(&self, leading: usize) -> Result<Duration, ClientError> {
+        let Some(limit) = self.limit.map(|limit| limit.after(leading)) else { return Ok(Duration::MAX) };
+        match limit.saturating_sub(self.submitted.elapsed()) {
+            Duration::ZERO => {
+                let blocks = self.blocks.len();
+                Err(ClientError::Busy(format!(
+                    "computing is faster: {leading} of {blocks} blocks within {limit:?}"
+                )))
+            }
+            left => Ok(left),
+        }
     }
 }

@@ -8,6 +8,7 @@ use reprise_client::{
     BlockStatus, ChainPlace, Client, ClientError, LoadOptions, Outcome, PagedMemory, PhysicalBlock,
     SaveOptions, SaveStatus, SessionKeeper, TransferId, TransferOptions, Transfers,
 };
+use reprise_policy::recompute::WaitLimit;
 use reprise_policy::{BlockKey, Layout};
 use reprise_proto::local::request;
 
@@ -180,6 +181,82 @@ fn blocks_of_a_path_stay_loaded_when_the_deadline_passes_before_the_others() {
     assert_eq!(finished[0].by_path, 1);
     assert_eq!(*memory.block(2), block_bytes(0));
     agent.end(transfers);
+}
+
+/// Takes longer than a time for each part of a load.
+#[derive(Debug)]
+struct SlowPath(Duration);
+
+impl BlockPath for SlowPath {
+    fn load(
+        &self,
+        _: &Client,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &LoadOptions,
+    ) -> Result<Vec<bool>, ClientError> {
+        std::thread::sleep(self.0);
+        Ok(vec![true; blocks.len()])
+    }
+
+    fn save(
+        &self,
+        _: &Client,
+        _: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &SaveOptions,
+    ) -> Result<Vec<SaveStatus>, ClientError> {
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
+    let bound = Duration::from_millis(20);
+    let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    let path: Arc<dyn BlockPath> = Arc::new(SlowPath(2 * bound));
+    let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(200));
+    let transfers =
+        Transfers::with_path(keeper, memory, transfer_options(LONG), Some(path)).expect("threads");
+    let load = |per_block| {
+        let blocks = placed((0..200).map(|block| (block, usize::from(block))));
+        let load = transfers.submit_load_within(blocks, WaitLimit { bound, per_block });
+        assert!(transfers.wait(&[load.expect("a valid call")], LONG));
+        transfers.finished().pop().expect("the load")
+    };
+    let whole = load(LONG);
+    assert_eq!(load_statuses(&whole.outcome), [BlockStatus::Ok; 200]);
+    assert!(whole.ran <= whole.elapsed && whole.ran >= 8 * bound, "{whole:?}");
+    let part = load(Duration::ZERO);
+    assert!(load_statuses(&part.outcome).starts_with(&[BlockStatus::Ok; 64]));
+    assert_eq!(load_statuses(&part.outcome)[64..], [BlockStatus::Failed; 136]);
+    let words = part.outcome.stopped_by().expect("an error").to_string();
+    assert!(words.contains("computing is faster: 64 of 200 blocks"), "{words}");
+    agent.end(transfers);
+}
+
+#[test]
+fn limited_load_has_its_limit_as_the_agent_s_deadline_and_ends_if_the_agent_hangs() {
+    let (asked, deadlines) = mpsc::channel::<u64>();
+    let agent = FakeAgent::serve(move |peer| {
+        while let Some((_, request)) = peer.receive() {
+            if let request::Body::Load(load) = request {
+                asked.send(load.deadline_us).expect("the test reads it");
+            }
+        }
+    });
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(LONG));
+    let limit = WaitLimit { bound: SHORT, per_block: LONG };
+    let load = transfers.submit_load_within(placed([(0, 0)]), limit).expect("a valid call");
+    assert!(transfers.wait(&[load], LONG / 2));
+    let finished = transfers.finished();
+    assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Failed]);
+    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
+    let deadline = deadlines.recv().expect("a load");
+    assert!(u128::from(deadline) <= SHORT.as_micros(), "{deadline} µs");
+    agent.end((transfers, keeper));
 }
 
 #[test]

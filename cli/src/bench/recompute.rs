@@ -1,0 +1,364 @@
+//! Hits that are slower than computing their blocks by more than the bound (ADR 14), at every source under load.
+//!
+//! ```text
+//! engine:  match ─▶ policy: leading blocks to load, limit ─▶ load ─▶ compute the rest (emulated) ─▶ slower?
+//! ```
+//!
+//! Four engines on one node run at the same time, with computations of different speeds, each with its own policy and
+//! transfers. Their prefixes are on their node and on another one, three times as many as fit into the DRAM of each. So
+//! blocks come from DRAM and NVMe of both nodes. A writer saves blocks meanwhile.
+//!
+//! The computation is emulated: the engine sleeps for the time that it takes by its rate. A hit takes the time until its
+//! load has ended, as measured, and the time of computing the missing blocks by that rate. Without the policy, a tenth as
+//! many hits load everything without a limit.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, ensure};
+use reprise_client::{
+    Client, ConnectOptions, LoadOptions, LoadedBlocks, Outcome, PagedMemory, PhysicalBlock, Scope,
+    SessionKeeper, Source, TransferOptions, Transfers,
+};
+use reprise_policy::recompute::{
+    BlockSize, Chain, EndedLoad, LoadPolicy, Reason, SourceCounts, Step, WaitBound, WaitLimit,
+};
+use reprise_policy::{BlockKey, Layout, TenantName, Tick};
+use reprise_testkit::bench::fixture::{self, Fixture, PATIENCE, keys, payload, sizes};
+use reprise_testkit::bench::report::{Figure, Target};
+use reprise_testkit::bench::{Settings, quarter_mib};
+use reprise_testkit::{engine, kv_function::mix};
+
+/// Sizes of each agent. The prefixes of a node take 192 MiB.
+pub(super) const ARENA_MIB: u64 = 64;
+pub(super) const POOL_MIB: u64 = 768;
+
+/// Blocks of a prefix; of each, an engine finds between 1 and all.
+const PREFIX_BLOCKS: usize = 16;
+
+/// Prefixes of each node.
+const PREFIXES: usize = 48;
+
+/// Seconds of a token in each engine, and of a token for each one before it.
+const ENGINES: [(f64, f64); 4] = [(5e-6, 1e-10), (5e-5, 1e-9), (1e-4, 1e-9), (5e-4, 1e-9)];
+
+/// Largest number of tokens before a prefix.
+const CONTEXT_MAX: u64 = 4096;
+
+/// Bound of the wait: the default of the engines' adapters.
+const BOUND: WaitBound = WaitBound {
+    cap: Duration::from_secs(1),
+    base: Duration::from_millis(50),
+    per_token: Duration::from_micros(100),
+};
+
+/// Blocks that the writer saves at a time, and its pause.
+const WRITTEN_BLOCKS: usize = 4;
+const WRITER_PAUSE: Duration = Duration::from_millis(50);
+
+/// Whether the policy decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Off,
+    On,
+}
+
+/// Memory of an engine, one lock for each block.
+#[derive(Debug)]
+struct EngineMemory {
+    layout: Layout,
+    blocks: Vec<Mutex<Vec<u8>>>,
+}
+
+/// Results of an engine.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counted {
+    hits: u64,
+    /// Hits whose chain has blocks of each source.
+    by_source: [u64; 4],
+    slower: u64,
+    slower_by_source: [u64; 4],
+    computed: u64,
+    parts: u64,
+    /// Largest time that a hit took longer than computing, in seconds.
+    excess_max: f64,
+}
+
+/// An emulated engine with its own session.
+struct Engine<'a> {
+    client: Client,
+    transfers: Transfers,
+    policy: LoadPolicy,
+    rate: (f64, f64),
+    prefixes: &'a [Vec<BlockKey>],
+    began: Instant,
+    random: u64,
+    counted: Counted,
+}
+
+/// Result of a load.
+struct Ended {
+    loaded: LoadedBlocks,
+    seconds: f64,
+    ran: f64,
+}
+
+pub(super) fn run(hits: usize, settings: &Settings) -> anyhow::Result<Vec<Figure>> {
+    ensure!(hits >= ENGINES.len(), "invalid --hits {hits}: expected at least {}", ENGINES.len());
+    let layout = quarter_mib();
+    let fixture = Fixture::start(settings, 2, &layout, sizes(ARENA_MIB, POOL_MIB))?;
+    let mut prefixes = Vec::new();
+    for (node, client) in fixture.clients.iter().enumerate() {
+        for prefix in 0..PREFIXES {
+            let prefix = keys(1 + (node * PREFIXES + prefix) as u64, PREFIX_BLOCKS);
+            fixture::save_durable(client, &prefix, PREFIX_BLOCKS, &payload(&layout))?;
+            prefixes.push(prefix);
+        }
+    }
+    let socket = &fixture.cluster.file().agents[0].socket;
+    let load = |mode, hits| under_load(&fixture.clients[0], || engines(socket, &prefixes, mode, hits));
+    let off = load(Mode::Off, hits.div_ceil(10))?;
+    let on = load(Mode::On, hits)?;
+    Ok(figures(&on, &off))
+}
+
+fn figures(on: &Counted, off: &Counted) -> Vec<Figure> {
+    let count = |name: &str, value: u64| Figure::absolute(name, value as f64, "hits", Target::None);
+    let mut figures = vec![
+        Figure::absolute("recompute.slower_hits", on.slower as f64, "hits", Target::AtMost(0.0)),
+        count("recompute.hits", on.hits),
+    ];
+    for (at, source) in ["own_dram", "own_nvme", "peer_dram", "peer_nvme"].into_iter().enumerate() {
+        figures.push(count(&format!("recompute.hits_{source}"), on.by_source[at]));
+        figures.push(count(&format!("recompute.slower_hits_{source}"), on.slower_by_source[at]));
+    }
+    figures.push(count("recompute.hits_computed", on.computed));
+    figures.push(count("recompute.hits_loaded_in_part", on.parts));
+    let millis = |name: &str, seconds: f64| Figure::absolute(name, seconds * 1e3, "ms", Target::None);
+    figures.push(millis("recompute.excess_max", on.excess_max));
+    figures.push(count("recompute.slower_hits_off", off.slower));
+    figures.push(count("recompute.hits_off", off.hits));
+    figures.push(millis("recompute.excess_max_off", off.excess_max));
+    figures
+}
+
+/// Measures while a writer saves blocks.
+fn under_load(writer: &Client, measure: impl FnOnce() -> anyhow::Result<Counted>) -> anyhow::Result<Counted> {
+    let (done, payload) = (AtomicBool::new(false), payload(writer.layout()));
+    thread::scope(|scope| {
+        let saves = scope.spawn(|| {
+            for round in 0.. {
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+                let keys = keys(1_000_000 + round, WRITTEN_BLOCKS);
+                fixture::commit(writer, fixture::fill(writer, &keys, &payload)?)?;
+                thread::sleep(WRITER_PAUSE);
+            }
+            anyhow::Ok(())
+        });
+        let counted = measure();
+        done.store(true, Ordering::Relaxed);
+        saves.join().map_err(|_| anyhow!("the writer panicked"))?.context("saving blocks")?;
+        counted
+    })
+}
+
+/// Runs all engines at the same time; returns the sum of their results.
+fn engines(socket: &Path, prefixes: &[Vec<BlockKey>], mode: Mode, hits: usize) -> anyhow::Result<Counted> {
+    thread::scope(|scope| {
+        let engines: Vec<_> = ENGINES
+            .iter()
+            .enumerate()
+            .map(|(number, rate)| {
+                let hits = hits / ENGINES.len() + usize::from(number < hits % ENGINES.len());
+                scope.spawn(move || {
+                    let mut engine = Engine::start(socket, prefixes, *rate, number as u64)?;
+                    (0..hits).try_for_each(|_| engine.hit(mode))?;
+                    anyhow::Ok(engine.counted)
+                })
+            })
+            .collect();
+        let mut all = Counted::default();
+        for engine in engines {
+            all.add(&engine.join().map_err(|_| anyhow!("an engine panicked"))??);
+        }
+        Ok(all)
+    })
+}
+
+impl<'a> Engine<'a> {
+    fn start(
+        socket: &Path,
+        prefixes: &'a [Vec<BlockKey>],
+        rate: (f64, f64),
+        seed: u64,
+    ) -> anyhow::Result<Engine<'a>> {
+        let layout = quarter_mib();
+        let client = fixture::connect(socket, &layout)?;
+        let namespace = engine::namespace(&layout, &TenantName::default_tenant());
+        let options = ConnectOptions::new(socket, namespace, layout).client_name("engine");
+        let keeper = SessionKeeper::new(options).context("a session")?;
+        ensure!(keeper.wait_until_connected(PATIENCE), "no session: {:?}", keeper.status());
+        let blocks = (0..PREFIX_BLOCKS).map(|_| Mutex::new(vec![0; block_bytes(&layout)])).collect();
+        let load = LoadOptions { deadline: PATIENCE, ..LoadOptions::default() };
+        let options = TransferOptions { load, ..TransferOptions::default() };
+        let transfers = Transfers::new(keeper.into(), EngineMemory { layout, blocks }.into(), options)?;
+        let block = BlockSize { tokens: layout.tokens_per_block(), bytes: layout.block_bytes() };
+        let (policy, counted) = (LoadPolicy::new(BOUND, block), Counted::default());
+        let mut engine = Engine {
+            client,
+            transfers,
+            policy,
+            rate,
+            prefixes,
+            began: Instant::now(),
+            random: seed,
+            counted,
+        };
+        // The prompts that an engine has computed before, of two lengths.
+        for (prefix, tokens) in [(0, 1024), (CONTEXT_MAX, 1024)] {
+            engine.note_step(prefix, tokens);
+        }
+        Ok(engine)
+    }
+
+    /// Serves a request whose prefix is found.
+    fn hit(&mut self, mode: Mode) -> anyhow::Result<()> {
+        let prefix = &self.prefixes[self.next(self.prefixes.len() as u64) as usize];
+        let found = 1 + self.next(PREFIX_BLOCKS as u64) as usize;
+        let context = self.next(CONTEXT_MAX);
+        let sources = self.client.match_keys(&prefix[..found], Scope::Cluster).context("match")?;
+        ensure!(!sources.is_empty(), "no block of a saved prefix was found");
+        let chain = Chain { sources: &sources, prefix_tokens: context, is_computing: false };
+        let decision = self.policy.decide(&chain, self.now());
+        let blocks = if mode == Mode::On { decision.blocks as usize } else { sources.len() };
+        let (mut seconds, mut leading) = (0.0, 0);
+        if blocks > 0 {
+            self.policy.load_started(&decision.requested, self.now());
+            let limit = decision.limit.filter(|_| mode == Mode::On);
+            let ended = self.load(&prefix[..blocks], limit)?;
+            let loaded = counts(ended.loaded.sources.iter().flatten());
+            let sample = EndedLoad { requested: decision.requested, loaded, seconds: ended.ran };
+            if ended.ran > 0.0 && mode == Mode::On {
+                self.policy.observe_load(&sample, self.now());
+            }
+            self.policy.load_ended();
+            (seconds, leading) = (ended.seconds, ended.loaded.leading());
+        }
+        let tokens = u64::from(self.client.layout().tokens_per_block());
+        let computed = tokens * (sources.len() - leading) as u64;
+        let rest = self.compute(context + tokens * leading as u64, computed);
+        thread::sleep(Duration::from_secs_f64(rest));
+        let excess = seconds + rest - self.compute(context, tokens * sources.len() as u64);
+        let bound = BOUND.of_tokens(tokens * blocks as u64).as_secs_f64();
+        self.counted.note(&sources, excess, bound);
+        self.counted.computed += u64::from(mode == Mode::On && decision.reason == Reason::Compute);
+        self.counted.parts += u64::from(mode == Mode::On && decision.reason == Reason::Part);
+        Ok(())
+    }
+
+    fn load(&self, keys: &[BlockKey], limit: Option<WaitLimit>) -> anyhow::Result<Ended> {
+        let blocks = keys.iter().copied().zip((0..).map(PhysicalBlock)).collect();
+        let submitted = Instant::now();
+        let id = match limit {
+            Some(limit) => self.transfers.submit_load_within(blocks, limit),
+            None => self.transfers.submit_load(blocks),
+        };
+        ensure!(self.transfers.wait(&[id.context("load")?], 2 * PATIENCE), "a load did not end");
+        let seconds = submitted.elapsed().as_secs_f64();
+        let finished = self.transfers.finished().pop().context("a finished load")?;
+        let ran = finished.ran.as_secs_f64();
+        match finished.outcome {
+            Outcome::Loaded(loaded) => Ok(Ended { loaded, seconds, ran }),
+            Outcome::Saved(_) => Err(anyhow!("a load ended as a save")),
+        }
+    }
+
+    /// Seconds of computing tokens behind a prefix.
+    fn compute(&self, prefix: u64, tokens: u64) -> f64 {
+        let (token, per_context) = self.rate;
+        tokens as f64 * (token + per_context * (prefix as f64 + tokens as f64 / 2.0))
+    }
+
+    fn note_step(&mut self, prefix: u64, tokens: u64) {
+        let (context, seconds) = (prefix as f64 + tokens as f64 / 2.0, self.compute(prefix, tokens));
+        self.policy.observe_step(&Step { tokens, context, seconds });
+    }
+
+    fn now(&self) -> Tick {
+        Tick::default().after(self.began.elapsed())
+    }
+
+    /// Next number below a limit, from a fixed sequence.
+    fn next(&mut self, limit: u64) -> u64 {
+        self.random = self.random.wrapping_add(4);
+        mix(self.random) % limit
+    }
+}
+
+impl Counted {
+    fn note(&mut self, sources: &[Source], excess: f64, bound: f64) {
+        let is_slower = excess > bound;
+        self.hits += 1;
+        self.slower += u64::from(is_slower);
+        self.excess_max = self.excess_max.max(excess);
+        for (at, count) in counts(sources).into_iter().enumerate() {
+            self.by_source[at] += u64::from(count > 0);
+            self.slower_by_source[at] += u64::from(count > 0 && is_slower);
+        }
+    }
+
+    fn add(&mut self, other: &Counted) {
+        self.hits += other.hits;
+        self.slower += other.slower;
+        self.computed += other.computed;
+        self.parts += other.parts;
+        self.excess_max = self.excess_max.max(other.excess_max);
+        for at in 0..4 {
+            self.by_source[at] += other.by_source[at];
+            self.slower_by_source[at] += other.slower_by_source[at];
+        }
+    }
+}
+
+impl PagedMemory for EngineMemory {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn read_object(&self, block: PhysicalBlock, object: u32, read: &mut dyn FnMut(&[u8])) {
+        self.with_object(block, object, |bytes| read(bytes));
+    }
+
+    fn write_object(&self, block: PhysicalBlock, object: u32, write: &mut dyn FnMut(&mut [u8])) {
+        self.with_object(block, object, write);
+    }
+}
+
+impl EngineMemory {
+    fn with_object(&self, block: PhysicalBlock, object: u32, act: impl FnOnce(&mut [u8])) {
+        let mut bytes = self.blocks[block.0].lock().unwrap_or_else(PoisonError::into_inner);
+        let size = bytes.len() / self.layout.objects() as usize;
+        act(&mut bytes[object as usize * size..][..size]);
+    }
+}
+
+fn block_bytes(layout: &Layout) -> usize {
+    usize::try_from(layout.block_bytes()).expect("blocks fit in memory")
+}
+
+fn counts<'a>(sources: impl IntoIterator<Item = &'a Source>) -> SourceCounts {
+    let mut counts = SourceCounts::default();
+    for source in sources {
+        counts[*source as usize - 1] += 1;
+    }
+    counts
+}
