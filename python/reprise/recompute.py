@@ -22,8 +22,8 @@ from reprise.options import SharedOptions
 
 logger = logging.getLogger("reprise")
 
-Counts: TypeAlias = tuple[int, int, int, int]
-"""Number of blocks of each source, in the order of ``Source``."""
+Counts: TypeAlias = Sequence[int]
+"""Number of blocks of each of the four sources, in the order of ``Source``."""
 
 Limit: TypeAlias = tuple[float, float]
 """Limit of the wait for a load, as of ``LoadDecision``."""

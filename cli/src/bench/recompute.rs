@@ -14,7 +14,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,7 +34,7 @@ use reprise_testkit::{engine, kv_function::mix};
 
 /// Sizes of each agent. The prefixes of a node take 192 MiB.
 pub(super) const ARENA_MIB: u64 = 64;
-pub(super) const POOL_MIB: u64 = 768;
+pub(super) const POOL_MIB: u64 = 1024;
 
 /// Blocks of a prefix; of each, an engine finds between 1 and all.
 const PREFIX_BLOCKS: usize = 16;
@@ -57,7 +57,10 @@ const BOUND: WaitBound = WaitBound {
 
 /// Blocks that the writer saves at a time, and its pause.
 const WRITTEN_BLOCKS: usize = 4;
-const WRITER_PAUSE: Duration = Duration::from_millis(50);
+const WRITER_PAUSE: Duration = Duration::from_millis(100);
+
+/// Time limit of an engine.
+const TIME_MAX: Duration = Duration::from_secs(600);
 
 /// Whether the policy decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,7 +122,7 @@ pub(super) fn run(hits: usize, settings: &Settings) -> anyhow::Result<Vec<Figure
         }
     }
     let socket = &fixture.cluster.file().agents[0].socket;
-    let load = |mode, hits| under_load(&fixture.clients[0], || engines(socket, &prefixes, mode, hits));
+    let load = |mode, hits| under_load(&fixture.clients[0], mode, || engines(socket, &prefixes, mode, hits));
     let off = load(Mode::Off, hits.div_ceil(10))?;
     let on = load(Mode::On, hits)?;
     Ok(figures(&on, &off))
@@ -146,15 +149,20 @@ fn figures(on: &Counted, off: &Counted) -> Vec<Figure> {
 }
 
 /// Measures while a writer saves blocks.
-fn under_load(writer: &Client, measure: impl FnOnce() -> anyhow::Result<Counted>) -> anyhow::Result<Counted> {
+fn under_load(
+    writer: &Client,
+    mode: Mode,
+    measure: impl FnOnce() -> anyhow::Result<Counted>,
+) -> anyhow::Result<Counted> {
     let (done, payload) = (AtomicBool::new(false), payload(writer.layout()));
+    let first = if mode == Mode::On { 1 << 20 } else { 1 << 21 };
     thread::scope(|scope| {
         let saves = scope.spawn(|| {
-            for round in 0.. {
+            for round in first.. {
                 if done.load(Ordering::Relaxed) {
                     break;
                 }
-                let keys = keys(1_000_000 + round, WRITTEN_BLOCKS);
+                let keys = keys(round, WRITTEN_BLOCKS);
                 fixture::commit(writer, fixture::fill(writer, &keys, &payload)?)?;
                 thread::sleep(WRITER_PAUSE);
             }
@@ -177,7 +185,14 @@ fn engines(socket: &Path, prefixes: &[Vec<BlockKey>], mode: Mode, hits: usize) -
                 let hits = hits / ENGINES.len() + usize::from(number < hits % ENGINES.len());
                 scope.spawn(move || {
                     let mut engine = Engine::start(socket, prefixes, *rate, number as u64)?;
-                    (0..hits).try_for_each(|_| engine.hit(mode))?;
+                    while engine.counted.hits < hits as u64 {
+                        ensure!(
+                            engine.began.elapsed() < TIME_MAX,
+                            "{:?} within {TIME_MAX:?}",
+                            engine.counted
+                        );
+                        engine.request(mode)?;
+                    }
                     anyhow::Ok(engine.counted)
                 })
             })
@@ -206,8 +221,8 @@ impl<'a> Engine<'a> {
         let blocks = (0..PREFIX_BLOCKS).map(|_| Mutex::new(vec![0; block_bytes(&layout)])).collect();
         let load = LoadOptions { deadline: PATIENCE, ..LoadOptions::default() };
         let options = TransferOptions { load, ..TransferOptions::default() };
-        let transfers = Transfers::new(keeper.into(), EngineMemory { layout, blocks }.into(), options)?;
-        let block = BlockSize { tokens: layout.tokens_per_block(), bytes: layout.block_bytes() };
+        let transfers = Transfers::new(Arc::new(keeper), Arc::new(EngineMemory { layout, blocks }), options)?;
+        let block = BlockSize { tokens: layout.spec().tokens_per_block.into(), bytes: layout.block_bytes() };
         let (policy, counted) = (LoadPolicy::new(BOUND, block), Counted::default());
         let mut engine = Engine {
             client,
@@ -226,13 +241,15 @@ impl<'a> Engine<'a> {
         Ok(engine)
     }
 
-    /// Serves a request whose prefix is found.
-    fn hit(&mut self, mode: Mode) -> anyhow::Result<()> {
+    /// Serves a request; counts it as a hit if a block of its prefix is found.
+    fn request(&mut self, mode: Mode) -> anyhow::Result<()> {
         let prefix = &self.prefixes[self.next(self.prefixes.len() as u64) as usize];
         let found = 1 + self.next(PREFIX_BLOCKS as u64) as usize;
         let context = self.next(CONTEXT_MAX);
         let sources = self.client.match_keys(&prefix[..found], Scope::Cluster).context("match")?;
-        ensure!(!sources.is_empty(), "no block of a saved prefix was found");
+        if sources.is_empty() {
+            return Ok(());
+        }
         let chain = Chain { sources: &sources, prefix_tokens: context, is_computing: false };
         let decision = self.policy.decide(&chain, self.now());
         let blocks = if mode == Mode::On { decision.blocks as usize } else { sources.len() };
@@ -249,7 +266,7 @@ impl<'a> Engine<'a> {
             self.policy.load_ended();
             (seconds, leading) = (ended.seconds, ended.loaded.leading());
         }
-        let tokens = u64::from(self.client.layout().tokens_per_block());
+        let tokens = self.client.layout().tokens();
         let computed = tokens * (sources.len() - leading) as u64;
         let rest = self.compute(context + tokens * leading as u64, computed);
         thread::sleep(Duration::from_secs_f64(rest));

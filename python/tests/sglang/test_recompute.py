@@ -12,9 +12,9 @@ from pool import HostPool
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from test_storage import Make, hashes, make, same
 
-from reprise.options import SharedOptions
 from reprise.recompute import LoadChooser, NoCounters, Prefill
 from reprise.sglang import steps
+from reprise.sglang.options import StorageOptions
 
 __all__ = ["make"]
 
@@ -64,7 +64,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scheduler]]:
 
 
 def chooser() -> LoadChooser:
-    made = LoadChooser.create(SharedOptions.read({}), 16, 1 << 20, NoCounters())
+    made = LoadChooser.create(StorageOptions.read({}), 16, 1 << 20, NoCounters())
     assert made is not None
     return made
 
@@ -135,7 +135,7 @@ def test_storage_has_only_pages_that_are_faster_to_load(make: Make) -> None:
     assert reader.batch_get_v1(keys, read.indices(list(range(20)))) == [True] * 20
     assert same(written, list(range(20)), read, list(range(20)))
     assert reader.batch_exists(keys) == 20, "loading is faster"
-    for _ in range(64):
+    for _ in range(400):
         chooser.observe_step(Prefill(1000, 500.0), 1e-6)
     assert reader.batch_exists(keys) == 0, "computing is faster"
     assert reader.exists(keys[0])

@@ -154,14 +154,15 @@ impl<'a> Loading<'a> {
         memory: Option<&'a dyn PagedMemory>,
         options: LoadOptions,
     ) -> Loading<'a> {
+        let deadline = deadline::after(options.deadline);
         Loading {
             client,
             blocks,
             memory,
             options,
             pace: &Unpaced,
-            until: deadline::after(options.deadline),
-            deadline: deadline::after(options.deadline),
+            until: deadline,
+            deadline,
             rest: (0..blocks.len()).collect(),
             asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
