@@ -15,6 +15,7 @@ mod tenants;
 
 use std::path::{Path, PathBuf};
 
+use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::{ByteSize, Interval, TenantName};
 use serde::Deserialize;
@@ -110,6 +111,12 @@ pub(crate) struct PoolSection {
     pub(crate) io_engine: IoEngineChoice,
     /// Eviction policy of the pool.
     pub(crate) eviction: EvictionPolicy,
+    /// Rule by which saved blocks are written to devices.
+    pub(crate) admission: AdmissionMode,
+    /// Bytes that each device may write in 24 hours. Absent: no limit.
+    pub(crate) daily_write_budget: Option<ByteSize>,
+    /// Bytes of the budget that may be written at once. Absent: 1 %.
+    pub(crate) write_burst: Option<ByteSize>,
     /// Bytes that files leave on their file system. Absent: 5 % of it, at least 1 GiB.
     pub(crate) reserve_bytes: Option<ByteSize>,
     /// Empty: blocks are stored in memory only.
@@ -157,6 +164,8 @@ pub(crate) struct DeviceSection {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct CacheSection {
     pub(crate) eviction: EvictionPolicy,
+    /// Whether blocks that one request has used leave memory first once they are on a device.
+    pub(crate) skip_dram: bool,
     pub(crate) pool_free_permille: u16,
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
@@ -329,6 +338,9 @@ segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
 eviction = {{ kind = "{pool_eviction}", chains = "descendants_first" }} # on devices; see [cache]
+admission = "{admission}"       # "always"; "second_use": once used again; "expected_reuse": if worth the write
+# daily_write_budget = "1TiB" # bytes that each device may write in any 24 hours; default: no limit
+# write_burst = "10GiB"    # of them at once, up to half; 1 % by default. Sustained writes are budget - burst
 # reserve_bytes = "1GiB"   # space that a new or growing file leaves on its file system; default: 5 %, at least 1GiB
 # Without devices, blocks are stored in memory only. A file is created and preallocated. A block device is used
 # completely unless bytes is set. When bytes or the device are larger at the next start, the pool grows and keeps
@@ -356,6 +368,7 @@ eviction = {{ kind = "{pool_eviction}", chains = "descendants_first" }} # on dev
 #   "s3_fifo"              two queues; blocks that are not used twice leave early
 #   "cost_aware"           least loss of time per freed byte first, by the reuse observed at each position
 eviction = {{ kind = "{eviction}", chains = "descendants_first" }}
+skip_dram = false          # true: blocks that one request has used leave full memory first once they are on a device
 # Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900).
 pool_free_permille = {pool_free}    # share of the pool that is kept free ahead of writes
 arena_unsaved_permille = {unsaved} # share of the arena for slots being filled and blocks not yet on a device
@@ -373,7 +386,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 [writeback]
 delay = "{delay}"          # maximum time before a committed block is written
 bytes = "{wb_bytes}"       # or earlier, if this many bytes are waiting
-slack_delay = "{slack_delay}"       # maximum additional delay while engines with a slack profile compute; "0s": none
+slack_delay = "{slack_delay}"       # maximum additional delay while engines with a slack profile compute, or blocks are read; "0s": none
 
 # Slack profiles of models, as `reprise profile --output` writes them. While engines report layers of these models,
 # writes go into their slack. In a cluster, the SlackProfiles of the node apply instead.
@@ -422,6 +435,7 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             queue_depth = pool.queue_depth,
             eviction = cache.eviction.kind.name(),
             pool_eviction = pool.eviction.kind.name(),
+            admission = pool.admission.name(),
             pool_free = cache.pool_free_permille,
             unsaved = cache.arena_unsaved_permille,
             share = cache.arena_session_permille,
@@ -479,6 +493,9 @@ impl Default for PoolSection {
             queue_depth: defaults::QUEUE_DEPTH,
             io_engine: IoEngineChoice::Auto,
             eviction: EvictionPolicy::default(),
+            admission: AdmissionMode::default(),
+            daily_write_budget: None,
+            write_burst: None,
             reserve_bytes: None,
             devices: Vec::new(),
         }
@@ -489,6 +506,7 @@ impl Default for CacheSection {
     fn default() -> Self {
         CacheSection {
             eviction: EvictionPolicy::default(),
+            skip_dram: false,
             pool_free_permille: defaults::POOL_FREE_PERMILLE,
             arena_unsaved_permille: defaults::ARENA_UNSAVED_PERMILLE,
             arena_session_permille: defaults::ARENA_SESSION_PERMILLE,

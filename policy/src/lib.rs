@@ -6,9 +6,11 @@
 //!
 //! Out of scope: wire formats (crate `reprise-proto`) and the on-disk format (`reprise-agent-core`).
 
+pub mod admission;
 pub mod arena_slot;
 pub mod connection_table;
 pub mod content;
+pub mod demotion;
 pub mod device_place;
 pub mod eviction;
 pub mod identity;

@@ -5,10 +5,10 @@
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
 //! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
-//! `allocate`, `acquire`, then the others.
+//! `tiering`, `allocate`, `acquire`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
-use reprise_policy::{BlockKey, SlotSet, Tier};
+use reprise_policy::{BlockKey, SlotSet, Tick, Tier};
 
 use crate::context::Context;
 use crate::counters::{CacheCounters, Counters};
@@ -44,6 +44,7 @@ mod readers;
 mod rotation;
 mod sizes;
 mod space;
+mod tiering;
 
 use accounts::Accounts;
 pub(crate) use accounts::{TenantIndex, Unmet, nvme_bytes};
@@ -63,6 +64,7 @@ pub(crate) use publish::{CommitTarget, Durability};
 use sizes::SizeClasses;
 pub(crate) use sizes::{RankClasses, SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
+use tiering::Tiering;
 
 pub use accounts::{TenantBlocks, TenantCounts, TenantQuotas, TenantUsage};
 pub use describe::{BlockDescription, BlockOrigin, DramCopy};
@@ -76,6 +78,10 @@ pub(crate) struct Cache {
     frames: Frames,
     index: Index,
     devices: Devices,
+    /// Admission to the devices, and demotion from the arena.
+    tiering: Tiering,
+    /// Time of the current event.
+    now: Tick,
     /// Leases on frames whose contents are being checked.
     checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
@@ -103,6 +109,8 @@ pub(crate) struct CacheOutcomes {
     pub(crate) stored: u64,
     /// Write batches that ended, in order.
     pub(crate) batches: Vec<DoneBatch>,
+    /// Frames of blocks that are in DRAM only and were used again, which may admit them to a device.
+    pub(crate) used_again: Vec<FrameIndex>,
 }
 
 /// Write batch that ended, with the blocks that are durable.
@@ -125,7 +133,7 @@ impl CacheOutcomes {
     /// Whether there is nothing to route.
     pub(crate) fn is_empty(&self) -> bool {
         let flags = self.arena_full || self.capacity_changed || self.recovered;
-        !flags && self.stored == 0 && self.batches.is_empty()
+        !flags && self.stored == 0 && self.batches.is_empty() && self.used_again.is_empty()
     }
 }
 
@@ -138,7 +146,9 @@ impl Cache {
             arena: Arena::new(regions, settings.dram_eviction),
             frames: Frames::default(),
             index: Index::new(),
-            devices: Devices::new(pools, settings.nvme_eviction),
+            devices: Devices::new(pools, settings),
+            tiering: Tiering::new(settings),
+            now: Tick(0),
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
             pool_free_permille: settings.pool_free_permille,
@@ -208,6 +218,7 @@ impl Cache {
         all.journal_capacity_bytes = usage.journal_bytes_capacity;
         all.journal_checkpoints = usage.checkpoints;
         all.journal_records = usage.journal_records;
+        self.set_tiering_counters(all);
     }
 
     /// Bytes of the arena and of its slots in use, and usage of the pools as the control plane counts it.

@@ -137,6 +137,7 @@ impl AgentCore {
     /// earlier time counts as the latest one.
     pub fn apply(&mut self, now: Tick, event: Event, effects: &mut Vec<Effect>) {
         self.now = self.now.max(now);
+        self.cache.set_now(self.now);
         std::mem::swap(&mut self.out, effects);
         self.dispatch(event);
         self.route();
@@ -181,7 +182,8 @@ impl AgentCore {
     }
 
     fn route_cache(&mut self, outcomes: CacheOutcomes) {
-        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches } = outcomes;
+        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches, used_again } = outcomes;
+        self.save.save_used_again(&mut self.cache, self.now, &used_again);
         if arena_full {
             self.save.expedite();
         }

@@ -143,12 +143,44 @@ counters! {
     writeback_memory_blocks,
     /// Blocks written at once because the agent was about to stop.
     writeback_stopping_blocks,
+    /// Blocks written at their delay bound, up to which they had waited for reads from devices.
+    writeback_bound_blocks,
     /// Gauge: slot bytes of queued blocks while due writes wait for slack.
     writeback_deferred_bytes,
     /// Blocks that became durable.
     stored_blocks_total,
     /// Payload bytes of blocks that became durable.
     stored_bytes_total,
+    /// Saved blocks that were admitted to NVMe.
+    admission_admitted_blocks,
+    /// Saved blocks that were not admitted before their second use.
+    admission_first_use_blocks,
+    /// Saved blocks that were not admitted, because their expected reuse was not worth the write.
+    admission_low_value_blocks,
+    /// Blocks that were not written, because no device had a write budget left.
+    admission_budget_blocks,
+    /// Blocks in DRAM only that a later use admitted to NVMe.
+    admission_used_again_blocks,
+    /// Gauge: bytes that the write budgets of all devices allow in a day; 0 without budgets.
+    write_budget_bytes,
+    /// Gauge: bytes that the write budgets of all devices allow now.
+    write_budget_left_bytes,
+    /// Bytes written to devices: blocks, headers, journals, and payloads of clients.
+    pool_written_bytes,
+    /// Bytes of these that were written to journals.
+    journal_written_bytes,
+    /// Gauge: device bytes for 1,000 payload bytes that became durable.
+    write_amplification_permille,
+    /// Cold blocks in DRAM only that were written ahead of their eviction.
+    demoted_blocks,
+    /// Warm blocks in DRAM only that were written, because their eviction was near.
+    demoted_emergency_blocks,
+    /// Blocks whose DRAM copy became the next victim when they were durable, because one request had used them.
+    skipped_dram_blocks,
+    /// Saved blocks evicted from DRAM that were not on NVMe.
+    dram_dropped_blocks,
+    /// Gauge: idle time in microseconds after which a block in DRAM is cold.
+    idle_threshold_micros,
     /// Writes of blocks that failed.
     write_failures,
     /// Blocks dropped from DRAM to make room, or by `Trim`.
@@ -345,7 +377,9 @@ owner_counters! {
     /// Counters of the cache.
     CacheCounters: dram_evictions dram_evicted_bytes nvme_evictions nvme_evicted_bytes corrupt_blocks
     dram_corrupt_blocks devices_lost announced_changes arena_lost_bytes stored_blocks_total
-    stored_bytes_total
+    stored_bytes_total admission_admitted_blocks admission_first_use_blocks admission_low_value_blocks
+    admission_budget_blocks admission_used_again_blocks pool_written_bytes journal_written_bytes
+    demoted_blocks demoted_emergency_blocks skipped_dram_blocks dram_dropped_blocks
 }
 
 owner_counters! {
@@ -394,7 +428,7 @@ owner_counters! {
     duplicate_items expired_reservations refused_items durable_items lost_items writeback_batches
     writeback_slack_blocks writeback_decode_blocks writeback_carried_over_blocks writeback_no_report_blocks
     writeback_fallback_blocks writeback_idle_blocks writeback_nothing_fits_blocks writeback_overdue_blocks
-    writeback_awaited_blocks writeback_memory_blocks writeback_stopping_blocks write_failures taken_blocks_stored
+    writeback_awaited_blocks writeback_memory_blocks writeback_stopping_blocks writeback_bound_blocks write_failures taken_blocks_stored
 }
 
 impl LoadCounters {

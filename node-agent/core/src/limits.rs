@@ -258,3 +258,16 @@ pub const LOOKAHEAD_GRACE_MIN: Duration = Duration::from_secs(1);
 
 /// Maximum time of the same wait.
 pub const LOOKAHEAD_GRACE_MAX: Duration = Duration::from_secs(10);
+
+/// Maximum victims that one demotion pass examines: 50 µs. With 2 MiB blocks, 2 GiB ahead of evictions.
+pub const DEMOTION_VICTIMS_MAX: usize = 1024;
+
+/// Maximum blocks of one demotion batch: 128 MiB in 2 MiB blocks, 40 ms of a device.
+pub const DEMOTION_BLOCKS_MAX: usize = 64;
+
+/// Minimum time between two demotion passes: 6,400 blocks per second, more than a device writes.
+pub const DEMOTION_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Maximum share of the arena, in thousandths, for unsaved blocks when demotion adds some: the rest of the unsaved
+/// share remains for engines.
+pub const DEMOTION_ARENA_PERMILLE: u16 = 250;

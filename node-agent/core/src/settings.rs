@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use reprise_policy::admission::AdmissionMode;
+use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::eviction::EvictionPolicy;
 
 use crate::cache::TenantQuotas;
@@ -40,6 +42,12 @@ pub struct Settings {
     pub dram_eviction: EvictionPolicy,
     /// Eviction policy of the pool on NVMe.
     pub nvme_eviction: EvictionPolicy,
+    /// Rule by which saved blocks are written to NVMe.
+    pub admission: AdmissionMode,
+    /// Limit of the writes of each device; `None`: no limit.
+    pub daily_write_budget: Option<DailyBudget>,
+    /// Whether DRAM copies that one request has used are evicted first once they are on NVMe, while DRAM is nearly full.
+    pub skip_dram: bool,
     /// Bytes per second for replicas sent to and received from other nodes; 0 disables replication. Fetches
     /// for engines are not limited.
     pub placement_bandwidth: u64,
@@ -81,6 +89,9 @@ impl Default for Settings {
             retry_after: Duration::from_millis(2),
             dram_eviction: EvictionPolicy::default(),
             nvme_eviction: EvictionPolicy::default(),
+            admission: AdmissionMode::default(),
+            daily_write_budget: None,
+            skip_dram: false,
             // A tenth of one 25 Gbit/s stream: 2 TiB take 2.3 h.
             placement_bandwidth: 256 << 20,
             hot_reads: 4,

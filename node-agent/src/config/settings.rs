@@ -11,6 +11,8 @@ use std::time::Duration;
 use reprise_agent_core::limits::LOAD_DEADLINE_MAX;
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
+use reprise_policy::admission::AdmissionMode;
+use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::layout::{BLOCK_BYTES_MAX, PAGE_BYTES};
 use reprise_policy::queue_grants::{PAIRS_PER_GRANT_MAX, QueueGrantLimits};
@@ -22,6 +24,8 @@ use super::{
     SlackSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
+
+mod pool;
 
 /// Maximum length of a node name, which appears in handshakes, log lines and metric labels.
 const NAME_BYTES_MAX: usize = 63;
@@ -111,6 +115,8 @@ pub(crate) struct PoolSettings {
     pub(crate) queue_depth: u32,
     pub(crate) io_engine: IoEngineChoice,
     pub(crate) eviction: EvictionPolicy,
+    pub(crate) admission: AdmissionMode,
+    pub(crate) daily_write_budget: Option<DailyBudget>,
     /// Space that a claimed file leaves on its file system, unless its claim sets another reserve.
     pub(crate) reserve: Reserve,
     /// Whether sessions may lease and pin extents of files.
@@ -124,6 +130,7 @@ pub(crate) struct PoolSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct CacheSettings {
     pub(crate) eviction: EvictionPolicy,
+    pub(crate) skip_dram: bool,
     pub(crate) pool_free_permille: u16,
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
@@ -290,54 +297,11 @@ impl ArenaSection {
     }
 }
 
-impl PoolSection {
-    fn validate(&self, session: &SessionSection) -> Result<PoolSettings, AgentError> {
-        let (lend_extents, lend_queues) = (session.extents, session.queue_pairs > 0);
-        size(
-            "pool.segment_bytes",
-            self.segment_bytes.0,
-            (HUGE_PAGE_BYTES, SEGMENT_BYTES_MAX, HUGE_PAGE_BYTES),
-        )?;
-        if !(1..=1024).contains(&self.queue_depth) {
-            return Err(refuse("pool.queue_depth", &self.queue_depth.to_string(), "1 to 1024"));
-        }
-        if self.devices.len() > DEVICES_MAX {
-            let found = format!("{} devices", self.devices.len());
-            return Err(refuse("pool.devices", &found, &format!("at most {DEVICES_MAX}")));
-        }
-        let reserve = self.reserve_bytes.map_or(Reserve::Default, |bytes| Reserve::Bytes(bytes.0));
-        let mut devices: Vec<DeviceSettings> = Vec::with_capacity(self.devices.len());
-        for section in &self.devices {
-            let device = section.validate(reserve)?;
-            if devices.iter().any(|other| other.description.is_same_device(&device.description)) {
-                let field = match device.description {
-                    DeviceDescription::Path(_) => "pool.devices.path",
-                    DeviceDescription::Controller(_) => "pool.devices.pci",
-                    DeviceDescription::Emulated(_) => "pool.devices.emulated",
-                };
-                return Err(refuse(field, &device.description.to_string(), "each device once"));
-            }
-            devices.push(device);
-        }
-        let PoolSection { queue_depth, io_engine, eviction, .. } = *self;
-        let segment_bytes = self.segment_bytes.0;
-        Ok(PoolSettings {
-            segment_bytes,
-            queue_depth,
-            io_engine,
-            eviction,
-            reserve,
-            lend_extents,
-            lend_queues,
-            devices,
-        })
-    }
-}
-
 impl CacheSection {
     fn validate(&self) -> Result<CacheSettings, AgentError> {
         let CacheSection {
             eviction,
+            skip_dram,
             pool_free_permille,
             arena_unsaved_permille,
             arena_session_permille,
@@ -349,6 +313,7 @@ impl CacheSection {
         permille("cache.arena_serves_permille", arena_serves_permille, 1..=1000)?;
         Ok(CacheSettings {
             eviction,
+            skip_dram,
             pool_free_permille,
             arena_unsaved_permille,
             arena_session_permille,

@@ -30,6 +30,7 @@ use crate::effect::{ArenaSlot, RegionId};
 use crate::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
 
 mod reservations;
+mod victims;
 
 /// Position of a region that is not in its owner's list of regions with free slots.
 const NOT_PARTIAL: u32 = u32::MAX;

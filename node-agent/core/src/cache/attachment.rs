@@ -59,11 +59,7 @@ impl Cache {
     pub(crate) fn attach_device(&mut self, cx: &mut Context, id: DeviceId, pool: DevicePool) {
         let at = usize::from(id.0);
         assert!(at < DEVICES_MAX, "numbers of devices are bounded");
-        if self.devices.devices.len() <= at {
-            self.devices.devices.resize_with(at + 1, || None);
-        }
-        assert!(self.devices.devices[at].is_none(), "a device number is reused only after its release");
-        self.devices.devices[at] = Some(Device::new(pool));
+        self.devices.add(at, pool, self.now);
         let ops = self.devices.device_mut(id).pool.flush_frees();
         self.emit_ops(cx, id, ops);
         self.await_earlier_leases(cx, id);

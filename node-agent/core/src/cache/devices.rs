@@ -24,7 +24,9 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::eviction::{Block, EntryIndex, EvictionOrder, EvictionPolicy, Group};
+use reprise_policy::Tick;
+use reprise_policy::admission::budget::{DailyBudget, WriteBudget};
+use reprise_policy::eviction::{Block, EntryIndex, EvictionOrder, Group};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::index::Stored;
@@ -33,6 +35,7 @@ use crate::cache::rotation::{Rotation, Target};
 use crate::effect::DeviceId;
 use crate::limits::{DEVICES_MAX, TENANTS_MAX};
 use crate::pool::{BatchId, BlockWrite, DeviceOp, DevicePool, PageNumber, PoolUsage, StoredBlock};
+use crate::settings::Settings;
 
 /// All devices, and one eviction order over them.
 #[derive(Debug)]
@@ -46,6 +49,8 @@ pub(crate) struct Devices {
     /// Slots that processes outside the agent read; their blocks are not in the order.
     pub(super) pins: BTreeMap<(DeviceId, PageNumber), Pin>,
     rotation: Rotation,
+    /// Limit of the writes of each device.
+    daily_budget: Option<DailyBudget>,
     pub(super) space_check: SpaceCheck,
 }
 
@@ -74,6 +79,8 @@ pub(crate) struct Device {
     /// Slots that processes outside the agent may access: lent and pinned ones, and one more while those lent
     /// by an earlier agent may still be written to.
     pub(super) extents: u64,
+    /// Bytes that may still be written; `None`: no limit.
+    pub(super) budget: Option<WriteBudget>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,13 +93,16 @@ pub(crate) enum Health {
 
 impl Devices {
     /// Creates usable devices from the pools. Pools beyond [`DEVICES_MAX`] are not used.
-    pub(crate) fn new(pools: Vec<DevicePool>, eviction: EvictionPolicy) -> Devices {
+    pub(crate) fn new(pools: Vec<DevicePool>, settings: &Settings) -> Devices {
+        let daily_budget = settings.daily_write_budget;
+        let device = |pool| Some(Device::new(pool, daily_budget, Tick(0)));
         Devices {
-            devices: pools.into_iter().take(DEVICES_MAX).map(|pool| Some(Device::new(pool))).collect(),
+            devices: pools.into_iter().take(DEVICES_MAX).map(device).collect(),
             closing: 0,
-            order: EvictionOrder::new(eviction),
+            order: EvictionOrder::new(settings.nvme_eviction),
             pins: BTreeMap::new(),
             rotation: Rotation::default(),
+            daily_budget,
             space_check: SpaceCheck::Due,
         }
     }
@@ -102,9 +112,19 @@ impl Devices {
         self.writable_devices().count()
     }
 
-    /// Returns the devices that can start a batch and have a slot for a payload.
-    pub(super) fn write_targets(&self, slot_bytes: u64) -> Vec<Target> {
-        self.targets(slot_bytes, Device::can_start_batch)
+    /// Adds a device under a free number.
+    pub(super) fn add(&mut self, at: usize, pool: DevicePool, now: Tick) {
+        if self.devices.len() <= at {
+            self.devices.resize_with(at + 1, || None);
+        }
+        assert!(self.devices[at].is_none(), "a device number is reused only after its release");
+        self.devices[at] = Some(Device::new(pool, self.daily_budget, now));
+    }
+
+    /// Returns the devices that can start a batch and have a slot and a budget for a payload.
+    pub(super) fn write_targets(&self, slot_bytes: u64, now: Tick) -> Vec<Target> {
+        let bytes = nvme_bytes(slot_bytes);
+        self.targets(slot_bytes, |device| device.can_start_batch() && device.may_write(now, bytes))
     }
 
     /// Returns the suitable devices that have a slot for a payload, with their shares of the next blocks.
@@ -354,7 +374,7 @@ pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> Poo
 }
 
 impl Device {
-    pub(super) fn new(pool: DevicePool) -> Device {
+    fn new(pool: DevicePool, daily_budget: Option<DailyBudget>, now: Tick) -> Device {
         Device {
             pool,
             health: Health::Usable,
@@ -364,6 +384,7 @@ impl Device {
             ops_in_flight: 0,
             reads_in_flight: 0,
             extents: 0,
+            budget: daily_budget.map(|limits| WriteBudget::new(limits, now)),
         }
     }
 

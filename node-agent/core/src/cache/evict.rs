@@ -13,6 +13,7 @@ use reprise_policy::quota::{QuotaUsage, SpaceRequest};
 
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
 use crate::cache::arena::SlotGroupId;
+use crate::cache::describe::BlockOrigin;
 use crate::cache::devices::group_of_read_only;
 use crate::cache::frames::{FrameIndex, FrameState};
 use crate::cache::index::Dram;
@@ -90,6 +91,9 @@ impl Cache {
         let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
         self.counters.dram_evictions += 1;
         self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
+        let state = self.index.entry(entry);
+        let is_lost = state.stored().is_none() && state.origin() == BlockOrigin::Saved;
+        self.counters.dram_dropped_blocks += u64::from(is_lost);
         let tenant = self.tenant_of(self.frames.get(frame).size_class);
         self.accounts.get_mut(tenant).counts.dram_evictions += 1;
         self.frames.get_mut(frame).set_entry(None);

@@ -66,8 +66,9 @@ impl Cache {
     ) -> Vec<LentSlot> {
         let SizeClass { tenant_index: tenant, slot_bytes, .. } = *self.sizes.get(size_class);
         let request = SlotRequest { tenant, slot_bytes };
-        let lenders = self.devices.lenders(slot_bytes, gpu);
-        if lenders.is_empty() && self.devices.ids().any(|id| self.devices.can_lend(id)) {
+        let lenders = self.devices.lenders(slot_bytes, gpu, self.now);
+        let has_budget = self.has_write_budget(slot_bytes);
+        if lenders.is_empty() && has_budget && self.devices.ids().any(|id| self.devices.can_lend(id)) {
             // The client retries; the end of an eviction is not reported to it.
             let _ = self.make_pool_room(request);
         }
@@ -78,6 +79,7 @@ impl Cache {
                     break;
                 };
                 self.accounts.charge_nvme(tenant, slot_bytes);
+                self.charge_write(device, slot_bytes, &mut equally_near);
                 slots.push(LentSlot { device, page, tenant, slot_bytes });
             }
         }
@@ -127,6 +129,8 @@ impl Cache {
         (device, batch): (DeviceId, BatchId),
         blocks: Vec<ExtentCommit>,
     ) {
+        let written: u64 = blocks.iter().map(|block| block.layout.slot_bytes()).sum();
+        self.counters.pool_written_bytes += written;
         let lender = self.devices.device_mut(device);
         lender.batches_in_flight += 1;
         let ops = lender.pool.commit_lent(batch, blocks);

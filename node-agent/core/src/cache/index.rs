@@ -87,6 +87,7 @@ impl EntryState {
     const RESIDENT: u8 = 0b0100;
     const VACANT: u8 = 0b1000;
     const ORIGIN: u8 = 0b0011_0000;
+    const REUSED: u8 = 0b0100_0000;
 
     fn new(priority: Priority, origin: BlockOrigin) -> EntryState {
         EntryState(priority as u8 | EntryState::of_origin(origin))
@@ -131,6 +132,18 @@ impl Entry {
     pub(crate) fn raise_priority(&mut self, priority: Priority) {
         let class = self.class().max(priority as u8);
         self.state.0 = (self.state.0 & !EntryState::PRIORITY) | class;
+    }
+
+    /// Whether a request has used the block since its first commit.
+    pub(crate) fn is_reused(&self) -> bool {
+        self.state.has(EntryState::REUSED)
+    }
+
+    /// Records that a request has used the block; returns whether it is the first one.
+    pub(crate) fn mark_reused(&mut self) -> bool {
+        let is_first = !self.is_reused();
+        self.state.0 |= EntryState::REUSED;
+        is_first
     }
 
     /// Why the block is on this node.
@@ -460,6 +473,9 @@ mod tests {
             assert_eq!((entry.origin(), entry.class()), (origin, Priority::High as u8));
             entry.set_origin(SAVED);
             entry.set_origin(BlockOrigin::Placed);
+            assert_eq!((entry.origin(), entry.class()), (SAVED, Priority::High as u8));
+            assert!(!entry.is_reused());
+            assert_eq!((entry.mark_reused(), entry.mark_reused(), entry.is_reused()), (true, false, true));
             assert_eq!((entry.origin(), entry.class()), (SAVED, Priority::High as u8));
         }
     }

@@ -32,9 +32,9 @@ impl Cache {
         self.devices.writable()
     }
 
-    /// Returns the devices that can start a batch and have a slot for a block of this size.
+    /// Returns the devices that can start a batch and have a slot and a budget for a block of this size.
     pub(crate) fn write_targets(&self, slot_bytes: u64) -> Vec<Target> {
-        self.devices.write_targets(slot_bytes)
+        self.devices.write_targets(slot_bytes, self.now)
     }
 
     /// Whether a writable device has space for a block of this size.
@@ -52,6 +52,7 @@ impl Cache {
         if let Some(device) = self.devices.get_mut(device) {
             device.ops_in_flight += ops.len() as u64;
         }
+        self.count_written(device, &ops);
         for op in ops {
             cx.emit(Effect::Device { device, op });
         }

@@ -124,6 +124,7 @@ impl Cache {
             self.arena.used(frame);
         }
         self.devices.used(entry);
+        self.note_use(entry);
     }
 
     /// Whether a block is evictable from its device: neither being read nor pinned.

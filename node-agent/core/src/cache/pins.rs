@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use reprise_policy::{BlockKey, DevicePlace, Distance};
+use reprise_policy::{BlockKey, DevicePlace, Distance, Tick};
 
+use crate::cache::accounts::nvme_bytes;
 use crate::cache::devices::{Device, Devices};
 use crate::cache::index::Stored;
 use crate::cache::rotation::Target;
@@ -34,13 +35,14 @@ impl Devices {
         })
     }
 
-    /// Returns the devices that can lend a slot of a size, by their distance to the GPU, the nearest first. Without the
+    /// Returns the devices that can lend a slot of a size and have a budget for it, by their distance to the GPU, the nearest first. Without the
     /// place of a GPU, all are equally near.
-    pub(super) fn lenders(&self, slot_bytes: u64, gpu: Option<&DevicePlace>) -> Vec<Vec<Target>> {
+    pub(super) fn lenders(&self, slot_bytes: u64, gpu: Option<&DevicePlace>, now: Tick) -> Vec<Vec<Target>> {
         let distance = |device: &Device| gpu.map(|gpu| gpu.distance_to(device.pool.place()));
-        let lenders = self.devices.iter().flatten().filter(|device| device.can_lend());
+        let can_lend = |device: &Device| device.can_lend() && device.may_write(now, nvme_bytes(slot_bytes));
+        let lenders = self.devices.iter().flatten().filter(|device| can_lend(device));
         let distances: BTreeSet<Option<Distance>> = lenders.map(distance).collect();
-        let at = |at| self.targets(slot_bytes, |device| device.can_lend() && distance(device) == at);
+        let at = |at| self.targets(slot_bytes, |device| can_lend(device) && distance(device) == at);
         distances.into_iter().map(at).filter(|targets| !targets.is_empty()).collect()
     }
 

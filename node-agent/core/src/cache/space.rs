@@ -208,11 +208,12 @@ impl Cache {
     }
 
     /// Number of blocks of a size class that fit into the devices, their journals and the tenant's quota,
-    /// without touching the free target or pending space. Zero if the tenant's DRAM limit is below one block.
+    /// without touching the free target or pending space. Zero if the tenant's DRAM limit is below one block, or no
+    /// device has a write budget for one.
     /// The unusable ends of segments are counted as used, before the segments are assigned to a size.
     pub(crate) fn room_without_eviction(&self, size_class: SizeClassId) -> u64 {
         let SizeClass { slot_bytes, tenant_index, .. } = *self.sizes.get(size_class);
-        if self.accounts.dram(tenant_index).quota.limit() < slot_bytes {
+        if self.accounts.dram(tenant_index).quota.limit() < slot_bytes || !self.has_write_budget(slot_bytes) {
             return 0;
         }
         let bytes = nvme_bytes(slot_bytes);

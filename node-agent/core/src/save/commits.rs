@@ -7,6 +7,7 @@
 //! The items of a commit are consecutive blocks of a chain, and the commit names the block before them. Each
 //! new block therefore enters the eviction orders directly before its parent ([`crate::cache`]).
 
+use reprise_policy::admission::Verdict;
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::{BlockKey, SessionId};
 
@@ -131,7 +132,8 @@ impl Save {
         }
     }
 
-    /// Queues a readable, unstored block for writing, or counts it as lost if it cannot be stored.
+    /// Queues a readable, unstored block for writing. Counts it as lost if it cannot be stored or is not admitted:
+    /// the client learns at once that it is in DRAM only.
     fn save_or_lose(
         &mut self,
         cache: &mut Cache,
@@ -139,10 +141,11 @@ impl Save {
         (key, lease): (BlockKey, Lease<Saving>),
         CommitContext { ticket, .. }: CommitContext,
     ) {
-        if cache.may_be_saved(cache.slot_request(&lease)) {
+        if !cache.may_be_saved(cache.slot_request(&lease)) {
+            cache.report_unsavable(cx, &lease);
+        } else if cache.admit(&lease) == Verdict::Admit {
             return self.queue_commit(cache, cx.now, lease, ticket);
         }
-        cache.report_unsavable(cx, &lease);
         let (entry, _) = cache.not_saved(lease);
         cache.settle(entry);
         self.count_item(ticket, key, ItemOutcome::Lost);

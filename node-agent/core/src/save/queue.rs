@@ -34,6 +34,8 @@ pub(super) struct Lane {
 pub(super) enum WriteCause {
     /// An engine committed the block.
     Committed,
+    /// The block was in DRAM only, and its eviction was near. No ticket waits for it.
+    Demoted,
     /// A peer offered the block: nothing is evicted for it, and no ticket waits for it.
     Replicated,
 }

@@ -57,6 +57,8 @@ pub(super) enum AtOnce {
     NothingFits,
     /// The block was deferred for the maximum time.
     Overdue,
+    /// The block has waited for reads from devices for the maximum time.
+    DelayBound,
     /// A client waits until a commit is durable.
     Awaited,
     /// Unsaved blocks take much of the arena.
@@ -256,6 +258,7 @@ impl Release {
                 AtOnce::Idle => &mut counters.writeback_idle_blocks,
                 AtOnce::NothingFits => &mut counters.writeback_nothing_fits_blocks,
                 AtOnce::Overdue => &mut counters.writeback_overdue_blocks,
+                AtOnce::DelayBound => &mut counters.writeback_bound_blocks,
                 AtOnce::Awaited => &mut counters.writeback_awaited_blocks,
                 AtOnce::Memory => &mut counters.writeback_memory_blocks,
                 AtOnce::Stopping => &mut counters.writeback_stopping_blocks,

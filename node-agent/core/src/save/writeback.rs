@@ -7,7 +7,8 @@
 //! queue whose size has no free slot, or whose tenant is at its limit, waits without delaying the others.
 //!
 //! While engines report layers with a slack profile, due writes go into their windows ([`super::slack`]). Blocks that
-//! do not fit are carried over to later windows, for at most `slack_delay`.
+//! do not fit are carried over to later windows, for at most `slack_delay`. Without such a profile, due writes wait for
+//! as long while blocks are read from devices.
 //!
 //! Without a usable device, nothing is saved: tickets end as lost at once, and blocks are clean, so they are
 //! cached until they are evicted.
@@ -34,6 +35,7 @@ use crate::save::tickets::{ItemOutcome, TicketList};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
 
+mod demote;
 mod release;
 
 /// Unsaved blocks, their queue, and the batches in flight.
@@ -44,6 +46,8 @@ pub(super) struct WriteBack {
     unsaved_bytes: u64,
     /// Part of `unsaved_bytes` that peers offered.
     replicated_bytes: u64,
+    /// Part of `unsaved_bytes` whose DRAM copies will be the next victims.
+    demoted_bytes: u64,
     batches: Vec<Batch>,
     batches_started: u64,
     urgency: Urgency,
@@ -127,6 +131,7 @@ impl WriteBack {
             queue: Queue::default(),
             unsaved_bytes: 0,
             replicated_bytes: 0,
+            demoted_bytes: 0,
             batches: Vec::new(),
             batches_started: 0,
             urgency: Urgency::Normal,
@@ -176,20 +181,35 @@ impl WriteBack {
         let state = SaveState::Queued;
         let id = self.unsaved.insert(UnsavedBlock { lease, tickets, cause, since: now, attempts: 0, state });
         self.unsaved_bytes += lane.slot_bytes;
-        if cause == WriteCause::Replicated {
-            self.replicated_bytes += lane.slot_bytes;
-        }
+        self.add_bytes_of(cause, lane.slot_bytes);
         self.queue.push(lane, id, now);
         let lease = &self.unsaved.get(id).expect("just inserted").lease;
         cache.mark_unsaved(lease, id.slot(), position);
     }
 
-    /// Promotes an offered, unsaved block that an engine has committed.
+    /// Promotes an offered or demoted, unsaved block that an engine has committed.
     fn promote_to_committed(&mut self, cache: &mut Cache, record: SlabId) {
         let Some(block) = self.unsaved.get_mut(record) else { return };
         cache.set_position(&block.lease, EvictionPosition::Last);
-        if std::mem::replace(&mut block.cause, WriteCause::Committed) == WriteCause::Replicated {
-            self.replicated_bytes -= cache.slot(&block.lease).bytes;
+        let before = std::mem::replace(&mut block.cause, WriteCause::Committed);
+        let bytes = cache.slot(&block.lease).bytes;
+        self.remove_bytes_of(before, bytes);
+    }
+
+    /// Adds bytes to the part of `unsaved_bytes` that a cause has, if it is counted.
+    fn add_bytes_of(&mut self, cause: WriteCause, bytes: u64) {
+        match cause {
+            WriteCause::Committed => {}
+            WriteCause::Demoted => self.demoted_bytes += bytes,
+            WriteCause::Replicated => self.replicated_bytes += bytes,
+        }
+    }
+
+    fn remove_bytes_of(&mut self, cause: WriteCause, bytes: u64) {
+        match cause {
+            WriteCause::Committed => {}
+            WriteCause::Demoted => self.demoted_bytes -= bytes,
+            WriteCause::Replicated => self.replicated_bytes -= bytes,
         }
     }
 
@@ -373,12 +393,16 @@ impl Save {
     /// Starts all batches that are due and possible, within the slack of the engines. `device_reads` is the number
     /// of blocks that are being read from devices.
     pub(crate) fn write_back(&mut self, cache: &mut Cache, cx: &mut Context, device_reads: usize) {
+        self.demote(cache, cx);
         self.writeback.deferred_until = None;
         if !self.writeback.is_due(cache, cx) {
             return;
         }
         self.writeback.slack.drop_expired(cx.now);
         let carried_over_until = match self.unlimited(cache, cx) {
+            Some(why) if device_reads > 0 && self.yields_to_reads(cache, cx, why) => {
+                self.write_back_at_bound(cache, cx)
+            }
             Some(why) => {
                 self.release(cache, cx, Release::at_once(why));
                 None
@@ -449,6 +473,7 @@ impl Save {
     /// offered them move to the lane of committed blocks.
     fn drop_lane(&mut self, cache: &mut Cache, cx: &mut Context, lane: Lane) -> Remaining {
         let is_limited = cache.can_hold(lane.slot_bytes) && !cache.may_be_saved(lane.request());
+        let is_over_budget = !cache.has_write_budget(lane.slot_bytes);
         let mut left = Remaining::None;
         while let Some(record) = self.writeback.queue.pop(lane) {
             let block = self.writeback.unsaved.get(record).expect("queued records live");
@@ -457,8 +482,10 @@ impl Save {
                 self.writeback.queue.push(Lane { cause: block.cause, ..lane }, record, block.since);
                 continue;
             }
-            if is_limited && lane.cause == WriteCause::Committed {
+            if is_limited && lane.cause != WriteCause::Replicated {
                 cache.count_limited(lane.request());
+            } else if is_over_budget {
+                cache.count_over_budget();
             }
             self.end_unsaved(cache, cx, record, ItemOutcome::Lost);
         }
@@ -470,11 +497,13 @@ impl Save {
         let Some(ended) = self.writeback.unsaved.remove(record) else { return };
         let slot_bytes = cache.slot(&ended.lease).bytes;
         self.writeback.unsaved_bytes -= slot_bytes;
-        if ended.cause == WriteCause::Replicated {
-            self.writeback.replicated_bytes -= slot_bytes;
-        }
+        self.writeback.remove_bytes_of(ended.cause, slot_bytes);
         let key = cache.key_of(&ended.lease);
         let (entry, frame, position) = cache.saved(ended.lease);
+        let position = match end {
+            ItemOutcome::Durable => cache.position_after_save(entry, position),
+            ItemOutcome::Lost => position,
+        };
         match position {
             EvictionPosition::Last => cache.settle(entry),
             EvictionPosition::First => cache.evict_first(frame),
@@ -497,13 +526,14 @@ impl Save {
     /// Checks that records, their frames and the tickets that wait for them agree.
     pub(super) fn audit_writeback(&self, cache: &Cache) -> Result<(), String> {
         let mut waiting: BTreeMap<SlabId, u32> = BTreeMap::new();
-        let (mut bytes, mut of_replicas) = (0, 0);
+        let (mut bytes, mut of_replicas, mut of_demotions) = (0, 0, 0);
         for (id, record) in self.writeback.unsaved.iter() {
             let state = cache.frame(record.lease.frame()).state;
             ensure!(state == FrameState::Unsaved(id.slot()), "{id:?} saves a frame that is {state:?}");
             let slot_bytes = cache.slot(&record.lease).bytes;
             bytes += slot_bytes;
             of_replicas += if record.cause == WriteCause::Replicated { slot_bytes } else { 0 };
+            of_demotions += if record.cause == WriteCause::Demoted { slot_bytes } else { 0 };
             for ticket in record.tickets.iter() {
                 *waiting.entry(ticket).or_default() += 1;
             }
@@ -513,6 +543,11 @@ impl Save {
             ensure!(items == ticket.waiting && items > 0, "{:?} waits for {items} items", ticket.ticket);
         }
         let (counted, counted_replicas) = (self.writeback.unsaved_bytes, self.writeback.replicated_bytes);
+        let counted_demotions = self.writeback.demoted_bytes;
+        ensure!(
+            of_demotions == counted_demotions,
+            "{of_demotions} bytes demoted, {counted_demotions} counted"
+        );
         ensure!(bytes == counted, "{bytes} unsaved bytes, {counted} counted");
         ensure!(
             of_replicas == counted_replicas,
@@ -527,26 +562,29 @@ fn lane(SlotRequest { tenant, slot_bytes }: SlotRequest, cause: WriteCause) -> L
     Lane { slot_bytes, tenant, cause }
 }
 
-/// Whether nothing in progress or evictable will ever free space for a lane. Otherwise starts to free space,
+/// Whether nothing in progress or evictable will ever free space for a lane, or no write budget is left for it. A
+/// block does not wait for a budget, because it could not be evicted meanwhile. Otherwise starts to free space,
 /// if none is free.
 fn can_never_be_written(cache: &mut Cache, lane: Lane) -> bool {
-    if !cache.may_be_saved(lane.request()) {
+    if !cache.may_be_saved(lane.request()) || !cache.has_write_budget(lane.slot_bytes) {
         return true;
     }
     let at_limit = cache.nvme_usage(lane.tenant).room() < nvme_bytes(lane.slot_bytes);
     match lane.cause {
         WriteCause::Replicated => at_limit || !cache.has_page(lane.slot_bytes),
         // A tenant at its limit waits for the end of reads and writes, but not of its leases and pins.
-        WriteCause::Committed if at_limit => !cache.operations_may_free_space(),
-        WriteCause::Committed if cache.has_page(lane.slot_bytes) => false,
-        WriteCause::Committed => cache.make_pool_room(lane.request()) == SpaceState::Unavailable,
+        WriteCause::Committed | WriteCause::Demoted if at_limit => !cache.operations_may_free_space(),
+        WriteCause::Committed | WriteCause::Demoted if cache.has_page(lane.slot_bytes) => false,
+        WriteCause::Committed | WriteCause::Demoted => {
+            cache.make_pool_room(lane.request()) == SpaceState::Unavailable
+        }
     }
 }
 
 /// Makes room for a block within the limit of its tenant. Nothing is evicted for replicas.
 fn make_nvme_room(cache: &mut Cache, lane: Lane) -> bool {
     match lane.cause {
-        WriteCause::Committed => cache.make_nvme_room(lane.request()),
+        WriteCause::Committed | WriteCause::Demoted => cache.make_nvme_room(lane.request()),
         WriteCause::Replicated => cache.nvme_usage(lane.tenant).room() >= nvme_bytes(lane.slot_bytes),
     }
 }

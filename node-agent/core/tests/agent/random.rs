@@ -6,6 +6,8 @@ use std::time::Duration;
 use reprise_agent_core::effect::{DeviceId, Ticket};
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
 use reprise_agent_core::{Settings, TenantQuotas};
+use reprise_policy::admission::AdmissionMode;
+use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::slack::{LayerSlack, Phase, WriteSlack};
 use reprise_policy::{BlockKey, NodeId, NodeMode, Quota, SessionId, SlotSet, TenantId, Tier};
 
@@ -57,6 +59,10 @@ pub(crate) fn random_setup(seed: u64, faults: Faults) -> Setup {
             pool_free_permille: [30, 600][rng.below(2)],
             placement_bandwidth: [0, 1 << 20, 256 << 20, 256 << 20][rng.below(4)],
             hot_reads: 2,
+            admission: AdmissionMode::ALL[[0, 0, 1, 2][rng.below(4)]],
+            daily_write_budget: [None, None, Some(DailyBudget { bytes: 4 << 40, burst: 16 * slot })]
+                [rng.below(3)],
+            skip_dram: rng.below(2) == 1,
             tenants: (1..TENANTS).map(|tenant| random_quotas(&mut rng, TenantId(tenant))).collect(),
             ..Setup::default().settings
         },

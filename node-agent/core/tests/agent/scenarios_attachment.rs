@@ -81,9 +81,10 @@ fn number_is_released_after_the_last_operation_of_its_device() {
     let saved = keys(0..4);
     save_durably(&mut harness, session, &saved);
     trim(&mut harness, session);
-    harness.load(session, &saved[..1], Duration::from_secs(1), Scope::Local);
+    // Before the load, because writes wait for reads.
     commit(&mut harness, session, &keys(100..104));
     harness.pass(Duration::from_millis(6));
+    harness.load(session, &saved[..1], Duration::from_secs(1), Scope::Local);
     assert!(harness.jobs.iter().any(|job| matches!(job, Job::Read { .. })));
     assert!(harness.jobs.iter().any(|job| matches!(job, Job::Device { .. })));
     harness.detach(FIRST);

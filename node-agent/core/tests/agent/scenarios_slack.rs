@@ -99,6 +99,47 @@ fn writes_that_fit_no_window_of_prefill_are_flushed_in_decode() {
 }
 
 #[test]
+fn writes_without_a_report_wait_for_reads_up_to_their_delay_bound() {
+    let (mut harness, session) = harness();
+    save(&mut harness, session, &keys(0..2));
+    harness.pass(5 * MILLISECOND);
+    harness.finish_jobs();
+    harness.request(session, RequestKind::Other, Request::Trim);
+    harness.load(session, &keys(0..1), Duration::from_secs(1), Scope::Local);
+    save(&mut harness, session, &keys(2..4));
+    harness.pass(100 * MILLISECOND);
+    assert_eq!(writes(&harness), 0, "a read is in flight");
+    assert_eq!(counters(&harness).writeback_deferred_bytes, 2 * large_layout().slot_bytes());
+    save(&mut harness, session, &keys(4..5));
+    assert_eq!(written_after(&mut harness, 104 * MILLISECOND), 0);
+    assert_eq!(written_after(&mut harness, MILLISECOND), 2, "those that waited for 205 ms, and no others");
+    assert_eq!(counters(&harness).writeback_bound_blocks, 2);
+    while let Some(read) = harness.fills().first().copied() {
+        assert_eq!(writes(&harness), 0);
+        harness.advance(read);
+    }
+    assert_eq!(writes(&harness), 1, "the last read has ended");
+    let all = counters(&harness);
+    assert_eq!((all.writeback_bound_blocks, all.writeback_no_report_blocks), (2, 3));
+}
+
+#[test]
+fn awaited_writes_do_not_wait_for_reads() {
+    let (mut harness, session) = harness();
+    save(&mut harness, session, &keys(0..2));
+    harness.pass(5 * MILLISECOND);
+    harness.finish_jobs();
+    harness.request(session, RequestKind::Other, Request::Trim);
+    harness.load(session, &keys(0..1), Duration::from_secs(1), Scope::Local);
+    save(&mut harness, session, &keys(2..4));
+    harness.pass(6 * MILLISECOND);
+    assert_eq!(writes(&harness), 0);
+    let ticket = *harness.engines[&session].tickets.keys().next().expect("a commit without a notice");
+    harness.request(session, RequestKind::Other, Request::AwaitDurable { ticket });
+    assert_eq!(writes(&harness), 2);
+}
+
+#[test]
 fn writes_wait_for_reads_from_devices_which_start_at_once() {
     let (mut harness, session) = harness();
     save(&mut harness, session, &keys(0..2));

@@ -12,10 +12,6 @@ use crate::save::slack::{AtOnce, Release, ReleaseCause};
 impl Save {
     /// Why slack does not limit the next flush; `None` if it does.
     pub(super) fn unlimited(&self, cache: &Cache, cx: &Context) -> Option<AtOnce> {
-        let engines = self.reserved_bytes + self.writeback.unsaved_bytes_of_engines(cache);
-        let engines_max = cache.share_of_arena(cx.settings.arena_unsaved_permille);
-        let is_short = engines > engines_max / DEFERRED_SHARE_DIVISOR
-            || self.writeback.replicated_bytes > cache.pull_bytes_max() / DEFERRED_SHARE_DIVISOR;
         if self.writeback.is_stopping {
             Some(AtOnce::Stopping)
         } else if cx.settings.slack_delay.is_zero() || cache.writable_devices() == 0 {
@@ -24,11 +20,42 @@ impl Save {
             Some(why)
         } else if self.awaited_tickets > 0 {
             Some(AtOnce::Awaited)
-        } else if is_short || self.writeback.urgency == Urgency::Immediate {
+        } else if self.is_short_of_memory(cache, cx) || self.writeback.urgency == Urgency::Immediate {
             Some(AtOnce::Memory)
         } else {
             None
         }
+    }
+
+    /// Whether due writes wait for reads from devices. The order of reads and writes within a device does not suffice: a
+    /// write that has started delays the reads behind it.
+    pub(super) fn yields_to_reads(&self, cache: &Cache, cx: &Context, why: AtOnce) -> bool {
+        let is_free = matches!(why, AtOnce::NoReport | AtOnce::Fallback | AtOnce::Idle);
+        is_free
+            && !cx.settings.slack_delay.is_zero()
+            && cache.writable_devices() > 0
+            && self.awaited_tickets == 0
+            && self.writeback.urgency != Urgency::Immediate
+            && !self.is_short_of_memory(cache, cx)
+    }
+
+    /// Writes the blocks that have waited for the longest time. Returns when the next ones have.
+    pub(super) fn write_back_at_bound(&mut self, cache: &mut Cache, cx: &mut Context) -> Option<Tick> {
+        let longest = cx.settings.writeback_delay + cx.settings.slack_delay;
+        if let Some(late) = cx.now.since(Tick(0)).checked_sub(longest) {
+            let since = Tick(0).after(late);
+            self.release(cache, cx, Release { since, ..Release::at_once(AtOnce::DelayBound) });
+        }
+        let bounds = self.writeback.queue.fronts().map(|(_, since)| since.after(longest));
+        bounds.filter(|bound| *bound > cx.now).min()
+    }
+
+    /// Whether unsaved blocks take so much of the arena that their writes must not wait.
+    fn is_short_of_memory(&self, cache: &Cache, cx: &Context) -> bool {
+        let engines = self.reserved_bytes + self.writeback.unsaved_bytes_of_engines(cache);
+        let engines_max = cache.share_of_arena(cx.settings.arena_unsaved_permille);
+        engines > engines_max / DEFERRED_SHARE_DIVISOR
+            || self.writeback.replicated_bytes > cache.pull_bytes_max() / DEFERRED_SHARE_DIVISOR
     }
 
     /// Writes what the windows of the engines admit, and the blocks that no window will admit in time. Returns when

@@ -1,0 +1,55 @@
+//! Writes of blocks that are in DRAM only: used again, or close to their eviction.
+//!
+//! No ticket waits for them: their commits have reported them as lost.
+
+use reprise_policy::Tick;
+use reprise_policy::demotion::Pressure;
+
+use super::WriteCause;
+use crate::cache::{Cache, EvictionPosition, FrameIndex};
+use crate::context::Context;
+use crate::limits::DEMOTION_ARENA_PERMILLE;
+use crate::save::Save;
+use crate::save::tickets::TicketList;
+
+impl Save {
+    /// Queues blocks for writing that were used again, as far as admission accepts them now.
+    pub(crate) fn save_used_again(&mut self, cache: &mut Cache, now: Tick, frames: &[FrameIndex]) {
+        for frame in frames {
+            if self.room_for_demotions(cache) >= cache.frame_slot(*frame).bytes
+                && self.save_dram_only(cache, now, *frame, WriteCause::Committed)
+            {
+                cache.count_used_again();
+            }
+        }
+    }
+
+    /// Queues the next batch of blocks to demote. Their DRAM copies are the next victims once they are durable.
+    pub(super) fn demote(&mut self, cache: &mut Cache, cx: &Context) {
+        if self.writeback.is_stopping {
+            return;
+        }
+        let room = self.room_for_demotions(cache);
+        let Some(demotions) = cache.due_demotions(self.writeback.demoted_bytes, room) else { return };
+        for frame in &demotions.frames {
+            self.save_dram_only(cache, cx.now, *frame, WriteCause::Demoted);
+        }
+        if demotions.pressure == Pressure::Emergency {
+            self.writeback.expedite();
+        }
+    }
+
+    fn room_for_demotions(&self, cache: &Cache) -> u64 {
+        cache.share_of_arena(DEMOTION_ARENA_PERMILLE).saturating_sub(self.writeback.unsaved_bytes())
+    }
+
+    fn save_dram_only(&mut self, cache: &mut Cache, now: Tick, frame: FrameIndex, cause: WriteCause) -> bool {
+        let Some(lease) = cache.claim_dram_only(frame) else { return false };
+        let position = match cause {
+            WriteCause::Demoted => EvictionPosition::First,
+            WriteCause::Committed | WriteCause::Replicated => EvictionPosition::Last,
+        };
+        self.writeback.queue_save(cache, now, (lease, cause, position), TicketList::default());
+        true
+    }
+}
