@@ -21,7 +21,7 @@ pub use access::{DeviceAccess, DeviceAccessMode, GpuAccess, GpuAccessMode, Rdma,
 pub use agents::{
     Agents, ClientTransport, Peers, Seccomp, SeccompMode, SessionSocket, UpdateStrategy, UpdateType,
 };
-pub use cache::{Cache, EvictionPolicy, HugePages, Limits, Placement, Shares, Writeback};
+pub use cache::{Admission, Cache, EvictionPolicy, HugePages, Limits, Placement, Shares, Writeback};
 pub use control_plane::{Bounds, ControlPlane, Events, Membership, Publishing};
 pub use etcd::{Etcd, EtcdMode, EtcdStorage, EtcdTls, EtcdUser, ExternalEtcd, ManagedEtcd};
 pub use status::{

@@ -2,13 +2,13 @@
 //!
 //! One object applies to many nodes: the operator writes a claim into the `CacheNode` of each selected
 //! node. An agent has one pool of devices. Settings of the whole agent (`segmentSize`, `queueDepth`,
-//! `engine`, `eviction`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
+//! `engine`, `eviction`, `admission`, `dailyWriteBudget`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
 //! operator rejects the younger pool.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-use crate::cluster::EvictionPolicy;
+use crate::cluster::{Admission, EvictionPolicy};
 use crate::fields::{
     ConfirmationText, DeletionPolicy, DeviceClass, DeviceGlob, Engine, FallbackEngine, ForeignSignatures,
     HostPath, LabelSelector, Name, NodeMode, Percent, Permille, Quantity, Serial, Span, from_defaults,
@@ -106,6 +106,17 @@ pub struct SSDPoolSpec {
     /// all pools have it.
     #[serde(default)]
     pub eviction: EvictionPolicy,
+    /// Rule by which saved blocks are written to devices. Other blocks stay in memory until they are evicted there.
+    /// Must be equal in all pools of a cluster. Agents restart to apply a change, when all pools have it.
+    #[serde(default)]
+    pub admission: Admission,
+    /// Bytes that each device may write in any 24 hours, to limit its wear. A hundredth of it can be written at once.
+    /// Blocks beyond it stay in memory until they are evicted there. Absent: no limit. Must be equal in all pools of
+    /// a cluster. Agents restart to apply a change, when all pools have it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Gi')) >= 0")
+        .message("dailyWriteBudget is below 1Gi: set 1Gi or more, or remove it for unlimited writes"))]
+    pub daily_write_budget: Option<Quantity>,
     /// Free space kept on devices.
     #[serde(default)]
     pub watermarks: Watermarks,

@@ -80,6 +80,19 @@ choice! {
     default PriorityLru
 }
 
+choice! {
+    /// Rule by which saved blocks are written to devices.
+    Admission {
+        /// Every block, after its commit.
+        Always,
+        /// Blocks that were used again after their first commit.
+        SecondUse,
+        /// Blocks whose expected reuse is worth the write, by the reuse observed at each position of a prompt.
+        ExpectedReuse,
+    }
+    default Always
+}
+
 /// Upper bounds on uses of the arena, in thousandths of its size.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

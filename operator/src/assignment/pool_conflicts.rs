@@ -2,8 +2,9 @@
 
 use kube::ResourceExt;
 use reprise_crds::SSDPool;
-use reprise_crds::fields::DeviceGlob;
+use reprise_crds::fields::{DeviceGlob, Quantity};
 use reprise_crds::node::PoolClaim;
+use reprise_crds::pool::SSDPoolSpec;
 use reprise_crds::status::Reason;
 
 use super::Refusal;
@@ -71,6 +72,8 @@ fn settings(pool: &SSDPool, first: &SSDPool) -> Option<Refusal> {
         ("segmentSize", ours.segment_size.to_string(), theirs.segment_size.to_string()),
         ("queueDepth", ours.queue_depth.to_string(), theirs.queue_depth.to_string()),
         ("eviction", format!("{:?}", ours.eviction), format!("{:?}", theirs.eviction)),
+        ("admission", format!("{:?}", ours.admission), format!("{:?}", theirs.admission)),
+        ("dailyWriteBudget", budget(ours), budget(theirs)),
         (
             "watermarks.freePermille",
             ours.watermarks.free_permille.0.to_string(),
@@ -78,7 +81,12 @@ fn settings(pool: &SSDPool, first: &SSDPool) -> Option<Refusal> {
         ),
     ];
     let same_bytes = |field: &str| {
-        field == "segmentSize" && ours.segment_size.bytes().ok() == theirs.segment_size.bytes().ok()
+        let bytes = |budget: &Option<Quantity>| budget.as_ref().and_then(|budget| budget.bytes().ok());
+        match field {
+            "segmentSize" => ours.segment_size.bytes().ok() == theirs.segment_size.bytes().ok(),
+            "dailyWriteBudget" => bytes(&ours.daily_write_budget) == bytes(&theirs.daily_write_budget),
+            _ => false,
+        }
     };
     differing.into_iter().find(|(field, ours, theirs)| ours != theirs && !same_bytes(field)).map(
         |(field, ours, theirs)| {
@@ -91,6 +99,11 @@ fn settings(pool: &SSDPool, first: &SSDPool) -> Option<Refusal> {
             Refusal::new(Reason::Conflict, message)
         },
     )
+}
+
+/// Describes the daily write budget of a pool.
+fn budget(spec: &SSDPoolSpec) -> String {
+    spec.daily_write_budget.as_ref().map_or_else(|| "unlimited".to_owned(), ToString::to_string)
 }
 
 /// Compares directories or device patterns. A device or file may belong to one pool only.

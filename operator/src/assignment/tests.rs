@@ -101,6 +101,17 @@ fn refuses_younger_of_two_conflicting_pools() {
         (directory("/p", fast), directory("/q", json!({ "queueDepth": 8 })), "queueDepth is 8 here and 128"),
         (directory("/p", json!({ "segmentSize": "1Gi" })), directory("/q", json!({})), "segmentSize is 64Mi"),
         (directory("/p", json!({ "segmentSize": "65536Ki" })), directory("/q", json!({})), ""),
+        (directory("/p", json!({ "admission": "SecondUse" })), directory("/q", json!({})), "admission is"),
+        (
+            directory("/p", json!({ "dailyWriteBudget": "1Ti" })),
+            directory("/q", json!({})),
+            "dailyWriteBudget is unlimited here and 1Ti",
+        ),
+        (
+            directory("/p", json!({ "dailyWriteBudget": "1Ti" })),
+            directory("/q", json!({ "dailyWriteBudget": "1024Gi" })),
+            "",
+        ),
         (
             globs("/dev/disk/by-id/nvme-*"),
             globs("/dev/disk/by-id/*-data"),

@@ -1,11 +1,12 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
-use reprise_crds::cluster::{EtcdMode, EvictionPolicy, HugePages};
+use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
 use reprise_policy::ByteSize;
+use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 use serde_json::{Map, Value, json};
 
@@ -106,11 +107,15 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
         agent_config.pools.iter().partition(|named| named.assignment.refused.is_none());
     let of_spec = |pool: &SSDPool| {
         let spec = &pool.spec;
-        let pool = json!({
+        let mut pool = json!({
             "segment_bytes": size(&spec.segment_size),
             "queue_depth": spec.queue_depth,
             "eviction": eviction(spec.eviction),
+            "admission": admission(spec.admission),
         });
+        if let Some(budget) = &spec.daily_write_budget {
+            pool["daily_write_budget"] = size(budget);
+        }
         (pool, json!(spec.watermarks.free_permille))
     };
     if let Some(pool) = accepted.iter().find_map(|named| named.bound_pool(&key)) {
@@ -120,12 +125,16 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let before = || -> Option<(Value, Value)> {
         let running: Value = toml::from_str(agent_config.running.as_ref()?).ok()?;
         let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
-        let pool = json!({
+        let mut pool = json!({
             "segment_bytes": of_pool("segment_bytes")?,
             "queue_depth": of_pool("queue_depth")?,
             // Former operators did not write it.
             "eviction": of_pool("eviction").unwrap_or_else(|| eviction(EvictionPolicy::default())),
+            "admission": of_pool("admission").unwrap_or_else(|| admission(Admission::default())),
         });
+        if let Some(budget) = of_pool("daily_write_budget") {
+            pool["daily_write_budget"] = budget;
+        }
         Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
     };
     Some(before().unwrap_or_else(|| of_spec(pool)))
@@ -142,6 +151,16 @@ fn eviction(policy: EvictionPolicy) -> Value {
         EvictionPolicy::CostAware => EvictionKind::CostAware,
     };
     json!({ "kind": kind.name() })
+}
+
+/// Returns an admission mode in the agents' configuration.
+fn admission(mode: Admission) -> Value {
+    let mode = match mode {
+        Admission::Always => AdmissionMode::Always,
+        Admission::SecondUse => AdmissionMode::SecondUse,
+        Admission::ExpectedReuse => AdmissionMode::ExpectedReuse,
+    };
+    json!(mode.name())
 }
 
 /// Returns the directory on a node in which an agent persists its state.

@@ -191,7 +191,8 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     let spec_of = |depth: u32| {
         json!({
             "directory": { "path": "/data/p", "size": "1Gi" },
-            "segmentSize": "4Mi", "queueDepth": depth, "eviction": "S3Fifo", "watermarks": { "freePermille": 50 },
+            "segmentSize": "4Mi", "queueDepth": depth, "eviction": "S3Fifo", "admission": "SecondUse",
+            "dailyWriteBudget": "2Ti", "watermarks": { "freePermille": 50 },
         })
     };
     let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&certificates()));
@@ -199,6 +200,8 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
     assert_eq!(agent["pool"]["eviction"]["kind"].as_str(), Some("s3_fifo"));
+    assert_eq!(agent["pool"]["admission"].as_str(), Some("second_use"));
+    assert_eq!(agent["pool"]["daily_write_budget"].as_str(), Some("2TiB"));
     assert_eq!(agent["cache"]["eviction"]["kind"].as_str(), Some("lfu"));
     assert_eq!(agent["cache"]["pool_free_permille"].as_integer(), Some(50));
     assert_eq!(agent["writeback"]["slack_delay"].as_str(), Some("3s"));
