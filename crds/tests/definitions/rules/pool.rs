@@ -44,6 +44,7 @@ pub(crate) fn table() -> Table {
         cases: vec![
             accepts("a directory and nothing else", json!({})),
             accepts("a reserve of the file system", json!({"directory": {"reserve": "128Ti"}})),
+            accepts("a daily write budget", json!({"dailyWriteBudget": "1Gi"})),
             accepts("devices by their names", devices(json!({"size": "1Ti"}))),
             accepts("GPU queues on raw devices", queues),
             accepts("controllers of one class", controllers(json!({"serials": ["S5G X"], "namespaceId": 1}))),
@@ -94,6 +95,7 @@ pub(crate) fn table() -> Table {
                 json!({"directory": {"size": "5000"}}),
             ),
             refuses("directory.reserve is above 128Ti", json!({"directory": {"reserve": "1P"}})),
+            refuses("dailyWriteBudget is below 1Gi", json!({"dailyWriteBudget": "0"})),
             refuses("directory.path is a system directory", json!({"directory": {"path": "/etc/reprise"}})),
             refuses("directory.path is a system directory", json!({"directory": {"path": "/var"}})),
             refuses(
