@@ -9,6 +9,7 @@ mod defaults;
 mod devices;
 mod kubernetes;
 mod placement;
+mod prefetch;
 mod reloadable;
 mod settings;
 mod tenants;
@@ -24,6 +25,7 @@ use crate::error::{AgentError, ErrorKind};
 
 pub(crate) use kubernetes::{KubernetesSection, KubernetesSettings, PodEnvironment};
 pub(crate) use placement::{PlacementSection, PlacementSettings};
+pub(crate) use prefetch::{PrefetchSection, RetentionSection, RetentionSettings};
 pub(crate) use reloadable::{ReloadableConfig, digest};
 pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
@@ -50,6 +52,8 @@ pub(crate) struct Config {
     pub(crate) peers: PeersSection,
     pub(crate) controlplane: ControlPlaneSection,
     pub(crate) placement: PlacementSection,
+    pub(crate) prefetch: PrefetchSection,
+    pub(crate) retention: RetentionSection,
     pub(crate) admin: AdminSection,
     pub(crate) limits: LimitsSection,
     pub(crate) kubernetes: KubernetesSection,
@@ -305,6 +309,8 @@ impl Config {
             peers,
             controlplane,
             placement,
+            prefetch,
+            retention,
             admin,
             limits,
             kubernetes,
@@ -408,6 +414,7 @@ bandwidth = "{bandwidth}"       # per second, for copying replicas to and from o
 hot_reads = {hot_reads}              # a block that peers read this often within hot_window gets another replica
 hot_window = "{hot_window}"
 
+{ahead}
 [admin]
 listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
 
@@ -450,6 +457,7 @@ level = "{level}"          # tracing filter, for example "info,reprise_transport
             bandwidth = placement.bandwidth,
             hot_reads = placement.hot_reads,
             hot_window = placement.hot_window,
+            ahead = prefetch.default_text(&retention),
             admin = admin.listen,
             deadline = limits.load_deadline,
             hold = limits.load_hold,

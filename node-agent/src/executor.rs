@@ -31,9 +31,8 @@ use reprise_agent_core::event::{
 use reprise_agent_core::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
-use reprise_policy::peer;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NamespaceDigest, NodeId, SessionId, TenantId, TenantName};
+use reprise_policy::{NamespaceDigest, NodeId, SessionId, TenantId, TenantName, peer};
 use reprise_transport::{CompositeTransport, Transport};
 
 use crate::checker::Checker;
@@ -254,6 +253,7 @@ impl Executor {
             | Request::Pin { .. }
             | Request::Unpin { .. }
             | Request::Lookahead(_)
+            | Request::Manage(_)
             | Request::Trim
             | Request::Stats => Phase::Other,
         };

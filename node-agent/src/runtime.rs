@@ -376,6 +376,10 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         hot_reads: settings.placement.hot_reads,
         hot_window: settings.placement.hot_window,
         tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
+        prefetch: settings.prefetch,
+        retention_permille: settings.retention.permille,
+        retention_blocks_max: settings.retention.blocks_per_tenant,
+        retention_ttl_max: settings.retention.ttl_max,
         ..CoreSettings::default()
     }
 }

@@ -25,6 +25,7 @@ mod frame;
 mod handshake;
 mod identity;
 mod listener;
+mod manage;
 mod outbound;
 mod queue_calls;
 
@@ -107,6 +108,8 @@ pub(crate) struct Peer {
     pub(crate) uid: u32,
     /// Place of the GPU that its greeting states.
     pub(crate) gpu: Option<DevicePlace>,
+    /// Layout from its greeting.
+    pub(crate) layout: Option<Layout>,
 }
 
 /// State shared by all sessions.

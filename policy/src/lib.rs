@@ -8,6 +8,7 @@
 
 pub mod admission;
 pub mod arena_slot;
+pub mod block_command;
 pub mod connection_table;
 pub mod content;
 pub mod demotion;

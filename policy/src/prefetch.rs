@@ -31,8 +31,7 @@ pub use iteration::{ITERATION_WINDOW, IterationTime, LookaheadWindow, WINDOW_MAX
 /// Certain: the confidence of an engine's own schedule, in thousandths.
 pub const CONFIDENCE_MAX: u16 = 1000;
 
-/// Share of a channel, in thousandths, that transfers may fill in one iteration. Beyond it, only blocks of
-/// requests that run in the next iteration are read (TierKV §3.4: 80 %).
+/// Default of [`Pass::high_water_permille`] (TierKV §3.4: 80 %).
 pub const HIGH_WATER_PERMILLE: u64 = 800;
 
 /// Blocks of one request that can be read over one channel.
@@ -70,6 +69,9 @@ pub struct Pass<'a> {
     pub channels: &'a [ChannelState],
     /// Bytes that may be staged in addition to those that are.
     pub reserve_bytes: u64,
+    /// Share of a channel, in thousandths, that transfers may fill in one iteration; [`HIGH_WATER_PERMILLE`] by
+    /// default. Beyond it, only blocks of requests that run in the next iteration are read.
+    pub high_water_permille: u64,
 }
 
 /// Blocks to read now for one candidate.
@@ -150,7 +152,7 @@ impl Plan {
         let whole = |bytes: u64| bytes.checked_div(block_bytes).unwrap_or(0);
         let in_time = channel.path.bytes_within(pass.iteration.saturating_mul(iterations));
         let in_time = whole(in_time.saturating_sub(*queued)).min(u64::from(blocks));
-        let share = if iterations == 1 { 1000 } else { HIGH_WATER_PERMILLE };
+        let share = if iterations == 1 { 1000 } else { pass.high_water_permille };
         let bandwidth = channel.path.bytes_in(pass.iteration).saturating_mul(share) / 1000;
         let bandwidth = bandwidth.saturating_sub(*queued);
         // A block that takes longer than an iteration is read while nothing else is.

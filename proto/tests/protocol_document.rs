@@ -158,6 +158,34 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
                 all_ranks: true,
             }),
         ),
+        (
+            "`ManageBlocks`",
+            "pin for 60 s: key 16 × 11, all ranks",
+            Body::ManageBlocks(local::ManageBlocks {
+                action: local::BlockAction::Pin as i32,
+                ttl_us: 60_000_000,
+                all_ranks: true,
+                selection: Some(local::manage_blocks::Selection::Keys(run(0x11, 16))),
+            }),
+        ),
+        (
+            "`ManageBlocks` of a session",
+            "prefetch what session 5 lists",
+            Body::ManageBlocks(local::ManageBlocks {
+                action: local::BlockAction::Prefetch as i32,
+                selection: Some(local::manage_blocks::Selection::Listed(5)),
+                ..local::ManageBlocks::default()
+            }),
+        ),
+        (
+            "`ManageBlocks` of a namespace",
+            "delete from 4,096",
+            Body::ManageBlocks(local::ManageBlocks {
+                action: local::BlockAction::Delete as i32,
+                selection: Some(local::manage_blocks::Selection::NamespaceFrom(4096)),
+                ..local::ManageBlocks::default()
+            }),
+        ),
         ("`RegisterMemory`", "8,192 bytes", Body::RegisterMemory(local::RegisterMemory { bytes: 8192 })),
         (
             "`RequestQueues`",
@@ -291,6 +319,28 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
             "`LookaheadReported`",
             "window 6, 1 part ignored, request 7 is ready",
             Body::LookaheadReported(local::LookaheadReported { window: 6, ignored: 1, ready: vec![7] }),
+        ),
+        (
+            "`BlocksManaged`",
+            "1 to 6 blocks, 7 bytes, next 4,096; pins 1 of 2, DRAM 3 of 4, NVMe 5 of 6",
+            Body::BlocksManaged(local::BlocksManaged {
+                affected: 1,
+                unchanged: 2,
+                absent: 3,
+                over_limit: 4,
+                in_use: 5,
+                pinned: 6,
+                bytes: 7,
+                next: 4096,
+                retention: Some(local::RetentionUsage {
+                    blocks: 1,
+                    blocks_max: 2,
+                    dram_bytes: 3,
+                    dram_bytes_max: 4,
+                    nvme_bytes: 5,
+                    nvme_bytes_max: 6,
+                }),
+            }),
         ),
         ("`MemoryRegistered`", "memory 1", Body::MemoryRegistered(local::MemoryRegistered { memory: 1 })),
         (
@@ -515,7 +565,7 @@ fn every_message_with_fields_appears_in_an_example() {
     // Messages that only occur inside others, or in every line of the session.
     let carried =
         ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem", "WaitingRequest"];
-    let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue"];
+    let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue", "RetentionUsage"];
     let also_carried =
         ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
     let carried: BTreeSet<&str> =

@@ -18,8 +18,8 @@ use anyhow::{Context, ensure};
 use reprise_client::{Client, LoadRequest, Scope, Source};
 use reprise_policy::BlockKey;
 use reprise_policy::prefetch::{
-    CONFIDENCE_MAX, Candidate, ChannelState, HINT_VERSION, Lookahead, LookaheadRequest, Pass, Path, Plan,
-    WINDOW_MIN,
+    CONFIDENCE_MAX, Candidate, ChannelState, HIGH_WATER_PERMILLE, HINT_VERSION, Lookahead, LookaheadRequest,
+    Pass, Path, Plan, WINDOW_MIN,
 };
 use reprise_testkit::bench::fixture::{self, Fixture, PATIENCE, keys, payload, sizes};
 use reprise_testkit::bench::report::{Figure, Paired, Target, median};
@@ -194,7 +194,13 @@ fn pass_time(settings: &Settings) -> Figure {
             block_bytes: 2 << 20,
         })
         .collect();
-    let pass = Pass { iteration: ITERATION, window: 64, channels: &channels, reserve_bytes: 1 << 40 };
+    let pass = Pass {
+        iteration: ITERATION,
+        window: 64,
+        channels: &channels,
+        reserve_bytes: 1 << 40,
+        high_water_permille: HIGH_WATER_PERMILLE,
+    };
     let (mut plan, mut samples) = (Plan::default(), Vec::new());
     for _ in settings.rounds("prefetch.pass_1000") {
         let started = Instant::now();

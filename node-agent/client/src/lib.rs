@@ -48,6 +48,7 @@ pub mod keeper;
 pub mod layers;
 pub mod load;
 pub mod lookahead;
+mod manage;
 pub mod matching;
 pub mod paged;
 pub mod path;
@@ -72,6 +73,9 @@ pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,
 };
 pub use queues::{PendingMemory, QueueGrant, RegisteredMemory};
+pub use reprise_policy::block_command::{
+    BlockAction, BlockCommand, BlockCounts, BlockReport, BlockSelection, RetentionUsage,
+};
 pub use reprise_policy::session::{CommitStatus, Priority, Scope, Source, Ticket, TransferBackend};
 pub use reservation::Reservation;
 pub use transfers::{FinishedTransfer, Outcome, SaveChain, TransferId, TransferOptions, Transfers};

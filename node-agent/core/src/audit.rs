@@ -11,6 +11,7 @@ use crate::extents::Extents;
 use crate::load::Loads;
 use crate::prefetch::Prefetch;
 use crate::replicate::Replicate;
+use crate::retention::Retention;
 use crate::save::Save;
 use crate::serve::Serves;
 use crate::transfer::Transfer;
@@ -27,16 +28,19 @@ pub(crate) struct Owners<'a> {
     pub(crate) extents: &'a Extents,
     pub(crate) replicate: &'a Replicate,
     pub(crate) prefetch: &'a Prefetch,
+    pub(crate) retention: &'a Retention,
 }
 
 /// Checks that the owners agree. Costs time in proportion to their whole state.
 pub(crate) fn compare(owners: &Owners) -> Result<(), String> {
-    let Owners { sessions, cache, transfer, load, save, serve, extents, replicate, prefetch } = owners;
+    let Owners { sessions, cache, transfer, load, save, serve, extents, replicate, prefetch, retention } =
+        owners;
     ensure!(save.sessions().eq(sessions.keys().copied()), "sessions of saves are not as opened");
     ensure!(load.sessions().eq(sessions.keys().copied()), "sessions of loads are not as opened");
     compare_fills(cache, transfer)?;
     compare_waits(transfer, load, (serve, prefetch))?;
-    cache.audit_leases(load.leases().chain(serve.leases()).chain(prefetch.leases()))?;
+    let ahead = prefetch.leases().chain(retention.leases());
+    cache.audit_leases(load.leases().chain(serve.leases()).chain(ahead))?;
     cache.audit_accounts(save.being_written(), extents.lent())?;
     cache.audit_size_classes(sessions.len() + replicate.waiting_pulls().count())?;
     let frames = transfer.retained().chain(save.unsaved_frames());

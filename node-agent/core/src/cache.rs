@@ -41,6 +41,7 @@ mod pending_space;
 mod pins;
 mod publish;
 mod readers;
+mod retained;
 mod rotation;
 mod sizes;
 mod space;
@@ -61,6 +62,8 @@ pub(crate) use lease::{Fill, Lease, Read, Save, Write};
 pub(crate) use order::ChainPlace;
 use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
+use retained::Retained;
+pub(crate) use retained::{Allowance, Change as BlockChange};
 use sizes::SizeClasses;
 pub(crate) use sizes::{RankClasses, SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
@@ -86,6 +89,8 @@ pub(crate) struct Cache {
     checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
     pending_space: PendingSpace,
+    /// Copies on devices that retention pins keep.
+    retained: Retained,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pool_free_permille: u16,
     /// Number of blocks that are readable in DRAM.
@@ -151,6 +156,7 @@ impl Cache {
             now: Tick(0),
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
+            retained: Retained::default(),
             pool_free_permille: settings.pool_free_permille,
             resident_blocks: 0,
             changes: Vec::new(),

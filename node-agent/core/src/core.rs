@@ -9,8 +9,8 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! Nine owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch and quota. The core passes each
-//! event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
+//! Ten owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch, retention and quota. The
+//! core passes each event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
 //! know each other; all of them may use the cache.
 //!
 //! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
@@ -33,29 +33,26 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, SlotSet, Tick};
+use reprise_policy::{SessionId, SlotSet, Tick};
 
-use crate::audit::{self, Owners};
-use crate::cache::{
-    BlockDescription, Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage,
-};
+use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage};
 use crate::context::Caller;
-use crate::counters::Counters;
-use crate::effect::{DeviceId, Effect, FillId, PlaceKind, RegionId, Reply};
-use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
+use crate::effect::{Effect, FillId, PlaceKind, RegionId, Reply};
+use crate::event::{Event, FillUpdate, Integrity, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
-use crate::pool::{DevicePool, PoolUsage, StoredBlock};
+use crate::namespaces::Namespaces;
+use crate::pool::{DevicePool, StoredBlock};
 use crate::prefetch::{Prefetch, PrefetchOutcome};
 use crate::quota::Quotas;
 use crate::replicate::{PullStep, Replicate, ReplicateOutcome};
+use crate::retention::Retention;
 use crate::save::Save;
 use crate::serve::{ServeOutcome, Serves};
 use crate::settings::Settings;
 use crate::slab::SlabId;
 use crate::transfer::{Transfer, TransferOutcome};
-use crate::usage::NodeUsage;
 use crate::waiter::WaiterOwner;
 
 /// Context of the current event of a core.
@@ -64,6 +61,9 @@ macro_rules! context {
         &mut crate::context::Context { now: $core.now, settings: &$core.settings, effects: &mut $core.out }
     };
 }
+
+mod manage;
+mod queries;
 
 /// State machine of a node agent.
 #[derive(Debug)]
@@ -83,6 +83,8 @@ pub struct AgentCore {
     extents: Extents,
     replicate: Replicate,
     prefetch: Prefetch,
+    retention: Retention,
+    namespaces: Namespaces,
 }
 
 /// Owner of the timer that is due first; of equal times, in this order.
@@ -93,6 +95,7 @@ enum TimerOwner {
     Save,
     Replicate,
     Prefetch,
+    Retention,
 }
 
 impl AgentCore {
@@ -120,6 +123,8 @@ impl AgentCore {
             extents: Extents::new(&settings),
             replicate: Replicate::new(&settings),
             prefetch: Prefetch::default(),
+            retention: Retention::default(),
+            namespaces: Namespaces::default(),
             settings,
         };
         for (device, blocks) in core.cache.device_ids().zip(stored) {
@@ -201,6 +206,7 @@ impl AgentCore {
         }
         if capacity_changed {
             self.quota.update(&mut self.cache, context!(self));
+            self.retention.enforce(&mut self.cache, &self.settings);
         }
     }
 
@@ -322,60 +328,11 @@ impl AgentCore {
     /// Time at which to send `Event::Tick` if no other event arrives before; `None` if time alone changes
     /// nothing.
     pub fn next_deadline(&self) -> Option<Tick> {
-        let (load, serve, prefetch) =
-            (self.load.first_due(), self.serve.first_due(), self.prefetch.first_due());
+        let (load, serve) = (self.load.first_due(), self.serve.first_due());
+        let (prefetch, retention) = (self.prefetch.first_due(), self.retention.first_due());
         let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
-        [load, serve, save, replicate, prefetch, self.quota.next_deadline()].into_iter().flatten().min()
-    }
-
-    /// Counters, and gauges as of the last event.
-    pub fn counters(&self) -> Counters {
-        let mut all = Counters::default();
-        self.cache.set_counters(&mut all);
-        self.transfer.set_counters(&mut all);
-        self.load.set_counters(&mut all);
-        self.save.set_counters(&mut all);
-        self.serve.set_counters(&mut all);
-        self.extents.set_counters(&self.cache, &mut all);
-        self.replicate.set_counters(&mut all);
-        self.prefetch.set_counters(&mut all);
-        all.sessions = self.sessions.len() as u64;
-        all.drained = u64::from(self.drain_progress().drained);
-        all.pulls_in_flight_bytes = self.pulls_in_flight_bytes();
-        all
-    }
-
-    /// Number of blocks that are not durable yet.
-    pub fn unsaved_blocks(&self) -> usize {
-        self.save.unsaved_blocks()
-    }
-
-    /// Checks every invariant of the core. Costs time in proportion to the whole state.
-    ///
-    /// # Errors
-    /// A description of the first violated invariant.
-    pub fn audit(&self) -> Result<(), String> {
-        let AgentCore { cache, transfer, load, save, serve, extents, replicate, prefetch, .. } = self;
-        cache.audit()?;
-        transfer.audit(cache)?;
-        load.audit(cache)?;
-        save.audit(cache)?;
-        serve.audit(cache)?;
-        extents.audit(cache)?;
-        self.quota.audit(cache)?;
-        replicate.audit()?;
-        prefetch.audit(cache)?;
-        audit::compare(&Owners {
-            sessions: &self.sessions,
-            cache,
-            transfer,
-            load,
-            save,
-            serve,
-            extents,
-            replicate,
-            prefetch,
-        })
+        let all = [load, serve, save, replicate, prefetch, retention, self.quota.next_deadline()];
+        all.into_iter().flatten().min()
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -404,6 +361,9 @@ impl AgentCore {
             }
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
+                if integrity == Integrity::Damaged {
+                    self.retention.release_orphans(&mut self.cache);
+                }
             }
             Event::Peer(event) => self.peer_event(event),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
@@ -416,7 +376,10 @@ impl AgentCore {
             Event::PeerOffer(offer) => self.replicate.peer_offer(&mut self.cache, context!(self), &offer),
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
-            Event::Budget(grant) => self.quota.apply(&mut self.cache, context!(self), grant),
+            Event::Budget(grant) => {
+                self.quota.apply(&mut self.cache, context!(self), grant);
+                self.retention.enforce(&mut self.cache, &self.settings);
+            }
             Event::LayerReported { session, slack } => self.save.report_layer(self.now, session, slack),
             Event::Flush => self.save.stop(),
             Event::Tick => {}
@@ -455,14 +418,19 @@ impl AgentCore {
             Request::Reserve { count, kind: PlaceKind::Extent } => {
                 self.extents.lease(cache, cx, caller, count);
             }
-            Request::Commit(commit) => match commit.kind() {
-                Some(PlaceKind::Arena) => self.save.commit(cache, cx, caller, &commit),
-                Some(PlaceKind::Extent) => self.extents.commit(cache, cx, caller, &commit),
-                None => {
-                    let text = "a commit with slots of the arena and extents: send one commit for each kind";
-                    cx.reply(caller, Reply::BadRequest(text.to_owned()));
+            Request::Commit(commit) => {
+                let of_caller = cache.size_class(size_class);
+                self.namespaces.saved(session, of_caller.tenant, &of_caller.layout);
+                match commit.kind() {
+                    Some(PlaceKind::Arena) => self.save.commit(cache, cx, caller, &commit),
+                    Some(PlaceKind::Extent) => self.extents.commit(cache, cx, caller, &commit),
+                    None => {
+                        let text =
+                            "a commit with slots of the arena and extents: send one commit for each kind";
+                        cx.reply(caller, Reply::BadRequest(text.to_owned()));
+                    }
                 }
-            },
+            }
             Request::Abort { leases } => {
                 self.extents.abort(cache, session, &leases);
                 self.save.abort(cache, cx, caller, &leases);
@@ -482,6 +450,7 @@ impl AgentCore {
             Request::Lookahead(hint) => {
                 self.prefetch.hint(cache, cx, caller, (hint, self.transfer.reads()));
             }
+            Request::Manage(command) => self.manage(caller, command),
             Request::Release { load } => self.load.release(cache, cx, caller, load),
             Request::Suspect { load, blocks } => self.load.suspect(cache, cx, caller, (load, &blocks)),
             Request::Pin { keys } => {
@@ -491,19 +460,23 @@ impl AgentCore {
             Request::Unpin { pins } => self.extents.unpin(cache, cx, caller, &pins),
             Request::Trim => cx.reply(caller, Reply::Trimmed { blocks: cache.trim() }),
             Request::Stats => {
-                let own = self.cache.tenant_usage(self.cache.tenant_of(size_class)).fields();
-                let stats = self.counters().fields().chain(own).collect();
+                let tenant = self.cache.tenant_of(size_class);
+                let retention = self.retention.usage(&self.cache, &self.settings, tenant);
+                let own = TenantUsage { retention, ..self.cache.tenant_usage(tenant) };
+                let stats = self.counters().fields().chain(own.fields()).collect();
                 context!(self).reply(caller, Reply::Stats(stats));
             }
         }
     }
 
     /// Opens a session. Beyond the limits it is not opened, and its requests are answered with `Busy`.
-    fn open_session(&mut self, SessionOpened { session, tenant, layout, gpu, .. }: &SessionOpened) {
+    fn open_session(&mut self, opened: &SessionOpened) {
+        let SessionOpened { session, tenant, layout, gpu, .. } = opened;
         if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(session) {
             return;
         }
         let Some(size_class) = self.cache.open(*tenant, *layout) else { return };
+        self.namespaces.open(*session, opened.namespace);
         self.sessions.insert(*session, size_class);
         self.load.open(*session);
         self.save.open(*session);
@@ -520,6 +493,7 @@ impl AgentCore {
         self.save.close(&mut self.cache, session);
         self.extents.close(context!(self), session);
         self.prefetch.close(&mut self.cache, session);
+        self.namespaces.close(session);
         self.cache.release_size_class(size_class);
     }
 
@@ -532,6 +506,7 @@ impl AgentCore {
                 (self.save.first_due(), TimerOwner::Save),
                 (self.replicate.first_due(), TimerOwner::Replicate),
                 (self.prefetch.first_due(), TimerOwner::Prefetch),
+                (self.retention.first_due(), TimerOwner::Retention),
             ];
             let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
             let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
@@ -542,6 +517,7 @@ impl AgentCore {
                 TimerOwner::Save => self.save.fire_timer(cache, cx.now),
                 TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
                 TimerOwner::Prefetch => self.prefetch.fire_timer(cache, cx.now),
+                TimerOwner::Retention => self.retention.fire_timer(cache, cx.now),
             }
             self.route();
         }
@@ -552,45 +528,5 @@ impl AgentCore {
         self.cache.announce(context!(self));
         let replicas = self.cache.inventory(&slots);
         context!(self).emit(Effect::Inventory { slots, replicas });
-    }
-
-    /// Usage of each usable device.
-    pub fn device_usage(&self) -> impl Iterator<Item = (DeviceId, PoolUsage)> {
-        self.cache.device_usage()
-    }
-
-    /// Usage and quotas of each tenant as of the last event: configured tenants first, then others in order
-    /// of appearance.
-    pub fn tenant_usage(&self) -> impl Iterator<Item = TenantUsage> {
-        self.quota.usage(&self.cache)
-    }
-
-    /// Progress of draining this node; otherwise, the bytes that other nodes have accepted.
-    pub fn drain_progress(&self) -> DrainProgress {
-        let progress = self.replicate.progress();
-        let drained = progress.drained && self.unsaved_blocks() == 0;
-        DrainProgress { drained, durable_blocks: self.cache.stored_blocks(), ..progress }
-    }
-
-    /// Mode of this node.
-    pub fn mode(&self) -> NodeMode {
-        self.replicate.mode()
-    }
-
-    /// Describes a block; `None` if it is neither on this node nor being filled.
-    pub fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
-        self.cache.describe(key)
-    }
-
-    /// Capacity and load of this node.
-    pub fn node_usage(&self) -> NodeUsage {
-        let (dram_capacity, dram_used, pools) = self.cache.usage();
-        NodeUsage {
-            dram_capacity,
-            dram_used,
-            nvme_capacity: pools.capacity_bytes,
-            nvme_used: pools.slot_bytes_used,
-            queued_bytes: self.serve.open_bytes(),
-        }
     }
 }

@@ -345,6 +345,28 @@ counters! {
     prefetch_failed_blocks,
     /// Gauge: slot bytes of blocks that were read ahead and wait for their load.
     prefetch_staged_bytes,
+    /// Blocks that commands read ahead.
+    prefetch_requested_blocks,
+    /// Gauge: blocks with a retention pin.
+    retention_pinned_blocks,
+    /// Gauge: bytes in DRAM that retention pins keep.
+    retention_dram_bytes,
+    /// Gauge: bytes on devices that retention pins keep.
+    retention_nvme_bytes,
+    /// Blocks that were pinned.
+    retention_pinned_blocks_total,
+    /// Blocks that were not pinned, because of a limit.
+    retention_refused_blocks,
+    /// Pins that ended at their time.
+    retention_expired_blocks,
+    /// Pins that ended because a quota or the capacity shrank.
+    retention_revoked_blocks,
+    /// Blocks with a pin that were evicted, because no other segment could be emptied.
+    retention_broken_blocks,
+    /// Copies in DRAM that were dropped on request.
+    demoted_on_request_blocks,
+    /// Blocks that were removed on request.
+    deleted_blocks,
     /// Gauge: bytes in use in the journals.
     journal_used_bytes,
     /// Gauge: total bytes of the journals.
@@ -380,6 +402,7 @@ owner_counters! {
     stored_bytes_total admission_admitted_blocks admission_first_use_blocks admission_low_value_blocks
     admission_budget_blocks admission_used_again_blocks pool_written_bytes journal_written_bytes
     demoted_blocks demoted_emergency_blocks skipped_dram_blocks dram_dropped_blocks
+    demoted_on_request_blocks deleted_blocks
 }
 
 owner_counters! {
@@ -401,7 +424,13 @@ owner_counters! {
     PrefetchCounters: prefetch_hints prefetch_rejected_hints prefetch_ignored_times prefetch_ignored_requests
     prefetch_unknown_keys prefetch_cancelled_requests prefetch_expired_requests prefetch_missed_windows
     prefetch_deferred_blocks prefetch_late_blocks prefetch_unstaged_blocks prefetch_blocks prefetch_bytes prefetch_used_blocks prefetch_used_bytes
-    prefetch_joined_blocks prefetch_wasted_bytes prefetch_failed_blocks
+    prefetch_joined_blocks prefetch_wasted_bytes prefetch_failed_blocks prefetch_requested_blocks
+}
+
+owner_counters! {
+    /// Counters of retention pins.
+    RetentionCounters: retention_pinned_blocks_total retention_refused_blocks retention_expired_blocks
+    retention_revoked_blocks
 }
 
 owner_counters! {

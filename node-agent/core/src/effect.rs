@@ -8,6 +8,7 @@ use std::time::Duration;
 mod place;
 
 pub use place::{LeaseId, Place, PlaceKind};
+pub use reprise_policy::block_command::{BlockCounts, BlockReport, RetentionUsage};
 pub use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
 };
@@ -263,6 +264,8 @@ pub enum Reply {
     Suspected,
     /// A hint was applied.
     LookaheadAccepted(LookaheadReport),
+    /// Result of a command on blocks.
+    Managed(BlockReport),
     /// Clean DRAM copies were dropped.
     Trimmed {
         /// Number of dropped copies.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+pub use reprise_policy::block_command::{BlockAction, BlockCommand, BlockSelection};
 pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
 pub use reprise_policy::prefetch::Lookahead;
 use reprise_policy::quota::Quota;
@@ -288,6 +289,8 @@ pub enum Request {
     },
     /// Hints what the engine will run.
     Lookahead(Lookahead),
+    /// Changes blocks of this node on request.
+    Manage(BlockCommand),
     /// Drops clean DRAM copies of blocks that are on NVMe.
     Trim,
     /// Returns the counters of the node.

@@ -253,6 +253,19 @@ pub const PREFETCH_SESSION_PERMILLE: u64 = 500;
 /// engine never finishes it.
 pub const LOOKAHEAD_STAGED_MAX: Duration = Duration::from_secs(30);
 
+/// Time after which a request that is still listed expires, even if nothing was read for it: its engine never finishes
+/// it. It holds a place and keys, which other requests of the session need.
+pub const LOOKAHEAD_LISTED_MAX: Duration = Duration::from_secs(600);
+
+/// Time for which blocks that a command has prefetched stay staged. Then, they are like all others.
+pub const PREFETCH_REQUESTED_MAX: Duration = Duration::from_secs(30);
+
+/// Places of the index that one step of a command for a whole namespace visits, about 1 µs each if all are changed.
+pub const NAMESPACE_STEP_ENTRIES: usize = 4096;
+
+/// Maximum namespaces whose tenant and layout are known, to detect that two of them share their blocks' properties.
+pub const NAMESPACES_KNOWN_MAX: usize = SIZE_CLASSES_MAX;
+
 /// Minimum time for which blocks of a request that has begun wait for its load, which may come from another process.
 pub const LOOKAHEAD_GRACE_MIN: Duration = Duration::from_secs(1);
 

@@ -11,11 +11,12 @@
 //! remainder only.
 //!
 //! Invariants:
-//! * Slot bytes of staged blocks are at most the reserve, `PREFETCH_ARENA_PERMILLE` of the arena, and those of one
-//!   session at most `PREFETCH_SESSION_PERMILLE` of it.
+//! * Slot bytes of staged blocks are at most the reserve, `prefetch.arena_permille` of the arena, and those of one
+//!   session at most `prefetch.session_permille` of it.
 //! * Slot bytes of one tenant's staged blocks are at most the same share of its DRAM limit.
-//! * A session has at most `LOOKAHEAD_SESSION_KEYS_MAX` keys, left to read, staged or in DRAM.
-//! * Every request ends: when it is cancelled, or after a time behind its last mention or its first staged block.
+//! * A session has at most `prefetch.session_keys` keys, left to read, staged or in DRAM.
+//! * Every request ends: when it is cancelled, or after a time behind its first or last mention or its first staged
+//!   block.
 //! * Every block read ahead is counted once, as used, wasted or failed.
 //!
 //! Memory: at most 40 bytes for each key, about 150 for each staged block, 150 for each request. At the limits of one
@@ -23,7 +24,7 @@
 //!
 //! Out of scope: blocks of peers, blocks that were saved after the hint that lists them.
 //!
-//! Files call only files before them in this order: `staged`, `requests`, `hint`, `pass`, then this one.
+//! Files call only files before them in this order: `staged`, `requests`, `hint`, `pass`, `requested`, then this one.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -46,8 +47,11 @@ use crate::waiter::{Advanced, Attached, FillRequest, WaitId, WaiterId, WaiterOwn
 mod audit;
 mod hint;
 mod pass;
+mod requested;
 mod requests;
 mod staged;
+
+pub(crate) use requested::RequestedReads;
 
 /// Hints of all sessions, and the blocks that are read ahead.
 #[derive(Debug, Default)]
@@ -117,11 +121,11 @@ impl Prefetch {
             return cx.reply(caller, Reply::BadRequest(text));
         }
         let listed: Vec<u64> = lookahead.requests.iter().map(|listed| listed.request).collect();
-        let ignored = self.update(cache, cx.now, caller, lookahead);
+        let ignored = self.update(cache, cx, caller, lookahead);
         self.measure(reads, cx.now);
         self.pass(cache, cx, (caller, reads));
         let Some(hinted) = self.sessions.get_mut(&caller.session) else { return };
-        let window = hinted.window.iterations();
+        let window = hinted.window.iterations().min(cx.settings.prefetch.window_max);
         let mut steps = LOOKAHEAD_READY_STEPS_MAX;
         let ready = listed.into_iter().filter(|request| {
             let wanted = hinted.requests.get_mut(request);
@@ -210,7 +214,8 @@ impl Prefetch {
         let Some(wanted) = hinted.requests.get_mut(&request) else { return };
         wanted.due = None;
         if wanted.phase == Phase::Left {
-            return self.end_request(cache, session, request);
+            self.end_request(cache, session, request);
+            return self.forget_requested(session);
         }
         hinted.keys -= wanted.keys();
         wanted.phase = Phase::Expired;

@@ -93,10 +93,11 @@ impl Quotas {
     }
 
     /// Usage and quotas of each tenant: configured tenants first, then others in order of appearance.
-    pub(crate) fn usage(&self, cache: &Cache) -> impl Iterator<Item = TenantUsage> {
-        cache
-            .tenants()
-            .map(|index| TenantUsage { grant: self.grants.get(&index).copied(), ..cache.tenant_usage(index) })
+    pub(crate) fn usage(&self, cache: &Cache) -> impl Iterator<Item = (TenantIndex, TenantUsage)> {
+        cache.tenants().map(|index| {
+            let grant = self.grants.get(&index).copied();
+            (index, TenantUsage { grant, ..cache.tenant_usage(index) })
+        })
     }
 
     /// Checks that every tenant above its limits is known as such.

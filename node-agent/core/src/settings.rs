@@ -5,8 +5,13 @@ use std::time::Duration;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::eviction::EvictionPolicy;
+use reprise_policy::prefetch::{HIGH_WATER_PERMILLE, WINDOW_MAX};
 
 use crate::cache::TenantQuotas;
+use crate::limits::{
+    LOOKAHEAD_LISTED_MAX, LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ARENA_PERMILLE,
+    PREFETCH_SESSION_PERMILLE,
+};
 
 /// Settings of an agent core. Sizes are in bytes.
 #[derive(Clone, Debug)]
@@ -58,6 +63,47 @@ pub struct Settings {
     pub hot_window: Duration,
     /// Quotas of tenants. Other tenants have no reservation and no limit.
     pub tenants: Vec<TenantQuotas>,
+    /// Limits of reads ahead of loads.
+    pub prefetch: PrefetchSettings,
+    /// Share, in thousandths, of what a tenant can have in a tier that its retention pins may keep.
+    pub retention_permille: u16,
+    /// Maximum number of blocks that a tenant pins.
+    pub retention_blocks_max: u32,
+    /// Longest time of a retention pin.
+    pub retention_ttl_max: Duration,
+}
+
+/// Limits of reads ahead of loads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefetchSettings {
+    /// Maximum keys of all requests that a session lists; at most [`LOOKAHEAD_SESSION_KEYS_MAX`].
+    pub session_keys: usize,
+    /// Share of the arena, and of each tenant's limit in it, that blocks read ahead may fill, in thousandths.
+    pub arena_permille: u64,
+    /// Share of that for one session, in thousandths.
+    pub session_permille: u64,
+    /// Maximum iterations to look ahead; at most [`WINDOW_MAX`].
+    pub window_max: u32,
+    /// Share of a device's bandwidth, in thousandths, that reads may fill in one iteration.
+    pub high_water_permille: u64,
+    /// Time for which blocks of a listed request stay staged.
+    pub staged: Duration,
+    /// Time after which a request that is still listed expires.
+    pub listed: Duration,
+}
+
+impl Default for PrefetchSettings {
+    fn default() -> Self {
+        PrefetchSettings {
+            session_keys: LOOKAHEAD_SESSION_KEYS_MAX,
+            arena_permille: PREFETCH_ARENA_PERMILLE,
+            session_permille: PREFETCH_SESSION_PERMILLE,
+            window_max: WINDOW_MAX,
+            high_water_permille: HIGH_WATER_PERMILLE,
+            staged: LOOKAHEAD_STAGED_MAX,
+            listed: LOOKAHEAD_LISTED_MAX,
+        }
+    }
 }
 
 impl Default for Settings {
@@ -97,6 +143,13 @@ impl Default for Settings {
             hot_reads: 4,
             hot_window: Duration::from_secs(60),
             tenants: Vec::new(),
+            prefetch: PrefetchSettings::default(),
+            // Loads, saves and blocks read ahead of the tenant keep the rest.
+            retention_permille: 250,
+            // 13 MB of pins; 128 GiB in blocks of 2 MiB.
+            retention_blocks_max: 65_536,
+            // A pin of a day covers a conversation or a working day; a longer one indicates a leak.
+            retention_ttl_max: Duration::from_secs(86_400),
         }
     }
 }

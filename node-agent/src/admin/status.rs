@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use reprise_agent_core::TenantUsage;
+use reprise_policy::block_command::RetentionUsage;
 use reprise_policy::{ByteSize, DevicePlace, DrainProgress, Interval, NodeMode, quota};
 use reprise_transport::Transport;
 use serde::Serialize;
@@ -130,6 +131,8 @@ struct Session {
     uid: u32,
     /// Namespace digest in hexadecimal.
     namespace: String,
+    /// Encoded layout in hexadecimal.
+    layout: String,
     /// Place of the GPU that the session states.
     gpu: Option<Place>,
     requests_in_flight: usize,
@@ -166,6 +169,19 @@ struct Tenant {
     grant_version: u64,
     dram: ResourceUsage,
     nvme: ResourceUsage,
+    retention: RetentionPins,
+}
+
+/// Blocks that retention pins keep from eviction.
+#[derive(Serialize)]
+struct RetentionPins {
+    blocks: u64,
+    blocks_max: u64,
+    dram_bytes: u64,
+    /// What the tenant may pin now.
+    dram_bytes_max: u64,
+    nvme_bytes: u64,
+    nvme_bytes_max: u64,
 }
 
 #[derive(Serialize)]
@@ -316,6 +332,10 @@ impl Controller {
     }
 }
 
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn session(view: &crate::executor::SessionView) -> Session {
     Session {
         session: view.id.0,
@@ -323,7 +343,8 @@ fn session(view: &crate::executor::SessionView) -> Session {
         tenant: view.peer.tenant.to_string(),
         pid: view.peer.pid,
         uid: view.peer.uid,
-        namespace: view.namespace.0.iter().map(|byte| format!("{byte:02x}")).collect(),
+        namespace: hex(&view.namespace.0),
+        layout: view.peer.layout.map_or_else(String::new, |layout| hex(&layout.encode())),
         gpu: view.peer.gpu.as_ref().map(place),
         requests_in_flight: view.in_flight,
         backend: view.backend.name(),
@@ -342,7 +363,13 @@ fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
         grant_version: usage.grant.map_or(0, |grant| grant.version),
         dram: holding(&usage.dram),
         nvme: holding(&usage.nvme),
+        retention: retention(usage.retention),
     }
+}
+
+fn retention(usage: RetentionUsage) -> RetentionPins {
+    let RetentionUsage { blocks, blocks_max, dram_bytes, dram_bytes_max, nvme_bytes, nvme_bytes_max } = usage;
+    RetentionPins { blocks, blocks_max, dram_bytes, dram_bytes_max, nvme_bytes, nvme_bytes_max }
 }
 
 fn endpoint(endpoint: &reprise_policy::peer::PeerEndpoint) -> PeerEndpoint {

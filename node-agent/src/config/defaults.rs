@@ -94,6 +94,36 @@ pub(super) const HOT_READS: u32 = 4;
 /// Window for counting peer reads; see [`HOT_READS`].
 pub(super) const HOT_WINDOW: Interval = Interval(Duration::from_secs(60));
 
+/// At 3.6 GB/s and 20 ms an iteration, a quarter of 1 GiB is 3.7 iterations of a device.
+pub(super) const PREFETCH_ARENA_PERMILLE: u16 = 250;
+
+/// Two engines can prefetch at the same time.
+pub(super) const PREFETCH_SESSION_PERMILLE: u16 = 500;
+
+/// Eight requests of 32,768 tokens in blocks of 16; 40 bytes for each key.
+pub(super) const PREFETCH_SESSION_KEYS: u32 = 16_384;
+
+/// A request that runs later is too uncertain to hold memory for.
+pub(super) const PREFETCH_WINDOW: u32 = 64;
+
+/// The rest is for loads that no hint has announced (TierKV §3.4).
+pub(super) const PREFETCH_HIGH_WATER_PERMILLE: u16 = 800;
+
+/// A request that waits longer was listed too early, or its engine never finishes it.
+pub(super) const PREFETCH_STAGED: Interval = Interval(Duration::from_secs(30));
+
+/// Far above the time that a request waits in the queue of an engine.
+pub(super) const PREFETCH_LISTED: Interval = Interval(Duration::from_secs(600));
+
+/// Loads, saves and blocks read ahead of the tenant keep the rest.
+pub(super) const RETENTION_PERMILLE: u16 = 250;
+
+/// 128 GiB in blocks of 2 MiB; about 200 bytes for each pin.
+pub(super) const RETENTION_BLOCKS_PER_TENANT: u32 = 65_536;
+
+/// A pin of a day covers a conversation or a working day; a longer one indicates a leak.
+pub(super) const RETENTION_TTL_MAX: Interval = Interval(Duration::from_secs(86_400));
+
 /// A directory of the node, so that the state outlives pods.
 pub(super) const STATE_DIRECTORY: &str = "/var/lib/reprise";
 

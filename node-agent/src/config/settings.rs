@@ -8,7 +8,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use reprise_agent_core::limits::LOAD_DEADLINE_MAX;
+use reprise_agent_core::{PrefetchSettings, limits::LOAD_DEADLINE_MAX};
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
 use reprise_policy::admission::AdmissionMode;
@@ -20,8 +20,8 @@ use serde::Deserialize;
 
 use super::{
     Addresses, ArenaSection, CacheSection, Config, HugePages, IoEngineChoice, KubernetesSettings,
-    LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, SessionSection,
-    SlackSection, TenantSettings,
+    LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, RetentionSettings,
+    SessionSection, SlackSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 
@@ -79,6 +79,8 @@ pub(crate) struct Settings {
     /// `None`: the agent runs stand-alone.
     pub(crate) controlplane: Option<ControlPlaneSettings>,
     pub(crate) placement: PlacementSettings,
+    pub(crate) prefetch: PrefetchSettings,
+    pub(crate) retention: RetentionSettings,
     pub(crate) admin: SocketAddr,
     pub(crate) kubernetes: KubernetesSettings,
     pub(crate) log: LogSettings,
@@ -221,6 +223,8 @@ impl Config {
             peers: self.peers.validate()?,
             controlplane: control_plane(&self.controlplane.address)?,
             placement: self.placement.validate()?,
+            prefetch: self.prefetch.validate()?,
+            retention: self.retention.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
             kubernetes: self.kubernetes.validate()?,
             log: self.log.validate()?,
@@ -414,7 +418,11 @@ pub(super) fn within(
     Err(refuse(field, &format!("{found:?}"), &format!("{:?} to {:?}", allowed.start(), allowed.end())))
 }
 
-fn permille(field: &str, found: u16, allowed: std::ops::RangeInclusive<u16>) -> Result<(), AgentError> {
+pub(super) fn permille(
+    field: &str,
+    found: u16,
+    allowed: std::ops::RangeInclusive<u16>,
+) -> Result<(), AgentError> {
     if allowed.contains(&found) {
         return Ok(());
     }

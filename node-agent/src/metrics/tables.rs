@@ -204,6 +204,20 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("prefetch_wasted_bytes", "Payload bytes read ahead that no load used"),
     counter("prefetch_failed_blocks", "Blocks that could not be read ahead"),
     gauge("prefetch_staged_bytes", "Slot bytes read ahead that wait for their load"),
+    counter("prefetch_requested_blocks", "Blocks read ahead on request of a command"),
+    gauge("retention_pinned_blocks", "Blocks with a retention pin"),
+    gauge("retention_dram_bytes", "Bytes in DRAM that retention pins keep"),
+    gauge("retention_nvme_bytes", "Bytes on devices that retention pins keep"),
+    counter("retention_pinned_blocks_total", "Blocks that were pinned"),
+    counter("retention_refused_blocks", "Blocks that were not pinned, because of a limit"),
+    counter("retention_expired_blocks", "Retention pins that ended at their time"),
+    counter("retention_revoked_blocks", "Retention pins that ended because a quota or the capacity shrank"),
+    counter(
+        "retention_broken_blocks",
+        "Blocks with a retention pin that were evicted, because no other segment could be emptied",
+    ),
+    counter("demoted_on_request_blocks", "Copies in DRAM that were dropped on request"),
+    counter("deleted_blocks", "Blocks that were removed on request"),
     gauge("journal_used_bytes", "Bytes of the journals in use"),
     gauge("journal_capacity_bytes", "Bytes of the journals"),
     counter("journal_checkpoints", "Checkpoints written by the open pools"),
@@ -211,7 +225,7 @@ pub(crate) const CORE: &[MetricInfo] = &[
 ];
 
 /// The core's values for each tenant, in its order.
-pub(crate) const TENANT: &[MetricInfo; 10] = &[
+pub(crate) const TENANT: &[MetricInfo; 13] = &[
     gauge("tenant_dram_used_bytes", "Bytes of arena slots used by a tenant"),
     gauge("tenant_dram_reserved_bytes", "Bytes of the arena guaranteed to a tenant"),
     gauge("tenant_dram_limit_bytes", "Maximum bytes of the arena for a tenant; 2^63-1 if unlimited"),
@@ -222,6 +236,9 @@ pub(crate) const TENANT: &[MetricInfo; 10] = &[
     counter("tenant_nvme_evictions", "Blocks of a tenant evicted from NVMe"),
     counter("tenant_dram_limited_bytes", "Bytes evicted from DRAM or rejected because of the tenant's limit"),
     counter("tenant_nvme_limited_bytes", "Bytes evicted from NVMe because of the tenant's limit"),
+    gauge("tenant_retention_blocks", "Blocks of a tenant with a retention pin"),
+    gauge("tenant_retention_dram_bytes", "Bytes in DRAM that retention pins of a tenant keep"),
+    gauge("tenant_retention_nvme_bytes", "Bytes on devices that retention pins of a tenant keep"),
 ];
 
 /// Totals of the transport, in its order; exported as `peer_<name>`.

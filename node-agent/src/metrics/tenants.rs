@@ -13,7 +13,7 @@ use reprise_policy::TenantId;
 use super::Kind;
 use super::tables::TENANT;
 
-/// Maximum number of tenants with a label; each has ten metrics.
+/// Maximum number of tenants with a label; each has 13 metrics.
 const TENANTS_NAMED_MAX: usize = 32;
 
 /// Label of all other tenants. Tenant names cannot contain a dot.
@@ -74,6 +74,7 @@ impl TenantRows {
 mod tests {
     use reprise_agent_core::{TenantBlocks, TenantCounts};
     use reprise_policy::Quota;
+    use reprise_policy::block_command::RetentionUsage;
     use reprise_policy::quota::QuotaUsage;
 
     use super::*;
@@ -82,7 +83,9 @@ mod tests {
         let holding = QuotaUsage { quota: Quota::UNLIMITED, used: 10 };
         let counts = TenantCounts { dram_evictions: 1, ..TenantCounts::default() };
         let blocks = TenantBlocks::default();
-        TenantUsage { tenant: TenantId(tenant), grant: None, dram: holding, nvme: holding, blocks, counts }
+        let retention = RetentionUsage::default();
+        let (dram, nvme) = (holding, holding);
+        TenantUsage { tenant: TenantId(tenant), grant: None, dram, nvme, blocks, counts, retention }
     }
 
     #[test]

@@ -139,6 +139,7 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("unpin: pins", pins.len())?;
             Ok(Request::Unpin { pins: pins.into_iter().map(PinId).collect() })
         }
+        Body::ManageBlocks(command) => super::manage::decode(command).map(Request::Manage),
         Body::ReportLookahead(hint) => convert_lookahead(&hint).map(Request::Lookahead),
         Body::ReportLayer(_) | Body::UseBackend(_) => unreachable!("reports were separated"),
         Body::RegisterMemory(_) | Body::RequestQueues(_) | Body::ReturnQueues(_) => {
@@ -259,7 +260,7 @@ fn scope(local_only: bool) -> Scope {
     if local_only { Scope::Local } else { Scope::Cluster }
 }
 
-fn unpack(what: &str, packed: &[u8]) -> Result<Vec<BlockKey>, String> {
+pub(super) fn unpack(what: &str, packed: &[u8]) -> Result<Vec<BlockKey>, String> {
     let keys = BlockKey::unpack(packed)
         .ok_or_else(|| format!("{what}: {} bytes are not a multiple of 16-byte keys", packed.len()))?;
     count_within(what, keys.len())?;

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{CommitStatus, LookaheadReport, Reply, Source, Ticket};
+use reprise_agent_core::effect::{
+    BlockCounts, BlockReport, CommitStatus, LookaheadReport, Reply, RetentionUsage, Source, Ticket,
+};
 use reprise_agent_core::event::RequestId;
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::BlockKey;
@@ -66,6 +68,19 @@ fn requests_in_the_document_are_decoded() {
             "Lookahead(Lookahead { version: 1, iteration: 20ms, requests: [LookaheadRequest { request: 7, iterations: \
              3, confidence: 900, keys: [11111111111111111111111111111111] }], cancelled: [5], ranks: All })",
         ),
+        (
+            "ManageBlocks",
+            "Manage(BlockCommand { action: Pin { ttl: 60s }, selection: Keys([11111111111111111111111111111111]), ranks: All \
+             })",
+        ),
+        (
+            "ManageBlocks` of a session",
+            "Manage(BlockCommand { action: Prefetch, selection: Listed(SessionId(5)), ranks: Own })",
+        ),
+        (
+            "ManageBlocks` of a namespace",
+            "Manage(BlockCommand { action: Delete, selection: Namespace { from: 4096 }, ranks: Own })",
+        ),
         ("Trim", "Trim"),
         ("Pin", "Pin { keys: [11111111111111111111111111111111] }"),
         ("Unpin", "Unpin { pins: [PinId(9), PinId(300)] }"),
@@ -104,6 +119,20 @@ fn statement_of_a_backend_in_the_document_is_decoded_and_answered() {
     assert_eq!(bytes[4..], example("BackendUsed"));
 }
 
+fn block_report() -> BlockReport {
+    let counts =
+        BlockCounts { affected: 1, unchanged: 2, absent: 3, over_limit: 4, in_use: 5, pinned: 6, bytes: 7 };
+    let retention = RetentionUsage {
+        blocks: 1,
+        blocks_max: 2,
+        dram_bytes: 3,
+        dram_bytes_max: 4,
+        nvme_bytes: 5,
+        nvme_bytes_max: 6,
+    };
+    BlockReport { counts, next: Some(4096), retention }
+}
+
 #[test]
 fn replies_match_the_bytes_in_the_document() {
     let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
@@ -124,6 +153,7 @@ fn replies_match_the_bytes_in_the_document() {
             "LookaheadReported",
             Reply::LookaheadAccepted(LookaheadReport { window: 6, ignored: 1, ready: vec![7] }),
         ),
+        ("BlocksManaged", Reply::Managed(block_report())),
         ("Aborted", Reply::Aborted),
         ("Matched", Reply::Matched { sources }),
         ("Released", Reply::Released),

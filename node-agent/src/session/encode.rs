@@ -137,6 +137,7 @@ fn convert(grants: &mut Grants<'_>, reply: Reply) -> Body {
         Reply::LookaheadAccepted(LookaheadReport { window, ignored, ready }) => {
             Body::LookaheadReported(local::LookaheadReported { window, ignored, ready })
         }
+        Reply::Managed(report) => Body::BlocksManaged(super::manage::encode(report)),
         Reply::Matched { sources } => {
             let sources: Vec<u8> = sources.into_iter().map(|source| source as u8).collect();
             Body::Matched(local::Matched { sources: sources.into() })

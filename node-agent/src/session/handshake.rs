@@ -155,7 +155,13 @@ fn open(
     let session = Session {
         id,
         tenant,
-        peer: Peer { client_name: hello.client_name, tenant: hello.tenant, gpu, ..peer },
+        peer: Peer {
+            client_name: hello.client_name,
+            tenant: hello.tenant,
+            gpu,
+            layout: Some(hello.layout),
+            ..peer
+        },
         outbound: Outbound::new(socket, context.arena.clone()),
         in_flight: 0.into(),
         is_fenced: false.into(),

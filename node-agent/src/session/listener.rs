@@ -198,6 +198,7 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
             pid: credentials.pid,
             uid: credentials.uid,
             gpu: None,
+            layout: None,
         },
         Err(error) => {
             shared.context.count_rejected(Reason::System);

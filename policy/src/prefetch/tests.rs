@@ -12,7 +12,13 @@ fn path(bytes_per_second: u64) -> Path {
 
 /// One idle channel of 1 GB/s and a large reserve; an iteration takes 20 ms.
 fn pass(channels: &[ChannelState]) -> Pass<'_> {
-    Pass { iteration: Duration::from_millis(20), window: 16, channels, reserve_bytes: 1 << 40 }
+    Pass {
+        iteration: Duration::from_millis(20),
+        window: 16,
+        channels,
+        reserve_bytes: 1 << 40,
+        high_water_permille: HIGH_WATER_PERMILLE,
+    }
 }
 
 fn idle() -> [ChannelState; 1] {
@@ -162,7 +168,8 @@ proptest! {
         millis in 1u64..60, window in 0u32..64, reserve_mib in 0u64..300,
     ) {
         let iteration = Duration::from_millis(millis);
-        let pass = Pass { iteration, window, channels: &channels, reserve_bytes: reserve_mib * MIB };
+        let reserve_bytes = reserve_mib * MIB;
+        let pass = Pass { iteration, window, channels: &channels, reserve_bytes, high_water_permille: HIGH_WATER_PERMILLE };
         let mut plan = Plan::default();
         plan.make(&pass, &candidates);
         let mut queued: Vec<u64> = channels.iter().map(|channel| channel.queued_bytes).collect();
@@ -197,7 +204,8 @@ proptest! {
         candidates in candidates(), channels in channels(), window in 0u32..64, reserve_mib in 0u64..300,
     ) {
         let iteration = Duration::from_millis(20);
-        let pass = Pass { iteration, window, channels: &channels, reserve_bytes: reserve_mib * MIB };
+        let reserve_bytes = reserve_mib * MIB;
+        let pass = Pass { iteration, window, channels: &channels, reserve_bytes, high_water_permille: HIGH_WATER_PERMILLE };
         let mut plan = Plan::default();
         plan.make(&pass, &candidates);
         let within = |wanted: &&Candidate| {

@@ -13,6 +13,7 @@
 
 use std::collections::BTreeMap;
 
+use reprise_policy::block_command::RetentionUsage;
 use reprise_policy::quota::{self, Quota, QuotaError, QuotaUsage};
 use reprise_policy::{TenantId, TenantName};
 
@@ -53,6 +54,8 @@ pub struct TenantUsage {
     pub blocks: TenantBlocks,
     /// Counters since the start of the agent.
     pub counts: TenantCounts,
+    /// Retention pins, and what the tenant may pin.
+    pub retention: RetentionUsage,
 }
 
 /// Numbers of slots in use; each holds a block or is being filled.
@@ -111,8 +114,8 @@ pub(crate) struct Accounts {
 
 impl TenantUsage {
     /// Names and values, as in `Stats` and metrics. A limit that is not set is 2⁶⁴ − 1.
-    pub fn fields(&self) -> [(&'static str, u64); 10] {
-        let TenantUsage { dram, nvme, counts, .. } = self;
+    pub fn fields(&self) -> [(&'static str, u64); 13] {
+        let TenantUsage { dram, nvme, counts, retention, .. } = self;
         [
             ("tenant_dram_used_bytes", dram.used),
             ("tenant_dram_reserved_bytes", dram.quota.reserved()),
@@ -124,6 +127,9 @@ impl TenantUsage {
             ("tenant_nvme_evictions", counts.nvme_evictions),
             ("tenant_dram_limited_bytes", counts.dram_limited_bytes),
             ("tenant_nvme_limited_bytes", counts.nvme_limited_bytes),
+            ("tenant_retention_blocks", retention.blocks),
+            ("tenant_retention_dram_bytes", retention.dram_bytes),
+            ("tenant_retention_nvme_bytes", retention.nvme_bytes),
         ]
     }
 }
@@ -236,13 +242,14 @@ impl Accounts {
         self.get_mut(index).nvme.release(nvme_bytes(payload_bytes));
     }
 
-    /// Usage, quotas and counters of a tenant, without its grant.
+    /// Usage, quotas and counters of a tenant, without its grant and its pins.
     pub(crate) fn usage(&self, index: TenantIndex) -> TenantUsage {
         let tenant = self.get(index);
         let &Tenant { id, counts, .. } = tenant;
         let blocks = TenantBlocks { dram: tenant.dram.slots, nvme: tenant.nvme.slots };
         let (dram, nvme) = (self.dram(index), self.nvme(index));
-        TenantUsage { tenant: id, grant: None, dram, nvme, blocks, counts }
+        let retention = RetentionUsage::default();
+        TenantUsage { tenant: id, grant: None, dram, nvme, blocks, counts, retention }
     }
 }
 
@@ -269,7 +276,7 @@ impl Cache {
         self.accounts.register(tenant)
     }
 
-    /// Usage, quotas and counters of a tenant, without its grant.
+    /// Usage, quotas and counters of a tenant, without its grant and its pins.
     pub(crate) fn tenant_usage(&self, index: TenantIndex) -> TenantUsage {
         self.accounts.usage(index)
     }

@@ -70,9 +70,11 @@ impl Cache {
         }
     }
 
-    /// Makes a stored block evictable, as the newest of its tenant, unless it is pinned.
+    /// Makes a stored block evictable, as the newest of its tenant, unless it is pinned or retained.
     pub(super) fn enter_nvme_order(&mut self, entry: EntryIndex) {
-        if self.index.entry(entry).stored().is_some_and(|stored| self.devices.is_pinned(stored)) {
+        if self.index.entry(entry).stored().is_some_and(|stored| self.devices.is_pinned(stored))
+            || self.retained.contains(entry)
+        {
             return;
         }
         let block = self.nvme_block(entry);
@@ -86,6 +88,7 @@ impl Cache {
         let SizeClass { tenant_index, slot_bytes, .. } =
             *self.sizes.get(self.index.entry(entry).size_class());
         self.accounts.release_nvme(tenant_index, slot_bytes);
+        self.retained.forget(entry);
         self.replica_changed(entry, Tier::Nvme, Change::Removed);
     }
 

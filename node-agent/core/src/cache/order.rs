@@ -127,8 +127,13 @@ impl Cache {
         self.note_use(entry);
     }
 
-    /// Whether a block is evictable from its device: neither being read nor pinned.
+    /// Whether a block is evictable from its device: neither being read, nor pinned, nor retained.
     pub(super) fn is_in_nvme_order(&self, entry: EntryIndex) -> bool {
+        self.is_unused_on_device(entry) && !self.retained.contains(entry)
+    }
+
+    /// Whether a block on a device is neither being read nor pinned.
+    pub(super) fn is_unused_on_device(&self, entry: EntryIndex) -> bool {
         let state = self.index.entry(entry);
         let is_read = matches!(state.dram(), Dram::Filling(_));
         state.stored().is_some_and(|stored| !is_read && !self.devices.is_pinned(stored))

@@ -28,6 +28,15 @@ pub(crate) enum SpaceState {
     Unavailable,
 }
 
+/// What happens to retention pins in a segment that is emptied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SegmentPins {
+    /// A segment with pinned blocks is not emptied.
+    Kept,
+    /// Pinned blocks are evicted too: pins are advice, and one in each segment would keep all other sizes out.
+    Broken,
+}
+
 /// Way in which evicting a victim helps a slot size.
 enum Reclaim {
     /// Its slot, or its journal entry, is directly usable.
@@ -96,7 +105,10 @@ impl Cache {
         if self.devices.usable_devices().any(|device| device.pool.space_pending(request.slot_bytes)) {
             return SpaceState::Pending;
         }
-        if self.evict_for_size(request) || self.empty_some_segment(request) {
+        if self.evict_for_size(request)
+            || self.empty_some_segment(request, SegmentPins::Kept)
+            || (!self.retained.is_empty() && self.empty_some_segment(request, SegmentPins::Broken))
+        {
             return SpaceState::Pending;
         }
         if self.operations_may_free_space() { SpaceState::Pending } else { SpaceState::Unavailable }
@@ -162,20 +174,21 @@ impl Cache {
         if tried.contains(&(stored.device, segment)) {
             return Reclaim::Nothing { segment };
         }
-        match self.drainable(stored.device, segment, request) {
+        match self.drainable(stored.device, segment, (request, SegmentPins::Kept)) {
             Some(blocks) => Reclaim::Segment { segment, blocks },
             None => Reclaim::Nothing { segment },
         }
     }
 
     /// Empties the segment with the least data, because no cold block is in a segment that can be emptied.
-    fn empty_some_segment(&mut self, request: SlotRequest) -> bool {
+    fn empty_some_segment(&mut self, request: SlotRequest, pins: SegmentPins) -> bool {
         for device in self.devices.ids().filter(|id| self.devices.is_usable(*id)).collect::<Vec<_>>() {
             let Some(segment) = self.devices.device(device).pool.emptiest_drainable(request.slot_bytes)
             else {
                 continue;
             };
-            if let Some(blocks) = self.drainable(device, segment, request) {
+            if let Some(blocks) = self.drainable(device, segment, (request, pins)) {
+                self.retained.count_broken(&blocks);
                 self.empty_segment(device, segment, blocks);
                 return true;
             }
@@ -185,7 +198,12 @@ impl Cache {
 
     /// Returns the blocks of a segment if all of them may be evicted for the lane's tenant, and emptying it
     /// gives the size a segment.
-    fn drainable(&self, device: DeviceId, segment: u32, request: SlotRequest) -> Option<Vec<EntryIndex>> {
+    fn drainable(
+        &self,
+        device: DeviceId,
+        segment: u32,
+        (request, pins): (SlotRequest, SegmentPins),
+    ) -> Option<Vec<EntryIndex>> {
         let blocks = self.devices.device(device).pool.drainable(segment, request.slot_bytes)?;
         let blocks: Option<Vec<EntryIndex>> = blocks
             .into_iter()
@@ -193,7 +211,11 @@ impl Cache {
                 let entry = self.index.find(&key)?;
                 let state = self.index.entry(entry);
                 let here = state.stored().is_some_and(|at| at.device == device && at.page == page);
-                (here && self.is_in_nvme_order(entry)).then_some(entry)
+                let is_evictable = match pins {
+                    SegmentPins::Kept => self.is_in_nvme_order(entry),
+                    SegmentPins::Broken => self.is_unused_on_device(entry),
+                };
+                (here && is_evictable).then_some(entry)
             })
             .collect();
         blocks.filter(|blocks| self.may_drop(blocks, Some(request.tenant)))

@@ -1,16 +1,16 @@
 //! Checks of the prefetches' invariants, for tests.
 
 use crate::cache::{Cache, FrameIndex};
-use crate::limits::LOOKAHEAD_SESSION_KEYS_MAX;
 use crate::prefetch::pass::reserve;
 use crate::prefetch::requests::Wanted;
 use crate::prefetch::staged::BlockState;
 use crate::prefetch::{Prefetch, waiter};
+use crate::settings::PrefetchSettings;
 use crate::waiter::{KnownWait, WaiterId};
 
 impl Prefetch {
     /// Checks the invariants within the prefetches. Costs time in proportion to their whole state.
-    pub(crate) fn audit(&self, cache: &Cache) -> Result<(), String> {
+    pub(crate) fn audit(&self, cache: &Cache, settings: &PrefetchSettings) -> Result<(), String> {
         let (mut bytes, mut timers) = (0, 0);
         for (id, block) in self.staged.iter() {
             ensure!(block.state != BlockState::Requested, "{id:?} waits for a fill that was not routed");
@@ -25,12 +25,12 @@ impl Prefetch {
         }
         ensure!(self.staged.keys() == self.staged.iter().count(), "staged blocks and keys disagree");
         ensure!(bytes == self.staged.bytes(), "{bytes} bytes staged, {} counted", self.staged.bytes());
-        let reserve = reserve(cache);
+        let reserve = reserve(cache, settings);
         ensure!(bytes <= reserve, "{bytes} bytes staged exceed the reserve of {reserve}");
         for (session, hinted) in &self.sessions {
             let (keys, counted) = (hinted.requests.values().map(Wanted::keys).sum::<usize>(), hinted.keys);
             ensure!(keys == counted, "{session:?}: {keys} keys, {counted} counted");
-            ensure!(keys <= LOOKAHEAD_SESSION_KEYS_MAX, "{session:?}: {keys} keys exceed the limit");
+            ensure!(keys <= settings.session_keys, "{session:?}: {keys} keys exceed the limit");
             timers += hinted.requests.values().filter(|wanted| wanted.due.is_some()).count();
         }
         ensure!(timers == self.timers.len(), "{timers} requests with timers, {} timers", self.timers.len());

@@ -8,10 +8,10 @@ use reprise_policy::prefetch::{
 use reprise_policy::{BlockKey, SessionId, Tick};
 
 use crate::cache::{AheadCopy, Cache, RankClasses};
-use crate::context::Caller;
+use crate::context::{Caller, Context};
 use crate::limits::{
     LOOKAHEAD_GRACE_MAX, LOOKAHEAD_GRACE_MIN, LOOKAHEAD_KEYS_MAX, LOOKAHEAD_REQUESTS_MAX,
-    LOOKAHEAD_SESSION_KEYS_MAX, LOOKAHEAD_STAGED_MAX, LOOKAHEAD_TRACKED_MAX,
+    LOOKAHEAD_TRACKED_MAX,
 };
 use crate::prefetch::Prefetch;
 use crate::prefetch::requests::{Hinted, ListedBlock, Phase, Wanted};
@@ -41,7 +41,7 @@ pub(super) fn check(lookahead: &Lookahead, ranks: usize) -> Result<(), String> {
 
 impl Prefetch {
     /// Applies a checked hint to the requests of its session. Returns the number of parts that were ignored.
-    pub(super) fn update(&mut self, cache: &mut Cache, now: Tick, caller: Caller, hint: Lookahead) -> u32 {
+    pub(super) fn update(&mut self, cache: &mut Cache, cx: &Context, caller: Caller, hint: Lookahead) -> u32 {
         let Lookahead { iteration, requests, cancelled, ranks, .. } = hint;
         let classes = cache.rank_classes(caller.size_class, ranks);
         let session = caller.session;
@@ -62,12 +62,12 @@ impl Prefetch {
             }
         }
         for listed in requests {
-            if !self.list(cache, session, listed, (&classes, number, now)) {
+            if !self.list(cache, session, listed, (&classes, number, cx)) {
                 self.counters.prefetch_ignored_requests += 1;
                 ignored += 1;
             }
         }
-        self.leave_unlisted(cache, now, (caller, number));
+        self.leave_unlisted(cache, cx.now, (caller, number));
         ignored
     }
 
@@ -77,14 +77,15 @@ impl Prefetch {
         cache: &mut Cache,
         session: SessionId,
         listed: LookaheadRequest,
-        (classes, number, now): (&RankClasses, u64, Tick),
+        (classes, number, cx): (&RankClasses, u64, &Context),
     ) -> bool {
+        let limits = cx.settings.prefetch;
         let LookaheadRequest { request, iterations, confidence, keys } = listed;
         let Some(hinted) = self.sessions.get_mut(&session) else { return false };
         let tracked = hinted.requests.len();
         let is_valid = iterations > 0 && (1..=CONFIDENCE_MAX).contains(&confidence);
         let known_keys = hinted.requests.get(&request).map_or(0, Wanted::keys);
-        let has_room = keys.is_empty() || hinted.keys - known_keys + keys.len() <= LOOKAHEAD_SESSION_KEYS_MAX;
+        let has_room = keys.is_empty() || hinted.keys - known_keys + keys.len() <= limits.session_keys;
         match hinted.requests.get_mut(&request) {
             Some(known) if known.hint == number => return false,
             // It still waits, even though its entry is ignored.
@@ -97,7 +98,7 @@ impl Prefetch {
                 (known.iterations, known.confidence, known.hint) = (iterations, confidence, number);
                 if known.phase == Phase::Left {
                     known.phase = Phase::Listed;
-                    let due = now.after(LOOKAHEAD_STAGED_MAX);
+                    let due = cx.now.after(limits.staged);
                     if let Some(before) = known.due.replace(due) {
                         self.timers.clear(before, (session, request));
                     }
@@ -110,16 +111,17 @@ impl Prefetch {
         }
         let mut wanted = Wanted::new(iterations, confidence, number);
         self.locate(cache, &mut wanted, keys, classes);
-        // Sending keys again does not extend the time for which blocks are staged.
+        // Sending keys again does not extend the time for which a request is listed or its blocks are staged.
         let known = self.sessions.get(&session).and_then(|hinted| hinted.requests.get(&request));
-        let staged_until = known.filter(|known| known.phase == Phase::Listed).and_then(|known| known.due);
+        let listed_until = known.filter(|known| known.phase == Phase::Listed).and_then(|known| known.due);
         // The blocks of the former keys that are still listed have another holder now.
         self.end_request(cache, session, request);
+        let mut due = listed_until.unwrap_or(cx.now.after(limits.listed));
         if wanted.holds_any(&self.staged) {
-            let due = staged_until.unwrap_or(now.after(LOOKAHEAD_STAGED_MAX));
-            wanted.due = Some(due);
-            self.timers.set(due, (session, request));
+            due = due.min(cx.now.after(limits.staged));
         }
+        wanted.due = Some(due);
+        self.timers.set(due, (session, request));
         let Some(hinted) = self.sessions.get_mut(&session) else { return false };
         hinted.keys += wanted.keys();
         hinted.requests.insert(request, wanted);

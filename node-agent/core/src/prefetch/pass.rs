@@ -8,13 +8,11 @@ use reprise_policy::{SessionId, Tick};
 use crate::cache::{AheadCopy, Cache, LocalBlock, SizeClassId, TenantIndex};
 use crate::context::{Caller, Context};
 use crate::effect::ReadClass;
-use crate::limits::{
-    DEVICES_MAX, LOOKAHEAD_STAGED_MAX, PREFETCH_ARENA_PERMILLE, PREFETCH_RETRIES_MAX,
-    PREFETCH_SESSION_PERMILLE,
-};
+use crate::limits::{DEVICES_MAX, PREFETCH_RETRIES_MAX};
 use crate::prefetch::requests::{Hinted, ListedBlock};
-use crate::prefetch::staged::{BlockState, StagedBlock};
+use crate::prefetch::staged::StagedBlock;
 use crate::prefetch::{Prefetch, PrefetchOutcome};
+use crate::settings::PrefetchSettings;
 use crate::transfer::{DeviceRate, DeviceReads};
 use crate::waiter::{FillRequest, Joins, WaiterOwner};
 
@@ -27,18 +25,18 @@ pub(super) struct MeasuredChannel {
 }
 
 /// Slot bytes that staged blocks may fill.
-pub(super) fn reserve(cache: &Cache) -> u64 {
-    cache.arena_bytes() * PREFETCH_ARENA_PERMILLE / 1000
+pub(super) fn reserve(cache: &Cache, settings: &PrefetchSettings) -> u64 {
+    share_of_limit(cache.arena_bytes(), settings)
 }
 
 /// Share of a tenant's limit in DRAM that its staged blocks may fill.
-fn share_of_limit(limit: u64) -> u64 {
-    let share = u128::from(limit) * u128::from(PREFETCH_ARENA_PERMILLE) / 1000;
+fn share_of_limit(limit: u64, settings: &PrefetchSettings) -> u64 {
+    let share = u128::from(limit) * u128::from(settings.arena_permille) / 1000;
     u64::try_from(share).unwrap_or(u64::MAX)
 }
 
 /// Blocks to read of one size class.
-type ReadsOfClass = (SizeClassId, Vec<(u32, LocalBlock)>);
+pub(super) type ReadsOfClass = (SizeClassId, Vec<(u32, LocalBlock)>);
 
 impl Prefetch {
     /// Measures the bandwidth of each device since the last measurement.
@@ -63,7 +61,8 @@ impl Prefetch {
         self.hold_staged(session);
         self.retry_failed(cache, cx);
         let channels = self.channel_states(reads, cx.now);
-        let reserve_bytes = self.free_reserve(cache, (session, cache.tenant_of(caller.size_class)));
+        let limits = cx.settings.prefetch;
+        let reserve_bytes = self.free_reserve(cache, &limits, (session, cache.tenant_of(caller.size_class)));
         let Some(hinted) = self.sessions.get_mut(&session) else { return };
         let Some(iteration) = hinted.iteration.expected() else { return };
         let (candidates, of) = hinted.candidates();
@@ -72,9 +71,11 @@ impl Prefetch {
             path.transfer_time(u64::from(candidate.blocks) * candidate.block_bytes)
         });
         hinted.window.cover(transfer.max().unwrap_or_default(), iteration);
-        let window = hinted.window.iterations();
+        let window = hinted.window.iterations().min(limits.window_max);
+        let high_water_permille = limits.high_water_permille;
         let mut plan = std::mem::take(&mut self.plan);
-        plan.make(&Pass { iteration, window, channels: &channels, reserve_bytes }, &candidates);
+        let pass = Pass { iteration, window, channels: &channels, reserve_bytes, high_water_permille };
+        plan.make(&pass, &candidates);
         self.count_held(session, &plan, &of);
         for read in &plan.reads {
             let (request, pending) = of[read.candidate];
@@ -145,7 +146,8 @@ impl Prefetch {
             let (class, bytes) = (block.size_class, block.slot_bytes);
             match cache.ahead_copy(&block.key, class) {
                 AheadCopy::OnDevice(_, entry)
-                    if bytes <= self.free_reserve(cache, (block.session, block.tenant)) =>
+                    if bytes
+                        <= self.free_reserve(cache, &cx.settings.prefetch, (block.session, block.tenant)) =>
                 {
                     self.staged.retry(id);
                     fetches.push((class, vec![(id.slot(), LocalBlock::Stored(entry))]));
@@ -161,10 +163,15 @@ impl Prefetch {
 
     /// Slot bytes that a session may still stage. Staged blocks count against their tenant's limit, so they use at
     /// most the same share of it as of the arena.
-    fn free_reserve(&self, cache: &Cache, (session, tenant): (SessionId, TenantIndex)) -> u64 {
-        let reserve = reserve(cache);
-        let of_tenant = share_of_limit(cache.dram_usage(tenant).quota.limit()).min(reserve);
-        let of_session = of_tenant * PREFETCH_SESSION_PERMILLE / 1000;
+    pub(super) fn free_reserve(
+        &self,
+        cache: &Cache,
+        settings: &PrefetchSettings,
+        (session, tenant): (SessionId, TenantIndex),
+    ) -> u64 {
+        let reserve = reserve(cache, settings);
+        let of_tenant = share_of_limit(cache.dram_usage(tenant).quota.limit(), settings).min(reserve);
+        let of_session = of_tenant * settings.session_permille / 1000;
         let free = reserve.saturating_sub(self.staged.bytes());
         let free = free.min(of_tenant.saturating_sub(self.staged.bytes_of_tenant(tenant)));
         free.min(of_session.saturating_sub(self.staged.bytes_of(session)))
@@ -204,18 +211,7 @@ impl Prefetch {
                     continue;
                 }
             };
-            let size_class = cache.size_class(class);
-            let id = self.staged.insert(StagedBlock {
-                key,
-                size_class: class,
-                slot_bytes: size_class.slot_bytes,
-                payload_bytes: size_class.layout.block_bytes(),
-                session,
-                tenant: cache.tenant_of(class),
-                attempts: 1,
-                holders: 1,
-                state: BlockState::Requested,
-            });
+            let id = self.staged.insert(StagedBlock::requested(cache, (key, class), session));
             wanted.blocks.push(ListedBlock { key, class, staged: Some(id) });
             let block = (id.slot(), LocalBlock::Stored(entry));
             match reads.iter_mut().find(|(other, _)| *other == class) {
@@ -223,16 +219,18 @@ impl Prefetch {
                 None => reads.push((class, vec![block])),
             }
         }
-        if !reads.is_empty() && wanted.due.is_none() {
-            let due = cx.now.after(LOOKAHEAD_STAGED_MAX);
-            wanted.due = Some(due);
-            self.timers.set(due, (session, request));
+        let staged_until = cx.now.after(cx.settings.prefetch.staged);
+        if !reads.is_empty() && wanted.due.is_none_or(|due| staged_until < due) {
+            if let Some(before) = wanted.due.replace(staged_until) {
+                self.timers.clear(before, (session, request));
+            }
+            self.timers.set(staged_until, (session, request));
         }
         self.fetch(cache, cx, reads);
     }
 
     /// Requests fills, one request for each size class.
-    fn fetch(&mut self, cache: &Cache, cx: &Context, reads: Vec<ReadsOfClass>) {
+    pub(super) fn fetch(&mut self, cache: &Cache, cx: &Context, reads: Vec<ReadsOfClass>) {
         self.outcomes.extend(reads.into_iter().map(|(class, local)| {
             PrefetchOutcome::Fetch(FillRequest {
                 object: (WaiterOwner::Prefetch, 0),

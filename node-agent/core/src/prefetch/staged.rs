@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{BlockKey, SessionId};
 
-use crate::cache::{Lease, Read, SizeClassId, TenantIndex};
+use crate::cache::{Cache, Lease, Read, SizeClassId, TenantIndex};
 use crate::limits::PREFETCH_ATTEMPTS_MAX;
 use crate::slab::{Slab, SlabId};
 use crate::waiter::WaitId;
@@ -71,6 +71,28 @@ pub(super) enum Progress {
     Reading,
     /// Not read ahead.
     Failed,
+}
+
+impl StagedBlock {
+    /// Describes a block whose fill a session requests, with one holder.
+    pub(super) fn requested(
+        cache: &Cache,
+        (key, class): (BlockKey, SizeClassId),
+        session: SessionId,
+    ) -> StagedBlock {
+        let size_class = cache.size_class(class);
+        StagedBlock {
+            key,
+            size_class: class,
+            slot_bytes: size_class.slot_bytes,
+            payload_bytes: size_class.layout.block_bytes(),
+            session,
+            tenant: cache.tenant_of(class),
+            attempts: 1,
+            holders: 1,
+            state: BlockState::Requested,
+        }
+    }
 }
 
 impl Staged {

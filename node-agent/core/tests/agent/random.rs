@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{DeviceId, Ticket};
 use reprise_agent_core::event::{Event, Grant, Move, Priority, Request, Scope};
+use reprise_agent_core::limits::PREFETCH_REQUESTED_MAX;
 use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::admission::budget::DailyBudget;
@@ -16,6 +17,7 @@ use crate::engine::RequestKind;
 use crate::harness::{Faults, Harness, SMALL_KEYS_FROM, Setup, key, large_layout, layout_of, small_layout};
 use crate::rng::{Rng, for_seeds, has_fixed_seeds};
 use crate::scenarios_prefetch::random_hint;
+use crate::scenarios_retention::random_command;
 
 /// Number of keys of each tenant and layout.
 pub(crate) const KEYS: u64 = 48;
@@ -140,7 +142,7 @@ fn engine_acts(harness: &mut Harness) {
         (engine.tenant, engine.layout == small_layout())
     };
     let keys = some_keys(&mut harness.rng, tenant, small);
-    match harness.rng.below(108) {
+    match harness.rng.below(114) {
         0..25 => {
             let count = harness.rng.below(5) as u32;
             harness.reserve(session, count);
@@ -172,6 +174,7 @@ fn engine_acts(harness: &mut Harness) {
             harness.request(session, RequestKind::Other, Request::Stats);
         }
         99 => harness.close_session(session),
+        100..106 => random_command(harness, session, &keys),
         _ => random_hint(harness, session, &keys),
     }
 }
@@ -341,6 +344,8 @@ pub(crate) fn finish_all(harness: &mut Harness) {
     for session in harness.engines.keys().copied().collect::<Vec<_>>() {
         harness.close_session(session);
     }
+    // Blocks that commands read ahead stay staged for a while.
+    harness.pass(PREFETCH_REQUESTED_MAX);
     // A pull may start with the room that the last session released; its block is written then.
     for _ in 0..2 {
         harness.pass(Duration::from_secs(2));

@@ -2,6 +2,7 @@
 
 use reprise_agent_core::event::Move as Given;
 use reprise_agent_core::{NodeUsage, TenantBlocks, TenantCounts, TenantUsage};
+use reprise_policy::block_command::RetentionUsage;
 use reprise_policy::quota::{Quota, QuotaUsage};
 use reprise_policy::shards::{MemberName, ShardMap};
 use reprise_policy::{DrainProgress, TenantName};
@@ -27,6 +28,7 @@ fn own_state(agent: &Agent, grant: Option<Grant>) -> OwnState {
         nvme: holding(20),
         blocks: TenantBlocks { dram: 1, nvme: 2 },
         counts: TenantCounts::default(),
+        retention: RetentionUsage::default(),
     };
     let room = NodeUsage { dram_capacity: 100, nvme_capacity: 1000, ..NodeUsage::default() };
     let drain = DrainProgress { walked_blocks: 3, nowhere_blocks: 1, ..DrainProgress::default() };

@@ -61,7 +61,7 @@ impl Fixture {
         let session = Arc::new(Session {
             id: SessionId(1),
             tenant: TenantId(0),
-            peer: Peer { client_name: String::new(), tenant, pid: 1, uid: 0, gpu: None },
+            peer: Peer { client_name: String::new(), tenant, pid: 1, uid: 0, gpu: None, layout: None },
             outbound: Outbound::new(agent, arena),
             in_flight: 0.into(),
             is_fenced: false.into(),

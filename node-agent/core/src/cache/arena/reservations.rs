@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 
 use reprise_policy::TenantId;
 
+use crate::cache::arena::Arena;
+
 /// Reserved and owned regions of all tenants.
 #[derive(Debug, Default)]
 pub(crate) struct Reservations {
@@ -24,6 +26,16 @@ struct Share {
 impl Share {
     fn owed(&self) -> u64 {
         self.reserved.saturating_sub(self.owned)
+    }
+}
+
+impl Arena {
+    /// Bytes of the regions that a tenant owns, and of those that no tenant has used yet: all regions count as equally
+    /// large.
+    pub(crate) fn obtainable_bytes(&self, tenant: TenantId) -> u64 {
+        let owned = self.reservations.tenants.get(&tenant).map_or(0, |share| share.owned);
+        let regions = self.regions.len() as u64;
+        (self.bytes() / regions.max(1)).saturating_mul(owned + self.fresh).min(self.bytes())
     }
 }
 
