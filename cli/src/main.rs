@@ -3,6 +3,7 @@
 //! This crate starts processes, drives engines through the client library and prints results. Policy and
 //! protocol code lives in the crates that it calls.
 
+mod admin;
 mod bench;
 mod check;
 mod config;
@@ -72,6 +73,8 @@ enum Command {
     Status(status::StatusArgs),
     /// List, set and remove the cluster-wide budgets of tenants.
     Tenant(tenant::TenantArgs),
+    /// Pin, prefetch, demote or delete blocks of nodes.
+    Admin(admin::AdminArgs),
     /// Show where a block is, why, and how each node would load it.
     Explain(explain::ExplainArgs),
     /// Print the replicas in the directory and, on request, each change.
@@ -152,6 +155,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Sim(args)) => sim::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
+        Some(Command::Admin(args)) => admin::command(&args, &config, audience),
         Some(Command::Explain(args)) => explain::command(&args, &config, audience),
         Some(Command::Events(args)) => events::command(&args, &config, audience),
         Some(Command::Trace(args)) => trace::command(&args, &config, audience),
