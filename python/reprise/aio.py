@@ -18,7 +18,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from reprise import Client, Durable, KvMemory, Layout, Loaded, Namespace, Saved
+from reprise import BlocksReport, Client, Durable, KvMemory, Layout, Loaded, Namespace, Saved
 
 __all__ = ["AsyncClient"]
 
@@ -121,6 +121,26 @@ class AsyncClient:
     async def stats(self) -> dict[str, int]:
         """See :meth:`reprise.Client.stats`."""
         return await self._run(self._client.stats)
+
+    async def pin(self, keys: bytes | Iterable[bytes], ttl: float) -> BlocksReport:
+        """See :meth:`reprise.Client.pin`."""
+        return await self._run(lambda: self._client.pin(keys, ttl))
+
+    async def unpin(self, keys: bytes | Iterable[bytes]) -> BlocksReport:
+        """See :meth:`reprise.Client.unpin`."""
+        return await self._run(lambda: self._client.unpin(keys))
+
+    async def start_prefetch(self, keys: bytes | Iterable[bytes]) -> BlocksReport:
+        """See :meth:`reprise.Client.start_prefetch`."""
+        return await self._run(lambda: self._client.start_prefetch(keys))
+
+    async def demote(self, keys: bytes | Iterable[bytes]) -> BlocksReport:
+        """See :meth:`reprise.Client.demote`."""
+        return await self._run(lambda: self._client.demote(keys))
+
+    async def delete(self, keys: bytes | Iterable[bytes]) -> BlocksReport:
+        """See :meth:`reprise.Client.delete`."""
+        return await self._run(lambda: self._client.delete(keys))
 
     async def trim(self) -> int:
         """See :meth:`reprise.Client.trim`."""

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use reprise_client::{ConnectOptions, LoadOptions, MatchOptions, SaveOptions, Ticket};
+use reprise_client::{BlockReport, ClientError, ConnectOptions, LoadOptions, MatchOptions, SaveOptions, Ticket};
 
 use crate::arguments::{self, Key, Keys, placed, scope, seconds};
 use crate::error::exception;
 use crate::geometry::{Layout, Namespace};
+use crate::manage::BlocksReport;
 use crate::memory::KvMemory;
 use crate::outcome::{Durable, Loaded, Saved, source_numbers};
 
@@ -142,6 +143,34 @@ impl Client {
         py.detach(|| self.client.prefetch(&keys, &options)).map_err(|error| exception(&error))
     }
 
+    /// Keeps the copies that blocks have on this node from eviction for ``ttl`` seconds, within the share of the
+    /// tenant. Blocks that are pinned get the new time.
+    fn pin(&self, py: Python<'_>, keys: Keys, ttl: f64) -> PyResult<BlocksReport> {
+        let ttl = seconds("ttl", ttl)?;
+        self.manage(py, |client| client.pin_blocks(&keys.0, ttl))
+    }
+
+    /// Ends the retention pins of blocks.
+    fn unpin(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
+        self.manage(py, |client| client.unpin_blocks(&keys.0))
+    }
+
+    /// Starts to read blocks from devices of this node into DRAM, behind all other reads, and does not wait.
+    /// ``prefetch`` also fetches them from peers, and waits for them.
+    fn start_prefetch(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
+        self.manage(py, |client| client.start_prefetch(&keys.0))
+    }
+
+    /// Drops copies in DRAM of blocks that are on a device of this node.
+    fn demote(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
+        self.manage(py, |client| client.demote_blocks(&keys.0))
+    }
+
+    /// Removes blocks from this node. Copies of other nodes remain.
+    fn delete(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
+        self.manage(py, |client| client.delete_blocks(&keys.0))
+    }
+
     /// Waits until each block of a ticket (``Saved.tickets``) is durable or lost.
     #[pyo3(signature = (ticket, timeout=30.0))]
     fn wait_durable(&self, py: Python<'_>, ticket: u64, timeout: f64) -> PyResult<Durable> {
@@ -196,6 +225,15 @@ impl Client {
 }
 
 impl Client {
+    fn manage(
+        &self,
+        py: Python<'_>,
+        command: impl FnOnce(&reprise_client::Client) -> Result<BlockReport, ClientError> + Send,
+    ) -> PyResult<BlocksReport> {
+        let report = py.detach(|| command(&self.client));
+        report.map(BlocksReport::from).map_err(|error| exception(&error))
+    }
+
     fn load_options(&self, deadline: f64, local: bool) -> PyResult<LoadOptions> {
         Ok(LoadOptions {
             deadline: seconds("deadline", deadline)?,

@@ -12,6 +12,7 @@ mod extents;
 mod geometry;
 mod layers;
 mod lookahead;
+mod manage;
 mod memory;
 mod outcome;
 mod recompute;
@@ -38,6 +39,8 @@ mod _native {
     use crate::layers::{LayerGuidance, PendingReport};
     #[pymodule_export]
     use crate::lookahead::{LookaheadReport, PendingLookahead};
+    #[pymodule_export]
+    use crate::manage::BlocksReport;
     #[pymodule_export]
     use crate::memory::KvMemory;
     #[pymodule_export]

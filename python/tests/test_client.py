@@ -116,6 +116,38 @@ def test_prefetch_loads_blocks_from_the_disk_into_dram(cluster: Cluster, namespa
         assert client.match(keys) == [Source.OWN_DRAM] * BLOCKS
 
 
+def test_pins_keep_blocks_until_they_end(cluster: Cluster, namespace: Namespace, layout: Layout) -> None:
+    keys = keys_of(namespace, range(BLOCKS))
+    with connect(cluster, namespace, layout) as client:
+        save_durably(client, keys, tensors(BLOCKS, seed=1), layout)
+        pinned = client.pin(keys, 60.0)
+        assert (pinned.affected, pinned.refused, pinned.pinned_blocks) == (BLOCKS, 0, BLOCKS)
+        assert client.trim() == 0
+        kept = client.demote(keys)
+        assert (kept.found, kept.affected, kept.pinned) == (BLOCKS, 0, BLOCKS)
+        assert client.unpin(keys).affected == BLOCKS
+        assert client.pin(keys, 0.05).affected == BLOCKS
+        eventually(lambda: client.stats()["retention_pinned_blocks"] == 0)
+        with pytest.raises(reprise.BadRequest, match="ttl_max"):
+            client.pin(keys, 1e6)
+
+
+def test_blocks_are_demoted_read_ahead_and_deleted_on_request(
+    cluster: Cluster, namespace: Namespace, layout: Layout
+) -> None:
+    keys = keys_of(namespace, range(BLOCKS))
+    with connect(cluster, namespace, layout) as client:
+        save_durably(client, keys, tensors(BLOCKS, seed=1), layout)
+        assert client.demote(keys).affected == BLOCKS
+        assert client.match(keys) == [Source.OWN_NVME] * BLOCKS
+        begun = client.start_prefetch(keys)
+        assert (begun.affected, begun.absent) == (BLOCKS, 0)
+        eventually(lambda: client.match(keys) == [Source.OWN_DRAM] * BLOCKS)
+        assert client.delete(keys).affected == BLOCKS
+        assert client.match(keys) == []
+        assert client.delete(keys).absent == BLOCKS
+
+
 def test_accepts_packed_keys_and_sequences_and_rejects_invalid_keys(
     cluster: Cluster, namespace: Namespace, layout: Layout
 ) -> None:
