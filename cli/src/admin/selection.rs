@@ -119,7 +119,7 @@ impl SelectArgs {
         layout: &Layout,
     ) -> anyhow::Result<Vec<BlockKey>> {
         let spec = layout.spec();
-        // The reference engine hashes blocks of the trace, whatever its scaled layout.
+        // The reference engine hashes blocks of the trace, which are longer than those of its layout.
         let per_block = match self.namespace {
             Some(_) => usize::from(spec.tokens_per_block),
             None => TOKENS_PER_HASH_ID,

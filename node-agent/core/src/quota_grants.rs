@@ -185,7 +185,8 @@ mod tests {
     fn usage(grant: Option<Grant>, used: u64) -> TenantUsage {
         let current = QuotaUsage { quota: Quota::UNLIMITED, used };
         let (blocks, counts) = (TenantBlocks { dram: used, nvme: used }, TenantCounts::default());
-        TenantUsage { tenant: TenantId(1), grant, dram: current, nvme: current, blocks, counts }
+        let retention = reprise_policy::block_command::RetentionUsage::default();
+        TenantUsage { tenant: TenantId(1), grant, dram: current, nvme: current, blocks, counts, retention }
     }
 
     fn report(
