@@ -134,7 +134,8 @@ impl AgentCore {
             };
             count(&mut counts, change);
         }
-        self.prefetch.start_requested(&self.cache, context!(self), reads);
+        let (cache, cx) = (&self.cache, context!(self));
+        self.prefetch.start_requested(cache, cx, reads);
         counts
     }
 }
