@@ -146,29 +146,33 @@ impl Client {
     /// Keeps the copies that blocks have on this node from eviction for ``ttl`` seconds, within the share of the
     /// tenant. Blocks that are pinned get the new time.
     fn pin(&self, py: Python<'_>, keys: Keys, ttl: f64) -> PyResult<BlocksReport> {
-        let ttl = seconds("ttl", ttl)?;
-        self.manage(py, |client| client.pin_blocks(&keys.0, ttl))
+        let (Keys(keys), ttl) = (keys, seconds("ttl", ttl)?);
+        self.manage(py, move |client| client.pin_blocks(&keys, ttl))
     }
 
     /// Ends the retention pins of blocks.
     fn unpin(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
-        self.manage(py, |client| client.unpin_blocks(&keys.0))
+        let Keys(keys) = keys;
+        self.manage(py, move |client| client.unpin_blocks(&keys))
     }
 
     /// Starts to read blocks from devices of this node into DRAM, behind all other reads, and does not wait.
     /// ``prefetch`` also fetches them from peers, and waits for them.
     fn start_prefetch(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
-        self.manage(py, |client| client.start_prefetch(&keys.0))
+        let Keys(keys) = keys;
+        self.manage(py, move |client| client.start_prefetch(&keys))
     }
 
     /// Drops copies in DRAM of blocks that are on a device of this node.
     fn demote(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
-        self.manage(py, |client| client.demote_blocks(&keys.0))
+        let Keys(keys) = keys;
+        self.manage(py, move |client| client.demote_blocks(&keys))
     }
 
     /// Removes blocks from this node. Copies of other nodes remain.
     fn delete(&self, py: Python<'_>, keys: Keys) -> PyResult<BlocksReport> {
-        self.manage(py, |client| client.delete_blocks(&keys.0))
+        let Keys(keys) = keys;
+        self.manage(py, move |client| client.delete_blocks(&keys))
     }
 
     /// Waits until each block of a ticket (``Saved.tickets``) is durable or lost.
