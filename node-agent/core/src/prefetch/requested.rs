@@ -25,7 +25,8 @@ pub(crate) struct RequestedReads {
 impl RequestedReads {
     /// Begins a command of a tenant.
     pub(crate) fn new(tenant: TenantIndex) -> RequestedReads {
-        let wanted = Wanted { phase: Phase::Left, ..Wanted::new(1, 1, 0) };
+        let mut wanted = Wanted::new(1, 1, 0);
+        wanted.phase = Phase::Left;
         RequestedReads { tenant, wanted, reads: Vec::new() }
     }
 }
