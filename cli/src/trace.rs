@@ -52,7 +52,7 @@ enum Action {
 struct Info {
     requests: usize,
     seconds: f64,
-    /// Prompts' blocks of 512 tokens.
+    /// Blocks of the prompts.
     blocks: u64,
     distinct_blocks: usize,
     /// Share of the blocks that occurred before in the trace.
@@ -80,7 +80,7 @@ struct RecordingInfo {
     cut_off: BTreeSet<String>,
 }
 
-/// Runs `reprise trace`.
+/// Runs the command `reprise trace`.
 pub(crate) fn command(args: &TraceArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     match &args.action {
         Action::Record(args) => record::command(args, config, audience),
@@ -184,7 +184,7 @@ impl Info {
         let mut row = |name: &str, value: String| table.row(vec![name.to_owned(), value]);
         row("requests", self.requests.to_string());
         row("duration", format!("{:.1} s", self.seconds));
-        row("blocks of 512 tokens", self.blocks.to_string());
+        row("blocks", self.blocks.to_string());
         row("distinct blocks", self.distinct_blocks.to_string());
         row("reused blocks", format!("{:.1} %", 100.0 * self.reuse));
         row("prompt tokens, median", self.prompt_tokens_p50.to_string());
@@ -218,6 +218,7 @@ mod tests {
             input_length: 512 * hash_ids.len() as u64,
             output_length: 7,
             hash_ids: hash_ids.to_vec(),
+            block_tokens: 512,
         };
         let info = Info::new(&[request(500, &[1, 2]), request(2500, &[1, 3])], None);
         assert_eq!((info.requests, info.blocks, info.distinct_blocks), (2, 4, 3));

@@ -36,9 +36,23 @@ const BACKLOG: i32 = 4096;
 /// Maximum size of a request header, and of the buffers of a connection, in bytes.
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Address of the client of a request, in the request's extensions.
+/// Addresses of a request's connection, in the request's extensions.
 #[derive(Clone, Copy, Debug)]
-pub struct ClientAddress(pub SocketAddr);
+pub struct ClientAddress {
+    /// Address of the client.
+    pub client: SocketAddr,
+    /// Address of the server that the client has connected to.
+    pub server: SocketAddr,
+}
+
+impl ClientAddress {
+    /// Returns whether the client runs in the network namespace of the server. The client of a proxy on the node is the
+    /// proxy.
+    pub fn is_local(&self) -> bool {
+        let client = self.client.ip().to_canonical();
+        client.is_loopback() || client == self.server.ip().to_canonical()
+    }
+}
 
 /// Serves pages until `stop` completes, then until the running requests are answered.
 pub async fn serve(
@@ -73,7 +87,8 @@ async fn serve_connection(
     permit: Permit,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let client = stream.peer_addr().ok().map(ClientAddress);
+    let client = stream.peer_addr().ok().zip(stream.local_addr().ok());
+    let client = client.map(|(client, server)| ClientAddress { client, server });
     let permit = Arc::new(permit);
     let pages = TowerToHyperService::new(pages);
     let service = service_fn(|mut request: Request<Incoming>| {

@@ -114,7 +114,12 @@ impl Recorder {
                     Ranks::Own => 1,
                     Ranks::All => usize::from(caller.layout.spec().tp_size).max(1),
                 };
-                (Operation::Match, None, *position, keys.iter().step_by(parts).copied().collect::<Vec<BlockKey>>())
+                (
+                    Operation::Match,
+                    None,
+                    *position,
+                    keys.iter().step_by(parts).copied().collect::<Vec<BlockKey>>(),
+                )
             }
             Request::Load(load) => (Operation::Load, None, None, load.keys.clone()),
             Request::Commit(commit) => {

@@ -69,7 +69,7 @@ pub struct Call {
     pub block_tokens: u64,
     /// Payload of a block in bytes: of one rank, where blocks are divided among ranks.
     pub block_bytes: u64,
-    /// Number of blocks before the first key in its chain; absent if the engine did not tell it.
+    /// Number of blocks before the first key in its chain; absent if the engine does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub position: Option<u32>,
     /// Block before the first key in its chain, where a save names it.
@@ -92,20 +92,21 @@ pub struct Request {
     pub output_blocks: u64,
 }
 
-/// Engines ask again about a waiting request; the same question within this time is not a new request.
+/// Engines ask again about a waiting request. The same question within this time is not a new request, unless the prompt
+/// was loaded or saved in between.
 const ASKED_AGAIN_MICROS: u64 = 10_000_000;
 
 /// Turns the calls of a recording into requests. Calls of one session must come in their order.
 ///
-/// A match from the first block of a chain is a request. Matches with an unknown position are none: agents look up
-/// blocks so when they move them.
+/// A match from the first block of a chain is a request. A match with an unknown position is not: it looks up blocks that
+/// are about to be moved.
 #[derive(Debug, Default)]
 pub struct Requests {
     requests: Vec<Request>,
     /// By node and session: index of the request that the next part of a long match continues.
     last: HashMap<(String, u64), usize>,
-    /// By node, session and last key: the request, and the time at which the engine last asked about it.
-    asked: HashMap<(String, u64, BlockKey), (usize, u64)>,
+    /// By last key: a request that waits, its session, and the time at which the engine last asked about it.
+    asked: HashMap<BlockKey, Asked>,
     /// Blocks of prompts, and outputs that are counted.
     known: HashSet<BlockKey>,
     /// Index of the latest request whose blocks end with this key. Engines match and save in different sessions.
@@ -113,9 +114,19 @@ pub struct Requests {
     unplaced: u64,
 }
 
+#[derive(Debug)]
+struct Asked {
+    at: usize,
+    session: (String, u64),
+    micros: u64,
+}
+
 impl Requests {
-    /// Adds a call.
+    /// Adds a call of an engine.
     pub fn add(&mut self, call: &Call) {
+        if call.operation != Operation::Match {
+            call.keys.iter().for_each(|key| drop(self.asked.remove(key)));
+        }
         match call.operation {
             Operation::Match => self.add_match(call),
             Operation::Save => self.add_save(call),
@@ -162,11 +173,12 @@ impl Requests {
 
     /// Returns the index of the request of a match from the first block, which may be an earlier one.
     fn request(&mut self, call: &Call, end: BlockKey) -> usize {
-        let asked = self.asked.entry((call.node.clone(), call.session, end));
-        let (at, last_asked) = *asked.or_insert((usize::MAX, 0));
-        let is_again = at != usize::MAX && call.micros.saturating_sub(last_asked) < ASKED_AGAIN_MICROS;
-        let at = if is_again { at } else { self.requests.len() };
-        if !is_again {
+        let session = (call.node.clone(), call.session);
+        let again = self.asked.get(&end).filter(|asked| {
+            asked.session == session && call.micros.saturating_sub(asked.micros) < ASKED_AGAIN_MICROS
+        });
+        let at = again.map_or(self.requests.len(), |asked| asked.at);
+        if at == self.requests.len() {
             self.requests.push(Request {
                 micros: call.micros,
                 block_tokens: call.block_tokens,
@@ -174,7 +186,7 @@ impl Requests {
                 output_blocks: 0,
             });
         }
-        self.asked.insert((call.node.clone(), call.session, end), (at, call.micros));
+        self.asked.insert(end, Asked { at, session, micros: call.micros });
         at
     }
 
@@ -292,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_from_the_first_block_are_requests_and_other_calls_are_none() {
+    fn only_matches_from_the_first_block_are_requests() {
         let calls = [
             part(30, Some(0), &[1, 2]),
             call(Operation::Load, 31, &[1]),
@@ -306,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_match_in_parts_is_one_request_and_a_part_without_its_begin_is_none() {
+    fn parts_of_a_match_are_one_request_if_its_begin_is_recorded() {
         let (found, unplaced) = requests(&[part(1, Some(0), &[1, 2]), part(1, Some(2), &[3])]);
         assert_eq!((found.len(), unplaced), (1, 0));
         assert_eq!(found[0].prompt, [key(1), key(2), key(3)]);
@@ -327,6 +339,9 @@ mod tests {
         assert_eq!((found.len(), unplaced), (1, 0));
         let (found, _) = requests(&[part(1, Some(0), &[1, 2]), part(2 + step, Some(0), &[1, 2])]);
         assert_eq!(found.len(), 2);
+        let served =
+            [part(1, Some(0), &[1, 2]), call(Operation::Load, 2, &[1, 2]), part(3, Some(0), &[1, 2])];
+        assert_eq!(requests(&served).0.len(), 2);
     }
 
     #[test]
@@ -341,7 +356,7 @@ mod tests {
         let (found, _) = requests(&calls);
         assert_eq!((found.len(), found[0].output_blocks), (1, 3));
         let (found, _) = requests(&[part(1, Some(0), &[1, 2]), save(None, &[1, 2])]);
-        assert_eq!(found[0].output_blocks, 0, "the prompt is no output");
+        assert_eq!(found[0].output_blocks, 0, "the prompt is not output");
     }
 
     #[test]

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use reprise_client::{BlockReport, ClientError, ConnectOptions, LoadOptions, MatchOptions, SaveOptions, Ticket};
+use reprise_client::{
+    BlockReport, ClientError, ConnectOptions, LoadOptions, MatchOptions, SaveOptions, Ticket,
+};
 
 use crate::arguments::{self, Key, Keys, placed, scope, seconds};
 use crate::error::exception;

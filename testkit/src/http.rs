@@ -86,7 +86,7 @@ pub async fn ask_async(address: &str, path: &str) -> anyhow::Result<Response> {
 }
 
 /// Fetches `path` from `address`, and passes each line of the body on as it arrives; without a limit on the number of
-/// lines or on time. A last line without a newline is not passed on.
+/// lines, or on time once the server answers. A last line without a newline is not passed on.
 ///
 /// # Errors
 /// No response, another status than 200, a line of more than 1 MiB, a broken connection, or an error of `each`, which
@@ -98,9 +98,14 @@ pub async fn follow_lines(
 ) -> anyhow::Result<()> {
     let request =
         Request::get(path).body(String::new()).with_context(|| format!("invalid path \"{path}\""))?;
-    let (mut sender, connection) = connect(address).await?;
+    let connected = tokio::time::timeout(TIMEOUT, connect(address)).await;
+    let (mut sender, connection) =
+        connected.with_context(|| format!("cannot connect to {address} within {TIMEOUT:?}"))??;
     let exchange = async move {
-        let (head, mut body) = sender.send_request(addressed(request, address)?).await?.into_parts();
+        let answered = sender.send_request(addressed(request, address)?);
+        let answered = tokio::time::timeout(TIMEOUT, answered).await;
+        let (head, mut body) =
+            answered.with_context(|| format!("no answer within {TIMEOUT:?}"))??.into_parts();
         if head.status != 200 {
             let text = Limited::new(body, LINE_BYTES_MAX).collect().await;
             let text = text.map(|text| String::from_utf8_lossy(&text.to_bytes()).trim().to_owned());

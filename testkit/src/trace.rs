@@ -39,8 +39,11 @@ pub struct TraceRequest {
     pub input_length: u64,
     /// Output length in tokens.
     pub output_length: u64,
-    /// One id per 512 tokens of the prompt; the last one may cover fewer tokens.
+    /// One id per block of the prompt; the last one may cover fewer tokens.
     pub hash_ids: Vec<u64>,
+    /// Tokens of a block: 512 in Mooncake's traces, that of the engine in recordings.
+    #[serde(default = "mooncake_tokens")]
+    pub block_tokens: u64,
 }
 
 /// A trace and its source.
@@ -53,10 +56,11 @@ pub struct Trace {
 }
 
 impl TraceRequest {
-    /// Returns the full blocks of the prompt: a last hash id of fewer than 512 tokens is not cached, because
-    /// engines only hash full blocks.
+    /// Returns the full blocks of the prompt: a last hash id of fewer tokens is not cached, because engines only hash
+    /// full blocks.
     pub fn full_blocks(&self) -> &[u64] {
-        let full = usize::try_from(self.input_length).unwrap_or(usize::MAX) / TOKENS_PER_HASH_ID;
+        let full = self.input_length / self.block_tokens.max(1);
+        let full = usize::try_from(full).unwrap_or(usize::MAX);
         &self.hash_ids[..self.hash_ids.len().min(full)]
     }
 
@@ -67,6 +71,10 @@ impl TraceRequest {
             *token = u32::try_from(word % VOCABULARY).expect("below the vocabulary's size");
         }
     }
+}
+
+fn mooncake_tokens() -> u64 {
+    TOKENS_PER_HASH_ID as u64
 }
 
 impl Trace {
@@ -143,8 +151,13 @@ mod tests {
 
     #[test]
     fn partial_last_block_is_not_cached() {
-        let request =
-            TraceRequest { timestamp: 0, input_length: 1100, output_length: 1, hash_ids: vec![4, 5, 6] };
+        let request = TraceRequest {
+            timestamp: 0,
+            input_length: 1100,
+            output_length: 1,
+            hash_ids: vec![4, 5, 6],
+            block_tokens: 512,
+        };
         assert_eq!(request.full_blocks(), [4, 5]);
     }
 

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use reprise_policy::Interval;
@@ -12,10 +13,17 @@ use reprise_testkit::cluster::ClusterFile;
 use reprise_testkit::http;
 use reprise_testkit::output::Audience;
 use serde::Serialize;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 
 use crate::config::Config;
 use crate::members::runtime;
+
+/// Time after the end of a recording in which an agent must have sent its last line.
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// Interval at which recorded calls are written to the file.
+const WRITE_EVERY: Duration = Duration::from_secs(1);
 
 /// Arguments of `reprise trace record`.
 #[derive(Clone, Debug, clap::Args)]
@@ -44,12 +52,13 @@ pub(super) struct RecordArgs {
 struct Recorded {
     agents: usize,
     calls: u64,
-    dropped: u64,
+    /// Calls that the agents lost; `null` if the recording was ended early, because agents report it at the end.
+    dropped: Option<u64>,
     /// Whether it was ended before its time.
     interrupted: bool,
 }
 
-/// The file, and what was written.
+/// The file, and the number of written calls.
 struct Sink {
     writer: BufWriter<File>,
     recorded: Recorded,
@@ -73,18 +82,28 @@ pub(super) fn command(args: &RecordArgs, config: &Config, audience: Audience) ->
     let seconds = args.duration.0.as_secs();
     ensure!(seconds > 0, "invalid --for {}: expected at least 1s", args.duration);
     let writer = super::create(&args.out)?;
-    let recorded = Recorded { agents: agents.len(), ..Recorded::default() };
+    let recorded = Recorded { agents: agents.len(), dropped: Some(0), ..Recorded::default() };
     let sink = Arc::new(Mutex::new(Sink { writer, recorded, waiting_for: agents.len(), audience }));
     let outcome = runtime()?.block_on(record(agents, seconds, &sink));
     let mut sink = sink.lock().unwrap_or_else(PoisonError::into_inner);
     sink.writer.flush().with_context(|| format!("cannot write {}", args.out.display()))?;
+    if outcome.is_err() && sink.recorded.calls == 0 {
+        // So that the command can be repeated.
+        let _ = std::fs::remove_file(&args.out);
+    }
     let interrupted = outcome.with_context(|| {
         format!("{} has the {} calls recorded so far", args.out.display(), sink.recorded.calls)
     })?;
     sink.recorded.interrupted = interrupted;
+    if interrupted {
+        sink.recorded.dropped = None;
+    }
     let Recorded { calls, dropped, .. } = sink.recorded;
-    let lost =
-        if dropped > 0 { format!("; {dropped} calls were lost: record fewer agents") } else { String::new() };
+    let lost = match dropped {
+        Some(0) => String::new(),
+        Some(dropped) => format!("; {dropped} calls were lost: record fewer agents"),
+        None => "; ended early, so the number of lost calls is unknown".to_owned(),
+    };
     audience.print_line(format!("{calls} calls written to {}{lost}", args.out.display()));
     audience.emit(&sink.recorded);
     Ok(())
@@ -94,7 +113,7 @@ fn addresses(cluster: &ClusterFile) -> Vec<String> {
     cluster.agents.iter().map(|agent| agent.admin.clone()).collect()
 }
 
-/// Records all agents; returns whether Ctrl-C ended it. If one fails, the others are recorded to the end.
+/// Records all agents; returns whether a signal ended it. If one fails, the others are recorded to the end.
 async fn record(agents: Vec<String>, seconds: u64, sink: &Arc<Mutex<Sink>>) -> anyhow::Result<bool> {
     let mut recordings = JoinSet::new();
     for agent in agents {
@@ -102,17 +121,21 @@ async fn record(agents: Vec<String>, seconds: u64, sink: &Arc<Mutex<Sink>>) -> a
         recordings.spawn(async move {
             let mut has_ended = false;
             let path = format!("/trace/{seconds}");
-            http::follow_lines(&agent, &path, |line| {
+            let followed = http::follow_lines(&agent, &path, |line| {
                 let mut sink = sink.lock().unwrap_or_else(PoisonError::into_inner);
                 has_ended |= sink.write(line)?;
                 Ok(())
-            })
-            .await?;
+            });
+            let limit = Duration::from_secs(seconds).saturating_add(ENDS_WITHIN);
+            let followed = tokio::time::timeout(limit, followed).await;
+            followed.with_context(|| format!("{agent}: the agent does not end the recording"))??;
             ensure!(has_ended, "{agent}: the agent ended the recording too early");
             Ok(())
         });
     }
     let mut failure = None;
+    let mut terminated = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
+    let mut write = tokio::time::interval(WRITE_EVERY);
     loop {
         tokio::select! {
             ended = recordings.join_next() => match ended {
@@ -122,6 +145,10 @@ async fn record(agents: Vec<String>, seconds: u64, sink: &Arc<Mutex<Sink>>) -> a
             interrupted = tokio::signal::ctrl_c() => {
                 interrupted.context("cannot wait for Ctrl-C")?;
                 return Ok(true);
+            }
+            _ = terminated.recv() => return Ok(true),
+            _ = write.tick() => {
+                sink.lock().unwrap_or_else(PoisonError::into_inner).writer.flush().context("cannot write")?;
             }
         }
     }
@@ -150,7 +177,7 @@ impl Sink {
                 Ok(false)
             }
             Line::End { dropped, .. } => {
-                self.recorded.dropped += dropped;
+                self.recorded.dropped = self.recorded.dropped.map(|sum| sum + dropped);
                 Ok(true)
             }
         }

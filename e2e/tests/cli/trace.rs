@@ -31,7 +31,7 @@ pub(super) fn assert_a_recording_replays(folder: &str) {
     recorder.signal(Signal::INT);
     let summary = next();
     assert!(recorder.wait(PATIENCE).is_some_and(|status| status.success()));
-    assert_eq!((&summary["interrupted"], number(&summary, "/dropped")), (&true.into(), 0), "{summary}");
+    assert_eq!((&summary["interrupted"], &summary["dropped"]), (&true.into(), &Value::Null), "{summary}");
 
     let info = objects(&["trace", "info", &recorded, "--json"]).remove(0);
     assert_eq!((number(&info, "/requests"), number(&info, "/recording/nodes")), (REQUESTS, 2), "{info}");
@@ -44,9 +44,14 @@ pub(super) fn assert_a_recording_replays(folder: &str) {
     let text = std::fs::read_to_string(&anonymous).expect("a file");
     assert!(!text.contains("default") && text.contains("tenant-1"), "names are replaced");
 
+    let blocks = number(&info, "/blocks");
+    assert!(blocks >= REQUESTS, "{info}");
     for trace in [&recorded, &anonymous] {
         let replayed = objects(&["replay", "--trace", trace, "--cluster", folder, "--json"]);
         let summary = replayed.last().expect("a replay prints a summary");
+        let tiers = ["own_dram", "own_nvme", "peer_dram", "peer_nvme"];
+        let hits: u64 = tiers.iter().map(|tier| number(summary, &format!("/hits/{tier}"))).sum();
+        assert_eq!(hits + number(summary, "/blocks_saved"), blocks, "every block is replayed: {summary}");
         assert_eq!(
             (number(summary, "/requests"), number(summary, "/mismatches")),
             (REQUESTS, 0),

@@ -178,10 +178,10 @@ fn missing_block_and_invalid_key_have_different_responses() {
 fn traces_are_for_clients_of_the_node_and_bounded() {
     let (inbox, _inputs) = Inbox::new();
     let context = context(inbox, Liveness::new(Clock::start()));
+    let server = SocketAddr::from(([10, 0, 0, 9], 1));
     let ask = async |address: Option<&str>, seconds| {
-        let client = address.map(|address| {
-            Extension(ClientAddress(SocketAddr::new(address.parse().expect("an address"), 1)))
-        });
+        let address = address.map(|address| SocketAddr::new(address.parse().expect("an address"), 1));
+        let client = address.map(|client| Extension(ClientAddress { client, server }));
         trace::page(State(context.clone()), client, Path(seconds)).await
     };
     run(async {
@@ -192,7 +192,7 @@ fn traces_are_for_clients_of_the_node_and_bounded() {
             assert_eq!(ask(Some("127.0.0.1"), seconds).await.status(), StatusCode::BAD_REQUEST);
         }
         let mut open = Vec::new();
-        for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1", "127.0.0.2"] {
+        for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.9"] {
             open.push(ask(Some(address), 1).await);
             assert_eq!(open.last().expect("pushed").status(), StatusCode::OK, "{address}");
         }

@@ -25,6 +25,9 @@ use crate::recorder::{RECORDINGS_MAX, Recorder, Recording};
 /// Longest recording: a day.
 const SECONDS_MAX: u64 = 86_400;
 
+/// A client that reads nothing for this long has no place among the recordings.
+const READS_WITHIN: Duration = Duration::from_secs(30);
+
 /// Lines that wait for the socket.
 const LINES_QUEUED_MAX: usize = 16;
 
@@ -33,7 +36,7 @@ pub(super) async fn page(
     client: Option<Extension<ClientAddress>>,
     Path(seconds): Path<u64>,
 ) -> Response {
-    if !client.is_some_and(|Extension(ClientAddress(address))| address.ip().to_canonical().is_loopback()) {
+    if !client.is_some_and(|Extension(address)| address.is_local()) {
         let text = "a trace has the keys of all tenants' blocks: connect from the node itself, in Kubernetes with \
                     `kubectl port-forward`\n";
         return (StatusCode::FORBIDDEN, text).into_response();
@@ -74,14 +77,15 @@ async fn write(recorder: Arc<Recorder>, mut recording: Recording, end: Instant, 
         };
         let Some(call) = call else { break };
         left -= usize::from(left != usize::MAX);
-        if lines.send(encode(&Line::Call(Arc::unwrap_or_clone(call)))).await.is_err() {
+        let line = encode(&Line::Call(Arc::unwrap_or_clone(call)));
+        if lines.send_timeout(line, READS_WITHIN).await.is_err() {
             return;
         }
         calls += 1;
     }
     let last = Line::End { node: node(), calls, dropped: recording.dropped() };
     // The reader may be gone.
-    let _ = lines.send(encode(&last)).await;
+    let _ = lines.send_timeout(encode(&last), READS_WITHIN).await;
 }
 
 fn encode(line: &Line) -> Bytes {

@@ -1,16 +1,19 @@
 //! Reads what `reprise trace record` has written, as requests of a trace.
 //!
-//! A trace has an id for each 512 tokens. The id stands for the key of the block that ends there, which identifies
-//! the whole prefix. Blocks of engines are smaller or larger, but one must divide the other.
+//! A block's id stands for its key, which identifies the whole prefix. A replay treats each block as one of a trace,
+//! independently of its tokens at the recorded engine.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::io::BufRead;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use reprise_policy::BlockKey;
 use reprise_policy::trace::{Line, Operation, Request, Requests, VERSION};
 
-use super::{TOKENS_PER_HASH_ID, TraceRequest};
+use super::{HASH_IDS_MAX, TraceRequest};
+
+/// Maximum number of tokens of a block: that of a layout.
+const BLOCK_TOKENS_MAX: u64 = u16::MAX as u64;
 
 /// A recording of one or several agents.
 #[derive(Clone, Debug, Default)]
@@ -42,7 +45,7 @@ impl Recording {
     /// Reads a recording; `name` is that of the file, for errors.
     ///
     /// # Errors
-    /// A line is not one of a recording, the recording has another version, or block sizes that do not fit 512 tokens.
+    /// A line is not one of a recording, the recording has another version, or impossible sizes.
     pub fn read(name: &str, reader: impl BufRead) -> anyhow::Result<Recording> {
         let (mut recording, mut requests) = (Recording::default(), Requests::default());
         let (mut sessions, mut nodes) = (BTreeSet::new(), BTreeSet::new());
@@ -72,21 +75,33 @@ impl Recording {
     }
 }
 
-/// Passes on the lines of a recording.
+/// Passes on the lines of a recording, without an incomplete last line.
 ///
 /// # Errors
 /// A line is not one of a recording, the recording has another version, or an error of `each`.
 pub fn for_each_line(
     name: &str,
-    reader: impl BufRead,
+    mut reader: impl BufRead,
     mut each: impl FnMut(Line) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let mut has_started = false;
-    for (index, line) in reader.lines().enumerate() {
-        let at = || format!("{name}: line {}", index + 1);
-        let line = line.with_context(|| format!("cannot read {}", at()))?;
-        let line: Line = serde_json::from_str(&line)
-            .with_context(|| format!("{}: expected a line of `reprise trace record`", at()))?;
+    let mut text = Vec::new();
+    for index in 1_u64.. {
+        let at = || format!("{name}: line {index}");
+        text.clear();
+        reader.read_until(b'\n', &mut text).with_context(|| format!("cannot read {}", at()))?;
+        if text.is_empty() {
+            break;
+        }
+        let line: Line = match serde_json::from_slice(&text) {
+            Ok(line) => line,
+            // The writer was killed within a line.
+            Err(_) if has_started && text.last() != Some(&b'\n') => break,
+            Err(error) => {
+                let expected = || format!("{}: expected a line of `reprise trace record`", at());
+                return Err(error).with_context(expected);
+            }
+        };
         if let Line::Start { version, .. } = line {
             ensure!(
                 version == VERSION,
@@ -111,53 +126,30 @@ fn kind(operation: Operation) -> usize {
     }
 }
 
-/// Converts requests to ids of 512 tokens, and times to milliseconds since the first.
+/// Converts keys to ids, and times to milliseconds since the first.
 fn in_hash_ids(requests: &[Request]) -> anyhow::Result<Vec<TraceRequest>> {
     let mut ids = HashMap::new();
     let first = requests.first().map_or(0, |request| request.micros);
-    let mut checked = BTreeMap::new();
     requests
         .iter()
         .map(|request| {
-            let tokens = request.block_tokens;
-            checked
-                .entry(tokens)
-                .or_insert_with(|| fits(tokens))
-                .as_ref()
-                .map_err(|error| anyhow::anyhow!("{error}"))?;
+            let (block_tokens, blocks) = (request.block_tokens, request.prompt.len());
+            ensure!(
+                (1..=BLOCK_TOKENS_MAX).contains(&block_tokens),
+                "invalid blocks of {block_tokens} tokens: expected 1 to {BLOCK_TOKENS_MAX}"
+            );
+            ensure!(blocks <= HASH_IDS_MAX, "a prompt has {blocks} blocks; the limit is {HASH_IDS_MAX}");
+            let mut id = |key: &BlockKey| {
+                let next = ids.len() as u64;
+                *ids.entry(*key).or_insert(next)
+            };
             Ok(TraceRequest {
                 timestamp: (request.micros - first) / 1000,
-                input_length: request.prompt.len() as u64 * tokens,
-                output_length: request.output_blocks * tokens,
-                hash_ids: hash_ids(&mut ids, &request.prompt, tokens),
+                input_length: blocks as u64 * block_tokens,
+                output_length: request.output_blocks.saturating_mul(block_tokens),
+                hash_ids: request.prompt.iter().map(&mut id).collect(),
+                block_tokens,
             })
-        })
-        .collect()
-}
-
-fn fits(block_tokens: u64) -> anyhow::Result<()> {
-    let id_tokens = TOKENS_PER_HASH_ID as u64;
-    if block_tokens == 0
-        || !(id_tokens.is_multiple_of(block_tokens) || block_tokens.is_multiple_of(id_tokens))
-    {
-        bail!(
-            "blocks of {block_tokens} tokens do not fit the {id_tokens} tokens of an id of a trace: one must divide \
-             the other"
-        );
-    }
-    Ok(())
-}
-
-fn hash_ids(ids: &mut HashMap<(BlockKey, u64), u64>, prompt: &[BlockKey], block_tokens: u64) -> Vec<u64> {
-    let id_tokens = TOKENS_PER_HASH_ID as u64;
-    let tokens = prompt.len() as u64 * block_tokens;
-    (0..tokens.div_ceil(id_tokens))
-        .map(|index| {
-            let end = ((index + 1) * id_tokens).min(tokens);
-            let block = usize::try_from((end - 1) / block_tokens).expect("an index of the prompt");
-            let within = (end - 1) % block_tokens / id_tokens;
-            let next = ids.len() as u64;
-            *ids.entry((prompt[block], within)).or_insert(next)
         })
         .collect()
 }
@@ -179,7 +171,7 @@ mod tests {
                 tenant: "default".to_owned(),
                 block_tokens,
                 block_bytes: 4096,
-                position: None,
+                position: Some(0),
                 parent: None,
                 keys: prompt.iter().map(|number| BlockKey([*number; 16])).collect(),
             })
@@ -192,23 +184,23 @@ mod tests {
     }
 
     #[test]
-    fn equal_prefixes_have_equal_ids_in_every_block_size() {
-        let recording = read(&lines(256, &[&[1, 2, 3, 4, 5], &[1, 2, 6, 7]])).expect("reads");
-        let ids: Vec<_> = recording.requests.iter().map(|request| request.hash_ids.clone()).collect();
-        assert_eq!(ids, [vec![0, 1, 2], vec![0, 3]]);
-        assert_eq!(recording.requests[0].input_length, 1280);
-        assert_eq!(recording.requests[0].full_blocks(), [0, 1]);
-        assert_eq!(recording.requests[1].timestamp, 250);
-        let recording = read(&lines(1024, &[&[1, 2], &[1]])).expect("reads");
-        let ids: Vec<_> = recording.requests.iter().map(|request| request.hash_ids.clone()).collect();
-        assert_eq!(ids, [vec![0, 1, 2, 3], vec![0, 1]]);
+    fn equal_keys_have_equal_ids_in_every_block_size() {
+        for block_tokens in [16, 1024] {
+            let recording = read(&lines(block_tokens, &[&[1, 2, 5], &[1, 6]])).expect("reads");
+            let ids: Vec<_> = recording.requests.iter().map(TraceRequest::full_blocks).collect();
+            assert_eq!(ids, [&[0, 1, 2][..], &[0, 3]]);
+            assert_eq!(recording.requests[0].input_length, 3 * block_tokens);
+            assert_eq!(recording.requests[1].timestamp, 250);
+        }
     }
 
     #[test]
-    fn other_block_sizes_versions_and_lines_are_refused_with_the_reason() {
+    fn impossible_sizes_versions_and_lines_are_refused_with_the_reason() {
         let other = lines(16, &[]).replace("\"version\":1", "\"version\":9");
         for (text, words) in [
-            (lines(768, &[&[1]]), "blocks of 768 tokens"),
+            (lines(0, &[&[1]]), "invalid blocks of 0 tokens"),
+            (lines(1 << 54, &[&[1]]), "expected 1 to 65535"),
+            (lines(16, &[&[1; HASH_IDS_MAX + 1]]), "a prompt has 8193 blocks"),
             (other, "version 9 of recordings"),
             (lines(16, &[]) + "{}\n", "line 2: expected a line"),
             (String::new(), "is empty"),
@@ -222,6 +214,8 @@ mod tests {
     fn a_recording_without_its_end_is_cut_off() {
         let text = lines(16, &[&[1]]);
         assert_eq!(read(&text).expect("reads").cut_off.len(), 1);
+        let torn = read(&text[..text.len() - 5]).expect("reads");
+        assert_eq!((torn.cut_off.len(), torn.calls), (1, [0, 0, 0]));
         let end = Line::End { node: "n".to_owned(), calls: 1, dropped: 4 };
         let whole = text + &serde_json::to_string(&end).expect("encodes");
         let recording = read(&whole).expect("reads");

@@ -24,6 +24,7 @@ const UNSAFE_PLACES: &[&str] = &[
 const WALL_CLOCK_PLACES: &[&str] = &[
     "controlplane/src/events/publisher.rs",
     "node-agent/src/device/identity.rs",
+    "node-agent/src/recorder.rs",
     "e2e/",
     "testkit/src/process.rs",
 ];
