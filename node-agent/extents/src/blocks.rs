@@ -115,11 +115,11 @@ impl ExtentBlocks {
                 Ok(error @ (ClientError::Timeout { .. } | ClientError::AgentLost { .. })) => Err(error),
                 // The session holds its share of the devices.
                 Ok(ClientError::Busy(_)) => {
-                    way.leave_unusable(client);
+                    way.leave_unusable();
                     Ok(None)
                 }
-                Ok(error) => Ok(way.fail(client, &error.into())),
-                Err(error) => Ok(way.fail(client, &error)),
+                Ok(error) => Ok(way.fail(&error.into())),
+                Err(error) => Ok(way.fail(&error)),
             },
         }
     }

@@ -103,15 +103,17 @@ impl PendingWindow {
 /// Rings of devices over one registered memory.
 #[derive(Debug)]
 pub struct RingDevices {
-    client: Client,
+    pub(crate) client: Client,
     settings: RingPathSettings,
     geometry: KvGeometry,
     registered: RegisteredMemory,
     /// Stops its rings before the queue pairs are returned.
     mover: RingMover<'static>,
     granted: BTreeMap<u32, GrantedDevice>,
-    /// Queue pairs were revoked.
+    /// Queue pairs were revoked, or a device has none in place of returned ones.
     is_broken: bool,
+    /// Number of devices whose queue pairs were returned and not replaced.
+    missing: usize,
     /// Devices whose commands may access the memory, without queue pairs in `granted`.
     unconfirmed: usize,
 }
@@ -146,7 +148,8 @@ impl Devices for RingDevices {
             if !self.granted.contains_key(device) {
                 let memory = (*device, &self.registered);
                 let left = deadline.saturating_duration_since(Instant::now()).min(REQUEST_LIMIT);
-                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)?;
+                let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)
+                    .map_err(late_is_busy)?;
                 let index = self.mover.attach(ring);
                 self.granted.insert(*device, GrantedDevice { index, grant });
             }
@@ -198,10 +201,16 @@ impl Devices for RingDevices {
     /// Makes the queue pairs usable again after commands were given up: none of them runs any longer then.
     fn settle(&mut self, ended: anyhow::Result<Vec<usize>>, deadline: Instant) -> anyhow::Result<Vec<usize>> {
         self.is_broken = true;
-        let is_unfinished = |granted: &&GrantedDevice| self.mover.has_unfinished(granted.index);
-        self.unconfirmed = self.granted.values().filter(is_unfinished).count();
-        for (device, granted) in std::mem::take(&mut self.granted) {
-            let is_unfinished = self.mover.has_unfinished(granted.index);
+        let granted = std::mem::take(&mut self.granted).into_iter();
+        // Read once: commands that end meanwhile must not change the count.
+        let granted: Vec<(u32, GrantedDevice, bool)> = granted
+            .map(|(device, granted)| {
+                let is_unfinished = self.mover.has_unfinished(granted.index);
+                (device, granted, is_unfinished)
+            })
+            .collect();
+        self.unconfirmed = granted.iter().filter(|(_, _, is_unfinished)| *is_unfinished).count();
+        for (device, granted, is_unfinished) in granted {
             // The grant may have ended, or commands may still access KV memory.
             if granted.grant.revoked().is_none() && !is_unfinished {
                 self.granted.insert(device, granted);
@@ -212,16 +221,19 @@ impl Devices for RingDevices {
                 drop(self.mover.detach(index));
                 bail!("the queue pairs of device {device} were revoked: {reason}");
             }
+            self.missing += 1;
             // Within a load: a return that takes longer ends the session.
             self.return_queues_of(index, grant, RETURN_LIMIT)?;
             self.unconfirmed -= usize::from(is_unfinished);
             let memory = (device, &self.registered);
             let left = deadline.saturating_duration_since(Instant::now()).max(REOPEN_LIMIT);
-            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)?;
+            let (ring, grant) = open_ring(&self.client, memory, &self.geometry, &self.settings, left)
+                .map_err(late_is_busy)?;
             self.mover.replace(index, ring);
             self.granted.insert(device, GrantedDevice { index, grant });
+            self.missing -= 1;
         }
-        self.is_broken = false;
+        self.is_broken = self.missing > 0;
         ended
     }
 
@@ -234,6 +246,14 @@ impl Devices for RingDevices {
 
     fn is_usable(&self) -> bool {
         !self.is_broken
+    }
+}
+
+/// A request for queue pairs that ends with the time of a load shows nothing about the agent: the arena moves the blocks.
+fn late_is_busy(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref::<ClientError>() {
+        Some(late @ ClientError::Timeout { .. }) => ClientError::Busy(late.to_string()).into(),
+        _ => error,
     }
 }
 
@@ -259,6 +279,7 @@ impl RingPath {
             mover: RingMover::new(geometry),
             granted: BTreeMap::new(),
             is_broken: false,
+            missing: 0,
             unconfirmed: 0,
         };
         ExtentPath::new(client, (geometry, memory), devices, settings.timeout)

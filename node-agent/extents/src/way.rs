@@ -35,6 +35,9 @@ const RETRY_MIN: Duration = Duration::from_secs(1);
 /// Longest pause between two attempts.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
+/// Time limit of getting rings again, within a transfer that could move its blocks otherwise.
+const RETRY_LIMIT: Duration = Duration::from_secs(1);
+
 /// Way of one direction.
 #[derive(Debug, Default)]
 pub(crate) struct Way {
@@ -166,8 +169,9 @@ impl<D: Devices> AnyPath for ExtentPath<D> {
 }
 
 impl Way {
-    /// Opens the way with the client's session, unless it is open; tries again to get rings that were busy. It takes half of
-    /// the time until the deadline at most, so that the arena can move the blocks otherwise.
+    /// Opens the way with the client's session, unless it is open; tries again to get rings that were busy. Getting rings
+    /// takes half of the time until the deadline at most, and a second when they are tried again, so that the arena can
+    /// move the blocks otherwise. The question for the devices has the limit of a call.
     ///
     /// # Errors
     /// The session has ended, or the agent does not answer.
@@ -192,7 +196,7 @@ impl Way {
             Err(error) => return Err(error),
         };
         let half = deadline.saturating_duration_since(Instant::now()) / 2;
-        let until = Instant::now() + half;
+        let until = Instant::now() + if is_current { half.min(RETRY_LIMIT) } else { half };
         if is_current {
             let Ok(devices) = devices else { return Ok(None) };
             return Ok(self.retry_rings(client, &devices, (pairs, until)));
@@ -322,18 +326,20 @@ impl Way {
     }
 
     /// Logs an error; a path that cannot be used again is opened again with the next blocks.
-    pub(crate) fn fail<R>(&mut self, client: &Client, error: &anyhow::Error) -> Option<R> {
+    pub(crate) fn fail<R>(&mut self, error: &anyhow::Error) -> Option<R> {
         tracing::warn!(error = format!("{error:#}"), "extents could not be used");
-        self.leave_unusable(client);
+        self.leave_unusable();
         None
     }
 
     /// Closes a path that cannot be used again, such as one whose queue pairs others have taken; keeps its window.
-    pub(crate) fn leave_unusable(&mut self, client: &Client) {
+    pub(crate) fn leave_unusable(&mut self) {
         if !self.path().is_some_and(|path| path.is_usable())
             && let State::Rings(path) = std::mem::take(&mut self.state)
         {
-            self.window = path.into_window().map(|window| (client.clone(), Window::Ready(window)));
+            // The caller may have the client of a later session.
+            let client = path.devices.client.clone();
+            self.window = path.into_window().map(|window| (client, Window::Ready(window)));
         }
     }
 
