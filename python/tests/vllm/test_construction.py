@@ -97,7 +97,7 @@ def engine_config(weights: Path, **changes: Any) -> Any:
         lora_config=flat["adapters"],
         kv_transfer_config=KVTransferConfig(**flat["transfer"]),
         kv_events_config=None,
-        scheduler_config=SimpleNamespace(policy="fcfs"),
+        scheduler_config=SimpleNamespace(policy="fcfs", async_scheduling=False),
     )
 
 
