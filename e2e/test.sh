@@ -9,6 +9,13 @@ cluster=(cargo test --locked --workspace --test cluster)
 "${cluster[@]}" --no-run
 logs=${REPRISE_CACHE:-$HOME/.cache/reprise}
 log=$logs/test.log
+# The two nodes' pools take 14 GiB, and agents refuse a pool that leaves less than 5 % of a file system free.
+read -r size available < <(df --block-size=1G --output=size,avail "$logs" | tail -1)
+needed=$((20 + size / 20))
+if [ "$available" -lt "$needed" ]; then
+    echo "only $available GiB are available at $logs, and the tests need $needed: delete files, or set REPRISE_CACHE"
+    exit 1
+fi
 cluster_log=$logs/test-cluster.log
 echo "running the tests of a whole Kubernetes cluster in parallel, with the log $cluster_log"
 # Job control gives it its own process group, so that all of it can be killed. Only SIGKILL also ends its
@@ -35,5 +42,7 @@ grep '^test ' "$cluster_log" || true
 # From each list of failures, with the output of the failed tests, to its end.
 awk '/^failures:$/ { on = 1 } on { print } /^test result: FAILED/ { on = 0 }' "$log" "$cluster_log"
 # A program that does not compile or start has no such list.
+echo "the first errors:"
+grep --no-filename -E -A 2 "^(test panicked:|thread '.*panicked at )" "$log" "$cluster_log" | cut -c 1-300 | head -12 || true
 for name in "${failed[@]}"; do echo "FAILED: $name (logs: $log, $cluster_log)"; done
 exit 1
