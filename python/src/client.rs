@@ -66,6 +66,7 @@ impl Client {
     /// keys are those of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is
     /// available only if the parts of all ranks are; its source is that of the slowest part. ``position`` is the number
     /// of blocks before the first one in its chain: 0 if the match begins with the first block, None if it is unknown.
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     #[pyo3(signature = (keys, *, local=false, all_ranks=false, position=None))]
     fn r#match(
         &self,

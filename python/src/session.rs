@@ -112,6 +112,7 @@ impl Session {
     /// of all tensor-parallel ranks, first all of rank 0, then all of rank 1, and so on, and a block is found only if
     /// the parts of all ranks are. ``position`` is the number of blocks before the first one in its chain, None if it is
     /// unknown. Does not wait and keeps the GIL, because reacquiring it may take longer than the call.
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     #[pyo3(signature = (keys, local=false, all_ranks=false, position=None))]
     fn start_match(
         &self,

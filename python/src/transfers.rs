@@ -121,6 +121,7 @@ impl Transfers {
     /// evicts the new blocks before that one. ``position`` is the number of blocks before the first one in its chain, 0
     /// for the first block of a chain; without it, the agent uses the position of ``parent`` if it knows that.
     /// ``priority`` is "low", "normal" or "high", as for ``Client.save``.
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     #[pyo3(signature = (keys, blocks, parent=None, position=None, priority="normal"))]
     fn save(
         &self,
@@ -136,6 +137,7 @@ impl Transfers {
 
     /// Submits a save of blocks that are filled layer by layer, as reported by ``note_filled``; returns its
     /// id. Filled layers must not change until the save ends. The other arguments are as for ``save``.
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     #[pyo3(signature = (keys, blocks, parent=None, position=None, priority="normal"))]
     fn save_by_layers(
         &self,
