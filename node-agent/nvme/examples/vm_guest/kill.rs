@@ -5,7 +5,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use reprise_io::{FileAccess, Op, Submission, Token, Wait};
+use reprise_buffers::Span;
+use reprise_io::{FileAccess, IoEngine, Op, Submission, Token, Wait};
 use reprise_nvme::vfio::PciFunction;
 
 use crate::engine;
@@ -65,23 +66,50 @@ fn kill(function: &PciFunction, round: u64) -> Outcome {
 }
 
 /// Compares the records up to the last durable one with their contents.
+///
+/// The writer may have written further records whose numbers did not reach the reader before the kill. They are found
+/// first, since each of them has taken the place of an old one.
 pub(crate) fn verify(function: &PciFunction, seed: u64, durable: u64) -> Outcome {
-    let arena = lab::arena()?;
-    let mut engine = engine::open(function, 1, FileAccess::ReadOnly, &arena)?;
-    let memory = arena.span(0, 0, RECORD)?;
+    let mut records = Records::open(function, seed)?;
+    let mut written = durable;
+    while records.is_present(written + 1)? {
+        written += 1;
+    }
     // The record that was being written when the process was killed may have taken the place of the oldest one.
-    for number in (durable + 2).saturating_sub(PLACES)..=durable {
-        let op = Op::Read { offset: number % PLACES * RECORD, into: vec![memory.clone()] };
-        ensure(engine.submit(Submission { token: Token(number), op }).is_ok(), "there is room")?;
+    for number in (written + 2).saturating_sub(PLACES)..=written {
+        ensure(
+            records.is_present(number)?,
+            format!("record {number} of {durable} ({written} written) is lost"),
+        )?;
+    }
+    Ok(())
+}
+
+/// The records on a device, for reading.
+struct Records {
+    engine: Box<dyn IoEngine>,
+    memory: Span,
+    seed: u64,
+}
+
+impl Records {
+    fn open(function: &PciFunction, seed: u64) -> Outcome<Records> {
+        let arena = lab::arena()?;
+        let engine = engine::open(function, 1, FileAccess::ReadOnly, &arena)?;
+        Ok(Records { engine, memory: arena.span(0, 0, RECORD)?, seed })
+    }
+
+    /// Whether the place of a record has its contents.
+    fn is_present(&mut self, number: u64) -> Outcome<bool> {
+        let op = Op::Read { offset: number % PLACES * RECORD, into: vec![self.memory.clone()] };
+        ensure(self.engine.submit(Submission { token: Token(number), op }).is_ok(), "there is room")?;
         let mut done = Vec::new();
         while done.is_empty() {
-            engine.reap(Wait::Until(LONG), &mut done)?;
+            self.engine.reap(Wait::Until(LONG), &mut done)?;
         }
         done.remove(0).result?;
         let mut read = vec![0; RECORD as usize];
-        memory.copy_out(&mut read);
-        let same = read == pattern(seed + number, RECORD);
-        ensure(same, format!("record {number} of {durable} is lost"))?;
+        self.memory.copy_out(&mut read);
+        Ok(read == pattern(self.seed + number, RECORD))
     }
-    Ok(())
 }
