@@ -174,7 +174,7 @@ def test_step_waits_for_each_layer_and_reports_each_computed_layer() -> None:
     made.end_step(metadata, is_complete=True)
     computing = [("save by layers", (2,)), ("layer", 0), ("filled", 1), ("layer", 1), ("filled", 2)]
     assert transfers.calls == [("load", (1,)), *computing, ("end", 1), ("end", 1), ("filled", 2)]
-    transfers.ended = [SimpleNamespace(id=1, ok=[True], error=None, by_extents=0, sources=[None])]
+    transfers.ended = [SimpleNamespace(id=1, ok=[True], error=None, by_extents=0, ran=0.1, sources=[None])]
     assert made.loaded() == set(), "vLLM does not wait for the request"
     results = made.take_worker_output()
     assert results is not None
@@ -186,7 +186,9 @@ def test_failed_load_is_reported_with_the_step_that_used_it() -> None:
     made, transfers = worker(layerwise_loads=True)
     metadata = step_of(save=False)
     made.start_loads(metadata)
-    transfers.ended = [SimpleNamespace(id=1, ok=[False], error="the agent is gone", by_extents=0, sources=[None])]
+    transfers.ended = [
+        SimpleNamespace(id=1, ok=[False], error="the agent is gone", by_extents=0, ran=0.1, sources=[None])
+    ]
     # vLLM calls this before the end of the step if a draft model follows.
     assert made.loaded() == set()
     assert ("end", 1) in transfers.calls
