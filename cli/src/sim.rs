@@ -1,6 +1,7 @@
 //! `reprise sim`: simulates clusters.
 
 mod chaos;
+mod replay;
 mod scale;
 
 use reprise_testkit::output::Audience;
@@ -18,6 +19,10 @@ enum Simulation {
     ///
     /// Each run checks the invariants at each step.
     Chaos(chaos::ChaosArgs),
+    /// Replay a trace through the eviction policies, without time.
+    ///
+    /// Prints hit rates by tier, bytes, evictions and writes to SSDs. The policies are those of agents.
+    Replay(replay::ReplayArgs),
     /// Simulate many agents that register at once, twice.
     ///
     /// All agents register at the first start, and again after all members have lost their memory.
@@ -27,6 +32,7 @@ enum Simulation {
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
     match &args.simulation {
         Simulation::Chaos(args) => chaos::command(args, audience),
+        Simulation::Replay(args) => replay::command(args, audience),
         Simulation::Scale(args) => scale::command(args, audience),
     }
 }

@@ -102,6 +102,7 @@ mod placement_audit;
 mod placement_requests;
 mod queue;
 mod random_faults;
+pub mod replay;
 mod replicas;
 mod reports;
 mod rng;

@@ -1,0 +1,36 @@
+//! Replay of traces through the production eviction policies, without time.
+//!
+//! ```text
+//! lines, sessions ──▶ TraceBuilder ──▶ Trace ──▶ Cluster: nodes with the tiers DRAM and NVMe ──▶ Counts
+//!                                          └───▶ opt: the bound that knows the future
+//! ```
+//!
+//! A [`Trace`] is compact: blocks are a forest, in which a block has the block before it as its parent, and a request
+//! is the last block of its prompt. It takes 8 bytes for each distinct block and 40 for each request, however often
+//! requests repeat a prefix. Readers hold one line ([`jsonl`]) or one session ([`sessions`]) in addition.
+//!
+//! A request hits the leading run of its blocks that are present. Then all its blocks are used or inserted.
+//! The eviction orders are those of the agent ([`reprise_policy::eviction`]), called in the agent's sequence.
+//!
+//! Out of scope: time. Requests are served in the order of their arrival and do not overlap, a block is readable at
+//! once, and writes cost nothing. The order of a replay depends on the trace and the seed alone.
+
+mod admitted;
+mod cluster;
+mod error;
+mod jsonl;
+mod node;
+mod opt;
+mod sessions;
+#[cfg(test)]
+mod tests;
+mod tier;
+mod trace;
+
+pub use cluster::{Cluster, Replay};
+pub use error::{Problem, TraceError};
+pub use jsonl::read_lines;
+pub use node::{Counts, NodeSettings};
+pub use opt::{OptCounts, replay_opt};
+pub use sessions::read_session;
+pub use trace::{IdScope, ReadOptions, Request, Trace, TraceBuilder, TraceRequest};
