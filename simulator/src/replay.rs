@@ -21,6 +21,7 @@ mod error;
 mod jsonl;
 mod node;
 mod opt;
+mod recency;
 mod sessions;
 #[cfg(test)]
 mod tests;
@@ -32,5 +33,6 @@ pub use error::{Problem, TraceError};
 pub use jsonl::read_lines;
 pub use node::{Counts, NodeSettings};
 pub use opt::{OptCounts, replay_opt};
+pub use recency::{Knowledge, replay_recency};
 pub use sessions::read_session;
 pub use trace::{IdScope, ReadOptions, Request, Trace, TraceBuilder, TraceRequest};

@@ -10,11 +10,13 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail};
 use reprise_policy::Interval;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::{Chains, EvictionKind, EvictionPolicy};
-use reprise_simulator::replay::{Cluster, Counts, NodeSettings, Replay, Trace, replay_opt};
+use reprise_simulator::replay::{
+    Cluster, Counts, Knowledge, NodeSettings, OptCounts, Replay, Trace, replay_opt, replay_recency,
+};
 use reprise_testkit::output::Audience;
 
 use arguments::{Capacity, PolicyName, PolicyNames, TierSize, parse_admission, parse_chains};
@@ -35,8 +37,8 @@ pub(super) struct ReplayArgs {
     nodes: u16,
     /// Evict by these policies, separated by commas.
     ///
-    /// lru, lfu, priority_lru, semantic, s3_fifo and cost_aware are those of agents; opt knows the future; all are all
-    /// of them.
+    /// lru, lfu, priority_lru, semantic, s3_fifo and cost_aware are those of agents. Two bounds know the future:
+    /// lru_known_ends (which blocks are never used again) and opt. all are all of them.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru")]
     policy: Vec<PolicyNames>,
     /// Evict descendants first (`descendants_first`), or use blocks in prompt order (`ignored`).
@@ -75,7 +77,8 @@ pub(super) struct ReplayArgs {
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u64>,
     /// Bytes of the KV cache for a token [default: those of Llama-3-8B in 16 bits].
-    #[arg(long, value_name = "BYTES", default_value_t = 131_072, hide_default_value = true, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    #[arg(long, value_name = "BYTES", default_value_t = 131_072, hide_default_value = true)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     bytes_per_token: u64,
     /// Treat hash ids of JSON lines as those of their `session`, not of the trace.
     #[arg(long)]
@@ -103,7 +106,7 @@ pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
         trace.block_tokens().checked_mul(args.bytes_per_token).context("--bytes-per-token is too large")?;
     let sizes = sizes(args, block_bytes)?;
     let policies = PolicyNames::expand(&args.policy);
-    check_opt(args, &policies, &sizes)?;
+    check_bounds(args, &policies, &sizes)?;
     let subject = Subject::new(args, &trace, block_bytes);
     audience.emit(&subject);
     let read_seconds = began.elapsed().as_secs_f64();
@@ -152,28 +155,29 @@ fn sizes(args: &ReplayArgs, block_bytes: u64) -> anyhow::Result<Vec<Sizes>> {
     Ok(sizes)
 }
 
-/// Checks that OPT is computed for what it is defined for.
-fn check_opt(args: &ReplayArgs, policies: &[PolicyName], sizes: &[Sizes]) -> anyhow::Result<()> {
-    let has_opt = policies.contains(&PolicyName::Opt);
+/// Checks that bounds are computed for what they are defined for.
+fn check_bounds(args: &ReplayArgs, policies: &[PolicyName], sizes: &[Sizes]) -> anyhow::Result<()> {
+    let bound = policies.iter().find(|policy| !policy.is_of_agents());
     let is_plain = args.nodes == 1 && args.tenants == 1 && sizes.iter().all(|size| size.nvme == 0);
-    ensure!(
-        !has_opt || is_plain,
-        "the policy opt is defined for one node, one tenant and one tier: leave out --nodes, --tenants and NVMe, or \
-         name the other policies"
+    let Some(bound) = bound.filter(|_| !is_plain || args.chains == Chains::Ignored) else { return Ok(()) };
+    bail!(
+        "the policy {} is defined for one node, one tenant, one tier and chains: leave out --nodes, --tenants, --chains \
+         and NVMe, or name the policies of agents",
+        bound.name()
     );
-    Ok(())
 }
 
 fn replay(args: &ReplayArgs, trace: &Trace, block_bytes: u64, (policy, size): (PolicyName, Sizes)) -> Replay {
     let dram_blocks = size.dram.unwrap_or(u64::MAX);
+    let bound = |counts: OptCounts| {
+        let (requests, references, hits_dram) = (counts.requests, counts.references, counts.hits);
+        let counts = Counts { requests, references, hits_dram, ..Counts::default() };
+        Replay { counts, nvme_written_max: 0 }
+    };
     let kind: EvictionKind = match policy {
         PolicyName::Production(kind) => kind,
-        PolicyName::Opt => {
-            let counts = replay_opt(trace, dram_blocks);
-            let (requests, references, hits_dram) = (counts.requests, counts.references, counts.hits);
-            let counts = Counts { requests, references, hits_dram, ..Counts::default() };
-            return Replay { counts, nvme_written_max: 0 };
-        }
+        PolicyName::LruKnownEnds => return bound(replay_recency(trace, dram_blocks, Knowledge::Ends)),
+        PolicyName::Opt => return bound(replay_opt(trace, dram_blocks)),
     };
     let settings = NodeSettings {
         policy: EvictionPolicy { kind, chains: args.chains },

@@ -86,10 +86,10 @@ fn samples_replay_under_every_policy_with_the_same_bytes() {
         assert_eq!(first, output(), "{name}: the same seed gives the same bytes");
         let lines = objects(&[&arguments[..], &["--seed", "7"]].concat());
         assert_eq!(number(&lines[0], "/references"), references);
-        assert_eq!(lines.len(), 1 + 2 * 7, "6 policies and opt, 2 sizes");
+        assert_eq!(lines.len(), 1 + 2 * 8, "6 policies and 2 bounds, 2 sizes");
         assert_eq!(hundredths(lines.last().expect("a result")), unlimited, "{name}");
         let opt = lines.iter().find(|line| line["policy"] == "opt").expect("a result");
-        assert!(lines[1..8].iter().all(|line| hundredths(line) <= hundredths(opt)), "{lines:?}");
+        assert!(lines[1..9].iter().all(|line| hundredths(line) <= hundredths(opt)), "{lines:?}");
         assert_eq!(opt["gap_closed"], 1.0, "{opt}");
     }
 }

@@ -1,7 +1,8 @@
 //! Belady's policy for one tier: the most hits that any policy can reach, because it knows the requests to come.
 //!
-//! After each request, OPT keeps those of its blocks and of the blocks before that are used next, as many as fit. Ties
-//! are decided for the block nearer to the begin of its chain.
+//! The blocks of a request are in use while it runs, as with any other policy. After it, OPT keeps those of its blocks
+//! and of the blocks before that are used next, as many as fit. Ties are decided for the block nearer to the begin of
+//! its chain.
 //!
 //! **Why this is the maximum.** The time between two uses of a block is an interval. A use hits only if the block was
 //! kept for the whole interval, and at each time at most as many intervals are kept as there are slots. Keeping the
@@ -17,7 +18,7 @@ use std::collections::BTreeMap;
 use super::trace::Trace;
 
 /// Next use of a block that no later request uses.
-const NEVER: u32 = u32::MAX;
+pub(super) const NEVER: u32 = u32::MAX;
 
 /// Result of a replay with OPT, in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,10 +33,18 @@ pub struct OptCounts {
 
 /// Consecutive blocks of a request with the same next use.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+pub(super) struct Run {
     /// Depth behind the last block.
-    end: u32,
-    next: u32,
+    pub(super) end: u32,
+    pub(super) next: u32,
+}
+
+/// Runs of all requests.
+#[derive(Debug)]
+pub(super) struct NextUses {
+    runs: Vec<Run>,
+    /// For each request the index of its first run, and the number of all runs.
+    starts: Vec<usize>,
 }
 
 /// Kept blocks with the same next use: depths from `first` on, before `end`.
@@ -47,14 +56,14 @@ struct Kept {
 
 /// Serves all requests of a trace on one node with one tier of this many blocks.
 pub fn replay_opt(trace: &Trace, capacity: u64) -> OptCounts {
-    let (runs, starts) = next_uses(trace);
+    let uses = next_uses(trace);
     let mut counts = OptCounts::default();
     let mut kept: BTreeMap<u32, Kept> = BTreeMap::new();
     let mut total = 0_u64;
-    for (at, request) in trace.requests().iter().enumerate() {
+    for (at, request) in (0_u32..).zip(trace.requests()) {
         counts.requests += 1;
         counts.references += trace.len_of(request) as u64;
-        if let Some(hit) = kept.remove(&(at as u32)) {
+        if let Some(hit) = kept.remove(&at) {
             debug_assert_eq!(hit.first, 0, "the first block is used next");
             counts.hits += u64::from(hit.end - hit.first);
             total -= u64::from(hit.end - hit.first);
@@ -63,7 +72,7 @@ pub fn replay_opt(trace: &Trace, capacity: u64) -> OptCounts {
         let in_use = (trace.len_of(request) as u64).min(capacity);
         evict(&mut kept, &mut total, capacity - in_use);
         let mut first = 0;
-        for run in &runs[starts[at]..starts[at + 1]] {
+        for run in uses.of(at) {
             if run.next != NEVER {
                 total += u64::from(run.end - first);
                 let behind = kept.entry(run.next).or_insert(Kept { first, end: run.end });
@@ -91,8 +100,16 @@ fn evict(kept: &mut BTreeMap<u32, Kept>, total: &mut u64, capacity: u64) {
     }
 }
 
-/// Returns the runs of all requests, and for each request the index of its first run.
-fn next_uses(trace: &Trace) -> (Vec<Run>, Vec<usize>) {
+impl NextUses {
+    /// Runs of a request, from the begin of its prompt.
+    pub(super) fn of(&self, request: u32) -> &[Run] {
+        let at = request as usize;
+        &self.runs[self.starts[at]..self.starts[at + 1]]
+    }
+}
+
+/// Returns the next use of every reference of a trace.
+pub(super) fn next_uses(trace: &Trace) -> NextUses {
     let requests = trace.requests();
     let mut next = vec![NEVER; usize::try_from(trace.distinct()).expect("blocks are in memory")];
     let (mut chain, mut runs) = (Vec::new(), Vec::new());
@@ -116,5 +133,5 @@ fn next_uses(trace: &Trace) -> (Vec<Run>, Vec<usize>) {
     for length in lengths {
         starts.push(starts.last().copied().unwrap_or(0) + length);
     }
-    (runs, starts)
+    NextUses { runs, starts }
 }

@@ -161,6 +161,23 @@ fn opt_is_that_of_a_simple_model_and_no_policy_hits_more() {
 }
 
 #[test]
+fn lru_of_agents_is_that_of_a_model_by_chains_and_knowing_ends_is_between_it_and_opt() {
+    let traces = (0..20).map(|seed| random(seed, 200)).chain([sample()]);
+    let mut is_better = false;
+    for (number, trace) in traces.enumerate() {
+        for capacity in [3, 20, 60, 1000] {
+            let of = |knowledge| replay_recency(&trace, capacity, knowledge).hits;
+            let lru = hits(&trace, chained(EvictionKind::Lru, capacity));
+            assert_eq!(of(Knowledge::Past), lru, "trace {number}, {capacity} blocks");
+            let (ends, opt) = (of(Knowledge::Ends), replay_opt(&trace, capacity).hits);
+            assert!(lru <= ends && ends <= opt, "trace {number}, {capacity} blocks: {lru} {ends} {opt}");
+            is_better |= lru < ends && ends < opt;
+        }
+    }
+    assert!(is_better, "some trace tells them apart");
+}
+
+#[test]
 fn unlimited_cache_hits_every_block_that_occurred_before() {
     let trace = sample();
     let expected = trace.references() - trace.distinct();

@@ -12,6 +12,8 @@ use reprise_policy::eviction::{Chains, EvictionKind};
 pub(super) enum PolicyName {
     /// One of agents.
     Production(EvictionKind),
+    /// `lru` of agents, with knowledge of the blocks that no later request uses.
+    LruKnownEnds,
     /// The one that knows the future.
     Opt,
 }
@@ -39,8 +41,14 @@ impl PolicyName {
     pub(super) fn name(self) -> &'static str {
         match self {
             PolicyName::Production(kind) => kind.name(),
+            PolicyName::LruKnownEnds => "lru_known_ends",
             PolicyName::Opt => "opt",
         }
+    }
+
+    /// Whether agents have the policy: others are bounds, of which only the hits are known.
+    pub(super) fn is_of_agents(self) -> bool {
+        matches!(self, PolicyName::Production(_))
     }
 }
 
@@ -62,7 +70,7 @@ impl FromStr for PolicyNames {
 
     fn from_str(text: &str) -> anyhow::Result<PolicyNames> {
         let production = EvictionKind::ALL.map(PolicyName::Production);
-        let all = || production.into_iter().chain([PolicyName::Opt]);
+        let all = || production.into_iter().chain([PolicyName::LruKnownEnds, PolicyName::Opt]);
         if text == "all" {
             return Ok(PolicyNames(all().collect()));
         }
@@ -160,7 +168,7 @@ mod tests {
     fn policies_are_named_once_and_an_unknown_one_is_refused_with_the_list() {
         let names = ["opt", "all"].map(|name| name.parse().expect("a name"));
         let policies = PolicyNames::expand(&names);
-        assert_eq!((policies[0], policies.len()), (PolicyName::Opt, EvictionKind::ALL.len() + 1));
+        assert_eq!((policies[0], policies.len()), (PolicyName::Opt, EvictionKind::ALL.len() + 2));
         let error = "belady".parse::<PolicyNames>().expect_err("unknown").to_string();
         assert!(error.contains("cost_aware") && error.contains("opt"), "{error}");
     }

@@ -32,7 +32,7 @@ pub(super) struct Subject {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Outcome {
     policy: &'static str,
-    /// `null` for the policy opt.
+    /// `null` for bounds.
     chains: Option<Chains>,
     nodes: u16,
     tenants: u16,
@@ -50,13 +50,13 @@ pub(super) struct Outcome {
     bytes_from_dram: u64,
     bytes_from_nvme: u64,
     bytes_from_peers: u64,
-    /// `null` for the policy opt.
+    /// `null` for bounds.
     dram_evictions: Option<u64>,
     nvme_evictions: u64,
     nvme_written_bytes: u64,
-    /// All nodes; `null` without times.
+    /// All nodes; `null` without NVMe or times.
     nvme_written_bytes_per_day: Option<f64>,
-    /// The node that writes most; `null` without times.
+    /// The node that writes most; `null` without NVMe or times.
     nvme_written_bytes_per_day_max: Option<f64>,
     /// Blocks that found no place, because all others were in use.
     unkept_blocks: u64,
@@ -135,14 +135,14 @@ impl Outcome {
         let bytes = |blocks: u64| blocks.saturating_mul(subject.block_bytes);
         let per_day = |blocks: u64| {
             let days = subject.seconds * 1000.0 / DAY_MS;
-            (days > 0.0).then(|| bytes(blocks) as f64 / days)
+            (size.nvme > 0 && days > 0.0).then(|| bytes(blocks) as f64 / days)
         };
-        let is_opt = policy == PolicyName::Opt;
+        let is_of_agents = policy.is_of_agents();
         let hit_ratio = ratio(counts.hits(), counts.references);
         let unlimited = subject.unlimited_hit_ratio;
         Outcome {
             policy: policy.name(),
-            chains: (!is_opt).then_some(args.chains),
+            chains: is_of_agents.then_some(args.chains),
             nodes: args.nodes,
             tenants: args.tenants,
             dram_blocks: size.dram,
@@ -157,7 +157,7 @@ impl Outcome {
             bytes_from_dram: bytes(counts.hits_dram),
             bytes_from_nvme: bytes(counts.hits_nvme),
             bytes_from_peers: bytes(counts.hits_peer_dram + counts.hits_peer_nvme),
-            dram_evictions: (!is_opt).then_some(counts.dram_evictions),
+            dram_evictions: is_of_agents.then_some(counts.dram_evictions),
             nvme_evictions: counts.nvme_evictions,
             nvme_written_bytes: bytes(counts.nvme_written),
             nvme_written_bytes_per_day: per_day(counts.nvme_written),
