@@ -6,8 +6,9 @@
 //! ```
 //!
 //! A [`Trace`] is compact: blocks are a forest, in which a block has the block before it as its parent, and a request
-//! is the last block of its prompt. It takes 8 bytes for each distinct block and 40 for each request, however often
-//! requests repeat a prefix. Readers hold one line ([`jsonl`]) or one session ([`sessions`]) in addition.
+//! is the last block of its prompt. It takes 8 bytes for each distinct block and 32 for each request, however often
+//! requests repeat a prefix. While it is read, its ids take about 40 bytes each, and readers hold one line ([`jsonl`])
+//! or one session ([`sessions`]). Ids of a session are forgotten at its end.
 //!
 //! A request hits the leading run of its blocks that are present. Then all its blocks are used or inserted.
 //! The eviction orders are those of the agent ([`reprise_policy::eviction`]), called in the agent's sequence.

@@ -38,7 +38,7 @@ pub(super) struct ReplayArgs {
     /// Evict by these policies, separated by commas.
     ///
     /// lru, lfu, priority_lru, semantic, s3_fifo and cost_aware are those of agents. Two bounds know the future:
-    /// lru_known_ends (which blocks are never used again) and opt. all are all of them.
+    /// lru_known_ends (which blocks are never used again) and opt. The name all stands for all of them.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru")]
     policy: Vec<PolicyNames>,
     /// Evict descendants first (`descendants_first`), or use blocks in prompt order (`ignored`).
@@ -155,7 +155,7 @@ fn sizes(args: &ReplayArgs, block_bytes: u64) -> anyhow::Result<Vec<Sizes>> {
     Ok(sizes)
 }
 
-/// Checks that bounds are computed for what they are defined for.
+/// Refuses bounds for clusters and tiers, for which they are not defined.
 fn check_bounds(args: &ReplayArgs, policies: &[PolicyName], sizes: &[Sizes]) -> anyhow::Result<()> {
     let bound = policies.iter().find(|policy| !policy.is_of_agents());
     let is_plain = args.nodes == 1 && args.tenants == 1 && sizes.iter().all(|size| size.nvme == 0);

@@ -74,7 +74,7 @@ impl Cluster {
         })
     }
 
-    /// Tells the directory which blocks the node now has.
+    /// Reports the changed blocks of a node to the directory.
     fn update_directory(&mut self, own: usize) {
         let mut changed = std::mem::take(&mut self.nodes[own].changed);
         let id = NodeId(own as u16);

@@ -13,7 +13,7 @@ use super::trace::{TraceBuilder, TraceRequest};
 /// Maximum bytes of a line: over a million ids.
 const LINE_BYTES_MAX: u64 = 16 << 20;
 
-/// Format, for errors.
+/// Description of the format, for errors.
 const EXPECTED: &str =
     "an object with timestamp, input_length, output_length, hash_ids and optionally block_tokens and session";
 

@@ -31,7 +31,7 @@ struct Piece {
     next: Option<u32>,
 }
 
-/// Kept pieces.
+/// Pieces that are kept, in two orders.
 #[derive(Debug, Default)]
 struct Pieces {
     /// By last use, and the piece behind before the one in front.

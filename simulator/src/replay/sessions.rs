@@ -17,7 +17,7 @@ use super::trace::{IdScope, TraceBuilder, TraceRequest};
 /// Maximum bytes of a session.
 const SESSION_BYTES_MAX: u64 = 256 << 20;
 
-/// Format, for errors.
+/// Description of the format, for errors.
 const EXPECTED: &str = "a session with block_size, hash_id_scope and requests with t, in, out and hash_ids";
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -137,11 +137,11 @@ impl Reading<'_> {
             match (&entry.requests, &entry.hash_ids) {
                 (Some(requests), None) => {
                     let within = format!("{within}sub-agent {number}, ");
-                    self.add_all(requests, (&within, start_ms + ms), builder)?;
+                    self.add_all(requests, (&within, start_ms.saturating_add(ms)), builder)?;
                 }
                 (None, Some(hash_ids)) => {
                     let request = TraceRequest {
-                        at_ms: start_ms + ms,
+                        at_ms: start_ms.saturating_add(ms),
                         session: Some(self.session),
                         input_tokens: entry.input,
                         output_tokens: entry.output,

@@ -174,7 +174,7 @@ fn lru_of_agents_is_that_of_a_model_by_chains_and_knowing_ends_is_between_it_and
             is_better |= lru < ends && ends < opt;
         }
     }
-    assert!(is_better, "some trace tells them apart");
+    assert!(is_better, "the three differ on some trace");
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn one_trace_has_one_block_size() {
 }
 
 #[test]
-fn options_accept_what_they_name() {
+fn options_accept_gaps_unsorted_times_and_local_ids() {
     let unsorted = line(5, 512, &[1], "") + &line(4, 512, &[2], "");
     let trace = parse(&unsorted, ReadOptions { sort: true, ..Default::default() }).expect("sorted");
     assert_eq!(trace.requests()[0].at_ms, 4);

@@ -15,7 +15,7 @@ use crate::rng::mix;
 #[derive(Debug, Default)]
 pub(super) struct BlockHasher(u64);
 
-/// Map by block.
+/// Map with block numbers as keys.
 pub(super) type BlockMap<V> = HashMap<u32, V, BuildHasherDefault<BlockHasher>>;
 
 /// Tier of one node.

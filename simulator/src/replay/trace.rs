@@ -83,7 +83,7 @@ struct Place {
     depth: u32,
 }
 
-/// Compact trace.
+/// Trace in its compact form.
 #[derive(Clone, Debug)]
 pub struct Trace {
     blocks: Vec<Place>,
@@ -117,7 +117,7 @@ impl Trace {
         &self.requests
     }
 
-    /// Number of sessions.
+    /// Number of sessions in the trace.
     pub fn sessions(&self) -> u32 {
         self.sessions
     }
@@ -170,13 +170,13 @@ impl Trace {
         let mut rng = Rng::new(seed);
         let starts: Vec<u64> = (0..self.sessions).map(|_| rng.next() % spread_ms.max(1)).collect();
         for request in &mut self.requests {
-            request.at_ms += starts[request.session as usize];
+            request.at_ms = request.at_ms.saturating_add(starts[request.session as usize]);
         }
         self.has_session_times = false;
         self.sorted()
     }
 
-    /// Returns a trace of several copies with blocks and sessions of their own, which start at random times.
+    /// Returns a trace of several copies, which start at random times. Each copy has its own blocks and sessions.
     ///
     /// # Errors
     /// [`Problem::TooLarge`].
@@ -197,7 +197,7 @@ impl Trace {
             for at in 0..requests {
                 let request = self.requests[at];
                 self.requests.push(Request {
-                    at_ms: request.at_ms + start,
+                    at_ms: request.at_ms.saturating_add(start),
                     session: request.session + copy * sessions,
                     end: moved(request.end, copy * blocks),
                     ..request
@@ -256,7 +256,7 @@ impl TraceBuilder {
         self.trace.sessions
     }
 
-    /// Ends a session.
+    /// Ends the session that began last.
     pub(super) fn end_session(&mut self) {
         self.trace.sessions += 1;
     }

@@ -108,7 +108,7 @@ fn read_recording(
     ensure!(
         allow_gaps || (dropped == 0 && parts == 0 && cut_off.is_empty()),
         "{name}: the recording has gaps: {dropped} lost calls, {parts} parts of prompts without their begin, and no \
-         last line of the nodes [{}]: record again, or pass --allow-gaps to replay what is there",
+         last line of the nodes [{}]: record again, or pass --allow-gaps to replay the other requests",
         cut_off.join(", ")
     );
     for (number, request) in (1..).zip(&recording.requests) {
