@@ -112,15 +112,18 @@ pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
     let read_seconds = began.elapsed().as_secs_f64();
     let mut outcomes = Vec::new();
     for size in sizes {
-        let replayed = policies.iter().map(|policy| {
-            let began = Instant::now();
-            let replay = replay(args, &trace, block_bytes, (*policy, size));
-            let seconds = began.elapsed().as_secs_f64();
-            let per_second = (trace.references() as f64 / seconds.max(1e-9)) as u64;
-            tracing::debug!(policy = policy.name(), seconds, "references/s" = per_second, "replayed");
-            (*policy, replay)
-        });
-        let of_size = Outcome::of_size(&subject, args, size, replayed.collect());
+        let replayed: Vec<(PolicyName, Replay)> = policies
+            .iter()
+            .map(|policy| {
+                let began = Instant::now();
+                let replay = replay(args, &trace, block_bytes, (*policy, size));
+                let seconds = began.elapsed().as_secs_f64();
+                let per_second = (trace.references() as f64 / seconds.max(1e-9)) as u64;
+                tracing::debug!(policy = policy.name(), seconds, "references/s" = per_second, "replayed");
+                (*policy, replay)
+            })
+            .collect();
+        let of_size = Outcome::of_size(&subject, args, size, &replayed);
         of_size.iter().for_each(|outcome| audience.emit(outcome));
         outcomes.extend(of_size);
     }

@@ -109,7 +109,7 @@ impl Outcome {
         subject: &Subject,
         args: &ReplayArgs,
         size: Sizes,
-        replays: Vec<(PolicyName, Replay)>,
+        replays: &[(PolicyName, Replay)],
     ) -> Vec<Outcome> {
         let hits = |wanted| {
             let found = replays.iter().find(|(policy, _)| *policy == wanted);
