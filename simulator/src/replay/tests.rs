@@ -368,6 +368,12 @@ fn sessions_have_their_own_ids_and_sub_agents_their_start() {
     let global = SESSION.replace("local", "global");
     let trace = session(&global, ReadOptions::default()).expect("sessions");
     assert_eq!(trace.distinct(), 4);
+    let mut builder = TraceBuilder::new(ReadOptions::default());
+    for (name, text) in [("a.json", SESSION), ("b.json", &global), ("c.json", SESSION), ("d.json", &global)] {
+        read_session(name, text.as_bytes(), &mut builder).expect("a session");
+    }
+    let trace = builder.finish("mixed").expect("sessions");
+    assert_eq!(trace.distinct(), 3 * 4, "two sessions share ids, the others have their own");
     let times = |seed| {
         let trace =
             session(SESSION, ReadOptions::default()).expect("sessions").started_at_random(60_000, seed);

@@ -103,12 +103,17 @@ pub struct TraceBuilder {
     block_tokens: Option<u64>,
     /// Whether a prompt of several blocks fitted the default size.
     fits_default: bool,
-    ids: HashMap<(u32, u64), u32>,
+    /// Scope of the ids that are read.
+    scope: IdScope,
+    /// Blocks by id, of the whole trace, and by session and id.
+    ids: HashMap<u64, u32>,
+    session_ids: HashMap<(u32, u64), u32>,
     /// For each block, the number of the place where it occurred first.
     firsts: Vec<u32>,
     places: Vec<String>,
-    /// Session, ids and blocks of the previous request: most requests repeat a prefix of it.
-    last: (u32, Vec<(u64, u32)>),
+    /// Session of the previous request, if ids are those of sessions, and its ids and blocks: most requests repeat a
+    /// prefix of it.
+    last: (Option<u32>, Vec<(u64, u32)>),
 }
 
 impl Trace {
@@ -153,8 +158,8 @@ impl Trace {
         self.blocks.get(request.end as usize).map_or(0, |place| place.depth as usize + 1)
     }
 
-    /// Replaces the contents of `chain` by the blocks of a request, in prompt order.
-    pub(super) fn chain(&self, request: &Request, chain: &mut Vec<u32>) {
+    /// Replaces the contents of `chain` by the numbers of a request's blocks, in prompt order.
+    pub fn chain(&self, request: &Request, chain: &mut Vec<u32>) {
         chain.clear();
         chain.resize(self.len_of(request), NO_BLOCK);
         let mut block = request.end;
@@ -232,10 +237,12 @@ impl TraceBuilder {
             trace,
             block_tokens: options.block_tokens,
             fits_default: false,
+            scope: options.scope,
             ids: HashMap::new(),
+            session_ids: HashMap::new(),
             firsts: Vec::new(),
             places: Vec::new(),
-            last: (0, Vec::new()),
+            last: (None, Vec::new()),
         }
     }
 
@@ -247,11 +254,9 @@ impl TraceBuilder {
     /// Begins a session whose ids are its own, unless they are those of the trace, and whose times begin at zero;
     /// returns its number. Ids of earlier sessions are forgotten.
     pub(super) fn begin_session(&mut self, scope: IdScope) -> u32 {
-        self.options.scope = scope;
-        if scope == IdScope::Session {
-            self.ids.clear();
-            self.last.1.clear();
-        }
+        self.scope = scope;
+        self.session_ids.clear();
+        self.last.1.clear();
         self.trace.has_session_times = true;
         self.trace.sessions
     }
@@ -329,7 +334,7 @@ impl TraceBuilder {
         let next = u32::try_from(self.trace.requests.len()).map_err(|_| Problem::TooLarge)?;
         let session = match request.session {
             Some(session) => session,
-            None if self.options.scope == IdScope::Session => return Err(Problem::NoSession),
+            None if self.scope == IdScope::Session => return Err(Problem::NoSession),
             None => next,
         };
         if !self.trace.has_session_times {
@@ -349,11 +354,11 @@ impl TraceBuilder {
 
     /// Returns the last block of a prompt.
     fn blocks_of(&mut self, at: &str, session: u32, hash_ids: &[u64]) -> Result<u32, Problem> {
-        let scope = if self.options.scope == IdScope::Session { session } else { 0 };
-        let (last_scope, last) = &mut self.last;
-        if *last_scope != scope {
+        let session = (self.scope == IdScope::Session).then_some(session);
+        let (last_session, last) = &mut self.last;
+        if *last_session != session {
             last.clear();
-            *last_scope = scope;
+            *last_session = session;
         }
         let common = last.iter().zip(hash_ids).take_while(|((before, _), id)| before == *id).count();
         last.truncate(common);
@@ -361,7 +366,10 @@ impl TraceBuilder {
         let mut place = None;
         for (depth, id) in (0..).zip(hash_ids).skip(common) {
             let next = u32::try_from(self.trace.blocks.len()).map_err(|_| Problem::TooLarge)?;
-            let block = *self.ids.entry((scope, *id)).or_insert(next);
+            let block = match session {
+                Some(session) => *self.session_ids.entry((session, *id)).or_insert(next),
+                None => *self.ids.entry(*id).or_insert(next),
+            };
             if block == next {
                 let number = *place.get_or_insert_with(|| {
                     self.places.push(at.to_owned());
