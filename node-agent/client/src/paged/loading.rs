@@ -64,6 +64,8 @@ struct Loading<'a> {
     /// End of the load: its deadline, or before that the limit of its pace.
     until: Instant,
     deadline: Instant,
+    /// Whether the pace has a limit: the caller then needs leading blocks only.
+    is_limited: bool,
     /// Blocks that are still to be requested, in order.
     rest: VecDeque<usize>,
     /// Number of blocks that were requested and not copied yet.
@@ -163,13 +165,15 @@ impl<'a> Loading<'a> {
             pace: &Unpaced,
             until: deadline,
             deadline,
+            is_limited: false,
             rest: (0..blocks.len()).collect(),
             asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
         }
     }
 
-    /// Loads window after window; the next window is loading while the current one is used.
+    /// Loads window after window; the next window is loading while the current one is used. Blocks for which no time is
+    /// left have missed the deadline.
     fn run(&mut self) -> Result<(), ClientError> {
         let mut coming = self.start_window()?;
         while let Some(Window { blocks, pending }) = coming {
@@ -177,9 +181,17 @@ impl<'a> Loading<'a> {
             coming = self.start_window()?;
             self.finish_window(&blocks, &load)?;
             drop(load);
+            let in_flight = coming.as_ref().map_or(&[][..], |window| &window.blocks);
+            if self.has_hole(in_flight) {
+                self.rest.extend(coming.map(|window| window.blocks).unwrap_or_default());
+                break;
+            }
             if coming.is_none() {
                 coming = self.start_window()?;
             }
+        }
+        for block in self.rest.drain(..) {
+            self.loaded.statuses[block] = BlockStatus::Deadline;
         }
         Ok(())
     }
@@ -188,7 +200,15 @@ impl<'a> Loading<'a> {
     fn update_limit(&mut self) {
         if let Some(limit) = self.pace.limit(self.loaded.leading()) {
             self.until = limit.min(self.deadline);
+            self.is_limited = true;
         }
+    }
+
+    /// Reports whether a block has failed in front of others that were not loaded, which are useless then.
+    fn has_hole(&self, in_flight: &[usize]) -> bool {
+        let first = self.loaded.leading();
+        let comes = in_flight.contains(&first) || self.rest.contains(&first);
+        self.is_limited && first < self.blocks.len() && !comes
     }
 
     /// Timeouts of a wait that starts at the last progress.
@@ -201,16 +221,18 @@ impl<'a> Loading<'a> {
         LoadTimeouts { stall, standstill, until: self.until }
     }
 
-    /// Requests the next window; `None` when all blocks were requested.
+    /// Requests the next window; `None` when all blocks were requested, or no time is left: the agent would begin to read
+    /// blocks that it cannot deliver.
     fn start_window(&mut self) -> Result<Option<Window>, ClientError> {
         let count = self.rest.len().min(window_blocks(self.client.layout(), self.pace.order()));
-        if count == 0 {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if count == 0 || left.is_zero() {
             return Ok(None);
         }
         let blocks: Vec<usize> = self.rest.drain(..count).collect();
         let request = LoadRequest {
             keys: blocks.iter().map(|block| self.blocks[*block].0).collect(),
-            deadline: self.until.saturating_duration_since(Instant::now()).min(self.options.deadline),
+            deadline: left.min(self.options.deadline),
             read_bytes: 0,
             scope: self.options.scope,
         };

@@ -16,7 +16,7 @@ use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes
 use crate::memory::{Memory, placed};
 
 /// Limit for an agent that hangs, and for nothing else.
-fn transfer_options(stall_timeout: Duration) -> TransferOptions {
+pub(crate) fn transfer_options(stall_timeout: Duration) -> TransferOptions {
     TransferOptions {
         save: SaveOptions { room_wait: LONG, stall_timeout, ..SaveOptions::default() },
         load: LoadOptions { deadline: LONG, stall_timeout, ..LoadOptions::default() },
