@@ -175,19 +175,19 @@ impl<'a> Loading<'a> {
     /// Loads window after window; the next window is loading while the current one is used. Blocks for which no time is
     /// left have missed the deadline.
     fn run(&mut self) -> Result<(), ClientError> {
-        let mut coming = self.start_window()?;
+        let mut coming = self.start_window(None)?;
         while let Some(Window { blocks, pending }) = coming {
             let load = pending.wait_with(self.patience())?.with_verify(self.options.verify);
-            coming = self.start_window()?;
+            coming = self.start_window(Some((&blocks, &load)))?;
             self.finish_window(&blocks, &load)?;
             drop(load);
             let in_flight = coming.as_ref().map_or(&[][..], |window| &window.blocks);
-            if self.has_hole(in_flight) {
+            if self.has_hole(self.loaded.leading(), in_flight) {
                 self.rest.extend(coming.map(|window| window.blocks).unwrap_or_default());
                 break;
             }
             if coming.is_none() {
-                coming = self.start_window()?;
+                coming = self.start_window(None)?;
             }
         }
         for block in self.rest.drain(..) {
@@ -198,17 +198,31 @@ impl<'a> Loading<'a> {
 
     /// Updates the end of the load for the blocks that have arrived.
     fn update_limit(&mut self) {
-        if let Some(limit) = self.pace.limit(self.loaded.leading()) {
-            self.until = limit.min(self.deadline);
-            self.is_limited = true;
-        }
+        self.until = self.limit(self.loaded.leading());
+        self.is_limited = self.pace.limit(0).is_some();
     }
 
-    /// Reports whether a block has failed in front of others that were not loaded, which are useless then.
-    fn has_hole(&self, in_flight: &[usize]) -> bool {
-        let first = self.loaded.leading();
-        let comes = in_flight.contains(&first) || self.rest.contains(&first);
-        self.is_limited && first < self.blocks.len() && !comes
+    /// End of the load if some leading blocks have arrived.
+    fn limit(&self, leading: usize) -> Instant {
+        self.pace.limit(leading).map_or(self.deadline, |limit| limit.min(self.deadline))
+    }
+
+    /// Number of leading blocks if those of an answered window arrive.
+    fn leading_with(&self, (blocks, load): (&[usize], &Load)) -> usize {
+        let mut leading = self.loaded.leading();
+        for (block, answer) in blocks.iter().zip(load.blocks()) {
+            if *block == leading && answer.is_ok() {
+                let behind = &self.loaded.statuses[leading + 1..];
+                leading += 1 + behind.iter().take_while(|status| **status == BlockStatus::Ok).count();
+            }
+        }
+        leading
+    }
+
+    /// Reports whether the first block that is missing behind leading ones has failed: those behind it are useless then.
+    fn has_hole(&self, leading: usize, in_flight: &[usize]) -> bool {
+        let comes = in_flight.contains(&leading) || self.rest.contains(&leading);
+        self.is_limited && leading < self.blocks.len() && !comes
     }
 
     /// Timeouts of a wait that starts at the last progress.
@@ -223,10 +237,18 @@ impl<'a> Loading<'a> {
 
     /// Requests the next window; `None` when all blocks were requested, or no time is left: the agent would begin to read
     /// blocks that it cannot deliver.
-    fn start_window(&mut self) -> Result<Option<Window>, ClientError> {
+    ///
+    /// The answer to an earlier window shows which of its blocks arrive, and these extend the limit. If they do not, the
+    /// client does not wait until the deadline that the agent has.
+    fn start_window(&mut self, answered: Option<(&[usize], &Load)>) -> Result<Option<Window>, ClientError> {
         let count = self.rest.len().min(window_blocks(self.client.layout(), self.pace.order()));
-        let left = self.until.saturating_duration_since(Instant::now());
-        if count == 0 || left.is_zero() {
+        let leading = answered.map_or_else(|| self.loaded.leading(), |window| self.leading_with(window));
+        let left = self.limit(leading).saturating_duration_since(Instant::now());
+        // Blocks without room may be requested again.
+        let without_room = answered.into_iter().flat_map(|(blocks, load)| blocks.iter().zip(load.blocks()));
+        let without_room = without_room.filter(|(_, answer)| answer.status() == BlockStatus::NoSpace);
+        let without_room: Vec<usize> = without_room.map(|(block, _)| *block).collect();
+        if count == 0 || left.is_zero() || self.has_hole(leading, &without_room) {
             return Ok(None);
         }
         let blocks: Vec<usize> = self.rest.drain(..count).collect();

@@ -75,7 +75,6 @@ fn limited_load_requests_no_blocks_behind_a_missing_one() {
     let agent = FakeAgent::serve(move |peer| {
         let (id, _) = peer.expect_load();
         answer_first(peer, id, vec![missed(local::BlockStatus::BlockMiss)]);
-        // A window that is requested before the answer was used is not waited for.
         asked.send(further_loads(peer)).expect("the test reads it");
     });
     let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(LONG));
@@ -90,5 +89,31 @@ fn limited_load_requests_no_blocks_behind_a_missing_one() {
     assert_eq!(loaded.statuses[window()], BlockStatus::Deadline);
     assert!(began.elapsed() < LONG / 2);
     agent.end((transfers, keeper));
-    assert!(further.recv().expect("the script has ended").len() <= 1);
+    assert_eq!(further.recv().expect("the script has ended"), []);
+}
+
+#[test]
+fn next_window_has_the_limit_that_holds_if_the_one_before_arrives() {
+    let (asked, deadline) = mpsc::channel();
+    let agent = FakeAgent::serve(move |peer| {
+        let (id, _) = peer.expect_load();
+        answer_first(peer, id, Vec::new());
+        let (id, request) = peer.expect("the next load");
+        let request::Body::Load(load) = request else { panic!("expected load, got {request:?}") };
+        asked.send(Duration::from_micros(load.deadline_us)).expect("the test reads it");
+        peer.all_layers_ready(1, 2);
+        let answer = Answer { load: 2, entry: 1, grant: Grant::Known };
+        peer.reply_loaded(id, answer, vec![missed(local::BlockStatus::BlockMiss)]);
+        while peer.receive().is_some() {}
+    });
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(LONG));
+    let limit = WaitLimit { bound: LONG / 2, per_block: Duration::from_millis(1) };
+    let load = transfers.submit_load_within(two_windows(), limit).expect("a valid call");
+    assert!(transfers.wait(&[load], LONG));
+    let finished = transfers.finished().pop().expect("the load");
+    assert_eq!(loaded(&finished).leading(), window());
+    let all = limit.per_block * u32::try_from(window()).expect("few blocks");
+    let deadline = deadline.recv().expect("the agent has sent it");
+    assert!(deadline > limit.bound + all / 2, "{deadline:?}");
+    agent.end((transfers, keeper));
 }
