@@ -22,7 +22,8 @@
 //! * Every submitted transfer ends with a status for each of its blocks, regardless of failures of the agent,
 //!   the session or the memory.
 //! * No transfer starts while the agent is suspected. A transfer with a hanging agent ends after its
-//!   `stall_timeout` and makes the agent suspected, so that the transfers behind it end at once.
+//!   `stall_timeout` and makes the agent suspected, so that the transfers behind it end at once. Loads that end at their
+//!   limits before that do so when their waits add up to `stall_timeout` without an answer between them.
 //! * A load by layers, for which a computation waits, ends within its deadline from its submission plus one
 //!   `stall_timeout`.
 //! * A save by layers whose engine stops announcing layers ends unsaved after `layer_wait`; saves behind it
@@ -45,6 +46,7 @@
 
 mod by_path;
 mod chain;
+mod health;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,7 +57,6 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_policy::BlockKey;
 use reprise_policy::recompute::WaitLimit;
-use reprise_policy::session::Scope;
 
 use crate::deadline;
 use crate::error::ClientError;
@@ -157,6 +158,8 @@ struct TransferTable {
     is_cancelled: bool,
     /// Until then loads use only this node.
     peers_avoided_until: Option<Instant>,
+    /// Time that loads have waited up to their limits without a sign of life of the agent, since the last one.
+    unanswered: Duration,
 }
 
 /// Progress of a transfer.
@@ -414,11 +417,7 @@ impl Job {
         self.began = Some(Instant::now());
         match self.attempt() {
             Ok((outcome, by_path)) => {
-                match outcome.stopped_by() {
-                    Some(ClientError::Timeout { .. }) => self.shared.keeper.suspect(),
-                    Some(ClientError::Stalled { .. }) => self.shared.avoid_peers(),
-                    _ => {}
-                }
+                self.note_health(&outcome);
                 self.end(outcome, by_path);
             }
             Err(reason) => {
@@ -521,24 +520,6 @@ impl Shared {
         let id = TransferId(table.last);
         table.unfinished.insert(id, TransferProgress { direction, layers: 0 });
         id
-    }
-
-    /// Makes later loads use only this node for a while, after a load without progress.
-    fn avoid_peers(&self) {
-        self.lock().peers_avoided_until = Some(deadline::after(PEER_AVOIDANCE_TIME));
-    }
-
-    /// Options of a load that starts now.
-    fn load_options(&self) -> LoadOptions {
-        let options = self.options.load;
-        match (self.lock().peers_avoided_until, options.standstill_timeout) {
-            (Some(until), Some(standstill)) if Instant::now() < until => LoadOptions {
-                scope: Scope::Local,
-                standstill_timeout: Some(standstill.min(RETRY_STANDSTILL_TIMEOUT)),
-                ..options
-            },
-            _ => options,
-        }
     }
 
     /// Records that a transfer has reached `layers` leading layers.

@@ -14,9 +14,9 @@ use crate::deadline;
 use crate::error::ClientError;
 use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, LoadTimeouts, PendingLoad, Verify};
 
-/// Smallest stall limit of a load with a limited wait: an agent answers within some milliseconds, but shares its cores with
-/// the engine.
-const LIMITED_STALL_TIMEOUT: Duration = Duration::from_millis(100);
+/// Time after the limit of a wait in which the agent can still answer: it does so within some milliseconds of its deadline,
+/// but shares its cores with the engine.
+const LIMIT_GRACE: Duration = Duration::from_millis(100);
 
 /// Options of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,8 @@ pub struct LoadOptions {
     /// Deadline, from the call on; blocks that are missing then have failed. The agent rejects more than 600
     /// s (`BadRequest`).
     pub deadline: Duration,
-    /// Limit without progress and without sign of life of the agent; then the load ends (`Timeout`).
+    /// Limit without progress and without sign of life of the agent; then the load ends (`Timeout`). The limit of a wait
+    /// can end it before that (`LimitReached`).
     pub stall_timeout: Duration,
     /// Limit without progress while the agent answers, because another node or a device hangs; then the load
     /// ends (`Stalled`). `None`: until the deadline.
@@ -228,11 +229,9 @@ impl<'a> Loading<'a> {
     /// Timeouts of a wait that starts at the last progress.
     fn patience(&self) -> LoadTimeouts {
         let LoadOptions { stall_timeout: stall, standstill_timeout: standstill, .. } = self.options;
-        // An agent that hangs does not end a load at its limit.
-        let is_limited = self.until < self.deadline;
-        let left = self.until.saturating_duration_since(Instant::now()).max(LIMITED_STALL_TIMEOUT);
-        let stall = if is_limited { stall.min(left) } else { stall };
-        LoadTimeouts { stall, standstill, until: self.until }
+        // An agent that hangs does not extend a wait with a limit.
+        let limit = self.is_limited.then(|| deadline::from(self.until, LIMIT_GRACE));
+        LoadTimeouts { stall, standstill, until: self.until, limit }
     }
 
     /// Requests the next window; `None` when all blocks were requested, or no time is left: the agent would begin to read

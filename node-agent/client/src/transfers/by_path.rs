@@ -169,10 +169,8 @@ impl Job {
         let Some(limit) = self.limit.map(|limit| limit.after(leading)) else { return Ok(Duration::MAX) };
         match limit.saturating_sub(self.submitted.elapsed()) {
             Duration::ZERO => {
-                let blocks = self.blocks.len();
-                Err(ClientError::Busy(format!(
-                    "computing is faster: {leading} of {blocks} blocks within {limit:?}"
-                )))
+                let reason = format!("{leading} of {} blocks within {limit:?}", self.blocks.len());
+                Err(ClientError::LimitReached { reason, unanswered: Duration::ZERO })
             }
             left => Ok(left),
         }

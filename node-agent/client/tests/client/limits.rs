@@ -3,7 +3,9 @@
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use reprise_client::{BlockStatus, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PhysicalBlock};
+use reprise_client::{
+    BlockStatus, ClientError, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PhysicalBlock,
+};
 use reprise_policy::BlockKey;
 use reprise_policy::recompute::WaitLimit;
 use reprise_proto::local::{self, request};
@@ -115,5 +117,67 @@ fn next_window_has_the_limit_that_holds_if_the_one_before_arrives() {
     let all = limit.per_block * u32::try_from(window()).expect("few blocks");
     let deadline = deadline.recv().expect("the agent has sent it");
     assert!(deadline > limit.bound + all / 2, "{deadline:?}");
+    agent.end((transfers, keeper));
+}
+
+/// Agent that answers no loads; the others as `answers`. Sends deadline and scope of each load.
+fn silent(asked: mpsc::Sender<local::Load>, answers: bool) -> FakeAgent {
+    FakeAgent::serve(move |peer| {
+        while let Some((id, request)) = peer.receive() {
+            match request {
+                request::Body::Load(load) => asked.send(load).expect("the test reads it"),
+                request::Body::Stats(_) if answers => peer.reply_stats(id),
+                _ => {}
+            }
+        }
+    })
+}
+
+fn one_block() -> Vec<(BlockKey, PhysicalBlock)> {
+    two_windows().split_off(window())
+}
+
+#[test]
+fn hanging_agent_does_not_extend_a_limit_and_is_suspected_after_a_whole_stall_timeout() {
+    let (asked, loads) = mpsc::channel();
+    let agent = silent(asked, false);
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(5 * SHORT));
+    let limit = WaitLimit { bound: SHORT, per_block: LONG };
+    let load = || {
+        let load = transfers.submit_load_within(one_block(), limit).expect("a valid call");
+        assert!(transfers.wait(&[load], LONG / 2));
+        transfers.finished().pop().expect("the load")
+    };
+    let first = load();
+    assert_eq!(loaded(&first).statuses, [BlockStatus::Failed]);
+    let error = first.outcome.stopped_by().expect("an error");
+    assert!(matches!(error, ClientError::LimitReached { .. }), "{error}");
+    assert!(error.to_string().starts_with("computing is faster: no block within"), "{error}");
+    let deadline = loads.recv().expect("a load").deadline_us;
+    assert!(u128::from(deadline) <= SHORT.as_micros(), "{deadline} µs");
+    assert!(!keeper.status().is_suspected, "it did not answer within {SHORT:?} only");
+    let began = Instant::now();
+    while !keeper.status().is_suspected {
+        assert!(began.elapsed() < LONG / 2, "the agent hangs");
+        load();
+    }
+    agent.end((transfers, keeper));
+}
+
+#[test]
+fn agent_that_answers_is_not_suspected_when_limits_are_reached() {
+    let (asked, _loads) = mpsc::channel();
+    let agent = silent(asked, true);
+    let mut options = transfer_options(SHORT);
+    options.queued_max = 8;
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), options);
+    // Each wait is longer than half of the stall timeout, after which the agent is probed.
+    let limit = WaitLimit { bound: SHORT, per_block: LONG };
+    let load = transfers.submit_load_within(one_block(), limit).expect("a valid call");
+    assert!(transfers.wait(&[load], LONG / 2));
+    let finished = transfers.finished().pop().expect("the load");
+    let error = finished.outcome.stopped_by().expect("an error");
+    assert!(matches!(error, ClientError::LimitReached { .. }), "{error}");
+    assert!(!keeper.status().is_suspected);
     agent.end((transfers, keeper));
 }

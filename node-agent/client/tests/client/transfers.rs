@@ -238,28 +238,6 @@ fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
 }
 
 #[test]
-fn limited_load_has_its_limit_as_the_agent_s_deadline_and_ends_if_the_agent_hangs() {
-    let (asked, deadlines) = mpsc::channel::<u64>();
-    let agent = FakeAgent::serve(move |peer| {
-        while let Some((_, request)) = peer.receive() {
-            if let request::Body::Load(load) = request {
-                asked.send(load.deadline_us).expect("the test reads it");
-            }
-        }
-    });
-    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(LONG));
-    let limit = WaitLimit { bound: SHORT, per_block: LONG };
-    let load = transfers.submit_load_within(placed([(0, 0)]), limit).expect("a valid call");
-    assert!(transfers.wait(&[load], LONG / 2));
-    let finished = transfers.finished();
-    assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Failed]);
-    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
-    let deadline = deadlines.recv().expect("a load");
-    assert!(u128::from(deadline) <= SHORT.as_micros(), "{deadline} µs");
-    agent.end((transfers, keeper));
-}
-
-#[test]
 fn transfers_fail_at_once_without_an_agent() {
     let directory = tempfile::tempdir().expect("a directory");
     let keeper = SessionKeeper::new(options(&directory.path().join("absent"))).expect("a thread");
