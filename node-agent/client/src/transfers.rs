@@ -32,7 +32,8 @@
 //! A load without progress for its `standstill_timeout` also ends if the agent answers. The agent is then not
 //! suspected, because another node or a device hangs. For [`PEER_AVOIDANCE_TIME`], later loads only use
 //! blocks of this node, with a limit of [`RETRY_STANDSTILL_TIMEOUT`]. A hanging node therefore costs an
-//! engine about one `standstill_timeout` instead of one for each request.
+//! engine about one `standstill_timeout` instead of one for each request. A load whose wait has a shorter limit ends
+//! before that: later loads avoid peers too when such loads add up to [`RETRY_STANDSTILL_TIMEOUT`] without a block.
 //!
 //! The deadline of a load counts from its submission, because its caller also waits for the loads before it.
 //! A load whose deadline has passed when it would start fails at once. So do limits of the wait (`submit_load_within`).
@@ -160,6 +161,8 @@ struct TransferTable {
     peers_avoided_until: Option<Instant>,
     /// Time that loads have waited up to their limits without a sign of life of the agent, since the last one.
     unanswered: Duration,
+    /// Time that loads of the cluster have waited up to their limits without a block, since the last one.
+    standstill: Duration,
 }
 
 /// Progress of a transfer.

@@ -45,6 +45,8 @@ pub struct LoadedBlocks {
     pub sources: Vec<Option<Source>>,
     /// Error that ended the load early.
     pub stopped_by: Option<ClientError>,
+    /// Time without a block before the agent ended the load at the limit of its wait; zero for other ends.
+    pub standstill: Duration,
 }
 
 /// One requested part of a load.
@@ -67,6 +69,8 @@ struct Loading<'a> {
     deadline: Instant,
     /// Whether the pace has a limit: the caller then needs leading blocks only.
     is_limited: bool,
+    /// Begin of the load, or the end of the last window of which blocks came.
+    progress_at: Instant,
     /// Blocks that are still to be requested, in order.
     rest: VecDeque<usize>,
     /// Number of blocks that were requested and not copied yet.
@@ -97,6 +101,7 @@ impl LoadedBlocks {
             statuses: vec![BlockStatus::Failed; blocks],
             sources: vec![None; blocks],
             stopped_by: None,
+            standstill: Duration::ZERO,
         }
     }
 
@@ -167,6 +172,7 @@ impl<'a> Loading<'a> {
             until: deadline,
             deadline,
             is_limited: false,
+            progress_at: Instant::now(),
             rest: (0..blocks.len()).collect(),
             asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
@@ -193,6 +199,9 @@ impl<'a> Loading<'a> {
         }
         for block in self.rest.drain(..) {
             self.loaded.statuses[block] = BlockStatus::Deadline;
+        }
+        if self.is_limited && self.loaded.statuses.contains(&BlockStatus::Deadline) {
+            self.loaded.standstill = self.progress_at.elapsed();
         }
         Ok(())
     }
@@ -284,6 +293,9 @@ impl<'a> Loading<'a> {
             (0..).zip(&mut statuses).for_each(|(index, status)| *status = load.status(index));
         }
         let any_came = statuses.contains(&BlockStatus::Ok);
+        if any_came {
+            self.progress_at = Instant::now();
+        }
         let mut without_room = Vec::new();
         for (index, block) in blocks.iter().enumerate() {
             self.loaded.statuses[*block] = statuses[index];

@@ -101,6 +101,7 @@ impl Job {
             statuses: loaded.iter().map(status).collect(),
             sources: loaded.iter().map(|is_loaded| is_loaded.then_some(Source::OwnNvme)).collect(),
             stopped_by: None,
+            standstill: Duration::ZERO,
         };
         if stopped_by.is_none() && (by_path == 0 || !rest.is_empty()) {
             match self.check_limit(rest.first().copied().unwrap_or(0)).and_then(|_| self.load_deadline()) {
@@ -149,7 +150,7 @@ impl Job {
         {
             (all.statuses[*index], all.sources[*index]) = (status, source);
         }
-        all.stopped_by = by_arena.stopped_by;
+        (all.stopped_by, all.standstill) = (by_arena.stopped_by, by_arena.standstill);
         Ok(())
     }
 

@@ -7,7 +7,8 @@ use reprise_policy::session::Scope;
 use super::{Job, Outcome, PEER_AVOIDANCE_TIME, RETRY_STANDSTILL_TIMEOUT, Shared};
 use crate::deadline;
 use crate::error::ClientError;
-use crate::paged::LoadOptions;
+use crate::load::BlockStatus;
+use crate::paged::{LoadOptions, LoadedBlocks};
 
 impl Job {
     /// Notes what the end of this transfer shows.
@@ -18,6 +19,9 @@ impl Job {
             Some(ClientError::LimitReached { unanswered, .. }) => self.shared.note_unanswered(*unanswered),
             Some(_) => {}
             None => self.shared.lock().unanswered = Duration::ZERO,
+        }
+        if let Outcome::Loaded(loaded) = outcome {
+            self.shared.note_standstill(loaded);
         }
     }
 }
@@ -31,6 +35,27 @@ impl Shared {
             table.unanswered = Duration::ZERO;
             drop(table);
             self.keeper.suspect();
+        }
+    }
+
+    /// Avoids peers after loads up to their limits that got no block for [`RETRY_STANDSTILL_TIMEOUT`]: the answer does not
+    /// show where a late block is.
+    fn note_standstill(&self, loaded: &LoadedBlocks) {
+        let mut table = self.lock();
+        if loaded.statuses.contains(&BlockStatus::Ok) {
+            table.standstill = Duration::ZERO;
+        }
+        let is_local = self.options.load.scope == Scope::Local
+            || table.peers_avoided_until.is_some_and(|until| Instant::now() < until);
+        // A load that used no peers shows nothing about them.
+        if is_local {
+            return;
+        }
+        table.standstill += loaded.standstill;
+        if table.standstill >= RETRY_STANDSTILL_TIMEOUT {
+            table.standstill = Duration::ZERO;
+            drop(table);
+            self.avoid_peers();
         }
     }
 

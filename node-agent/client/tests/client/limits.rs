@@ -181,3 +181,40 @@ fn agent_that_answers_is_not_suspected_when_limits_are_reached() {
     assert!(!keeper.status().is_suspected);
     agent.end((transfers, keeper));
 }
+
+#[test]
+fn limited_loads_without_a_block_make_later_ones_avoid_peers() {
+    let (asked, scopes) = mpsc::channel();
+    let agent = FakeAgent::serve(move |peer| {
+        let mut grant = Grant::First;
+        for number in 1.. {
+            let Some((id, request)) = peer.receive() else { break };
+            let request::Body::Load(load) = request else { continue };
+            asked.send(load.local_only).expect("the test reads it");
+            std::thread::sleep(Duration::from_micros(load.deadline_us));
+            peer.all_layers_ready(0, number);
+            let answer = Answer { load: number, entry: 0, grant };
+            peer.reply_loaded(id, answer, vec![missed(local::BlockStatus::BlockDeadline)]);
+            grant = Grant::Known;
+        }
+    });
+    let mut options = transfer_options(LONG);
+    options.load.standstill_timeout = Some(LONG);
+    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), options);
+    // Less than the time without progress that counts.
+    let limit = WaitLimit { bound: Duration::from_millis(120), per_block: LONG };
+    let began = Instant::now();
+    let mut loads = 0;
+    loop {
+        let load = transfers.submit_load_within(one_block(), limit).expect("a valid call");
+        assert!(transfers.wait(&[load], LONG / 2));
+        loads += 1;
+        if scopes.recv().expect("a load") {
+            break;
+        }
+        assert!(began.elapsed() < LONG / 2, "the load uses peers");
+    }
+    assert!(loads > 2, "one load of 120 ms does not show it");
+    assert!(!keeper.status().is_suspected);
+    agent.end((transfers, keeper));
+}
