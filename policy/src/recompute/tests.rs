@@ -288,3 +288,38 @@ fn time_of_mixed_loads_is_divided_as_expected() {
     let after = policy.sources[0].seconds(policy.bytes(8)).expect("measured");
     assert!(after < before * 1.5, "{after} s, {before} s before");
 }
+
+#[test]
+fn time_of_a_failed_source_is_not_that_of_the_one_that_delivered() {
+    let mut policy = slow_nvme().measured();
+    let before = policy.sources[0].seconds(policy.bytes(4)).expect("measured");
+    let requested = [4, 0, 0, 4];
+    let cut = EndedLoad { requested, loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    assert!(policy.observe_load(&cut, NOW));
+    assert_eq!(policy.sources[0].seconds(policy.bytes(4)), Some(before));
+    assert_eq!(policy.decide(&chain(&[Source::OwnDram; 4], 0), NOW).reason, Reason::Load);
+    assert_eq!(policy.decide(&chain(&[Source::PeerNvme; 4], 0), NOW).reason, Reason::Compute);
+}
+
+#[test]
+fn failed_source_next_to_an_unmeasured_one_shows_nothing() {
+    let mut policy = LoadPolicy::new(BOUND, BLOCK);
+    policy.observe_step(&Step { tokens: 1000, context: 500.0, seconds: 0.1 });
+    let requested = [4, 0, 0, 4];
+    let cut = EndedLoad { requested, loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    assert!(!policy.observe_load(&cut, NOW));
+    assert_eq!(policy.decide(&chain(&[Source::OwnDram; 4], 0), NOW).reason, Reason::Unmeasured);
+    assert_eq!(policy.decide(&chain(&[Source::PeerNvme; 4], 0), NOW).reason, Reason::Unmeasured);
+    assert_eq!(policy.ignored(), 0);
+}
+
+#[test]
+fn blocks_of_another_source_than_found_do_not_show_a_failure() {
+    let mut policy = slow_nvme().measured();
+    let before = policy.sources[3].seconds(policy.bytes(4)).expect("measured");
+    let moved =
+        EndedLoad { requested: counts(Source::PeerNvme, 4), loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    assert!(policy.observe_load(&moved, NOW));
+    assert_eq!(policy.sources[3].seconds(policy.bytes(4)), Some(before));
+    assert!(policy.sources[0].seconds(policy.bytes(4)) > Some(before));
+}
