@@ -230,9 +230,6 @@ impl LoadPolicy {
             return false;
         }
         let samples = self.samples(load);
-        // Another load measures sources that this one did not.
-        let requested = self.sources.iter_mut().zip(load.requested).filter(|(_, count)| *count > 0);
-        requested.for_each(|(rate, _)| rate.explored());
         for Sample { source, bytes, seconds } in &samples {
             self.sources[*source].add(*bytes, *seconds, now);
         }
@@ -316,9 +313,13 @@ impl LoadPolicy {
         self.running += 1;
     }
 
-    /// Counts the end of a load that was started.
-    pub fn load_ended(&mut self) {
+    /// Counts the end of a load that was started, after its measurement, if it has one. Another load measures sources that
+    /// this one did not.
+    pub fn load_ended(&mut self, requested: &SourceCounts) {
         self.running = self.running.saturating_sub(1);
+        for (rate, _) in self.sources.iter_mut().zip(requested).filter(|(_, count)| **count > 0) {
+            rate.explored();
+        }
     }
 
     /// Returns the number of blocks with the smallest total, and the time of their load; `None` if a rate is unknown.

@@ -202,8 +202,8 @@ class LoadChooser:
 
     def ended(self, load: str) -> None:
         """Counts the end of all loads of this name."""
-        for _ in self._started.pop(load, ()):
-            self.policy.load_ended()
+        for requested in self._started.pop(load, ()):
+            self.policy.load_ended(requested)
 
     def _count_ignored(self) -> None:
         ignored = self.policy.ignored

@@ -108,9 +108,9 @@ impl LoadPolicy {
         self.lock().load_started(&requested, self.now());
     }
 
-    /// Counts the end of a load.
-    fn load_ended(&self) {
-        self.lock().load_ended();
+    /// Counts the end of a load, after ``observe_load`` if it was measured. ``requested`` is that of ``load_started``.
+    fn load_ended(&self, requested: SourceCounts) {
+        self.lock().load_ended(&requested);
     }
 
     /// Number of impossible measurements.

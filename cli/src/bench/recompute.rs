@@ -263,7 +263,7 @@ impl<'a> Engine<'a> {
             if ended.ran > 0.0 && mode == Mode::On {
                 self.policy.observe_load(&sample, self.now());
             }
-            self.policy.load_ended();
+            self.policy.load_ended(&decision.requested);
             (seconds, leading) = (ended.seconds, ended.loaded.leading());
         }
         let tokens = self.client.layout().tokens();

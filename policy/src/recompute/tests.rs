@@ -224,7 +224,7 @@ fn old_measurement_is_repeated_by_one_load() {
     // The device has recovered.
     let blocks = counts(Source::OwnNvme, 8);
     assert!(policy.observe_load(&EndedLoad { requested: blocks, loaded: blocks, seconds: 1e-3 }, later));
-    policy.load_ended();
+    policy.load_ended(&decision.requested);
     assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Load);
 }
 
@@ -258,7 +258,7 @@ fn loads_before_count_until_they_end() {
     assert_eq!(policy.decide(&chain(&short, 0), NOW).reason, Reason::Compute);
     let later = NOW.after(long.load_time);
     assert_eq!(policy.decide(&chain(&short, 0), later).reason, Reason::Load);
-    policy.load_ended();
+    policy.load_ended(&long.requested);
     assert_eq!(policy.decide(&chain(&short, 0), NOW).reason, Reason::Load);
 }
 
@@ -322,4 +322,23 @@ fn blocks_of_another_source_than_found_do_not_show_a_failure() {
     assert!(policy.observe_load(&moved, NOW));
     assert_eq!(policy.sources[3].seconds(policy.bytes(4)), Some(before));
     assert!(policy.sources[0].seconds(policy.bytes(4)) > Some(before));
+}
+
+#[test]
+fn source_that_a_load_has_not_measured_is_measured_by_the_next() {
+    let mut policy = slow_nvme().measured();
+    let sources = [[Source::OwnDram; 4], [Source::OwnNvme; 4]].concat();
+    let later = NOW.after(RATE_LIFETIME + Duration::from_secs(1));
+    let requested = policy.decide(&chain(&sources, 0), later).requested;
+    policy.load_started(&requested, later);
+    // All blocks were in DRAM meanwhile.
+    let moved = EndedLoad { requested, loaded: counts(Source::OwnDram, 8), seconds: 1e-3 };
+    assert!(policy.observe_load(&moved, later));
+    policy.load_ended(&requested);
+    assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
+    // A full queue drops the load.
+    policy.load_started(&requested, later);
+    assert_ne!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
+    policy.load_ended(&requested);
+    assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
 }
