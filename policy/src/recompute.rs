@@ -251,9 +251,11 @@ impl LoadPolicy {
         if beyond <= 0.0 {
             return self.divided(&load.loaded, &delivered, load.seconds);
         }
-        // An early failure does not show how long the blocks take.
-        let is_slow = self.expected(&load.requested, &failed).is_none_or(|known| beyond > known);
-        match is_slow {
+        // An early failure does not show how long the blocks take. A load that ends at its limit has run for about the bound,
+        // less the wait for earlier loads.
+        let tokens = sum(&load.requested) * u64::from(self.block.tokens);
+        let half_bound = self.bound.of_tokens(tokens).as_secs_f64() / 2.0;
+        match beyond > self.expected(&load.requested, &failed).unwrap_or(half_bound) {
             true => self.divided(&load.requested, &failed, beyond),
             false => Vec::new(),
         }

@@ -342,3 +342,16 @@ fn source_that_a_load_has_not_measured_is_measured_by_the_next() {
     policy.load_ended(&requested);
     assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
 }
+
+#[test]
+fn early_failure_of_an_unmeasured_source_does_not_count() {
+    let mut policy = LoadPolicy::new(BOUND, BLOCK);
+    policy.observe_step(&Step { tokens: 1000, context: 500.0, seconds: 0.1 });
+    let requested = counts(Source::PeerDram, 4);
+    let failed = EndedLoad { requested, loaded: SourceCounts::default(), seconds: 1e-4 };
+    assert!(!policy.observe_load(&failed, NOW));
+    let chain = chain(&[Source::PeerDram; 64], 0);
+    assert_eq!(policy.decide(&chain, NOW).reason, Reason::Unmeasured);
+    // A lost session is not an impossible measurement.
+    assert_eq!(policy.ignored(), 0);
+}
