@@ -10,7 +10,7 @@ use crate::commit::ChainPlace;
 use crate::error::ClientError;
 use crate::load::BlockStatus;
 use crate::paged::{LoadOptions, LoadedBlocks, Order, Pace, SaveOptions, SavedBlocks, cancelled};
-use crate::path::BlockPath;
+use crate::path::{BlockPath, LOAD_TIME_MIN};
 
 /// Blocks that a path gets in one call; between calls, transfers can be cancelled.
 const PATH_BLOCKS: usize = 64;
@@ -113,7 +113,7 @@ impl Job {
         Ok((all, by_path))
     }
 
-    /// Loads blocks by the path; notes which of them are in the memory.
+    /// Loads blocks by the path while its least time is left; notes which of them are in the memory.
     ///
     /// # Errors
     /// The transfer was cancelled, its deadline has passed, or the path has failed.
@@ -129,6 +129,9 @@ impl Job {
             }
             let leading = loaded.iter().take_while(|is_loaded| **is_loaded).count();
             let deadline = self.check_limit(leading)?.min(self.load_deadline()?);
+            if deadline < LOAD_TIME_MIN {
+                break;
+            }
             let options = LoadOptions { deadline, ..self.shared.load_options() };
             loaded.extend(path.load(client, part, &*self.shared.memory, &options)?);
         }

@@ -1,10 +1,13 @@
 //! Loads of several windows whose time is limited.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use reprise_client::path::{BlockPath, LOAD_TIME_MIN};
 use reprise_client::{
-    BlockStatus, ClientError, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PhysicalBlock,
+    BlockStatus, Client, ClientError, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PagedMemory,
+    PhysicalBlock, SaveOptions, SaveStatus, SessionKeeper, Transfers,
 };
 use reprise_policy::BlockKey;
 use reprise_policy::recompute::WaitLimit;
@@ -217,4 +220,63 @@ fn limited_loads_without_a_block_make_later_ones_avoid_peers() {
     assert!(loads > 2, "one load of 120 ms does not show it");
     assert!(!keeper.status().is_suspected);
     agent.end((transfers, keeper));
+}
+
+/// Counts its loads, and moves nothing.
+#[derive(Debug, Default)]
+struct CountedPath(AtomicUsize);
+
+impl BlockPath for CountedPath {
+    fn load(
+        &self,
+        _: &Client,
+        blocks: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &LoadOptions,
+    ) -> Result<Vec<bool>, ClientError> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(vec![false; blocks.len()])
+    }
+
+    fn save(
+        &self,
+        _: &Client,
+        _: &[(BlockKey, PhysicalBlock)],
+        _: &dyn PagedMemory,
+        _: &SaveOptions,
+    ) -> Result<Vec<SaveStatus>, ClientError> {
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn path_gets_no_load_with_little_time() {
+    let (asked, _loads) = mpsc::channel();
+    let agent = silent(asked, true);
+    let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
+    assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
+    let path = Arc::new(CountedPath::default());
+    let by_path: Arc<dyn BlockPath> = path.clone();
+    let options = transfer_options(LONG);
+    let memory = Arc::new(Memory::new(1));
+    let transfers = Transfers::with_path(keeper, memory, options, Some(by_path)).expect("threads");
+    for (bound, calls) in [(LOAD_TIME_MIN / 2, 0), (4 * SHORT, 1)] {
+        let limit = WaitLimit { bound, per_block: Duration::ZERO };
+        let load = transfers.submit_load_within(one_block(), limit).expect("a valid call");
+        assert!(transfers.wait(&[load], LONG / 2));
+        assert_eq!(path.0.load(Ordering::Relaxed), calls, "{bound:?}");
+    }
+    drop(transfers);
+    agent.join();
+}
+
+#[test]
+fn pins_end_at_their_limit() {
+    let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
+    let client = agent.connect();
+    let began = Instant::now();
+    let error = client.pin_extents_within(&[BlockKey([1; 16])], SHORT).expect_err("no answer");
+    assert!(matches!(error, ClientError::Timeout { after, .. } if after == SHORT), "{error}");
+    assert!(began.elapsed() < LONG / 2);
+    agent.end(client);
 }

@@ -212,7 +212,7 @@ impl BlockPath for SlowPath {
 
 #[test]
 fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
-    let bound = Duration::from_millis(20);
+    let bound = SHORT;
     let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
     let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
