@@ -218,6 +218,11 @@ impl LoadPolicy {
         true
     }
 
+    /// Drops the measurements of the computation, if no others will follow: everything is loaded, without a limit.
+    pub fn forget_steps(&mut self) {
+        (self.compute, self.iteration) = (ComputeRate::default(), IterationTime::default());
+    }
+
     /// Adds a load that has ended. Returns whether it counts; an impossible one is counted as ignored.
     ///
     /// If blocks are missing, the sources that brought none took the time beyond that of the others. A load whose time

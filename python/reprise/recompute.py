@@ -160,6 +160,11 @@ class LoadChooser:
         self.policy.observe_step(prefill.tokens, prefill.context, seconds)
         self._count_ignored()
 
+    def forget_steps(self) -> None:
+        """Drops the measured steps, if no others will follow: all found blocks are loaded, without a limit."""
+        self._steps.clear()
+        self.policy.forget_steps()
+
     def choose(self, sources: Sequence[int], prefix_tokens: int, *, is_computing: bool) -> LoadDecision:
         """Decides about the blocks that a request could load.
 

@@ -355,3 +355,13 @@ fn early_failure_of_an_unmeasured_source_does_not_count() {
     // A lost session is not an impossible measurement.
     assert_eq!(policy.ignored(), 0);
 }
+
+#[test]
+fn everything_is_loaded_after_steps_are_forgotten() {
+    let mut policy = slow_nvme().measured();
+    let sources = [Source::OwnNvme; 8];
+    assert_eq!(policy.decide(&chain(&sources, 0), NOW).reason, Reason::Compute);
+    policy.forget_steps();
+    let decision = policy.decide(&chain(&sources, 0), NOW);
+    assert_eq!((decision.blocks, decision.reason, decision.limit), (8, Reason::Unmeasured, None));
+}
