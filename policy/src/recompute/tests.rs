@@ -317,8 +317,11 @@ fn failed_source_next_to_an_unmeasured_one_shows_nothing() {
 fn blocks_of_another_source_than_found_do_not_show_a_failure() {
     let mut policy = slow_nvme().measured();
     let before = policy.sources[3].seconds(policy.bytes(4)).expect("measured");
-    let moved =
-        EndedLoad { requested: counts(Source::PeerNvme, 4), loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    let moved = EndedLoad {
+        requested: counts(Source::PeerNvme, 4),
+        loaded: counts(Source::OwnDram, 4),
+        seconds: 0.3,
+    };
     assert!(policy.observe_load(&moved, NOW));
     assert_eq!(policy.sources[3].seconds(policy.bytes(4)), Some(before));
     assert!(policy.sources[0].seconds(policy.bytes(4)) > Some(before));
