@@ -76,6 +76,8 @@ struct RecordingInfo {
     dropped: u64,
     /// Parts of prompts whose begin is not in the recording.
     parts_without_begin: u64,
+    /// Prompts that were cut after the largest number of blocks.
+    shortened_prompts: u64,
     /// Nodes whose recording was cut off.
     cut_off: BTreeSet<String>,
 }
@@ -148,6 +150,7 @@ impl RecordingInfo {
             saves,
             dropped: recording.dropped,
             parts_without_begin: recording.unplaced,
+            shortened_prompts: recording.shortened,
             cut_off: recording.cut_off,
         }
     }
@@ -199,6 +202,7 @@ impl Info {
             row("saves", recording.saves.to_string());
             row("lost calls", recording.dropped.to_string());
             row("parts without a begin", recording.parts_without_begin.to_string());
+            row("shortened prompts", recording.shortened_prompts.to_string());
             for node in &recording.cut_off {
                 row("cut off", node.clone());
             }

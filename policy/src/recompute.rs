@@ -136,6 +136,15 @@ pub struct Decision {
     pub limit: Option<WaitLimit>,
 }
 
+/// Time of one source in a load.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    /// Index of the source in [`SourceCounts`].
+    source: usize,
+    bytes: f64,
+    seconds: f64,
+}
+
 /// Measured rates of one engine, and its decisions.
 #[derive(Clone, Debug)]
 pub struct LoadPolicy {
@@ -209,7 +218,15 @@ impl LoadPolicy {
         true
     }
 
+    /// Drops the measurements of the computation, if no others will follow: everything is loaded, without a limit.
+    pub fn forget_steps(&mut self) {
+        (self.compute, self.iteration) = (ComputeRate::default(), IterationTime::default());
+    }
+
     /// Adds a load that has ended. Returns whether it counts; an impossible one is counted as ignored.
+    ///
+    /// If blocks are missing, the sources that brought none took the time beyond that of the others. A load whose time
+    /// cannot be divided in this way does not count.
     pub fn observe_load(&mut self, load: &EndedLoad, now: Tick) -> bool {
         // A block may come from another source than the one that the match has found.
         let is_possible = sum(&load.requested) > 0 && sum(&load.loaded) <= sum(&load.requested);
@@ -217,27 +234,54 @@ impl LoadPolicy {
             self.ignored += 1;
             return false;
         }
-        let is_empty = sum(&load.loaded) == 0;
-        let counted = if is_empty { load.requested } else { load.loaded };
-        let used: Vec<usize> = (0..counted.len()).filter(|at| counted[*at] > 0).collect();
-        let expect = |at: &usize| self.sources[*at].seconds(self.bytes(counted[*at]));
-        let expected: Option<Vec<f64>> = used.iter().map(expect).collect();
-        let total: f64 = expected.iter().flatten().sum();
-        if is_empty && expected.is_some() && load.seconds <= total {
-            // An early failure does not show how long the blocks take.
-            used.iter().for_each(|at| self.sources[*at].explored());
-            return false;
+        let samples = self.samples(load);
+        for Sample { source, bytes, seconds } in &samples {
+            self.sources[*source].add(*bytes, *seconds, now);
         }
-        for (place, at) in used.iter().enumerate() {
-            // The time of several sources is divided as expected, or by bytes.
-            let share = match &expected {
-                Some(known) if total > 0.0 => known[place] / total,
-                _ => f64::from(counted[*at]) / sum(&counted) as f64,
-            };
-            let bytes = self.bytes(counted[*at]);
-            self.sources[*at].add(bytes, load.seconds * share, now);
+        !samples.is_empty()
+    }
+
+    /// Divides the time of a load among its sources.
+    fn samples(&self, load: &EndedLoad) -> Vec<Sample> {
+        let delivered: Vec<usize> = (0..4).filter(|at| load.loaded[*at] > 0).collect();
+        // Blocks may come from other sources than the match has found, so only missing blocks show a failure.
+        let has_missing = sum(&load.loaded) < sum(&load.requested);
+        let has_failed = |at: &usize| has_missing && load.requested[*at] > 0 && load.loaded[*at] == 0;
+        let failed: Vec<usize> = (0..4).filter(has_failed).collect();
+        if failed.is_empty() {
+            return self.divided(&load.loaded, &delivered, load.seconds);
         }
-        true
+        let Some(others) = self.expected(&load.loaded, &delivered) else { return Vec::new() };
+        let beyond = load.seconds - others;
+        if beyond <= 0.0 {
+            return self.divided(&load.loaded, &delivered, load.seconds);
+        }
+        // An early failure does not show how long the blocks take. A load that ends at its limit has run for about the bound,
+        // less the wait for earlier loads.
+        let tokens = sum(&load.requested) * u64::from(self.block.tokens);
+        let half_bound = self.bound.of_tokens(tokens).as_secs_f64() / 2.0;
+        match beyond > self.expected(&load.requested, &failed).unwrap_or(half_bound) {
+            true => self.divided(&load.requested, &failed, beyond),
+            false => Vec::new(),
+        }
+    }
+
+    /// Expected time of blocks of these sources; `None` if one of them was not measured.
+    fn expected(&self, blocks: &SourceCounts, sources: &[usize]) -> Option<f64> {
+        sources.iter().map(|at| self.sources[*at].seconds(self.bytes(blocks[*at]))).sum()
+    }
+
+    /// Divides time among sources as expected, or by bytes.
+    fn divided(&self, blocks: &SourceCounts, sources: &[usize], seconds: f64) -> Vec<Sample> {
+        let total = self.expected(blocks, sources).filter(|total| *total > 0.0);
+        let all_bytes: f64 = sources.iter().map(|at| self.bytes(blocks[*at])).sum();
+        let sample = |source: &usize| {
+            let bytes = self.bytes(blocks[*source]);
+            let known = total.zip(self.sources[*source].seconds(bytes));
+            let share = known.map_or(bytes / all_bytes, |(total, own)| own / total);
+            Sample { source: *source, bytes, seconds: seconds * share }
+        };
+        sources.iter().map(sample).collect()
     }
 
     /// Decides about the blocks of a request.
@@ -276,9 +320,13 @@ impl LoadPolicy {
         self.running += 1;
     }
 
-    /// Counts the end of a load that was started.
-    pub fn load_ended(&mut self) {
+    /// Counts the end of a load that was started, after its measurement, if it has one. Another load measures sources that
+    /// this one did not.
+    pub fn load_ended(&mut self, requested: &SourceCounts) {
         self.running = self.running.saturating_sub(1);
+        for (rate, _) in self.sources.iter_mut().zip(requested).filter(|(_, count)| **count > 0) {
+            rate.explored();
+        }
     }
 
     /// Returns the number of blocks with the smallest total, and the time of their load; `None` if a rate is unknown.

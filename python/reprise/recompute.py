@@ -160,6 +160,11 @@ class LoadChooser:
         self.policy.observe_step(prefill.tokens, prefill.context, seconds)
         self._count_ignored()
 
+    def forget_steps(self) -> None:
+        """Drops the measured steps, if no others will follow: all found blocks are loaded, without a limit."""
+        self._steps.clear()
+        self.policy.forget_steps()
+
     def choose(self, sources: Sequence[int], prefix_tokens: int, *, is_computing: bool) -> LoadDecision:
         """Decides about the blocks that a request could load.
 
@@ -202,8 +207,8 @@ class LoadChooser:
 
     def ended(self, load: str) -> None:
         """Counts the end of all loads of this name."""
-        for _ in self._started.pop(load, ()):
-            self.policy.load_ended()
+        for requested in self._started.pop(load, ()):
+            self.policy.load_ended(requested)
 
     def _count_ignored(self) -> None:
         ignored = self.policy.ignored

@@ -75,6 +75,11 @@ impl LoadPolicy {
         self.lock().observe_step(&Step { tokens, context, seconds })
     }
 
+    /// Drops the measured steps, if no others will follow: all blocks are loaded, without a limit.
+    fn forget_steps(&self) {
+        self.lock().forget_steps();
+    }
+
     /// Adds a load that has ended; returns whether it counts. An impossible measurement is counted as ignored.
     ///
     /// Args:
@@ -108,9 +113,9 @@ impl LoadPolicy {
         self.lock().load_started(&requested, self.now());
     }
 
-    /// Counts the end of a load.
-    fn load_ended(&self) {
-        self.lock().load_ended();
+    /// Counts the end of a load, after ``observe_load`` if it was measured. ``requested`` is that of ``load_started``.
+    fn load_ended(&self, requested: SourceCounts) {
+        self.lock().load_ended(&requested);
     }
 
     /// Number of impossible measurements.

@@ -11,6 +11,9 @@
 //! The computation is emulated: the engine sleeps for the time that it takes by its rate. A hit takes the time until its
 //! load has ended, as measured, and the time of computing the missing blocks by that rate. Without the policy, a tenth as
 //! many hits load everything without a limit.
+//!
+//! Then one engine loads a longer prefix from NVMe, in two windows of the client. The limit of the wait would end within
+//! the second one, and grows when the first has arrived: no block may be missing.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,6 +44,14 @@ const PREFIX_BLOCKS: usize = 16;
 
 /// Prefixes of each node.
 const PREFIXES: usize = 48;
+
+/// Blocks of a longer prefix, and of the first of its two windows of 32 MiB.
+const LONG_BLOCKS: usize = 224;
+const WINDOW_BLOCKS: usize = 128;
+
+/// Loads of the longer prefix, and the time of the computation of one of its blocks.
+const LONG_LOADS: usize = 8;
+const LONG_BLOCK_TIME: Duration = Duration::from_millis(10);
 
 /// Seconds of a token in each engine, and of a token for each one before it.
 const ENGINES: [(f64, f64); 4] = [(5e-6, 1e-10), (5e-5, 1e-9), (1e-4, 1e-9), (5e-4, 1e-9)];
@@ -90,6 +101,14 @@ struct Counted {
     excess_max: f64,
 }
 
+/// Loads of the longer prefix whose first window has arrived.
+#[derive(Clone, Copy, Debug, Default)]
+struct LongLoads {
+    loads: u64,
+    /// Loads that have lost blocks of the second window.
+    cut: u64,
+}
+
 /// An emulated engine with its own session.
 struct Engine<'a> {
     client: Client,
@@ -125,7 +144,29 @@ pub(super) fn run(hits: usize, settings: &Settings) -> anyhow::Result<Vec<Figure
     let load = |mode, hits| under_load(&fixture.clients[0], mode, || engines(socket, &prefixes, mode, hits));
     let off = load(Mode::Off, hits.div_ceil(10))?;
     let on = load(Mode::On, hits)?;
-    Ok(figures(&on, &off))
+    let mut figures = figures(&on, &off);
+    let long = long_loads(&fixture.clients[0], socket)?;
+    figures.push(Figure::absolute("recompute.long_loads", long.loads as f64, "loads", Target::None));
+    figures.push(Figure::absolute("recompute.long_loads_cut", long.cut as f64, "loads", Target::AtMost(0.0)));
+    Ok(figures)
+}
+
+/// Loads the longer prefix with a limit that the second window reaches, if the first does not extend it.
+fn long_loads(client: &Client, socket: &Path) -> anyhow::Result<LongLoads> {
+    let prefix = keys(1 << 22, LONG_BLOCKS);
+    fixture::save_durable(client, &prefix, PREFIX_BLOCKS, &payload(client.layout()))?;
+    let engine = Engine::start(socket, &[], ENGINES[0], 0)?;
+    let mut counted = LongLoads::default();
+    for _ in 0..LONG_LOADS {
+        client.trim().context("trim")?;
+        let first = engine.load(&prefix[..WINDOW_BLOCKS], None)?.seconds;
+        client.trim().context("trim")?;
+        let limit = WaitLimit { bound: Duration::from_secs_f64(1.25 * first), per_block: LONG_BLOCK_TIME };
+        let leading = engine.load(&prefix, Some(limit))?.loaded.leading();
+        counted.loads += u64::from(leading >= WINDOW_BLOCKS);
+        counted.cut += u64::from((WINDOW_BLOCKS..LONG_BLOCKS).contains(&leading));
+    }
+    Ok(counted)
 }
 
 fn figures(on: &Counted, off: &Counted) -> Vec<Figure> {
@@ -263,7 +304,7 @@ impl<'a> Engine<'a> {
             if ended.ran > 0.0 && mode == Mode::On {
                 self.policy.observe_load(&sample, self.now());
             }
-            self.policy.load_ended();
+            self.policy.load_ended(&decision.requested);
             (seconds, leading) = (ended.seconds, ended.loaded.leading());
         }
         let tokens = self.client.layout().tokens();
@@ -279,7 +320,9 @@ impl<'a> Engine<'a> {
     }
 
     fn load(&self, keys: &[BlockKey], limit: Option<WaitLimit>) -> anyhow::Result<Ended> {
-        let blocks = keys.iter().copied().zip((0..).map(PhysicalBlock)).collect();
+        // Nothing reads the blocks, so those of a long prefix share their places.
+        let places = (0..PREFIX_BLOCKS).cycle().map(PhysicalBlock);
+        let blocks = keys.iter().copied().zip(places).collect();
         let submitted = Instant::now();
         let id = match limit {
             Some(limit) => self.transfers.submit_load_within(blocks, limit),

@@ -498,6 +498,7 @@ fn bench_recompute_counts_hits_of_every_source() {
     // Some are slower only if this machine suspends a process for longer than the bound.
     assert!(value("slower_hits") <= 4.0, "{figures:?}");
     assert!(value("hits_computed") > 0.0 && value("hits_computed") < 400.0, "{figures:?}");
+    assert_eq!(value("long_loads_cut"), 0.0, "{figures:?}");
 }
 
 fn assert_form(figures: &[Value]) {

@@ -356,9 +356,22 @@ impl Client {
     /// # Errors
     /// `BadRequest` (too many keys), `Timeout`, `AgentLost`.
     pub fn pin_extents(&self, keys: &[BlockKey]) -> Result<Vec<PinOutcome>, ClientError> {
+        self.pin_extents_within(keys, self.session.call_timeout())
+    }
+
+    /// [`Client::pin_extents`] with a limit, if that is shorter than the timeout of calls.
+    ///
+    /// # Errors
+    /// As [`Client::pin_extents`].
+    pub fn pin_extents_within(
+        &self,
+        keys: &[BlockKey],
+        limit: Duration,
+    ) -> Result<Vec<PinOutcome>, ClientError> {
         check_count("pin extents", keys.len())?;
         let body = request::Body::Pin(local::Pin { keys: BlockKey::pack(keys).into() });
-        let response::Body::Pinned(pinned) = self.session.call("pin extents", body)? else {
+        let limit = limit.min(self.session.call_timeout());
+        let response::Body::Pinned(pinned) = self.session.call_within("pin extents", body, limit)? else {
             return Err(self.session.broken(ClientError::unexpected("pin extents")));
         };
         extents::pinned(&self.session, &pinned, keys.len()).map_err(|error| self.session.broken(error))

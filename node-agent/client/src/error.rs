@@ -67,6 +67,14 @@ pub enum ClientError {
         /// Time without any progress.
         after: Duration,
     },
+    /// The limit of a wait has passed: computing the missing blocks is faster. The agent is not suspected.
+    #[error("computing is faster: {reason}; recompute missing blocks")]
+    LimitReached {
+        /// What arrived within which limit.
+        reason: String,
+        /// Time in which the agent gave no sign of life.
+        unanswered: Duration,
+    },
     /// The call is invalid: fix it.
     #[error("invalid call: {0}")]
     BadRequest(String),
@@ -148,6 +156,7 @@ impl ClientError {
             ClientError::AgentLost { .. } => "AgentLost",
             ClientError::Timeout { .. } => "Timeout",
             ClientError::Stalled { .. } => "Stalled",
+            ClientError::LimitReached { .. } => "LimitReached",
             ClientError::BadRequest(_) => "BadRequest",
             ClientError::Version(_) => "Version",
             ClientError::Busy(_) => "Busy",

@@ -99,6 +99,8 @@ pub(crate) struct LoadTimeouts {
     pub(crate) standstill: Option<Duration>,
     /// Deadline by which an agent that answers must have ended the load.
     pub(crate) until: Instant,
+    /// End of a wait with a limit, whether or not the agent answers; `None`: no limit.
+    pub(crate) limit: Option<Instant>,
 }
 
 /// A requested load. Dropping it releases the load when its answer arrives.
@@ -133,32 +135,52 @@ impl LoadRequest {
 struct ProgressWait {
     patience: LoadTimeouts,
     since: Instant,
+    /// Last sign of life of the agent.
+    answered: Instant,
 }
 
 impl ProgressWait {
     fn begin(patience: LoadTimeouts) -> ProgressWait {
-        ProgressWait { patience, since: Instant::now() }
+        let now = Instant::now();
+        ProgressWait { patience, since: now, answered: now }
     }
 
-    /// Time until the agent must be probed.
-    fn next_probe(self) -> Duration {
-        let half = self.patience.stall / 2;
-        let left = self.patience.standstill.map(|standstill| standstill.saturating_sub(self.since.elapsed()));
-        left.map_or(half, |left| left.min(half))
+    /// Time until the agent must be probed, or the wait reaches its limit.
+    fn next_check(self) -> Duration {
+        let LoadTimeouts { stall, standstill, limit, .. } = self.patience;
+        let standstill = standstill.map(|standstill| standstill.saturating_sub(self.since.elapsed()));
+        let limit = limit.map(|limit| limit.saturating_duration_since(Instant::now()));
+        [standstill, limit].into_iter().flatten().fold(stall / 2, Duration::min)
     }
 
     /// Handles a wait without progress: probes the agent to decide whether to continue.
     ///
     /// # Errors
-    /// `Timeout` if the agent does not answer; `Stalled` if it does and the limit for progress has passed.
-    fn check_agent(self, session: &Session) -> Result<(), ClientError> {
-        session.probe(self.patience.stall / 2)?;
+    /// `LimitReached` at the limit; `Timeout` if the agent does not answer; `Stalled` if it does and the limit for
+    /// progress has passed.
+    fn check_agent(&mut self, session: &Session) -> Result<(), ClientError> {
+        let half = self.patience.stall / 2;
+        let left = self.patience.limit.map_or(half, |limit| limit.saturating_duration_since(Instant::now()));
+        if left.is_zero() {
+            return Err(self.limit_reached());
+        }
+        match session.probe(left.min(half)) {
+            Ok(()) => self.answered = Instant::now(),
+            // A shorter time does not show that the agent hangs.
+            Err(ClientError::Timeout { .. }) if left < half => return Err(self.limit_reached()),
+            Err(error) => return Err(error),
+        }
         match self.patience.standstill {
             Some(standstill) if self.since.elapsed() >= standstill => {
                 Err(ClientError::Stalled { after: standstill })
             }
             _ => Ok(()),
         }
+    }
+
+    fn limit_reached(self) -> ClientError {
+        let reason = format!("no block within {:?}", self.since.elapsed());
+        ClientError::LimitReached { reason, unanswered: self.answered.elapsed() }
     }
 }
 
@@ -189,12 +211,12 @@ impl PendingLoad {
     ///
     /// # Errors
     /// As [`PendingLoad::wait`]; `Timeout` if the agent does not answer; `Stalled` if it answers without
-    /// progress.
+    /// progress; `LimitReached` at the limit.
     pub(crate) fn wait_with(self, patience: LoadTimeouts) -> Result<Load, ClientError> {
         self.wait_traced(|pending| {
-            let waiting = ProgressWait::begin(patience);
+            let mut waiting = ProgressWait::begin(patience);
             loop {
-                if let Some(answer) = pending.ongoing.poll(waiting.next_probe())? {
+                if let Some(answer) = pending.ongoing.poll(waiting.next_check())? {
                     return Ok(Some(answer));
                 }
                 waiting.check_agent(&pending.session)?;
@@ -376,15 +398,15 @@ impl Load {
     ///
     /// # Errors
     /// `Timeout` if the agent does not answer, or does not end the load in its time. `Stalled` if it answers
-    /// without progress. `AgentLost`, `BadRequest` (the layer does not exist).
+    /// without progress. `LimitReached` at the limit. `AgentLost`, `BadRequest` (the layer does not exist).
     pub(crate) fn wait_layer_with(
         &self,
         layer: u32,
         patience: LoadTimeouts,
     ) -> Result<LayerReady, ClientError> {
-        let waiting = ProgressWait::begin(patience);
+        let mut waiting = ProgressWait::begin(patience);
         loop {
-            match self.wait_layer(layer, waiting.next_probe()) {
+            match self.wait_layer(layer, waiting.next_check()) {
                 Err(ClientError::Timeout { .. }) => waiting.check_agent(&self.session)?,
                 waited => return waited,
             }

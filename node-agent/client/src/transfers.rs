@@ -22,7 +22,8 @@
 //! * Every submitted transfer ends with a status for each of its blocks, regardless of failures of the agent,
 //!   the session or the memory.
 //! * No transfer starts while the agent is suspected. A transfer with a hanging agent ends after its
-//!   `stall_timeout` and makes the agent suspected, so that the transfers behind it end at once.
+//!   `stall_timeout` and makes the agent suspected, so that the transfers behind it end at once. Loads that end at their
+//!   limits before that do so when their waits add up to `stall_timeout` without an answer between them.
 //! * A load by layers, for which a computation waits, ends within its deadline from its submission plus one
 //!   `stall_timeout`.
 //! * A save by layers whose engine stops announcing layers ends unsaved after `layer_wait`; saves behind it
@@ -31,7 +32,8 @@
 //! A load without progress for its `standstill_timeout` also ends if the agent answers. The agent is then not
 //! suspected, because another node or a device hangs. For [`PEER_AVOIDANCE_TIME`], later loads only use
 //! blocks of this node, with a limit of [`RETRY_STANDSTILL_TIMEOUT`]. A hanging node therefore costs an
-//! engine about one `standstill_timeout` instead of one for each request.
+//! engine about one `standstill_timeout` instead of one for each request. A load whose wait has a shorter limit ends
+//! before that: later loads avoid peers too when such loads add up to [`RETRY_STANDSTILL_TIMEOUT`] without a block.
 //!
 //! The deadline of a load counts from its submission, because its caller also waits for the loads before it.
 //! A load whose deadline has passed when it would start fails at once. So do limits of the wait (`submit_load_within`).
@@ -45,6 +47,7 @@
 
 mod by_path;
 mod chain;
+mod health;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,7 +58,6 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use reprise_policy::BlockKey;
 use reprise_policy::recompute::WaitLimit;
-use reprise_policy::session::Scope;
 
 use crate::deadline;
 use crate::error::ClientError;
@@ -157,6 +159,10 @@ struct TransferTable {
     is_cancelled: bool,
     /// Until then loads use only this node.
     peers_avoided_until: Option<Instant>,
+    /// Time that loads have waited up to their limits without a sign of life of the agent, since the last one.
+    unanswered: Duration,
+    /// Time that loads of the cluster have waited up to their limits without a block, since the last one.
+    standstill: Duration,
 }
 
 /// Progress of a transfer.
@@ -414,11 +420,7 @@ impl Job {
         self.began = Some(Instant::now());
         match self.attempt() {
             Ok((outcome, by_path)) => {
-                match outcome.stopped_by() {
-                    Some(ClientError::Timeout { .. }) => self.shared.keeper.suspect(),
-                    Some(ClientError::Stalled { .. }) => self.shared.avoid_peers(),
-                    _ => {}
-                }
+                self.note_health(&outcome);
                 self.end(outcome, by_path);
             }
             Err(reason) => {
@@ -521,24 +523,6 @@ impl Shared {
         let id = TransferId(table.last);
         table.unfinished.insert(id, TransferProgress { direction, layers: 0 });
         id
-    }
-
-    /// Makes later loads use only this node for a while, after a load without progress.
-    fn avoid_peers(&self) {
-        self.lock().peers_avoided_until = Some(deadline::after(PEER_AVOIDANCE_TIME));
-    }
-
-    /// Options of a load that starts now.
-    fn load_options(&self) -> LoadOptions {
-        let options = self.options.load;
-        match (self.lock().peers_avoided_until, options.standstill_timeout) {
-            (Some(until), Some(standstill)) if Instant::now() < until => LoadOptions {
-                scope: Scope::Local,
-                standstill_timeout: Some(standstill.min(RETRY_STANDSTILL_TIMEOUT)),
-                ..options
-            },
-            _ => options,
-        }
     }
 
     /// Records that a transfer has reached `layers` leading layers.

@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use reprise_client::path::BlockPath;
+use reprise_client::path::{BlockPath, LOAD_TIME_MIN};
 use reprise_client::{
     Client, ClientError, ExtentStatus, LoadOptions, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus,
     Scope, Source,
@@ -112,7 +112,11 @@ impl ExtentBlocks {
         match result {
             Ok(result) => Ok(Some(result)),
             Err(error) => match error.downcast::<ClientError>() {
-                Ok(error @ (ClientError::Timeout { .. } | ClientError::AgentLost { .. })) => Err(error),
+                Ok(
+                    error @ (ClientError::Timeout { .. }
+                    | ClientError::LimitReached { .. }
+                    | ClientError::AgentLost { .. }),
+                ) => Err(error),
                 // The session holds its share of the devices.
                 Ok(ClientError::Busy(_)) => {
                     way.leave_unusable();
@@ -175,7 +179,9 @@ impl BlockPath for ExtentBlocks {
             return Ok(loaded);
         }
         // Only blocks of this node count, so the control plane is not asked.
-        let sources = sources(client, &keys, Scope::Local, options.stall_timeout)?;
+        let stall = options.stall_timeout;
+        let sources = sources(client, &keys, Scope::Local, stall.min(options.deadline))
+            .map_err(|error| within_limit(error, stall))?;
         let on_devices = sources.iter().enumerate().filter(|(_, source)| **source == Source::OwnNvme);
         let on_devices: Vec<usize> = on_devices.map(|(index, _)| index).collect();
         if on_devices.is_empty() {
@@ -185,12 +191,16 @@ impl BlockPath for ExtentBlocks {
         self.with((Direction::Load, deadline), client, |path| {
             for window in on_devices.chunks(path.slots()) {
                 let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
+                if left < LOAD_TIME_MIN {
                     break;
                 }
                 path.set_timeout(left.min(standstill));
                 let placed: Vec<_> = window.iter().map(|index| keys[*index]).enumerate().collect();
-                for ((slot, index), result) in window.iter().enumerate().zip(path.load(&placed)?) {
+                let results = path.load(&placed).map_err(|error| match error.downcast::<ClientError>() {
+                    Ok(error) => within_limit(error, stall).into(),
+                    Err(error) => error,
+                })?;
+                for ((slot, index), result) in window.iter().enumerate().zip(results) {
                     if result == RingLoad::Verified {
                         copy_to(memory, blocks[*index].1, path, slot);
                         loaded[*index] = true;
@@ -258,6 +268,17 @@ impl BlockPath for ExtentBlocks {
     }
 }
 
+/// A call with less time than the stall timeout, because its load has a limit, does not show that the agent hangs.
+fn within_limit(error: ClientError, stall: Duration) -> ClientError {
+    match error {
+        ClientError::Timeout { call, after } if after < stall => {
+            let reason = format!("no answer to '{call}' within {after:?}");
+            ClientError::LimitReached { reason, unanswered: after }
+        }
+        error => error,
+    }
+}
+
 /// Returns the sources of leading blocks that are available.
 fn sources(
     client: &Client,
@@ -288,4 +309,20 @@ fn copy_from(memory: &dyn PagedMemory, block: PhysicalBlock, path: &dyn AnyPath,
 /// Every change leaves the state consistent, so a poisoned lock is ignored.
 fn lock<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_whole_stall_timeout_shows_that_the_agent_hangs() {
+        let stall = Duration::from_millis(500);
+        let late = |after| within_limit(ClientError::Timeout { call: "match", after }, stall);
+        assert!(matches!(late(stall), ClientError::Timeout { .. }));
+        let limit = Duration::from_millis(60);
+        assert!(matches!(late(limit), ClientError::LimitReached { unanswered, .. } if unanswered == limit));
+        let lost = within_limit(ClientError::AgentLost { reason: String::new() }, stall);
+        assert!(matches!(lost, ClientError::AgentLost { .. }));
+    }
 }

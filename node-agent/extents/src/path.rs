@@ -231,7 +231,7 @@ impl<D: Devices> ExtentPath<D> {
     /// Loads blocks into the memory and verifies them. Blocks that are late have failed.
     ///
     /// # Errors
-    /// The session has ended, or the backend fails.
+    /// The session has ended, the agent does not answer within the time of the load, or the backend fails.
     pub fn load(&mut self, blocks: &[(usize, BlockKey)]) -> anyhow::Result<Vec<RingLoad>> {
         let deadline = Instant::now() + self.timeout;
         let mut results = Vec::with_capacity(blocks.len());
@@ -254,7 +254,8 @@ impl<D: Devices> ExtentPath<D> {
         let keys: Vec<BlockKey> = blocks.iter().map(|(_, key)| *key).collect();
         let mut results = vec![RingLoad::Miss; blocks.len()];
         let mut pinned: Vec<(usize, PinnedExtent)> = Vec::new();
-        for (index, outcome) in self.client.pin_extents(&keys)?.into_iter().enumerate() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        for (index, outcome) in self.client.pin_extents_within(&keys, left)?.into_iter().enumerate() {
             match outcome {
                 PinOutcome::Pinned(extent) if D::reaches(extent.file()) => pinned.push((index, extent)),
                 PinOutcome::Pinned(_) | PinOutcome::Miss | PinOutcome::NotDurable | PinOutcome::Limit => {}

@@ -63,7 +63,7 @@ impl SourceRate {
         self.is_exploring |= self.is_old(now);
     }
 
-    /// Notes that a load of this source has ended without a measurement.
+    /// Notes that a load of this source has ended, with or without a measurement.
     pub(super) fn explored(&mut self) {
         self.is_exploring = false;
     }

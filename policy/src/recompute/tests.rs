@@ -224,7 +224,7 @@ fn old_measurement_is_repeated_by_one_load() {
     // The device has recovered.
     let blocks = counts(Source::OwnNvme, 8);
     assert!(policy.observe_load(&EndedLoad { requested: blocks, loaded: blocks, seconds: 1e-3 }, later));
-    policy.load_ended();
+    policy.load_ended(&decision.requested);
     assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Load);
 }
 
@@ -258,7 +258,7 @@ fn loads_before_count_until_they_end() {
     assert_eq!(policy.decide(&chain(&short, 0), NOW).reason, Reason::Compute);
     let later = NOW.after(long.load_time);
     assert_eq!(policy.decide(&chain(&short, 0), later).reason, Reason::Load);
-    policy.load_ended();
+    policy.load_ended(&long.requested);
     assert_eq!(policy.decide(&chain(&short, 0), NOW).reason, Reason::Load);
 }
 
@@ -287,4 +287,84 @@ fn time_of_mixed_loads_is_divided_as_expected() {
     }
     let after = policy.sources[0].seconds(policy.bytes(8)).expect("measured");
     assert!(after < before * 1.5, "{after} s, {before} s before");
+}
+
+#[test]
+fn time_of_a_failed_source_is_not_that_of_the_one_that_delivered() {
+    let mut policy = slow_nvme().measured();
+    let before = policy.sources[0].seconds(policy.bytes(4)).expect("measured");
+    let requested = [4, 0, 0, 4];
+    let cut = EndedLoad { requested, loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    assert!(policy.observe_load(&cut, NOW));
+    assert_eq!(policy.sources[0].seconds(policy.bytes(4)), Some(before));
+    assert_eq!(policy.decide(&chain(&[Source::OwnDram; 4], 0), NOW).reason, Reason::Load);
+    assert_eq!(policy.decide(&chain(&[Source::PeerNvme; 4], 0), NOW).reason, Reason::Compute);
+}
+
+#[test]
+fn failed_source_next_to_an_unmeasured_one_shows_nothing() {
+    let mut policy = LoadPolicy::new(BOUND, BLOCK);
+    policy.observe_step(&Step { tokens: 1000, context: 500.0, seconds: 0.1 });
+    let requested = [4, 0, 0, 4];
+    let cut = EndedLoad { requested, loaded: counts(Source::OwnDram, 4), seconds: 0.3 };
+    assert!(!policy.observe_load(&cut, NOW));
+    assert_eq!(policy.decide(&chain(&[Source::OwnDram; 4], 0), NOW).reason, Reason::Unmeasured);
+    assert_eq!(policy.decide(&chain(&[Source::PeerNvme; 4], 0), NOW).reason, Reason::Unmeasured);
+    assert_eq!(policy.ignored(), 0);
+}
+
+#[test]
+fn blocks_of_another_source_than_found_do_not_show_a_failure() {
+    let mut policy = slow_nvme().measured();
+    let before = policy.sources[3].seconds(policy.bytes(4)).expect("measured");
+    let moved = EndedLoad {
+        requested: counts(Source::PeerNvme, 4),
+        loaded: counts(Source::OwnDram, 4),
+        seconds: 0.3,
+    };
+    assert!(policy.observe_load(&moved, NOW));
+    assert_eq!(policy.sources[3].seconds(policy.bytes(4)), Some(before));
+    assert!(policy.sources[0].seconds(policy.bytes(4)) > Some(before));
+}
+
+#[test]
+fn source_that_a_load_has_not_measured_is_measured_by_the_next() {
+    let mut policy = slow_nvme().measured();
+    let sources = [[Source::OwnDram; 4], [Source::OwnNvme; 4]].concat();
+    let later = NOW.after(RATE_LIFETIME + Duration::from_secs(1));
+    let requested = policy.decide(&chain(&sources, 0), later).requested;
+    policy.load_started(&requested, later);
+    // All blocks were in DRAM meanwhile.
+    let moved = EndedLoad { requested, loaded: counts(Source::OwnDram, 8), seconds: 1e-3 };
+    assert!(policy.observe_load(&moved, later));
+    policy.load_ended(&requested);
+    assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
+    // A full queue drops the load.
+    policy.load_started(&requested, later);
+    assert_ne!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
+    policy.load_ended(&requested);
+    assert_eq!(policy.decide(&chain(&sources, 0), later).reason, Reason::Unmeasured);
+}
+
+#[test]
+fn early_failure_of_an_unmeasured_source_does_not_count() {
+    let mut policy = LoadPolicy::new(BOUND, BLOCK);
+    policy.observe_step(&Step { tokens: 1000, context: 500.0, seconds: 0.1 });
+    let requested = counts(Source::PeerDram, 4);
+    let failed = EndedLoad { requested, loaded: SourceCounts::default(), seconds: 1e-4 };
+    assert!(!policy.observe_load(&failed, NOW));
+    let chain = chain(&[Source::PeerDram; 64], 0);
+    assert_eq!(policy.decide(&chain, NOW).reason, Reason::Unmeasured);
+    // A lost session is not an impossible measurement.
+    assert_eq!(policy.ignored(), 0);
+}
+
+#[test]
+fn everything_is_loaded_after_steps_are_forgotten() {
+    let mut policy = slow_nvme().measured();
+    let sources = [Source::OwnNvme; 8];
+    assert_eq!(policy.decide(&chain(&sources, 0), NOW).reason, Reason::Compute);
+    policy.forget_steps();
+    let decision = policy.decide(&chain(&sources, 0), NOW);
+    assert_eq!((decision.blocks, decision.reason, decision.limit), (8, Reason::Unmeasured, None));
 }

@@ -58,7 +58,9 @@ def _note(scheduler: Any, batch: Any) -> None:
         is_prefill = batch.forward_mode.is_extend()
         prefill = Prefill.of(zip(batch.extend_lens, batch.prefix_lens, strict=True)) if is_prefill else NO_PREFILL
     except Exception as error:
-        # Any exception: SGLang's step must not fail because of a measurement.
+        # Any exception: SGLang's step must not fail because of a measurement. Old ones would become wrong.
+        for chooser in list(_choosers):
+            chooser.forget_steps()
         _choosers.clear()
         logger.warning("steps of SGLang's scheduler cannot be measured: all found pages are loaded: %s", error)
         return

@@ -12,6 +12,7 @@ from pool import HostPool
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from test_storage import Make, hashes, make, same
 
+from reprise import Source
 from reprise.recompute import LoadChooser, NoCounters, Prefill
 from reprise.sglang import steps
 from reprise.sglang.options import StorageOptions
@@ -110,6 +111,21 @@ def test_unknown_version_of_sglang_is_not_measured_and_still_computes(
         assert engine.run_batch(batch((1000, 0))) == "result"
     assert len([record for record in caplog.records if "cannot be measured" in record.message]) == 1
     assert made.policy.limit(1, 0) is None
+
+
+def test_steps_that_cannot_be_measured_any_longer_make_old_ones_invalid(scheduler: type[Scheduler]) -> None:
+    made, clock = chooser(), [0.0]
+    made.now = lambda: clock[0]
+    steps.measure(made)
+    engine = scheduler()
+    engine.run_batch(batch((1000, 0)))
+    clock[0] = 0.1
+    engine.run_batch(batch())
+    assert made.policy.limit(1, 0) is not None
+    assert engine.run_batch(SimpleNamespace(forward_mode=None)) == "result"
+    assert made.policy.limit(1, 0) is None
+    assert made.policy.decide([Source.OWN_NVME] * 3).reason == "unmeasured"
+    assert not made.is_computing
 
 
 def test_engine_without_this_method_loads_all_pages(

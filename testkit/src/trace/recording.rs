@@ -34,6 +34,8 @@ pub struct Recording {
     pub nodes: usize,
     /// Number of parts of requests whose begin is not in the recording.
     pub unplaced: u64,
+    /// Number of requests that were cut after the largest number of blocks of a trace's request.
+    pub shortened: u64,
 }
 
 /// Returns whether a file with this first line is a recording.
@@ -46,6 +48,9 @@ impl Recording {
     ///
     /// # Errors
     /// A line is not one of a recording, the recording has another version, or impossible sizes.
+    ///
+    /// Engines record a long prompt in parts, which are one request here. A request with more blocks than one of a trace
+    /// may have keeps its first ones.
     pub fn read(name: &str, reader: impl BufRead) -> anyhow::Result<Recording> {
         let (mut recording, mut requests) = (Recording::default(), Requests::default());
         let (mut sessions, mut nodes) = (BTreeSet::new(), BTreeSet::new());
@@ -70,7 +75,10 @@ impl Recording {
         })?;
         recording.unplaced = requests.unplaced();
         (recording.sessions, recording.nodes) = (sessions.len(), nodes.len());
-        recording.requests = in_hash_ids(&requests.into_requests()).with_context(|| name.to_owned())?;
+        let requests = requests.into_requests();
+        let is_long = |request: &&Request| request.prompt.len() > HASH_IDS_MAX;
+        recording.shortened = requests.iter().filter(is_long).count() as u64;
+        recording.requests = in_hash_ids(&requests).with_context(|| name.to_owned())?;
         Ok(recording)
     }
 }
@@ -133,21 +141,21 @@ fn in_hash_ids(requests: &[Request]) -> anyhow::Result<Vec<TraceRequest>> {
     requests
         .iter()
         .map(|request| {
-            let (block_tokens, blocks) = (request.block_tokens, request.prompt.len());
+            let block_tokens = request.block_tokens;
+            let prompt = &request.prompt[..request.prompt.len().min(HASH_IDS_MAX)];
             ensure!(
                 (1..=BLOCK_TOKENS_MAX).contains(&block_tokens),
                 "invalid blocks of {block_tokens} tokens: expected 1 to {BLOCK_TOKENS_MAX}"
             );
-            ensure!(blocks <= HASH_IDS_MAX, "a prompt has {blocks} blocks; the limit is {HASH_IDS_MAX}");
             let mut id = |key: &BlockKey| {
                 let next = ids.len() as u64;
                 *ids.entry(*key).or_insert(next)
             };
             Ok(TraceRequest {
                 timestamp: (request.micros - first) / 1000,
-                input_length: blocks as u64 * block_tokens,
+                input_length: prompt.len() as u64 * block_tokens,
                 output_length: request.output_blocks.saturating_mul(block_tokens),
-                hash_ids: request.prompt.iter().map(&mut id).collect(),
+                hash_ids: prompt.iter().map(&mut id).collect(),
                 block_tokens,
             })
         })
@@ -200,7 +208,6 @@ mod tests {
         for (text, words) in [
             (lines(0, &[&[1]]), "invalid blocks of 0 tokens"),
             (lines(1 << 54, &[&[1]]), "expected 1 to 65535"),
-            (lines(16, &[&[1; HASH_IDS_MAX + 1]]), "a prompt has 8193 blocks"),
             (other, "version 9 of recordings"),
             (lines(16, &[]) + "{}\n", "line 2: expected a line"),
             (String::new(), "is empty"),
@@ -208,6 +215,40 @@ mod tests {
             let error = format!("{:#}", read(&text).expect_err(words));
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn prompt_that_is_longer_than_a_request_keeps_its_first_blocks() {
+        let key = |number: u32| {
+            let mut key = [0; 16];
+            key[..4].copy_from_slice(&number.to_le_bytes());
+            BlockKey(key)
+        };
+        // Engines ask for at most so many blocks at a time.
+        let part = |position: u32, keys: std::ops::Range<u32>| {
+            Line::Call(Call {
+                operation: Operation::Match,
+                micros: 5_000_000,
+                node: "n".to_owned(),
+                session: 1,
+                tenant: "default".to_owned(),
+                block_tokens: 16,
+                block_bytes: 4096,
+                position: Some(position),
+                parent: None,
+                keys: keys.map(key).collect(),
+            })
+        };
+        let max = u32::try_from(HASH_IDS_MAX).expect("few blocks");
+        let start = Line::Start { version: VERSION, node: "n".to_owned() };
+        let lines = [start, part(0, 0..max), part(max, max..max + 9), part(0, 0..1)];
+        let text: String =
+            lines.iter().map(|line| serde_json::to_string(line).expect("encodes") + "\n").collect();
+        let recording = read(&text).expect("reads");
+        assert_eq!((recording.requests.len(), recording.shortened, recording.unplaced), (2, 1, 0));
+        let [long, short] = &recording.requests[..] else { panic!("two requests") };
+        assert_eq!((long.hash_ids.len(), long.input_length), (HASH_IDS_MAX, 16 * u64::from(max)));
+        assert_eq!(short.hash_ids, [0]);
     }
 
     #[test]

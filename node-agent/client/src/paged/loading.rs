@@ -14,9 +14,9 @@ use crate::deadline;
 use crate::error::ClientError;
 use crate::load::{BlockStatus, LOAD_DEADLINE_DEFAULT, Load, LoadRequest, LoadTimeouts, PendingLoad, Verify};
 
-/// Smallest stall limit of a load with a limited wait: an agent answers within some milliseconds, but shares its cores with
-/// the engine.
-const LIMITED_STALL_TIMEOUT: Duration = Duration::from_millis(100);
+/// Time after the limit of a wait in which the agent can still answer: it does so within some milliseconds of its deadline,
+/// but shares its cores with the engine.
+const LIMIT_GRACE: Duration = Duration::from_millis(100);
 
 /// Options of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,8 @@ pub struct LoadOptions {
     /// Deadline, from the call on; blocks that are missing then have failed. The agent rejects more than 600
     /// s (`BadRequest`).
     pub deadline: Duration,
-    /// Limit without progress and without sign of life of the agent; then the load ends (`Timeout`).
+    /// Limit without progress and without sign of life of the agent; then the load ends (`Timeout`). The limit of a wait
+    /// can end it before that (`LimitReached`).
     pub stall_timeout: Duration,
     /// Limit without progress while the agent answers, because another node or a device hangs; then the load
     /// ends (`Stalled`). `None`: until the deadline.
@@ -44,6 +45,8 @@ pub struct LoadedBlocks {
     pub sources: Vec<Option<Source>>,
     /// Error that ended the load early.
     pub stopped_by: Option<ClientError>,
+    /// Time without a block before the agent ended the load at the limit of its wait; zero for other ends.
+    pub standstill: Duration,
 }
 
 /// One requested part of a load.
@@ -64,6 +67,10 @@ struct Loading<'a> {
     /// End of the load: its deadline, or before that the limit of its pace.
     until: Instant,
     deadline: Instant,
+    /// Whether the pace has a limit: the caller then needs leading blocks only.
+    is_limited: bool,
+    /// Begin of the load, or the end of the last window of which blocks came.
+    progress_at: Instant,
     /// Blocks that are still to be requested, in order.
     rest: VecDeque<usize>,
     /// Number of blocks that were requested and not copied yet.
@@ -94,6 +101,7 @@ impl LoadedBlocks {
             statuses: vec![BlockStatus::Failed; blocks],
             sources: vec![None; blocks],
             stopped_by: None,
+            standstill: Duration::ZERO,
         }
     }
 
@@ -163,54 +171,98 @@ impl<'a> Loading<'a> {
             pace: &Unpaced,
             until: deadline,
             deadline,
+            is_limited: false,
+            progress_at: Instant::now(),
             rest: (0..blocks.len()).collect(),
             asked: 0,
             loaded: LoadedBlocks::none_yet(blocks.len()),
         }
     }
 
-    /// Loads window after window; the next window is loading while the current one is used.
+    /// Loads window after window; the next window is loading while the current one is used. Blocks for which no time is
+    /// left have missed the deadline.
     fn run(&mut self) -> Result<(), ClientError> {
-        let mut coming = self.start_window()?;
+        let mut coming = self.start_window(None)?;
         while let Some(Window { blocks, pending }) = coming {
             let load = pending.wait_with(self.patience())?.with_verify(self.options.verify);
-            coming = self.start_window()?;
+            coming = self.start_window(Some((&blocks, &load)))?;
             self.finish_window(&blocks, &load)?;
             drop(load);
-            if coming.is_none() {
-                coming = self.start_window()?;
+            let in_flight = coming.as_ref().map_or(&[][..], |window| &window.blocks);
+            if self.has_hole(self.loaded.leading(), in_flight) {
+                self.rest.extend(coming.map(|window| window.blocks).unwrap_or_default());
+                break;
             }
+            if coming.is_none() {
+                coming = self.start_window(None)?;
+            }
+        }
+        for block in self.rest.drain(..) {
+            self.loaded.statuses[block] = BlockStatus::Deadline;
+        }
+        if self.is_limited && self.loaded.statuses.contains(&BlockStatus::Deadline) {
+            self.loaded.standstill = self.progress_at.elapsed();
         }
         Ok(())
     }
 
     /// Updates the end of the load for the blocks that have arrived.
     fn update_limit(&mut self) {
-        if let Some(limit) = self.pace.limit(self.loaded.leading()) {
-            self.until = limit.min(self.deadline);
+        self.until = self.limit(self.loaded.leading());
+        self.is_limited = self.pace.limit(0).is_some();
+    }
+
+    /// End of the load if some leading blocks have arrived.
+    fn limit(&self, leading: usize) -> Instant {
+        self.pace.limit(leading).map_or(self.deadline, |limit| limit.min(self.deadline))
+    }
+
+    /// Number of leading blocks if those of an answered window arrive.
+    fn leading_with(&self, (blocks, load): (&[usize], &Load)) -> usize {
+        let mut leading = self.loaded.leading();
+        for (block, answer) in blocks.iter().zip(load.blocks()) {
+            if *block == leading && answer.is_ok() {
+                let behind = &self.loaded.statuses[leading + 1..];
+                leading += 1 + behind.iter().take_while(|status| **status == BlockStatus::Ok).count();
+            }
         }
+        leading
+    }
+
+    /// Reports whether the first block that is missing behind leading ones has failed: those behind it are useless then.
+    fn has_hole(&self, leading: usize, in_flight: &[usize]) -> bool {
+        let comes = in_flight.contains(&leading) || self.rest.contains(&leading);
+        self.is_limited && leading < self.blocks.len() && !comes
     }
 
     /// Timeouts of a wait that starts at the last progress.
     fn patience(&self) -> LoadTimeouts {
         let LoadOptions { stall_timeout: stall, standstill_timeout: standstill, .. } = self.options;
-        // An agent that hangs does not end a load at its limit.
-        let is_limited = self.until < self.deadline;
-        let left = self.until.saturating_duration_since(Instant::now()).max(LIMITED_STALL_TIMEOUT);
-        let stall = if is_limited { stall.min(left) } else { stall };
-        LoadTimeouts { stall, standstill, until: self.until }
+        // An agent that hangs does not extend a wait with a limit.
+        let limit = self.is_limited.then(|| deadline::from(self.until, LIMIT_GRACE));
+        LoadTimeouts { stall, standstill, until: self.until, limit }
     }
 
-    /// Requests the next window; `None` when all blocks were requested.
-    fn start_window(&mut self) -> Result<Option<Window>, ClientError> {
+    /// Requests the next window; `None` when all blocks were requested, or no time is left: the agent would begin to read
+    /// blocks that it cannot deliver.
+    ///
+    /// The answer to an earlier window shows which of its blocks arrive, and these extend the limit. If they do not, the
+    /// client does not wait until the deadline that the agent has.
+    fn start_window(&mut self, answered: Option<(&[usize], &Load)>) -> Result<Option<Window>, ClientError> {
         let count = self.rest.len().min(window_blocks(self.client.layout(), self.pace.order()));
-        if count == 0 {
+        let leading = answered.map_or_else(|| self.loaded.leading(), |window| self.leading_with(window));
+        let left = self.limit(leading).saturating_duration_since(Instant::now());
+        // Blocks without room may be requested again.
+        let without_room = answered.into_iter().flat_map(|(blocks, load)| blocks.iter().zip(load.blocks()));
+        let without_room = without_room.filter(|(_, answer)| answer.status() == BlockStatus::NoSpace);
+        let without_room: Vec<usize> = without_room.map(|(block, _)| *block).collect();
+        if count == 0 || left.is_zero() || self.has_hole(leading, &without_room) {
             return Ok(None);
         }
         let blocks: Vec<usize> = self.rest.drain(..count).collect();
         let request = LoadRequest {
             keys: blocks.iter().map(|block| self.blocks[*block].0).collect(),
-            deadline: self.until.saturating_duration_since(Instant::now()).min(self.options.deadline),
+            deadline: left.min(self.options.deadline),
             read_bytes: 0,
             scope: self.options.scope,
         };
@@ -241,6 +293,9 @@ impl<'a> Loading<'a> {
             (0..).zip(&mut statuses).for_each(|(index, status)| *status = load.status(index));
         }
         let any_came = statuses.contains(&BlockStatus::Ok);
+        if any_came {
+            self.progress_at = Instant::now();
+        }
         let mut without_room = Vec::new();
         for (index, block) in blocks.iter().enumerate() {
             self.loaded.statuses[*block] = statuses[index];

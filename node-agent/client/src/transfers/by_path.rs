@@ -10,7 +10,7 @@ use crate::commit::ChainPlace;
 use crate::error::ClientError;
 use crate::load::BlockStatus;
 use crate::paged::{LoadOptions, LoadedBlocks, Order, Pace, SaveOptions, SavedBlocks, cancelled};
-use crate::path::BlockPath;
+use crate::path::{BlockPath, LOAD_TIME_MIN};
 
 /// Blocks that a path gets in one call; between calls, transfers can be cancelled.
 const PATH_BLOCKS: usize = 64;
@@ -101,6 +101,7 @@ impl Job {
             statuses: loaded.iter().map(status).collect(),
             sources: loaded.iter().map(|is_loaded| is_loaded.then_some(Source::OwnNvme)).collect(),
             stopped_by: None,
+            standstill: Duration::ZERO,
         };
         if stopped_by.is_none() && (by_path == 0 || !rest.is_empty()) {
             match self.check_limit(rest.first().copied().unwrap_or(0)).and_then(|_| self.load_deadline()) {
@@ -112,7 +113,7 @@ impl Job {
         Ok((all, by_path))
     }
 
-    /// Loads blocks by the path; notes which of them are in the memory.
+    /// Loads blocks by the path while its least time is left; notes which of them are in the memory.
     ///
     /// # Errors
     /// The transfer was cancelled, its deadline has passed, or the path has failed.
@@ -128,6 +129,9 @@ impl Job {
             }
             let leading = loaded.iter().take_while(|is_loaded| **is_loaded).count();
             let deadline = self.check_limit(leading)?.min(self.load_deadline()?);
+            if deadline < LOAD_TIME_MIN {
+                break;
+            }
             let options = LoadOptions { deadline, ..self.shared.load_options() };
             loaded.extend(path.load(client, part, &*self.shared.memory, &options)?);
         }
@@ -149,7 +153,7 @@ impl Job {
         {
             (all.statuses[*index], all.sources[*index]) = (status, source);
         }
-        all.stopped_by = by_arena.stopped_by;
+        (all.stopped_by, all.standstill) = (by_arena.stopped_by, by_arena.standstill);
         Ok(())
     }
 
@@ -169,10 +173,8 @@ impl Job {
         let Some(limit) = self.limit.map(|limit| limit.after(leading)) else { return Ok(Duration::MAX) };
         match limit.saturating_sub(self.submitted.elapsed()) {
             Duration::ZERO => {
-                let blocks = self.blocks.len();
-                Err(ClientError::Busy(format!(
-                    "computing is faster: {leading} of {blocks} blocks within {limit:?}"
-                )))
+                let reason = format!("{leading} of {} blocks within {limit:?}", self.blocks.len());
+                Err(ClientError::LimitReached { reason, unanswered: Duration::ZERO })
             }
             left => Ok(left),
         }

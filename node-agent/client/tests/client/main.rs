@@ -3,6 +3,7 @@
 mod fake_agent;
 mod keeper;
 mod layers;
+mod limits;
 mod load;
 mod matching;
 mod memory;

@@ -16,7 +16,7 @@ use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, block_bytes
 use crate::memory::{Memory, placed};
 
 /// Limit for an agent that hangs, and for nothing else.
-fn transfer_options(stall_timeout: Duration) -> TransferOptions {
+pub(crate) fn transfer_options(stall_timeout: Duration) -> TransferOptions {
     TransferOptions {
         save: SaveOptions { room_wait: LONG, stall_timeout, ..SaveOptions::default() },
         load: LoadOptions { deadline: LONG, stall_timeout, ..LoadOptions::default() },
@@ -212,7 +212,7 @@ impl BlockPath for SlowPath {
 
 #[test]
 fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
-    let bound = Duration::from_millis(20);
+    let bound = SHORT;
     let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
     let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
@@ -235,28 +235,6 @@ fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
     let words = part.outcome.stopped_by().expect("an error").to_string();
     assert!(words.contains("computing is faster: 64 of 200 blocks"), "{words}");
     agent.end(transfers);
-}
-
-#[test]
-fn limited_load_has_its_limit_as_the_agent_s_deadline_and_ends_if_the_agent_hangs() {
-    let (asked, deadlines) = mpsc::channel::<u64>();
-    let agent = FakeAgent::serve(move |peer| {
-        while let Some((_, request)) = peer.receive() {
-            if let request::Body::Load(load) = request {
-                asked.send(load.deadline_us).expect("the test reads it");
-            }
-        }
-    });
-    let (transfers, keeper) = start_transfers(&agent, &Arc::new(Memory::new(1)), transfer_options(LONG));
-    let limit = WaitLimit { bound: SHORT, per_block: LONG };
-    let load = transfers.submit_load_within(placed([(0, 0)]), limit).expect("a valid call");
-    assert!(transfers.wait(&[load], LONG / 2));
-    let finished = transfers.finished();
-    assert_eq!(load_statuses(&finished[0].outcome), [BlockStatus::Failed]);
-    assert!(matches!(finished[0].outcome.stopped_by(), Some(ClientError::Timeout { .. })), "{finished:?}");
-    let deadline = deadlines.recv().expect("a load");
-    assert!(u128::from(deadline) <= SHORT.as_micros(), "{deadline} µs");
-    agent.end((transfers, keeper));
 }
 
 #[test]
