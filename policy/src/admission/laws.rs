@@ -33,18 +33,25 @@ fn bursts() -> impl Strategy<Value = Vec<(u64, u32)>> {
     prop::collection::vec((0_u64..7200, 0_u32..4000), 20..120)
 }
 
-/// Offers blocks to a budget; returns its writes. Restarts it before the bursts with these numbers.
-fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
-    let block = 2 << 20;
+/// Size of the blocks of a load with one size.
+const BLOCK: u64 = 2 << 20;
+
+/// Largest block that a device takes.
+const BLOCK_MAX: u64 = 64 << 20;
+
+/// Offers blocks of these sizes in turn to a budget; returns its writes. Restarts it before the bursts with these
+/// numbers.
+fn run_sizes(limits: DailyBudget, load: &[(u64, u32)], sizes: &[u64], restarts: &[usize]) -> Writes {
+    let block_max = sizes.iter().copied().max().unwrap_or(BLOCK);
     let mut now = Tick(0);
-    let mut budget = WriteBudget::new(limits, now);
+    let mut budget = WriteBudget::new(limits, block_max, now);
     let mut writes = Vec::new();
     for (at, (pause, blocks)) in load.iter().enumerate() {
         now = now.after(Duration::from_secs(*pause));
         if restarts.contains(&at) {
-            budget = WriteBudget::new(limits, now);
+            budget = WriteBudget::new(limits, block_max, now);
         }
-        for _ in 0..*blocks {
+        for block in sizes.iter().copied().cycle().take(*blocks as usize) {
             if budget.admits(now, block) {
                 budget.charge(now, block);
                 writes.push((now, block));
@@ -52,6 +59,11 @@ fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
         }
     }
     writes
+}
+
+/// Offers blocks of 2 MiB.
+fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
+    run_sizes(limits, load, &[BLOCK], restarts)
 }
 
 proptest! {
@@ -68,6 +80,18 @@ proptest! {
         prop_assert!(most <= bytes, "{most} bytes in a day, {bytes} allowed");
     }
 
+    #[test]
+    fn no_day_exceeds_the_budget_with_blocks_of_two_sizes_and_restarts(
+        load in bursts(),
+        gib in 1_u64..200,
+        small in 4096_u64..(4 << 20),
+        large in 4096_u64..BLOCK_MAX,
+        restarts in prop::collection::vec(0_usize..120, 0..8),
+    ) {
+        let limits = DailyBudget::new(gib * GIB);
+        let most = busiest_day(&run_sizes(limits, &load, &[small, large], &restarts));
+        prop_assert!(most <= limits.bytes, "{most} bytes in a day, {} allowed", limits.bytes);
+    }
 }
 
 proptest! {
@@ -84,14 +108,37 @@ proptest! {
         prop_assert!(busiest_day(&writes) <= limits.bytes);
     }
 
+    #[test]
+    fn large_blocks_get_their_part_of_the_budget_next_to_small_ones(
+        gib in 20_u64..2000, small in (64_u64 << 10)..BLOCK, large in (2 * BLOCK)..BLOCK_MAX, order: u64,
+    ) {
+        let limits = DailyBudget::new(gib * GIB);
+        let mut budget = WriteBudget::new(limits, large, Tick(0));
+        let (mut now, mut order, mut of_large) = (Tick(0), order, 0);
+        // Each second, a small and a large block in any order.
+        for _ in 0..86_400 {
+            now = now.after(Duration::from_secs(1));
+            order = order.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let offered = if order >> 63 == 0 { [small, large] } else { [large, small] };
+            for block in offered {
+                if budget.admits(now, block) {
+                    budget.charge(now, block);
+                    of_large += if block == large { block } else { 0 };
+                }
+            }
+        }
+        // As many large blocks as small ones are two thirds of the bytes, or more.
+        let used = (86_400 * (small + large)).min(limits.bytes);
+        prop_assert!(of_large >= used / 2, "{of_large} bytes of {used} in large blocks");
+    }
 }
 
 proptest! {
     #[test]
     fn wait_is_the_time_after_which_a_write_is_admitted(
-        gib in 1_u64..100, spent in 0_u64..GIB, block in 1_u64..(64 << 20),
+        gib in 1_u64..100, spent in 0_u64..GIB, block in 1_u64..(1 << 30), block_max in 0_u64..BLOCK_MAX,
     ) {
-        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), Tick(0));
+        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), block_max, Tick(0));
         budget.charge(Tick(0), spent);
         let wait = budget.wait(Tick(0), block);
         prop_assert!(budget.admits(Tick(0).after(wait), block));

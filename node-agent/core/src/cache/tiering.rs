@@ -318,14 +318,10 @@ impl Cache {
         }
     }
 
-    /// Part of the burst that the device with most of it has left, in thousandths; 1000 without budgets.
+    /// Part of the bucket that the device with most of it has left, in thousandths; 1000 without budgets.
     fn budget_left_permille(&self) -> u16 {
-        let left = self.devices.writable_devices().map(|device| {
-            device.budget.as_ref().map_or(1000, |budget| {
-                let permille = budget.left(self.now).saturating_mul(1000) / budget.limits().burst.max(1);
-                u16::try_from(permille.min(1000)).expect("at most 1000")
-            })
-        });
-        left.max().unwrap_or(1000)
+        let left =
+            |device: &Device| device.budget.as_ref().map_or(1000, |budget| budget.left_permille(self.now));
+        self.devices.writable_devices().map(left).max().unwrap_or(1000)
     }
 }
