@@ -38,7 +38,7 @@ use reprise_policy::{SessionId, SlotSet, Tick};
 use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage};
 use crate::context::Caller;
 use crate::effect::{Effect, FillId, PlaceKind, RegionId, Reply};
-use crate::event::{Event, FillUpdate, Integrity, PeerEvent, Request, RequestId, SessionOpened};
+use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
@@ -187,7 +187,18 @@ impl AgentCore {
     }
 
     fn route_cache(&mut self, outcomes: CacheOutcomes) {
-        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches, used_again } = outcomes;
+        let CacheOutcomes {
+            arena_full,
+            capacity_changed,
+            recovered,
+            stored,
+            batches,
+            used_again,
+            lost_retentions,
+        } = outcomes;
+        for lost in lost_retentions {
+            self.retention.lost_dram(&mut self.cache, lost);
+        }
         self.save.save_used_again(&mut self.cache, self.now, &used_again);
         if arena_full {
             self.save.expedite();
@@ -361,9 +372,6 @@ impl AgentCore {
             }
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
-                if integrity == Integrity::Damaged {
-                    self.retention.release_orphans(&mut self.cache);
-                }
             }
             Event::Peer(event) => self.peer_event(event),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),

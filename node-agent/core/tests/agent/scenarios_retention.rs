@@ -229,6 +229,40 @@ fn pins_in_every_segment_do_not_keep_other_sizes_out() {
 }
 
 #[test]
+fn pins_in_every_region_do_not_keep_other_sizes_out_of_dram() {
+    // Each of the four regions has four large blocks, and one of them is pinned.
+    let (mut harness, session) = harness(16, settings());
+    let pinned: Vec<BlockKey> = keys(0..16).into_iter().step_by(4).collect();
+    let report = run_keys(&mut harness, session, PIN, pinned.clone());
+    assert_eq!(report.retention.dram_bytes, 4 * large_layout().slot_bytes());
+    assert_eq!(in_tier(&harness, &pinned, Tier::Dram), 4);
+    let small_session = harness.open_session(TenantId::DEFAULT, small_layout());
+    let small: Vec<BlockKey> = keys(SMALL_KEYS_FROM..SMALL_KEYS_FROM + 8);
+    save(&mut harness, small_session, &small);
+    assert_eq!(in_tier(&harness, &small, Tier::Dram), 8, "the other size gets a region");
+    let all = harness.core.counters();
+    assert_eq!((all.retention_broken_blocks, all.retention_pinned_blocks), (1, 4));
+    assert_eq!(all.retention_dram_bytes, 3 * large_layout().slot_bytes(), "the other pins stay");
+    assert_eq!((in_tier(&harness, &pinned, Tier::Dram), in_tier(&harness, &pinned, Tier::Nvme)), (3, 4));
+}
+
+#[test]
+fn region_that_a_load_reads_is_not_taken_from_pins() {
+    let (mut harness, session) = harness(16, settings());
+    let pinned: Vec<BlockKey> = keys(0..16).into_iter().step_by(4).collect();
+    run_keys(&mut harness, session, PIN, pinned.clone());
+    harness.load(session, &keys(0..16), Duration::ZERO, Scope::Local);
+    let small_session = harness.open_session(TenantId::DEFAULT, small_layout());
+    harness.reserve(small_session, 1);
+    assert_eq!(
+        harness.core.counters().retention_broken_blocks,
+        0,
+        "all regions have slots that a load reads"
+    );
+    assert_eq!(in_tier(&harness, &pinned, Tier::Dram), 4);
+}
+
+#[test]
 fn pins_shrink_with_a_lowered_quota() {
     let (mut harness, session) = harness(12, settings());
     run_keys(&mut harness, session, PIN, keys(0..12));
@@ -261,6 +295,26 @@ fn damaged_copy_leaves_its_pin() {
     harness.release(session, load);
     assert_eq!(in_tier(&harness, &keys(0..1), Tier::Dram), 0);
     assert_eq!(harness.core.counters().read_leases, 1, "only the intact copy is kept");
+}
+
+#[test]
+fn replaced_copy_leaves_its_pin_although_it_was_intact() {
+    let (mut harness, session) = harness(2, settings());
+    harness.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let reply = &harness.engines[&session].replies.last().expect("a reply").1;
+    let Reply::Loaded { load, .. } = *reply else { panic!("not a load: {reply:?}") };
+    run_keys(&mut harness, session, PIN, keys(0..2));
+    harness.suspect(session, load, vec![0]);
+    // The engine has computed the block again before the check has found it intact.
+    harness.reserve(session, 1);
+    harness.commit(session, &keys(0..1), Priority::Normal);
+    harness.finish_jobs();
+    harness.release(session, load);
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    let all = harness.core.counters();
+    assert_eq!(all.retention_dram_bytes, large_layout().slot_bytes());
+    assert_eq!(all.read_leases, 1, "the replaced copy is freed at once");
 }
 
 #[test]
