@@ -83,6 +83,12 @@ impl WriteBudget {
         self.refilled = self.refilled.max(now);
     }
 
+    /// Returns charged bytes that will not be written. Their charge never raises the level above that without it.
+    pub fn refund(&mut self, now: Tick, bytes: u64) {
+        self.level = (self.level_at(now) + scaled(bytes)).min(scaled(self.capacity));
+        self.refilled = self.refilled.max(now);
+    }
+
     /// Bytes that may be written now; zero after an overdraft.
     pub fn left(&self, now: Tick) -> u64 {
         u64::try_from(self.level_at(now).max(0) / DAY_MICROS).unwrap_or(u64::MAX)

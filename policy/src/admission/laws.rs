@@ -135,6 +135,23 @@ proptest! {
 
 proptest! {
     #[test]
+    fn refunded_bytes_never_raise_the_level_above_that_without_their_charge(
+        gib in 1_u64..100, spent in 0_u64..(64 << 20), lent in 1_u64..(64 << 20), held in 0_u64..86_400,
+    ) {
+        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), BLOCK_MAX, Tick(0));
+        let start = Tick(0).after(DAY);
+        budget.charge(start, spent);
+        let mut other = budget.clone();
+        let end = start.after(Duration::from_secs(held));
+        other.charge(start, lent);
+        other.refund(end, lent);
+        prop_assert!(other.left(end) <= budget.left(end));
+        if held == 0 {
+            prop_assert_eq!(other.left(end), budget.left(end), "nothing was gained meanwhile");
+        }
+    }
+
+    #[test]
     fn wait_is_the_time_after_which_a_write_is_admitted(
         gib in 1_u64..100, spent in 0_u64..GIB, block in 1_u64..(1 << 30), block_max in 0_u64..BLOCK_MAX,
     ) {

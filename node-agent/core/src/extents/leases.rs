@@ -87,7 +87,7 @@ impl Extents {
         for (position, slot) in slots {
             let block = lent.get(&slot.page);
             let Some(block) = block.filter(|_| !is_answered && cache.can_lend(slot.device)) else {
-                cache.return_lent(&slot);
+                cache.return_unwritten(&slot);
                 continue;
             };
             let place = cache.place_of_lent(&slot, block.generation);

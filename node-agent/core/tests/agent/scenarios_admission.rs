@@ -171,6 +171,22 @@ fn extents_are_not_lent_beyond_the_budget() {
 }
 
 #[test]
+fn extents_that_are_returned_unwritten_are_refunded_up_to_the_burst() {
+    let (mut harness, session) = with(AdmissionMode::Always, Some(BUDGET));
+    harness.pass(60 * MINUTE);
+    harness.apply(Event::Tick);
+    let full = counters(&harness).write_budget_left_bytes;
+    for _ in 0..20 {
+        assert_eq!(lease_extents(&mut harness, session), 4, "leases that are returned spend no budget");
+        harness.abort_extents(session);
+        harness.finish_jobs();
+    }
+    let left = counters(&harness).write_budget_left_bytes;
+    // The journal pages of the leases stay charged.
+    assert!(left <= full && left + 8 * SLOT_BYTES > full, "{left} of {full} bytes left");
+}
+
+#[test]
 fn device_bytes_and_useful_bytes_are_counted() {
     let (mut harness, session) = with(AdmissionMode::Always, None);
     save(&mut harness, session, &keys(0..4));
