@@ -427,8 +427,7 @@ impl AgentCore {
                 self.extents.lease(cache, cx, caller, count);
             }
             Request::Commit(commit) => {
-                let of_caller = cache.size_class(size_class);
-                self.namespaces.saved(session, of_caller.tenant, &of_caller.layout);
+                self.namespaces.used(session, cache.size_class(size_class));
                 match commit.kind() {
                     Some(PlaceKind::Arena) => self.save.commit(cache, cx, caller, &commit),
                     Some(PlaceKind::Extent) => self.extents.commit(cache, cx, caller, &commit),
@@ -448,6 +447,7 @@ impl AgentCore {
                 self.load.match_keys(cache, cx, caller, (keys, ranks, position, scope));
             }
             Request::Load(wanted) => {
+                self.namespaces.used(session, cache.size_class(size_class));
                 let load = self.load.begin(cache, cx, caller, (wanted, received));
                 if let Some(load) = load
                     && self.prefetch.is_active()

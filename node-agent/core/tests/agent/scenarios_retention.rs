@@ -10,7 +10,7 @@ use reprise_agent_core::event::{
 use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::prefetch::{HINT_VERSION, LookaheadRequest};
 use reprise_policy::quota::Quota;
-use reprise_policy::{BlockKey, NamespaceDigest, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, NamespaceDigest, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::{Engine, RequestKind};
 use crate::harness::{Harness, SMALL_KEYS_FROM, Setup, keys, large_layout, small_layout};
@@ -422,16 +422,7 @@ fn namespace_selects_all_blocks_in_steps_unless_it_is_ambiguous() {
     let deleted = run(&mut harness, session, BlockAction::Delete, all.clone());
     assert_eq!(deleted.counts.affected, 10);
     assert_eq!(in_tier(&harness, &keys(SMALL_KEYS_FROM..SMALL_KEYS_FROM + 4), Tier::Nvme), 4);
-    let other = SessionId(99);
-    let opened = SessionOpened {
-        session: other,
-        tenant: TenantId::DEFAULT,
-        namespace: NamespaceDigest([2; 32]),
-        layout: large_layout(),
-        gpu: None,
-    };
-    harness.engines.insert(other, Engine::new(opened.tenant, opened.layout));
-    harness.apply(Event::SessionOpened(opened));
+    let other = open_other_namespace(&mut harness);
     // A session that saves nothing changes nothing.
     assert_eq!(run(&mut harness, session, BlockAction::Delete, all.clone()).counts.found(), 0);
     let text = refused(&mut harness, other, BlockAction::Delete, all.clone());
@@ -439,7 +430,50 @@ fn namespace_selects_all_blocks_in_steps_unless_it_is_ambiguous() {
     harness.reserve(other, 1);
     harness.commit(other, &keys(20..21), Priority::Normal);
     let text = refused(&mut harness, session, BlockAction::Delete, all);
-    assert!(text.contains("several namespaces") && text.contains("tokens or keys"), "{text}");
+    assert!(text.contains("several namespaces") && text.contains("tokens, keys or session"), "{text}");
+}
+
+/// Opens a session of another namespace, with the tenant and layout of the others.
+fn open_other_namespace(harness: &mut Harness) -> SessionId {
+    let session = SessionId(99);
+    let opened = SessionOpened {
+        session,
+        tenant: TenantId::DEFAULT,
+        namespace: NamespaceDigest([2; 32]),
+        layout: large_layout(),
+        gpu: None,
+    };
+    harness.engines.insert(session, Engine::new(opened.tenant, opened.layout));
+    harness.apply(Event::SessionOpened(opened));
+    session
+}
+
+#[test]
+fn blocks_that_recovery_found_are_not_removed_by_namespace() {
+    let (harness, _) = harness(6, settings());
+    let mut harness = harness.kill();
+    harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+    let other = open_other_namespace(&mut harness);
+    for action in [BlockAction::Delete, BlockAction::Demote] {
+        let text = refused(&mut harness, other, action, BlockSelection::Namespace { from: 0 });
+        assert!(text.contains("any namespace") && text.contains("tokens, keys or session"), "{text}");
+    }
+    assert_eq!(in_tier(&harness, &keys(0..6), Tier::Nvme), 6);
+    // Also for the session whose blocks they are, because the agent cannot know that.
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    refused(&mut harness, session, BlockAction::Delete, BlockSelection::Namespace { from: 0 });
+    assert_eq!(run_keys(&mut harness, session, BlockAction::Delete, keys(0..6)).counts.affected, 6);
+}
+
+#[test]
+fn namespace_of_a_session_that_loads_counts_like_that_of_one_that_saves() {
+    let (mut harness, session) = harness(2, settings());
+    let other = open_other_namespace(&mut harness);
+    let all = BlockSelection::Namespace { from: 0 };
+    assert_eq!(run(&mut harness, session, BlockAction::Demote, all.clone()).counts.affected, 2);
+    harness.load(other, &keys(50..51), Duration::ZERO, Scope::Local);
+    let text = refused(&mut harness, session, BlockAction::Delete, all);
+    assert!(text.contains("several namespaces"), "{text}");
 }
 
 #[test]
