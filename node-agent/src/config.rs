@@ -250,6 +250,7 @@ pub(crate) enum Addresses {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct AdminSection {
     pub(crate) listen: String,
+    pub(crate) trace: bool,
 }
 
 /// Adjustable time limits and sizes.
@@ -417,6 +418,7 @@ hot_window = "{hot_window}"
 {ahead}
 [admin]
 listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
+# trace = true             # /trace for clients of the node: keys, tenants, sizes and times of all blocks; default: off
 
 [limits]
 load_deadline = "{deadline}" # deadline of loads without one
@@ -555,7 +557,7 @@ impl Default for ControlPlaneSection {
 
 impl Default for AdminSection {
     fn default() -> Self {
-        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned() }
+        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned(), trace: false }
     }
 }
 
