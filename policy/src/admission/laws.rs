@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::budget::{DailyBudget, WriteBudget};
 use super::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
 use crate::Tick;
+use crate::eviction::Group;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const GIB: u64 = 1 << 30;
@@ -165,14 +166,15 @@ proptest! {
 
     #[test]
     fn admission_never_refuses_a_used_block_that_is_worth_reading_and_is_monotonous_in_the_budget(
-        key_hash: u64, position: u32, commits in 0_u32..500, uses in 0_u32..500, left in 0_u16..=1000,
+        key_hash: u64, tenant: u16, position: Option<u32>, commits in 0_u32..500, uses in 0_u32..500, left in 0_u16..=1000,
     ) {
         for mode in AdmissionMode::ALL {
             let mut admission = Admission::new(mode);
-            (0..commits).for_each(|_| admission.committed(position));
-            (0..uses).for_each(|_| admission.reused(position));
+            let tenant = Group(tenant % 1024);
+            (0..commits).for_each(|_| admission.committed(tenant, position));
+            (0..uses).for_each(|_| admission.reused(tenant, position));
             let block = Candidate {
-                key_hash, position, reuse: Reuse::Used, bytes: 2 << 20, tokens: 16, budget_left_permille: 1000,
+                key_hash, tenant, position, reuse: Reuse::Used, bytes: 2 << 20, tokens: 16, budget_left_permille: 1000,
             };
             prop_assert_eq!(admission.decide(&block), Verdict::Admit);
             let unused = Candidate { reuse: Reuse::None, budget_left_permille: left, ..block };

@@ -23,7 +23,7 @@ use std::time::Duration;
 use reprise_policy::Tick;
 use reprise_policy::admission::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
 use reprise_policy::demotion::{self, IdleTimes, Pressure};
-use reprise_policy::eviction::EntryIndex;
+use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::accounts::nvme_bytes;
 use crate::cache::describe::BlockOrigin;
@@ -121,10 +121,12 @@ impl Cache {
             return;
         }
         let state = self.index.entry_mut(entry);
-        let is_first = state.mark_reused();
+        let (is_first, position, size_class) = (state.mark_reused(), state.position(), state.size_class());
         if is_first {
-            self.tiering.admission.reused(state.position().unwrap_or(0));
+            let tenant = self.tenant_of(size_class);
+            self.tiering.admission.reused(Group(tenant.0), position);
         }
+        let state = self.index.entry(entry);
         let Dram::Resident(frame) = state.dram() else { return };
         let idle = self.tiering.used(frame, self.now);
         self.tiering.idle_times.observe(idle);
@@ -141,7 +143,7 @@ impl Cache {
         }
         let block = self.candidate(entry);
         if block.reuse == Reuse::None {
-            self.tiering.admission.committed(block.position);
+            self.tiering.admission.committed(block.tenant, block.position);
         }
         let verdict = self.tiering.admission.decide(&block);
         match verdict {
@@ -310,7 +312,8 @@ impl Cache {
         let size_class = self.sizes.get(state.size_class());
         Candidate {
             key_hash: state.key().table_hash(),
-            position: state.position().unwrap_or(0),
+            tenant: Group(size_class.tenant_index.0),
+            position: state.position(),
             reuse: self.reuse(entry),
             bytes: nvme_bytes(size_class.slot_bytes),
             tokens: size_class.layout.tokens(),
