@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use reprise_policy::Tick;
 use reprise_policy::admission::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
-use reprise_policy::demotion::{self, IdleTimes, Pressure};
+use reprise_policy::demotion::{self, IdleTimes, Pressure, Temperature};
 use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::accounts::nvme_bytes;
@@ -59,7 +59,7 @@ struct Coarse(u32);
 /// Batch of blocks to demote.
 #[derive(Debug)]
 pub(crate) struct Demotions {
-    pub(crate) frames: Vec<FrameIndex>,
+    pub(crate) frames: Vec<(FrameIndex, Temperature)>,
     pub(crate) pressure: Pressure,
 }
 
@@ -173,8 +173,16 @@ impl Cache {
         self.counters.admission_budget_blocks += 1;
     }
 
-    /// Returns the next batch of blocks to demote, of at most `bytes` slot bytes; `None` if no pass is due. `demoted`
-    /// are slot bytes that are being demoted: they are room too.
+    /// Counts a demoted block that is durable.
+    pub(crate) fn count_demoted(&mut self, temperature: Temperature) {
+        match temperature {
+            Temperature::Cold => self.counters.demoted_blocks += 1,
+            Temperature::Warm => self.counters.demoted_emergency_blocks += 1,
+        }
+    }
+
+    /// Returns the next batch of blocks to demote, of at most `bytes` slot bytes and within the write budget that is
+    /// left; `None` if no pass is due. `demoted` are slot bytes that are being demoted: they are room too.
     pub(crate) fn due_demotions(&mut self, demoted: u64, bytes: u64) -> Option<Demotions> {
         let capacity = self.arena.bytes();
         let free = self.arena.free_bytes() + demoted;
@@ -186,12 +194,13 @@ impl Cache {
         let (watched, tau) =
             (demotion::room_watched(capacity), demotion::threshold(&self.tiering.idle_times));
         let mut demotions = Demotions { frames: Vec::new(), pressure: Pressure::None };
-        let mut left = bytes;
+        let (mut left, mut budget) = (bytes, self.budget_left_bytes());
         for victims in self.arena.next_victims(DEMOTION_VICTIMS_MAX) {
             let mut room = free;
             for frame in victims {
                 let slot_bytes = self.frame_slot(frame).bytes;
-                if room >= watched || left < slot_bytes || demotions.frames.len() >= DEMOTION_BLOCKS_MAX {
+                let is_full = left < slot_bytes || demotions.frames.len() >= DEMOTION_BLOCKS_MAX;
+                if room >= watched || is_full || budget == 0 {
                     break;
                 }
                 let pressure = demotion::pressure(room, capacity);
@@ -202,13 +211,9 @@ impl Cache {
                     continue;
                 }
                 left -= slot_bytes;
-                demotions.frames.push(frame);
-                let is_cold = temperature == demotion::Temperature::Cold;
-                let count = match is_cold {
-                    true => &mut self.counters.demoted_blocks,
-                    false => &mut self.counters.demoted_emergency_blocks,
-                };
-                *count += 1;
+                // As for the budget itself, the last block may exceed it.
+                budget = budget.saturating_sub(nvme_bytes(slot_bytes));
+                demotions.frames.push((frame, temperature));
                 demotions.pressure = demotions.pressure.max(pressure);
             }
         }
@@ -319,6 +324,12 @@ impl Cache {
             tokens: size_class.layout.tokens(),
             budget_left_permille: self.budget_left_permille(),
         }
+    }
+
+    /// Bytes that the budgets of all writable devices have left; without limits, the maximum.
+    fn budget_left_bytes(&self) -> u64 {
+        let left = |device: &Device| device.budget.as_ref().map_or(u64::MAX, |budget| budget.left(self.now));
+        self.devices.writable_devices().map(left).fold(0, u64::saturating_add)
     }
 
     /// Part of the bucket that the device with most of it has left, in thousandths; 1000 without budgets.

@@ -117,6 +117,43 @@ fn warm_block_is_demoted_when_it_is_the_next_victim() {
 }
 
 #[test]
+fn demotions_are_limited_by_the_budget_that_is_left() {
+    let (mut harness, session) = with_budget();
+    let saved = keys(0..16);
+    harness.pass(380 * SECOND);
+    save(&mut harness, session, &saved);
+    let refused = counters(&harness).admission_budget_blocks;
+    assert_eq!((stored(&harness, &saved), refused), (0, 16), "no budget yet");
+    // Three blocks are cold and have less than 2.4 slots of room, but the budget admits one.
+    settle(&mut harness, 65 * SECOND);
+    let all = counters(&harness);
+    assert_eq!((all.demoted_blocks, all.demoted_emergency_blocks, stored(&harness, &saved)), (1, 0, 1));
+    assert_eq!(all.admission_budget_blocks, refused, "no demotion was refused");
+    harness.reserve(session, 1);
+    assert_eq!((in_memory(&harness, &saved), counters(&harness).dram_dropped_blocks), (15, 0));
+}
+
+#[test]
+fn block_whose_demotion_fails_is_not_the_next_victim() {
+    for write_media in [0, 1000] {
+        let (mut harness, session) = with_budget();
+        let saved = keys(0..14);
+        // Chains of one block: the first one is the next victim.
+        saved.chunks(1).for_each(|key| save(&mut harness, session, key));
+        harness.pass(900 * SECOND);
+        harness.faults.write_media = write_media;
+        settle(&mut harness, SECOND);
+        let durable = stored(&harness, &saved[..1]);
+        assert_eq!(durable, if write_media == 0 { 1 } else { 0 });
+        assert_eq!(counters(&harness).demoted_blocks, durable as u64, "counted once it is durable");
+        // Two slots are free; the third one is that of the next victim.
+        harness.reserve(session, 3);
+        assert_eq!(in_memory(&harness, &saved[..1]), 1 - durable, "the only copy stays");
+        assert_eq!(in_memory(&harness, &saved), 13);
+    }
+}
+
+#[test]
 fn threshold_follows_the_times_between_uses() {
     let (mut harness, session) = with_budget();
     save(&mut harness, session, &keys(0..14));
