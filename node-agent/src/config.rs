@@ -345,7 +345,7 @@ segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
 eviction = {{ kind = "{pool_eviction}", chains = "descendants_first" }} # on devices; see [cache]
-admission = "{admission}"       # "always"; "second_use": once used again; "expected_reuse": if worth the write
+admission = "{admission}"       # "always"; "second_use": once used again; "expected_reuse": if worth the write. These two: no save to extents
 # daily_write_budget = "1TiB" # bytes that each device may write in any 24 hours; default: no limit
 # write_burst = "10GiB"    # of them at once, up to half; 1 % by default. Sustained writes are budget - burst
 # reserve_bytes = "1GiB"   # space that a new or growing file leaves on its file system; default: 5 %, at least 1GiB

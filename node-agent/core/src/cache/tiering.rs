@@ -135,6 +135,11 @@ impl Cache {
         }
     }
 
+    /// Rule by which saved blocks are admitted to devices.
+    pub(crate) fn admission_mode(&self) -> AdmissionMode {
+        self.tiering.admission.mode()
+    }
+
     /// Decides whether a committed block is written, and counts the decision.
     pub(crate) fn admit(&mut self, lease: &Lease<Save>) -> Verdict {
         let entry = self.frames.get(lease.frame()).entry().expect("a readable block can be found");

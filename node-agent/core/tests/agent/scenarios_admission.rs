@@ -171,6 +171,22 @@ fn extents_are_not_lent_beyond_the_budget() {
 }
 
 #[test]
+fn extents_are_not_lent_for_saves_that_admission_decides_about() {
+    for mode in [AdmissionMode::SecondUse, AdmissionMode::ExpectedReuse] {
+        let (mut harness, session) = with(mode, None);
+        let body = Request::Reserve { count: 4, kind: PlaceKind::Extent };
+        harness.request(session, RequestKind::Other, body);
+        let Some((_, Reply::BadRequest(text))) = harness.engines[&session].replies.last() else {
+            panic!("{mode:?} lends extents");
+        };
+        assert!(text.contains("pool.admission") && text.contains("arena"), "{text}");
+        assert_eq!(save(&mut harness, session, &keys(0..1)), [CommitStatus::Committed]);
+        harness.pin_extents(session, &keys(0..1));
+        assert!(matches!(harness.engines[&session].replies.last(), Some((_, Reply::Pinned { .. }))));
+    }
+}
+
+#[test]
 fn extents_that_are_returned_unwritten_are_refunded_up_to_the_burst() {
     let (mut harness, session) = with(AdmissionMode::Always, Some(BUDGET));
     harness.pass(60 * MINUTE);
