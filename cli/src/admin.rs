@@ -262,7 +262,8 @@ fn refusal(report: &NodeReport) -> Option<String> {
     if counts.over_limit > 0 && *action == "pin" {
         text += &format!(
             "\n{node} refused {} blocks: the tenant pins {} of at most {} blocks, {} of {} in DRAM and {} of {} on NVMe. \
-             Unpin some, or raise [retention] in the agent's configuration.\n",
+             Unpin some, or raise [retention] in the agent's configuration, in Kubernetes spec.cache.retention of the \
+             KVCacheCluster.\n",
             counts.over_limit,
             retention.blocks,
             retention.blocks_max,
@@ -314,9 +315,13 @@ mod tests {
         let pin = report("pin", counts);
         assert_eq!((pin.counts.found, pin.counts.refused), (10, 9));
         let words = text(&[pin]);
-        for part in
-            ["2 blocks: the tenant pins 3 of at most 4", "[retention]", "3 blocks: loads", "unpin them first"]
-        {
+        for part in [
+            "2 blocks: the tenant pins 3 of at most 4",
+            "[retention]",
+            "spec.cache.retention",
+            "3 blocks: loads",
+            "unpin them first",
+        ] {
             assert!(words.contains(part), "{words}");
         }
         assert!(text(&[report("prefetch", counts)]).contains("[prefetch]"));

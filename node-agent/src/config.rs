@@ -250,6 +250,7 @@ pub(crate) enum Addresses {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct AdminSection {
     pub(crate) listen: String,
+    pub(crate) trace: bool,
 }
 
 /// Adjustable time limits and sizes.
@@ -344,7 +345,7 @@ segment_bytes = "{segment_bytes}" # unit of allocation on a device; at least one
 queue_depth = {queue_depth}   # operations in flight per device
 io_engine = "auto"         # "auto", "io_uring" or "plain"
 eviction = {{ kind = "{pool_eviction}", chains = "descendants_first" }} # on devices; see [cache]
-admission = "{admission}"       # "always"; "second_use": once used again; "expected_reuse": if worth the write
+admission = "{admission}"       # "always"; "second_use": once used again; "expected_reuse": if worth the write. These two: no save to extents
 # daily_write_budget = "1TiB" # bytes that each device may write in any 24 hours; default: no limit
 # write_burst = "10GiB"    # of them at once, up to half; 1 % by default. Sustained writes are budget - burst
 # reserve_bytes = "1GiB"   # space that a new or growing file leaves on its file system; default: 5 %, at least 1GiB
@@ -417,6 +418,7 @@ hot_window = "{hot_window}"
 {ahead}
 [admin]
 listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
+# trace = true             # /trace for clients of the node: keys, tenants, sizes and times of all blocks; default: off
 
 [limits]
 load_deadline = "{deadline}" # deadline of loads without one
@@ -555,7 +557,7 @@ impl Default for ControlPlaneSection {
 
 impl Default for AdminSection {
     fn default() -> Self {
-        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned() }
+        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned(), trace: false }
     }
 }
 

@@ -17,8 +17,8 @@
 //!   p × (time to compute the block − time to read it)  ≥  time to write it × scarcity
 //! ```
 //!
-//! * p is observed for each position in the chain, in powers of two: used blocks ÷ committed blocks. Heads of
-//!   chains are shared, tails are not.
+//! * p is observed for each tenant and position in the chain, in powers of two: used blocks ÷ committed blocks. Heads
+//!   of chains are shared, tails are not.
 //! * Scarcity is 1 without a write budget. With one, it is the inverse of the part of the burst that is left, so
 //!   that the last bytes of a budget go to the blocks with the most reuse.
 //!
@@ -26,6 +26,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::eviction::Group;
 use crate::eviction::restore_cost::{RestoreFrom, restore_ns};
 
 pub mod budget;
@@ -34,7 +35,7 @@ mod laws;
 mod reuse;
 mod seen;
 
-use reuse::ReuseByPosition;
+use reuse::ReuseByTenant;
 use seen::SeenKeys;
 
 /// Rule by which blocks are admitted to NVMe.
@@ -79,8 +80,10 @@ pub enum Reuse {
 pub struct Candidate {
     /// Hash of the key.
     pub key_hash: u64,
-    /// Number of blocks before it in its chain; 0 if unknown.
-    pub position: u32,
+    /// Tenant of the block.
+    pub tenant: Group,
+    /// Number of blocks before it in its chain; `None` if unknown.
+    pub position: Option<u32>,
     /// Uses since its first commit.
     pub reuse: Reuse,
     /// Bytes that the write takes, header page included.
@@ -110,7 +113,7 @@ const BUDGET_LEFT_PERMILLE_MIN: u64 = 63;
 pub struct Admission {
     mode: AdmissionMode,
     seen: SeenKeys,
-    reuse: ReuseByPosition,
+    reuse: ReuseByTenant,
 }
 
 impl Admission {
@@ -120,7 +123,7 @@ impl Admission {
             AdmissionMode::SecondUse => SeenKeys::new(),
             AdmissionMode::Always | AdmissionMode::ExpectedReuse => SeenKeys::disabled(),
         };
-        Admission { mode, seen, reuse: ReuseByPosition::default() }
+        Admission { mode, seen, reuse: ReuseByTenant::default() }
     }
 
     /// Mode of the agent.
@@ -129,13 +132,13 @@ impl Admission {
     }
 
     /// Records the first commit of a block.
-    pub fn committed(&mut self, position: u32) {
-        self.reuse.committed(position);
+    pub fn committed(&mut self, tenant: Group, position: Option<u32>) {
+        self.reuse.committed(tenant, position);
     }
 
     /// Records the first use of a block after its commit.
-    pub fn reused(&mut self, position: u32) {
-        self.reuse.reused(position);
+    pub fn reused(&mut self, tenant: Group, position: Option<u32>) {
+        self.reuse.reused(tenant, position);
     }
 
     /// Decides about a block. A key that `second_use` refuses is admitted when it is offered again.
@@ -169,7 +172,7 @@ impl Admission {
     fn is_worth(&self, block: &Candidate) -> bool {
         let read = restore_ns(RestoreFrom::Device, block.bytes, block.tokens);
         let gain = restore_ns(RestoreFrom::Recompute, block.bytes, block.tokens).saturating_sub(read);
-        let (used, of) = self.reuse.odds(block.position, block.reuse);
+        let (used, of) = self.reuse.odds(block.tenant, block.position, block.reuse);
         let left = u64::from(block.budget_left_permille).clamp(BUDGET_LEFT_PERMILLE_MIN, 1000);
         // A write takes as long as a read. Products of u64 values fit u128.
         u128::from(used) * u128::from(gain) * u128::from(left) >= u128::from(of) * u128::from(read) * 1000
@@ -180,11 +183,14 @@ impl Admission {
 mod tests {
     use super::*;
 
+    const TENANT: Group = Group(3);
+
     /// 16 tokens and 2 MiB: 1.6 ms to compute, 0.69 ms to read or write.
     fn block(key_hash: u64, position: u32) -> Candidate {
         Candidate {
             key_hash,
-            position,
+            tenant: TENANT,
+            position: Some(position),
             reuse: Reuse::None,
             bytes: 2 << 20,
             tokens: 16,
@@ -211,15 +217,35 @@ mod tests {
         let mut admission = Admission::new(AdmissionMode::ExpectedReuse);
         assert_eq!(admission.decide(&block(1, 100)), Verdict::Admit, "nothing is known");
         for _ in 0..1000 {
-            admission.committed(100);
-            admission.committed(3);
-            admission.reused(3);
+            admission.committed(TENANT, Some(100));
+            admission.committed(TENANT, Some(3));
+            admission.reused(TENANT, Some(3));
         }
         assert_eq!(admission.decide(&block(1, 100)), Verdict::RefuseLowValue);
         assert_eq!(admission.decide(&block(1, 90)), Verdict::RefuseLowValue, "same power of two");
         assert_eq!(admission.decide(&block(1, 3)), Verdict::Admit);
         let scarce = Candidate { budget_left_permille: 100, ..block(1, 3) };
         assert_eq!(admission.decide(&scarce), Verdict::RefuseLowValue, "the budget is nearly spent");
+    }
+
+    #[test]
+    fn expected_reuse_of_a_tenant_is_not_learned_from_others() {
+        let mut admission = Admission::new(AdmissionMode::ExpectedReuse);
+        (0..100_000).for_each(|_| admission.committed(TENANT, Some(0)));
+        assert_eq!(admission.decide(&block(1, 0)), Verdict::RefuseLowValue, "a batch of unique prompts");
+        for tenant in [Group(0), Group(2), Group(400)] {
+            let other = Candidate { tenant, ..block(1, 0) };
+            assert_eq!(admission.decide(&other), Verdict::Admit, "nothing is known of {tenant:?}");
+        }
+    }
+
+    #[test]
+    fn expected_reuse_of_unknown_positions_is_not_that_of_heads() {
+        let mut admission = Admission::new(AdmissionMode::ExpectedReuse);
+        (0..1000).for_each(|_| admission.committed(TENANT, None));
+        let unknown = Candidate { position: None, ..block(1, 0) };
+        assert_eq!(admission.decide(&unknown), Verdict::RefuseLowValue);
+        assert_eq!(admission.decide(&block(1, 0)), Verdict::Admit, "no head was seen");
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub enum StoreChoice {
 
 impl AgentConfig<'_> {
     /// Returns the text of the file with further settings in TOML, which replace those of the same names. One
-    /// session may use the whole arena, because a node has few engines.
+    /// session may use the whole arena, because a node has few engines, and traces may be recorded.
     ///
     /// # Panics
     /// If `more` is not valid TOML.
@@ -71,7 +71,7 @@ impl AgentConfig<'_> {
             "cache": { "arena_session_permille": 1000 },
             "peers": { "listen": listen },
             "controlplane": { "address": self.control_plane },
-            "admin": { "listen": listen },
+            "admin": { "listen": listen, "trace": true },
         });
         render(&settings, more)
     }

@@ -45,7 +45,9 @@ pub(crate) struct SelectArgs {
     session: Option<u64>,
     /// Select all blocks of the namespace on the node.
     ///
-    /// Refused if sessions of the tenant have saved blocks of the same layout in another namespace.
+    /// Refused if sessions of the tenant have saved or loaded blocks of the same layout in another namespace. `demote` and
+    /// `delete` are also refused if the node found such blocks on a device when it started, or peers placed some there: a
+    /// block names no namespace. Select these by tokens, keys or session.
     #[arg(long, group = "blocks")]
     all_blocks: bool,
     /// Use this namespace: 64 hexadecimal digits [default: that of `reprise replay`].

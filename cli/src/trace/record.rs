@@ -30,8 +30,8 @@ const WRITE_EVERY: Duration = Duration::from_secs(1);
 pub(super) struct RecordArgs {
     /// Record the agent with this admin address (host:port); repeat for several agents.
     ///
-    /// Agents answer only on their own node: use the address on loopback, or `kubectl port-forward`. By default the
-    /// command records all agents of the running cluster.
+    /// Agents answer if their configuration has `admin.trace = true`, and only on their own node: use the address on
+    /// loopback. By default the command records all agents of the running cluster.
     #[arg(long, value_name = "ADDRESS")]
     agent: Vec<String>,
     /// Read the agents' addresses from this directory.

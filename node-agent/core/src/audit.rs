@@ -39,7 +39,8 @@ pub(crate) fn compare(owners: &Owners) -> Result<(), String> {
     ensure!(load.sessions().eq(sessions.keys().copied()), "sessions of loads are not as opened");
     compare_fills(cache, transfer)?;
     compare_waits(transfer, load, (serve, prefetch))?;
-    let ahead = prefetch.leases().chain(retention.leases());
+    retention.audit_frames(cache)?;
+    let ahead = prefetch.leases().chain(cache.retained_frames());
     cache.audit_leases(load.leases().chain(serve.leases()).chain(ahead))?;
     cache.audit_accounts(save.being_written(), extents.lent())?;
     cache.audit_size_classes(sessions.len() + replicate.waiting_pulls().count())?;

@@ -63,7 +63,7 @@ pub(crate) use order::ChainPlace;
 use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
 use retained::Retained;
-pub(crate) use retained::{Allowance, Change as BlockChange};
+pub(crate) use retained::{Allowance, Change as BlockChange, LostRetention};
 use sizes::SizeClasses;
 pub(crate) use sizes::{RankClasses, SizeClass, SizeClassId};
 pub(crate) use space::SpaceState;
@@ -89,7 +89,7 @@ pub(crate) struct Cache {
     checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
     pending_space: PendingSpace,
-    /// Copies on devices that retention pins keep.
+    /// Copies that retention pins keep.
     retained: Retained,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pool_free_permille: u16,
@@ -116,6 +116,8 @@ pub(crate) struct CacheOutcomes {
     pub(crate) batches: Vec<DoneBatch>,
     /// Frames of blocks that are in DRAM only and were used again, which may admit them to a device.
     pub(crate) used_again: Vec<FrameIndex>,
+    /// Copies in DRAM that retention pins no longer keep.
+    pub(crate) lost_retentions: Vec<LostRetention>,
 }
 
 /// Write batch that ended, with the blocks that are durable.
@@ -138,7 +140,8 @@ impl CacheOutcomes {
     /// Whether there is nothing to route.
     pub(crate) fn is_empty(&self) -> bool {
         let flags = self.arena_full || self.capacity_changed || self.recovered;
-        !flags && self.stored == 0 && self.batches.is_empty() && self.used_again.is_empty()
+        let lists = [self.used_again.is_empty(), self.lost_retentions.is_empty(), self.batches.is_empty()];
+        !flags && self.stored == 0 && lists == [true; 3]
     }
 }
 

@@ -38,7 +38,7 @@ use reprise_policy::{SessionId, SlotSet, Tick};
 use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage};
 use crate::context::Caller;
 use crate::effect::{Effect, FillId, PlaceKind, RegionId, Reply};
-use crate::event::{Event, FillUpdate, Integrity, PeerEvent, Request, RequestId, SessionOpened};
+use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
 use crate::load::{LoadOutcome, Loads};
@@ -187,7 +187,18 @@ impl AgentCore {
     }
 
     fn route_cache(&mut self, outcomes: CacheOutcomes) {
-        let CacheOutcomes { arena_full, capacity_changed, recovered, stored, batches, used_again } = outcomes;
+        let CacheOutcomes {
+            arena_full,
+            capacity_changed,
+            recovered,
+            stored,
+            batches,
+            used_again,
+            lost_retentions,
+        } = outcomes;
+        for lost in lost_retentions {
+            self.retention.lost_dram(&mut self.cache, lost);
+        }
         self.save.save_used_again(&mut self.cache, self.now, &used_again);
         if arena_full {
             self.save.expedite();
@@ -361,9 +372,6 @@ impl AgentCore {
             }
             Event::CheckDone { check, integrity } => {
                 self.cache.checked(context!(self), SlabId(check.0), integrity);
-                if integrity == Integrity::Damaged {
-                    self.retention.release_orphans(&mut self.cache);
-                }
             }
             Event::Peer(event) => self.peer_event(event),
             Event::InventoryWanted { slots } => self.announce_inventory(slots),
@@ -419,8 +427,7 @@ impl AgentCore {
                 self.extents.lease(cache, cx, caller, count);
             }
             Request::Commit(commit) => {
-                let of_caller = cache.size_class(size_class);
-                self.namespaces.saved(session, of_caller.tenant, &of_caller.layout);
+                self.namespaces.used(session, cache.size_class(size_class));
                 match commit.kind() {
                     Some(PlaceKind::Arena) => self.save.commit(cache, cx, caller, &commit),
                     Some(PlaceKind::Extent) => self.extents.commit(cache, cx, caller, &commit),
@@ -440,6 +447,7 @@ impl AgentCore {
                 self.load.match_keys(cache, cx, caller, (keys, ranks, position, scope));
             }
             Request::Load(wanted) => {
+                self.namespaces.used(session, cache.size_class(size_class));
                 let load = self.load.begin(cache, cx, caller, (wanted, received));
                 if let Some(load) = load
                     && self.prefetch.is_active()

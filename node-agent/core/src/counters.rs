@@ -361,7 +361,7 @@ counters! {
     retention_expired_blocks,
     /// Pins that ended because a quota or the capacity shrank.
     retention_revoked_blocks,
-    /// Blocks with a pin that were evicted, because no other segment could be emptied.
+    /// Copies with a pin that were evicted, because no other region or segment could be emptied.
     retention_broken_blocks,
     /// Copies in DRAM that were dropped on request.
     demoted_on_request_blocks,

@@ -126,7 +126,7 @@ impl Extents {
     pub(crate) fn abort(&mut self, cache: &mut Cache, session: SessionId, leases: &[LeaseId]) {
         for lease in leases.iter().filter_map(|lease| lease.extent()) {
             if let Some(lease) = self.take_lease(session, lease) {
-                cache.return_lent(&lease.slot);
+                cache.return_unwritten(&lease.slot);
             }
         }
     }

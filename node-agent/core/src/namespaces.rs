@@ -1,15 +1,19 @@
-//! Namespaces of the blocks of a tenant and layout, as far as sessions have saved some.
+//! Namespaces of the blocks of a tenant and layout, as far as sessions have saved or loaded some.
 //!
 //! The index has no namespace of a block: a key implies it. The blocks of a tenant and layout are those of one namespace
-//! exactly if all sessions that saved some have used it. So a command for a whole namespace is refused otherwise.
+//! exactly if all sessions that saved or loaded some have used it, and no block has come in another way. So a command for a
+//! whole namespace is refused otherwise. A session that only opens adds no namespace, because it brings no block: a command
+//! with a wrong namespace must not make those with the right one ambiguous.
 //!
-//! Blocks that recovery found, or that peers placed here, may be of a namespace in which no session has saved. They count
-//! as those of the namespace that a command names.
+//! Blocks that recovery found, or that peers placed here, may be of any namespace. Commands that remove copies are refused
+//! while the tenant and layout have such blocks.
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{Layout, NamespaceDigest, SessionId, TenantId};
+use reprise_policy::block_command::BlockAction;
+use reprise_policy::{NamespaceDigest, SessionId, TenantId};
 
+use crate::cache::SizeClass;
 use crate::limits::NAMESPACES_KNOWN_MAX;
 
 /// Namespaces that sessions have named.
@@ -17,7 +21,7 @@ use crate::limits::NAMESPACES_KNOWN_MAX;
 pub(crate) struct Namespaces {
     of_session: BTreeMap<SessionId, NamespaceDigest>,
     /// The namespace of each tenant and encoded layout; `None` if there are several.
-    saved: BTreeMap<(TenantId, [u8; 16]), Option<NamespaceDigest>>,
+    used: BTreeMap<(TenantId, [u8; 16]), Option<NamespaceDigest>>,
 }
 
 impl Namespaces {
@@ -31,40 +35,48 @@ impl Namespaces {
         self.of_session.remove(&session);
     }
 
-    /// Records that a session saves blocks.
-    pub(crate) fn saved(&mut self, session: SessionId, tenant: TenantId, layout: &Layout) {
+    /// Records that a session saves or loads blocks.
+    pub(crate) fn used(&mut self, session: SessionId, blocks: &SizeClass) {
         let Some(namespace) = self.of_session.get(&session) else { return };
-        let is_full = self.saved.len() >= NAMESPACES_KNOWN_MAX;
-        match self.saved.get_mut(&(tenant, layout.encode())) {
+        let is_full = self.used.len() >= NAMESPACES_KNOWN_MAX;
+        let of = (blocks.tenant, blocks.layout.encode());
+        match self.used.get_mut(&of) {
             Some(known) if *known != Some(*namespace) => *known = None,
             Some(_) => {}
             // `check` refuses layouts that are not in a full table.
             None if is_full => {}
-            None => drop(self.saved.insert((tenant, layout.encode()), Some(*namespace))),
+            None => drop(self.used.insert(of, Some(*namespace))),
         }
     }
 
-    /// Checks that all blocks of a tenant and layout are those of the namespace of a session.
+    /// Checks that all blocks of a size class are those of the namespace of a session, as far as sessions have brought
+    /// them; for commands that remove copies, also that no block has come in another way.
     ///
     /// # Errors
     /// What differs, and the remedy.
     pub(crate) fn check(
         &self,
         session: SessionId,
-        tenant: TenantId,
-        layout: &Layout,
+        blocks: &SizeClass,
+        action: BlockAction,
     ) -> Result<(), &'static str> {
-        match self.saved.get(&(tenant, layout.encode())) {
+        let removes_copies = matches!(action, BlockAction::Demote | BlockAction::Delete);
+        match self.used.get(&(blocks.tenant, blocks.layout.encode())) {
             Some(None) => {
-                Err("sessions of this tenant have saved blocks of this layout in several namespaces, but \
-                               blocks name none: select blocks by tokens or keys")
+                Err("sessions of this tenant have saved or loaded blocks of this layout in several \
+                               namespaces, but blocks name none: select blocks by tokens, keys or session")
             }
             Some(known) if known.as_ref() != self.of_session.get(&session) => Err(
                 "the blocks of this tenant and layout are of another namespace: pass the one that the agent's \
                      status page shows for the engine",
             ),
-            None if self.saved.len() >= NAMESPACES_KNOWN_MAX => Err(
+            None if self.used.len() >= NAMESPACES_KNOWN_MAX => Err(
                 "the node has blocks of too many layouts to know their namespaces: select blocks by tokens or keys",
+            ),
+            Some(_) | None if removes_copies && blocks.has_blocks_from_elsewhere() => Err(
+                "the node has found blocks of this tenant and layout on a device when it started, or peers have placed \
+                     some here: they may be of any namespace, because blocks name none. Select blocks by tokens, keys \
+                     or session",
             ),
             Some(_) | None => Ok(()),
         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  command ──▶ Pinned ──unpin, or expired──▶ (evictable again)
-//!                │ the copy is lost, deleted, or its segment is needed
+//!                │ the copy is lost, deleted, or its region or segment is needed
 //!                └────▶ pins nothing, until it expires
 //! ```
 //!
@@ -22,12 +22,12 @@
 //!
 //! Out of scope: pins in the journal. After a restart, nothing is pinned.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::block_command::RetentionUsage;
 use reprise_policy::{BlockKey, Tick};
 
-use crate::cache::{Allowance, BlockChange, Cache, FrameIndex, Lease, Read, SizeClassId, TenantIndex};
+use crate::cache::{Allowance, BlockChange, Cache, FrameIndex, LostRetention, SizeClassId, TenantIndex};
 use crate::context::Context;
 use crate::counters::{Counters, RetentionCounters};
 use crate::settings::Settings;
@@ -48,8 +48,8 @@ struct RetentionPin {
     size_class: SizeClassId,
     tenant: TenantIndex,
     expires: Tick,
-    /// Lease on the copy in DRAM.
-    dram: Option<Lease<Read>>,
+    /// Frame of the copy in DRAM, whose lease the cache holds.
+    dram: Option<FrameIndex>,
 }
 
 /// Pins of a tenant, and their bytes in DRAM.
@@ -166,14 +166,18 @@ impl Retention {
         }
     }
 
-    /// Ends leases on slots whose block was removed, for example because it was damaged.
-    pub(crate) fn release_orphans(&mut self, cache: &mut Cache) {
-        let is_orphan = |(key, pin): (&BlockKey, &RetentionPin)| {
-            let lease = pin.dram.as_ref()?;
-            cache.frame(lease.frame()).entry().is_none().then_some(*key)
-        };
-        for key in self.pins.iter().filter_map(is_orphan).collect::<Vec<_>>() {
+    /// Notes that the copy of a block in DRAM is no longer kept: its slot was needed, or the copy was damaged or replaced.
+    /// The pin ends unless it keeps a copy on a device.
+    pub(crate) fn lost_dram(&mut self, cache: &mut Cache, LostRetention { key, frame }: LostRetention) {
+        let Some(pin) = self.pins.get_mut(&key).filter(|pin| pin.dram == Some(frame)) else { return };
+        if !cache.is_retained_on_device(&key) {
             self.end(cache, &key);
+            return;
+        }
+        pin.dram = None;
+        let (tenant, bytes) = (pin.tenant, cache.slot_bytes(pin.size_class));
+        if let Some(held) = self.by_tenant.get_mut(&tenant) {
+            held.bytes -= bytes;
         }
     }
 
@@ -241,9 +245,17 @@ impl Retention {
         cache.audit_retained(self.pins.keys().copied())
     }
 
-    /// Frames on which pins hold leases.
-    pub(crate) fn leases(&self) -> impl Iterator<Item = FrameIndex> {
-        self.pins.values().filter_map(|pin| pin.dram.as_ref().map(Lease::frame))
+    /// Checks that pins and the cache agree on the frames that pins keep.
+    pub(crate) fn audit_frames(&self, cache: &Cache) -> Result<(), String> {
+        let lost = cache.lost_retentions();
+        let is_known = |(key, frame): &(BlockKey, FrameIndex)| {
+            !lost.iter().any(|lost| lost.key == *key && lost.frame == *frame)
+        };
+        let pinned = self.pins.iter().filter_map(|(key, pin)| Some((*key, pin.dram?)));
+        let kept: BTreeSet<FrameIndex> = pinned.filter(is_known).map(|(_, frame)| frame).collect();
+        let retained: BTreeSet<FrameIndex> = cache.retained_frames().collect();
+        ensure!(kept == retained, "pins keep the frames {kept:?}, the cache {retained:?}");
+        Ok(())
     }
 }
 

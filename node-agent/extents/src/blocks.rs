@@ -188,6 +188,7 @@ impl BlockPath for ExtentBlocks {
             return Ok(loaded);
         }
         let standstill = options.standstill_timeout.unwrap_or(options.deadline);
+        lock(&self.loads).will_load(on_devices.iter().map(|index| keys[*index]));
         self.with((Direction::Load, deadline), client, |path| {
             for window in on_devices.chunks(path.slots()) {
                 let left = deadline.saturating_duration_since(Instant::now());

@@ -9,12 +9,16 @@
 //! Other sessions may hold all queue pairs, or the agent may still map the window, when a session begins. The way then uses
 //! files or the arena, and tries again after a pause that doubles. The window stays registered until its session ends, so
 //! each attempt of a session uses the same one.
+//!
+//! An attempt begins with the devices that the session may use. Loads learn them from pins of blocks that they are about to
+//! read, so that they open a path although the agent lends no extent, for example because the write budget of its devices
+//! is spent. Saves lease one extent for a moment, which the agent refunds.
 
 use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use reprise_client::{Client, ClientError, CommitOptions, ExtentStatus, LeasedExtent};
+use reprise_client::{Client, ClientError, CommitOptions, ExtentStatus, PinOutcome};
 use reprise_cuda::store::{Backend, BackendKind, KvOrder, RingCounters, Unusable, choose};
 use reprise_policy::BlockKey;
 
@@ -26,8 +30,8 @@ use crate::rings::{PendingWindow, RingPath, RingPathSettings, RingWindow};
 /// Size of a window, if blocks are not larger: all devices are busy while it is filled.
 const WINDOW_BYTES: u64 = 32 << 20;
 
-/// Extents that are leased for a moment, to see which devices a session may use.
-const PROBED: u32 = 16;
+/// Blocks that are pinned for a moment, to see which devices a session may use.
+const PROBED: usize = 16;
 
 /// Pause after the first attempt to get rings that was refused for a while.
 const RETRY_MIN: Duration = Duration::from_secs(1);
@@ -45,6 +49,8 @@ pub(crate) struct Way {
     /// Window of rings, of the session that has registered it.
     window: Option<(Client, Window)>,
     retry: Option<Retry>,
+    /// Some blocks on devices, which the next load reads.
+    on_devices: Vec<BlockKey>,
 }
 
 #[derive(Debug, Default)]
@@ -186,19 +192,26 @@ impl Way {
             return Ok(None);
         }
         if !is_current {
-            *self = Way { window: self.window.take(), ..Way::default() };
+            let (window, on_devices) = (self.window.take(), std::mem::take(&mut self.on_devices));
+            *self = Way { window, on_devices, ..Way::default() };
         }
-        let devices = match probe(client) {
+        let devices = match probe(client, &self.on_devices) {
             Ok(Some(devices)) => Ok(devices),
             // No extent is free at the moment.
-            Ok(None) | Err(ClientError::Busy(_)) => return Ok(None),
+            Ok(None) | Err(ClientError::Busy(_)) => {
+                self.put_off();
+                return Ok(None);
+            }
             Err(error @ ClientError::BadRequest(_)) => Err(error.to_string()),
             Err(error) => return Err(error),
         };
         let half = deadline.saturating_duration_since(Instant::now()) / 2;
         let until = Instant::now() + if is_current { half.min(RETRY_LIMIT) } else { half };
         if is_current {
-            let Ok(devices) = devices else { return Ok(None) };
+            let Ok(devices) = devices else {
+                self.put_off();
+                return Ok(None);
+            };
             return Ok(self.retry_rings(client, &devices, (pairs, until)));
         }
         let choice = choose(|kind| match kind {
@@ -219,6 +232,16 @@ impl Way {
                 Ok(Some(unusable))
             }
         }
+    }
+
+    /// Notes blocks on devices that are about to be loaded.
+    pub(crate) fn will_load(&mut self, keys: impl Iterator<Item = BlockKey>) {
+        self.on_devices = keys.take(PROBED).collect();
+    }
+
+    /// Waits before the next attempt to get rings, if there is one: each costs calls of the agent.
+    fn put_off(&mut self) {
+        self.retry = self.retry.map(|retry| Retry::after(Some(retry)));
     }
 
     /// Replaces files or the arena by rings.
@@ -359,11 +382,27 @@ impl Way {
     }
 }
 
-/// Returns the devices of extents that the session may lease; `None` if no extent is free.
-fn probe(client: &Client) -> Result<Option<Vec<ExtentDevice>>, ClientError> {
-    let leased = client.lease_extents(PROBED, Duration::ZERO)?;
-    let devices: Vec<_> =
-        leased.iter().map(|extent: &LeasedExtent| (extent.device(), extent.file().cloned())).collect();
+/// Returns devices of extents that the session may use: those of these blocks or, without any, that of an extent that is
+/// leased for a moment. `None` if no extent is free.
+fn probe(client: &Client, on_devices: &[BlockKey]) -> Result<Option<Vec<ExtentDevice>>, ClientError> {
+    let mut devices: Vec<ExtentDevice> = Vec::new();
+    if !on_devices.is_empty() {
+        let pins = client.pin_extents(on_devices)?;
+        let pinned = pins.iter().filter_map(|pin| match pin {
+            PinOutcome::Pinned(extent) => Some((extent.device(), extent.file().cloned())),
+            PinOutcome::Miss | PinOutcome::NotDurable | PinOutcome::Limit => None,
+        });
+        devices.extend(pinned);
+        // A lease may be refused although blocks can be read, so it is only asked why no block can be.
+        let may_be_pinned_later = |pin: &PinOutcome| matches!(pin, PinOutcome::Miss | PinOutcome::Limit);
+        if devices.is_empty() && pins.iter().any(may_be_pinned_later) {
+            return Ok(None);
+        }
+    }
+    if devices.is_empty() {
+        let leased = client.lease_extents(1, Duration::ZERO)?;
+        devices.extend(leased.iter().map(|extent| (extent.device(), extent.file().cloned())));
+    }
     Ok((!devices.is_empty()).then_some(devices))
 }
 
@@ -414,6 +453,19 @@ mod tests {
             pauses.extend(retry.map(|retry| retry.pause.as_secs()));
         }
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+    }
+
+    #[test]
+    fn attempt_without_a_free_extent_is_put_off() {
+        let due = Retry { at: Instant::now(), pause: RETRY_MIN };
+        let mut way = Way { retry: Some(due), ..Way::default() };
+        assert!(way.is_retry_due());
+        way.put_off();
+        assert!(!way.is_retry_due(), "the next transfer does not ask again");
+        assert_eq!(way.retry.map(|retry| retry.pause), Some(2 * RETRY_MIN));
+        let mut way = Way::default();
+        way.put_off();
+        assert!(way.retry.is_none(), "a way without an attempt stays as it is");
     }
 
     #[test]

@@ -175,9 +175,21 @@ fn missing_block_and_invalid_key_have_different_responses() {
 }
 
 #[test]
-fn traces_are_for_clients_of_the_node_and_bounded() {
+fn traces_are_off_until_the_configuration_allows_them() {
     let (inbox, _inputs) = Inbox::new();
     let context = context(inbox, Liveness::new(Clock::start()));
+    let local = SocketAddr::from(([127, 0, 0, 1], 1));
+    let client = Some(Extension(ClientAddress { client: local, server: local }));
+    let (status, body) = run(response(trace::page(State(context), client, Path(1))));
+    assert_eq!(status, StatusCode::FORBIDDEN);
+    assert!(body.contains("admin.trace = true"), "{body}");
+}
+
+#[test]
+fn traces_are_for_clients_of_the_node_and_bounded() {
+    let (inbox, _inputs) = Inbox::new();
+    let mut context = context(inbox, Liveness::new(Clock::start()));
+    Arc::get_mut(&mut context).expect("the only reference").settings.admin_trace = true;
     let server = SocketAddr::from(([10, 0, 0, 9], 1));
     let ask = async |address: Option<&str>, seconds| {
         let address = address.map(|address| SocketAddr::new(address.parse().expect("an address"), 1));

@@ -1,7 +1,8 @@
 //! `/trace/<seconds>`: the calls of sessions from now on, as lines of [`reprise_policy::trace`].
 //!
-//! The lines have the keys of all tenants' blocks, and the port is not authenticated: only clients of the node
-//! itself get them. `kubectl port-forward` is one.
+//! The lines have the keys of all tenants' blocks, and the port is not authenticated. So traces are recorded only if the
+//! configuration allows it (`admin.trace`), for clients of the node itself. Every process in the node's network namespace
+//! is such a client, `kubectl port-forward` too, and behind a proxy on the node also the proxy's clients.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -36,6 +37,11 @@ pub(super) async fn page(
     client: Option<Extension<ClientAddress>>,
     Path(seconds): Path<u64>,
 ) -> Response {
+    if !context.settings.admin_trace {
+        let text = "this agent records no traces, because they have keys, tenants, sizes and times of all tenants' blocks: \
+                    set admin.trace = true in its configuration while you record\n";
+        return (StatusCode::FORBIDDEN, text).into_response();
+    }
     if !client.is_some_and(|Extension(address)| address.is_local()) {
         let text = "a trace has the keys of all tenants' blocks: connect from the node itself, in Kubernetes with \
                     `kubectl port-forward`\n";

@@ -82,6 +82,8 @@ pub(crate) struct Settings {
     pub(crate) prefetch: PrefetchSettings,
     pub(crate) retention: RetentionSettings,
     pub(crate) admin: SocketAddr,
+    /// Whether the admin port records traces.
+    pub(crate) admin_trace: bool,
     pub(crate) kubernetes: KubernetesSettings,
     pub(crate) log: LogSettings,
 }
@@ -226,6 +228,7 @@ impl Config {
             prefetch: self.prefetch.validate()?,
             retention: self.retention.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
+            admin_trace: self.admin.trace,
             kubernetes: self.kubernetes.validate()?,
             log: self.log.validate()?,
         })

@@ -214,7 +214,7 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("retention_revoked_blocks", "Retention pins that ended because a quota or the capacity shrank"),
     counter(
         "retention_broken_blocks",
-        "Blocks with a retention pin that were evicted, because no other segment could be emptied",
+        "Copies with a retention pin that were evicted, because no other region or segment could be emptied",
     ),
     counter("demoted_on_request_blocks", "Copies in DRAM that were dropped on request"),
     counter("deleted_blocks", "Blocks that were removed on request"),

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::budget::{DailyBudget, WriteBudget};
 use super::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
 use crate::Tick;
+use crate::eviction::Group;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const GIB: u64 = 1 << 30;
@@ -33,18 +34,25 @@ fn bursts() -> impl Strategy<Value = Vec<(u64, u32)>> {
     prop::collection::vec((0_u64..7200, 0_u32..4000), 20..120)
 }
 
-/// Offers blocks to a budget; returns its writes. Restarts it before the bursts with these numbers.
-fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
-    let block = 2 << 20;
+/// Size of the blocks of a load with one size.
+const BLOCK: u64 = 2 << 20;
+
+/// Largest block that a device takes.
+const BLOCK_MAX: u64 = 64 << 20;
+
+/// Offers blocks of these sizes in turn to a budget; returns its writes. Restarts it before the bursts with these
+/// numbers.
+fn run_sizes(limits: DailyBudget, load: &[(u64, u32)], sizes: &[u64], restarts: &[usize]) -> Writes {
+    let block_max = sizes.iter().copied().max().unwrap_or(BLOCK);
     let mut now = Tick(0);
-    let mut budget = WriteBudget::new(limits, now);
+    let mut budget = WriteBudget::new(limits, block_max, now);
     let mut writes = Vec::new();
     for (at, (pause, blocks)) in load.iter().enumerate() {
         now = now.after(Duration::from_secs(*pause));
         if restarts.contains(&at) {
-            budget = WriteBudget::new(limits, now);
+            budget = WriteBudget::new(limits, block_max, now);
         }
-        for _ in 0..*blocks {
+        for block in sizes.iter().copied().cycle().take(*blocks as usize) {
             if budget.admits(now, block) {
                 budget.charge(now, block);
                 writes.push((now, block));
@@ -52,6 +60,11 @@ fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
         }
     }
     writes
+}
+
+/// Offers blocks of 2 MiB.
+fn run(limits: DailyBudget, load: &[(u64, u32)], restarts: &[usize]) -> Writes {
+    run_sizes(limits, load, &[BLOCK], restarts)
 }
 
 proptest! {
@@ -68,6 +81,18 @@ proptest! {
         prop_assert!(most <= bytes, "{most} bytes in a day, {bytes} allowed");
     }
 
+    #[test]
+    fn no_day_exceeds_the_budget_with_blocks_of_two_sizes_and_restarts(
+        load in bursts(),
+        gib in 1_u64..200,
+        small in 4096_u64..(4 << 20),
+        large in 4096_u64..BLOCK_MAX,
+        restarts in prop::collection::vec(0_usize..120, 0..8),
+    ) {
+        let limits = DailyBudget::new(gib * GIB);
+        let most = busiest_day(&run_sizes(limits, &load, &[small, large], &restarts));
+        prop_assert!(most <= limits.bytes, "{most} bytes in a day, {} allowed", limits.bytes);
+    }
 }
 
 proptest! {
@@ -84,14 +109,54 @@ proptest! {
         prop_assert!(busiest_day(&writes) <= limits.bytes);
     }
 
+    #[test]
+    fn large_blocks_get_their_part_of_the_budget_next_to_small_ones(
+        gib in 20_u64..2000, small in (64_u64 << 10)..BLOCK, large in (2 * BLOCK)..BLOCK_MAX, order: u64,
+    ) {
+        let limits = DailyBudget::new(gib * GIB);
+        let mut budget = WriteBudget::new(limits, large, Tick(0));
+        let (mut now, mut order, mut of_large) = (Tick(0), order, 0);
+        // Each second, a small and a large block in any order.
+        for _ in 0..86_400 {
+            now = now.after(Duration::from_secs(1));
+            order = order.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let offered = if order >> 63 == 0 { [small, large] } else { [large, small] };
+            for block in offered {
+                if budget.admits(now, block) {
+                    budget.charge(now, block);
+                    of_large += if block == large { block } else { 0 };
+                }
+            }
+        }
+        // As many large blocks as small ones are two thirds of the bytes, or more.
+        let used = (86_400 * (small + large)).min(limits.bytes);
+        prop_assert!(of_large >= used / 2, "{of_large} bytes of {used} in large blocks");
+    }
 }
 
 proptest! {
     #[test]
-    fn wait_is_the_time_after_which_a_write_is_admitted(
-        gib in 1_u64..100, spent in 0_u64..GIB, block in 1_u64..(64 << 20),
+    fn refunded_bytes_never_raise_the_level_above_that_without_their_charge(
+        gib in 1_u64..100, spent in 0_u64..(64 << 20), lent in 1_u64..(64 << 20), held in 0_u64..86_400,
     ) {
-        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), Tick(0));
+        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), BLOCK_MAX, Tick(0));
+        let start = Tick(0).after(DAY);
+        budget.charge(start, spent);
+        let mut other = budget.clone();
+        let end = start.after(Duration::from_secs(held));
+        other.charge(start, lent);
+        other.refund(end, lent);
+        prop_assert!(other.left(end) <= budget.left(end));
+        if held == 0 {
+            prop_assert_eq!(other.left(end), budget.left(end), "nothing was gained meanwhile");
+        }
+    }
+
+    #[test]
+    fn wait_is_the_time_after_which_a_write_is_admitted(
+        gib in 1_u64..100, spent in 0_u64..GIB, block in 1_u64..(1 << 30), block_max in 0_u64..BLOCK_MAX,
+    ) {
+        let mut budget = WriteBudget::new(DailyBudget::new(gib * GIB), block_max, Tick(0));
         budget.charge(Tick(0), spent);
         let wait = budget.wait(Tick(0), block);
         prop_assert!(budget.admits(Tick(0).after(wait), block));
@@ -101,14 +166,15 @@ proptest! {
 
     #[test]
     fn admission_never_refuses_a_used_block_that_is_worth_reading_and_is_monotonous_in_the_budget(
-        key_hash: u64, position: u32, commits in 0_u32..500, uses in 0_u32..500, left in 0_u16..=1000,
+        key_hash: u64, tenant: u16, position: Option<u32>, commits in 0_u32..500, uses in 0_u32..500, left in 0_u16..=1000,
     ) {
         for mode in AdmissionMode::ALL {
             let mut admission = Admission::new(mode);
-            (0..commits).for_each(|_| admission.committed(position));
-            (0..uses).for_each(|_| admission.reused(position));
+            let tenant = Group(tenant % 1024);
+            (0..commits).for_each(|_| admission.committed(tenant, position));
+            (0..uses).for_each(|_| admission.reused(tenant, position));
             let block = Candidate {
-                key_hash, position, reuse: Reuse::Used, bytes: 2 << 20, tokens: 16, budget_left_permille: 1000,
+                key_hash, tenant, position, reuse: Reuse::Used, bytes: 2 << 20, tokens: 16, budget_left_permille: 1000,
             };
             prop_assert_eq!(admission.decide(&block), Verdict::Admit);
             let unused = Candidate { reuse: Reuse::None, budget_left_permille: left, ..block };

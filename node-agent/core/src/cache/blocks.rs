@@ -42,6 +42,7 @@ impl Cache {
         origin: BlockOrigin,
     ) -> EntryIndex {
         self.sizes.hold(size_class);
+        self.sizes.add_origin(size_class, origin);
         self.index.insert(key, size_class, priority, origin)
     }
 

@@ -375,6 +375,7 @@ pub(super) fn sum_of_usage<'a>(devices: impl Iterator<Item = &'a Device>) -> Poo
 
 impl Device {
     fn new(pool: DevicePool, daily_budget: Option<DailyBudget>, now: Tick) -> Device {
+        let block_bytes_max = nvme_bytes(pool.payload_bytes_max());
         Device {
             pool,
             health: Health::Usable,
@@ -384,7 +385,7 @@ impl Device {
             ops_in_flight: 0,
             reads_in_flight: 0,
             extents: 0,
-            budget: daily_budget.map(|limits| WriteBudget::new(limits, now)),
+            budget: daily_budget.map(|limits| WriteBudget::new(limits, block_bytes_max, now)),
         }
     }
 

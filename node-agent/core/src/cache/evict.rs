@@ -3,7 +3,7 @@
 //! Only clean, unleased frames are evictable; the eviction policy contains no others. Evicting is O(evicted)
 //! and needs no I/O, so it happens when a slot is needed and not ahead of time. A slot group without a victim
 //! takes over a region of another group whose slots are all evictable. Finding that no such region exists
-//! costs nothing, however full the arena is.
+//! costs nothing, however full the arena is. Last, retention pins yield that alone keep a region.
 
 use std::collections::BTreeMap;
 
@@ -27,10 +27,34 @@ impl Cache {
             self.drop_frame_victim(victim);
             return true;
         }
-        let Some(frames) = self.arena.reclaimable(slot_group) else { return false };
+        let mut frames = self.arena.reclaimable(slot_group);
+        if frames.is_none() && self.break_retained_region(slot_group) {
+            frames = self.arena.reclaimable(slot_group);
+        }
+        let Some(frames) = frames else { return false };
         for frame in frames {
             self.arena.remove_evictable(self.frames.get(frame).place, frame);
             self.evict_frame(frame);
+        }
+        true
+    }
+
+    /// Releases the retained copies of the region that a slot group could take over without them. Chooses the region with
+    /// the fewest; `false` without one. Costs time in proportion to the retained copies.
+    fn break_retained_region(&mut self, slot_group: SlotGroupId) -> bool {
+        let frames = &self.frames;
+        let is_only_lease = |frame: &FrameIndex| {
+            let state = frames.get(*frame);
+            state.state == FrameState::Clean && state.leases == 1
+        };
+        let held: Vec<FrameIndex> = self.retained.in_dram.keys().copied().filter(is_only_lease).collect();
+        let places = held.iter().map(|frame| frames.get(*frame).place);
+        let Some(region) = self.arena.region_kept_by(slot_group, places) else { return false };
+        for frame in held {
+            if self.frames.get(frame).place.region == region {
+                self.retained.broken += 1;
+                self.lose_retained_frame(frame);
+            }
         }
         true
     }

@@ -108,6 +108,16 @@ impl Cache {
         Place::Extent { device, generation, offset: page.offset(), bytes, header_crc: 0 }
     }
 
+    /// Frees a lent slot that was not written, and refunds its bytes to the budget of its device. A client that returns a
+    /// slot has written nothing, or a part before the device failed.
+    pub(crate) fn return_unwritten(&mut self, slot: &LentSlot) {
+        let now = self.now;
+        if let Some(budget) = self.devices.get_mut(slot.device).and_then(|device| device.budget.as_mut()) {
+            budget.refund(now, nvme_bytes(slot.slot_bytes));
+        }
+        self.return_lent(slot);
+    }
+
     /// Frees a lent slot that no process can write to.
     pub(crate) fn return_lent(&mut self, slot: &LentSlot) {
         self.end_lease(slot);

@@ -15,6 +15,7 @@ use crate::cache::Cache;
 use crate::cache::checksums::ChecksumRow;
 use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
+use crate::cache::retained::LostRetention;
 use crate::cache::sizes::SizeClass;
 use crate::effect::{Access, ArenaSlot, Change, RegionId};
 use crate::regions::RegionSet;
@@ -184,8 +185,8 @@ impl Cache {
         }
     }
 
-    /// Detaches a block from its clean frame, which is freed with its last lease. The caller must ensure that
-    /// the block has another copy, or remove it from the index.
+    /// Detaches a block from its clean frame, which is freed with its last lease. The lease of a retention pin ends at
+    /// once. The caller must ensure that the block has another copy, or remove it from the index.
     pub(super) fn detach_resident(&mut self, entry: EntryIndex, frame: FrameIndex) {
         self.index.entry_mut(entry).set_dram(Dram::Absent);
         self.resident_blocks -= 1;
@@ -193,6 +194,15 @@ impl Cache {
         self.arena.forget(frame);
         self.frames.get_mut(frame).set_entry(None);
         self.set_frame_state(frame, FrameState::Orphan);
+        self.lose_retained_frame(frame);
+    }
+
+    /// Stops to retain a copy in DRAM, and reports it to the owner of the pin. Without a retained copy, nothing changes.
+    pub(super) fn lose_retained_frame(&mut self, frame: FrameIndex) {
+        if let Some((key, lease)) = self.retained.in_dram.remove(&frame) {
+            self.release(lease);
+            self.outcomes.lost_retentions.push(LostRetention { key, frame });
+        }
     }
 
     /// Replaces a suspect copy before a commit of the same block, unless a write reads it.

@@ -1,8 +1,10 @@
 //! Retained copies: those that a retention pin keeps from eviction, and changes of blocks on request.
 //!
-//! The copy in DRAM is kept by a read lease, which the owner of the pin holds. The copy on a device leaves the eviction
-//! order; this table lists it and charges its tenant. A copy that is removed leaves the table: a pin does not outlive
-//! the copy.
+//! The copy in DRAM is kept by a read lease, which this table holds. The copy on a device leaves the eviction order; the
+//! table charges its tenant. A copy that is removed leaves the table: a pin does not outlive the copy.
+//!
+//! Retained copies are advice. If a slot size finds no room in DRAM, the copies that alone keep a region of another size
+//! are released ([`Cache::break_retained_region`]): one in each region would keep all other sizes out.
 
 use std::collections::BTreeMap;
 
@@ -11,19 +13,28 @@ use reprise_policy::eviction::EntryIndex;
 
 use crate::cache::Cache;
 use crate::cache::accounts::{TenantIndex, nvme_bytes};
-use crate::cache::frames::FrameState;
+use crate::cache::frames::{FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::lease::{Lease, Read};
 use crate::cache::sizes::SizeClassId;
 
-/// Retained copies on devices.
+/// Retained copies in both tiers.
 #[derive(Debug, Default)]
 pub(super) struct Retained {
-    /// Charge of each copy.
+    /// Blocks in DRAM, and the leases that keep them.
+    pub(super) in_dram: BTreeMap<FrameIndex, (BlockKey, Lease<Read>)>,
+    /// Charge of each copy on a device.
     copies: BTreeMap<EntryIndex, (TenantIndex, u64)>,
     by_tenant: BTreeMap<TenantIndex, u64>,
-    /// Number of copies that were evicted because their segment was needed.
-    broken: u64,
+    /// Number of copies that were released because their region or segment was needed.
+    pub(super) broken: u64,
+}
+
+/// Copy in DRAM that is no longer retained, although no command has ended its pin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LostRetention {
+    pub(crate) key: BlockKey,
+    pub(crate) frame: FrameIndex,
 }
 
 /// Bytes that a new pin may charge in each tier.
@@ -36,8 +47,8 @@ pub(crate) struct Allowance {
 /// Copies of a block that were retained. A block without any keeps nothing.
 #[derive(Debug)]
 pub(crate) struct RetainedCopies {
-    /// Lease on the copy in DRAM.
-    pub(crate) dram: Option<Lease<Read>>,
+    /// Frame of the copy in DRAM.
+    pub(crate) dram: Option<FrameIndex>,
     /// Bytes of the copy on a device; 0 without one.
     pub(crate) nvme_bytes: u64,
 }
@@ -114,7 +125,11 @@ impl Cache {
             return Err(if is_only_filled { Change::InUse } else { Change::OverLimit });
         }
         let dram = match frame {
-            Dram::Resident(frame) if takes_dram => Some(self.lease(frame)),
+            Dram::Resident(frame) if takes_dram => {
+                let lease = self.lease(frame);
+                self.retained.in_dram.insert(frame, (*key, lease));
+                Some(frame)
+            }
             _ => None,
         };
         if takes_nvme {
@@ -125,16 +140,35 @@ impl Cache {
     }
 
     /// Makes the copies of a block evictable again, as the most recently used.
-    pub(crate) fn end_retention(&mut self, key: &BlockKey, dram: Option<Lease<Read>>) {
+    pub(crate) fn end_retention(&mut self, key: &BlockKey, dram: Option<FrameIndex>) {
         if let Some(entry) = self.index.find(key)
             && self.retained.forget(entry)
             && self.is_in_nvme_order(entry)
         {
             self.enter_nvme_order(entry);
         }
-        if let Some(lease) = dram {
+        // The frame may have lost the block, and be another one's.
+        if let Some(frame) = dram
+            && self.retained.in_dram.get(&frame).is_some_and(|(of, _)| of == key)
+            && let Some((_, lease)) = self.retained.in_dram.remove(&frame)
+        {
             self.release(lease);
         }
+    }
+
+    /// Whether the copy of a block on a device is retained.
+    pub(crate) fn is_retained_on_device(&self, key: &BlockKey) -> bool {
+        self.index.find(key).is_some_and(|entry| self.retained.contains(entry))
+    }
+
+    /// Frames that retained copies keep.
+    pub(crate) fn retained_frames(&self) -> impl Iterator<Item = FrameIndex> {
+        self.retained.in_dram.keys().copied()
+    }
+
+    /// Retained copies that were lost, and that the owner of the pins does not know yet.
+    pub(crate) fn lost_retentions(&self) -> &[LostRetention] {
+        &self.outcomes.lost_retentions
     }
 
     /// Bytes of a tenant's retained copies on devices.
@@ -155,7 +189,7 @@ impl Cache {
         self.retained.by_tenant.values().sum()
     }
 
-    /// Number of retained copies that were evicted because their segment was needed.
+    /// Number of retained copies that were released because their region or segment was needed.
     pub(crate) fn broken_retentions(&self) -> u64 {
         self.retained.broken
     }
@@ -226,6 +260,14 @@ impl Cache {
     /// Checks that retained copies exist and are charged, and that each belongs to one of these pins.
     pub(crate) fn audit_retained(&self, pinned: impl Iterator<Item = BlockKey>) -> Result<(), String> {
         let pinned: std::collections::BTreeSet<BlockKey> = pinned.collect();
+        for (frame, (key, _)) in &self.retained.in_dram {
+            let entry = self.frames.get(*frame).entry();
+            ensure!(
+                entry.is_some() && entry == self.index.find(key),
+                "{frame:?} is retained without its block"
+            );
+            ensure!(pinned.contains(key), "{key} is retained in DRAM without a pin");
+        }
         let mut charged: BTreeMap<TenantIndex, u64> = BTreeMap::new();
         for (entry, (tenant, bytes)) in &self.retained.copies {
             let state = self.index.entry(*entry);

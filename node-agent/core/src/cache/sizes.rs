@@ -11,6 +11,7 @@ use reprise_policy::{Layout, TenantId};
 use crate::cache::Cache;
 use crate::cache::accounts::TenantIndex;
 use crate::cache::arena::{Arena, SlotGroupId};
+use crate::cache::describe::BlockOrigin;
 use crate::limits::{INDEX_RESERVE_MAX, SIZE_CLASSES_MAX};
 
 /// Number of a size class.
@@ -29,7 +30,25 @@ pub(crate) struct SizeClass {
     pub(crate) slot_bytes: u64,
     /// Whether the operator was notified that no device can hold its blocks.
     unstorable: UnstorableReport,
+    origins: Origins,
     uses: u64,
+}
+
+/// Where the blocks of a size class have come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Origins {
+    /// Sessions of this node have saved or loaded all of them.
+    #[default]
+    Sessions,
+    /// Recovery has found some, or peers have placed some: no session has stated their namespaces.
+    Elsewhere,
+}
+
+impl SizeClass {
+    /// Whether some blocks have come without a session of this node that uses their namespace.
+    pub(crate) fn has_blocks_from_elsewhere(&self) -> bool {
+        self.origins == Origins::Elsewhere
+    }
 }
 
 /// State of the diagnostic for blocks that fit no device.
@@ -106,6 +125,7 @@ impl SizeClasses {
                 slot_group,
                 slot_bytes,
                 unstorable,
+                origins: Origins::default(),
                 uses: 0,
             });
             return Some(SizeClassId((self.size_classes.len() - 1) as u16));
@@ -113,8 +133,9 @@ impl SizeClasses {
         let vacant = self.size_classes.iter().position(|size_class| size_class.uses == 0)?;
         arena.leave_slot_group(self.size_classes[vacant].slot_group);
         let slot_group = arena.join_slot_group(tenant, slot_bytes);
+        let origins = Origins::default();
         self.size_classes[vacant] =
-            SizeClass { tenant, tenant_index, layout, slot_group, slot_bytes, unstorable, uses: 0 };
+            SizeClass { tenant, tenant_index, layout, slot_group, slot_bytes, unstorable, origins, uses: 0 };
         Some(SizeClassId(vacant as u16))
     }
 
@@ -141,6 +162,13 @@ impl SizeClasses {
         self.get(id).layout.objects() as usize
     }
 
+    /// Records a block of the size class.
+    pub(super) fn add_origin(&mut self, id: SizeClassId, origin: BlockOrigin) {
+        if matches!(origin, BlockOrigin::Placed | BlockOrigin::Recovered) {
+            self.size_classes[usize::from(id.0)].origins = Origins::Elsewhere;
+        }
+    }
+
     /// Marks the size class as reported unstorable; returns whether it was not reported before.
     pub(super) fn mark_unstorable_reported(&mut self, id: SizeClassId) -> bool {
         let size_class = &mut self.size_classes[usize::from(id.0)];
@@ -154,8 +182,11 @@ impl SizeClasses {
 
     /// Counts one user of the size class less.
     pub(crate) fn release(&mut self, id: SizeClassId) {
-        let uses = &mut self.size_classes[usize::from(id.0)].uses;
-        *uses = uses.checked_sub(1).expect("every release follows a hold");
+        let size_class = &mut self.size_classes[usize::from(id.0)];
+        size_class.uses = size_class.uses.checked_sub(1).expect("every release follows a hold");
+        if size_class.uses == 0 {
+            size_class.origins = Origins::default();
+        }
     }
 
     /// Number of users of each size class, for the audit.

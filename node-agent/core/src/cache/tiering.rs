@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use reprise_policy::Tick;
 use reprise_policy::admission::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
-use reprise_policy::demotion::{self, IdleTimes, Pressure};
-use reprise_policy::eviction::EntryIndex;
+use reprise_policy::demotion::{self, IdleTimes, Pressure, Temperature};
+use reprise_policy::eviction::{EntryIndex, Group};
 
 use crate::cache::accounts::nvme_bytes;
 use crate::cache::describe::BlockOrigin;
@@ -59,7 +59,7 @@ struct Coarse(u32);
 /// Batch of blocks to demote.
 #[derive(Debug)]
 pub(crate) struct Demotions {
-    pub(crate) frames: Vec<FrameIndex>,
+    pub(crate) frames: Vec<(FrameIndex, Temperature)>,
     pub(crate) pressure: Pressure,
 }
 
@@ -121,16 +121,23 @@ impl Cache {
             return;
         }
         let state = self.index.entry_mut(entry);
-        let is_first = state.mark_reused();
+        let (is_first, position, size_class) = (state.mark_reused(), state.position(), state.size_class());
         if is_first {
-            self.tiering.admission.reused(state.position().unwrap_or(0));
+            let tenant = self.tenant_of(size_class);
+            self.tiering.admission.reused(Group(tenant.0), position);
         }
+        let state = self.index.entry(entry);
         let Dram::Resident(frame) = state.dram() else { return };
         let idle = self.tiering.used(frame, self.now);
         self.tiering.idle_times.observe(idle);
         if self.is_dram_only(frame) {
             self.outcomes.used_again.push(frame);
         }
+    }
+
+    /// Rule by which saved blocks are admitted to devices.
+    pub(crate) fn admission_mode(&self) -> AdmissionMode {
+        self.tiering.admission.mode()
     }
 
     /// Decides whether a committed block is written, and counts the decision.
@@ -141,7 +148,7 @@ impl Cache {
         }
         let block = self.candidate(entry);
         if block.reuse == Reuse::None {
-            self.tiering.admission.committed(block.position);
+            self.tiering.admission.committed(block.tenant, block.position);
         }
         let verdict = self.tiering.admission.decide(&block);
         match verdict {
@@ -171,8 +178,16 @@ impl Cache {
         self.counters.admission_budget_blocks += 1;
     }
 
-    /// Returns the next batch of blocks to demote, of at most `bytes` slot bytes; `None` if no pass is due. `demoted`
-    /// are slot bytes that are being demoted: they are room too.
+    /// Counts a demoted block that is durable.
+    pub(crate) fn count_demoted(&mut self, temperature: Temperature) {
+        match temperature {
+            Temperature::Cold => self.counters.demoted_blocks += 1,
+            Temperature::Warm => self.counters.demoted_emergency_blocks += 1,
+        }
+    }
+
+    /// Returns the next batch of blocks to demote, of at most `bytes` slot bytes and within the write budget that is
+    /// left; `None` if no pass is due. `demoted` are slot bytes that are being demoted: they are room too.
     pub(crate) fn due_demotions(&mut self, demoted: u64, bytes: u64) -> Option<Demotions> {
         let capacity = self.arena.bytes();
         let free = self.arena.free_bytes() + demoted;
@@ -184,12 +199,13 @@ impl Cache {
         let (watched, tau) =
             (demotion::room_watched(capacity), demotion::threshold(&self.tiering.idle_times));
         let mut demotions = Demotions { frames: Vec::new(), pressure: Pressure::None };
-        let mut left = bytes;
+        let (mut left, mut budget) = (bytes, self.budget_left_bytes());
         for victims in self.arena.next_victims(DEMOTION_VICTIMS_MAX) {
             let mut room = free;
             for frame in victims {
                 let slot_bytes = self.frame_slot(frame).bytes;
-                if room >= watched || left < slot_bytes || demotions.frames.len() >= DEMOTION_BLOCKS_MAX {
+                let is_full = left < slot_bytes || demotions.frames.len() >= DEMOTION_BLOCKS_MAX;
+                if room >= watched || is_full || budget == 0 {
                     break;
                 }
                 let pressure = demotion::pressure(room, capacity);
@@ -200,13 +216,9 @@ impl Cache {
                     continue;
                 }
                 left -= slot_bytes;
-                demotions.frames.push(frame);
-                let is_cold = temperature == demotion::Temperature::Cold;
-                let count = match is_cold {
-                    true => &mut self.counters.demoted_blocks,
-                    false => &mut self.counters.demoted_emergency_blocks,
-                };
-                *count += 1;
+                // As for the budget itself, the last block may exceed it.
+                budget = budget.saturating_sub(nvme_bytes(slot_bytes));
+                demotions.frames.push((frame, temperature));
                 demotions.pressure = demotions.pressure.max(pressure);
             }
         }
@@ -310,7 +322,8 @@ impl Cache {
         let size_class = self.sizes.get(state.size_class());
         Candidate {
             key_hash: state.key().table_hash(),
-            position: state.position().unwrap_or(0),
+            tenant: Group(size_class.tenant_index.0),
+            position: state.position(),
             reuse: self.reuse(entry),
             bytes: nvme_bytes(size_class.slot_bytes),
             tokens: size_class.layout.tokens(),
@@ -318,14 +331,16 @@ impl Cache {
         }
     }
 
-    /// Part of the burst that the device with most of it has left, in thousandths; 1000 without budgets.
+    /// Bytes that the budgets of all writable devices have left; without limits, the maximum.
+    fn budget_left_bytes(&self) -> u64 {
+        let left = |device: &Device| device.budget.as_ref().map_or(u64::MAX, |budget| budget.left(self.now));
+        self.devices.writable_devices().map(left).fold(0, u64::saturating_add)
+    }
+
+    /// Part of the bucket that the device with most of it has left, in thousandths; 1000 without budgets.
     fn budget_left_permille(&self) -> u16 {
-        let left = self.devices.writable_devices().map(|device| {
-            device.budget.as_ref().map_or(1000, |budget| {
-                let permille = budget.left(self.now).saturating_mul(1000) / budget.limits().burst.max(1);
-                u16::try_from(permille.min(1000)).expect("at most 1000")
-            })
-        });
-        left.max().unwrap_or(1000)
+        let left =
+            |device: &Device| device.budget.as_ref().map_or(1000, |budget| budget.left_permille(self.now));
+        self.devices.writable_devices().map(left).max().unwrap_or(1000)
     }
 }

@@ -24,7 +24,7 @@ impl AgentCore {
     /// Executes a command and answers it.
     pub(super) fn manage(&mut self, caller: Caller, command: BlockCommand) {
         let BlockCommand { action, selection, ranks } = command;
-        let selected = self.check_ttl(action).and_then(|()| self.select(caller, selection, ranks));
+        let selected = self.check_ttl(action).and_then(|()| self.select(caller, action, (selection, ranks)));
         let reply = match selected {
             Err(text) => Reply::BadRequest(text),
             Ok((blocks, next)) => {
@@ -51,8 +51,8 @@ impl AgentCore {
     fn select(
         &self,
         caller: Caller,
-        selection: BlockSelection,
-        ranks: Ranks,
+        action: BlockAction,
+        (selection, ranks): (BlockSelection, Ranks),
     ) -> Result<(Selected, Option<u64>), String> {
         let classes = self.cache.rank_classes(caller.size_class, ranks);
         match selection {
@@ -63,9 +63,11 @@ impl AgentCore {
             BlockSelection::Keys(keys) => Ok((keys.into_iter().zip(classes.cycle()).collect(), None)),
             BlockSelection::Listed(session) => self.listed(caller, session).map(|blocks| (blocks, None)),
             BlockSelection::Namespace { from } => {
-                let of_caller = self.cache.size_class(caller.size_class);
-                self.namespaces.check(caller.session, of_caller.tenant, &of_caller.layout)?;
                 let classes: Vec<SizeClassId> = classes.cycle().take(classes.ranks()).flatten().collect();
+                for class in &classes {
+                    let blocks = self.cache.size_class(*class);
+                    self.namespaces.check(caller.session, blocks, action)?;
+                }
                 let places = self.cache.entry_places();
                 let first = usize::try_from(from).unwrap_or(places).min(places);
                 let index = EntryIndex(u32::try_from(first).unwrap_or(u32::MAX));

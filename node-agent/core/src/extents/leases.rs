@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use reprise_policy::admission::AdmissionMode;
+
 use crate::cache::{Cache, LentSlot, SizeClass, SlotRequest, nvme_bytes};
 use crate::context::{Caller, Context};
 use crate::effect::{DeviceId, LeaseId, Place, Reply};
@@ -87,7 +89,7 @@ impl Extents {
         for (position, slot) in slots {
             let block = lent.get(&slot.page);
             let Some(block) = block.filter(|_| !is_answered && cache.can_lend(slot.device)) else {
-                cache.return_lent(&slot);
+                cache.return_unwritten(&slot);
                 continue;
             };
             let place = cache.place_of_lent(&slot, block.generation);
@@ -128,6 +130,14 @@ impl Extents {
                  use pool files on a file system with direct I/O"
                     .to_owned(),
             ));
+        }
+        let mode = cache.admission_mode();
+        if mode != AdmissionMode::Always {
+            // An extent is written before its commit, and the agent decides about blocks that it has in DRAM.
+            let mode = mode.name();
+            return Some(Reply::BadRequest(format!(
+                "pool.admission is {mode}: save blocks through the arena, so that the agent decides which it writes"
+            )));
         }
         let SizeClass { tenant_index: tenant, slot_bytes, .. } = *cache.size_class(from.size_class);
         if !cache.may_be_saved(SlotRequest { tenant, slot_bytes }) {

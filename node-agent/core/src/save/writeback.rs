@@ -18,6 +18,7 @@
 
 use std::collections::BTreeMap;
 
+use reprise_policy::demotion::Temperature;
 use reprise_policy::{BlockKey, Tick};
 
 use crate::cache::{
@@ -68,6 +69,8 @@ struct UnsavedBlock {
     since: Tick,
     attempts: u8,
     state: SaveState,
+    /// How idle the block was when it was demoted.
+    demoted: Option<Temperature>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,15 +179,17 @@ impl WriteBack {
         now: Tick,
         (lease, cause, position): (Lease<Saving>, WriteCause, EvictionPosition),
         tickets: TicketList,
-    ) {
+    ) -> SlabId {
         let lane = lane(cache.slot_request(&lease), cause);
-        let state = SaveState::Queued;
-        let id = self.unsaved.insert(UnsavedBlock { lease, tickets, cause, since: now, attempts: 0, state });
+        let (state, demoted) = (SaveState::Queued, None);
+        let block = UnsavedBlock { lease, tickets, cause, since: now, attempts: 0, state, demoted };
+        let id = self.unsaved.insert(block);
         self.unsaved_bytes += lane.slot_bytes;
         self.add_bytes_of(cause, lane.slot_bytes);
         self.queue.push(lane, id, now);
         let lease = &self.unsaved.get(id).expect("just inserted").lease;
         cache.mark_unsaved(lease, id.slot(), position);
+        id
     }
 
     /// Promotes an offered or demoted, unsaved block that an engine has committed.
@@ -449,8 +454,10 @@ impl Save {
     fn block_stored(&mut self, cache: &mut Cache, cx: &mut Context, device: DeviceId, block: &StoredBlock) {
         let Some(slot) = cache.store(device, block) else { return };
         let record = self.writeback.unsaved.id_at(slot).expect("an unsaved frame has a record");
-        if self.writeback.unsaved.get(record).is_some_and(|block| block.cause == WriteCause::Replicated) {
-            self.counters.taken_blocks_stored += 1;
+        match self.writeback.unsaved.get(record).map(|block| (block.cause, block.demoted)) {
+            Some((WriteCause::Replicated, _)) => self.counters.taken_blocks_stored += 1,
+            Some((WriteCause::Demoted, Some(temperature))) => cache.count_demoted(temperature),
+            _ => {}
         }
         self.end_unsaved(cache, cx, record, ItemOutcome::Durable);
     }
@@ -502,6 +509,8 @@ impl Save {
         let (entry, frame, position) = cache.saved(ended.lease);
         let position = match end {
             ItemOutcome::Durable => cache.position_after_save(entry, position),
+            // The only copy of the block is in DRAM, so it must not be the next victim.
+            ItemOutcome::Lost if ended.cause == WriteCause::Demoted => EvictionPosition::Last,
             ItemOutcome::Lost => position,
         };
         match position {

@@ -15,7 +15,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const SLOT_BYTES: u64 = 64 << 10;
 
 /// An arena of 16 slots: cold blocks are demoted with less than 2.4 slots of room, warm ones with less than half a
-/// slot. The budget admits all 64 slots of the device after 15 minutes, and nothing before.
+/// slot. The budget admits half of the 64 slots of the device after 15 minutes, and nothing in the first 436 s.
 fn harness(settings: Settings) -> (Harness, SessionId) {
     let mut harness = Harness::new(Setup { settings, ..Setup::default() });
     let session = harness.open_session(TenantId::DEFAULT, large_layout());
@@ -100,7 +100,10 @@ fn blocks_without_pressure_stay_in_dram_only() {
 fn warm_block_is_demoted_when_it_is_the_next_victim() {
     let (mut harness, session) = with_budget();
     let saved = keys(0..16);
+    // A bucket starts with the overdraft of 32 blocks, of which it gains 31.97.
+    harness.pass(436 * SECOND);
     save(&mut harness, session, &saved);
+    assert_eq!(stored(&harness, &saved), 0, "no budget yet");
     // Long enough for the budget of one block, and too short for a block to be cold.
     settle(&mut harness, 20 * SECOND);
     let all = counters(&harness);
@@ -111,6 +114,43 @@ fn warm_block_is_demoted_when_it_is_the_next_victim() {
     assert_eq!(counters(&harness).dram_dropped_blocks, 0);
     harness.reserve(session, 1);
     assert_eq!(counters(&harness).dram_dropped_blocks, 1, "without a budget, an eviction loses the block");
+}
+
+#[test]
+fn demotions_are_limited_by_the_budget_that_is_left() {
+    let (mut harness, session) = with_budget();
+    let saved = keys(0..16);
+    harness.pass(380 * SECOND);
+    save(&mut harness, session, &saved);
+    let refused = counters(&harness).admission_budget_blocks;
+    assert_eq!((stored(&harness, &saved), refused), (0, 16), "no budget yet");
+    // Three blocks are cold and have less than 2.4 slots of room, but the budget admits one.
+    settle(&mut harness, 65 * SECOND);
+    let all = counters(&harness);
+    assert_eq!((all.demoted_blocks, all.demoted_emergency_blocks, stored(&harness, &saved)), (1, 0, 1));
+    assert_eq!(all.admission_budget_blocks, refused, "no demotion was refused");
+    harness.reserve(session, 1);
+    assert_eq!((in_memory(&harness, &saved), counters(&harness).dram_dropped_blocks), (15, 0));
+}
+
+#[test]
+fn block_whose_demotion_fails_is_not_the_next_victim() {
+    for write_media in [0, 1000] {
+        let (mut harness, session) = with_budget();
+        let saved = keys(0..14);
+        // Chains of one block: the first one is the next victim.
+        saved.chunks(1).for_each(|key| save(&mut harness, session, key));
+        harness.pass(900 * SECOND);
+        harness.faults.write_media = write_media;
+        settle(&mut harness, SECOND);
+        let durable = stored(&harness, &saved[..1]);
+        assert_eq!(durable, if write_media == 0 { 1 } else { 0 });
+        assert_eq!(counters(&harness).demoted_blocks, durable as u64, "counted once it is durable");
+        // Two slots are free; the third one is that of the next victim.
+        harness.reserve(session, 3);
+        assert_eq!(in_memory(&harness, &saved[..1]), 1 - durable, "the only copy stays");
+        assert_eq!(in_memory(&harness, &saved), 13);
+    }
 }
 
 #[test]

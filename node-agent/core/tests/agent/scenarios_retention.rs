@@ -10,7 +10,7 @@ use reprise_agent_core::event::{
 use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::prefetch::{HINT_VERSION, LookaheadRequest};
 use reprise_policy::quota::Quota;
-use reprise_policy::{BlockKey, NamespaceDigest, SessionId, TenantId, Tier};
+use reprise_policy::{BlockKey, NamespaceDigest, SessionId, SlotSet, TenantId, Tier};
 
 use crate::engine::{Engine, RequestKind};
 use crate::harness::{Harness, SMALL_KEYS_FROM, Setup, keys, large_layout, small_layout};
@@ -229,6 +229,40 @@ fn pins_in_every_segment_do_not_keep_other_sizes_out() {
 }
 
 #[test]
+fn pins_in_every_region_do_not_keep_other_sizes_out_of_dram() {
+    // Each of the four regions has four large blocks, and one of them is pinned.
+    let (mut harness, session) = harness(16, settings());
+    let pinned: Vec<BlockKey> = keys(0..16).into_iter().step_by(4).collect();
+    let report = run_keys(&mut harness, session, PIN, pinned.clone());
+    assert_eq!(report.retention.dram_bytes, 4 * large_layout().slot_bytes());
+    assert_eq!(in_tier(&harness, &pinned, Tier::Dram), 4);
+    let small_session = harness.open_session(TenantId::DEFAULT, small_layout());
+    let small: Vec<BlockKey> = keys(SMALL_KEYS_FROM..SMALL_KEYS_FROM + 8);
+    save(&mut harness, small_session, &small);
+    assert_eq!(in_tier(&harness, &small, Tier::Dram), 8, "the other size gets a region");
+    let all = harness.core.counters();
+    assert_eq!((all.retention_broken_blocks, all.retention_pinned_blocks), (1, 4));
+    assert_eq!(all.retention_dram_bytes, 3 * large_layout().slot_bytes(), "the other pins stay");
+    assert_eq!((in_tier(&harness, &pinned, Tier::Dram), in_tier(&harness, &pinned, Tier::Nvme)), (3, 4));
+}
+
+#[test]
+fn region_that_a_load_reads_is_not_taken_from_pins() {
+    let (mut harness, session) = harness(16, settings());
+    let pinned: Vec<BlockKey> = keys(0..16).into_iter().step_by(4).collect();
+    run_keys(&mut harness, session, PIN, pinned.clone());
+    harness.load(session, &keys(0..16), Duration::ZERO, Scope::Local);
+    let small_session = harness.open_session(TenantId::DEFAULT, small_layout());
+    harness.reserve(small_session, 1);
+    assert_eq!(
+        harness.core.counters().retention_broken_blocks,
+        0,
+        "all regions have slots that a load reads"
+    );
+    assert_eq!(in_tier(&harness, &pinned, Tier::Dram), 4);
+}
+
+#[test]
 fn pins_shrink_with_a_lowered_quota() {
     let (mut harness, session) = harness(12, settings());
     run_keys(&mut harness, session, PIN, keys(0..12));
@@ -261,6 +295,26 @@ fn damaged_copy_leaves_its_pin() {
     harness.release(session, load);
     assert_eq!(in_tier(&harness, &keys(0..1), Tier::Dram), 0);
     assert_eq!(harness.core.counters().read_leases, 1, "only the intact copy is kept");
+}
+
+#[test]
+fn replaced_copy_leaves_its_pin_although_it_was_intact() {
+    let (mut harness, session) = harness(2, settings());
+    harness.load(session, &keys(0..1), Duration::ZERO, Scope::Local);
+    let reply = &harness.engines[&session].replies.last().expect("a reply").1;
+    let Reply::Loaded { load, .. } = *reply else { panic!("not a load: {reply:?}") };
+    run_keys(&mut harness, session, PIN, keys(0..2));
+    harness.suspect(session, load, vec![0]);
+    // The engine has computed the block again before the check has found it intact.
+    harness.reserve(session, 1);
+    harness.commit(session, &keys(0..1), Priority::Normal);
+    harness.finish_jobs();
+    harness.release(session, load);
+    harness.pass(Duration::from_millis(6));
+    harness.finish_jobs();
+    let all = harness.core.counters();
+    assert_eq!(all.retention_dram_bytes, large_layout().slot_bytes());
+    assert_eq!(all.read_leases, 1, "the replaced copy is freed at once");
 }
 
 #[test]
@@ -368,16 +422,7 @@ fn namespace_selects_all_blocks_in_steps_unless_it_is_ambiguous() {
     let deleted = run(&mut harness, session, BlockAction::Delete, all.clone());
     assert_eq!(deleted.counts.affected, 10);
     assert_eq!(in_tier(&harness, &keys(SMALL_KEYS_FROM..SMALL_KEYS_FROM + 4), Tier::Nvme), 4);
-    let other = SessionId(99);
-    let opened = SessionOpened {
-        session: other,
-        tenant: TenantId::DEFAULT,
-        namespace: NamespaceDigest([2; 32]),
-        layout: large_layout(),
-        gpu: None,
-    };
-    harness.engines.insert(other, Engine::new(opened.tenant, opened.layout));
-    harness.apply(Event::SessionOpened(opened));
+    let other = open_other_namespace(&mut harness);
     // A session that saves nothing changes nothing.
     assert_eq!(run(&mut harness, session, BlockAction::Delete, all.clone()).counts.found(), 0);
     let text = refused(&mut harness, other, BlockAction::Delete, all.clone());
@@ -385,7 +430,50 @@ fn namespace_selects_all_blocks_in_steps_unless_it_is_ambiguous() {
     harness.reserve(other, 1);
     harness.commit(other, &keys(20..21), Priority::Normal);
     let text = refused(&mut harness, session, BlockAction::Delete, all);
-    assert!(text.contains("several namespaces") && text.contains("tokens or keys"), "{text}");
+    assert!(text.contains("several namespaces") && text.contains("tokens, keys or session"), "{text}");
+}
+
+/// Opens a session of another namespace, with the tenant and layout of the others.
+fn open_other_namespace(harness: &mut Harness) -> SessionId {
+    let session = SessionId(99);
+    let opened = SessionOpened {
+        session,
+        tenant: TenantId::DEFAULT,
+        namespace: NamespaceDigest([2; 32]),
+        layout: large_layout(),
+        gpu: None,
+    };
+    harness.engines.insert(session, Engine::new(opened.tenant, opened.layout));
+    harness.apply(Event::SessionOpened(opened));
+    session
+}
+
+#[test]
+fn blocks_that_recovery_found_are_not_removed_by_namespace() {
+    let (harness, _) = harness(6, settings());
+    let mut harness = harness.kill();
+    harness.apply(Event::InventoryWanted { slots: Box::new(SlotSet::ALL) });
+    let other = open_other_namespace(&mut harness);
+    for action in [BlockAction::Delete, BlockAction::Demote] {
+        let text = refused(&mut harness, other, action, BlockSelection::Namespace { from: 0 });
+        assert!(text.contains("any namespace") && text.contains("tokens, keys or session"), "{text}");
+    }
+    assert_eq!(in_tier(&harness, &keys(0..6), Tier::Nvme), 6);
+    // Also for the session whose blocks they are, because the agent cannot know that.
+    let session = harness.open_session(TenantId::DEFAULT, large_layout());
+    refused(&mut harness, session, BlockAction::Delete, BlockSelection::Namespace { from: 0 });
+    assert_eq!(run_keys(&mut harness, session, BlockAction::Delete, keys(0..6)).counts.affected, 6);
+}
+
+#[test]
+fn namespace_of_a_session_that_loads_counts_like_that_of_one_that_saves() {
+    let (mut harness, session) = harness(2, settings());
+    let other = open_other_namespace(&mut harness);
+    let all = BlockSelection::Namespace { from: 0 };
+    assert_eq!(run(&mut harness, session, BlockAction::Demote, all.clone()).counts.affected, 2);
+    harness.load(other, &keys(50..51), Duration::ZERO, Scope::Local);
+    let text = refused(&mut harness, session, BlockAction::Delete, all);
+    assert!(text.contains("several namespaces"), "{text}");
 }
 
 #[test]

@@ -11,13 +11,14 @@ use crate::context::Context;
 use crate::limits::DEMOTION_ARENA_PERMILLE;
 use crate::save::Save;
 use crate::save::tickets::TicketList;
+use crate::slab::SlabId;
 
 impl Save {
     /// Queues blocks for writing that were used again, as far as admission accepts them now.
     pub(crate) fn save_used_again(&mut self, cache: &mut Cache, now: Tick, frames: &[FrameIndex]) {
         for frame in frames {
             if self.room_for_demotions(cache) >= cache.frame_slot(*frame).bytes
-                && self.save_dram_only(cache, now, *frame, WriteCause::Committed)
+                && self.save_dram_only(cache, now, *frame, WriteCause::Committed).is_some()
             {
                 cache.count_used_again();
             }
@@ -31,8 +32,11 @@ impl Save {
         }
         let room = self.room_for_demotions(cache);
         let Some(demotions) = cache.due_demotions(self.writeback.demoted_bytes, room) else { return };
-        for frame in &demotions.frames {
-            self.save_dram_only(cache, cx.now, *frame, WriteCause::Demoted);
+        for (frame, temperature) in &demotions.frames {
+            let record = self.save_dram_only(cache, cx.now, *frame, WriteCause::Demoted);
+            if let Some(block) = record.and_then(|record| self.writeback.unsaved.get_mut(record)) {
+                block.demoted = Some(*temperature);
+            }
         }
         if demotions.pressure == Pressure::Emergency {
             self.writeback.expedite();
@@ -43,13 +47,18 @@ impl Save {
         cache.share_of_arena(DEMOTION_ARENA_PERMILLE).saturating_sub(self.writeback.unsaved_bytes())
     }
 
-    fn save_dram_only(&mut self, cache: &mut Cache, now: Tick, frame: FrameIndex, cause: WriteCause) -> bool {
-        let Some(lease) = cache.claim_dram_only(frame) else { return false };
+    fn save_dram_only(
+        &mut self,
+        cache: &mut Cache,
+        now: Tick,
+        frame: FrameIndex,
+        cause: WriteCause,
+    ) -> Option<SlabId> {
+        let lease = cache.claim_dram_only(frame)?;
         let position = match cause {
             WriteCause::Demoted => EvictionPosition::First,
             WriteCause::Committed | WriteCause::Replicated => EvictionPosition::Last,
         };
-        self.writeback.queue_save(cache, now, (lease, cause, position), TicketList::default());
-        true
+        Some(self.writeback.queue_save(cache, now, (lease, cause, position), TicketList::default()))
     }
 }
