@@ -1,5 +1,5 @@
 //! `reprise demo`: a local cluster replays a real trace and verifies every byte, then loses and restarts one
-//! agent.
+//! agent. Then requests of the trace wait in a queue, with and without hints about it, and load their blocks from NVMe.
 //!
 //! With `--etcd` the control plane has several members. The demo kills one of them during the replay and
 //! restarts it afterwards. The demo succeeds only if the directory finally equals the blocks that the agents
@@ -11,6 +11,7 @@
 mod completeness;
 mod engine_path;
 mod faults;
+mod prefetch;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -27,6 +28,7 @@ use crate::replay::{self, Subject, Summary, Totals};
 use completeness::{ReplicaTotals, await_complete};
 use engine_path::RingReport;
 use faults::{KillOutcome, LostMember, demand_durable, kill_and_restart};
+use prefetch::PrefetchReport;
 use reprise_testkit::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
 use reprise_testkit::engine::{EnginePath, EngineSettings};
 use reprise_testkit::http;
@@ -144,6 +146,8 @@ struct DemoSummary {
     complete: ReplicaTotals,
     /// Figures of the requests that were replayed again.
     after_restart: Summary,
+    /// Requests that waited in a queue, with and without hints.
+    prefetch: PrefetchReport,
     /// Path of blocks between engines and nodes.
     engine_path: String,
     /// Traffic of rings, if the engines have them.
@@ -241,6 +245,15 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     let mut after = Totals::new();
     serve(again, &mut engines, &mut after, (&cluster, audience))?;
     audience.print_line(after.table());
+    let waiting = prefetch::Subject {
+        agent: &cluster.file().agents[0],
+        requests,
+        layout: &layout,
+        tenant: &args.tenant,
+        path: args.engine_path,
+        arena_bytes: chosen.arena.0,
+    };
+    let (prefetch, checked) = measure_prefetch(waiting, &mut engines[0], audience)?;
     for engine in &mut engines {
         engine.await_durable()?;
     }
@@ -251,12 +264,16 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         complete.directory_dram, complete.directory_nvme
     ));
 
-    let mismatches =
-        totals.sum.mismatches + after.sum.mismatches + killed.before.mismatches + killed.after.mismatches;
     let mut replay = summary;
-    replay.mismatches = mismatches;
-    replay.bytes_verified +=
-        after.sum.bytes_verified + killed.before.bytes_verified + killed.after.bytes_verified;
+    for again in [&after.sum, &checked.sum] {
+        replay.mismatches += again.mismatches;
+        replay.bytes_verified += again.bytes_verified;
+    }
+    for check in [&killed.before, &killed.after] {
+        replay.mismatches += check.mismatches;
+        replay.bytes_verified += check.bytes_verified;
+    }
+    let mismatches = replay.mismatches;
     let rings = engines[0].backend().map(|backend| ring_report(backend, (&totals, &after), &killed));
     if let Some(report) = &rings {
         audience.print_line(report.text());
@@ -277,13 +294,14 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
         members_killed: lost.count(),
         complete,
         after_restart: after.summary("after_restart", &subject),
+        prefetch,
         engine_path: args.engine_path.to_string(),
         rings: rings.clone(),
     });
     if mismatches > 0 {
         bail!("{mismatches} loaded words differ from the saved ones");
     }
-    demand_calls(totals.sum.errors + after.sum.errors)?;
+    demand_calls(totals.sum.errors + after.sum.errors + checked.sum.errors)?;
     demand_durable(&killed.after, killed.left).context("after the restart")?;
     demand_tiers(args.sizes(&chosen), &unused, audience)?;
     rings.map_or(Ok(()), |report| report.demand_traffic())?;
@@ -337,6 +355,19 @@ fn start_engines(args: &DemoArgs, layout: Layout, cluster: &Cluster) -> anyhow::
         |socket| EngineSettings { socket, layout, tenant: args.tenant.clone(), path: args.engine_path };
     let agents = cluster.file().agents.into_iter();
     agents.map(|agent| EngineProcess::start(&settings(agent.socket))).collect()
+}
+
+/// Measures requests that wait with and without hints; returns the check of their bytes too.
+fn measure_prefetch(
+    waiting: prefetch::Subject<'_>,
+    engine: &mut EngineProcess,
+    audience: Audience,
+) -> anyhow::Result<(PrefetchReport, Totals)> {
+    audience.print_line("Letting requests wait in a queue, with and without hints about their order …");
+    let mut checked = Totals::new();
+    let report = waiting.measure(engine, &mut checked)?;
+    audience.print_line(report.text());
+    Ok((report, checked))
 }
 
 /// Sums the traffic of rings in both replays and in the checks of durable blocks.
@@ -463,7 +494,8 @@ fn hold(cluster: &Cluster, audience: Audience) -> anyhow::Result<()> {
         audience.print_line(format!("{}: engines connect to {}.", agent.node, agent.socket.display()));
     }
     audience.print_line(
-        "The cluster is running: try `reprise status` and `reprise replay`. Press Ctrl-C to stop it.",
+        "The cluster is running: try `reprise status`, `reprise replay`, `reprise admin demote --trace-line 1` and \
+         `reprise trace record --for 1m --out recorded.jsonl`. Press Ctrl-C to stop it.",
     );
     interrupted.recv().context("waiting for Ctrl-C")
 }

@@ -23,6 +23,7 @@ mod sim;
 mod status;
 mod tenant;
 mod trace;
+mod waiting_queue;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -56,7 +57,7 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a local cluster on a trace, kill an agent, verify every byte.
+    /// Run a local cluster on a trace, kill an agent, prefetch, verify every byte.
     Demo(demo::DemoArgs),
     /// Replay a trace against running agents.
     Replay(replay::ReplayArgs),

@@ -45,6 +45,12 @@ pub struct Cache {
     /// Replicas on other nodes.
     #[serde(default)]
     pub placement: Placement,
+    /// Reads of blocks from devices ahead of their load, on hints of engines.
+    #[serde(default)]
+    pub prefetch: Prefetch,
+    /// Blocks that commands pin for a limited time.
+    #[serde(default)]
+    pub retention: Retention,
     /// Limits of client requests.
     #[serde(default)]
     pub limits: Limits,
@@ -154,6 +160,47 @@ pub struct Placement {
     pub hot_window: Span,
 }
 
+/// Reads of blocks from devices ahead of their load. Engines without hints cause none; `lookahead` of an engine's adapter
+/// turns its hints off.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Prefetch {
+    /// Share of the arena, and of each tenant's memory limit, for blocks that are read ahead, in thousandths.
+    #[serde(default = "prefetch_arena")]
+    #[schemars(range(min = 1, max = 900))]
+    pub arena_permille: Permille,
+    /// Share of a device's bandwidth that reads ahead may fill in one iteration of an engine, in thousandths. Loads always
+    /// come first.
+    #[serde(default = "prefetch_bandwidth")]
+    #[schemars(range(min = 1, max = 1000))]
+    pub bandwidth_permille: Permille,
+    /// Maximum number of iterations to look ahead. Agents choose the number up to it, by the reads that came too late or
+    /// were wasted.
+    #[serde(default = "prefetch_window")]
+    #[schemars(range(min = 4, max = 64))]
+    pub window: u32,
+}
+
+/// Blocks that commands pin for a limited time. Pins count against the tenant's quotas.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Retention {
+    /// Share of what a tenant can have in memory and on devices of a node that its pins may keep, in thousandths. `0`
+    /// refuses all pins.
+    #[serde(default = "retention_share")]
+    #[schemars(range(min = 0, max = 500))]
+    pub permille: Permille,
+    /// Maximum number of pinned blocks of a tenant on a node.
+    #[serde(default = "retention_blocks")]
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub blocks_per_tenant: u32,
+    /// Longest time of a pin, from 1s to 24h.
+    #[serde(default = "retention_ttl")]
+    #[x_kube(validation = Rule::new("duration(self) >= duration('1s') && duration(self) <= duration('24h')")
+        .message("retention.ttlMax is outside 1s to 24h: set a duration in that range"))]
+    pub ttl_max: Span,
+}
+
 /// Limits of client requests.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -231,6 +278,30 @@ fn hot_window() -> Span {
     Span::new("60s")
 }
 
+fn prefetch_arena() -> Permille {
+    Permille(250)
+}
+
+fn prefetch_bandwidth() -> Permille {
+    Permille(800)
+}
+
+fn prefetch_window() -> u32 {
+    64
+}
+
+fn retention_share() -> Permille {
+    Permille(250)
+}
+
+fn retention_blocks() -> u32 {
+    65_536
+}
+
+fn retention_ttl() -> Span {
+    Span::new("24h")
+}
+
 fn load_deadline() -> Span {
     Span::new("5s")
 }
@@ -251,4 +322,4 @@ fn lookup_timeout() -> Span {
     Span::new("500ms")
 }
 
-default_from_schema!(Cache, Shares, Writeback, Placement, Limits);
+default_from_schema!(Cache, Shares, Writeback, Placement, Prefetch, Retention, Limits);

@@ -1,5 +1,6 @@
 //! The `reprise` command: the demo, a replay against a running cluster, status, doctor, and benchmarks.
 
+mod admin;
 mod generated_pages;
 mod sim_replay;
 mod trace;
@@ -88,6 +89,22 @@ fn assert_demo(summary: &Value) {
         "every announced block is durable or evicted: {summary}"
     );
     assert_eq!(summary["tiers_without_hits"], serde_json::json!([]));
+    assert_prefetch(&summary["prefetch"]);
+}
+
+/// Checks that requests that waited found their blocks in DRAM, and that little was read in vain. Times depend on the load
+/// of the machine.
+fn assert_prefetch(prefetch: &Value) {
+    let share = |name: &str| prefetch[name].as_f64().unwrap_or_else(|| panic!("no {name} in {prefetch}"));
+    assert!(share("nvme_percent_off") > 50.0, "blocks are on NVMe: {prefetch}");
+    assert!(share("nvme_percent_on") < share("nvme_percent_off") / 2.0, "blocks are read ahead: {prefetch}");
+    for figure in ["first_layer_us_p50_off", "first_layer_us_p50_on", "blocks", "pairs"] {
+        assert!(number(prefetch, &format!("/{figure}")) > 0, "{prefetch}");
+    }
+    assert!(number(prefetch, "/requests") >= 8 && share("ratio") > 0.0, "{prefetch}");
+    // One request of each round is aborted before it runs.
+    let (read, wasted) = (number(prefetch, "/bytes_read_ahead"), number(prefetch, "/wasted_bytes"));
+    assert!(wasted > 0 && 4 * wasted < read, "{prefetch}");
 }
 
 /// A demo whose cluster runs until this is dropped.
@@ -141,7 +158,10 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_other_commands() {
     assert!(nodes.iter().all(|node| node["alive"] == true), "{status}");
     assert!(number(&status, "/directory_replicas") > 1000, "{status}");
     assert_explained(folder);
+    admin::assert_commands_change_blocks(folder);
+    // It begins with the deleted blocks, which an engine computes again.
     trace::assert_a_recording_replays(folder);
+    trace::assert_a_recording_ends_by_itself(folder);
     assert_modes_are_set(folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
@@ -468,15 +488,18 @@ fn bench_prefetch_reads_prefixes_before_their_requests_run() {
         "first_layers",
         "first_layer_p50_off",
         "first_layer_p50_on",
+        "device_blocks_on",
         "wasted_bytes",
         "missed_windows",
         "pass_1000",
     ];
     assert_eq!(names, measured.map(|name| format!("prefetch.{name}")));
     let value = |at: usize| figures[at]["value"].as_f64().expect("a number");
-    assert!(value(2) < value(1), "the first layer is there earlier: {figures:?}");
+    // Without hints, all blocks come from the device. Times depend on the load of the machine.
+    assert!(value(1) > 0.0 && value(2) > 0.0, "{figures:?}");
+    assert!(value(3) < 50.0, "blocks are read before their requests run: {figures:?}");
     // One of 32 requests is aborted before it runs.
-    assert!(value(3) > 0.0 && value(3) < 10.0, "{figures:?}");
+    assert!(value(4) > 0.0 && value(4) < 10.0, "{figures:?}");
 }
 
 #[test]

@@ -11,7 +11,18 @@ use super::{PATIENCE, number, objects, reprise, run};
 /// Number of requests that are recorded.
 const REQUESTS: u64 = 60;
 
-/// Records a replay, removes its names, and replays it: every block is still in the cluster.
+/// Records for a second, without calls: the recording ends by itself, complete.
+pub(super) fn assert_a_recording_ends_by_itself(folder: &str) {
+    let file = Path::new(folder).join("short.jsonl");
+    let file = file.to_str().expect("our folders have plain names");
+    let lines = objects(&["--json", "trace", "record", "--for", "1s", "--cluster", folder, "--out", file]);
+    let summary = lines.last().expect("a summary");
+    assert_eq!((&summary["interrupted"], number(summary, "/dropped")), (&false.into(), 0), "{summary}");
+    let info = objects(&["trace", "info", file, "--json"]).remove(0);
+    assert_eq!(info["recording"]["cut_off"], serde_json::json!([]), "{info}");
+}
+
+/// Records a replay, removes its names, and replays it: every block is then in the cluster.
 pub(super) fn assert_a_recording_replays(folder: &str) {
     let file =
         |name: &str| Path::new(folder).join(name).to_str().expect("our folders have plain names").to_owned();
@@ -35,6 +46,9 @@ pub(super) fn assert_a_recording_replays(folder: &str) {
 
     let info = objects(&["trace", "info", &recorded, "--json"]).remove(0);
     assert_eq!((number(&info, "/requests"), number(&info, "/recording/nodes")), (REQUESTS, 2), "{info}");
+    for call in ["matches", "loads", "saves"] {
+        assert!(number(&info, &format!("/recording/{call}")) > 0, "{call}: {info}");
+    }
     assert_eq!(info["recording"]["cut_off"].as_array().map(Vec::len), Some(2), "Ctrl-C cuts a recording off");
     objects(&["trace", "anonymise", &recorded, "--out", &anonymous, "--json"]);
     let without_names = objects(&["trace", "info", &anonymous, "--json"]).remove(0);

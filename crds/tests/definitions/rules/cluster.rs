@@ -265,6 +265,15 @@ fn cache() -> Vec<Case> {
         accepts("writes without a delay for slack", cache(json!({"writeback": {"slackDelay": "0s"}}))),
         accepts("writes with the longest delay", cache(json!({"writeback": {"slackDelay": "1m"}}))),
         refuses("writeback.slackDelay is above 60s", cache(json!({"writeback": {"slackDelay": "61s"}}))),
+        accepts(
+            "few reads ahead",
+            cache(json!({"prefetch": {"arenaPermille": 1, "bandwidthPermille": 1, "window": 4}})),
+        ),
+        accepts(
+            "no pins",
+            cache(json!({"retention": {"permille": 0, "blocksPerTenant": 1, "ttlMax": "1s"}})),
+        ),
+        refuses("retention.ttlMax is outside 1s to 24h", cache(json!({"retention": {"ttlMax": "25h"}}))),
         refuses(
             "placement.bandwidth is neither 0 nor from 1Mi",
             cache(json!({"placement": {"bandwidth": "1k"}})),

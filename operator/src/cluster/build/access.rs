@@ -78,6 +78,11 @@ impl Access {
         access
     }
 
+    /// Whether agents may drive NVMe controllers themselves, and grant queue pairs of them to engines.
+    pub(super) fn drives_controllers(&self) -> bool {
+        self.is_privileged
+    }
+
     fn open_devices(&mut self, wanted: &DeviceAccess) {
         match wanted.mode {
             DeviceAccessMode::None => {}

@@ -37,6 +37,13 @@ const AGENT_ROLE: &str = "reprise-agent";
 /// Default CPU (1 core), and memory in addition to the arena (1 GiB for indexes, device and peer buffers).
 const CPU_MILLIS: u64 = 1000;
 const OVERHEAD_BYTES: u64 = 1 << 30;
+/// Queue pairs of a node for which the memory limit has room: the most of one GPUQueueAllocation. The limit is the same for
+/// all nodes and does not follow allocations, because its change restarts all agents, which lose their blocks in memory.
+const LIMIT_QUEUE_PAIRS: u64 = 128;
+/// Entries of such a queue pair: the default depth of an allocation.
+const LIMIT_QUEUE_ENTRIES: u64 = 1024;
+/// Page size of NVMe controllers and of the agents' mappings.
+const PAGE_BYTES: u64 = 4096;
 /// Time in which an agent flushes and exits when it is stopped.
 const GRACE_SECONDS: u32 = 30;
 /// Time in which an agent allocates its arena and replays its journals. It opens the node's devices
@@ -98,8 +105,7 @@ fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access)
     };
     let labels = inputs.agent_config.names.labels(Component::Agent);
     let annotations = json!({ CONFIGURATION: agent_digest(cluster, &inputs.agent_config) });
-    let mut template =
-        json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, inputs) });
+    let mut template = json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, inputs, access) });
     access.add_to(&mut template);
     json!({
         "spec": {
@@ -113,13 +119,34 @@ fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access)
     })
 }
 
-fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
+/// Returns the bytes of a queue pair in the agent's memory, as the agent allocates them: whole pages of submissions (64
+/// bytes each) and completions (16 bytes each), and for drives with PRPs only, a page of a list for each command in flight.
+const fn queue_pair_bytes(entries: u64) -> u64 {
+    let submissions = (entries * 64).next_multiple_of(PAGE_BYTES);
+    let completions = (entries * 16).next_multiple_of(PAGE_BYTES);
+    submissions + completions + (entries - 1) * PAGE_BYTES
+}
+
+/// Returns the memory for queue pairs that engines drive, which agents allocate when a session gets them.
+fn queue_pair_limit(access: &Access) -> u64 {
+    match access.drives_controllers() {
+        true => (LIMIT_QUEUE_PAIRS * queue_pair_bytes(LIMIT_QUEUE_ENTRIES)).next_multiple_of(1 << 20),
+        false => 0,
+    }
+}
+
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {
     let agents = &cluster.spec.agents;
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let (volumes, mounts) = volumes(cluster, inputs);
     let field = |name: &str, path: &str| json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } });
     let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
-    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory: OVERHEAD_BYTES, extra_memory: arena };
+    let defaults = DefaultResources {
+        cpu_millis: CPU_MILLIS,
+        memory: OVERHEAD_BYTES,
+        extra_memory: arena,
+        extra_limit: queue_pair_limit(access),
+    };
     let container = json!({
         "name": CONTAINER,
         "image": inputs.images.agent,

@@ -72,6 +72,16 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             "hot_reads": cache.placement.hot_reads,
             "hot_window": cache.placement.hot_window,
         },
+        "prefetch": {
+            "arena_permille": cache.prefetch.arena_permille,
+            "high_water_permille": cache.prefetch.bandwidth_permille,
+            "window": cache.prefetch.window,
+        },
+        "retention": {
+            "permille": cache.retention.permille,
+            "blocks_per_tenant": cache.retention.blocks_per_tenant,
+            "ttl_max": cache.retention.ttl_max,
+        },
         "admin": { "listen": format!("0.0.0.0:{}", agents.admin_port) },
         "limits": {
             "load_deadline": cache.limits.load_deadline,

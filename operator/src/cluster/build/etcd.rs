@@ -173,7 +173,8 @@ fn stateful_set(
 fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, extra_memory: 0 };
+    let defaults =
+        DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, extra_memory: 0, extra_limit: 0 };
     let port = |name: &str, port: u16| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
     let container = json!({
         "name": "etcd",

@@ -115,8 +115,12 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         .into_iter()
         .map(|(name, port)| json!({ "name": name, "containerPort": port, "protocol": "TCP" }))
         .collect();
-    let defaults =
-        DefaultResources { cpu_millis: CPU_MILLIS, memory: memory(cluster, inputs), extra_memory: 0 };
+    let defaults = DefaultResources {
+        cpu_millis: CPU_MILLIS,
+        memory: memory(cluster, inputs),
+        extra_memory: 0,
+        extra_limit: 0,
+    };
     let container = json!({
         "name": "controlplane",
         "image": inputs.images.control_plane,

@@ -17,10 +17,12 @@ pub(super) struct DefaultResources {
     pub(super) memory: u64,
     /// Memory in bytes that is added to the specified or default amount: the arena.
     pub(super) extra_memory: u64,
+    /// Memory in bytes that is added to the limit only, because it is allocated on demand: queue pairs.
+    pub(super) extra_limit: u64,
 }
 
-/// Returns requests and limits, with defaults for unspecified amounts. The memory limit defaults to the
-/// request, since processes allocate their memory up front.
+/// Returns requests and limits, with defaults for unspecified amounts. Without `extra_limit`, the memory limit defaults to
+/// the request, since processes allocate their memory up front.
 pub(super) fn resources(specified: Option<&Resources>, defaults: &DefaultResources) -> Value {
     let nothing = Amounts::default();
     let requests = specified.and_then(|specified| specified.requests.as_ref()).unwrap_or(&nothing);
@@ -32,7 +34,8 @@ pub(super) fn resources(specified: Option<&Resources>, defaults: &DefaultResourc
     let cpu = requests.cpu.as_ref().map(|cpu| cpu.as_str().to_owned());
     let cpu = cpu.unwrap_or_else(|| format!("{}m", defaults.cpu_millis));
     let mut limit = Map::new();
-    limit.insert("memory".to_owned(), json!(Quantity::of_bytes(most + defaults.extra_memory)));
+    let most = most + defaults.extra_memory + defaults.extra_limit;
+    limit.insert("memory".to_owned(), json!(Quantity::of_bytes(most)));
     if let Some(cpu) = &limits.cpu {
         limit.insert("cpu".to_owned(), json!(as_stored(cpu.as_str())));
     }
@@ -134,7 +137,8 @@ mod tests {
 
     #[test]
     fn unspecified_memory_has_a_default_and_the_arena_is_added() {
-        let defaults = DefaultResources { cpu_millis: 1000, memory: 1 << 30, extra_memory: 4 << 30 };
+        let defaults =
+            DefaultResources { cpu_millis: 1000, memory: 1 << 30, extra_memory: 4 << 30, extra_limit: 0 };
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5Gi" },
         });
@@ -147,5 +151,19 @@ mod tests {
             "requests": { "cpu": "250m", "memory": "4608Mi" }, "limits": { "memory": "6Gi", "cpu": "2" },
         });
         assert_eq!(resources(Some(&specified), &defaults), expected);
+    }
+
+    #[test]
+    fn memory_on_demand_raises_only_the_limit() {
+        let defaults = DefaultResources {
+            cpu_millis: 1000,
+            memory: 1 << 30,
+            extra_memory: 4 << 30,
+            extra_limit: 512 << 20,
+        };
+        let expected = json!({
+            "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5632Mi" },
+        });
+        assert_eq!(resources(None, &defaults), expected);
     }
 }

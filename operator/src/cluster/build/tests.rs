@@ -220,6 +220,38 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
 }
 
 #[test]
+fn cluster_sets_reads_ahead_and_retention_of_agents() {
+    let agent_of = |spec: Value| {
+        let cluster = cluster(spec);
+        toml_of(
+            child(&build(&cluster, &found(&cluster), Some(&certificates())), ChildKind::ConfigMap, "c-agent"),
+            "agent.toml",
+        )
+    };
+    let number = |agent: &toml::Table, section: &str, key: &str| agent[section][key].as_integer();
+    let agent = agent_of(json!({}));
+    for (section, key, default) in [
+        ("prefetch", "arena_permille", 250),
+        ("prefetch", "high_water_permille", 800),
+        ("prefetch", "window", 64),
+        ("retention", "permille", 250),
+        ("retention", "blocks_per_tenant", 65_536),
+    ] {
+        assert_eq!(number(&agent, section, key), Some(default), "{section}.{key}");
+    }
+    let agent = agent_of(json!({ "cache": {
+        "prefetch": { "arenaPermille": 100, "bandwidthPermille": 500, "window": 8 },
+        "retention": { "permille": 0, "blocksPerTenant": 10, "ttlMax": "2h" },
+    } }));
+    assert_eq!(number(&agent, "prefetch", "arena_permille"), Some(100));
+    assert_eq!(number(&agent, "prefetch", "high_water_permille"), Some(500));
+    assert_eq!(number(&agent, "prefetch", "window"), Some(8));
+    assert_eq!(number(&agent, "retention", "permille"), Some(0));
+    assert_eq!(number(&agent, "retention", "blocks_per_tenant"), Some(10));
+    assert_eq!(agent["retention"]["ttl_max"].as_str(), Some("2h"));
+}
+
+#[test]
 fn profile_files_are_next_to_the_configuration_and_restart_no_agent() {
     let cluster = cluster(json!({ "slackProfiles": {} }));
     let plain = build(&cluster, &found(&cluster), Some(&certificates()));

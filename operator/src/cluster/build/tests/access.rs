@@ -72,9 +72,12 @@ fn claimed(modes: Value) -> (String, Value) {
     (one.name.clone(), one.body["spec"].clone())
 }
 
-const PRIVILEGED: [&str; 3] = [
+/// Agents that drive controllers also have memory for 128 queue pairs with 1,024 entries each.
+const PRIVILEGED: [&str; 5] = [
+    "- spec containers 0 resources limits memory: \"2Gi\"",
     "- spec containers 0 securityContext allowPrivilegeEscalation: false",
     "- spec containers 0 securityContext capabilities drop 0: \"ALL\"",
+    "+ spec containers 0 resources limits memory: \"2570Mi\"",
     "+ spec containers 0 securityContext privileged: true",
 ];
 
