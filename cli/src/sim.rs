@@ -1,6 +1,7 @@
 //! `reprise sim`: simulates clusters.
 
 mod chaos;
+mod replay;
 mod reproduce;
 mod scale;
 
@@ -19,6 +20,10 @@ enum Simulation {
     ///
     /// Each run checks the invariants at each step.
     Chaos(chaos::ChaosArgs),
+    /// Replay a trace through the eviction policies, without time.
+    ///
+    /// Prints hit rates by tier, bytes, evictions and writes to SSDs. The policies are those of agents.
+    Replay(replay::ReplayArgs),
     /// Simulate many agents that register at once, twice.
     ///
     /// All agents register at the first start, and again after all members have lost their memory.
@@ -33,6 +38,7 @@ enum Simulation {
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
     match &args.simulation {
         Simulation::Chaos(args) => chaos::command(args, audience),
+        Simulation::Replay(args) => replay::command(args, audience),
         Simulation::Scale(args) => scale::command(args, audience),
         Simulation::Reproduce(args) => reproduce::command(args, audience),
     }

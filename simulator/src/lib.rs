@@ -60,6 +60,8 @@
 //! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
 //! | `peers.rs`, `offers.rs` | the contract of `node-agent/transport` |
 //!
+//! [`replay`] is apart from all this: it replays traces through the eviction policies, without time.
+//!
 //! The simulation is as deterministic as the cores: no clock, no threads, no environment. The caller provides
 //! threads to run many seeds.
 
@@ -102,6 +104,7 @@ mod placement_audit;
 mod placement_requests;
 mod queue;
 mod random_faults;
+pub mod replay;
 mod replicas;
 mod reports;
 mod rng;

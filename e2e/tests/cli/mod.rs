@@ -1,6 +1,7 @@
 //! The `reprise` command: the demo, a replay against a running cluster, status, doctor, and benchmarks.
 
 mod generated_pages;
+mod sim_replay;
 mod trace;
 mod user_nvme;
 

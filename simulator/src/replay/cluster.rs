@@ -1,0 +1,102 @@
+//! Nodes that share a directory.
+//!
+//! All requests of a session are served by one node, which the session's number selects; a request without a session
+//! is its own. A block that the node lacks is read from the peer from which it is expected first
+//! ([`reprise_policy::routing::soonest`]), and then is in the node's DRAM too. Every node knows all replicas.
+
+use reprise_policy::routing::{Candidate, LoadHint, soonest};
+use reprise_policy::{NodeId, Tier};
+
+use super::node::{Arrived, Counts, Node, NodeSettings, Source};
+use super::tier::BlockMap;
+use super::trace::{Request, Trace};
+use crate::rng::mix;
+
+/// Nodes of a replay.
+#[derive(Debug)]
+pub struct Cluster {
+    nodes: Vec<Node>,
+    tenants: u16,
+    /// Replicas of each block, in the order of nodes; unused with one node.
+    directory: BlockMap<Vec<Candidate>>,
+}
+
+/// Result of a replay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Replay {
+    /// Sums over all nodes.
+    pub counts: Counts,
+    /// Blocks that were written to NVMe by the node that wrote most.
+    pub nvme_written_max: u64,
+}
+
+impl Cluster {
+    /// Creates empty nodes; at least 1.
+    pub fn new(nodes: u16, settings: NodeSettings) -> Cluster {
+        let count = nodes.max(1);
+        let nodes = (0..count).map(|_| Node::new(settings, count > 1)).collect();
+        Cluster { nodes, tenants: settings.tenants.max(1), directory: BlockMap::default() }
+    }
+
+    /// Serves all requests of a trace.
+    pub fn replay(mut self, trace: &Trace) -> Replay {
+        let (mut chain, mut run) = (Vec::new(), Vec::new());
+        for request in trace.requests() {
+            trace.chain(request, &mut chain);
+            self.serve(request, &chain, &mut run);
+        }
+        let mut counts = Counts::default();
+        self.nodes.iter().for_each(|node| counts.merge(&node.counts));
+        let written = self.nodes.iter().map(|node| node.counts.nvme_written).max();
+        Replay { counts, nvme_written_max: written.unwrap_or(0) }
+    }
+
+    fn serve(&mut self, request: &Request, chain: &[u32], run: &mut Vec<Source>) {
+        let own = (mix(u64::from(request.session) + 1) % self.nodes.len() as u64) as usize;
+        run.clear();
+        for block in chain {
+            let source = self.nodes[own].find(*block).or_else(|| self.read_from_peer(own, *block));
+            let Some(source) = source else { break };
+            run.push(source);
+        }
+        let tenant = (request.session % u32::from(self.tenants)) as u16;
+        self.nodes[own].serve(Arrived { chain, tenant }, run);
+        self.update_directory(own);
+    }
+
+    fn read_from_peer(&mut self, own: usize, block: u32) -> Option<Source> {
+        let replicas = self.directory.get(&block)?;
+        let peer = soonest(replicas, |node| usize::from(node.0) == own)?;
+        self.nodes[usize::from(peer.node.0)].read_by_peer(block);
+        Some(match peer.tier {
+            Tier::Dram => Source::PeerDram,
+            Tier::Nvme => Source::PeerNvme,
+        })
+    }
+
+    /// Reports the changed blocks of a node to the directory.
+    fn update_directory(&mut self, own: usize) {
+        let mut changed = std::mem::take(&mut self.nodes[own].changed);
+        let id = NodeId(own as u16);
+        for block in changed.drain(..) {
+            let tier = match self.nodes[own].find(block) {
+                Some(Source::Dram(_)) => Some(Tier::Dram),
+                Some(_) => Some(Tier::Nvme),
+                None => None,
+            };
+            let replicas = self.directory.entry(block).or_default();
+            let at = replicas.partition_point(|replica| replica.node < id);
+            let is_known = replicas.get(at).is_some_and(|replica| replica.node == id);
+            match tier {
+                Some(tier) if is_known => replicas[at].tier = tier,
+                Some(tier) => replicas.insert(at, Candidate { node: id, tier, load: LoadHint::default() }),
+                None if is_known => drop(replicas.remove(at)),
+                None => {}
+            }
+            if replicas.is_empty() {
+                self.directory.remove(&block);
+            }
+        }
+        self.nodes[own].changed = changed;
+    }
+}

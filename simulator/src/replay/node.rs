@@ -1,0 +1,339 @@
+//! One node: its tiers, and the sequence of calls for a request.
+//!
+//! With chains, in the sequence of the agent (`node-agent/core`):
+//!
+//! 1. The request's blocks in DRAM are in use: they leave the order.
+//! 2. Blocks on NVMe or at peers are read into DRAM, and new ones get slots. Each may evict a block that is not in use.
+//!    Without a victim, the rest of the prompt is not kept.
+//! 3. Blocks that were found become evictable from the last to the first, new ones before their parents.
+//! 4. Admission decides which new blocks are written to NVMe.
+//!
+//! With [`Chains::Ignored`], each block is used or inserted in prompt order, and may evict any other one.
+
+use reprise_policy::admission::AdmissionMode;
+use reprise_policy::eviction::restore_cost::{RestoreFrom, restore_ns};
+use reprise_policy::eviction::{Block, Chains, Class, EntryIndex, EvictionPolicy};
+
+use super::admitted::{NvmeTier, Occasion};
+use super::tier::{Full, Slot, TierSlots};
+use super::trace::NO_BLOCK;
+use crate::rng::mix;
+
+/// Settings of a node, the same for all.
+#[derive(Clone, Copy, Debug)]
+pub struct NodeSettings {
+    /// Policy of both tiers.
+    pub policy: EvictionPolicy,
+    /// DRAM in blocks.
+    pub dram_blocks: u64,
+    /// NVMe in blocks; 0: none.
+    pub nvme_blocks: u64,
+    /// Admission to NVMe.
+    pub admission: AdmissionMode,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+    /// Tokens of a block.
+    pub block_tokens: u64,
+    /// Number of tenants that share the node, without reservations; at least 1.
+    pub tenants: u16,
+}
+
+/// Results of a replay, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Number of requests.
+    pub requests: u64,
+    /// Blocks of the prompts.
+    pub references: u64,
+    /// Hits in the node's own DRAM.
+    pub hits_dram: u64,
+    /// Hits on the node's own NVMe.
+    pub hits_nvme: u64,
+    /// Hits in the DRAM of other nodes.
+    pub hits_peer_dram: u64,
+    /// Hits on the NVMe of other nodes.
+    pub hits_peer_nvme: u64,
+    /// Blocks evicted from DRAM.
+    pub dram_evictions: u64,
+    /// Blocks evicted from NVMe.
+    pub nvme_evictions: u64,
+    /// Blocks written to NVMe.
+    pub nvme_written: u64,
+    /// Blocks that were not kept in DRAM: all others were in use.
+    pub unkept: u64,
+    /// Blocks that were not written to NVMe, because no block there was evictable.
+    pub unsaved_nvme: u64,
+}
+
+/// Source of a block that a request hits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Dram(EntryIndex),
+    Nvme(EntryIndex),
+    PeerDram,
+    PeerNvme,
+}
+
+/// Request at a node.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arrived<'a> {
+    pub(super) chain: &'a [u32],
+    pub(super) tenant: u16,
+}
+
+/// Node with its tiers.
+#[derive(Debug)]
+pub(super) struct Node {
+    settings: NodeSettings,
+    dram: TierSlots,
+    nvme: Option<NvmeTier>,
+    pub(super) counts: Counts,
+    /// Blocks that are in use by the request.
+    found: Vec<EntryIndex>,
+    new: Vec<EntryIndex>,
+    /// Blocks that entered a tier or may have left the node since they were last taken.
+    pub(super) changed: Vec<u32>,
+    is_tracked: bool,
+}
+
+impl Counts {
+    /// Blocks that requests hit, in any tier.
+    pub fn hits(&self) -> u64 {
+        self.hits_dram + self.hits_nvme + self.hits_peer_dram + self.hits_peer_nvme
+    }
+
+    /// Adds the counts of another node.
+    pub fn merge(&mut self, other: &Counts) {
+        self.requests += other.requests;
+        self.references += other.references;
+        self.hits_dram += other.hits_dram;
+        self.hits_nvme += other.hits_nvme;
+        self.hits_peer_dram += other.hits_peer_dram;
+        self.hits_peer_nvme += other.hits_peer_nvme;
+        self.dram_evictions += other.dram_evictions;
+        self.nvme_evictions += other.nvme_evictions;
+        self.nvme_written += other.nvme_written;
+        self.unkept += other.unkept;
+        self.unsaved_nvme += other.unsaved_nvme;
+    }
+}
+
+impl NodeSettings {
+    /// Facts of a block for an eviction order, without its group.
+    pub(super) fn facts(&self, slot: &Slot, from: RestoreFrom) -> Block {
+        Block {
+            class: Class::default(),
+            key_hash: slot.key_hash(),
+            bytes: self.block_bytes,
+            position: Some(slot.depth),
+            restore_ns: restore_ns(from, self.block_bytes, self.block_tokens),
+            ..Block::default()
+        }
+    }
+}
+
+impl Slot {
+    /// Hash of the block's key.
+    pub(super) fn key_hash(&self) -> u64 {
+        mix(u64::from(self.block) + 1)
+    }
+}
+
+impl Node {
+    /// Creates an empty node; `is_tracked` if the caller takes the changed blocks.
+    pub(super) fn new(settings: NodeSettings, is_tracked: bool) -> Node {
+        let tier = |blocks| TierSlots::new(settings.policy, blocks, settings.tenants);
+        let nvme =
+            (settings.nvme_blocks > 0).then(|| NvmeTier::new(tier(settings.nvme_blocks), settings.admission));
+        Node {
+            settings,
+            dram: tier(settings.dram_blocks),
+            nvme,
+            counts: Counts::default(),
+            found: Vec::new(),
+            new: Vec::new(),
+            changed: Vec::new(),
+            is_tracked,
+        }
+    }
+
+    /// Finds a block in the node's own tiers.
+    pub(super) fn find(&self, block: u32) -> Option<Source> {
+        let on_nvme = || self.nvme.as_ref()?.slots.find(block).map(Source::Nvme);
+        self.dram.find(block).map(Source::Dram).or_else(on_nvme)
+    }
+
+    /// Counts a read of a block by another node as a use.
+    pub(super) fn read_by_peer(&mut self, block: u32) {
+        match self.find(block) {
+            Some(Source::Dram(entry)) => {
+                self.dram.order.used(entry);
+                self.dram.order.touch(entry);
+            }
+            Some(Source::Nvme(entry)) => {
+                let order = &mut self.nvme.as_mut().expect("the block is there").slots.order;
+                order.used(entry);
+                order.touch(entry);
+            }
+            _ => {}
+        }
+    }
+
+    /// Serves a request that hits this run of its blocks.
+    pub(super) fn serve(&mut self, request: Arrived<'_>, run: &[Source]) {
+        self.counts.requests += 1;
+        self.counts.references += request.chain.len() as u64;
+        for source in run {
+            let count = match source {
+                Source::Dram(_) => &mut self.counts.hits_dram,
+                Source::Nvme(_) => &mut self.counts.hits_nvme,
+                Source::PeerDram => &mut self.counts.hits_peer_dram,
+                Source::PeerNvme => &mut self.counts.hits_peer_nvme,
+            };
+            *count += 1;
+        }
+        if self.settings.policy.chains == Chains::Ignored {
+            return self.use_in_prompt_order(request, run.len());
+        }
+        self.use_on_nvme(request, run);
+        self.acquire(request, run);
+        self.release();
+    }
+
+    /// Marks the hits on NVMe as used, from the last to the first.
+    fn use_on_nvme(&mut self, request: Arrived<'_>, run: &[Source]) {
+        let Some(nvme) = &mut self.nvme else { return };
+        for (at, source) in run.iter().enumerate().rev() {
+            let entry = match source {
+                Source::Nvme(entry) => Some(*entry),
+                _ => nvme.slots.find(request.chain[at]),
+            };
+            let Some(entry) = entry else { continue };
+            nvme.slots.link(entry);
+            nvme.slots.order.used(entry);
+            nvme.slots.order.touch(entry);
+        }
+    }
+
+    /// Takes the request's blocks in DRAM into use, and makes room for the others.
+    fn acquire(&mut self, request: Arrived<'_>, run: &[Source]) {
+        self.found.clear();
+        self.new.clear();
+        for source in run {
+            if let Source::Dram(entry) = source {
+                self.dram.order.remove(*entry);
+            }
+        }
+        for at in 0..request.chain.len() {
+            let present = match run.get(at) {
+                Some(Source::Dram(entry)) => Some(*entry),
+                Some(_) => None,
+                // A block behind the run may be present, or may have been evicted for one of this request.
+                None => self.dram.find(request.chain[at]),
+            };
+            if let Some(entry) = present {
+                self.dram.order.remove(entry);
+                self.found.push(entry);
+                continue;
+            }
+            if self.make_room(request.tenant).is_err() {
+                self.counts.unkept += (request.chain.len() - at) as u64;
+                break;
+            }
+            let entry = self.place(request, at, at >= run.len());
+            let list = if at < run.len() { &mut self.found } else { &mut self.new };
+            list.push(entry);
+        }
+    }
+
+    /// Makes the request's blocks evictable again, and offers the new ones to NVMe before.
+    fn release(&mut self) {
+        let found = std::mem::take(&mut self.found);
+        for entry in found.iter().rev() {
+            self.dram.link(*entry);
+            let block = self.in_dram(*entry);
+            self.dram.release(*entry, &block);
+            self.note_use(*entry);
+        }
+        let new = std::mem::take(&mut self.new);
+        for entry in &new {
+            self.offer_saved(*self.dram.slot(*entry), Occasion::Commit);
+            let block = self.in_dram(*entry);
+            self.dram.release(*entry, &block);
+            self.dram.order.settle(*entry);
+        }
+        (self.found, self.new) = (found, new);
+    }
+
+    /// Uses or inserts all blocks of a request, one after the other.
+    fn use_in_prompt_order(&mut self, request: Arrived<'_>, run: usize) {
+        for at in 0..request.chain.len() {
+            let on_nvme = self.nvme.as_ref().and_then(|nvme| nvme.slots.find(request.chain[at]));
+            if let (Some(entry), Some(nvme)) = (on_nvme, &mut self.nvme) {
+                nvme.slots.order.used(entry);
+                nvme.slots.order.touch(entry);
+            }
+            if let Some(entry) = self.dram.find(request.chain[at]) {
+                self.dram.order.touch(entry);
+                self.note_use(entry);
+            } else if self.make_room(request.tenant).is_ok() {
+                let entry = self.place(request, at, at >= run);
+                self.offer_saved(*self.dram.slot(entry), Occasion::Commit);
+                let block = self.in_dram(entry);
+                self.dram.release(entry, &block);
+            } else {
+                self.counts.unkept += 1;
+            }
+        }
+    }
+
+    /// Counts a use of a block in DRAM. Admission may write the block because of it.
+    fn note_use(&mut self, entry: EntryIndex) {
+        self.dram.order.used(entry);
+        let Some(nvme) = &mut self.nvme else { return };
+        let slot = self.dram.slot_mut(entry);
+        if !std::mem::replace(&mut slot.is_reused, true) {
+            nvme.reused(slot.depth);
+        }
+        let slot = *slot;
+        self.offer_saved(slot, Occasion::Use);
+    }
+
+    /// Offers a block in DRAM to NVMe. Blocks that were read from elsewhere have their copy there.
+    fn offer_saved(&mut self, slot: Slot, occasion: Occasion) {
+        let Some(nvme) = self.nvme.as_mut().filter(|_| slot.is_saved) else { return };
+        let evicted = nvme.offer(slot, &self.settings, occasion, &mut self.counts);
+        if self.is_tracked {
+            self.changed.push(slot.block);
+            self.changed.extend(evicted);
+        }
+    }
+
+    /// Frees a slot of DRAM if all are used.
+    fn make_room(&mut self, tenant: u16) -> Result<(), Full> {
+        let Some(victim) = self.dram.make_room(tenant)? else { return Ok(()) };
+        self.counts.dram_evictions += 1;
+        if self.is_tracked {
+            self.changed.push(victim.block);
+        }
+        self.offer_saved(victim, Occasion::Eviction);
+        Ok(())
+    }
+
+    fn place(&mut self, request: Arrived<'_>, at: usize, is_saved: bool) -> EntryIndex {
+        let block = request.chain[at];
+        if self.is_tracked {
+            self.changed.push(block);
+        }
+        let parent = at.checked_sub(1).map_or(NO_BLOCK, |before| request.chain[before]);
+        let (depth, tenant) = (at as u32, request.tenant);
+        self.dram.place(Slot { block, parent, depth, tenant, is_reused: false, is_saved })
+    }
+
+    /// Facts of a block in DRAM for its eviction order.
+    fn in_dram(&self, entry: EntryIndex) -> Block {
+        let slot = self.dram.slot(entry);
+        let stored = self.nvme.as_ref().is_some_and(|nvme| nvme.slots.find(slot.block).is_some());
+        self.settings.facts(slot, if stored { RestoreFrom::Device } else { RestoreFrom::Recompute })
+    }
+}
