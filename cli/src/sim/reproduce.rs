@@ -40,7 +40,7 @@ enum Line<'a> {
     Position { paper: &'a str, contradiction: &'a str, side: &'a str },
     /// A figure that the model does not reach, with the reason.
     Limit { paper: &'a str, text: &'a str },
-    /// Last line.
+    /// Last line of the output.
     Summary { papers: usize, figures: usize, within_10_percent: usize, events: u64 },
 }
 

@@ -29,7 +29,7 @@ pub struct Transfer(pub u64);
 pub struct Channel {
     bytes_per_second: u64,
     latency: u64,
-    /// Virtual time.
+    /// Virtual time, in bytes with fractional bits.
     served: u128,
     at: Nanos,
     /// Virtual end, number, bytes, and owner's identification of each active transfer.
@@ -46,7 +46,7 @@ pub struct Channel {
 pub struct Totals {
     /// Bytes of completed transfers.
     pub bytes: u64,
-    /// Completed transfers.
+    /// Number of completed transfers.
     pub transfers: u64,
     /// Nanoseconds with at least one active transfer.
     pub busy: u64,
@@ -74,7 +74,7 @@ impl Channel {
         self.bytes_per_second
     }
 
-    /// Latency in nanoseconds.
+    /// Latency of transfers in nanoseconds.
     pub fn latency(&self) -> u64 {
         self.latency
     }

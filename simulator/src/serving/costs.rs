@@ -16,7 +16,7 @@ use super::profiles::{Hardware, Model};
 /// Operations and bytes of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
-    /// Operations.
+    /// Operations of the cores.
     pub flops: f64,
     /// Bytes between HBM and the cores.
     pub bytes: f64,

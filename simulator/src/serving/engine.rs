@@ -50,7 +50,7 @@ pub enum Preemption {
 /// Time of transfers between tiers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfers {
-    /// They occupy channels.
+    /// They occupy shared channels.
     Timed,
     /// They take no time: TierKV's Oracle.
     Free,
@@ -59,9 +59,9 @@ pub enum Transfers {
 /// Parameters of a run.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Node.
+    /// Node of the engine.
     pub hardware: Hardware,
-    /// Model.
+    /// Model of the engine.
     pub model: Model,
     /// Accelerators with tensor parallelism.
     pub accelerators: u32,
@@ -81,7 +81,7 @@ pub struct Setup {
     pub eviction: EvictionPolicy,
     /// Window K of the prefetch policy, and the one for NVMe; `None`: reactive.
     pub lookahead: Option<(u32, u32)>,
-    /// Time of transfers.
+    /// Time that transfers take.
     pub transfers: Transfers,
     /// Effect of a preemption.
     pub preemption: Preemption,
@@ -126,9 +126,9 @@ pub struct Results {
     pub outcomes: Vec<Outcome>,
     /// Nanoseconds of each step, the wait for its blocks included.
     pub steps: Vec<u64>,
-    /// Nanoseconds of measurement.
+    /// Nanoseconds that were measured.
     pub elapsed: u64,
-    /// Generated tokens.
+    /// Number of generated tokens.
     pub tokens: u64,
     /// Blocks that were prefetched and arrived before their step.
     pub prefetch_hits: u64,
@@ -170,13 +170,13 @@ pub(super) struct LoadGroup {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Arrived, not admitted.
+    /// Arrived, but not admitted.
     Arrived,
-    /// In the rotation.
+    /// Waits in the rotation.
     Waiting,
-    /// In the batch.
+    /// Runs in the batch.
     Running,
-    /// Ended.
+    /// Has generated all tokens.
     Done,
 }
 
@@ -188,10 +188,10 @@ pub(super) struct Live {
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose KV cache exists.
     pub(super) computed: u32,
-    /// Tokens generated.
+    /// Number of generated tokens.
     pub(super) produced: u32,
     pub(super) turn_left: u32,
-    /// Blocks in flight.
+    /// Number of blocks in flight.
     pub(super) in_flight: u32,
     /// Blocks that were prefetched since the last turn.
     pub(super) prefetched: u32,

@@ -78,7 +78,7 @@ impl<E> Default for EventQueue<E> {
 }
 
 impl<E> EventQueue<E> {
-    /// Adds an event.
+    /// Adds an event at a time.
     pub fn push(&mut self, at: Nanos, event: E) {
         self.heap.push(Reverse(Entry { at, number: self.inserted, event }));
         self.inserted += 1;

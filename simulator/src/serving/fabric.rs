@@ -25,9 +25,9 @@ pub enum ChannelKind {
     NvmeRead,
     /// Writes of the SSD.
     NvmeWrite,
-    /// Network to peers.
+    /// Network to other nodes.
     Network,
-    /// Cold store.
+    /// Store behind all nodes.
     Cold,
 }
 
@@ -90,7 +90,7 @@ impl<P: Copy> Fabric<P> {
         Fabric { channels, stamps: [0; 9], jobs: Vec::new(), free: Vec::new(), ended: Vec::new() }
     }
 
-    /// A channel.
+    /// Returns the channel of a kind.
     pub(super) fn channel(&self, kind: ChannelKind) -> &Channel {
         &self.channels[kind as usize]
     }

@@ -112,7 +112,7 @@ struct Part {
 /// Bandwidth and latency of a path.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
-    /// Bytes per second.
+    /// Bandwidth in bytes per second.
     pub bytes_per_second: u64,
     /// Nanoseconds until the first byte.
     pub latency_nanos: u64,
@@ -126,7 +126,7 @@ impl Rate {
     }
 }
 
-/// A node.
+/// Hardware of one node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hardware {
     /// Expression that selected the node.
@@ -143,27 +143,27 @@ pub struct Hardware {
     pub compute_efficiency: f64,
     /// Link between DRAM and accelerator, in each direction.
     pub link: Rate,
-    /// Bytes of T1.
+    /// Capacity of T1 in bytes.
     pub dram_bytes: u64,
-    /// Bandwidth of T1.
+    /// Path from and to T1.
     pub dram: Rate,
-    /// Bytes of T2.
+    /// Capacity of T2 in bytes.
     pub nvme_bytes: u64,
-    /// Reads of T2.
+    /// Path of reads of T2.
     pub nvme_read: Rate,
-    /// Writes of T2.
+    /// Path of writes of T2.
     pub nvme_write: Rate,
     /// Drive writes per day of T2.
     pub drive_writes_per_day: f64,
-    /// Network to peers.
+    /// Network to other nodes.
     pub network: Rate,
-    /// Cold store.
+    /// Store behind all nodes.
     pub cold: Rate,
     /// Price of one accelerator.
     pub usd_per_hour: f64,
-    /// Price of T1.
+    /// Price of a gigabyte of T1.
     pub dram_usd_per_gb_hour: f64,
-    /// Price of T2.
+    /// Price of a gigabyte of T2.
     pub nvme_usd_per_gb_hour: f64,
 }
 
@@ -326,13 +326,13 @@ struct LayoutFile {
 pub struct Model {
     /// Name of the model.
     pub name: String,
-    /// Name for people.
+    /// Name in texts for people.
     pub title: String,
-    /// Number of weights.
+    /// Number of all weights.
     pub parameters: f64,
     /// Number of weights that a token uses.
     pub active_parameters: f64,
-    /// Number of layers.
+    /// Number of attention layers.
     pub layers: u16,
     /// Dimensions of queries plus those of values, over all heads of a layer.
     pub attention_dims: u64,

@@ -27,11 +27,11 @@ pub enum Relation {
 pub struct Figure {
     /// Place in the paper.
     pub place: String,
-    /// Quantity.
+    /// Quantity that the figure measures.
     pub quantity: String,
     /// Unit of both values.
     pub unit: &'static str,
-    /// Published value.
+    /// Value that the paper states.
     pub published: f64,
     /// Relation of the published value.
     pub relation: Relation,
@@ -46,16 +46,16 @@ pub struct Figure {
 pub struct Choice {
     /// Name of the parameter.
     pub parameter: &'static str,
-    /// Chosen value.
+    /// Value that the model uses.
     pub value: String,
-    /// Reason.
+    /// Reason for the choice.
     pub reason: &'static str,
 }
 
 /// Statements of a paper that contradict each other, and the one that the model follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
-    /// The statements.
+    /// Statements that contradict each other.
     pub contradiction: &'static str,
     /// The side that the model takes, and why.
     pub side: &'static str,
@@ -72,7 +72,7 @@ pub struct Report {
     pub figures: Vec<Figure>,
     /// Choices for open parameters.
     pub choices: Vec<Choice>,
-    /// Positions on contradictions.
+    /// Positions on the paper's contradictions.
     pub positions: Vec<Position>,
     /// Figures that the model cannot reach, and the reason.
     pub limits: Vec<String>,

@@ -11,9 +11,9 @@ const RESAMPLE_SEED: u64 = 42;
 /// Interval that contains a statistic with a confidence of 95 %.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval95 {
-    /// Lower end.
+    /// Lower end of the interval.
     pub low: f64,
-    /// Upper end.
+    /// Upper end of the interval.
     pub high: f64,
 }
 
@@ -24,7 +24,7 @@ pub struct SignedRank {
     pub w: f64,
     /// Probability of such a sum if both distributions are equal, by the normal approximation.
     pub p: f64,
-    /// Pairs that differ.
+    /// Number of pairs that differ.
     pub pairs: usize,
 }
 

@@ -13,13 +13,13 @@ pub struct BlockId(pub u32);
 /// Tier of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// Accelerator memory (T0).
+    /// Memory of the accelerator (T0).
     Hbm,
     /// Host or CXL memory (T1).
     Dram,
-    /// SSD (T2).
+    /// SSD of the node (T2).
     Nvme,
-    /// In no tier.
+    /// The block is in no tier.
     Lost,
 }
 

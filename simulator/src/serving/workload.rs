@@ -3,7 +3,7 @@
 use super::events::{Nanos, nanos};
 use super::random::Random;
 
-/// A request.
+/// Request to an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Time of its arrival.
@@ -30,7 +30,7 @@ pub enum CacheSource {
     Nvme,
     /// DRAM of a peer.
     Peer,
-    /// Cold store.
+    /// Store behind all nodes.
     Cold,
 }
 
@@ -71,7 +71,7 @@ impl TraceProfile {
         TraceProfile::Mixed,
     ];
 
-    /// Name in reports.
+    /// Name of the profile in reports.
     pub fn name(self) -> &'static str {
         match self {
             TraceProfile::Chatbot => "chatbot",

@@ -61,7 +61,7 @@ struct Point {
 const BASE: Point =
     Point { model: "llama-3-8b", ratio: 3, policy: Policy::Lru, window: 4, workload: 4, is_burst: false };
 
-/// Runs, each once.
+/// Results of points, which run once each.
 #[derive(Debug, Default)]
 struct Runs {
     results: BTreeMap<Point, Vec<Results>>,
