@@ -124,6 +124,8 @@ pub struct Outcome {
 pub struct Results {
     /// Finished requests, in the order of their ends.
     pub outcomes: Vec<Outcome>,
+    /// Nanoseconds from the first step of each request to its first token, in the order of these tokens.
+    pub service_ttfts: Vec<u64>,
     /// Nanoseconds of each step, the wait for its blocks included.
     pub steps: Vec<u64>,
     /// Nanoseconds that were measured.
@@ -451,8 +453,7 @@ impl Results {
 
     /// Milliseconds from the first step of each request to its first token.
     pub fn service_ttft_ms(&self) -> Vec<f64> {
-        let began = self.outcomes.iter().filter(|outcome| outcome.service_ttft > 0);
-        began.map(|outcome| outcome.service_ttft as f64 / 1e6).collect()
+        self.service_ttfts.iter().map(|nanos| *nanos as f64 / 1e6).collect()
     }
 
     /// Milliseconds from the arrival of each request to its first token.

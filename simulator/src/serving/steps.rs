@@ -323,6 +323,7 @@ impl Engine {
             live.first_token = Some(now);
             live.produced = 1;
             self.results.tokens += 1;
+            self.results.service_ttfts.push(now.since(live.first_step.unwrap_or(now)));
         }
     }
 

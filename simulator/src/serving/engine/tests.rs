@@ -106,7 +106,8 @@ fn lack_of_memory_preempts_the_youngest_request_and_all_requests_end() {
 
 #[test]
 fn bytes_of_each_channel_are_conserved() {
-    let setup = Setup { turn: Some(16), admitted_blocks_max: 60_000, ..setup() };
+    let capacity = [8_000, 200_000, 0];
+    let setup = Setup { turn: Some(16), capacity, admitted_blocks_max: 16_000, ..setup() };
     let mut engine = Engine::new(setup, &poisson(3, 2_000, 1e6));
     engine.populate();
     let results = engine.run(u64::MAX, 0);
