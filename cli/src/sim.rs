@@ -2,6 +2,7 @@
 
 mod chaos;
 mod replay;
+mod reproduce;
 mod scale;
 
 use reprise_testkit::output::Audience;
@@ -27,6 +28,11 @@ enum Simulation {
     ///
     /// All agents register at the first start, and again after all members have lost their memory.
     Scale(scale::ScaleArgs),
+    /// Compare figures of papers with those of a simulation with time.
+    ///
+    /// For each figure, prints the published value, ours and the deviation; then the choices for parameters that a
+    /// paper leaves open. Papers: tierkv, tutti, vllm, or all.
+    Reproduce(reproduce::ReproduceArgs),
 }
 
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
@@ -34,5 +40,6 @@ pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> 
         Simulation::Chaos(args) => chaos::command(args, audience),
         Simulation::Replay(args) => replay::command(args, audience),
         Simulation::Scale(args) => scale::command(args, audience),
+        Simulation::Reproduce(args) => reproduce::command(args, audience),
     }
 }

@@ -109,6 +109,7 @@ mod replicas;
 mod reports;
 mod rng;
 mod scale;
+pub mod serving;
 mod setup;
 mod simulation;
 mod store;

@@ -1,0 +1,515 @@
+//! Profiles of hardware and models: data files with a source for each figure.
+//!
+//! A node consists of parts, each in one file of `simulator/profiles/`: an accelerator, a link from DRAM to it, a
+//! memory (tier T1), an NVMe device (T2), a network and a cold store. An accelerator names its usual parts, and an
+//! expression replaces some of them: `h100+cxl+ps1010` is an H100 with CXL memory as T1 and another SSD.
+//!
+//! All files are checked: a figure that is missing, unknown or impossible is an error that names file, field and
+//! remedy. A figure has the unit that its name ends with; GB are 10⁹ bytes.
+
+use std::collections::BTreeMap;
+
+use reprise_policy::layout::Parts;
+use reprise_policy::{Dtype, Layout, LayoutSpec};
+use serde::Deserialize;
+
+use super::events::nanos;
+
+/// Bytes of a gigabyte, in the sense of data sheets.
+pub const GB: f64 = 1e9;
+
+macro_rules! files {
+    ($folder:literal: $($name:literal),+) => {
+        &[$(($name, concat!("simulator/profiles/", $folder, "/", $name, ".toml"),
+            include_str!(concat!("../../profiles/", $folder, "/", $name, ".toml")))),+]
+    };
+}
+
+type File = (&'static str, &'static str, &'static str);
+
+/// Built-in files of each kind: name, path, text.
+const ACCELERATORS: &[File] = files!("accelerators": "h100", "h200", "a100", "cpu");
+const LINKS: &[File] = files!("links": "pcie5", "pcie4", "local");
+const MEMORIES: &[File] = files!("memories": "ddr5", "cxl");
+const DEVICES: &[File] = files!("devices": "gen4", "ps1010", "ps1010x2");
+const NETWORKS: &[File] = files!("networks": "rdma400", "rdma200", "tcp");
+const COLDS: &[File] = files!("colds": "object");
+const MODELS: &[File] = files!("models": "llama-3-8b", "llama-3-70b", "llama-34b", "llama-2-13b", "opt-13b",
+    "qwen3-32b", "glm-4-9b-1m", "deepseek-v2-lite");
+
+/// Figures of a kind of part, each with the range of possible values.
+type Fields = &'static [(&'static str, f64, f64)];
+
+/// Kinds of parts. A value above the upper end exceeds every product of 2026 by a factor of several.
+const KINDS: [(&str, &[File], Fields); 6] = [
+    (
+        "accelerator",
+        ACCELERATORS,
+        &[
+            ("memory_gb", 1.0, 2_000.0),
+            ("memory_gb_per_s", 1.0, 40_000.0),
+            ("tflops", 0.01, 20_000.0),
+            ("compute_efficiency", 0.01, 1.0),
+            ("usd_per_hour", 0.0, 1_000.0),
+        ],
+    ),
+    ("link", LINKS, &[("gb_per_s", 0.1, 1_000.0), ("latency_us", 0.0, 10_000.0)]),
+    (
+        "memory",
+        MEMORIES,
+        &[
+            ("capacity_gb", 1.0, 100_000.0),
+            ("gb_per_s", 0.1, 5_000.0),
+            ("latency_us", 0.0, 1_000.0),
+            ("usd_per_gb_hour", 0.0, 1.0),
+        ],
+    ),
+    (
+        "device",
+        DEVICES,
+        &[
+            ("capacity_tb", 0.01, 10_000.0),
+            ("read_gb_per_s", 0.01, 1_000.0),
+            ("write_gb_per_s", 0.01, 1_000.0),
+            ("latency_us", 1.0, 1_000_000.0),
+            ("drive_writes_per_day", 0.01, 1_000.0),
+            ("usd_per_gb_hour", 0.0, 1.0),
+        ],
+    ),
+    ("network", NETWORKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.1, 1_000_000.0)]),
+    ("cold store", COLDS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 1.0, 60_000_000.0)]),
+];
+
+/// Invalid profile; the message names file, field and remedy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProfileError(String);
+
+impl std::fmt::Display for ProfileError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ProfileError {}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Figure {
+    value: f64,
+    source: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Part {
+    name: String,
+    title: String,
+    #[serde(default)]
+    parts: Vec<String>,
+    figures: BTreeMap<String, Figure>,
+}
+
+/// Bandwidth and latency of a path.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rate {
+    /// Bandwidth in bytes per second.
+    pub bytes_per_second: u64,
+    /// Nanoseconds until the first byte.
+    pub latency_nanos: u64,
+}
+
+impl Rate {
+    /// Nanoseconds of one transfer alone: T = ℓ + n·S/β.
+    pub fn transfer_nanos(&self, bytes: u64) -> u64 {
+        let moved = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(self.bytes_per_second.max(1)));
+        self.latency_nanos + u64::try_from(moved).unwrap_or(u64::MAX)
+    }
+}
+
+/// Hardware of one node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Hardware {
+    /// Expression that selected the node.
+    pub name: String,
+    /// Titles of its parts.
+    pub title: String,
+    /// Bytes of accelerator memory.
+    pub hbm_bytes: u64,
+    /// Bandwidth of accelerator memory.
+    pub hbm: Rate,
+    /// Peak operations per second, dense, 16 bit.
+    pub flops: f64,
+    /// Share of the peak that prefill reaches.
+    pub compute_efficiency: f64,
+    /// Link between DRAM and accelerator, in each direction.
+    pub link: Rate,
+    /// Capacity of T1 in bytes.
+    pub dram_bytes: u64,
+    /// Path from and to T1.
+    pub dram: Rate,
+    /// Capacity of T2 in bytes.
+    pub nvme_bytes: u64,
+    /// Path of reads of T2.
+    pub nvme_read: Rate,
+    /// Path of writes of T2.
+    pub nvme_write: Rate,
+    /// Drive writes per day of T2.
+    pub drive_writes_per_day: f64,
+    /// Network to other nodes.
+    pub network: Rate,
+    /// Store behind all nodes.
+    pub cold: Rate,
+    /// Price of one accelerator.
+    pub usd_per_hour: f64,
+    /// Price of a gigabyte of T1.
+    pub dram_usd_per_gb_hour: f64,
+    /// Price of a gigabyte of T2.
+    pub nvme_usd_per_gb_hour: f64,
+}
+
+impl Hardware {
+    /// Names of all parts, by kind.
+    pub fn names() -> Vec<(&'static str, Vec<&'static str>)> {
+        KINDS.iter().map(|(kind, files, _)| (*kind, files.iter().map(|file| file.0).collect())).collect()
+    }
+
+    /// Returns the node of an expression such as `h100+cxl+ps1010`: an accelerator, then parts that replace its
+    /// usual ones.
+    pub fn named(expression: &str) -> Result<Hardware, ProfileError> {
+        let names: Vec<&str> = expression.split('+').map(str::trim).collect();
+        let first = find(0, names[0]).ok_or_else(|| unknown("accelerator", names[0], 0))?;
+        let accelerator = parse(0, first.1, first.2)?;
+        let mut parts = vec![accelerator.clone()];
+        for (index, usual) in (1..KINDS.len()).zip(&accelerator.parts) {
+            let chosen = names[1..].iter().rev().find(|name| find(index, name).is_some());
+            let name = chosen.copied().unwrap_or(usual);
+            let file = find(index, name).ok_or_else(|| {
+                ProfileError(format!(
+                    "{}: unknown {} '{name}' in parts: use {}",
+                    first.1,
+                    KINDS[index].0,
+                    list(index)
+                ))
+            })?;
+            parts.push(parse(index, file.1, file.2)?);
+        }
+        if let Some(name) =
+            names[1..].iter().find(|name| (1..KINDS.len()).all(|kind| find(kind, name).is_none()))
+        {
+            return Err(unknown("part", name, KINDS.len()));
+        }
+        let parts: [Part; 6] = parts.try_into().map_err(|_| {
+            ProfileError(format!(
+                "{}: 'parts' must name a link, a memory, a device, a network and a cold store",
+                first.1
+            ))
+        })?;
+        Ok(Hardware::of_parts(expression, &parts))
+    }
+
+    fn of_parts(expression: &str, parts: &[Part; 6]) -> Hardware {
+        let figure = |part: usize, name: &str| parts[part].figures[name].value;
+        let rate = |part: usize, bandwidth: &str| Rate {
+            bytes_per_second: (figure(part, bandwidth) * GB) as u64,
+            latency_nanos: parts[part]
+                .figures
+                .get("latency_us")
+                .map_or(0, |latency| nanos(latency.value * 1e-6)),
+        };
+        let titles: Vec<&str> = parts.iter().map(|part| part.title.as_str()).collect();
+        Hardware {
+            name: expression.to_owned(),
+            title: titles.join("; "),
+            hbm_bytes: (figure(0, "memory_gb") * GB) as u64,
+            hbm: rate(0, "memory_gb_per_s"),
+            flops: figure(0, "tflops") * 1e12,
+            compute_efficiency: figure(0, "compute_efficiency"),
+            link: rate(1, "gb_per_s"),
+            dram_bytes: (figure(2, "capacity_gb") * GB) as u64,
+            dram: rate(2, "gb_per_s"),
+            nvme_bytes: (figure(3, "capacity_tb") * 1e12) as u64,
+            nvme_read: rate(3, "read_gb_per_s"),
+            nvme_write: rate(3, "write_gb_per_s"),
+            drive_writes_per_day: figure(3, "drive_writes_per_day"),
+            network: rate(4, "gb_per_s"),
+            cold: rate(5, "gb_per_s"),
+            usd_per_hour: figure(0, "usd_per_hour"),
+            dram_usd_per_gb_hour: figure(2, "usd_per_gb_hour"),
+            nvme_usd_per_gb_hour: figure(3, "usd_per_gb_hour"),
+        }
+    }
+}
+
+fn find(kind: usize, name: &str) -> Option<&'static File> {
+    KINDS[kind].1.iter().find(|file| file.0 == name)
+}
+
+fn list(kind: usize) -> String {
+    KINDS[kind].1.iter().map(|file| file.0).collect::<Vec<_>>().join(", ")
+}
+
+fn unknown(what: &str, name: &str, kind: usize) -> ProfileError {
+    let known = if kind < KINDS.len() {
+        list(kind)
+    } else {
+        (1..KINDS.len()).map(list).collect::<Vec<_>>().join(", ")
+    };
+    ProfileError(format!("unknown {what} '{name}': use one of {known}"))
+}
+
+/// Parses and checks a part of a kind.
+fn parse(kind: usize, path: &str, text: &str) -> Result<Part, ProfileError> {
+    let (title, _, fields) = KINDS[kind];
+    let part: Part = toml::from_str(text).map_err(|error| {
+        ProfileError(format!("{path}: invalid profile of a {title}: {}", error.to_string().trim()))
+    })?;
+    if let Some(name) = part.figures.keys().find(|name| fields.iter().all(|field| field.0 != name.as_str())) {
+        let known: Vec<&str> = fields.iter().map(|field| field.0).collect();
+        return Err(ProfileError(format!(
+            "{path}: unknown figure '{name}': a {title} has {}",
+            known.join(", ")
+        )));
+    }
+    for (name, least, most) in fields {
+        let Some(figure) = part.figures.get(*name) else {
+            return Err(ProfileError(format!(
+                "{path}: missing figure '{name}': add [figures.{name}] with value and source"
+            )));
+        };
+        // Written so that NaN is outside.
+        if !(*least..=*most).contains(&figure.value) {
+            return Err(ProfileError(format!(
+                "{path}: impossible {name} {}: expected {least} to {most}, check the unit",
+                figure.value
+            )));
+        }
+        if figure.source.trim().is_empty() {
+            return Err(ProfileError(format!(
+                "{path}: {name} has no source: name the document that states it"
+            )));
+        }
+    }
+    if part.name.trim().is_empty() {
+        return Err(ProfileError(format!("{path}: empty name: use the name of the file")));
+    }
+    Ok(part)
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ModelFile {
+    name: String,
+    title: String,
+    source: String,
+    parameters_billion: f64,
+    active_parameters_billion: f64,
+    layers: u16,
+    hidden: u32,
+    query_heads: u32,
+    query_dim: u32,
+    value_dim: u32,
+    context: u32,
+    layout: LayoutFile,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LayoutFile {
+    parts: Parts,
+    kv_heads: u16,
+    head_dim: u16,
+    dtype: Dtype,
+}
+
+/// A model: its weights, its attention and the layout of its KV cache.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Model {
+    /// Name of the model.
+    pub name: String,
+    /// Name in texts for people.
+    pub title: String,
+    /// Number of all weights.
+    pub parameters: f64,
+    /// Number of weights that a token uses.
+    pub active_parameters: f64,
+    /// Number of attention layers.
+    pub layers: u16,
+    /// Dimensions of queries plus those of values, over all heads of a layer.
+    pub attention_dims: u64,
+    /// Longest context in tokens.
+    pub context: u32,
+    layout: LayoutFile,
+}
+
+impl Model {
+    /// Names of all models.
+    pub fn names() -> Vec<&'static str> {
+        MODELS.iter().map(|file| file.0).collect()
+    }
+
+    /// Returns a built-in model.
+    pub fn named(name: &str) -> Result<Model, ProfileError> {
+        let file = MODELS.iter().find(|file| file.0 == name).ok_or_else(|| {
+            ProfileError(format!(
+                "unknown model '{name}': use one of {}, or add simulator/profiles/models/{name}.toml with its layout",
+                Model::names().join(", ")
+            ))
+        })?;
+        Model::parse(file.1, file.2)
+    }
+
+    /// Parses and checks a model; errors name the file and the field.
+    pub fn parse(path: &str, text: &str) -> Result<Model, ProfileError> {
+        let file: ModelFile = toml::from_str(text).map_err(|error| {
+            ProfileError(format!(
+                "{path}: model without a known layout: {}; take the field from the model's config.json",
+                error.to_string().trim()
+            ))
+        })?;
+        let checks = [
+            ("parameters_billion", file.parameters_billion, 0.001, 20_000.0),
+            ("active_parameters_billion", file.active_parameters_billion, 0.001, file.parameters_billion),
+            ("hidden", f64::from(file.hidden), 1.0, 1e6),
+            ("query_heads", f64::from(file.query_heads), 1.0, 4096.0),
+            ("query_dim", f64::from(file.query_dim), 1.0, 8192.0),
+            ("value_dim", f64::from(file.value_dim), 1.0, 8192.0),
+            ("context", f64::from(file.context), 1.0, 1e9),
+        ];
+        if let Some((name, value, least, most)) =
+            checks.into_iter().find(|(_, value, least, most)| !(*least..=*most).contains(value))
+        {
+            return Err(ProfileError(format!(
+                "{path}: impossible {name} {value}: expected {least} to {most}"
+            )));
+        }
+        if file.source.trim().is_empty() {
+            return Err(ProfileError(format!(
+                "{path}: empty source: name the document that states the layout"
+            )));
+        }
+        let model = Model {
+            name: file.name,
+            title: file.title,
+            parameters: file.parameters_billion * 1e9,
+            active_parameters: file.active_parameters_billion * 1e9,
+            layers: file.layers,
+            attention_dims: u64::from(file.query_heads) * u64::from(file.query_dim + file.value_dim),
+            context: file.context,
+            layout: file.layout,
+        };
+        model.layout(16).map_err(|error| ProfileError(format!("{path}: {error}: correct [layout]")))?;
+        Ok(model)
+    }
+
+    /// Production layout of the KV cache on one rank that has all heads.
+    pub fn layout(&self, tokens_per_block: u16) -> Result<Layout, ProfileError> {
+        let LayoutFile { parts, kv_heads, head_dim, dtype } = self.layout;
+        let layers = self.layers;
+        let spec =
+            LayoutSpec { layers, parts, kv_heads, head_dim, dtype, tokens_per_block, tp_rank: 0, tp_size: 1 };
+        spec.validate().map_err(|error| ProfileError(error.to_string()))
+    }
+
+    /// Bytes of KV cache of one token, over all ranks.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        let LayoutFile { parts, kv_heads, head_dim, dtype } = self.layout;
+        u64::from(self.layers) * parts as u64 * u64::from(kv_heads) * u64::from(head_dim) * dtype.bytes()
+    }
+
+    /// Bytes of the weights, in 16 bits.
+    pub fn weight_bytes(&self) -> u64 {
+        (self.parameters * 2.0) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_built_in_profile_is_valid_and_named_after_its_file() {
+        for (kind, (_, files, _)) in KINDS.iter().enumerate() {
+            for (name, path, text) in *files {
+                let part = parse(kind, path, text).expect("a built-in profile is valid");
+                assert_eq!(part.name, *name);
+            }
+        }
+        for name in Model::names() {
+            assert_eq!(Model::named(name).expect("a built-in model is valid").name, name);
+        }
+        for (name, _, _) in ACCELERATORS {
+            assert!(Hardware::named(name).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn parts_replace_the_usual_ones_of_an_accelerator() {
+        let (usual, other) =
+            (Hardware::named("h100").expect("valid"), Hardware::named("h100+cxl+ps1010").expect("valid"));
+        assert_eq!((usual.link.bytes_per_second, usual.link.latency_nanos), (50_000_000_000, 5_000));
+        assert_eq!(usual.nvme_read, Rate { bytes_per_second: 7_000_000_000, latency_nanos: 80_000 });
+        assert_eq!(
+            (other.dram.bytes_per_second, other.nvme_read.bytes_per_second),
+            (31_500_000_000, 14_500_000_000)
+        );
+        let error = Hardware::named("h100+floppy").expect_err("no such part");
+        assert!(error.to_string().contains("'floppy'") && error.to_string().contains("ps1010"), "{error}");
+        assert!(Hardware::named("b1000").expect_err("no such accelerator").to_string().contains("h200"));
+    }
+
+    #[test]
+    fn bytes_of_a_block_are_those_of_the_production_layout() {
+        for (name, bytes) in [("llama-3-8b", 2 << 20), ("llama-2-13b", 13_107_200), ("llama-3-70b", 5 << 20)]
+        {
+            let model = Model::named(name).expect("valid");
+            assert_eq!(model.layout(16).expect("valid").block_bytes(), bytes);
+            assert_eq!(model.kv_bytes_per_token() * 16, bytes);
+        }
+        let latent = Model::named("deepseek-v2-lite").expect("valid");
+        assert_eq!(latent.kv_bytes_per_token(), 27 * 576 * 2);
+    }
+
+    #[test]
+    fn impossible_missing_and_unknown_figures_name_file_field_and_remedy() {
+        let (_, path, text) = LINKS[0];
+        for (from, to, expected) in [
+            ("value = 50", "value = 50000", ["pcie5.toml", "impossible gb_per_s 50000", "check the unit"]),
+            ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.1 to 1000"]),
+            ("value = 50", "value = nan", ["pcie5.toml", "impossible gb_per_s NaN", "check the unit"]),
+            (
+                "figures.gb_per_s",
+                "figures.gbps",
+                ["pcie5.toml", "unknown figure 'gbps'", "gb_per_s, latency_us"],
+            ),
+            (
+                "[figures.latency_us]\nvalue = 5",
+                "[other]\nvalue = 5",
+                ["pcie5.toml", "other", "unknown field"],
+            ),
+        ] {
+            assert!(text.contains(from), "{from}");
+            let error = parse(1, path, &text.replacen(from, to, 1)).expect_err("refused").to_string();
+            assert!(expected.iter().all(|part| error.contains(part)), "{error}");
+        }
+    }
+
+    #[test]
+    fn model_without_a_layout_is_refused_with_the_remedy() {
+        let (_, path, text) = MODELS[0];
+        let cut = &text[..text.find("[layout]").expect("has a layout")];
+        let error = Model::parse(path, cut).expect_err("refused").to_string();
+        assert!(
+            ["llama-3-8b.toml", "layout", "config.json"].iter().all(|part| error.contains(part)),
+            "{error}"
+        );
+        let error = Model::parse(path, &text.replace("kv_heads = 8", "kv_heads = 0"))
+            .expect_err("refused")
+            .to_string();
+        assert!(
+            ["llama-3-8b.toml", "kv_heads", "at least 1"].iter().all(|part| error.contains(part)),
+            "{error}"
+        );
+        let error = Model::named("gpt-9").expect_err("refused").to_string();
+        assert!(error.contains("'gpt-9'") && error.contains("qwen3-32b"), "{error}");
+    }
+}
