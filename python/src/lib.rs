@@ -40,7 +40,7 @@ mod _native {
     #[pymodule_export]
     use crate::lookahead::{LookaheadReport, PendingLookahead};
     #[pymodule_export]
-    use crate::manage::BlocksReport;
+    use crate::manage::{BlocksReport, PendingBlocks};
     #[pymodule_export]
     use crate::memory::KvMemory;
     #[pymodule_export]

@@ -13,6 +13,7 @@ use crate::error::{exception, message};
 use crate::geometry::{Layout, Namespace};
 use crate::layers::PendingReport;
 use crate::lookahead::{PendingLookahead, WaitingRequest};
+use crate::manage::PendingBlocks;
 use crate::outcome::source_numbers;
 
 /// Session with this node's agent that reconnects automatically: the agent may start later, stop and return.
@@ -182,6 +183,22 @@ impl Session {
         all_ranks: bool,
     ) -> PyResult<Option<PendingLookahead>> {
         self.send_lookahead(py, (iteration, all_ranks), requests, cancelled)
+    }
+
+    /// Starts a command on at most 8,192 blocks of this node, and does not wait: "pin" with a time ``ttl`` in seconds,
+    /// "unpin", "prefetch", "demote" or "delete", as the methods of ``Client``. With ``all_ranks``, the keys are those of
+    /// all ranks, block after block. Returns None if no agent answers.
+    #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
+    #[pyo3(signature = (action, keys, *, ttl=None, all_ranks=false))]
+    fn start_command(
+        &self,
+        py: Python<'_>,
+        action: &str,
+        keys: Keys,
+        ttl: Option<f64>,
+        all_ranks: bool,
+    ) -> PyResult<Option<PendingBlocks>> {
+        self.send_command(py, action, keys, (ttl, all_ranks))
     }
 
     /// Marks the agent as hanging: no match is sent until the agent answers a cheap request, sent in the

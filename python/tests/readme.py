@@ -44,3 +44,11 @@ def vllm_hash_algorithm() -> str:
     named = re.search(r"--prefix-caching-hash-algo (\S+)", vllm_command())
     assert named is not None
     return named[1]
+
+
+def hinted_request() -> str:
+    """Returns the body of the HTTP request with KV hints."""
+    (command,) = [shown for shown in blocks("sh") if "kv_hints" in shown]
+    body = re.search(r"-d '(\{.*\})'", command, re.DOTALL)
+    assert body is not None
+    return body[1]

@@ -15,7 +15,7 @@ from conftest import keys_of, memory_of, tensors
 from faults import eventually, freeze, thaw
 
 import reprise
-from reprise import Client, Layout, Namespace, Source
+from reprise import BlocksReport, Client, Layout, Namespace, PendingBlocks, Session, Source
 from reprise.aio import AsyncClient
 
 BLOCKS = 24
@@ -130,6 +130,42 @@ def test_pins_keep_blocks_until_they_end(cluster: Cluster, namespace: Namespace,
         eventually(lambda: client.stats()["retention_pinned_blocks"] == 0)
         with pytest.raises(reprise.BadRequest, match="ttl_max"):
             client.pin(keys, 1e6)
+
+
+def test_a_session_starts_commands_on_blocks_without_waiting(
+    cluster: Cluster, namespace: Namespace, layout: Layout
+) -> None:
+    keys = keys_of(namespace, range(BLOCKS))
+
+    def answer(pending: PendingBlocks | None) -> BlocksReport:
+        assert pending is not None
+        answers: list[BlocksReport] = []
+
+        def is_answered() -> bool:
+            if report := pending.poll():
+                answers.append(report)
+            return bool(answers)
+
+        eventually(is_answered)
+        return answers[0]
+
+    with connect(cluster, namespace, layout) as client:
+        save_durably(client, keys, tensors(BLOCKS, seed=1), layout)
+    with Session(str(cluster.agents[0].socket), namespace, layout) as session:
+        assert session.wait_connected(10.0)
+        pinned = answer(session.start_command("pin", keys, ttl=60.0))
+        assert (pinned.affected, pinned.pinned_blocks) == (BLOCKS, BLOCKS)
+        assert answer(session.start_command("demote", keys)).pinned == BLOCKS
+        assert answer(session.start_command("unpin", keys)).affected == BLOCKS
+        assert answer(session.start_command("demote", keys)).affected == BLOCKS
+        with pytest.raises(reprise.BadRequest, match="ttl_max"):
+            answer(session.start_command("pin", keys, ttl=1e6))
+        for action, ttl in (("pin", None), ("demote", 1.0), ("steal", None)):
+            with pytest.raises(ValueError, match="invalid action"):
+                session.start_command(action, keys, ttl=ttl)  # type: ignore[arg-type]
+        cluster.agents[0].kill()
+        eventually(lambda: not session.connected)
+        assert session.start_command("demote", keys) is None
 
 
 def test_blocks_are_demoted_read_ahead_and_deleted_on_request(

@@ -68,6 +68,7 @@ pub use keeper::{KeeperStatus, SessionKeeper};
 pub use layers::PendingReport;
 pub use load::{BlockStatus, LayerReady, Load, LoadRequest, LoadedBlock, PendingLoad, Verify};
 pub use lookahead::PendingLookahead;
+pub use manage::PendingBlocks;
 pub use matching::{MatchOptions, PendingMatch};
 pub use paged::{
     LoadOptions, LoadedBlocks, PagedMemory, PhysicalBlock, SaveOptions, SaveStatus, SavedBlocks,

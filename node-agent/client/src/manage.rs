@@ -1,7 +1,9 @@
 //! Commands on blocks of this node: retention pins, prefetch, demotion and deletion.
 //!
-//! All of them are advice or administration: an engine that sends none gets the same answers to its loads.
+//! All of them are advice or administration: an engine that sends none gets the same answers to its loads. An engine that
+//! must not wait between two iterations starts a command, and polls its answer in a later iteration or never.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::BlockKey;
@@ -12,12 +14,48 @@ use reprise_policy::session::Ranks;
 use reprise_proto::local::manage_blocks::Selection;
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, request, response};
 
-use crate::client::{Client, check_count};
+use crate::client::{Client, Session, check_count};
+use crate::connection::PendingCall;
 use crate::error::ClientError;
 
 const CALL: &str = "manage blocks";
 
+/// A sent command. It may be dropped at any time.
+#[derive(Debug)]
+pub struct PendingBlocks {
+    session: Arc<Session>,
+    sent: PendingCall,
+}
+
+impl PendingBlocks {
+    /// Returns the answer if it arrives within `patience`. `None`: poll again.
+    ///
+    /// # Errors
+    /// As [`Client::manage_blocks`], without `Busy`.
+    pub fn poll(&mut self, patience: Duration) -> Result<Option<BlockReport>, ClientError> {
+        let Some(answer) = self.sent.poll(patience)? else { return Ok(None) };
+        let response::Body::BlocksManaged(managed) = answer else {
+            return Err(self.session.broken(ClientError::unexpected(CALL)));
+        };
+        Ok(Some(report(&managed)))
+    }
+}
+
 impl Client {
+    /// Sends one command, and returns without waiting for the answer or for room in the socket.
+    ///
+    /// # Errors
+    /// `BadRequest` (an invalid number of keys), `Busy`, `AgentLost`.
+    pub fn start_manage_blocks(&self, command: &BlockCommand) -> Result<PendingBlocks, ClientError> {
+        if let BlockSelection::Keys(keys) = &command.selection {
+            check_count(CALL, keys.len())?;
+        }
+        let body = request::Body::ManageBlocks(message(command));
+        let timeout = self.session().call_timeout();
+        let sent = self.session().connection().try_begin(CALL, body, timeout)?;
+        Ok(PendingBlocks { session: Arc::clone(self.session()), sent })
+    }
+
     /// Executes one command. Selections of more than 8,192 keys, and whole namespaces, take several
     /// ([`Client::manage_all`]).
     ///

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque_layout
+from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque_layout, tiers
 from reprise.recompute import LoadChooser, counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.sglang import pools
@@ -74,6 +74,7 @@ class Store:
     ) -> None:
         self._pool = pool
         self._options = options
+        self._allowed = options.sources()
         self._page_tokens = int(pool.page_size)
         self._page_bytes = pools.flat_page_bytes(pool)
         self._pieces = len(direct) if direct else 1
@@ -143,7 +144,9 @@ class Store:
 
     def each(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns for each page whether it is available."""
-        return [len(matched) == 1 for matched in self._match([[key] for key in keys])]
+        if not self._allowed:
+            return [False] * len(keys)
+        return [tiers.loadable(matched, self._allowed) == 1 for matched in self._match([[key] for key in keys])]
 
     def save(self, keys: Sequence[bytes], host_indices: torch.Tensor, place: Place = UNKNOWN_PLACE) -> list[bool]:
         """Saves pages of the pool; returns for each page whether Reprise has it.
@@ -259,11 +262,12 @@ class Store:
     def _leading_sources(self, keys: Sequence[bytes], position: int | None) -> list[int]:
         """Returns the sources of the leading pages that are available."""
         sources: list[int] = []
-        while len(sources) < len(keys):
+        while self._allowed and len(sources) < len(keys):
             part = keys[len(sources) : len(sources) + KEYS_PER_MATCH]
             (matched,) = self._match([part], None if position is None else position + len(sources))
-            sources += matched
-            if len(matched) < len(part):
+            count = tiers.loadable(matched, self._allowed)
+            sources += matched[:count]
+            if count < len(part):
                 break
         return sources
 
@@ -288,8 +292,13 @@ class Store:
         return matched
 
     def _saved(self, transfers: Transfers, keys: Sequence[bytes], pages: Sequence[int], place: Place) -> list[bool]:
-        before = None if place.before is None else self._keys([place.before])
-        done = self._wait(transfers, lambda: transfers.save(self._keys(keys), list(pages), before, place.position))
+        if self._options.no_store:
+            return [False] * len(keys)
+        before, priority = None if place.before is None else self._keys([place.before]), self._options.priority
+        done = self._wait(
+            transfers,
+            lambda: transfers.save(self._keys(keys), list(pages), before, place.position, priority),  # type: ignore[arg-type]
+        )
         self._errors.note(done and done.error)
         return [False] * len(keys) if done is None else [status != "unsaved" for status in done.statuses]
 

@@ -119,7 +119,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
-            self._scheduler.session.close()
+            self._scheduler.close()
 
     # Scheduler's side
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from reprise.recompute import Limit
 from reprise.vllm.match_calls import KEYS_PER_MATCH, MatchCall, Matcher
+from reprise.vllm.request_params import RequestParams
 
 
 @dataclass
@@ -44,6 +45,8 @@ class RequestLookups:
     """Last key of the request's chain that was found or stored."""
     position: Callable[[OffloadKey], int | None] | None = None
     """Returns the number of chunks before a key in the request's chain; None if it is unknown."""
+    params: RequestParams = field(default_factory=RequestParams)
+    """What the request asks of the cache."""
 
 
 @dataclass
@@ -58,9 +61,13 @@ class Lookups:
     _requests: dict[str, RequestLookups] = field(default_factory=dict)
     _step: int = 0
 
-    def note_request(self, request_id: str, position: Callable[[OffloadKey], int | None]) -> None:
-        """Records how to find the place of a key in the chain of a new request."""
-        self._requests[request_id] = RequestLookups(position=position)
+    def begin_request(self, request_id: str, params: RequestParams) -> None:
+        """Records a new request."""
+        self._requests[request_id] = RequestLookups(params=params)
+
+    def note_position(self, request_id: str, position: Callable[[OffloadKey], int | None]) -> None:
+        """Records how to find the place of a key in the chain of a request."""
+        self._requests.setdefault(request_id, RequestLookups()).position = position
 
     def position(self, request_id: str, key: OffloadKey) -> int | None:
         """Returns the number of chunks before a key in a request's chain; None if it is unknown."""
@@ -73,6 +80,8 @@ class Lookups:
         verdict = state.verdicts.get(key)
         if verdict is not None:
             return verdict
+        if not state.params.sources:
+            return LookupResult.MISS
         if state.call is not None and state.polled_in_step != self._step:
             self._poll(state, state.call)
             verdict = state.verdicts.get(key)
@@ -125,13 +134,21 @@ class Lookups:
         if state is not None:
             state.last = key
 
+    def preempted(self, request_id: str) -> None:
+        """Drops the verdicts of a preempted request: it has stored chunks that it may load when it runs again."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.verdicts, state.waiting, state.matching, state.call = {}, {}, {}, None
+
     def end_request(self, request_id: str) -> None:
         """Drops the state of a finished request."""
         self._requests.pop(request_id, None)
 
     def invalidate(self) -> None:
         """Drops all verdicts."""
-        self._requests = {name: RequestLookups(position=state.position) for name, state in self._requests.items()}
+        self._requests = {
+            name: RequestLookups(position=state.position, params=state.params) for name, state in self._requests.items()
+        }
 
     def _start_match(self, state: RequestLookups) -> bool:
         """Starts a match of a request's keys; returns whether the step had time for it."""
@@ -156,7 +173,8 @@ class Lookups:
         matched = list(state.matching)
         if len(sources) > 0:
             state.last = matched[len(sources) - 1]
-        hits = len(sources)
+        hits = state.params.loadable(sources)
+        sources = sources[:hits]
         if sources and self.choose is not None:
             hits = self.choose(state, sources)
         state.sources.update(zip(matched[:hits], sources, strict=False))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from reprise.kv_hints import Priority
 from reprise.layer_reports import Computation
 from reprise.recompute import Counts, Limit
-from reprise.vllm.request_params import Priority
 
 
 @dataclass(frozen=True)

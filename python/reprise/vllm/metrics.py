@@ -27,6 +27,11 @@ COUNTERS = {
     "left_out_blocks": "Number of blocks that were not saved before their request ended, because too many saves were pending.",
     "saved_bytes": "Bytes that this engine has added to the cache.",
     "ignored_parameters": "Number of invalid parameters of requests (kv_transfer_params), which were ignored.",
+    "ignored_hints": "Number of KV hints that were invalid or could not be executed.",
+    "hint_blocks": "Number of blocks that were pinned, read ahead or demoted by KV hints.",
+    "hint_refused_blocks": "Number of blocks that KV hints could not pin or demote: over a limit, in use, or pinned.",
+    "swapped_out_blocks": "Number of blocks that were saved because their request was preempted.",
+    "swapped_in_blocks": "Number of blocks that were loaded for requests that had been preempted.",
     **recompute.COUNTERS,
 }
 """Descriptions of the counters, by name."""

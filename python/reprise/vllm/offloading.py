@@ -23,7 +23,8 @@ from reprise.layer_reports import Clock, GpuClock, HostClock, LayerReports
 from reprise.vllm import geometry, identity
 from reprise.vllm.computations import computation_of, prefill_of
 from reprise.vllm.options import TierOptions
-from reprise.vllm.tier import RepriseTier
+from reprise.vllm.request_params import priority_of
+from reprise.vllm.tier import RepriseTier, RequestChunks
 from reprise.vllm.waiting_chunks import MissingChunks, WaitingRequests
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ class RepriseOffloadingConnector(OffloadingConnector):
         super().on_new_request(request)
         rank = (request.priority, request.arrival_time) if self._is_by_priority else ()
         for tier in self._reprise_tiers():
-            tier.note_request(request.request_id, lambda key: chunk_position(self.scheduler, request, key))
-        self._each_queue(
-            lambda queue: queue.arrived(request.request_id, lambda: missing_chunks(self.scheduler, request), rank)
-        )
+            tier.note_request(
+                request.request_id, request_chunks(self.scheduler, request, by_priority=self._is_by_priority)
+            )
+            if tier.waiting is not None and tier.may_load(request.request_id):
+                tier.waiting.arrived(request.request_id, lambda: missing_chunks(self.scheduler, request), rank)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Removes a request from the queue of the tiers."""
@@ -150,6 +152,31 @@ def missing_chunks(scheduler: OffloadingConnectorScheduler, request: Request) ->
     start = bisect.bisect_left(ends, True, key=lambda end: primary.lookup(key(end), context) is LookupResult.MISS)
     missing = ends[start:]
     return MissingChunks(start, len(missing), lambda first, end: [key(at) for at in missing[first:end]])
+
+
+def request_chunks(scheduler: OffloadingConnectorScheduler, request: Request, *, by_priority: bool) -> RequestChunks:
+    """Returns the chunks and the priority of a request.
+
+    Args:
+        scheduler: vLLM's scheduler side.
+        request: the request.
+        by_priority: whether vLLM schedules by the priorities of requests; only then do they count.
+    """
+    (group,) = scheduler.config.kv_group_configs
+    size = group.hashes_per_chunk
+
+    def keys(first: int, end: int) -> list[OffloadKey]:
+        # The key of a chunk is the hash of its last block.
+        hashes = request.block_hashes[(first + 1) * size - 1 : end * size : size]
+        return [make_offload_key(block_hash, group.group_idx) for block_hash in hashes]
+
+    return RequestChunks(
+        position=lambda key: chunk_position(scheduler, request, key),
+        count=lambda: len(request.block_hashes) // size,
+        keys=keys,
+        prompt_tokens=request.num_prompt_tokens,
+        priority=priority_of(request) if by_priority else "normal",
+    )
 
 
 def chunk_position(scheduler: OffloadingConnectorScheduler, request: Request, key: OffloadKey) -> int | None:

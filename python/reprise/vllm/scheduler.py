@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reprise import LoadDecision, Session, block_keys
+from reprise.kv_hints import Command
 from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
 from reprise.recompute import LoadChooser
 from reprise.vllm.adapters import AdapterIdentification, Adapters
+from reprise.vllm.block_commands import BlockCommand, BlockCommands
 from reprise.vllm.computations import computation_of, prefill_of
 from reprise.vllm.events import KvEvents
 from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
@@ -104,6 +106,10 @@ class RequestState:
     """The next keys to read ahead, which are being derived."""
     derived_result: MatchResult | None = None
     """Match result from which those follow."""
+    full_blocks: int = 0
+    """Number of full blocks after the last step of the request."""
+    has_hinted: bool = False
+    """Whether the commands of its hints for the time of its arrival were queued."""
 
 
 @dataclass
@@ -147,7 +153,13 @@ class SchedulerSide:
     _adapters: Adapters = field(default_factory=Adapters)
     _computing: set[str] = field(default_factory=set)
     """Running requests of the last step; they are delayed while the scheduler waits."""
+    _preempted: set[str] = field(default_factory=set)
+    """Preempted requests that have not run since."""
     _matcher: Matcher = field(init=False)
+    _commands: BlockCommands = field(init=False)
+    """Commands of KV hints."""
+    _ended: list[tuple[int, RequestState]] = field(default_factory=list)
+    """Ended requests with KV hints for all of their blocks, and the first save that is not theirs."""
     _lookahead: Lookahead | None = None
     _chooser: LoadChooser | None = None
 
@@ -159,6 +171,7 @@ class SchedulerSide:
                 self.options, self.geometry.block_tokens, layout.block_bytes, self.stats, self.steps_ahead
             )
         self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
+        self._commands = BlockCommands(self.session, self.ranks)
         if self.options.lookahead and self.may_load:
             self._lookahead = Lookahead(self.session, self._keys_ahead, ranks=self.ranks)
 
@@ -169,6 +182,7 @@ class SchedulerSide:
             rank = (request.priority, request.arrival_time) if self.by_priority else ()
             self._lookahead.arrived(request.request_id, rank)
         self._take_adapter(state, 0.0)
+        self._hint_arrival(state)
         may_load = self.may_load and not request.skip_reading_prefix_cache and bool(state.params.sources)
         if may_load and state.adapter is not None and request.block_hashes:
             self._start_match(state)
@@ -176,6 +190,8 @@ class SchedulerSide:
     def finish(self, request: Request) -> None:
         """Records that a request no longer waits or computes."""
         self._computing.discard(request.request_id)
+        if (state := self._requests.get(request.request_id)) is not None:
+            self._hint_end(state)
         if self._chooser is not None and not self._computing:
             self._chooser.pause()
         if self._lookahead is not None:
@@ -198,6 +214,7 @@ class SchedulerSide:
         if not self._take_adapter(state, 0.0 if self._computing else math.inf):
             is_waited_for = time.monotonic() - state.since < ADAPTER_WAIT_S
             return (None if is_waited_for else 0), False
+        self._hint_arrival(state)
         if state.load_failed or state.adapter is None or len(request.block_hashes) <= state.local_blocks:
             return 0, False
         result = self._match_result(state)
@@ -208,7 +225,7 @@ class SchedulerSide:
         if self.options.layerwise_loads:
             # The step must compute at least one token, in a block that is not loaded.
             external = min(external, (request.num_tokens - 1) // tokens - state.local_blocks)
-        if external > 0 and self._chooser is not None:
+        if external > 0 and self._chooser is not None and not state.params.hints.fetches:
             external = self._decide(self._chooser, state, result, external).blocks
         if external <= 0:
             return 0, False
@@ -222,14 +239,19 @@ class SchedulerSide:
         first = state.local_blocks
         count = external_tokens // self.geometry.block_tokens
         (block_ids,) = blocks.get_block_ids()
+        limit = None if state.decision is None else state.decision.limit
+        if state.params.hints.fetches and self._chooser is not None:
+            limit = self._chooser.policy.limit(count, first * self.geometry.block_tokens)
         plan = LoadPlan(
             request_id=request.request_id,
             hashes=self._hashes(state, first, first + count),
             blocks=tuple(block_ids[first : first + count]),
-            limit=None if state.decision is None else state.decision.limit,
+            limit=limit,
         )
         if self._chooser is not None and state.decision is not None:
             self._chooser.started(request.request_id, state.decision.requested)
+        if request.request_id in self._preempted:
+            self.stats.add("swapped_in_blocks", count)
         self._loads.append(plan)
         self._loading[request.request_id] = self._loading.get(request.request_id, 0) + self.ranks
         if self.options.layerwise_loads:
@@ -262,6 +284,7 @@ class SchedulerSide:
         """Returns the loads and saves of this step for the workers."""
         self._matcher.begin_step()
         self._computing = set(output.num_scheduled_tokens)
+        self._preempted -= self._computing
         metadata = RepriseMetadata(
             loads=self._loads,
             saves=self._verified_saves,
@@ -275,9 +298,15 @@ class SchedulerSide:
             cached = output.scheduled_cached_reqs
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 self._save(metadata, output, request_id, computed)
+        for request_id in output.preempted_req_ids or ():
+            if state := self._requests.get(request_id):
+                self._preempted.add(request_id)
+                self._swap_out(metadata, state)
         for request_id in output.finished_req_ids:
+            self._preempted.discard(request_id)
             if state := self._requests.pop(request_id, None):
                 self.stats.add("left_out_blocks", state.skipped_blocks)
+        self._commands.take_counts(self.stats)
         if self._chooser is not None:
             self._chooser.step(prefill_of(output) if self._computing else None)
         if self._lookahead is not None:
@@ -309,6 +338,12 @@ class SchedulerSide:
         self._partial |= results.partial_saves
         for save_id, ended in results.ended_saves.items():
             self._unpin(save_id, ended)
+        self._hint_saved()
+
+    def close(self) -> None:
+        """Ends the thread of KV hints and the session."""
+        self._commands.close()
+        self.session.close()
 
     def has_pending_transfers(self) -> bool:
         """Returns whether a pending load or save keeps blocks from reuse, even if its request has ended."""
@@ -424,13 +459,17 @@ class SchedulerSide:
         start = self._cached_by_vllm(state.request.block_hashes[: len(sources)])
 
         def keys(first: int, end: int) -> bytes:
-            hashes = self._hashes(state, start + first, start + end)
-            ranked = [block_keys(namespace, hashes) for namespace in self.geometry.namespaces]
-            if len(ranked) == 1:
-                return ranked[0]
-            return b"".join(keys[at : at + KEY_BYTES] for at in range(0, len(ranked[0]), KEY_BYTES) for keys in ranked)
+            return self._keys_by_block(state, start + first, start + end)
 
         return KeyDerivation(keys, blocks_ahead(sources[start:]))
+
+    def _keys_by_block(self, state: RequestState, first: int, end: int) -> bytes:
+        """Returns the packed keys of a request's blocks, those of all ranks of a block together."""
+        hashes = self._hashes(state, first, end)
+        ranked = [block_keys(namespace, hashes) for namespace in self.geometry.namespaces]
+        if len(ranked) == 1:
+            return ranked[0]
+        return b"".join(keys[at : at + KEY_BYTES] for at in range(0, len(ranked[0]), KEY_BYTES) for keys in ranked)
 
     def _cached_by_vllm(self, hashes: Sequence[BlockHash]) -> int:
         """Returns the number of leading blocks in vLLM's own cache, which evicts the end of a prompt first."""
@@ -477,34 +516,100 @@ class SchedulerSide:
             return
         request = state.request
         tokens = computed + output.num_scheduled_tokens[request_id]
-        if not self.options.save_decode_blocks:
-            tokens = min(tokens, request.num_prompt_tokens)
-        full = min(tokens // self.geometry.block_tokens, len(request.block_hashes))
-        first = state.local_blocks if state.known is None else state.known
-        unpinned = max(self.pool.num_gpu_blocks // PINNED_SHARE - self._pinned_blocks, 0)
-        state.skipped_blocks = max(full - first - unpinned, 0)
-        full = min(full, first + unpinned)
-        if full <= first:
+        state.full_blocks = min(tokens // self.geometry.block_tokens, len(request.block_hashes))
+        full = state.full_blocks
+        if not state.params.saves_generated(by_default=self.options.save_decode_blocks):
+            full = min(full, request.num_prompt_tokens // self.geometry.block_tokens)
+        first, end = self._unsaved(state, full)
+        if end <= first:
             return
         assert output.kv_connector_block_state is not None
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)
-        if block_ids is None:
+        if block_ids is not None:
+            self._plan_saves(metadata, state, first, block_ids[0][first:end])
+
+    def _unsaved(self, state: RequestState, full: int) -> tuple[int, int]:
+        """Returns the first block of a request to save, and the one after the last, as far as blocks may be pinned."""
+        assert self.pool is not None
+        first = state.local_blocks if state.known is None else state.known
+        unpinned = max(self.pool.num_gpu_blocks // PINNED_SHARE - self._pinned_blocks, 0)
+        state.skipped_blocks = max(full - first - unpinned, 0)
+        return first, min(full, first + unpinned)
+
+    def _plan_saves(self, metadata: RepriseMetadata, state: RequestState, first: int, ids: Sequence[int]) -> None:
+        """Plans the save of a request's blocks from a number on: one save for each run of one eviction priority."""
+        request, unverified = state.request, self._unverified.get(state.request.request_id)
+        blocks = range(first, first + len(ids))
+        for run, priority in state.params.classes(blocks, self.geometry.block_tokens, request.num_prompt_tokens):
+            before = self._hashes(state, run.start - 1, run.start) if run.start else ()
+            physical = tuple(ids[run.start - first : run.stop - first])
+            plan = SavePlan(
+                self._pin(physical),
+                self._hashes(state, run.start, run.stop),
+                physical,
+                run.start,
+                parent=before[0] if before else None,
+                priority=priority,
+            )
+            (metadata.saves if unverified is None else unverified.saves).append(plan)
+            if self.events is not None:
+                self.events.plan(plan.save_id, request, run.start, plan.hashes, before)
+        state.known = blocks.stop
+
+    def _swap_out(self, metadata: RepriseMetadata, state: RequestState) -> None:
+        """Saves the full blocks of a preempted request that no step has saved, as far as vLLM has not reused them.
+
+        vLLM has freed the blocks already, but its prefix cache still finds those that this step does not overwrite.
+        When the request runs again, it is matched again and its blocks are loaded, generated tokens included.
+        """
+        state.call = state.result = None
+        state.found = []
+        is_unverified = state.request.request_id in self._unverified
+        if not self.may_save or not self.session.connected or self.pool is None or is_unverified:
             return
-        blocks = tuple(block_ids[0][first:full])
-        before = self._hashes(state, first - 1, first) if first else ()
-        plan = SavePlan(
-            self._pin(blocks),
-            self._hashes(state, first, full),
-            blocks,
-            first,
-            parent=before[0] if before else None,
-            priority=state.params.priority,
-        )
-        unverified = self._unverified.get(request_id)
-        (metadata.saves if unverified is None else unverified.saves).append(plan)
-        if self.events is not None:
-            self.events.plan(plan.save_id, request, first, plan.hashes, before)
-        state.known = full
+        if state.is_stale or not state.params.stores or state.adapter is None:
+            return
+        first, end = self._unsaved(state, min(state.full_blocks, len(state.request.block_hashes)))
+        ids: list[int] = []
+        for block_hash in state.request.block_hashes[first:end]:
+            cached = self.pool.get_cached_block(block_hash, [0])
+            if cached is None:
+                break
+            ids.append(cached[0].block_id)
+        if ids:
+            self._plan_saves(metadata, state, first, ids)
+            self.stats.add("swapped_out_blocks", len(ids))
+
+    def _hint_arrival(self, state: RequestState) -> None:
+        """Queues the commands of KV hints for blocks that may be on this node already."""
+        if state.has_hinted or state.adapter is None:
+            return
+        state.has_hinted = True
+        for command in state.params.hints.commands:
+            if command.action != "demote":
+                self._submit(state, command)
+
+    def _hint_end(self, state: RequestState) -> None:
+        """Queues the commands of KV hints for all blocks of an ended request, after its saves."""
+        if state.adapter is not None and any(command.action != "prefetch" for command in state.params.hints.commands):
+            self._ended.append((self._next_save, state))
+            self._hint_saved()
+
+    def _hint_saved(self) -> None:
+        """Queues the commands of ended requests whose saves have ended."""
+        while self._ended and next(iter(self._pinned), self._next_save) >= self._ended[0][0]:
+            _, state = self._ended.pop(0)
+            for command in state.params.hints.commands:
+                if command.action != "prefetch":
+                    self._submit(state, command)
+
+    def _submit(self, state: RequestState, command: Command) -> None:
+        first, end = command.tokens.blocks(self.geometry.block_tokens, len(state.request.block_hashes))
+
+        def keys(start: int, stop: int) -> bytes:
+            return self._keys_by_block(state, start, stop)
+
+        self._commands.submit(BlockCommand(command.action, keys, first, end, command.ttl))
 
     def _finish_unverified(self, unverified: UnverifiedLoad, *, is_complete: bool) -> None:
         """Publishes the blocks that a request has loaded and computed in one step, or drops its saves."""

@@ -22,7 +22,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -42,13 +42,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reprise import Finished, RepriseError, Transfers
 from reprise.extent_log import ExtentLog
+from reprise.kv_hints import Priority
 from reprise.recompute import LoadChooser, Prefill, counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm import chunks
+from reprise.vllm.block_commands import BlockCommand, BlockCommands
 from reprise.vllm.lookups import Lookups, RequestLookups
 from reprise.vllm.match_calls import Matcher
 from reprise.vllm.metrics import BUCKETS, COUNTERS, TIMES
 from reprise.vllm.options import TierOptions
+from reprise.vllm.request_params import RequestParams
 from reprise.vllm.waiting_chunks import WaitingRequests
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 logger = logging.getLogger("reprise")
+
+PRIORITIES: tuple[Priority, ...] = ("low", "normal", "high")
+"""Eviction priorities from the one that is evicted first."""
 
 DRAIN_ROUND_S = 5.0
 """Seconds between log lines of a drain that is still waiting."""
@@ -85,10 +91,37 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class RequestChunks:
+    """Full chunks of a request, which vLLM does not pass to a tier."""
+
+    position: Callable[[OffloadKey], int | None]
+    """Returns the number of chunks before one of the request's; None if it is not one."""
+    count: Callable[[], int]
+    keys: Callable[[int, int], Sequence[OffloadKey]]
+    """Returns the keys of the chunks from one number to another."""
+    prompt_tokens: int
+    priority: Priority
+    """Eviction priority that follows from vLLM's priority of the request."""
+
+
+@dataclass
+class TierRequest:
+    """A request of vLLM's offloading."""
+
+    params: RequestParams
+    chunks: RequestChunks | None = None
+    """None without RepriseOffloadingConnector."""
+    jobs: int = 0
+    """Number of running jobs."""
+    is_ended: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """A running job of vLLM's offloading."""
 
     job_id: int
+    request_id: str
     keys: tuple[OffloadKey, ...]
     since: float
 
@@ -124,6 +157,7 @@ class RepriseTier(SecondaryTierManager):
         """Results of ended jobs that were not returned yet."""
         self._errors = RepeatedLog("some chunks were not loaded or stored")
         self._refusals = RepeatedLog("a job of vLLM's offloading was rejected")
+        self._ignored = RepeatedLog("KV hints were ignored")
         self._session = options.session(self._chunks.namespace, self._chunks.layout, "vllm-tier")
         self._transfers: Transfers | None = Transfers(
             self._session,
@@ -140,6 +174,8 @@ class RepriseTier(SecondaryTierManager):
         self._chooser = LoadChooser.create(options, tokens, size, self._counts)
         choose = None if self._chooser is None else self._choose
         self._lookups = Lookups(matcher, self._keys, choose)
+        self._requests: dict[str, TierRequest] = {}
+        self._commands = BlockCommands(self._session)
         self._computing: set[str] = set()
         """Requests that compute, if RepriseOffloadingConnector passes the steps."""
         self.waiting = WaitingRequests(matcher, self._keys) if options.lookahead else None
@@ -153,22 +189,33 @@ class RepriseTier(SecondaryTierManager):
             return LookupResult.MISS
         return self._lookups.lookup(req_context.req_id, key)
 
-    def note_request(self, request_id: str, position: Callable[[OffloadKey], int | None]) -> None:
-        """Records how to find the place of a chunk in a new request, which vLLM does not pass to a tier.
-
-        Args:
-            request_id: vLLM's name of the request.
-            position: returns the number of chunks before one of the request's; None if it is not one.
-        """
-        self._lookups.note_request(request_id, position)
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Returns the default context: chunks are stored as soon as they are full."""
+        """Reads the parameters and hints of a request; its chunks are stored as soon as they are full."""
+        params = RequestParams.read(req_context.kv_transfer_params, req_context.kv_hints, self._counts)
+        self._requests[req_context.req_id] = TierRequest(params)
+        self._lookups.begin_request(req_context.req_id, params)
         return RequestOffloadingContext()
 
+    def note_request(self, request_id: str, given: RequestChunks) -> None:
+        """Records the chunks and the priority of a new request, which vLLM does not pass to a tier."""
+        request = self._requests.setdefault(request_id, TierRequest(RequestParams()))
+        request.chunks = given
+        if request.params.retains:
+            request.params = replace(request.params, priority=given.priority)
+        self._lookups.note_position(request_id, given.position)
+        self._hint(request, "pin", "prefetch")
+
+    def may_load(self, request_id: str) -> bool:
+        """Returns whether chunks of a request may be loaded."""
+        request = self._requests.get(request_id)
+        return request is None or bool(request.params.sources)
+
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Drops the look-ups of a request."""
+        """Drops the look-ups of a request, and executes its hints for all of its chunks after its jobs."""
         self._lookups.end_request(req_context.req_id)
+        if (request := self._requests.get(req_context.req_id)) is not None:
+            request.is_ended = True
+            self._end_if_done(req_context.req_id, request)
         self._computing.discard(req_context.req_id)
         if self._chooser is not None and not self._computing:
             self._chooser.pause()
@@ -193,7 +240,10 @@ class RepriseTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Starts the matches of the keys of this step."""
+        for request_id in context.preempted_req_ids:
+            self._lookups.preempted(request_id)
         self._lookups.end_step()
+        self._commands.take_counts(self._counts)
 
     # Jobs
 
@@ -204,7 +254,15 @@ class RepriseTier(SecondaryTierManager):
         packed = None if parent is None else self._keys([parent])
         keys = tuple(job_metadata.keys)
         position = self._lookups.position(request, keys[0]) if keys else None
-        self._submit(job_metadata, lambda transfers, keys, chunks: transfers.save(keys, chunks, packed, position))
+        known = self._requests.get(request)
+        if known is not None and not known.params.stores:
+            # vLLM has no way to leave a tier out, so the job ends without a store.
+            self._results.append(JobResult(job_id=job_metadata.job_id, success=True, transfer_bytes=0))
+            return
+        priority = "normal" if known is None else self._priority(known, position, len(keys))
+        self._submit(
+            job_metadata, lambda transfers, keys, chunks: transfers.save(keys, chunks, packed, position, priority)
+        )
         if keys:
             self._lookups.note_stored(request, keys[-1])
 
@@ -223,7 +281,11 @@ class RepriseTier(SecondaryTierManager):
         if self._transfers is not None and self._jobs:
             for done in self._transfers.finished():
                 self._extents.note(self._transfers)
-                results.append(self._ended(done, self._jobs.pop(done.id)))
+                job = self._jobs.pop(done.id)
+                results.append(self._ended(done, job))
+                if (request := self._requests.get(job.request_id)) is not None:
+                    request.jobs -= 1
+                    self._end_if_done(job.request_id, request)
         return results
 
     def drain_jobs(self) -> None:
@@ -246,6 +308,7 @@ class RepriseTier(SecondaryTierManager):
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
+        self._commands.close()
         self._session.close()
 
     # Metrics
@@ -268,9 +331,46 @@ class RepriseTier(SecondaryTierManager):
         """Returns the number of leading chunks to load of those that were found."""
         assert self._chooser is not None
         prefix = state.prefix_tokens + len(state.sources) * self._chunks.layout.tokens_per_block
+        if state.params.hints.fetches:
+            state.limit = self._chooser.policy.limit(len(sources), prefix)
+            return len(sources)
         decision = self._chooser.choose(sources, prefix, is_computing=bool(self._computing))
         state.limit = decision.limit
         return decision.blocks
+
+    def _priority(self, request: TierRequest, position: int | None, count: int) -> Priority:
+        """Returns the eviction priority of consecutive chunks: the highest of them, because a job has only one."""
+        if request.chunks is None or position is None:
+            # Ranges of hints need the position.
+            hints = replace(request.params.hints, directives=())
+            return hints.priority(0, 0, request.params.priority) if request.params.retains else request.params.priority
+        blocks, tokens = range(position, position + count), self._chunks.layout.tokens_per_block
+        runs = request.params.classes(blocks, tokens, request.chunks.prompt_tokens)
+        return max((priority for _, priority in runs), key=PRIORITIES.index, default="normal")
+
+    def _end_if_done(self, request_id: str, request: TierRequest) -> None:
+        """Drops a request that has ended and has no jobs, and executes its hints for all of its chunks."""
+        if request.is_ended and request.jobs == 0 and self._requests.get(request_id) is request:
+            del self._requests[request_id]
+            self._hint(request, "pin", "demote")
+
+    def _hint(self, request: TierRequest, *actions: str) -> None:
+        """Queues the commands of a request's hints with these actions."""
+        commands = [command for command in request.params.hints.commands if command.action in actions]
+        if not commands:
+            return
+        if request.chunks is None:
+            self._counts.add("ignored_hints", len(commands))
+            self._ignored.note("the keys of chunks are unknown: configure RepriseOffloadingConnector")
+            return
+        given, tokens = request.chunks, self._chunks.layout.tokens_per_block
+        for command in commands:
+            first, end = command.tokens.blocks(tokens, given.count())
+            self._commands.submit(
+                BlockCommand(
+                    command.action, lambda start, stop: self._keys(given.keys(start, stop)), first, end, command.ttl
+                )
+            )
 
     def _keys(self, offload_keys: Collection[OffloadKey]) -> bytes:
         return self._chunks.keys(offload_keys, self._generation)
@@ -290,7 +390,9 @@ class RepriseTier(SecondaryTierManager):
             self._lookups.missed(keys)
             return
         self._refusals.note(None)
-        self._jobs[number] = Job(job.job_id, keys, time.monotonic())
+        self._jobs[number] = Job(job.job_id, job.req_context.req_id, keys, time.monotonic())
+        if (request := self._requests.get(job.req_context.req_id)) is not None:
+            request.jobs += 1
 
     def _ended(self, done: Finished, job: Job) -> JobResult:
         self._errors.note(done.error)

@@ -23,13 +23,13 @@ import torch
 
 from reprise import KvMemory, Session, Transfers, block_keys
 from reprise.extent_log import ExtentLog
+from reprise.kv_hints import Priority
 from reprise.layer_reports import LayerReports
 from reprise.recompute import counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.vllm.amx import request_tiles
 from reprise.vllm.metadata import LoadPlan, LoadTime, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
-from reprise.vllm.request_params import Priority
 
 LOGGER = logging.getLogger("vllm.reprise")
 """Logger whose information vLLM prints."""

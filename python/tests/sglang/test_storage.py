@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from reprise.sglang import RepriseStorage, generation
+from reprise.sglang.options import StorageOptions
 
 LONG_S = 60.0
 """Timeout that only a hang exceeds."""
@@ -151,6 +152,40 @@ def test_existing_pages_count_as_saved(make: Make) -> None:
     storage = make(pool)
     assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
     assert all(storage.batch_set_v1(hashes(1, 3), pool.indices([0, 1, 2])))
+
+
+def test_an_instance_loads_only_from_the_sources_of_its_options(make: Make, cluster: Cluster) -> None:
+    pool, keys = HostPool(), hashes(1, 3)
+    storage = make(pool)
+    assert all(storage.batch_set_v1(keys, pool.indices([0, 1, 2])))
+    with observer(cluster.agents[0]) as agent:
+        drop_dram(agent)
+    for load_tiers, found in (("STORAGE:LOCAL", 3), ("remote, cpu", 0), ("none", 0)):
+        reader = make(pool, {"load_tiers": load_tiers})
+        assert reader.batch_exists(keys) == found
+        assert [reader.exists(key) for key in keys] == [found > 0] * 3
+
+
+def test_an_instance_that_stores_nothing_still_loads(make: Make) -> None:
+    pool, keys = HostPool(), hashes(1, 3)
+    reader = make(pool, {"no_store": True})
+    assert reader.batch_set_v1(keys, pool.indices([0, 1, 2])) == [False] * 3
+    assert not reader.batch_set(keys, [pool.get_data_page(page * pool.page_size) for page in range(3)])
+    assert reader.batch_exists(keys) == 0
+    assert all(make(pool, {"priority": "high"}).batch_set_v1(keys, pool.indices([0, 1, 2])))
+    assert reader.batch_exists(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"priority": "urgent"}, "expected low, normal, high"),
+        ({"load_tiers": "TAPE"}, "load_tiers: invalid tier 'TAPE'"),
+    ],
+)
+def test_invalid_limits_of_an_instance_are_rejected(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StorageOptions.read(changes)
 
 
 def test_memory_without_contiguous_pages_is_copied_through_staging(make: Make) -> None:

@@ -147,10 +147,10 @@ class Offloading:
             region.cleanup()
         self.manager.shutdown()
 
-    def begin(self) -> ReqContext:
-        """Starts a request."""
+    def begin(self, params: dict[str, Any] | None = None) -> ReqContext:
+        """Starts a request with parameters (``kv_transfer_params``)."""
         self._names += 1
-        request = ReqContext(req_id=f"request-{self._names}")
+        request = ReqContext(req_id=f"request-{self._names}", kv_transfer_params=params)
         self.timed(lambda: self.manager.on_new_request(request))
         return request
 
@@ -172,9 +172,9 @@ class Offloading:
             assert time.monotonic() < deadline, "jobs have not ended"
             time.sleep(0.001)
 
-    def store(self, keys: Sequence[OffloadKey]) -> None:
+    def store(self, keys: Sequence[OffloadKey], params: dict[str, Any] | None = None) -> None:
         """Stores the chunks of a request in the primary tier, which passes them to the agent."""
-        request = self.begin()
+        request = self.begin(params)
         prepared = self.manager.prepare_store(keys, request)
         assert prepared is not None
         places: Any = prepared.store_spec
@@ -204,9 +204,9 @@ class Offloading:
             hits += result in (LookupResult.HIT, LookupResult.HIT_PENDING)
         return None if is_deferred else hits
 
-    def find(self, keys: Sequence[OffloadKey], within: float = LONG_S) -> int:
+    def find(self, keys: Sequence[OffloadKey], within: float = LONG_S, params: dict[str, Any] | None = None) -> int:
         """Steps until the number of leading chunks that can be loaded is known, and checks their bytes."""
-        request = self.begin()
+        request = self.begin(params)
         deadline = time.monotonic() + within
         while (hits := self.look_up(request, keys)) is None:
             assert time.monotonic() < deadline, "the answer is still pending"

@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster
 from faults import damage, drop_dram, eventually, freeze, observer, thaw
 from offloading import CHUNK_BYTES, LONG_S, Offloading, chain
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 PROMPT = 8
 """Chunks per prompt."""
@@ -155,7 +155,7 @@ def test_a_step_costs_its_budget_regardless_of_the_number_of_prompts(cluster: Cl
             for key in chain(1000 * number + prompt, 1024):
                 offloading.tier.lookup(key, request)
         started = time.monotonic()
-        offloading.tier.on_schedule_end(None)
+        offloading.tier.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
         steps.append(time.monotonic() - started)
     assert min(steps) < 10 * BUDGET_S, steps
     thaw(cluster.agents[0])

@@ -74,7 +74,10 @@ def in_reprise(counts: dict[str, float]) -> float:
 
 
 def preempt_each_other(plain: Engine, engine: Engine, seed: int) -> None:
-    """Serves more requests than 63 blocks can hold, twice; they share prefixes and answer like single requests."""
+    """Serves more requests than 63 blocks can hold, twice; they share prefixes and answer like single requests.
+
+    Requests that were preempted load their blocks when they run again.
+    """
     stems = [prompt(seed + stem, blocks=4, tail=0) for stem in range(3)]
     prompts = [stems[index % 3] + prompt(seed + 10 + index, blocks=2) for index in range(12)]
     # 9.2 blocks at the end, 4 of them shared: the first requests still run when 12 + 12 x 6 of 63 blocks are needed.
@@ -88,8 +91,8 @@ def preempt_each_other(plain: Engine, engine: Engine, seed: int) -> None:
         assert answer["tokens"] == expected
         assert answer["reasons"] == ["length"] * len(prompts)
         # While engines use all cores, an agent may answer too late.
-        if round_ > 0 and increased(before, counters(engine), "loaded_blocks"):
+        if round_ > 0 and increased(before, counters(engine), "swapped_in_blocks"):
             break
     else:
-        raise AssertionError(f"nothing was loaded in {TRIES} rounds: {counters(engine)}")
+        raise AssertionError(f"no preempted request loaded its blocks in {TRIES} rounds: {counters(engine)}")
     assert engine.metrics()["vllm:num_preemptions"] > preempted, "no request was preempted"

@@ -44,7 +44,8 @@ def run(llm: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Runs a command."""
     match command["do"]:
         case "generate":
-            params = sampling(temperature=0.0, max_tokens=command["max_tokens"], ignore_eos=True)
+            extra = {"kv_transfer_params": command["params"]} if command.get("params") else None
+            params = sampling(temperature=0.0, max_tokens=command["max_tokens"], ignore_eos=True, extra_args=extra)
             prompts = []
             for tokens in command["prompts"]:
                 prompt: dict[str, Any] = {"prompt_token_ids": tokens}

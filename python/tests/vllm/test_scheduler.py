@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from reprise import KvMemory, Layout, Namespace, Session, Source, Transfers, block_keys
@@ -526,6 +526,63 @@ def test_request_running_during_a_change_of_weights_is_saved_only_after_recomput
     scheduler.matched_tokens(new_request, 0)
     (save,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [5, 6, 7, 8]})).saves
     assert len(save.hashes) == 4
+
+
+def cached_in(scheduler: Any, new_request: Any, ids: list[int]) -> None:
+    """Enters blocks into vLLM's prefix cache, as if the request had computed them."""
+    for block_hash, block in zip(new_request.block_hashes, ids, strict=False):
+        key = make_block_hash_with_group_id(block_hash, 0)
+        scheduler.pool.cached_block_hash_to_block.insert(key, scheduler.pool.blocks[block])
+
+
+def test_unsaved_blocks_of_a_preempted_request_are_saved_before_they_are_reused() -> None:
+    scheduler = side(FakeSession(), save_decode_blocks=False)
+    running = request(4)
+    running.num_prompt_tokens = 2 * TOKENS
+    scheduler.matched_tokens(running, 0)
+    ids = [1, 2, 3, 4]
+    (saved,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": ids})).saves
+    assert saved.blocks == (1, 2)
+    cached_in(scheduler, running, ids)
+    (saved,) = scheduler.step(output({}, {}, preempted={"r"})).saves
+    assert (saved.blocks, saved.position, len(saved.hashes)) == ((3, 4), 2, 2)
+    assert [references(scheduler, block) for block in ids] == [1] * 4, "vLLM does not reuse them before"
+    assert scheduler.stats.data["swapped_out_blocks"] == 2
+    assert scheduler.step(output({}, {}, preempted={"r"})).saves == [], "once"
+
+
+def test_blocks_of_a_preempted_request_that_vllm_has_reused_are_not_saved() -> None:
+    scheduler = side(FakeSession(), save_decode_blocks=False)
+    running = request(4)
+    running.num_prompt_tokens = TOKENS
+    scheduler.matched_tokens(running, 0)
+    # The fourth block is not full yet.
+    scheduler.step(output({"r": (0, 3 * TOKENS + 5)}, {"r": [1, 2, 3, 4]}))
+    cached_in(scheduler, running, [1, 2, 3, 4])
+    reused = make_block_hash_with_group_id(running.block_hashes[2], 0)
+    scheduler.pool.cached_block_hash_to_block.pop(reused, 3)
+    (saved,) = scheduler.step(output({}, {}, preempted={"r"})).saves
+    assert saved.blocks == (2,)
+    unsaved = request(2, "unsaved")
+    unsaved.kv_transfer_params = {"kv_no_store": True}
+    scheduler.matched_tokens(unsaved, 0)
+    scheduler.step(output({"unsaved": (0, 2 * TOKENS)}, {"unsaved": [5, 6]}))
+    assert scheduler.step(output({}, {}, preempted={"unsaved"})).saves == []
+
+
+def test_a_preempted_request_is_matched_again_and_loads_its_generated_tokens() -> None:
+    session = FakeSession(answer=[Source.OWN_DRAM] * 2)
+    scheduler = side(session)
+    running = request(2)
+    assert scheduler.matched_tokens(running, 0) == (2 * TOKENS, True)
+    scheduler.allocated(running, blocks_of([1, 2]), 2 * TOKENS)
+    scheduler.step(output({"r": (2 * TOKENS, 5)}, {"r": [1, 2, 3]}))
+    running.block_hashes += [bytes([9]) * 32]
+    session.answer = [Source.OWN_DRAM] * 3
+    scheduler.step(output({}, {}, preempted={"r"}))
+    assert scheduler.matched_tokens(running, 0) == (3 * TOKENS, True), "not the match of its prompt"
+    scheduler.allocated(running, blocks_of([4, 5, 6]), 3 * TOKENS)
+    assert scheduler.stats.data["swapped_in_blocks"] == 3
 
 
 def test_blocks_computed_on_cached_blocks_of_old_weights_are_not_saved() -> None:
