@@ -21,6 +21,7 @@
 
 use serde::{Deserialize, Serialize};
 
+mod chunks;
 pub mod fair;
 mod generations;
 mod ghosts;

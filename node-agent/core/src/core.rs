@@ -25,8 +25,8 @@
 //! * Every load is answered by its deadline.
 //! * A block is in the index exactly if it is in DRAM, being filled, or on a device.
 //!
-//! Memory of a block, in bytes: index entry 28, hash table 5–11, NVMe eviction order 10, slot record of the
-//! pool 32. In DRAM also a frame of 28, 4 in its region, DRAM eviction order 10, and 4 for the checksum of
+//! Memory of a block, in bytes: index entry 28, hash table 5–11, NVMe eviction order 25, slot record of the
+//! pool 32. In DRAM also a frame of 28, 4 in its region, DRAM eviction order 25, and 4 for the checksum of
 //! each object.
 //!
 //! Out of scope: payloads, sockets, clocks, a cold tier.

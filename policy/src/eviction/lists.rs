@@ -1,14 +1,18 @@
-//! Intrusive lists of blocks, in one slab.
+//! Lists of blocks, in one slab.
 //!
-//! A block is in at most one list, which is one of its group. A record has 24 bytes: links, the chain, and the
-//! list. Every operation is O(1); memory is allocated only for the largest index so far, and for the first
-//! block of a group.
+//! A block is in at most one list, which is one of its group. A record has 20 bytes: the chunk of the list
+//! ([`super::chunks`]), the chain, and the list. Every operation is O(1): it moves at most [`CHUNK_BLOCKS`] blocks between
+//! chunks. Memory is allocated only for the largest index so far, for chunks, and for the first block of a group.
 //!
 //! ```text
 //! lists of a group:  queue 0 … queue 63 of the policy │ waiting │ last resort
-//! in each list:      oldest ⇄ … ⇄ newest
+//! in each list:      [oldest …] ⇄ [ … ] ⇄ [ … newest]
 //! ```
+//!
+//! A chunk that has few blocks left joins a neighbour, so two adjacent chunks have at least [`JOINED_MAX`] blocks in
+//! common, unless one of them lost its neighbour since.
 
+use super::chunks::{CHUNK_BLOCKS, Chunk, Chunks, Ends};
 use super::{EntryIndex, Group};
 
 /// End marker of a list, and the parent of a block without one. Indices are smaller.
@@ -17,11 +21,22 @@ pub(super) const NIL: u32 = u32::MAX;
 /// Maximum number of queues of a policy: the queues that are not empty are bits of one word.
 pub(super) const QUEUES_MAX: usize = 64;
 
+/// A chunk with at most this number of blocks joins a neighbour, if the chunk then has at most [`JOINED_MAX`].
+const JOINING_MAX: usize = 6;
+
+/// Maximum number of blocks of a joined chunk, so that there is room for others.
+const JOINED_MAX: usize = 12;
+
+/// The second chunk of a queue is read ahead when the first one has at most this number of blocks: before both join.
+const AHEAD: usize = JOINING_MAX + 1;
+
+const EMPTY: List = List { ends: Ends { oldest: NIL, newest: NIL }, len: 0, ahead: NIL };
+
 /// State of one block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Record {
-    older: u32,
-    newer: u32,
+    /// Chunk of the list that the block is in.
+    chunk: u32,
     pub(super) parent: u32,
     /// Children in the tier; a block that would be one more has no parent.
     pub(super) children: u16,
@@ -59,29 +74,31 @@ pub(super) enum End {
     Newest,
 }
 
-/// Ends of one list; both `NIL` if it is empty.
+/// Ends and length of one list.
 #[derive(Clone, Copy, Debug)]
 struct List {
-    oldest: u32,
-    newest: u32,
+    ends: Ends,
+    /// Number of blocks.
     len: u32,
+    /// Chunk that [`Lists::ahead`] returned last.
+    ahead: u32,
 }
 
 /// Records of all blocks, and the lists of all groups.
 #[derive(Debug)]
 pub(super) struct Lists {
     records: Vec<Record>,
+    chunks: Chunks,
     lists: Vec<List>,
     /// For each group, the queues that are not empty.
     occupied: Vec<u64>,
     queues: usize,
 }
 
-const _: () = assert!(size_of::<Record>() == 24, "memory per block is part of the design");
+const _: () = assert!(size_of::<Record>() == 20, "memory per block is part of the design");
 
 const NEW: Record = Record {
-    older: NIL,
-    newer: NIL,
+    chunk: NIL,
     parent: NIL,
     children: 0,
     evictable_children: 0,
@@ -150,12 +167,12 @@ impl Lists {
     /// Creates empty lists for a policy with this number of queues.
     pub(super) fn new(queues: usize) -> Lists {
         assert!((1..=QUEUES_MAX).contains(&queues), "a policy has 1 to {QUEUES_MAX} queues");
-        Lists { records: Vec::new(), lists: Vec::new(), occupied: Vec::new(), queues }
+        Lists { records: Vec::new(), chunks: Chunks::new(), lists: Vec::new(), occupied: Vec::new(), queues }
     }
 
-    /// Bytes of the slab's records in use, without those of lists.
-    pub(super) fn record_bytes(&self) -> usize {
-        self.records.len() * size_of::<Record>()
+    /// Bytes of records and chunks, without spare capacity.
+    pub(super) fn bytes(&self) -> usize {
+        self.records.len() * size_of::<Record>() + self.chunks.bytes()
     }
 
     /// Number of records, used or not.
@@ -200,7 +217,7 @@ impl Lists {
         let groups = usize::from(group.0) + 1;
         if self.occupied.len() < groups {
             self.occupied.resize(groups, 0);
-            self.lists.resize(groups * (self.queues + 2), List { oldest: NIL, newest: NIL, len: 0 });
+            self.lists.resize(groups * (self.queues + 2), EMPTY);
         }
         self.record_mut(entry).group = group.0;
     }
@@ -217,14 +234,31 @@ impl Lists {
 
     /// Oldest block of a list.
     pub(super) fn oldest(&self, group: Group, list: ListKind, queue: u8) -> Option<EntryIndex> {
-        let oldest = self.lists.get(self.at(group, list, queue))?.oldest;
-        (oldest != NIL).then_some(EntryIndex(oldest))
+        let chunk = self.lists.get(self.at(group, list, queue))?.ends.oldest;
+        (chunk != NIL).then(|| EntryIndex(self.chunks.get(chunk).oldest()))
     }
 
     /// Block after another one in its queue, if that is in a queue.
     pub(super) fn newer(&self, entry: EntryIndex) -> Option<EntryIndex> {
-        let Record { newer, state, .. } = *self.record(entry);
-        (newer != NIL && state.list() == Some(ListKind::Queue)).then_some(EntryIndex(newer))
+        let record = self.record(entry);
+        if record.state.list() != Some(ListKind::Queue) {
+            return None;
+        }
+        let chunk = self.chunks.get(record.chunk);
+        let first_of_next = || (chunk.newer != NIL).then(|| self.chunks.get(chunk.newer).oldest());
+        chunk.after(chunk.place(entry.0)).or_else(first_of_next).map(EntryIndex)
+    }
+
+    /// Returns the second chunk of a queue, once, when the first one has few blocks left.
+    pub(super) fn ahead(&mut self, group: Group, queue: u8) -> Option<Chunk> {
+        let at = self.at(group, ListKind::Queue, queue);
+        let list = self.lists.get_mut(at).filter(|list| list.ends.oldest != list.ends.newest)?;
+        let first = self.chunks.get(list.ends.oldest);
+        if list.ahead == first.newer || first.len() > AHEAD {
+            return None;
+        }
+        list.ahead = first.newer;
+        Some(*self.chunks.get(first.newer))
     }
 
     /// Adds a block that is in no list to an end of one of its group's lists.
@@ -232,16 +266,21 @@ impl Lists {
         let Record { group, queue, state, .. } = *self.record(entry);
         debug_assert!(state.list().is_none(), "a block is in one list");
         let at = self.at(Group(group), kind, queue);
-        let list = &mut self.lists[at];
-        list.len += 1;
-        let (older, newer) = match end {
-            End::Newest => (std::mem::replace(&mut list.newest, entry.0), NIL),
-            End::Oldest => (NIL, std::mem::replace(&mut list.oldest, entry.0)),
+        let List { ends, len, .. } = &mut self.lists[at];
+        *len += 1;
+        let last = match end {
+            End::Oldest => ends.oldest,
+            End::Newest => ends.newest,
         };
-        if older == NIL && newer == NIL {
-            (list.oldest, list.newest) = (entry.0, entry.0);
-        }
-        self.tie(entry, kind, (older, newer));
+        let chunk = match end {
+            _ if last != NIL && !self.chunks.get(last).is_full() => last,
+            End::Oldest => self.chunks.add(ends, (NIL, last)),
+            End::Newest => self.chunks.add(ends, (last, NIL)),
+        };
+        let blocks = self.chunks.get_mut(chunk);
+        let place = if end == End::Oldest { 0 } else { blocks.len() };
+        blocks.insert(place, entry.0);
+        self.enter(entry, kind, chunk);
         if kind == ListKind::Queue {
             self.occupied[usize::from(group)] |= 1 << queue;
         }
@@ -249,53 +288,84 @@ impl Lists {
 
     /// Adds a block that is in no list on the older side of a block in a queue of the same group.
     pub(super) fn push_before(&mut self, entry: EntryIndex, successor: EntryIndex) {
-        let Record { group, queue, older, .. } = *self.record(successor);
+        let Record { group, queue, chunk, .. } = *self.record(successor);
         self.record_mut(entry).queue = queue;
         let at = self.at(Group(group), ListKind::Queue, queue);
         self.lists[at].len += 1;
-        if older == NIL {
-            self.lists[at].oldest = entry.0;
-        }
-        self.tie(entry, ListKind::Queue, (older, successor.0));
+        let place = self.chunks.get(chunk).place(successor.0);
+        let (chunk, place) = match self.chunks.get(chunk).is_full() {
+            true => self.make_room(at, chunk, place),
+            false => (chunk, place),
+        };
+        self.chunks.get_mut(chunk).insert(place, entry.0);
+        self.enter(entry, ListKind::Queue, chunk);
     }
 
-    /// Sets the links of a block and of its neighbours.
-    fn tie(&mut self, entry: EntryIndex, kind: ListKind, (older, newer): (u32, u32)) {
-        if older != NIL {
-            self.records[older as usize].newer = entry.0;
+    /// Returns the chunk and the place for a block that enters before a place in a chunk that is full.
+    fn make_room(&mut self, at: usize, chunk: u32, place: usize) -> (u32, usize) {
+        let ends = &mut self.lists[at].ends;
+        if place > 0 {
+            // The block begins the later part: the blocks of a chain that enter one before the other fill that.
+            let later = self.chunks.split(ends, chunk, place);
+            self.adopt(later, 0..CHUNK_BLOCKS - place);
+            return (later, 0);
         }
-        if newer != NIL {
-            self.records[newer as usize].older = entry.0;
+        let older = self.chunks.get(chunk).older;
+        if older != NIL && !self.chunks.get(older).is_full() {
+            return (older, self.chunks.get(older).len());
         }
+        (self.chunks.add(ends, (older, chunk)), 0)
+    }
+
+    /// Sets the list of a block.
+    fn enter(&mut self, entry: EntryIndex, kind: ListKind, chunk: u32) {
         let record = self.record_mut(entry);
-        (record.older, record.newer) = (older, newer);
+        record.chunk = chunk;
         record.state.set_list(Some(kind));
+    }
+
+    /// Sets the chunk of blocks that moved to these places of it.
+    fn adopt(&mut self, chunk: u32, places: std::ops::Range<usize>) {
+        for block in &self.chunks.get(chunk).blocks()[places] {
+            self.records[*block as usize].chunk = chunk;
+        }
     }
 
     /// Removes a block from its list; does nothing if it is in none.
     pub(super) fn unlink(&mut self, entry: EntryIndex) {
-        let Record { older, newer, group, queue, state, .. } = *self.record(entry);
+        let Record { chunk, group, queue, state, .. } = *self.record(entry);
         let Some(kind) = state.list() else { return };
         let at = self.at(Group(group), kind, queue);
-        let list = &mut self.lists[at];
-        list.len -= 1;
-        if older == NIL {
-            list.oldest = newer;
+        self.lists[at].len -= 1;
+        let blocks = self.chunks.get_mut(chunk);
+        blocks.remove(blocks.place(entry.0));
+        match blocks.len() {
+            0 => self.chunks.remove(&mut self.lists[at].ends, chunk),
+            1..=JOINING_MAX => self.join(at, chunk),
+            _ => {}
         }
-        if newer == NIL {
-            list.newest = older;
-        }
-        let is_empty = list.oldest == NIL;
-        if older != NIL {
-            self.records[older as usize].newer = newer;
-        }
-        if newer != NIL {
-            self.records[newer as usize].older = older;
-        }
-        if is_empty && kind == ListKind::Queue {
+        if self.lists[at].len == 0 && kind == ListKind::Queue {
             self.occupied[usize::from(group)] &= !(1 << queue);
         }
         self.record_mut(entry).state.set_list(None);
+    }
+
+    /// Moves the blocks of a chunk to a neighbour, if they have room there.
+    fn join(&mut self, at: usize, chunk: u32) {
+        let small = *self.chunks.get(chunk);
+        let has_room =
+            |other: u32| other != NIL && self.chunks.get(other).len() + small.blocks().len() <= JOINED_MAX;
+        let (other, first) = match small {
+            _ if has_room(small.newer) => (small.newer, 0),
+            _ if has_room(small.older) => (small.older, self.chunks.get(small.older).len()),
+            _ => return,
+        };
+        let places = first..first + small.blocks().len();
+        for (place, block) in places.clone().zip(small.blocks()) {
+            self.chunks.get_mut(other).insert(place, *block);
+        }
+        self.adopt(other, places);
+        self.chunks.remove(&mut self.lists[at].ends, chunk);
     }
 
     /// Iterates the blocks of a group, list by list: those behind a block, or all.
@@ -306,22 +376,25 @@ impl Lists {
     ) -> impl Iterator<Item = EntryIndex> {
         let first = usize::from(group.0) * (self.queues + 2);
         let lists = self.lists.get(first..first + self.queues + 2).unwrap_or(&[]);
-        let here = behind.and_then(|entry| self.get(entry));
-        let (at, next) = match here.map(|record| (record, record.state.list())) {
-            Some((record, Some(kind))) if record.group == group.0 => {
-                (self.at(group, kind, record.queue) - first, record.newer)
+        let here = behind.and_then(|entry| Some((entry, self.get(entry)?)));
+        // The first list, the chunk in it, and the number of blocks to skip there.
+        let (at, chunk, skipped) = match here.map(|(entry, record)| (entry, record, record.state.list())) {
+            Some((entry, record, Some(kind))) if record.group == group.0 => {
+                let place = self.chunks.get(record.chunk).place(entry.0);
+                (self.at(group, kind, record.queue) - first, record.chunk, place + 1)
             }
-            Some(_) => (lists.len(), NIL),
-            None if behind.is_some() => (lists.len(), NIL),
-            None => (0, lists.first().map_or(NIL, |list| list.oldest)),
+            None if behind.is_none() => (0, lists.first().map_or(NIL, |list| list.ends.oldest), 0),
+            _ => (lists.len(), NIL, 0),
         };
-        let starts = lists.iter().skip(at + 1).map(|list| list.oldest);
-        let linked = |entry: &u32| Some(self.records[*entry as usize].newer).filter(|newer| *newer != NIL);
-        std::iter::once(next)
+        let starts = lists.iter().skip(at + 1).map(|list| list.ends.oldest);
+        let linked = |chunk: &u32| Some(self.chunks.get(*chunk).newer).filter(|newer| *newer != NIL);
+        std::iter::once(chunk)
             .chain(starts)
             .filter(|start| *start != NIL)
             .flat_map(move |start| std::iter::successors(Some(start), linked))
-            .map(EntryIndex)
+            .flat_map(|chunk| self.chunks.get(chunk).blocks())
+            .skip(skipped)
+            .map(|block| EntryIndex(*block))
     }
 
     fn at(&self, group: Group, kind: ListKind, queue: u8) -> usize {
@@ -333,3 +406,6 @@ impl Lists {
         usize::from(group.0) * (self.queues + 2) + list
     }
 }
+
+#[cfg(test)]
+mod tests;

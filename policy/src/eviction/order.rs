@@ -106,7 +106,7 @@ impl EvictionOrder {
 
     /// Bytes of memory for blocks, without spare capacity.
     pub fn bytes(&self) -> usize {
-        self.lists.record_bytes() + self.rule.bytes()
+        self.lists.bytes() + self.rule.bytes()
     }
 
     /// Makes a block evictable, as the newest of its queue. The block must not be evictable.
@@ -137,7 +137,8 @@ impl EvictionOrder {
         let (own, other) = (self.lists.record(entry), self.lists.record(parent));
         let is_same = self.lists.group(entry) == self.lists.group(parent) && own.queue == other.queue;
         let are_queued = [own, other].iter().all(|record| record.state.list() == Some(ListKind::Queue));
-        if is_same && are_queued && self.rule.settles_before(entry, parent, self.lists.group(entry)) {
+        let place = (self.lists.group(entry), own.queue);
+        if is_same && are_queued && self.rule.settles_before(entry, parent, place) {
             self.lists.unlink(entry);
             self.lists.push_before(entry, parent);
         }
@@ -150,7 +151,7 @@ impl EvictionOrder {
             self.set_evictable(entry);
         }
         self.lists.unlink(entry);
-        self.rule.put_first(entry, self.lists.group(entry));
+        self.rule.put_first(entry, (self.lists.group(entry), self.lists.record(entry).queue));
         self.lists.push(entry, ListKind::Queue, End::Oldest);
     }
 
@@ -286,8 +287,11 @@ impl EvictionOrder {
                 self.push(entry, queue, End::Newest);
                 kept = kept.or(Some(entry));
             } else {
-                return Some(self.take(entry, group));
+                self.take(entry, group);
+                self.read_ahead(group, queue);
+                return Some(entry);
             }
+            self.read_ahead(group, queue);
         }
         // Empty queues kept no block, so this is then the last resort. Blocks that wait for evictable blocks of other
         // groups only are last of all.
@@ -304,6 +308,18 @@ impl EvictionOrder {
     /// eviction as far as lists determine it. Costs time in proportion to `count`.
     pub fn following(&self, group: Group, behind: Option<EntryIndex>, count: usize) -> Vec<EntryIndex> {
         self.lists.iter_from(group, behind).filter(|entry| self.contains(*entry)).take(count).collect()
+    }
+
+    /// Reads what the next searches in a queue will need, so that the cache misses of several blocks overlap. Reading
+    /// one block at a time, as a search does, a search would wait for each of them.
+    fn read_ahead(&mut self, group: Group, queue: u8) {
+        let Some(chunk) = self.lists.ahead(group, queue) else { return };
+        let mut read = 0;
+        for entry in chunk.blocks().iter().copied().map(EntryIndex) {
+            read ^= u64::from(self.lists.record(entry).children) ^ self.rule.value(entry);
+        }
+        // The compiler must not omit the reads because nothing depends on their values.
+        std::hint::black_box(read);
     }
 
     /// Returns the first evictable block without children among the oldest ones of the group's queues.
@@ -328,7 +344,7 @@ impl EvictionOrder {
     }
 
     fn take(&mut self, entry: EntryIndex, group: Group) -> EntryIndex {
-        self.rule.taken(entry, group, self.lists.newer(entry));
+        self.rule.taken(entry, (group, self.lists.record(entry).queue), self.lists.newer(entry));
         self.clear_evictable(entry);
         self.lists.unlink(entry);
         self.lists.record_mut(entry).state.set(State::TAKEN);

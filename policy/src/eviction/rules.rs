@@ -43,6 +43,14 @@ const POSITIONS: usize = 17;
 /// Bucket of blocks whose position is not known.
 const POSITION_UNKNOWN: usize = POSITIONS;
 
+/// Bits of a position's bucket, and of no bucket, next to a height.
+const POSITION_BITS: u32 = 5;
+
+const _: () = assert!(POSITION_UNKNOWN + 1 < 1 << POSITION_BITS, "a bucket fits next to a height");
+
+/// Maximum height: 2^27 victims of the largest value.
+const HEIGHT_MAX: u64 = u64::MAX >> POSITION_BITS;
+
 /// Observations of a position after which old ones count half.
 const OBSERVATIONS_MAX: u32 = 1 << 16;
 
@@ -75,7 +83,7 @@ pub(super) struct S3Fifo {
     last: Option<(EntryIndex, EntryIndex)>,
 }
 
-/// State of the cost-aware policy: 16 bytes per block.
+/// State of the cost-aware policy: 8 bytes per block.
 #[derive(Debug, Default)]
 pub(super) struct CostAware {
     values: Vec<Value>,
@@ -87,13 +95,10 @@ pub(super) struct CostAware {
     reuse: [Reuse; POSITIONS + 1],
 }
 
-/// Value of a block; an increment of 0 stands for a block that was never inserted.
+/// Height of a block, and the bucket of its position; 0 stands for a block that was never inserted. The queue of the
+/// block has the increment.
 #[derive(Clone, Copy, Debug, Default)]
-struct Value {
-    height: u64,
-    increment: u32,
-    position: u8,
-}
+struct Value(u64);
 
 /// Height of a block that is or was the oldest of its queue.
 #[derive(Clone, Copy, Debug)]
@@ -141,13 +146,28 @@ impl Rule {
         matches!(self, Rule::Lru | Rule::Lfu | Rule::PriorityLru | Rule::Semantic)
     }
 
-    /// Whether a block may move before its parent in their queue; adapts it to its place there.
-    pub(super) fn settles_before(&mut self, entry: EntryIndex, parent: EntryIndex, group: Group) -> bool {
+    /// What the policy alone knows of a block, as a number: reading it ahead brings it into the processor's cache.
+    pub(super) fn value(&self, entry: EntryIndex) -> u64 {
+        let at = entry.0 as usize;
+        match self {
+            Rule::Lru | Rule::Lfu | Rule::PriorityLru | Rule::Semantic => 0,
+            Rule::S3Fifo(rule) => rule.hashes.get(at).map_or(0, |hash| u64::from(*hash)),
+            Rule::CostAware(rule) => rule.values.get(at).map_or(0, |value| value.0),
+        }
+    }
+
+    /// Whether a block may move before its parent in their queue of a group; adapts it to its place there.
+    pub(super) fn settles_before(
+        &mut self,
+        entry: EntryIndex,
+        parent: EntryIndex,
+        (group, queue): (Group, u8),
+    ) -> bool {
         match self {
             Rule::Lru | Rule::Lfu | Rule::PriorityLru | Rule::Semantic => true,
             // Blocks that enter at the same time, as those of a commit do, may enter in any order.
             Rule::S3Fifo(rule) => rule.last == Some((entry, parent)),
-            Rule::CostAware(rule) => rule.lower_to(entry, parent, group),
+            Rule::CostAware(rule) => rule.lower_to(entry, parent, (group, queue)),
         }
     }
 
@@ -175,7 +195,10 @@ impl Rule {
             Rule::Lru | Rule::Lfu | Rule::PriorityLru => Some(record.queue),
             Rule::Semantic => Some(shared_queue(record)),
             Rule::S3Fifo(_) => None,
-            Rule::CostAware(rule) => Some(rule.raise(entry, group)),
+            Rule::CostAware(rule) => {
+                rule.raise(entry, group, record.queue);
+                Some(record.queue)
+            }
         }
     }
 
@@ -231,25 +254,23 @@ impl Rule {
         MAIN
     }
 
-    /// Records that a block is taken as a victim, and its successor in its queue.
-    pub(super) fn taken(&mut self, entry: EntryIndex, group: Group, next: Option<EntryIndex>) {
+    /// Records that a block is taken as a victim, and its successor in its queue of a group.
+    pub(super) fn taken(&mut self, entry: EntryIndex, (group, queue): (Group, u8), next: Option<EntryIndex>) {
         if let Rule::CostAware(rule) = self {
-            let Value { height, increment, .. } = rule.values[entry.0 as usize];
+            let height = rule.height(entry);
             let last = rule.height_mut(group);
             *last = height.max(*last);
             if let Some(next) = next {
-                // This cache miss overlaps with those of the eviction.
-                let head = Head { entry: next.0, height: rule.values[next.0 as usize].height };
-                *rule.head_mut(group, half_octave(increment).0) = head;
+                *rule.head_mut(group, queue) = Head { entry: next.0, height: rule.height(next) };
             }
         }
     }
 
-    /// Lowers a block that becomes the next victim of its queue.
-    pub(super) fn put_first(&mut self, entry: EntryIndex, group: Group) {
+    /// Lowers a block that becomes the next victim of its queue of a group.
+    pub(super) fn put_first(&mut self, entry: EntryIndex, (group, queue): (Group, u8)) {
         if let Rule::CostAware(rule) = self {
             let height = *rule.height_mut(group);
-            rule.set_height(entry, group, height);
+            rule.set_height(entry, (group, queue), height);
         }
     }
 
@@ -293,7 +314,7 @@ impl S3Fifo {
             self.hashes.resize(at + 1, 0);
         }
         // 0 stands for no block.
-        let hash = (block.key_hash ^ block.key_hash >> 32) as u32 | 1;
+        let hash = ((block.key_hash ^ block.key_hash >> 32) as u32).max(1);
         if std::mem::replace(&mut self.hashes[at], hash) == hash {
             return record.queue;
         }
@@ -309,40 +330,40 @@ impl CostAware {
             self.values.resize(at + 1, Value::default());
         }
         let position = block.position.map_or(POSITION_UNKNOWN, bucket);
-        if self.values[at].increment == 0 {
+        if self.values[at].position().is_none() {
             self.reuse[position].observe();
         }
         let probability = self.reuse[position].per_1024();
         let value = block.restore_ns.saturating_mul(probability) / (block.bytes >> 10).max(1);
-        let (queue, increment) = half_octave(u32::try_from(value).unwrap_or(u32::MAX));
-        let height = *self.height_mut(block.group) + u64::from(increment);
-        self.values[at] = Value { height, increment, position: position as u8 };
-        self.set_height(entry, block.group, height);
+        let queue = half_octave(u32::try_from(value).unwrap_or(u32::MAX));
+        self.values[at] = Value::new(0, position);
+        self.raise(entry, block.group, queue);
         queue
     }
 
-    /// Raises a block to the height of a new one; returns its queue.
-    fn raise(&mut self, entry: EntryIndex, group: Group) -> u8 {
-        let base = *self.height_mut(group);
-        let increment = self.values[entry.0 as usize].increment;
-        self.set_height(entry, group, base + u64::from(increment));
-        half_octave(increment).0
+    /// Raises a block to the height of a new one of its queue.
+    fn raise(&mut self, entry: EntryIndex, group: Group, queue: u8) {
+        let height = self.height_mut(group).saturating_add(u64::from(increment(queue)));
+        self.set_height(entry, (group, queue), height.min(HEIGHT_MAX));
     }
 
     /// Lowers a block to the height of another one in its queue; returns whether the heights then ascend.
-    fn lower_to(&mut self, entry: EntryIndex, other: EntryIndex, group: Group) -> bool {
-        let [own, height] = [entry, other].map(|entry| self.values[entry.0 as usize].height);
+    fn lower_to(&mut self, entry: EntryIndex, other: EntryIndex, place: (Group, u8)) -> bool {
+        let [own, height] = [entry, other].map(|entry| self.height(entry));
         if own >= height {
-            self.set_height(entry, group, height);
+            self.set_height(entry, place, height);
         }
         own >= height
     }
 
+    fn height(&self, entry: EntryIndex) -> u64 {
+        self.values[entry.0 as usize].height()
+    }
+
     /// Sets the height of a block; the facts known of the head of its queue are then no longer valid for it.
-    fn set_height(&mut self, entry: EntryIndex, group: Group, height: u64) {
+    fn set_height(&mut self, entry: EntryIndex, (group, queue): (Group, u8), height: u64) {
         let value = &mut self.values[entry.0 as usize];
-        value.height = height;
-        let queue = half_octave(value.increment).0;
+        *value = value.with_height(height);
         let head = self.head_mut(group, queue);
         if head.entry == entry.0 {
             head.entry = NIL;
@@ -358,8 +379,8 @@ impl CostAware {
     }
 
     fn count_reuse(&mut self, entry: EntryIndex) {
-        if let Some(value) = self.values.get(entry.0 as usize).filter(|value| value.increment > 0) {
-            self.reuse[usize::from(value.position)].reused += 1;
+        if let Some(position) = self.values.get(entry.0 as usize).and_then(|value| value.position()) {
+            self.reuse[position].reused += 1;
         }
     }
 
@@ -381,10 +402,10 @@ impl CostAware {
             let oldest = lists.oldest(group, ListKind::Queue, queue).expect("the queue is occupied");
             let head = *self.head_mut(group, queue);
             let height = if head.entry == oldest.0 {
-                debug_assert_eq!(head.height, self.values[oldest.0 as usize].height, "queue {queue}");
+                debug_assert_eq!(head.height, self.height(oldest), "queue {queue}");
                 head.height
             } else {
-                let height = self.values[oldest.0 as usize].height;
+                let height = self.height(oldest);
                 *self.head_mut(group, queue) = Head { entry: oldest.0, height };
                 height
             };
@@ -393,6 +414,25 @@ impl CostAware {
             }
         }
         lowest.map(|(_, queue)| queue)
+    }
+}
+
+impl Value {
+    fn new(height: u64, position: usize) -> Value {
+        Value(height << POSITION_BITS | (position as u64 + 1))
+    }
+
+    fn height(self) -> u64 {
+        self.0 >> POSITION_BITS
+    }
+
+    fn with_height(self, height: u64) -> Value {
+        Value(height << POSITION_BITS | self.0 & ((1 << POSITION_BITS) - 1))
+    }
+
+    /// Bucket of the position; `None` if the block was never inserted.
+    fn position(self) -> Option<usize> {
+        ((self.0 & ((1 << POSITION_BITS) - 1)) as usize).checked_sub(1)
     }
 }
 
@@ -415,15 +455,17 @@ fn bucket(position: u32) -> usize {
     (position.saturating_add(1).ilog2() as usize).min(POSITIONS - 1)
 }
 
-/// Returns the queue of a value, and the lower bound of the values of that queue; at least 1.
-fn half_octave(value: u32) -> (u8, u32) {
+/// Returns the queue of a value.
+fn half_octave(value: u32) -> u8 {
     let octave = value.max(1).ilog2();
-    let floor = 1u32 << octave;
-    let half = floor + floor / 2;
-    match octave > 0 && value >= half {
-        true => ((2 * octave + 1) as u8, half),
-        false => ((2 * octave) as u8, floor),
-    }
+    let half = (1u32 << octave) + (1u32 << octave) / 2;
+    (2 * octave + u32::from(octave > 0 && value >= half)) as u8
+}
+
+/// Lower bound of the values of a queue, at least 1: what a block is higher than the last victim when it enters.
+fn increment(queue: u8) -> u32 {
+    let floor = 1u32 << (queue / 2);
+    if queue.is_multiple_of(2) { floor } else { floor + floor / 2 }
 }
 
 #[cfg(test)]
@@ -433,9 +475,9 @@ mod tests {
     #[test]
     fn values_of_a_queue_have_one_increment_which_identifies_the_queue() {
         for value in [0, 1, 2, 3, 4, 5, 6, 7, 1000, 175_000, u32::MAX] {
-            let (queue, increment) = half_octave(value);
-            assert!(usize::from(queue) < QUEUES_MAX && increment <= value.max(1));
-            assert_eq!(half_octave(increment), (queue, increment), "of {value}");
+            let queue = half_octave(value);
+            assert!(usize::from(queue) < QUEUES_MAX && increment(queue) <= value.max(1));
+            assert_eq!(half_octave(increment(queue)), queue, "of {value}");
         }
     }
 
