@@ -34,8 +34,8 @@ impl NvmeTier {
     }
 
     /// Records the first use of a block after its commit.
-    pub(super) fn reused(&mut self, depth: u32) {
-        self.admission.reused(depth);
+    pub(super) fn reused(&mut self, slot: Slot) {
+        self.admission.reused(Group(slot.tenant), Some(slot.depth));
     }
 
     /// Writes a block, if admission accepts it; returns the block that made room.
@@ -52,14 +52,15 @@ impl NvmeTier {
         }
         let candidate = Candidate {
             key_hash: slot.key_hash(),
-            position: slot.depth,
+            tenant: Group(slot.tenant),
+            position: Some(slot.depth),
             reuse: if slot.is_reused { Reuse::Used } else { Reuse::None },
             bytes: settings.block_bytes,
             tokens: settings.block_tokens,
             budget_left_permille: 1000,
         };
         let verdict = if occasion == Occasion::Commit {
-            self.admission.committed(slot.depth);
+            self.admission.committed(Group(slot.tenant), Some(slot.depth));
             self.admission.decide(&candidate)
         } else {
             self.admission.decide_again(&candidate)

@@ -293,7 +293,7 @@ impl Node {
         let Some(nvme) = &mut self.nvme else { return };
         let slot = self.dram.slot_mut(entry);
         if !std::mem::replace(&mut slot.is_reused, true) {
-            nvme.reused(slot.depth);
+            nvme.reused(*slot);
         }
         let slot = *slot;
         self.offer_saved(slot, Occasion::Use);

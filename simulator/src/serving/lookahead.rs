@@ -202,10 +202,10 @@ impl Engine {
         let blocks = live.blocks.len() as u32;
         if let (Some(policy), Some(from)) = (self.setup.load_policy.as_mut(), policy_source(live.spec.source))
         {
-            policy.load_ended();
             let counts = counts(from, blocks);
             let seconds = seconds(now.since(live.load_began));
             policy.observe_load(&EndedLoad { requested: counts, loaded: counts, seconds }, tick);
+            policy.load_ended(&counts);
         }
         self.rotation.push_back(number);
         self.try_step();

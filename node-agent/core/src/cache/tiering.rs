@@ -50,6 +50,8 @@ pub(super) struct Tiering {
     /// Time of the last use of each frame's block.
     last_uses: Vec<Coarse>,
     next_pass: Tick,
+    /// Number of passes over the next victims.
+    passes: usize,
 }
 
 /// Time in units of 1,024 µs, modulo 2^32: 50 days.
@@ -83,6 +85,7 @@ impl Tiering {
             idle_times: IdleTimes::default(),
             last_uses: Vec::new(),
             next_pass: Tick(0),
+            passes: 0,
         }
     }
 
@@ -200,7 +203,12 @@ impl Cache {
             (demotion::room_watched(capacity), demotion::threshold(&self.tiering.idle_times));
         let mut demotions = Demotions { frames: Vec::new(), pressure: Pressure::None };
         let (mut left, mut budget) = (bytes, self.budget_left_bytes());
-        for victims in self.arena.next_victims(DEMOTION_VICTIMS_MAX) {
+        let mut groups = self.arena.next_victims(DEMOTION_VICTIMS_MAX);
+        // The budget may end with the first group, so each pass begins with another one.
+        let first = self.tiering.passes % groups.len().max(1);
+        groups.rotate_left(first);
+        self.tiering.passes = self.tiering.passes.wrapping_add(1);
+        for victims in groups {
             let mut room = free;
             for frame in victims {
                 let slot_bytes = self.frame_slot(frame).bytes;
