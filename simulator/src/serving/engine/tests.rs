@@ -163,3 +163,24 @@ fn prefetch_of_the_production_policy_hides_loads_that_the_link_can_carry() {
     assert!(ahead.prefetch_hit_rate() > 0.5, "{}", ahead.prefetch_hit_rate());
     assert_eq!(reactive.prefetch_hits, 0);
 }
+
+/// Requests with 1,600 cached tokens of 2,000, one every five seconds.
+fn cached(count: u64, source: CacheSource) -> Vec<Request> {
+    (0..count).map(|at| Request { cached: 1_600, source, ..request(at * 5 * SECOND, 2_000, 4) }).collect()
+}
+
+#[test]
+fn cached_prefix_is_loaded_over_the_channel_of_its_source() {
+    for (source, kind) in [
+        (CacheSource::Dram, ChannelKind::Dram),
+        (CacheSource::Nvme, ChannelKind::NvmeRead),
+        (CacheSource::Peer, ChannelKind::Network),
+        (CacheSource::Cold, ChannelKind::Cold),
+    ] {
+        let results = Engine::new(setup(), &cached(3, source)).run(u64::MAX, 0);
+        assert_eq!(results.outcomes.len(), 3);
+        // 100 blocks of 2 MiB for each request, and the same over the link.
+        assert_eq!(results.channel(kind).bytes, 3 * 100 * (2 << 20), "{source:?}");
+        assert_eq!(results.channel(ChannelKind::LinkIn).bytes, 3 * 100 * (2 << 20), "{source:?}");
+    }
+}
