@@ -1,6 +1,7 @@
 //! Tests of the engine: tokens, chunks, preemption, conservation, and a queue with a closed form.
 
 use reprise_policy::eviction::{Chains, EvictionKind};
+use reprise_policy::recompute::{BlockSize, WaitBound};
 
 use super::super::workload::{CacheSource, Poisson, TraceProfile};
 use super::*;
@@ -162,4 +163,47 @@ fn prefetch_of_the_production_policy_hides_loads_that_the_link_can_carry() {
     assert!(reactive_ms > ahead_ms && ahead_ms >= oracle_ms, "{reactive_ms} {ahead_ms} {oracle_ms}");
     assert!(ahead.prefetch_hit_rate() > 0.5, "{}", ahead.prefetch_hit_rate());
     assert_eq!(reactive.prefetch_hits, 0);
+}
+
+/// Requests with 1,600 cached tokens of 2,000, one every five seconds.
+fn cached(count: u64, source: CacheSource) -> Vec<Request> {
+    (0..count).map(|at| Request { cached: 1_600, source, ..request(at * 5 * SECOND, 2_000, 4) }).collect()
+}
+
+#[test]
+fn cached_prefix_is_loaded_over_the_channel_of_its_source() {
+    for (source, kind) in [
+        (CacheSource::Dram, ChannelKind::Dram),
+        (CacheSource::Nvme, ChannelKind::NvmeRead),
+        (CacheSource::Peer, ChannelKind::Network),
+        (CacheSource::Cold, ChannelKind::Cold),
+    ] {
+        let results = Engine::new(setup(), &cached(3, source)).run(u64::MAX, 0);
+        assert_eq!(results.outcomes.len(), 3);
+        // 100 blocks of 2 MiB for each request, and the same over the link.
+        assert_eq!(results.channel(kind).bytes, 3 * 100 * (2 << 20), "{source:?}");
+        assert_eq!(results.channel(ChannelKind::LinkIn).bytes, 3 * 100 * (2 << 20), "{source:?}");
+    }
+}
+
+#[test]
+fn production_policy_computes_a_prefix_whose_load_is_slower() {
+    // A block of Llama 2 13B has 13 MB: 3.2 ms over TCP, and 1.1 ms to compute.
+    let hardware = Hardware::named("h100+tcp").expect("valid");
+    let model = Model::named("llama-2-13b").expect("valid");
+    let capacity = [Setup::hbm_blocks(&hardware, &model, 1, 16), 0, 0];
+    let millis = std::time::Duration::from_millis;
+    let bound = WaitBound { cap: millis(500), base: millis(50), per_token: millis(0) };
+    let policy = LoadPolicy::new(bound, BlockSize { tokens: 16, bytes: 13_107_200 });
+    let loaded = |load_policy| {
+        let setup =
+            Setup { hardware: hardware.clone(), model: model.clone(), capacity, load_policy, ..setup() };
+        let results = Engine::new(setup, &cached(20, CacheSource::Peer)).run(u64::MAX, 0);
+        assert_eq!(results.outcomes.len(), 20);
+        results.channel(ChannelKind::Network).bytes
+    };
+    assert_eq!(loaded(None), 20 * 100 * 13_107_200);
+    // The first loads measure the rates; later prefixes are computed, except for one measurement in 30 s.
+    let chosen = loaded(Some(policy));
+    assert!(chosen > 0 && chosen < 10 * 100 * 13_107_200, "{chosen}");
 }
