@@ -4,8 +4,8 @@
 //! DRAM evicts it. A full DRAM is always under that pressure in a replay without time.
 
 use reprise_policy::admission::{Admission, AdmissionMode, Candidate, Reuse, Verdict};
-use reprise_policy::eviction::Chains;
 use reprise_policy::eviction::restore_cost::RestoreFrom;
+use reprise_policy::eviction::{Chains, Group};
 
 use super::node::{Counts, NodeSettings};
 use super::tier::{Slot, TierSlots};
