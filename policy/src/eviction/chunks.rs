@@ -1,6 +1,6 @@
 //! Chunks of lists: the memory behind [`super::lists`].
 //!
-//! A list of blocks is a list of chunks, each of which holds up to [`CHUNK_BLOCKS`] blocks in order. So a chunk tells
+//! A list of blocks is a list of chunks, each of which holds up to [`CHUNK_BLOCKS`] blocks in order. So a chunk states
 //! which blocks are due next before their records are read. With links from block to block, each step of an eviction
 //! would wait for one cache miss; with chunks, the processor waits for those of a whole chunk at once.
 //!
@@ -39,7 +39,7 @@ pub(super) struct Ends {
 }
 
 impl Chunk {
-    /// Number of blocks.
+    /// Number of blocks in the chunk.
     pub(super) fn len(&self) -> usize {
         // Index `CHUNK_BLOCKS` is the end of a full chunk.
         (self.places_of(NIL) | 1 << CHUNK_BLOCKS).trailing_zeros() as usize
