@@ -564,8 +564,8 @@ class SchedulerSide:
         """
         state.call = state.result = None
         state.found = []
-        is_unverified = state.request.request_id in self._unverified
-        if not self.may_save or not self.session.connected or self.pool is None or is_unverified:
+        # A block of the same contents may be one that another request loads in this step, and the load may fail.
+        if not self.may_save or not self.session.connected or self.pool is None or self._unverified:
             return
         if state.is_stale or not state.params.stores or state.adapter is None:
             return
