@@ -40,6 +40,12 @@ create_exception!(
     RepriseError,
     "A transfer made no progress although the agent answers, because a device or another node hangs: recompute the missing blocks."
 );
+create_exception!(
+    reprise,
+    LimitReached,
+    RepriseError,
+    "The limit of a wait has passed: compute the missing blocks."
+);
 create_exception!(reprise, BadRequest, RepriseError, "The call has an invalid argument: correct it.");
 create_exception!(
     reprise,
@@ -71,6 +77,7 @@ pub(crate) fn exception(error: &ClientError) -> PyErr {
         ClientError::AgentLost { .. } => AgentLost::new_err(words),
         ClientError::Timeout { .. } => Timeout::new_err(words),
         ClientError::Stalled { .. } => Stalled::new_err(words),
+        ClientError::LimitReached { .. } => LimitReached::new_err(words),
         ClientError::BadRequest(_) => BadRequest::new_err(words),
         ClientError::Version(_) => Version::new_err(words),
         ClientError::Busy(_) => Busy::new_err(words),

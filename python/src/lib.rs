@@ -28,8 +28,8 @@ mod _native {
     use crate::client::Client;
     #[pymodule_export]
     use crate::error::{
-        AgentAbsent, AgentLost, BadRequest, Busy, Forbidden, Internal, Memory, Protocol, RepriseError,
-        Stalled, Timeout, Version,
+        AgentAbsent, AgentLost, BadRequest, Busy, Forbidden, Internal, LimitReached, Memory, Protocol,
+        RepriseError, Stalled, Timeout, Version,
     };
     #[pymodule_export]
     use crate::extents::ExtentReport;
