@@ -166,7 +166,7 @@ impl Retention {
         }
     }
 
-    /// Notes that the copy of a block in DRAM is no longer kept: its slot was needed, or the copy was damaged or replaced.
+    /// Removes the copy in DRAM from the pin of a block: its slot was needed, or the copy was damaged or replaced.
     /// The pin ends unless it keeps a copy on a device.
     pub(crate) fn lost_dram(&mut self, cache: &mut Cache, LostRetention { key, frame }: LostRetention) {
         let Some(pin) = self.pins.get_mut(&key).filter(|pin| pin.dram == Some(frame)) else { return };

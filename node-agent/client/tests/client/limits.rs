@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use reprise_client::path::{BlockPath, LOAD_TIME_MIN};
 use reprise_client::{
-    BlockStatus, Client, ClientError, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PagedMemory,
-    PhysicalBlock, SaveOptions, SaveStatus, SessionKeeper, Transfers,
+    BlockStatus, ClientError, FinishedTransfer, LoadOptions, LoadedBlocks, Outcome, PhysicalBlock,
+    SessionKeeper, Transfers,
 };
 use reprise_policy::BlockKey;
 use reprise_policy::recompute::WaitLimit;
@@ -15,7 +15,7 @@ use reprise_proto::local::{self, request};
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, layout, missed};
 use crate::memory::Memory;
-use crate::transfers::{start_transfers, transfer_options};
+use crate::transfers::{FakePath, start_transfers, transfer_options};
 
 /// Blocks of one window of 32 MiB.
 fn window() -> usize {
@@ -222,40 +222,13 @@ fn limited_loads_without_a_block_make_later_ones_avoid_peers() {
     agent.end((transfers, keeper));
 }
 
-/// Counts its loads, and moves nothing.
-#[derive(Debug, Default)]
-struct CountedPath(AtomicUsize);
-
-impl BlockPath for CountedPath {
-    fn load(
-        &self,
-        _: &Client,
-        blocks: &[(BlockKey, PhysicalBlock)],
-        _: &dyn PagedMemory,
-        _: &LoadOptions,
-    ) -> Result<Vec<bool>, ClientError> {
-        self.0.fetch_add(1, Ordering::Relaxed);
-        Ok(vec![false; blocks.len()])
-    }
-
-    fn save(
-        &self,
-        _: &Client,
-        _: &[(BlockKey, PhysicalBlock)],
-        _: &dyn PagedMemory,
-        _: &SaveOptions,
-    ) -> Result<Vec<SaveStatus>, ClientError> {
-        Ok(Vec::new())
-    }
-}
-
 #[test]
 fn path_gets_no_load_with_little_time() {
     let (asked, _loads) = mpsc::channel();
     let agent = silent(asked, true);
     let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
-    let path = Arc::new(CountedPath::default());
+    let path = Arc::new(FakePath { time: Duration::ZERO, is_loaded: false, loads: AtomicUsize::new(0) });
     let by_path: Arc<dyn BlockPath> = path.clone();
     let options = transfer_options(LONG);
     let memory = Arc::new(Memory::new(1));
@@ -264,7 +237,7 @@ fn path_gets_no_load_with_little_time() {
         let limit = WaitLimit { bound, per_block: Duration::ZERO };
         let load = transfers.submit_load_within(one_block(), limit).expect("a valid call");
         assert!(transfers.wait(&[load], LONG / 2));
-        assert_eq!(path.0.load(Ordering::Relaxed), calls, "{bound:?}");
+        assert_eq!(path.loads.load(Ordering::Relaxed), calls, "{bound:?}");
     }
     drop(transfers);
     agent.join();

@@ -1,5 +1,6 @@
 //! Saves and loads on background threads.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -183,11 +184,16 @@ fn blocks_of_a_path_stay_loaded_when_the_deadline_passes_before_the_others() {
     agent.end(transfers);
 }
 
-/// Takes longer than a time for each part of a load.
+/// Counts the parts of loads, takes a time for each, and moves nothing.
 #[derive(Debug)]
-struct SlowPath(Duration);
+pub(crate) struct FakePath {
+    pub(crate) time: Duration,
+    /// Result for each block.
+    pub(crate) is_loaded: bool,
+    pub(crate) loads: AtomicUsize,
+}
 
-impl BlockPath for SlowPath {
+impl BlockPath for FakePath {
     fn load(
         &self,
         _: &Client,
@@ -195,8 +201,9 @@ impl BlockPath for SlowPath {
         _: &dyn PagedMemory,
         _: &LoadOptions,
     ) -> Result<Vec<bool>, ClientError> {
-        std::thread::sleep(self.0);
-        Ok(vec![true; blocks.len()])
+        self.loads.fetch_add(1, Ordering::Relaxed);
+        std::thread::sleep(self.time);
+        Ok(vec![self.is_loaded; blocks.len()])
     }
 
     fn save(
@@ -216,7 +223,8 @@ fn limit_of_a_wait_grows_with_the_blocks_that_have_arrived() {
     let agent = FakeAgent::serve(|peer| while peer.receive().is_some() {});
     let keeper = Arc::new(SessionKeeper::new(agent.options()).expect("a thread"));
     assert!(keeper.wait_until_connected(LONG), "{:?}", keeper.status());
-    let path: Arc<dyn BlockPath> = Arc::new(SlowPath(2 * bound));
+    let path: Arc<dyn BlockPath> =
+        Arc::new(FakePath { time: 2 * bound, is_loaded: true, loads: AtomicUsize::new(0) });
     let memory: Arc<dyn PagedMemory> = Arc::new(Memory::new(200));
     let transfers =
         Transfers::with_path(keeper, memory, transfer_options(LONG), Some(path)).expect("threads");

@@ -30,7 +30,7 @@ pub(super) struct Retained {
     pub(super) broken: u64,
 }
 
-/// Copy in DRAM that is no longer retained, although no command has ended its pin.
+/// Copy in DRAM whose retention ended before its pin: its slot was needed, or the copy was damaged or replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LostRetention {
     pub(crate) key: BlockKey,
