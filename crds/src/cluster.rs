@@ -19,7 +19,8 @@ mod status;
 
 pub use access::{DeviceAccess, DeviceAccessMode, GpuAccess, GpuAccessMode, Rdma, RdmaMode};
 pub use agents::{
-    Agents, ClientTransport, Peers, Seccomp, SeccompMode, SessionSocket, UpdateStrategy, UpdateType,
+    Agents, ClientTransport, Peers, Seccomp, SeccompMode, SessionSocket, TraceAccess, UpdateStrategy,
+    UpdateType,
 };
 pub use cache::{Admission, Cache, EvictionPolicy, HugePages, Limits, Placement, Shares, Writeback};
 pub use control_plane::{Bounds, ControlPlane, Events, Membership, Publishing};

@@ -70,6 +70,9 @@ pub struct Agents {
     #[serde(default = "admin_port")]
     #[schemars(range(min = 1024, max = 65_535))]
     pub admin_port: u16,
+    /// Answer to `/trace` on the admin port: which blocks engines load and save, with tenants, sizes and times.
+    #[serde(default)]
+    pub trace: TraceAccess,
     /// Log of the agents.
     #[serde(default)]
     pub log: LogSettings,
@@ -116,6 +119,17 @@ pub struct SessionSocket {
     #[schemars(length(max = 64), inner(range(min = 0, max = 4_294_967_295_u32)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub allow_uids: Vec<u32>,
+}
+
+choice! {
+    /// Clients to which an agent reports the calls of engines.
+    TraceAccess {
+        /// None.
+        Disabled,
+        /// Clients in the network namespace of the pod, for example those of `kubectl port-forward`.
+        LocalClients,
+    }
+    default Disabled
 }
 
 choice! {

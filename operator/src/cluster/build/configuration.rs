@@ -1,7 +1,7 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
-use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages};
+use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
@@ -82,7 +82,10 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             "blocks_per_tenant": cache.retention.blocks_per_tenant,
             "ttl_max": cache.retention.ttl_max,
         },
-        "admin": { "listen": format!("0.0.0.0:{}", agents.admin_port) },
+        "admin": {
+            "listen": format!("0.0.0.0:{}", agents.admin_port),
+            "trace": agents.trace == TraceAccess::LocalClients,
+        },
         "limits": {
             "load_deadline": cache.limits.load_deadline,
             "load_hold": cache.limits.load_hold,

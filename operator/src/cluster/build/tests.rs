@@ -220,7 +220,7 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
 }
 
 #[test]
-fn cluster_sets_reads_ahead_and_retention_of_agents() {
+fn cluster_sets_reads_ahead_retention_and_traces_of_agents() {
     let agent_of = |spec: Value| {
         let cluster = cluster(spec);
         toml_of(
@@ -239,6 +239,9 @@ fn cluster_sets_reads_ahead_and_retention_of_agents() {
     ] {
         assert_eq!(number(&agent, section, key), Some(default), "{section}.{key}");
     }
+    assert_eq!(agent["admin"]["trace"].as_bool(), Some(false));
+    let agent = agent_of(json!({ "agents": { "trace": "LocalClients" } }));
+    assert_eq!(agent["admin"]["trace"].as_bool(), Some(true));
     let agent = agent_of(json!({ "cache": {
         "prefetch": { "arenaPermille": 100, "bandwidthPermille": 500, "window": 8 },
         "retention": { "permille": 0, "blocksPerTenant": 10, "ttlMax": "2h" },
