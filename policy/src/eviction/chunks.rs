@@ -134,29 +134,40 @@ impl Chunks {
             self.free = std::mem::replace(self.get_mut(chunk), new).newer;
             chunk
         };
+        self.join_neighbours(ends, (older, newer), (chunk, chunk));
+        chunk
+    }
+
+    /// Links the neighbours of a place in a list, or its ends, to the chunks there.
+    fn join_neighbours(&mut self, ends: &mut Ends, (older, newer): (u32, u32), (first, last): (u32, u32)) {
         match older {
-            NIL => ends.oldest = chunk,
-            _ => self.get_mut(older).newer = chunk,
+            NIL => ends.oldest = first,
+            _ => self.get_mut(older).newer = first,
         }
         match newer {
-            NIL => ends.newest = chunk,
-            _ => self.get_mut(newer).older = chunk,
+            NIL => ends.newest = last,
+            _ => self.get_mut(newer).older = last,
         }
-        chunk
     }
 
     /// Removes a chunk from its list.
     pub(super) fn remove(&mut self, ends: &mut Ends, chunk: u32) {
         let Chunk { older, newer, .. } = *self.get(chunk);
-        match older {
-            NIL => ends.oldest = newer,
-            _ => self.get_mut(older).newer = newer,
-        }
-        match newer {
-            NIL => ends.newest = older,
-            _ => self.get_mut(newer).older = older,
-        }
+        self.join_neighbours(ends, (older, newer), (newer, older));
         self.get_mut(chunk).newer = std::mem::replace(&mut self.free, chunk);
+    }
+
+    /// Makes a chunk the newest of its list.
+    pub(super) fn renew(&mut self, ends: &mut Ends, chunk: u32) {
+        let Chunk { older, newer, .. } = *self.get(chunk);
+        if newer == NIL {
+            return;
+        }
+        self.join_neighbours(ends, (older, newer), (newer, older));
+        let newest = ends.newest;
+        self.join_neighbours(ends, (newest, NIL), (chunk, chunk));
+        let moved = self.get_mut(chunk);
+        (moved.older, moved.newer) = (newest, NIL);
     }
 
     /// Moves the blocks of a chunk from a place on to a new chunk behind it; returns that.

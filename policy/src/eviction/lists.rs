@@ -286,6 +286,28 @@ impl Lists {
         }
     }
 
+    /// Makes a chunk the newest of its queue if it begins with the first of these blocks, and the others follow; returns
+    /// the number of blocks that moved. Small chunks do not move, because they would not join their new neighbours.
+    pub(super) fn renew(&mut self, entries: &[EntryIndex]) -> usize {
+        let Some(record) = entries.first().and_then(|first| self.get(*first)) else { return 0 };
+        if record.state.list() != Some(ListKind::Queue) {
+            return 0;
+        }
+        let Record { chunk, group, queue, .. } = *record;
+        let blocks = self.chunks.get(chunk).blocks();
+        let moved = blocks.len();
+        let is_whole = moved > JOINING_MAX
+            && entries
+                .get(..moved)
+                .is_some_and(|run| run.iter().zip(blocks).all(|(entry, block)| entry.0 == *block));
+        if !is_whole {
+            return 0;
+        }
+        let at = self.at(Group(group), ListKind::Queue, queue);
+        self.chunks.renew(&mut self.lists[at].ends, chunk);
+        moved
+    }
+
     /// Adds a block that is in no list on the older side of a block in a queue of the same group.
     pub(super) fn push_before(&mut self, entry: EntryIndex, successor: EntryIndex) {
         let Record { group, queue, chunk, .. } = *self.record(successor);

@@ -38,6 +38,8 @@ use super::{Block, Chains, EntryIndex, EvictionPolicy, Group};
 #[cfg(test)]
 mod generation_tests;
 #[cfg(test)]
+mod run_tests;
+#[cfg(test)]
 mod tests;
 
 /// Maximum number of blocks that one search for a victim defers or keeps: about 100 µs if each is a cache miss.
@@ -164,6 +166,19 @@ impl EvictionOrder {
         if let Some(queue) = self.rule.queue_on_touch(entry, self.lists.record(entry), group) {
             self.lists.unlink(entry);
             self.push(entry, queue, End::Newest);
+        }
+    }
+
+    /// Marks blocks as most recently used, one after the other. Blocks that follow each other in a queue move together.
+    pub fn touch_run(&mut self, entries: &[EntryIndex]) {
+        let moves_together = self.rule.keeps_queue_on_touch();
+        let mut rest = entries;
+        while let Some(first) = rest.first() {
+            let moved = if moves_together { self.lists.renew(rest) } else { 0 };
+            if moved == 0 {
+                self.touch(*first);
+            }
+            rest = &rest[moved.max(1)..];
         }
     }
 

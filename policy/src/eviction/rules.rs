@@ -202,6 +202,11 @@ impl Rule {
         }
     }
 
+    /// Whether a touched block becomes the newest of the queue that it is in, and nothing else changes.
+    pub(super) fn keeps_queue_on_touch(&self) -> bool {
+        matches!(self, Rule::Lru | Rule::Lfu | Rule::PriorityLru)
+    }
+
     /// Counts a use; returns the queue that the block moves to, if it moves.
     pub(super) fn queue_on_use(&mut self, entry: EntryIndex, record: &mut Record) -> Option<u8> {
         let uses = record.state.uses();

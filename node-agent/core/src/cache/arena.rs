@@ -279,9 +279,9 @@ impl Arena {
         self.order.parent(EntryIndex(frame.0)).is_some()
     }
 
-    /// Marks a frame as most recently used, if it is evictable.
-    pub(super) fn touch(&mut self, frame: FrameIndex) {
-        self.order.touch(EntryIndex(frame.0));
+    /// Marks frames as most recently used, one after the other, if they are evictable.
+    pub(super) fn touch_run(&mut self, frames: &[EntryIndex]) {
+        self.order.touch_run(frames);
     }
 
     /// Counts a use of a frame's block.

@@ -238,9 +238,9 @@ impl Devices {
         block.expect("a block leaves the index before its pool slot")
     }
 
-    /// Marks a block as most recently used, if it is evictable.
-    pub(super) fn touch(&mut self, entry: EntryIndex) {
-        self.order.touch(entry);
+    /// Marks blocks as most recently used, one after the other, if they are evictable.
+    pub(super) fn touch_run(&mut self, entries: &[EntryIndex]) {
+        self.order.touch_run(entries);
     }
 
     /// Number of evictable blocks.

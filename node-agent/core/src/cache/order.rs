@@ -51,13 +51,16 @@ pub(crate) struct ChainPlace {
 impl Cache {
     /// Marks consecutive blocks of a chain as used, in both tiers.
     pub(crate) fn touch_chain(&mut self, entries: impl DoubleEndedIterator<Item = EntryIndex>) {
-        for entry in entries.rev() {
-            if let Dram::Resident(frame) = self.index.entry(entry).dram() {
-                self.link_frame(entry, frame);
-                self.arena.touch(frame);
+        let entries: Vec<EntryIndex> = entries.rev().collect();
+        let mut frames = Vec::with_capacity(entries.len());
+        for entry in &entries {
+            if let Dram::Resident(frame) = self.index.entry(*entry).dram() {
+                self.link_frame(*entry, frame);
+                frames.push(EntryIndex(frame.0));
             }
-            self.devices.touch(entry);
         }
+        self.arena.touch_run(&frames);
+        self.devices.touch_run(&entries);
     }
 
     /// Learns the chain of the blocks that a match found, and marks them as used. The first has this position, if
