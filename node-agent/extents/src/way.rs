@@ -177,7 +177,7 @@ impl<D: Devices> AnyPath for ExtentPath<D> {
 impl Way {
     /// Opens the way with the client's session, unless it is open; tries again to get rings that were busy. Getting rings
     /// takes half of the time until the deadline at most, and a second when they are tried again, so that the arena can
-    /// move the blocks otherwise. The question for the devices has the limit of a call.
+    /// move the blocks otherwise. The question for the devices of loaded blocks ends at the deadline too.
     ///
     /// # Errors
     /// The session has ended, or the agent does not answer.
@@ -195,13 +195,16 @@ impl Way {
             let (window, on_devices) = (self.window.take(), std::mem::take(&mut self.on_devices));
             *self = Way { window, on_devices, ..Way::default() };
         }
-        let devices = match probe(client, &self.on_devices) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let devices = match probe(client, &self.on_devices, left) {
             Ok(Some(devices)) => Ok(devices),
             // No extent is free at the moment.
             Ok(None) | Err(ClientError::Busy(_)) => {
                 self.put_off();
                 return Ok(None);
             }
+            // The limit of the transfer was shorter than that of a call: the agent is not suspected.
+            Err(ClientError::Timeout { .. }) if Instant::now() >= deadline => return Ok(None),
             Err(error @ ClientError::BadRequest(_)) => Err(error.to_string()),
             Err(error) => return Err(error),
         };
@@ -384,10 +387,14 @@ impl Way {
 
 /// Returns devices of extents that the session may use: those of these blocks or, without any, that of an extent that is
 /// leased for a moment. `None` if no extent is free.
-fn probe(client: &Client, on_devices: &[BlockKey]) -> Result<Option<Vec<ExtentDevice>>, ClientError> {
+fn probe(
+    client: &Client,
+    on_devices: &[BlockKey],
+    left: Duration,
+) -> Result<Option<Vec<ExtentDevice>>, ClientError> {
     let mut devices: Vec<ExtentDevice> = Vec::new();
     if !on_devices.is_empty() {
-        let pins = client.pin_extents(on_devices)?;
+        let pins = client.pin_extents_within(on_devices, left)?;
         let pinned = pins.iter().filter_map(|pin| match pin {
             PinOutcome::Pinned(extent) => Some((extent.device(), extent.file().cloned())),
             PinOutcome::Miss | PinOutcome::NotDurable | PinOutcome::Limit => None,
