@@ -44,6 +44,21 @@ impl ChannelKind {
         ChannelKind::Network,
         ChannelKind::Cold,
     ];
+
+    /// Name in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            ChannelKind::Compute => "compute",
+            ChannelKind::Hbm => "hbm",
+            ChannelKind::LinkIn => "link_in",
+            ChannelKind::LinkOut => "link_out",
+            ChannelKind::Dram => "dram",
+            ChannelKind::NvmeRead => "nvme_read",
+            ChannelKind::NvmeWrite => "nvme_write",
+            ChannelKind::Network => "network",
+            ChannelKind::Cold => "cold",
+        }
+    }
 }
 
 /// Event of the timed world.
@@ -53,6 +68,18 @@ pub(super) enum Event {
     Arrival(u32),
     /// A channel has something to do, if no other call changed it since.
     Channel { kind: ChannelKind, stamp: u32 },
+}
+
+/// Events of an owner of channels.
+pub(super) trait ChannelEvent {
+    /// Event of a channel that has something to do, unless another call changed the channel since.
+    fn of_channel(kind: ChannelKind, stamp: u32) -> Self;
+}
+
+impl ChannelEvent for Event {
+    fn of_channel(kind: ChannelKind, stamp: u32) -> Event {
+        Event::Channel { kind, stamp }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -101,9 +128,9 @@ impl<P: Copy> Fabric<P> {
     }
 
     /// Starts a job with an amount on each of some channels.
-    pub(super) fn start(
+    pub(super) fn start<E: ChannelEvent>(
         &mut self,
-        events: &mut EventQueue<Event>,
+        events: &mut EventQueue<E>,
         now: Nanos,
         legs: &[(ChannelKind, u64)],
         purpose: P,
@@ -128,9 +155,9 @@ impl<P: Copy> Fabric<P> {
     }
 
     /// Handles the event of a channel; appends the purposes of the jobs that ended.
-    pub(super) fn due(
+    pub(super) fn due<E: ChannelEvent>(
         &mut self,
-        events: &mut EventQueue<Event>,
+        events: &mut EventQueue<E>,
         now: Nanos,
         (kind, stamp): (ChannelKind, u32),
         ended: &mut Vec<P>,
@@ -151,13 +178,13 @@ impl<P: Copy> Fabric<P> {
         }
     }
 
-    fn schedule(&mut self, events: &mut EventQueue<Event>, now: Nanos, kind: ChannelKind) {
+    fn schedule<E: ChannelEvent>(&mut self, events: &mut EventQueue<E>, now: Nanos, kind: ChannelKind) {
         let stamp = &mut self.stamps[kind as usize];
         *stamp = stamp.wrapping_add(1);
         // Ends that a start has found wait for the next event, which is due now.
         let next = if self.ended.is_empty() { self.channels[kind as usize].next_end() } else { Some(now) };
         if let Some(at) = next {
-            events.push(at, Event::Channel { kind, stamp: *stamp });
+            events.push(at, E::of_channel(kind, *stamp));
         }
     }
 }
