@@ -112,6 +112,23 @@ impl Cluster {
         self.update_directory(own);
     }
 
+    /// Positions of a leading run's blocks that a node has on NVMe only.
+    pub(crate) fn on_nvme_only(&self, own: usize, chain: &[u32]) -> Vec<u32> {
+        self.nodes[own].on_nvme_only(chain)
+    }
+
+    /// Number of blocks that DRAM of a node can take.
+    pub(crate) fn evictable_dram(&self, own: usize) -> u64 {
+        self.nodes[own].evictable_dram()
+    }
+
+    /// Copies blocks of a request from NVMe of a node into its DRAM; returns their number.
+    pub(crate) fn stage(&mut self, own: usize, request: Arrived<'_>, positions: &[u32]) -> u64 {
+        let staged = self.nodes[own].stage(request, positions);
+        self.update_directory(own);
+        staged
+    }
+
     /// Blocks that a node has written to NVMe so far.
     pub(crate) fn nvme_written(&self, own: usize) -> u64 {
         self.nodes[own].counts.nvme_written

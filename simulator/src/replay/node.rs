@@ -274,6 +274,36 @@ impl Node {
         self.release(in_use);
     }
 
+    /// Positions of the leading run's blocks that are on NVMe, and not in DRAM.
+    pub(super) fn on_nvme_only(&self, chain: &[u32]) -> Vec<u32> {
+        let found = (0..).zip(chain).map_while(|(at, block)| Some((at, self.find(*block)?)));
+        found.filter(|(_, source)| matches!(source, Source::Nvme(_))).map(|(at, _)| at).collect()
+    }
+
+    /// Number of blocks in DRAM that are evictable, or have not been used yet.
+    pub(super) fn evictable_dram(&self) -> u64 {
+        self.dram.order.len() as u64 + self.dram.free()
+    }
+
+    /// Copies blocks of a request from NVMe into DRAM, as far as they are still there; returns their number.
+    pub(super) fn stage(&mut self, request: Arrived<'_>, positions: &[u32]) -> u64 {
+        let mut staged = Vec::new();
+        for at in positions.iter().map(|at| *at as usize) {
+            let is_on_nvme = matches!(self.find(request.chain[at]), Some(Source::Nvme(_)));
+            if is_on_nvme && self.make_room(request.tenant).is_ok() {
+                staged.push(self.place(request, at, false));
+            }
+        }
+        for entry in staged.iter().rev() {
+            self.dram.link(*entry);
+            if self.dram.end_hold(*entry) {
+                let block = self.in_dram(*entry);
+                self.dram.release(*entry, &block);
+            }
+        }
+        staged.len() as u64
+    }
+
     fn cut(&mut self, request: Arrived<'_>, at: usize, in_use: &mut InUse) {
         self.counts.unkept += (request.chain.len() - at) as u64;
         in_use.is_cut = true;

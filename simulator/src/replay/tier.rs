@@ -93,6 +93,11 @@ impl TierSlots {
         self.slots.len() as u64 - self.free.len() as u64
     }
 
+    /// Number of slots without a block.
+    pub(crate) fn free(&self) -> u64 {
+        self.capacity.saturating_sub(self.len())
+    }
+
     /// Returns the next victim if the tier is full; its block is then no longer in the tier. `Err` if no block is
     /// evictable.
     pub(crate) fn make_room(&mut self, tenant: u16) -> Result<Option<Slot>, Full> {

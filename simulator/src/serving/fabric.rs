@@ -127,14 +127,14 @@ impl<P: Copy> Fabric<P> {
         std::array::from_fn(|index| self.channels[index].totals)
     }
 
-    /// Starts a job with an amount on each of some channels.
+    /// Starts a job with an amount on each of some channels; returns its number, which is valid until its end.
     pub(super) fn start<E: ChannelEvent>(
         &mut self,
         events: &mut EventQueue<E>,
         now: Nanos,
         legs: &[(ChannelKind, u64)],
         purpose: P,
-    ) {
+    ) -> u32 {
         let job = Some(Job { legs: legs.len() as u32, purpose });
         let number = match self.free.pop() {
             Some(number) => {
@@ -151,6 +151,54 @@ impl<P: Copy> Fabric<P> {
             channel.advance(now, &mut self.ended);
             channel.start(now, *amount, Transfer(u64::from(number)));
             self.schedule(events, now, *kind);
+        }
+        number
+    }
+
+    /// Smallest part of a job's legs that was served, in thousandths; `legs` are those of its start.
+    pub(super) fn served_permille<E: ChannelEvent>(
+        &mut self,
+        events: &mut EventQueue<E>,
+        now: Nanos,
+        (number, legs): (u32, &[(ChannelKind, u64)]),
+    ) -> u64 {
+        let mut least = 1000;
+        for (kind, amount) in legs {
+            let channel = &mut self.channels[*kind as usize];
+            channel.advance(now, &mut self.ended);
+            let served = channel.served_bytes(Transfer(u64::from(number))).unwrap_or(*amount);
+            least = least.min(u128::from(served) * 1000 / u128::from(*amount).max(1));
+            self.schedule(events, now, *kind);
+        }
+        least as u64
+    }
+
+    /// Ends a job early, without its purpose. Call [`Fabric::served_permille`] before, at the same time.
+    pub(super) fn cancel<E: ChannelEvent>(
+        &mut self,
+        events: &mut EventQueue<E>,
+        now: Nanos,
+        (number, legs): (u32, &[(ChannelKind, u64)]),
+        ended: P,
+    ) {
+        let transfer = Transfer(u64::from(number));
+        for (kind, _) in legs {
+            let channel = &mut self.channels[*kind as usize];
+            if channel.served_bytes(transfer).is_none() {
+                continue;
+            }
+            channel.cancel(transfer);
+            self.schedule(events, now, *kind);
+            let job = self.jobs[number as usize].as_mut().expect("a leg of the job was active");
+            job.legs -= 1;
+            if job.legs == 0 {
+                self.jobs[number as usize] = None;
+                self.free.push(number);
+            }
+        }
+        // Legs that have ended wait for the next event.
+        if let Some(job) = &mut self.jobs[number as usize] {
+            job.purpose = ended;
         }
     }
 

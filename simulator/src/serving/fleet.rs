@@ -16,11 +16,13 @@
 //!
 //! **Memory.** A request has 16 bytes of results. One that is admitted has its blocks in use, 4 bytes each and per tier.
 //!
-//! Deliberately absent: the order in which blocks of one load arrive (it ends as a whole), the limit of the wait for a
-//! load, tokens in blocks of the engine (memory of the accelerator is counted in tokens), and saves of generated tokens.
+//! Deliberately absent: blocks of the engine (memory of the accelerators is counted in tokens), saves of generated tokens,
+//! and the time until a block that is being saved or loaded is readable for other requests.
 
 mod admission;
 mod hbm;
+mod loads;
+mod lookahead;
 mod run;
 mod server;
 #[cfg(test)]
@@ -30,6 +32,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
 
+use reprise_policy::prefetch::Plan;
 use reprise_policy::recompute::WaitBound;
 use reprise_policy::session::Source as LoadSource;
 
@@ -69,6 +72,8 @@ pub struct FleetSetup {
     pub tiers: NodeSettings,
     /// Bound of the choice between load and computation; `None`: load all found blocks.
     pub load_policy: Option<WaitBound>,
+    /// Whether blocks of waiting requests are read from NVMe into DRAM ahead of their loads.
+    pub reads_ahead: bool,
     /// Whether the memory of accelerators keeps blocks of finished requests.
     pub has_hbm_cache: bool,
     /// Factor of the times between arrivals: 0.5 doubles the rate.
@@ -100,6 +105,10 @@ pub struct FleetResults {
     pub nvme_written_max: u64,
     /// Blocks that were found, but computed because that was expected to be faster.
     pub computed_hits: u64,
+    /// Blocks that were read from NVMe into DRAM for waiting requests.
+    pub read_ahead: u64,
+    /// Loads that ended at the limit of their wait.
+    pub stopped_loads: u64,
     /// Requests that are larger than the memory of the accelerators, and were not served.
     pub refused: u64,
     /// Requests that left a batch for lack of memory.
@@ -137,6 +146,7 @@ struct Fleet<'a> {
     servers: Vec<Server>,
     results: FleetResults,
     scratch: Scratch,
+    plan: Plan,
     /// Next event of nodes; an entry is valid if it is the one that the node notes.
     order: BinaryHeap<Reverse<(Nanos, usize)>>,
     noted: Vec<Option<Nanos>>,
@@ -218,6 +228,7 @@ impl<'a> Fleet<'a> {
             common,
             results: FleetResults { nodes: setup.nodes.max(1), ..FleetResults::default() },
             scratch: Scratch::default(),
+            plan: Plan::default(),
             order: BinaryHeap::new(),
             noted: vec![None; nodes],
             now: Nanos(0),
@@ -262,6 +273,7 @@ impl<'a> Fleet<'a> {
                     self.end_run(node);
                 }
             }
+            Event::WaitLimit { place, number } => self.reach_wait_limit(node, place, number),
             Event::Channel { kind, stamp } => {
                 let server = &mut self.servers[node];
                 let mut ended = std::mem::take(&mut server.ended);

@@ -35,6 +35,9 @@ pub(super) struct TimedArgs {
     /// Load all found blocks, instead of computing those that are expected to be computed faster.
     #[arg(long, requires = "hardware")]
     load_all: bool,
+    /// Do not read blocks of waiting requests from NVMe into DRAM ahead of their loads.
+    #[arg(long, requires = "hardware")]
+    no_read_ahead: bool,
     /// Keep no blocks of finished requests in the memory of accelerators.
     #[arg(long, requires = "hardware")]
     no_hbm_cache: bool,
@@ -66,6 +69,10 @@ pub(super) struct Timed {
     preemptions: u64,
     /// Found blocks that were computed, because that was expected to be faster.
     computed_blocks: u64,
+    /// Loads that ended at the limit of their wait.
+    stopped_loads: u64,
+    /// Blocks that were read from NVMe into DRAM for waiting requests.
+    read_ahead_blocks: u64,
     channels: Vec<Channel>,
     /// Drive writes per day of the node that writes most; `null` without NVMe.
     drive_writes_per_day_max: Option<f64>,
@@ -129,6 +136,7 @@ impl Machine {
             accelerators: timed.accelerators,
             tiers,
             load_policy: (!timed.load_all).then_some(WAIT_BOUND),
+            reads_ahead: !timed.no_read_ahead,
             has_hbm_cache: !timed.no_hbm_cache,
             time_scale: 1.0 / timed.rate_scale,
             batch_max: BATCH_MAX,
@@ -196,6 +204,8 @@ impl Timed {
             refused_requests: results.refused,
             preemptions: results.preemptions,
             computed_blocks: results.computed_hits,
+            stopped_loads: results.stopped_loads,
+            read_ahead_blocks: results.read_ahead,
             channels: channels(results),
             drive_writes_per_day_max: has_nvme
                 .then(|| written / days / setup.hardware.nvme_bytes.max(1) as f64),

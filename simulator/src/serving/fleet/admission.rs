@@ -1,35 +1,18 @@
-//! Arrivals, admission, and transfers of blocks.
+//! Arrivals, admission and saves.
 //!
 //! A request is admitted once the memory of the accelerators has room for its prompt. Then the leading run of its blocks
-//! is found, first in that memory, and the production policy chooses how many blocks behind it are loaded. The parts of a
-//! load run at the same time, because blocks are forwarded while they arrive: the slowest channel decides.
-//!
-//! | blocks from | channels of the node | channels of the peer |
-//! |---|---|---|
-//! | own DRAM | DRAM, link | |
-//! | own NVMe | NVMe read, DRAM twice, link | |
-//! | DRAM of a peer | network, DRAM twice, link | DRAM |
-//! | NVMe of a peer | network, DRAM twice, link | NVMe read, DRAM |
-//!
-//! The network of the peer is not occupied: links are full duplex, and this direction has its own bandwidth.
+//! is found, first in that memory, and the production policy chooses how many blocks behind it are loaded
+//! ([`super::loads`]). The blocks of the request are saved when its prompt is computed.
 
-use reprise_policy::recompute::{Chain, EndedLoad, SourceCounts};
+use reprise_policy::recompute::{Chain, WaitLimit};
 use reprise_policy::session::Source as LoadSource;
-use reprise_policy::{NodeId, Tick};
 
-use super::server::{Active, Load, Place, Purpose, Waiting};
+use super::loads::load_source;
+use super::server::{Active, Load, Place, Waiting};
 use super::{Common, Fleet};
 use crate::replay::{InUse, Matched, Request, Source};
-use crate::serving::events::{Nanos, seconds};
+use crate::serving::events::Nanos;
 use crate::serving::fabric::ChannelKind;
-
-/// Bytes that a load takes from one peer.
-#[derive(Clone, Copy, Debug)]
-struct FromPeer {
-    node: NodeId,
-    bytes: u64,
-    nvme_bytes: u64,
-}
 
 impl Common<'_> {
     /// Time of a request's arrival.
@@ -56,7 +39,12 @@ impl Fleet<'_> {
             self.results.refused += 1;
             return;
         }
-        server.waiting.push_back(Waiting { request: number, produced: 0, first_token: Nanos(0) });
+        server.waiting.push_back(Waiting {
+            request: number,
+            produced: 0,
+            first_token: Nanos(0),
+            is_read_ahead: false,
+        });
         self.admit(node);
         self.step_or_join(node);
         self.note(node);
@@ -96,7 +84,8 @@ impl Fleet<'_> {
         self.cluster.find_run(node, chain, &mut scratch.run);
         let run = scratch.run.len();
         let behind = in_hbm.min(run);
-        let blocks = self.blocks_to_load(node, &scratch.run[behind..], in_hbm, &mut scratch.sources);
+        let found = &scratch.run[behind..];
+        let (blocks, limit) = self.blocks_to_load(node, found, in_hbm, &mut scratch.sources);
         let matched = Matched { run: &scratch.run, in_hbm, loaded: behind..behind + blocks };
         let arrived = self.cluster.arrived(&request, chain);
         if waiting.produced == 0 {
@@ -120,7 +109,7 @@ impl Fleet<'_> {
             run,
             in_use,
             hbm,
-            load: Load::default(),
+            load: Load { limit, before: in_hbm, ..Load::default() },
         });
         self.write_nvme(node);
         match blocks {
@@ -131,108 +120,24 @@ impl Fleet<'_> {
         true
     }
 
-    /// Number of blocks that the production policy loads rather than computes.
+    /// Number of blocks that the production policy loads rather than computes, and the limit of the wait for them.
     fn blocks_to_load(
         &self,
         node: usize,
         run: &[Source],
         before: usize,
         sources: &mut Vec<LoadSource>,
-    ) -> usize {
+    ) -> (usize, Option<WaitLimit>) {
         let server = &self.servers[node];
-        let Some(policy) = server.policy.as_ref().filter(|_| !run.is_empty()) else { return run.len() };
+        let Some(policy) = server.policy.as_ref().filter(|_| !run.is_empty()) else {
+            return (run.len(), None);
+        };
         sources.clear();
         sources.extend(run.iter().map(load_source));
         let prefix_tokens = before as u64 * self.common.block_tokens;
         let chain = Chain { sources, prefix_tokens, is_computing: server.run.is_some() };
-        policy.decide(&chain, self.tick()).blocks as usize
-    }
-
-    /// Begins the load of blocks.
-    fn load(&mut self, node: usize, place: Place, blocks: &[Source]) {
-        let block_bytes = self.common.block_bytes;
-        let (mut counts, mut peers) = (SourceCounts::default(), Vec::<FromPeer>::new());
-        for source in blocks {
-            counts[load_source(source) as usize - 1] += 1;
-            let (peer, nvme_bytes) = match source {
-                Source::PeerDram(peer) => (*peer, 0),
-                Source::PeerNvme(peer) => (*peer, block_bytes),
-                Source::Dram(_) | Source::Nvme(_) => continue,
-            };
-            match peers.iter_mut().find(|known| known.node == peer) {
-                Some(known) => {
-                    known.bytes += block_bytes;
-                    known.nvme_bytes += nvme_bytes;
-                }
-                None => peers.push(FromPeer { node: peer, bytes: block_bytes, nvme_bytes }),
-            }
-        }
-        let bytes_of = |sources: &[LoadSource]| {
-            sources.iter().map(|source| u64::from(counts[*source as usize - 1])).sum::<u64>() * block_bytes
-        };
-        let all = blocks.len() as u64 * block_bytes;
-        let (nvme, network) =
-            (bytes_of(&[LoadSource::OwnNvme]), bytes_of(&[LoadSource::PeerDram, LoadSource::PeerNvme]));
-        let now = self.now;
-        let tick = self.tick();
-        let server = &mut self.servers[node];
-        server.at(place).load = Load { began: now, blocks: counts, parts: 1 + peers.len() as u32 };
-        server.unpaid_bytes += all;
-        if let Some(policy) = &mut server.policy {
-            policy.load_started(&counts, tick);
-        }
-        let legs = [
-            (ChannelKind::LinkIn, all),
-            (ChannelKind::Dram, all + nvme + network),
-            (ChannelKind::NvmeRead, nvme),
-            (ChannelKind::Network, network),
-        ];
-        self.transfer(node, &legs, Purpose::Load(place));
-        for peer in peers {
-            let legs = [(ChannelKind::Dram, peer.bytes), (ChannelKind::NvmeRead, peer.nvme_bytes)];
-            self.transfer(usize::from(peer.node.0), &legs, Purpose::LoadOf { node: node as u16, place });
-            self.note(usize::from(peer.node.0));
-        }
-    }
-
-    /// Starts a transfer at a node, without the channels that it does not use.
-    fn transfer(&mut self, node: usize, legs: &[(ChannelKind, u64)], purpose: Purpose) {
-        let mut used = [(ChannelKind::Dram, 0); 4];
-        let mut count = 0;
-        for leg in legs.iter().filter(|(_, bytes)| *bytes > 0) {
-            (used[count], count) = (*leg, count + 1);
-        }
-        self.servers[node].transfer(self.now, &used[..count], purpose);
-    }
-
-    /// Handles the end of a transfer.
-    pub(super) fn transfer_ended(&mut self, node: usize, purpose: Purpose) {
-        match purpose {
-            Purpose::Load(place) => self.load_part_ended(node, place),
-            Purpose::LoadOf { node: other, place } => {
-                self.load_part_ended(usize::from(other), place);
-                self.note(usize::from(other));
-            }
-            Purpose::Save => {}
-        }
-    }
-
-    fn load_part_ended(&mut self, node: usize, place: Place) {
-        let (now, tick) = (self.now, self.tick());
-        let server = &mut self.servers[node];
-        let load = &mut server.at(place).load;
-        load.parts -= 1;
-        if load.parts > 0 {
-            return;
-        }
-        let Load { began, blocks, .. } = *load;
-        if let Some(policy) = &mut server.policy {
-            let seconds = seconds(now.since(began));
-            policy.observe_load(&EndedLoad { requested: blocks, loaded: blocks, seconds }, tick);
-            policy.load_ended(&blocks);
-        }
-        server.prefilling.push_back(place);
-        self.step_or_join(node);
+        let decision = policy.decide(&chain, self.tick());
+        (decision.blocks as usize, decision.limit)
     }
 
     /// Saves the blocks of a request whose prompt is computed.
@@ -248,36 +153,18 @@ impl Fleet<'_> {
         let bytes = saved * self.common.block_bytes;
         if bytes > 0 {
             self.servers[node].unpaid_bytes += bytes;
-            self.transfer(node, &[(ChannelKind::LinkOut, bytes), (ChannelKind::Dram, bytes)], Purpose::Save);
+            self.transfer_unattended(node, &[(ChannelKind::LinkOut, bytes), (ChannelKind::Dram, bytes)]);
         }
         self.write_nvme(node);
     }
 
     /// Begins the writes of blocks that admission has accepted since the last call.
-    fn write_nvme(&mut self, node: usize) {
+    pub(super) fn write_nvme(&mut self, node: usize) {
         let (written, server) = (self.cluster.nvme_written(node), &mut self.servers[node]);
         let bytes = (written - server.nvme_written) * self.common.block_bytes;
         server.nvme_written = written;
         if bytes > 0 {
-            self.transfer(
-                node,
-                &[(ChannelKind::NvmeWrite, bytes), (ChannelKind::Dram, bytes)],
-                Purpose::Save,
-            );
+            self.transfer_unattended(node, &[(ChannelKind::NvmeWrite, bytes), (ChannelKind::Dram, bytes)]);
         }
-    }
-
-    /// Time as the policies count it.
-    fn tick(&self) -> Tick {
-        Tick(self.now.0 / 1_000)
-    }
-}
-
-fn load_source(source: &Source) -> LoadSource {
-    match source {
-        Source::Dram(_) => LoadSource::OwnDram,
-        Source::Nvme(_) => LoadSource::OwnNvme,
-        Source::PeerDram(_) => LoadSource::PeerDram,
-        Source::PeerNvme(_) => LoadSource::PeerNvme,
     }
 }

@@ -6,6 +6,8 @@
 //! time of each boundary depends on the begin of the run and j only. A run that ends early, because a request can
 //! join, ends at the first boundary that is not in the past.
 
+use std::time::Duration;
+
 use reprise_policy::recompute::Step;
 
 use super::Fleet;
@@ -173,6 +175,7 @@ impl Fleet<'_> {
         self.results.steps += run.steps;
         self.results.tokens_out += tokens;
         self.work.add(&run);
+        server.iteration.add(Duration::from_nanos(self.now.since(run.began) / run.steps));
         self.count_prompts(node, &run);
         while let Some(std::cmp::Reverse((end, place))) = self.servers[node].decoding.peek().copied()
             && end <= self.servers[node].steps
@@ -186,6 +189,7 @@ impl Fleet<'_> {
         }
         self.admit(node);
         self.step_or_join(node);
+        self.look_ahead(node);
     }
 
     /// Counts the tokens of prompts in a step. Those that are complete have their first token.
@@ -263,17 +267,22 @@ impl Fleet<'_> {
     fn preempt(&mut self, node: usize, place: Place) {
         self.results.preemptions += 1;
         let server = &mut self.servers[node];
-        let waiting = if let Some(at) = server.prefilling.iter().position(|other| *other == place) {
+        let (active, generated) = if let Some(at) = server.prefilling.iter().position(|other| *other == place)
+        {
             server.prefilling.remove(at);
             let mut active = server.remove(place);
             server.hbm.release(std::mem::take(&mut active.hbm), 0);
             self.cluster.abandon(node, &mut active.in_use);
-            Waiting { request: active.request, produced: active.produced, first_token: active.first_token }
+            (active, 0)
         } else {
             server.decoding.retain(|std::cmp::Reverse((_, other))| *other != place);
-            let (active, generated) = self.leave(node, place);
-            let produced = active.produced + generated as u32;
-            Waiting { request: active.request, produced, first_token: active.first_token }
+            self.leave(node, place)
+        };
+        let waiting = Waiting {
+            request: active.request,
+            produced: active.produced + generated as u32,
+            first_token: active.first_token,
+            is_read_ahead: false,
         };
         let server = &mut self.servers[node];
         (server.may_admit, _) = (true, server.waiting.push_front(waiting));

@@ -3,7 +3,9 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use reprise_policy::recompute::{BlockSize, LoadPolicy, SourceCounts};
+use reprise_policy::prefetch::{IterationTime, LookaheadWindow};
+use reprise_policy::recompute::{BlockSize, LoadPolicy, WaitLimit};
+use reprise_policy::session::Source as LoadSource;
 
 use super::FleetSetup;
 use super::hbm::{Hbm, HbmUse};
@@ -21,6 +23,8 @@ pub(super) struct Place(pub(super) u32);
 pub(super) enum Event {
     /// A run of steps ends, unless it was replaced since.
     StepEnd(u32),
+    /// The load of a request reaches the limit of its wait, if it is still in progress.
+    WaitLimit { place: Place, number: u64 },
     /// A channel has something to do.
     Channel { kind: ChannelKind, stamp: u32 },
 }
@@ -32,8 +36,26 @@ pub(super) enum Purpose {
     Load(Place),
     /// Part of the load of another node.
     LoadOf { node: u16, place: Place },
-    /// Blocks that are saved.
-    Save,
+    /// Blocks that are read ahead, with their number.
+    ReadAhead(u32),
+    /// Bytes for which no request waits: saves, and rests of loads.
+    Unattended,
+}
+
+/// Amounts on channels; those that are zero are left out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Legs {
+    legs: [(ChannelKind, u64); 4],
+    count: usize,
+}
+
+/// Transfer of a load.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// Node whose channels it occupies.
+    pub(super) node: usize,
+    pub(super) job: u32,
+    pub(super) legs: Legs,
 }
 
 /// Request that waits for memory.
@@ -43,15 +65,29 @@ pub(super) struct Waiting {
     /// Tokens that it generated before it was preempted.
     pub(super) produced: u32,
     pub(super) first_token: Nanos,
+    /// Whether its blocks on NVMe are, or were, read ahead.
+    pub(super) is_read_ahead: bool,
+}
+
+/// Blocks that are read ahead for a request.
+#[derive(Debug, Default)]
+pub(super) struct Staging {
+    pub(super) request: u32,
+    /// Numbers of the blocks in its prompt.
+    pub(super) positions: Vec<u32>,
 }
 
 /// Load of a request.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Load {
     pub(super) began: Nanos,
-    pub(super) blocks: SourceCounts,
+    /// Source of each block.
+    pub(super) sources: Vec<LoadSource>,
     /// Transfers that have not ended.
-    pub(super) parts: u32,
+    pub(super) parts: Vec<Part>,
+    pub(super) limit: Option<WaitLimit>,
+    /// Leading blocks of the prompt that needed no load.
+    pub(super) before: usize,
 }
 
 /// Request that has memory.
@@ -102,8 +138,28 @@ pub(super) struct Server {
     pub(super) scheduled: Vec<(Place, u32)>,
     /// Bytes of transfers from and to accelerator memory that no step has paid for yet.
     pub(super) unpaid_bytes: u64,
+    /// Time of a step.
+    pub(super) iteration: IterationTime,
+    /// Steps within which a request must run to be read ahead.
+    pub(super) window: LookaheadWindow,
+    staged: Vec<Option<Staging>>,
     /// Blocks written to NVMe whose transfers have begun.
     pub(super) nvme_written: u64,
+}
+
+impl Legs {
+    pub(super) fn new(all: &[(ChannelKind, u64)]) -> Legs {
+        let mut legs = Legs { legs: [(ChannelKind::Dram, 0); 4], count: 0 };
+        for leg in all.iter().filter(|(_, bytes)| *bytes > 0) {
+            legs.legs[legs.count] = *leg;
+            legs.count += 1;
+        }
+        legs
+    }
+
+    pub(super) fn as_slice(&self) -> &[(ChannelKind, u64)] {
+        &self.legs[..self.count]
+    }
 }
 
 impl ChannelEvent for Event {
@@ -137,6 +193,9 @@ impl Server {
             stamp: 0,
             scheduled: Vec::new(),
             unpaid_bytes: 0,
+            iteration: IterationTime::default(),
+            window: LookaheadWindow::default(),
+            staged: Vec::new(),
             nvme_written: 0,
         }
     }
@@ -175,8 +234,24 @@ impl Server {
         decoding.chain(self.prefilling.iter().copied()).max_by_key(number)
     }
 
-    /// Starts a transfer.
-    pub(super) fn transfer(&mut self, now: Nanos, legs: &[(ChannelKind, u64)], purpose: Purpose) {
-        self.fabric.start(&mut self.events, now, legs, purpose);
+    /// Notes blocks that are read ahead, and returns their number.
+    pub(super) fn add_staging(&mut self, staging: Staging) -> u32 {
+        // Few are in flight, so the search is short.
+        let free = self.staged.iter().position(Option::is_none).unwrap_or(self.staged.len());
+        if free == self.staged.len() {
+            self.staged.push(None);
+        }
+        self.staged[free] = Some(staging);
+        free as u32
+    }
+
+    /// Takes the blocks that were read ahead.
+    pub(super) fn take_staging(&mut self, number: u32) -> Staging {
+        self.staged[number as usize].take().expect("each read ahead ends once")
+    }
+
+    /// Starts a transfer, and returns its job.
+    pub(super) fn transfer(&mut self, now: Nanos, legs: &Legs, purpose: Purpose) -> u32 {
+        self.fabric.start(&mut self.events, now, legs.as_slice(), purpose)
     }
 }

@@ -15,6 +15,17 @@ fn sample() -> Trace {
     builder.finish("sample").expect("requests")
 }
 
+/// The sample with a request every 1,000 s: each runs alone.
+fn spread() -> Trace {
+    let mut builder = TraceBuilder::new(ReadOptions::default());
+    for (at, line) in SAMPLE.lines().enumerate() {
+        let mut request: serde_json::Value = serde_json::from_str(line).expect("a request");
+        request["timestamp"] = (at as u64 * 1_000_000).into();
+        read_lines(request.to_string().as_bytes(), &mut builder).expect("a line of a trace");
+    }
+    builder.finish("spread").expect("requests")
+}
+
 fn setup(nodes: u16, dram_blocks: u64, nvme_blocks: u64) -> FleetSetup {
     let model = Model::named("llama-3-8b").expect("a model");
     let block_bytes = model.kv_bytes_per_token() * 512;
@@ -33,6 +44,7 @@ fn setup(nodes: u16, dram_blocks: u64, nvme_blocks: u64) -> FleetSetup {
             tenants: 1,
         },
         load_policy: Some(WAIT_BOUND),
+        reads_ahead: false,
         has_hbm_cache: false,
         time_scale: 1.0,
         batch_max: BATCH_MAX,
@@ -107,9 +119,9 @@ fn jumped_steps_take_the_time_of_single_ones() {
 
 #[test]
 fn hits_are_those_without_time_if_requests_do_not_overlap() {
-    let trace = sample();
+    let trace = spread();
     for (nodes, dram, nvme) in [(1, 500, 0), (1, 300, 2_000), (3, 200, 1_000)] {
-        let setup = FleetSetup { time_scale: 1e4, load_policy: None, ..setup(nodes, dram, nvme) };
+        let setup = FleetSetup { load_policy: None, ..setup(nodes, dram, nvme) };
         let untimed = Cluster::new(nodes, setup.tiers).replay(&trace);
         let timed = replay_timed(&setup, &trace);
         assert!(untimed.counts.hits() > 0);
@@ -155,28 +167,40 @@ fn every_request_ends_once_and_generates_its_tokens_under_preemption() {
 
 #[test]
 fn time_to_first_token_falls_with_more_memory_and_rises_with_the_rate() {
-    let trace = sample();
-    let mean = |setup: &FleetSetup| {
-        let results = replay_timed(setup, &trace);
+    let mean = |setup: &FleetSetup, trace: &Trace| {
+        let results = replay_timed(setup, trace);
         results.ttft_ns.iter().sum::<u64>() / results.ttft_ns.len() as u64
     };
-    let sizes = [100, 1_000, 12_000].map(|dram| mean(&setup(1, dram, 0)));
-    assert!(sizes[0] > sizes[1] && sizes[1] >= sizes[2], "{sizes:?}");
-    let rates = [4.0, 1.0, 0.25].map(|time_scale| mean(&FleetSetup { time_scale, ..setup(1, 1_000, 0) }));
+    let alone = spread();
+    let sizes = [20, 500, 12_000].map(|dram| mean(&setup(1, dram, 0), &alone));
+    assert!(sizes[0] > sizes[1] && sizes[1] > sizes[2], "{sizes:?}");
+    let sample = sample();
+    let rates = [4.0, 1.0, 0.25].map(|time_scale| {
+        let setup = FleetSetup { time_scale, ..setup(2, 1_000, 0) };
+        mean(&setup, &sample)
+    });
     assert!(rates[0] < rates[1] && rates[1] < rates[2], "{rates:?}");
 }
 
 #[test]
 fn hit_of_a_request_alone_is_not_slower_than_computing_it_by_more_than_the_bound() {
-    let trace = sample();
-    let spread = FleetSetup { time_scale: 1e4, ..setup(1, 12_000, 0) };
-    let hits = replay_timed(&spread, &trace);
-    let none = FleetSetup { tiers: NodeSettings { dram_blocks: 1, ..spread.tiers }, ..spread.clone() };
-    let computed = replay_timed(&none, &trace);
-    assert!(hits.counts.hits() > 2 * computed.counts.hits());
-    let bound = WAIT_BOUND.cap.as_nanos() as u64;
-    for (hit, computed) in hits.ttft_ns.iter().zip(&computed.ttft_ns) {
-        assert!(*hit <= computed + bound, "{hit} with hits, {computed} without");
+    let trace = spread();
+    let computed = replay_timed(&setup(1, 1, 0), &trace);
+    // A link of 20 MB/s takes 3 s for a block that 30 ms compute: without measurements, the first loads are tried.
+    let mut slow = setup(1, 12_000, 0);
+    slow.hardware.link.bytes_per_second = 20_000_000;
+    for (setup, is_slow) in [(setup(1, 12_000, 0), false), (slow, true)] {
+        let hits = replay_timed(&setup, &trace);
+        assert!(hits.counts.hits() > 2 * computed.counts.hits());
+        assert_eq!(is_slow, hits.stopped_loads > 0, "{} loads", hits.stopped_loads);
+        assert_eq!(is_slow, hits.computed_hits > 1_000, "{} blocks", hits.computed_hits);
+        let bound = WAIT_BOUND.cap.as_nanos() as u64;
+        for (hit, computed) in hits.ttft_ns.iter().zip(&computed.ttft_ns) {
+            assert!(*hit <= computed + bound, "{hit} with hits, {computed} without");
+        }
+        for total in hits.totals {
+            assert_eq!(total.bytes, total.requested, "loads that stop leave no bytes");
+        }
     }
 }
 
@@ -187,6 +211,21 @@ fn blocks_in_the_memory_of_accelerators_are_hits_that_are_not_loaded() {
     let with = replay_timed(&FleetSetup { has_hbm_cache: true, ..setup(1, 12_000, 0) }, &trace);
     assert!(with.counts.hits_hbm > 0 && without.counts.hits_hbm == 0);
     assert!(with.channel(ChannelKind::LinkIn).bytes < without.channel(ChannelKind::LinkIn).bytes);
+}
+
+#[test]
+fn waiting_requests_are_read_ahead_and_their_tokens_do_not_come_later() {
+    // Few requests fit at the same time, so others wait; most of the found blocks are on NVMe.
+    let mut few = setup(1, 300, 20_000);
+    few.batch_max = 4;
+    let run =
+        |reads_ahead| replay_timed(&FleetSetup { reads_ahead, load_policy: None, ..few.clone() }, &sample());
+    let (without, with) = (run(false), run(true));
+    assert!(with.read_ahead > 0 && without.read_ahead == 0);
+    assert!(with.counts.hits_dram > without.counts.hits_dram);
+    assert!(with.counts.hits_nvme < without.counts.hits_nvme);
+    let mean = |results: &FleetResults| results.ttft_ns.iter().sum::<u64>() / results.ttft_ns.len() as u64;
+    assert!(mean(&with) <= mean(&without), "{} and {}", mean(&with), mean(&without));
 }
 
 #[test]
