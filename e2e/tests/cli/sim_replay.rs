@@ -146,7 +146,10 @@ fn replay_with_hardware_reports_times_channels_and_prices_with_the_same_bytes() 
     assert_eq!(run(&arguments).stdout, run(&arguments).stdout, "equal arguments give equal bytes");
     let outcome = objects(&arguments).remove(1);
     let of = |name: &str| outcome.pointer(name).and_then(Value::as_f64).expect(name);
-    assert!(of("/hits_hbm") > 0.0 && of("/hits_dram") > 0.0, "{outcome}");
+    let sources = ["hbm", "dram", "nvme", "peer_dram", "peer_nvme"];
+    let hits = sources.map(|source| of(&format!("/hits_{source}")));
+    assert!(hits[0] > 0.0 && hits[3] + hits[4] > 0.0, "{outcome}");
+    assert_eq!(hits.iter().sum::<f64>(), of("/hits"));
     for time in ["/timed/ttft_ms", "/timed/tpot_ms"] {
         let [p50, p90, p99] = ["p50", "p90", "p99"].map(|share| of(&format!("{time}/{share}")));
         assert!(0.0 < p50 && p50 <= p90 && p90 <= p99, "{outcome}");

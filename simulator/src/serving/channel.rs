@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn cancelled_transfer_counts_what_it_received_and_leaves_the_bandwidth_to_others() {
+    fn cancelled_transfer_counts_its_received_bytes_and_leaves_the_bandwidth_to_others() {
         // 1 byte per nanosecond. Half each until 200, then the other alone: 100 + 900 more.
         let (mut channel, mut ended) = (Channel::new(SECOND, 0), Vec::new());
         channel.start(Nanos(0), 1_000, Transfer(0));

@@ -45,7 +45,7 @@ impl ChannelKind {
         ChannelKind::Cold,
     ];
 
-    /// Name in results.
+    /// Name of the channel in results.
     pub fn name(self) -> &'static str {
         match self {
             ChannelKind::Compute => "compute",
