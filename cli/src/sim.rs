@@ -20,9 +20,10 @@ enum Simulation {
     ///
     /// Each run checks the invariants at each step.
     Chaos(chaos::ChaosArgs),
-    /// Replay a trace through the eviction policies, without time.
+    /// Replay a trace through the eviction policies, with or without time.
     ///
-    /// Prints hit rates by tier, bytes, evictions and writes to SSDs. The policies are those of agents.
+    /// Prints hit rates by tier, bytes, evictions and writes to SSDs. The policies are those of agents. With --hardware and
+    /// --model, engines serve the trace with times: also prints TTFT, TPOT, traffic of channels and prices.
     Replay(replay::ReplayArgs),
     /// Simulate many agents that register at once, twice.
     ///

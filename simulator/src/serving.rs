@@ -17,6 +17,7 @@ pub mod costs;
 pub mod engine;
 pub mod events;
 pub mod fabric;
+pub mod fleet;
 mod lookahead;
 pub mod profiles;
 pub mod random;

@@ -1,10 +1,12 @@
-//! `reprise sim replay`: replays a trace through the production eviction policies, without time.
+//! `reprise sim replay`: replays a trace through the production eviction policies, and with `--hardware` on engines with
+//! times.
 //!
 //! Every line of the output depends on the trace, the arguments and the seed alone.
 
 mod arguments;
 mod reading;
 mod report;
+mod timed;
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -20,11 +22,12 @@ use reprise_simulator::replay::{
 use reprise_testkit::output::Audience;
 
 use arguments::{Capacity, PolicyName, PolicyNames, TierSize, parse_admission, parse_chains};
-use report::{Outcome, Subject};
+use report::{Outcome, Replayed, Subject};
+use timed::{Machine, TimedArgs};
 
 /// Arguments of `reprise sim replay`.
 #[derive(Clone, Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("size").required(true).multiple(true).args(["capacity", "tier", "unlimited"]))]
+#[command(group = clap::ArgGroup::new("size").required(true).multiple(true).args(["capacity", "tier", "unlimited", "hardware"]))]
 pub(super) struct ReplayArgs {
     /// Replay this trace.
     ///
@@ -89,6 +92,8 @@ pub(super) struct ReplayArgs {
     /// Replay traces with gaps: missing blocks of prompts, and calls that a recording lost.
     #[arg(long)]
     allow_gaps: bool,
+    #[command(flatten)]
+    timed: TimedArgs,
 }
 
 /// Sizes of a node in blocks; without DRAM: unlimited.
@@ -101,10 +106,12 @@ struct Sizes {
 /// Runs the command `reprise sim replay`.
 pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<()> {
     let began = Instant::now();
+    let machine = args.timed.machine()?;
+    let bytes_per_token = args.timed.bytes_per_token()?.unwrap_or(args.bytes_per_token);
     let trace = prepare(args, audience)?;
     let block_bytes =
-        trace.block_tokens().checked_mul(args.bytes_per_token).context("--bytes-per-token is too large")?;
-    let sizes = sizes(args, block_bytes)?;
+        trace.block_tokens().checked_mul(bytes_per_token).context("--bytes-per-token is too large")?;
+    let sizes = sizes(args, block_bytes, machine.as_ref())?;
     let policies = PolicyNames::expand(&args.policy);
     check_bounds(args, &policies, &sizes)?;
     let subject = Subject::new(args, &trace, block_bytes);
@@ -112,17 +119,21 @@ pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
     let read_seconds = began.elapsed().as_secs_f64();
     let mut outcomes = Vec::new();
     for size in sizes {
-        let replayed: Vec<(PolicyName, Replay)> = policies
-            .iter()
-            .map(|policy| {
-                let began = Instant::now();
-                let replay = replay(args, &trace, block_bytes, (*policy, size));
-                let seconds = began.elapsed().as_secs_f64();
-                let per_second = (trace.references() as f64 / seconds.max(1e-9)) as u64;
-                tracing::debug!(policy = policy.name(), seconds, "references/s" = per_second, "replayed");
-                (*policy, replay)
-            })
-            .collect();
+        let mut replayed = Vec::new();
+        for policy in &policies {
+            let began = Instant::now();
+            let replay = replay(args, &trace, block_bytes, (*policy, size), machine.as_ref())?;
+            let seconds = began.elapsed().as_secs_f64();
+            let per_second = |count: u64| (count as f64 / seconds.max(1e-9)) as u64;
+            tracing::debug!(
+                policy = policy.name(),
+                seconds,
+                "references/s" = per_second(trace.references()),
+                "steps and events/s" = per_second(replay.steps_and_events),
+                "replayed"
+            );
+            replayed.push((*policy, replay));
+        }
         let of_size = Outcome::of_size(&subject, args, size, &replayed);
         of_size.iter().for_each(|outcome| audience.emit(outcome));
         outcomes.extend(of_size);
@@ -130,6 +141,9 @@ pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
     tracing::debug!(read_seconds, seconds = began.elapsed().as_secs_f64(), "replayed all");
     audience.print_line(subject.text());
     audience.print_line(report::table(&outcomes).render());
+    if machine.is_some() {
+        audience.print_line(report::timed_tables(&outcomes));
+    }
     Ok(())
 }
 
@@ -143,7 +157,7 @@ fn prepare(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trace> {
     Ok(if args.copies > 1 { trace.copies(args.copies, spread_ms, args.seed)? } else { trace })
 }
 
-fn sizes(args: &ReplayArgs, block_bytes: u64) -> anyhow::Result<Vec<Sizes>> {
+fn sizes(args: &ReplayArgs, block_bytes: u64, machine: Option<&Machine>) -> anyhow::Result<Vec<Sizes>> {
     let mut sizes = Vec::new();
     for capacity in &args.capacity {
         sizes.push(Sizes { dram: Some(capacity.blocks(block_bytes)?), nvme: 0 });
@@ -155,6 +169,11 @@ fn sizes(args: &ReplayArgs, block_bytes: u64) -> anyhow::Result<Vec<Sizes>> {
     if args.unlimited {
         sizes.push(Sizes { dram: None, nvme: 0 });
     }
+    if let Some(Machine { hardware, .. }) = machine.filter(|_| sizes.is_empty()) {
+        let dram = Capacity::Bytes(hardware.dram_bytes).blocks(block_bytes)?;
+        let nvme = Capacity::Bytes(hardware.nvme_bytes).blocks(block_bytes)?;
+        sizes.push(Sizes { dram: Some(dram), nvme });
+    }
     Ok(sizes)
 }
 
@@ -162,20 +181,27 @@ fn sizes(args: &ReplayArgs, block_bytes: u64) -> anyhow::Result<Vec<Sizes>> {
 fn check_bounds(args: &ReplayArgs, policies: &[PolicyName], sizes: &[Sizes]) -> anyhow::Result<()> {
     let bound = policies.iter().find(|policy| !policy.is_of_agents());
     let is_plain = args.nodes == 1 && args.tenants == 1 && sizes.iter().all(|size| size.nvme == 0);
-    let Some(bound) = bound.filter(|_| !is_plain || args.chains == Chains::Ignored) else { return Ok(()) };
+    let is_plain = is_plain && args.timed.hardware.is_none() && args.chains != Chains::Ignored;
+    let Some(bound) = bound.filter(|_| !is_plain) else { return Ok(()) };
     bail!(
-        "the policy {} is defined for one node, one tenant, one tier and chains: leave out --nodes, --tenants, --chains \
-         and NVMe, or name the policies of agents",
+        "the policy {} is defined for one node, one tenant, one tier and chains, without time: leave out --nodes, \
+         --tenants, --chains, NVMe and --hardware, or name the policies of agents",
         bound.name()
     );
 }
 
-fn replay(args: &ReplayArgs, trace: &Trace, block_bytes: u64, (policy, size): (PolicyName, Sizes)) -> Replay {
+fn replay(
+    args: &ReplayArgs,
+    trace: &Trace,
+    block_bytes: u64,
+    (policy, size): (PolicyName, Sizes),
+    machine: Option<&Machine>,
+) -> anyhow::Result<Replayed> {
     let dram_blocks = size.dram.unwrap_or(u64::MAX);
     let bound = |counts: OptCounts| {
         let (requests, references, hits_dram) = (counts.requests, counts.references, counts.hits);
         let counts = Counts { requests, references, hits_dram, ..Counts::default() };
-        Replay { counts, nvme_written_max: 0 }
+        Ok(Replayed::untimed(Replay { counts, nvme_written_max: 0 }))
     };
     let kind: EvictionKind = match policy {
         PolicyName::Production(kind) => kind,
@@ -191,5 +217,10 @@ fn replay(args: &ReplayArgs, trace: &Trace, block_bytes: u64, (policy, size): (P
         block_tokens: trace.block_tokens(),
         tenants: args.tenants,
     };
-    Cluster::new(args.nodes, settings).replay(trace)
+    let Some(machine) = machine else {
+        return Ok(Replayed::untimed(Cluster::new(args.nodes, settings).replay(trace)));
+    };
+    let (results, timed) = machine.replay(args, trace, settings)?;
+    let replay = Replay { counts: results.counts, nvme_written_max: results.nvme_written_max };
+    Ok(Replayed { replay, timed: Some(timed), steps_and_events: results.steps + results.events })
 }

@@ -136,3 +136,42 @@ fn refused_traces_and_arguments_have_a_remedy() {
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
 }
+
+#[test]
+fn replay_with_hardware_reports_times_channels_and_prices_with_the_same_bytes() {
+    let trace = sample(SAMPLES[0]);
+    let tiers =
+        ["--tier", "DRAM=300,NVMe=20000", "--nodes", "3", "--hardware", "h100", "--model", "llama-3-8b"];
+    let arguments = [&["sim", "replay", "--json", "--trace", &trace][..], &tiers].concat();
+    assert_eq!(run(&arguments).stdout, run(&arguments).stdout, "equal arguments give equal bytes");
+    let outcome = objects(&arguments).remove(1);
+    let of = |name: &str| outcome.pointer(name).and_then(Value::as_f64).expect(name);
+    let sources = ["hbm", "dram", "nvme", "peer_dram", "peer_nvme"];
+    let hits = sources.map(|source| of(&format!("/hits_{source}")));
+    assert!(hits[0] > 0.0 && hits[3] + hits[4] > 0.0, "{outcome}");
+    assert_eq!(hits.iter().sum::<f64>(), of("/hits"));
+    for time in ["/timed/ttft_ms", "/timed/tpot_ms"] {
+        let [p50, p90, p99] = ["p50", "p90", "p99"].map(|share| of(&format!("{time}/{share}")));
+        assert!(0.0 < p50 && p50 <= p90 && p90 <= p99, "{outcome}");
+    }
+    let channels = outcome["timed"]["channels"].as_array().expect("channels");
+    let link = channels.iter().find(|channel| channel["channel"] == "link_in").expect("a link");
+    assert!(link["bytes"].as_f64() > Some(0.0) && link["utilisation"].as_f64() > Some(0.0), "{link}");
+    // Three nodes of an H100 at 5 USD, with 19.2 GiB of DRAM and 1.3 TB of NVMe each.
+    assert!((15.0..16.5).contains(&of("/timed/usd_per_hour")), "{outcome}");
+    assert!(of("/timed/usd_per_million_tokens") > 0.0 && of("/timed/drive_writes_per_day_max") > 0.0);
+    let slow = objects(&[&arguments[..], &["--rate-scale", "0.1"]].concat()).remove(1);
+    let p50 = |outcome: &Value| outcome["timed"]["ttft_ms"]["p50"].as_f64().expect("a time");
+    assert!(p50(&slow) < p50(&outcome), "a tenth of the rate has shorter queues");
+}
+
+#[test]
+fn replay_with_hardware_needs_a_model_that_fits() {
+    let trace = sample(SAMPLES[0]);
+    let with = |more: &[&str]| refusal(&[&["--trace", &trace], more].concat());
+    assert!(with(&["--hardware", "h100"]).contains("--model"));
+    assert!(with(&["--hardware", "h100", "--model", "llama-3-70b"]).contains("--accelerators"));
+    assert!(with(&["--hardware", "h300", "--model", "llama-3-8b"]).contains("h200"));
+    let opt = with(&["--hardware", "h100", "--model", "llama-3-8b", "--policy", "opt", "--unlimited"]);
+    assert!(opt.contains("leave out"), "{opt}");
+}

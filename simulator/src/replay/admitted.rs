@@ -74,7 +74,7 @@ impl NvmeTier {
         };
         counts.nvme_written += 1;
         counts.nvme_evictions += u64::from(victim.is_some());
-        let entry = self.slots.place(slot);
+        let entry = self.slots.place(Slot { holders: 0, ..slot });
         // An evicted block is computed again.
         self.slots.release(entry, &settings.facts(&slot, RestoreFrom::Recompute));
         if settings.policy.chains == Chains::DescendantsFirst {

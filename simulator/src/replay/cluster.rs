@@ -7,7 +7,7 @@
 use reprise_policy::routing::{Candidate, LoadHint, soonest};
 use reprise_policy::{NodeId, Tier};
 
-use super::node::{Arrived, Counts, Node, NodeSettings, Source};
+use super::node::{Arrived, Counts, InUse, Matched, Node, NodeSettings, Source};
 use super::tier::BlockMap;
 use super::trace::{Request, Trace};
 use crate::rng::mix;
@@ -45,23 +45,101 @@ impl Cluster {
             trace.chain(request, &mut chain);
             self.serve(request, &chain, &mut run);
         }
-        let mut counts = Counts::default();
-        self.nodes.iter().for_each(|node| counts.merge(&node.counts));
-        let written = self.nodes.iter().map(|node| node.counts.nvme_written).max();
-        Replay { counts, nvme_written_max: written.unwrap_or(0) }
+        self.results()
     }
 
     fn serve(&mut self, request: &Request, chain: &[u32], run: &mut Vec<Source>) {
-        let own = (mix(u64::from(request.session) + 1) % self.nodes.len() as u64) as usize;
+        let own = self.node_of(request);
+        self.find_run(own, chain, run);
+        let arrived = self.arrived(request, chain);
+        self.nodes[own].serve(arrived, run);
+        self.update_directory(own);
+    }
+
+    /// Node that serves a request.
+    pub(crate) fn node_of(&self, request: &Request) -> usize {
+        (mix(u64::from(request.session) + 1) % self.nodes.len() as u64) as usize
+    }
+
+    /// Request with its blocks and its tenant.
+    pub(crate) fn arrived<'a>(&self, request: &Request, chain: &'a [u32]) -> Arrived<'a> {
+        Arrived { chain, tenant: (request.session % u32::from(self.tenants)) as u16 }
+    }
+
+    /// Finds the leading run of blocks that the node or a peer has.
+    pub(crate) fn find_run(&mut self, own: usize, chain: &[u32], run: &mut Vec<Source>) {
         run.clear();
         for block in chain {
             let source = self.nodes[own].find(*block).or_else(|| self.read_from_peer(own, *block));
             let Some(source) = source else { break };
             run.push(source);
         }
-        let tenant = (request.session % u32::from(self.tenants)) as u16;
-        self.nodes[own].serve(Arrived { chain, tenant }, run);
+    }
+
+    /// Counts a request and its hits.
+    pub(crate) fn count(&mut self, own: usize, request: Arrived<'_>, matched: &Matched<'_>) {
+        self.nodes[own].count(request, matched);
+    }
+
+    /// Takes the blocks that a request hits into use.
+    pub(crate) fn begin(
+        &mut self,
+        own: usize,
+        request: Arrived<'_>,
+        matched: &Matched<'_>,
+        in_use: &mut InUse,
+    ) {
+        self.nodes[own].begin(request, matched, in_use);
         self.update_directory(own);
+    }
+
+    /// Keeps the blocks of a request behind its run, and ends the use of all. Returns the number of saved blocks.
+    pub(crate) fn complete(
+        &mut self,
+        own: usize,
+        request: Arrived<'_>,
+        run: usize,
+        in_use: &mut InUse,
+    ) -> u64 {
+        let saved = self.nodes[own].complete(request, run, in_use);
+        self.update_directory(own);
+        saved
+    }
+
+    /// Ends the use of a request's blocks.
+    pub(crate) fn abandon(&mut self, own: usize, in_use: &mut InUse) {
+        self.nodes[own].abandon(in_use);
+        self.update_directory(own);
+    }
+
+    /// Positions of a leading run's blocks that a node has on NVMe only.
+    pub(crate) fn on_nvme_only(&self, own: usize, chain: &[u32]) -> Vec<u32> {
+        self.nodes[own].on_nvme_only(chain)
+    }
+
+    /// Number of blocks that DRAM of a node can take.
+    pub(crate) fn evictable_dram(&self, own: usize) -> u64 {
+        self.nodes[own].evictable_dram()
+    }
+
+    /// Copies blocks of a request from NVMe of a node into its DRAM; returns their number.
+    pub(crate) fn stage(&mut self, own: usize, request: Arrived<'_>, positions: &[u32]) -> u64 {
+        let staged = self.nodes[own].stage(request, positions);
+        self.update_directory(own);
+        staged
+    }
+
+    /// Blocks that a node has written to NVMe so far.
+    pub(crate) fn nvme_written(&self, own: usize) -> u64 {
+        self.nodes[own].counts.nvme_written
+    }
+
+    /// Sums over all nodes.
+    pub(crate) fn results(&self) -> Replay {
+        let mut counts = Counts::default();
+        self.nodes.iter().for_each(|node| counts.merge(&node.counts));
+        let written = self.nodes.iter().map(|node| node.counts.nvme_written).max();
+        Replay { counts, nvme_written_max: written.unwrap_or(0) }
     }
 
     fn read_from_peer(&mut self, own: usize, block: u32) -> Option<Source> {
@@ -69,8 +147,8 @@ impl Cluster {
         let peer = soonest(replicas, |node| usize::from(node.0) == own)?;
         self.nodes[usize::from(peer.node.0)].read_by_peer(block);
         Some(match peer.tier {
-            Tier::Dram => Source::PeerDram,
-            Tier::Nvme => Source::PeerNvme,
+            Tier::Dram => Source::PeerDram(peer.node),
+            Tier::Nvme => Source::PeerNvme(peer.node),
         })
     }
 

@@ -8,8 +8,12 @@
 //! 3. Blocks that were found become evictable from the last to the first, new ones before their parents.
 //! 4. Admission decides which new blocks are written to NVMe.
 //!
+//! The replay without time does all steps at once ([`Node::serve`]). With time, steps 1 and 2 of the found blocks are the
+//! begin of a request ([`Node::begin`]), and the others its end ([`Node::complete`]).
+//!
 //! With [`Chains::Ignored`], each block is used or inserted in prompt order, and may evict any other one.
 
+use reprise_policy::NodeId;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::restore_cost::{RestoreFrom, restore_ns};
 use reprise_policy::eviction::{Block, Chains, Class, EntryIndex, EvictionPolicy};
@@ -18,6 +22,8 @@ use super::admitted::{NvmeTier, Occasion};
 use super::tier::{Full, Slot, TierSlots};
 use super::trace::NO_BLOCK;
 use crate::rng::mix;
+
+use std::ops::Range;
 
 /// Settings of a node, the same for all.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +51,8 @@ pub struct Counts {
     pub requests: u64,
     /// Blocks of the prompts.
     pub references: u64,
+    /// Hits in the memory of the accelerator; 0 without time.
+    pub hits_hbm: u64,
     /// Hits in the node's own DRAM.
     pub hits_dram: u64,
     /// Hits on the node's own NVMe.
@@ -67,18 +75,38 @@ pub struct Counts {
 
 /// Source of a block that a request hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub(crate) enum Source {
     Dram(EntryIndex),
     Nvme(EntryIndex),
-    PeerDram,
-    PeerNvme,
+    PeerDram(NodeId),
+    PeerNvme(NodeId),
 }
 
 /// Request at a node.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Arrived<'a> {
-    pub(super) chain: &'a [u32],
-    pub(super) tenant: u16,
+pub(crate) struct Arrived<'a> {
+    pub(crate) chain: &'a [u32],
+    pub(crate) tenant: u16,
+}
+
+/// Leading run of a request's blocks that are present.
+#[derive(Clone, Debug)]
+pub(crate) struct Matched<'a> {
+    /// Source of each block of the run.
+    pub(crate) run: &'a [Source],
+    /// Leading blocks that are in the memory of the accelerator too, and beyond the run.
+    pub(crate) in_hbm: usize,
+    /// Blocks of the run that are loaded.
+    pub(crate) loaded: Range<usize>,
+}
+
+/// Blocks of a request that are in use at a node.
+#[derive(Debug, Default)]
+pub(crate) struct InUse {
+    found: Vec<EntryIndex>,
+    new: Vec<EntryIndex>,
+    /// Whether DRAM had no room, so that the rest of the prompt is not kept.
+    is_cut: bool,
 }
 
 /// Node with its tiers.
@@ -88,9 +116,8 @@ pub(super) struct Node {
     dram: TierSlots,
     nvme: Option<NvmeTier>,
     pub(super) counts: Counts,
-    /// Blocks that are in use by the request.
-    found: Vec<EntryIndex>,
-    new: Vec<EntryIndex>,
+    /// Blocks of the request without time, kept for the memory of its lists.
+    in_use: InUse,
     /// Blocks that entered a tier or may have left the node since they were last taken.
     pub(super) changed: Vec<u32>,
     is_tracked: bool,
@@ -99,13 +126,14 @@ pub(super) struct Node {
 impl Counts {
     /// Blocks that requests hit, in any tier.
     pub fn hits(&self) -> u64 {
-        self.hits_dram + self.hits_nvme + self.hits_peer_dram + self.hits_peer_nvme
+        self.hits_hbm + self.hits_dram + self.hits_nvme + self.hits_peer_dram + self.hits_peer_nvme
     }
 
     /// Adds the counts of another node.
     pub fn merge(&mut self, other: &Counts) {
         self.requests += other.requests;
         self.references += other.references;
+        self.hits_hbm += other.hits_hbm;
         self.hits_dram += other.hits_dram;
         self.hits_nvme += other.hits_nvme;
         self.hits_peer_dram += other.hits_peer_dram;
@@ -134,7 +162,7 @@ impl NodeSettings {
 
 impl Slot {
     /// Hash of the block's key.
-    pub(super) fn key_hash(&self) -> u64 {
+    pub(crate) fn key_hash(&self) -> u64 {
         mix(u64::from(self.block) + 1)
     }
 }
@@ -150,8 +178,7 @@ impl Node {
             dram: tier(settings.dram_blocks),
             nvme,
             counts: Counts::default(),
-            found: Vec::new(),
-            new: Vec::new(),
+            in_use: InUse::default(),
             changed: Vec::new(),
             is_tracked,
         }
@@ -179,25 +206,107 @@ impl Node {
         }
     }
 
-    /// Serves a request that hits this run of its blocks.
+    /// Serves a request that hits this run of its blocks, at once.
     pub(super) fn serve(&mut self, request: Arrived<'_>, run: &[Source]) {
+        let mut in_use = std::mem::take(&mut self.in_use);
+        let matched = Matched { run, in_hbm: 0, loaded: 0..run.len() };
+        self.count(request, &matched);
+        self.begin(request, &matched, &mut in_use);
+        self.complete(request, run.len(), &mut in_use);
+        self.in_use = in_use;
+    }
+
+    /// Counts a request and its hits: blocks in the memory of the accelerator are hits there.
+    pub(super) fn count(&mut self, request: Arrived<'_>, matched: &Matched<'_>) {
         self.counts.requests += 1;
         self.counts.references += request.chain.len() as u64;
-        for source in run {
+        self.counts.hits_hbm += matched.in_hbm as u64;
+        for source in matched.run.iter().skip(matched.in_hbm) {
             let count = match source {
                 Source::Dram(_) => &mut self.counts.hits_dram,
                 Source::Nvme(_) => &mut self.counts.hits_nvme,
-                Source::PeerDram => &mut self.counts.hits_peer_dram,
-                Source::PeerNvme => &mut self.counts.hits_peer_nvme,
+                Source::PeerDram(_) => &mut self.counts.hits_peer_dram,
+                Source::PeerNvme(_) => &mut self.counts.hits_peer_nvme,
             };
             *count += 1;
         }
+    }
+
+    /// Takes the blocks that a request hits into use, and makes room in DRAM for those that are loaded from elsewhere.
+    pub(super) fn begin(&mut self, request: Arrived<'_>, matched: &Matched<'_>, in_use: &mut InUse) {
+        (in_use.is_cut, _) = (false, (in_use.found.clear(), in_use.new.clear()));
         if self.settings.policy.chains == Chains::Ignored {
-            return self.use_in_prompt_order(request, run.len());
+            return;
         }
-        self.use_on_nvme(request, run);
-        self.acquire(request, run);
-        self.release();
+        self.use_on_nvme(request, matched.run);
+        for source in matched.run {
+            if let Source::Dram(entry) = source {
+                self.dram.hold(*entry);
+            }
+        }
+        for (at, source) in matched.run.iter().enumerate() {
+            if let Source::Dram(entry) = source {
+                in_use.found.push(*entry);
+            } else if matched.loaded.contains(&at) && !in_use.is_cut {
+                match self.make_room(request.tenant) {
+                    Ok(()) => in_use.found.push(self.place(request, at, false)),
+                    Err(Full) => self.cut(request, at, in_use),
+                }
+            }
+        }
+    }
+
+    /// Keeps the blocks of a request behind its run, and makes all its blocks evictable.
+    /// Returns the number of blocks that the engine saved.
+    pub(super) fn complete(&mut self, request: Arrived<'_>, run: usize, in_use: &mut InUse) -> u64 {
+        if self.settings.policy.chains == Chains::Ignored {
+            self.use_in_prompt_order(request, run);
+            return request.chain.len().saturating_sub(run) as u64;
+        }
+        self.keep(request, run, in_use);
+        let saved = in_use.new.len() as u64;
+        self.release(in_use);
+        saved
+    }
+
+    /// Ends the use of a request's blocks without those behind its run.
+    pub(super) fn abandon(&mut self, in_use: &mut InUse) {
+        self.release(in_use);
+    }
+
+    /// Positions of the leading run's blocks that are on NVMe, and not in DRAM.
+    pub(super) fn on_nvme_only(&self, chain: &[u32]) -> Vec<u32> {
+        let found = (0..).zip(chain).map_while(|(at, block)| Some((at, self.find(*block)?)));
+        found.filter(|(_, source)| matches!(source, Source::Nvme(_))).map(|(at, _)| at).collect()
+    }
+
+    /// Number of blocks in DRAM that are evictable, or have not been used yet.
+    pub(super) fn evictable_dram(&self) -> u64 {
+        self.dram.order.len() as u64 + self.dram.free()
+    }
+
+    /// Copies blocks of a request from NVMe into DRAM, as far as they are still there; returns their number.
+    pub(super) fn stage(&mut self, request: Arrived<'_>, positions: &[u32]) -> u64 {
+        let mut staged = Vec::new();
+        for at in positions.iter().map(|at| *at as usize) {
+            let is_on_nvme = matches!(self.find(request.chain[at]), Some(Source::Nvme(_)));
+            if is_on_nvme && self.make_room(request.tenant).is_ok() {
+                staged.push(self.place(request, at, false));
+            }
+        }
+        for entry in staged.iter().rev() {
+            self.dram.link(*entry);
+            if self.dram.end_hold(*entry) {
+                let block = self.in_dram(*entry);
+                self.dram.release(*entry, &block);
+            }
+        }
+        staged.len() as u64
+    }
+
+    fn cut(&mut self, request: Arrived<'_>, at: usize, in_use: &mut InUse) {
+        self.counts.unkept += (request.chain.len() - at) as u64;
+        in_use.is_cut = true;
     }
 
     /// Marks the hits on NVMe as used, from the last to the first.
@@ -215,54 +324,43 @@ impl Node {
         }
     }
 
-    /// Takes the request's blocks in DRAM into use, and makes room for the others.
-    fn acquire(&mut self, request: Arrived<'_>, run: &[Source]) {
-        self.found.clear();
-        self.new.clear();
-        for source in run {
-            if let Source::Dram(entry) = source {
-                self.dram.order.remove(*entry);
+    /// Takes the blocks behind the run into use: those in DRAM, and new ones in free slots.
+    fn keep(&mut self, request: Arrived<'_>, run: usize, in_use: &mut InUse) {
+        for at in run..request.chain.len() {
+            if in_use.is_cut {
+                return;
             }
-        }
-        for at in 0..request.chain.len() {
-            let present = match run.get(at) {
-                Some(Source::Dram(entry)) => Some(*entry),
-                Some(_) => None,
-                // A block behind the run may be present, or may have been evicted for one of this request.
-                None => self.dram.find(request.chain[at]),
-            };
-            if let Some(entry) = present {
-                self.dram.order.remove(entry);
-                self.found.push(entry);
-                continue;
+            // A block behind the run may be present, or may have been evicted for one of this request.
+            if let Some(entry) = self.dram.find(request.chain[at]) {
+                self.dram.hold(entry);
+                in_use.found.push(entry);
+            } else if self.make_room(request.tenant).is_ok() {
+                let entry = self.place(request, at, true);
+                in_use.new.push(entry);
+            } else {
+                self.cut(request, at, in_use);
             }
-            if self.make_room(request.tenant).is_err() {
-                self.counts.unkept += (request.chain.len() - at) as u64;
-                break;
-            }
-            let entry = self.place(request, at, at >= run.len());
-            let list = if at < run.len() { &mut self.found } else { &mut self.new };
-            list.push(entry);
         }
     }
 
-    /// Makes the request's blocks evictable again, and offers the new ones to NVMe before.
-    fn release(&mut self) {
-        let found = std::mem::take(&mut self.found);
-        for entry in found.iter().rev() {
-            self.dram.link(*entry);
-            let block = self.in_dram(*entry);
-            self.dram.release(*entry, &block);
-            self.note_use(*entry);
+    /// Makes blocks evictable again, unless other requests use them, and offers the new ones to NVMe before.
+    fn release(&mut self, in_use: &mut InUse) {
+        for entry in in_use.found.drain(..).rev() {
+            self.dram.link(entry);
+            if self.dram.end_hold(entry) {
+                let block = self.in_dram(entry);
+                self.dram.release(entry, &block);
+            }
+            self.note_use(entry);
         }
-        let new = std::mem::take(&mut self.new);
-        for entry in &new {
-            self.offer_saved(*self.dram.slot(*entry), Occasion::Commit);
-            let block = self.in_dram(*entry);
-            self.dram.release(*entry, &block);
-            self.dram.order.settle(*entry);
+        for entry in in_use.new.drain(..) {
+            self.offer_saved(*self.dram.slot(entry), Occasion::Commit);
+            if self.dram.end_hold(entry) {
+                let block = self.in_dram(entry);
+                self.dram.release(entry, &block);
+                self.dram.order.settle(entry);
+            }
         }
-        (self.found, self.new) = (found, new);
     }
 
     /// Uses or inserts all blocks of a request, one after the other.
@@ -279,6 +377,7 @@ impl Node {
             } else if self.make_room(request.tenant).is_ok() {
                 let entry = self.place(request, at, at >= run);
                 self.offer_saved(*self.dram.slot(entry), Occasion::Commit);
+                self.dram.end_hold(entry);
                 let block = self.in_dram(entry);
                 self.dram.release(entry, &block);
             } else {
@@ -327,7 +426,7 @@ impl Node {
         }
         let parent = at.checked_sub(1).map_or(NO_BLOCK, |before| request.chain[before]);
         let (depth, tenant) = (at as u32, request.tenant);
-        self.dram.place(Slot { block, parent, depth, tenant, is_reused: false, is_saved })
+        self.dram.place(Slot { block, parent, depth, tenant, holders: 1, is_reused: false, is_saved })
     }
 
     /// Facts of a block in DRAM for its eviction order.

@@ -13,15 +13,15 @@ use crate::rng::mix;
 
 /// Hasher of block numbers.
 #[derive(Debug, Default)]
-pub(super) struct BlockHasher(u64);
+pub(crate) struct BlockHasher(u64);
 
 /// Map with block numbers as keys.
-pub(super) type BlockMap<V> = HashMap<u32, V, BuildHasherDefault<BlockHasher>>;
+pub(crate) type BlockMap<V> = HashMap<u32, V, BuildHasherDefault<BlockHasher>>;
 
 /// Tier of one node.
 #[derive(Debug)]
-pub(super) struct TierSlots {
-    pub(super) order: EvictionOrder,
+pub(crate) struct TierSlots {
+    pub(crate) order: EvictionOrder,
     by_block: BlockMap<EntryIndex>,
     slots: Vec<Slot>,
     free: Vec<EntryIndex>,
@@ -32,17 +32,19 @@ pub(super) struct TierSlots {
 
 /// Block of a slot.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
-    pub(super) block: u32,
+pub(crate) struct Slot {
+    pub(crate) block: u32,
     /// Block before it in its chain, or [`NO_BLOCK`](super::trace::NO_BLOCK).
-    pub(super) parent: u32,
+    pub(crate) parent: u32,
     /// Number of blocks before it in its chain.
-    pub(super) depth: u32,
-    pub(super) tenant: u16,
+    pub(crate) depth: u32,
+    pub(crate) tenant: u16,
+    /// Number of requests that use the block: it is evictable without any.
+    pub(crate) holders: u16,
     /// Whether a request used the block after it entered.
-    pub(super) is_reused: bool,
+    pub(crate) is_reused: bool,
     /// Whether an engine of this node saved the block.
-    pub(super) is_saved: bool,
+    pub(crate) is_saved: bool,
 }
 
 impl Hasher for BlockHasher {
@@ -63,7 +65,7 @@ impl Hasher for BlockHasher {
 
 impl TierSlots {
     /// Creates an empty tier with this number of slots.
-    pub(super) fn new(policy: EvictionPolicy, capacity: u64, tenants: u16) -> TierSlots {
+    pub(crate) fn new(policy: EvictionPolicy, capacity: u64, tenants: u16) -> TierSlots {
         TierSlots {
             order: EvictionOrder::new(policy),
             by_block: BlockMap::default(),
@@ -74,26 +76,31 @@ impl TierSlots {
         }
     }
 
-    pub(super) fn find(&self, block: u32) -> Option<EntryIndex> {
+    pub(crate) fn find(&self, block: u32) -> Option<EntryIndex> {
         self.by_block.get(&block).copied()
     }
 
-    pub(super) fn slot(&self, entry: EntryIndex) -> &Slot {
+    pub(crate) fn slot(&self, entry: EntryIndex) -> &Slot {
         &self.slots[entry.0 as usize]
     }
 
-    pub(super) fn slot_mut(&mut self, entry: EntryIndex) -> &mut Slot {
+    pub(crate) fn slot_mut(&mut self, entry: EntryIndex) -> &mut Slot {
         &mut self.slots[entry.0 as usize]
     }
 
     /// Number of blocks in the tier.
-    pub(super) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.slots.len() as u64 - self.free.len() as u64
+    }
+
+    /// Number of slots without a block.
+    pub(crate) fn free(&self) -> u64 {
+        self.capacity.saturating_sub(self.len())
     }
 
     /// Returns the next victim if the tier is full; its block is then no longer in the tier. `Err` if no block is
     /// evictable.
-    pub(super) fn make_room(&mut self, tenant: u16) -> Result<Option<Slot>, Full> {
+    pub(crate) fn make_room(&mut self, tenant: u16) -> Result<Option<Slot>, Full> {
         if self.len() < self.capacity {
             return Ok(None);
         }
@@ -103,17 +110,26 @@ impl TierSlots {
             let request = SpaceRequest { tenant: usize::from(tenant), bytes: 1 };
             fair::take_victim(&mut self.order, &self.usages, Some(request), |_| 1)
         };
-        let victim = victim.ok_or(Full)?;
-        self.order.forget(victim);
-        let slot = self.slots[victim.0 as usize];
+        Ok(Some(self.remove(victim.ok_or(Full)?)))
+    }
+
+    /// Removes a block from the tier.
+    pub(crate) fn remove(&mut self, entry: EntryIndex) -> Slot {
+        self.order.forget(entry);
+        let slot = self.slots[entry.0 as usize];
         self.by_block.remove(&slot.block);
         self.usages[usize::from(slot.tenant)].used -= 1;
-        self.free.push(victim);
-        Ok(Some(slot))
+        self.free.push(entry);
+        slot
+    }
+
+    /// Changes the number of slots. Blocks beyond it stay until room is made.
+    pub(crate) fn set_capacity(&mut self, capacity: u64) {
+        self.capacity = capacity.min(u64::from(u32::MAX));
     }
 
     /// Puts a block into a free slot. It is not evictable yet.
-    pub(super) fn place(&mut self, slot: Slot) -> EntryIndex {
+    pub(crate) fn place(&mut self, slot: Slot) -> EntryIndex {
         let entry = match self.free.pop() {
             Some(entry) => {
                 self.slots[entry.0 as usize] = slot;
@@ -131,8 +147,22 @@ impl TierSlots {
         entry
     }
 
+    /// Takes a block into use: it is not evictable.
+    pub(crate) fn hold(&mut self, entry: EntryIndex) {
+        self.order.remove(entry);
+        let holders = &mut self.slot_mut(entry).holders;
+        *holders = holders.checked_add(1).expect("a node runs fewer requests at the same time");
+    }
+
+    /// Ends one use of a block; returns whether it was the last one, so that the caller makes the block evictable.
+    pub(crate) fn end_hold(&mut self, entry: EntryIndex) -> bool {
+        let holders = &mut self.slot_mut(entry).holders;
+        *holders = holders.checked_sub(1).expect("each use ends once");
+        *holders == 0
+    }
+
     /// Learns the parent of a block, if it is in the tier and the block has none.
-    pub(super) fn link(&mut self, entry: EntryIndex) {
+    pub(crate) fn link(&mut self, entry: EntryIndex) {
         if self.order.parent(entry).is_some() {
             return;
         }
@@ -142,7 +172,7 @@ impl TierSlots {
     }
 
     /// Makes a block evictable, as the newest of its queue.
-    pub(super) fn release(&mut self, entry: EntryIndex, facts: &Block) {
+    pub(crate) fn release(&mut self, entry: EntryIndex, facts: &Block) {
         let group = Group(self.slot(entry).tenant);
         self.order.insert(entry, &Block { group, ..*facts });
     }
@@ -150,4 +180,4 @@ impl TierSlots {
 
 /// No block of a full tier is evictable.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Full;
+pub(crate) struct Full;

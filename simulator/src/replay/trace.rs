@@ -14,7 +14,7 @@ use super::error::{Problem, TraceError};
 use crate::rng::Rng;
 
 /// Parent of a first block.
-pub(super) const NO_BLOCK: u32 = u32::MAX;
+pub(crate) const NO_BLOCK: u32 = u32::MAX;
 
 /// Tokens of a block where a trace states none: those of Mooncake's traces.
 const BLOCK_TOKENS_DEFAULT: u64 = 512;

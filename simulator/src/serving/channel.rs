@@ -91,6 +91,33 @@ impl Channel {
         self.starting.push(Reverse((now.after(self.latency), self.started, bytes, transfer)));
     }
 
+    /// Bytes of a transfer that the channel has served, as of the last advance; `None` if it has none in progress with
+    /// this identification.
+    pub fn served_bytes(&self, transfer: Transfer) -> Option<u64> {
+        let is_same = |other: &Transfer| *other == transfer;
+        if self.starting.iter().any(|Reverse((.., other))| is_same(other)) {
+            return Some(0);
+        }
+        let active = self.active.iter().find(|Reverse((.., other))| is_same(other));
+        active.map(|Reverse((mark, _, bytes, _))| {
+            let rest = mark.saturating_sub(self.served).div_ceil(1 << FRACTION_BITS);
+            bytes - u64::try_from(rest).unwrap_or(u64::MAX).min(*bytes)
+        })
+    }
+
+    /// Ends a transfer early, as of the last advance. The bytes that were served count as requested and completed.
+    pub fn cancel(&mut self, transfer: Transfer) {
+        let Some(served) = self.served_bytes(transfer) else { return };
+        let entry = self.starting.iter().find(|Reverse((.., other))| *other == transfer);
+        let waiting = entry.map(|Reverse((_, _, bytes, _))| *bytes);
+        let active = self.active.iter().find(|Reverse((.., other))| *other == transfer);
+        let bytes = waiting.or(active.map(|Reverse((_, _, bytes, _))| *bytes)).unwrap_or(served);
+        self.starting.retain(|Reverse((.., other))| *other != transfer);
+        self.active.retain(|Reverse((.., other))| *other != transfer);
+        self.totals.requested -= bytes - served;
+        self.totals.bytes += served;
+    }
+
     /// Time at which the next transfer ends, if none is started before; `None` without transfers.
     ///
     /// A transfer that becomes active earlier delays it, so the caller asks again then.
@@ -229,6 +256,23 @@ mod tests {
             // With m sharing transfers, a transfer of n bytes takes at most n · m: m is at most all of them.
             assert!(end - start <= (bytes * 500).min(total) + 500);
         }
+    }
+
+    #[test]
+    fn cancelled_transfer_counts_its_received_bytes_and_leaves_the_bandwidth_to_others() {
+        // 1 byte per nanosecond. Half each until 200, then the other alone: 100 + 900 more.
+        let (mut channel, mut ended) = (Channel::new(SECOND, 0), Vec::new());
+        channel.start(Nanos(0), 1_000, Transfer(0));
+        channel.start(Nanos(0), 1_000, Transfer(1));
+        channel.advance(Nanos(200), &mut ended);
+        assert_eq!(channel.served_bytes(Transfer(0)), Some(100));
+        channel.cancel(Transfer(0));
+        assert_eq!(channel.served_bytes(Transfer(0)), None);
+        while let Some(next) = channel.next_end() {
+            channel.advance(next, &mut ended);
+        }
+        assert_eq!(ended, [(Nanos(1_100), Transfer(1))]);
+        assert_eq!((channel.totals.requested, channel.totals.bytes), (1_100, 1_100));
     }
 
     #[test]

@@ -72,6 +72,15 @@ impl Costs {
         }
     }
 
+    /// Computing one token for each of some requests, behind contexts of this many tokens in sum.
+    pub fn decodes(&self, requests: u64, context: u64) -> Work {
+        let (requests, context) = (requests as f64, context as f64);
+        Work {
+            flops: requests * self.flops_per_token + context * self.flops_per_pair,
+            bytes: context * self.kv_bytes_per_token,
+        }
+    }
+
     /// Seconds of a step alone.
     pub fn seconds(&self, work: Work) -> f64 {
         (work.flops / self.flops_per_second).max(work.bytes / self.bytes_per_second)

@@ -91,6 +91,11 @@ impl<E> EventQueue<E> {
         Some((entry.at, entry.event))
     }
 
+    /// Time of the next event.
+    pub fn next_at(&self) -> Option<Nanos> {
+        self.heap.peek().map(|Reverse(entry)| entry.at)
+    }
+
     /// Number of events that were returned.
     pub fn taken(&self) -> u64 {
         self.taken

@@ -44,6 +44,21 @@ impl ChannelKind {
         ChannelKind::Network,
         ChannelKind::Cold,
     ];
+
+    /// Name of the channel in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            ChannelKind::Compute => "compute",
+            ChannelKind::Hbm => "hbm",
+            ChannelKind::LinkIn => "link_in",
+            ChannelKind::LinkOut => "link_out",
+            ChannelKind::Dram => "dram",
+            ChannelKind::NvmeRead => "nvme_read",
+            ChannelKind::NvmeWrite => "nvme_write",
+            ChannelKind::Network => "network",
+            ChannelKind::Cold => "cold",
+        }
+    }
 }
 
 /// Event of the timed world.
@@ -53,6 +68,18 @@ pub(super) enum Event {
     Arrival(u32),
     /// A channel has something to do, if no other call changed it since.
     Channel { kind: ChannelKind, stamp: u32 },
+}
+
+/// Events of an owner of channels.
+pub(super) trait ChannelEvent {
+    /// Event of a channel that has something to do, unless another call changed the channel since.
+    fn of_channel(kind: ChannelKind, stamp: u32) -> Self;
+}
+
+impl ChannelEvent for Event {
+    fn of_channel(kind: ChannelKind, stamp: u32) -> Event {
+        Event::Channel { kind, stamp }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -100,14 +127,14 @@ impl<P: Copy> Fabric<P> {
         std::array::from_fn(|index| self.channels[index].totals)
     }
 
-    /// Starts a job with an amount on each of some channels.
-    pub(super) fn start(
+    /// Starts a job with an amount on each of some channels; returns its number, which is valid until its end.
+    pub(super) fn start<E: ChannelEvent>(
         &mut self,
-        events: &mut EventQueue<Event>,
+        events: &mut EventQueue<E>,
         now: Nanos,
         legs: &[(ChannelKind, u64)],
         purpose: P,
-    ) {
+    ) -> u32 {
         let job = Some(Job { legs: legs.len() as u32, purpose });
         let number = match self.free.pop() {
             Some(number) => {
@@ -125,12 +152,60 @@ impl<P: Copy> Fabric<P> {
             channel.start(now, *amount, Transfer(u64::from(number)));
             self.schedule(events, now, *kind);
         }
+        number
+    }
+
+    /// Smallest part of a job's legs that was served, in thousandths; `legs` are those of its start.
+    pub(super) fn served_permille<E: ChannelEvent>(
+        &mut self,
+        events: &mut EventQueue<E>,
+        now: Nanos,
+        (number, legs): (u32, &[(ChannelKind, u64)]),
+    ) -> u64 {
+        let mut least = 1000;
+        for (kind, amount) in legs {
+            let channel = &mut self.channels[*kind as usize];
+            channel.advance(now, &mut self.ended);
+            let served = channel.served_bytes(Transfer(u64::from(number))).unwrap_or(*amount);
+            least = least.min(u128::from(served) * 1000 / u128::from(*amount).max(1));
+            self.schedule(events, now, *kind);
+        }
+        least as u64
+    }
+
+    /// Ends a job early, without its purpose. Call [`Fabric::served_permille`] before, at the same time.
+    pub(super) fn cancel<E: ChannelEvent>(
+        &mut self,
+        events: &mut EventQueue<E>,
+        now: Nanos,
+        (number, legs): (u32, &[(ChannelKind, u64)]),
+        ended: P,
+    ) {
+        let transfer = Transfer(u64::from(number));
+        for (kind, _) in legs {
+            let channel = &mut self.channels[*kind as usize];
+            if channel.served_bytes(transfer).is_none() {
+                continue;
+            }
+            channel.cancel(transfer);
+            self.schedule(events, now, *kind);
+            let job = self.jobs[number as usize].as_mut().expect("a leg of the job was active");
+            job.legs -= 1;
+            if job.legs == 0 {
+                self.jobs[number as usize] = None;
+                self.free.push(number);
+            }
+        }
+        // Legs that have ended wait for the next event.
+        if let Some(job) = &mut self.jobs[number as usize] {
+            job.purpose = ended;
+        }
     }
 
     /// Handles the event of a channel; appends the purposes of the jobs that ended.
-    pub(super) fn due(
+    pub(super) fn due<E: ChannelEvent>(
         &mut self,
-        events: &mut EventQueue<Event>,
+        events: &mut EventQueue<E>,
         now: Nanos,
         (kind, stamp): (ChannelKind, u32),
         ended: &mut Vec<P>,
@@ -151,13 +226,13 @@ impl<P: Copy> Fabric<P> {
         }
     }
 
-    fn schedule(&mut self, events: &mut EventQueue<Event>, now: Nanos, kind: ChannelKind) {
+    fn schedule<E: ChannelEvent>(&mut self, events: &mut EventQueue<E>, now: Nanos, kind: ChannelKind) {
         let stamp = &mut self.stamps[kind as usize];
         *stamp = stamp.wrapping_add(1);
         // Ends that a start has found wait for the next event, which is due now.
         let next = if self.ended.is_empty() { self.channels[kind as usize].next_end() } else { Some(now) };
         if let Some(at) = next {
-            events.push(at, Event::Channel { kind, stamp: *stamp });
+            events.push(at, E::of_channel(kind, *stamp));
         }
     }
 }

@@ -77,7 +77,11 @@ const KINDS: [(&str, &[File], Fields); 6] = [
         ],
     ),
     ("network", NETWORKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.1, 1_000_000.0)]),
-    ("cold store", COLDS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 1.0, 60_000_000.0)]),
+    (
+        "cold store",
+        COLDS,
+        &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 1.0, 60_000_000.0), ("usd_per_gb_hour", 0.0, 1.0)],
+    ),
 ];
 
 /// Invalid profile; the message names file, field and remedy.
@@ -165,6 +169,8 @@ pub struct Hardware {
     pub dram_usd_per_gb_hour: f64,
     /// Price of a gigabyte of T2.
     pub nvme_usd_per_gb_hour: f64,
+    /// Price of a gigabyte of the cold store.
+    pub cold_usd_per_gb_hour: f64,
 }
 
 impl Hardware {
@@ -236,7 +242,16 @@ impl Hardware {
             usd_per_hour: figure(0, "usd_per_hour"),
             dram_usd_per_gb_hour: figure(2, "usd_per_gb_hour"),
             nvme_usd_per_gb_hour: figure(3, "usd_per_gb_hour"),
+            cold_usd_per_gb_hour: figure(5, "usd_per_gb_hour"),
         }
+    }
+
+    /// Price of an hour of one node with some accelerators, bytes of DRAM and bytes of NVMe. The price of an
+    /// accelerator includes its share of processors and network; the cold store is not included.
+    pub fn usd_per_node_hour(&self, accelerators: u32, dram_bytes: u64, nvme_bytes: u64) -> f64 {
+        f64::from(accelerators) * self.usd_per_hour
+            + dram_bytes as f64 / GB * self.dram_usd_per_gb_hour
+            + nvme_bytes as f64 / GB * self.nvme_usd_per_gb_hour
     }
 }
 

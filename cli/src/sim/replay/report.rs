@@ -6,10 +6,20 @@ use reprise_testkit::output::{Table, bytes_text};
 use serde::Serialize;
 
 use super::arguments::PolicyName;
+use super::timed::{self, Timed};
 use super::{ReplayArgs, Sizes};
 
 /// Milliseconds of a day.
 const DAY_MS: f64 = 86_400_000.0;
+
+/// A replay, and its times if it has them.
+#[derive(Clone, Debug)]
+pub(super) struct Replayed {
+    pub(super) replay: Replay,
+    pub(super) timed: Option<Timed>,
+    /// Steps of engines and events of queues.
+    pub(super) steps_and_events: u64,
+}
 
 /// First line of the output: the trace.
 #[derive(Clone, Debug, Serialize)]
@@ -43,6 +53,8 @@ pub(super) struct Outcome {
     requests: u64,
     references: u64,
     hits: u64,
+    /// Memory of accelerators; `null` without time.
+    hits_hbm: Option<u64>,
     hits_dram: u64,
     hits_nvme: u64,
     hits_peer_dram: u64,
@@ -64,11 +76,21 @@ pub(super) struct Outcome {
     of_unlimited: Option<f64>,
     /// Part of the way from lru to opt, if both were replayed with this size.
     gap_closed: Option<f64>,
+    /// Times and prices, with `--hardware`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timed: Option<Timed>,
     hit_ratio: f64,
 }
 
 fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+impl Replayed {
+    /// A replay without time.
+    pub(super) fn untimed(replay: Replay) -> Replayed {
+        Replayed { replay, timed: None, steps_and_events: 0 }
+    }
 }
 
 impl Subject {
@@ -109,18 +131,18 @@ impl Outcome {
         subject: &Subject,
         args: &ReplayArgs,
         size: Sizes,
-        replays: &[(PolicyName, Replay)],
+        replays: &[(PolicyName, Replayed)],
     ) -> Vec<Outcome> {
         let hits = |wanted| {
             let found = replays.iter().find(|(policy, _)| *policy == wanted);
-            found.map(|(_, replay)| replay.counts.hits() as f64)
+            found.map(|(_, replayed)| replayed.replay.counts.hits() as f64)
         };
         let lru = hits(PolicyName::Production(EvictionKind::Lru));
         let bounds = lru.zip(hits(PolicyName::Opt)).filter(|(lru, opt)| opt > lru);
         let closed = |hits: u64| bounds.map(|(lru, opt)| (hits as f64 - lru) / (opt - lru));
-        let outcome = |(policy, replay): &(PolicyName, Replay)| Outcome {
-            gap_closed: closed(replay.counts.hits()),
-            ..Outcome::new(subject, args, size, (*policy, replay))
+        let outcome = |(policy, replayed): &(PolicyName, Replayed)| Outcome {
+            gap_closed: closed(replayed.replay.counts.hits()),
+            ..Outcome::new(subject, args, size, (*policy, replayed))
         };
         replays.iter().map(outcome).collect()
     }
@@ -129,12 +151,14 @@ impl Outcome {
         subject: &Subject,
         args: &ReplayArgs,
         size: Sizes,
-        (policy, replay): (PolicyName, &Replay),
+        (policy, replayed): (PolicyName, &Replayed),
     ) -> Outcome {
+        let Replayed { replay, timed, .. } = replayed;
         let counts = &replay.counts;
         let bytes = |blocks: u64| blocks.saturating_mul(subject.block_bytes);
         let per_day = |blocks: u64| {
-            let days = subject.seconds * 1000.0 / DAY_MS;
+            let seconds = timed.as_ref().map_or(subject.seconds, |timed| timed.seconds);
+            let days = seconds * 1000.0 / DAY_MS;
             (size.nvme > 0 && days > 0.0).then(|| bytes(blocks) as f64 / days)
         };
         let is_of_agents = policy.is_of_agents();
@@ -150,6 +174,7 @@ impl Outcome {
             requests: counts.requests,
             references: counts.references,
             hits: counts.hits(),
+            hits_hbm: timed.as_ref().map(|_| counts.hits_hbm),
             hits_dram: counts.hits_dram,
             hits_nvme: counts.hits_nvme,
             hits_peer_dram: counts.hits_peer_dram,
@@ -165,9 +190,21 @@ impl Outcome {
             unkept_blocks: counts.unkept,
             of_unlimited: (unlimited > 0.0).then(|| hit_ratio / unlimited),
             gap_closed: None,
+            timed: timed.clone(),
             hit_ratio,
         }
     }
+}
+
+/// Tables of times, prices and channels.
+pub(super) fn timed_tables(outcomes: &[Outcome]) -> String {
+    let timed = outcomes.iter().filter_map(|outcome| Some((outcome.policy, outcome.timed.as_ref()?)));
+    let lines: Vec<(&str, &Timed)> = timed.collect();
+    let mut text = timed::table(&lines).render();
+    for (policy, line) in lines {
+        text.push_str(&format!("\nchannels, {policy}:\n{}", timed::channel_table(line).render()));
+    }
+    text
 }
 
 /// Table of all results.
@@ -177,6 +214,7 @@ pub(super) fn table(outcomes: &[Outcome]) -> Table {
         "DRAM",
         "NVMe",
         "hits",
+        "of HBM",
         "of DRAM",
         "of NVMe",
         "of peers",
@@ -194,6 +232,7 @@ pub(super) fn table(outcomes: &[Outcome]) -> Table {
             outcome.dram_blocks.map_or_else(|| "unlimited".to_owned(), |blocks| blocks.to_string()),
             outcome.nvme_blocks.to_string(),
             percent(outcome.hit_ratio),
+            outcome.hits_hbm.map_or_else(|| "-".to_owned(), of),
             of(outcome.hits_dram),
             of(outcome.hits_nvme),
             of(outcome.hits_peer_dram + outcome.hits_peer_nvme),
