@@ -67,8 +67,12 @@ impl Cluster {
     fn read_from_peer(&mut self, own: usize, block: u32) -> Option<Source> {
         let replicas = self.directory.get(&block)?;
         let peer = soonest(replicas, |node| usize::from(node.0) == own)?;
-        self.nodes[usize::from(peer.node.0)].read_by_peer(block);
-        Some(match peer.tier {
+        let (of_peer, tier) = (usize::from(peer.node.0), peer.tier);
+        self.nodes[of_peer].read_by_peer(block);
+        if tier == Tier::Nvme {
+            self.update_directory(of_peer);
+        }
+        Some(match tier {
             Tier::Dram => Source::PeerDram,
             Tier::Nvme => Source::PeerNvme,
         })
