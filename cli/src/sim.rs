@@ -1,6 +1,7 @@
 //! `reprise sim`: simulates clusters.
 
 mod chaos;
+mod cores;
 mod replay;
 mod reproduce;
 mod scale;
@@ -20,6 +21,11 @@ enum Simulation {
     ///
     /// Each run checks the invariants at each step.
     Chaos(chaos::ChaosArgs),
+    /// Serve a trace by the cores of agents and control plane, with the times of hardware.
+    ///
+    /// Prints hit rates by tier, times to first tokens and bytes by channel. Each run checks the invariants of the
+    /// simulation with faults. With --compare, the hits are compared with those of a replay without time.
+    Cores(cores::CoresArgs),
     /// Replay a trace through the eviction policies, with or without time.
     ///
     /// Prints hit rates by tier, bytes, evictions and writes to SSDs. The policies are those of agents. With --hardware and
@@ -39,6 +45,7 @@ enum Simulation {
 pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
     match &args.simulation {
         Simulation::Chaos(args) => chaos::command(args, audience),
+        Simulation::Cores(args) => cores::command(args, audience),
         Simulation::Replay(args) => replay::command(args, audience),
         Simulation::Scale(args) => scale::command(args, audience),
         Simulation::Reproduce(args) => reproduce::command(args, audience),

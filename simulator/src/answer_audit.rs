@@ -15,6 +15,8 @@ use crate::store::Revision;
 
 /// Number of directory changes that are audited together; at least the number of nodes.
 const AUDIT_EVERY: u32 = 32;
+/// The same where a trace fills the directory with many blocks.
+const AUDIT_EVERY_TIMED: u32 = 4096;
 
 /// Earlier answers and member lists.
 #[derive(Debug, Default)]
@@ -30,7 +32,8 @@ pub(crate) struct AnswerAudit {
 /// Called after a change of a directory. A full audit takes as long as a hundred changes, so it only runs
 /// after several.
 pub(crate) fn directory(simulation: &mut Simulation, member: usize) {
-    let every = AUDIT_EVERY.max(simulation.nodes.len() as u32);
+    let least = if simulation.env.timed.is_some() { AUDIT_EVERY_TIMED } else { AUDIT_EVERY };
+    let every = least.max(simulation.nodes.len() as u32);
     let Some(running) = &simulation.members[member] else { return };
     let unaudited = simulation.answers.unaudited.entry(member).or_default();
     *unaudited += 1;

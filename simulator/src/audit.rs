@@ -15,7 +15,7 @@ use crate::member::incarnations;
 use crate::network::Host;
 use crate::operators::{cordon_all, drain_in_calm};
 use crate::reports::StateSnapshot;
-use crate::setup::{FINISH_TIME, Limits, all_keys, layout_of};
+use crate::setup::{FINISH_TIME, Limits, all_keys};
 use crate::simulation::Simulation;
 use crate::store::{Key, Prefix, Revision, Value};
 
@@ -90,12 +90,13 @@ fn assert_nothing_left(simulation: &mut Simulation, node: usize) {
 
 /// Checks that the bytes in use are those of announced blocks and of slots that lost devices may still
 /// write to.
-fn assert_space(simulation: &mut Simulation, node: usize) {
-    let process = simulation.process(node);
+fn assert_space(simulation: &Simulation, node: usize) {
+    let setup = &simulation.env.setup;
+    let process = simulation.nodes[node].process.as_ref().expect("the agent runs");
     let counters = process.core.counters();
     let bytes = |tier: Tier, header: u64| -> u64 {
         let of_tier = process.replicas.held.iter().filter(|(_, other)| *other == tier);
-        of_tier.map(|(key, _)| layout_of(key).slot_bytes() + header).sum()
+        of_tier.map(|(key, _)| setup.layout_of(key).slot_bytes() + header).sum()
     };
     let dram = bytes(Tier::Dram, 0) + counters.arena_lost_bytes;
     assert_eq!(counters.arena_used_bytes, dram, "node {node}: slots of the arena leak");
@@ -171,7 +172,11 @@ fn assert_reports_arrived(simulation: &Simulation, member: usize) {
 
 /// Returns the replicas in a member's directory.
 fn known_by(simulation: &mut Simulation, member: usize) -> Vec<(NodeId, BlockKey, Tier)> {
-    let (now, keys) = (simulation.env.time(Host::Member(member)), all_keys());
+    let now = simulation.env.time(Host::Member(member));
+    let keys = match simulation.env.setup.layout {
+        Some(_) => simulation.truth.keys().copied().collect(),
+        None => all_keys(),
+    };
     let running = simulation.members[member].as_mut().expect("the member was restarted");
     let answered = running.lookup(now, &keys, None);
     let of = |(key, replicas): (&BlockKey, Vec<Replica>)| {

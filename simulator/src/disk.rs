@@ -104,12 +104,16 @@ impl Image {
 
 impl Disk {
     /// Creates a formatted device with an empty pool. `identity` distinguishes the devices of one place.
-    pub(crate) fn format(bytes: u64, index: u8, identity: u64) -> Disk {
+    pub(crate) fn format((bytes, segment_bytes): (u64, u64), index: u8, identity: u64) -> Disk {
         let mut pool_uuid = [index + 1; 16];
         pool_uuid[..8].copy_from_slice(&identity.to_le_bytes());
-        let (device_bytes, segment_bytes) = (bytes, 2 << 20);
-        let params =
-            PoolParams { device_bytes, segment_bytes, pool_uuid, device_index: index, created_unix_us: 1 };
+        let params = PoolParams {
+            device_bytes: bytes,
+            segment_bytes,
+            pool_uuid,
+            device_index: index,
+            created_unix_us: 1,
+        };
         let mut image = Image::default();
         for (offset, bytes) in DevicePool::format(&params).expect("sound parameters") {
             let kind = DeviceOpKind::WritePages { offset, bytes };

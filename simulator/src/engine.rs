@@ -148,6 +148,27 @@ impl Engine {
         page
     }
 
+    /// Returns the load of an entry of the progress page.
+    pub(crate) fn load_at(&self, entry: ProgressEntry) -> Option<LoadId> {
+        self.page.get(&entry).map(|page| page.load)
+    }
+
+    /// Returns the source of each block of a load; `None` if the block was not loaded.
+    pub(crate) fn loaded(&self, load: LoadId) -> Vec<Option<Source>> {
+        let (blocks, page) = (&self.loads[&load].blocks, self.progress(load));
+        let source = |(at, block): (u32, &LoadedBlock)| match block {
+            LoadedBlock::Ok { source, .. } if !page.failed.contains(&at) => Some(*source),
+            LoadedBlock::Ok { .. } | LoadedBlock::Lost(_) => None,
+        };
+        (0..).zip(blocks).map(source).collect()
+    }
+
+    /// Takes the slot of a reservation.
+    pub(crate) fn take_reserved(&mut self, lease: LeaseId) -> ArenaSlot {
+        let at = self.reserved.iter().position(|(other, ..)| *other == lease);
+        self.reserved.remove(at.expect("the lease is reserved")).1
+    }
+
     /// Reports whether all layers of a load are ready or failed.
     pub(crate) fn is_done(&self, load: LoadId) -> bool {
         self.progress(load).done

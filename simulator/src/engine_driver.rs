@@ -50,6 +50,17 @@ impl Node {
     pub(crate) fn open_session(&mut self, env: &mut Environment, seat: usize) {
         let layout = if env.rng.chance(300) { small_layout() } else { large_layout() };
         let tenant = TenantId(env.rng.below(usize::from(env.setup.tenants)) as u16);
+        self.open_session_of(env, seat, tenant, layout);
+    }
+
+    /// Opens a session of a tenant, whose blocks have this layout.
+    pub(crate) fn open_session_of(
+        &mut self,
+        env: &mut Environment,
+        seat: usize,
+        tenant: TenantId,
+        layout: Layout,
+    ) -> SessionId {
         let process = self.process();
         let session = process.engines.open(seat, tenant, layout);
         process.names.insert(tenant);
@@ -61,6 +72,7 @@ impl Node {
         let mut out = Outcomes::default();
         out.event(Event::SessionOpened(SessionOpened { session, tenant, namespace, layout, gpu: None }));
         self.run(env, out);
+        session
     }
 
     /// Fills reserved slots with new contents and commits them under these keys, as far as there are slots.

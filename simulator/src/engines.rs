@@ -75,6 +75,17 @@ impl Engines {
         asked: RequestKind,
         body: Request,
     ) {
+        self.request(env, session, asked, body);
+    }
+
+    /// As [`Engines::ask`]; returns the id that the answer names.
+    pub(crate) fn request(
+        &mut self,
+        env: &mut Environment,
+        session: SessionId,
+        asked: RequestKind,
+        body: Request,
+    ) -> RequestId {
         let at = env.now.after(env.rng.micros(1..100));
         let (node, life) = (self.node, env.host(Host::Node(self.node)).life);
         let engine = self.session(session);
@@ -82,6 +93,7 @@ impl Engines {
         engine.last_sent = at.max(engine.last_sent);
         let (at, what) = (engine.last_sent, AgentStep::Request { session, request, body });
         env.queue.push(at, Action::Agent { node, life, what });
+        request
     }
 
     /// Reports blocks as corrupt.
@@ -147,6 +159,11 @@ impl Engines {
         if let Some(engine) = self.sessions.get_mut(&session) {
             engine.on_progress(entry, update);
         }
+    }
+
+    /// Returns the load of an entry of a session's progress page.
+    pub(crate) fn load_at(&self, session: SessionId, entry: ProgressEntry) -> Option<LoadId> {
+        self.sessions.get(&session)?.load_at(entry)
     }
 
     /// Handles the notice for a ticket; returns the keys that are durable.

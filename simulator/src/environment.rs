@@ -23,6 +23,7 @@ use crate::queue::Queue;
 use crate::rng::Rng;
 use crate::setup::Setup;
 use crate::simulation::{Action, AgentStep};
+use crate::timed::Timed;
 use crate::trace::{Recording, Trace};
 
 /// The environment; see the module.
@@ -47,6 +48,8 @@ pub(crate) struct Environment {
     pub(crate) calm: bool,
     /// Number of occurrences by name.
     pub(crate) seen: BTreeMap<&'static str, u64>,
+    /// Hardware whose times the simulation has; `None`: random delays.
+    pub(crate) timed: Option<Box<Timed>>,
     /// Observations that the checks have not seen yet.
     pub(crate) observations: Vec<Observation>,
 }
@@ -67,6 +70,7 @@ impl Environment {
             contents: 0,
             calm: false,
             seen: BTreeMap::new(),
+            timed: None,
             observations: Vec::new(),
             setup,
         }

@@ -11,6 +11,7 @@ use crate::environment::Environment;
 use crate::messages::Message;
 use crate::network::{End, Host, LineId};
 use crate::simulation::Action;
+use crate::timed;
 
 /// State of a host.
 #[derive(Debug)]
@@ -213,7 +214,11 @@ impl Environment {
 
     /// Resends a message that was held at a cut.
     pub(crate) fn send_again(&mut self, (line, to): (LineId, usize), number: u64, message: Message) {
-        if let Some(at) = self.network.arrival(line, to, self.now, &mut self.rng) {
+        let arrival = match timed::latency(self, line) {
+            Some(latency) => self.network.arrival_after(line, to, self.now.after(latency)),
+            None => self.network.arrival(line, to, self.now, &mut self.rng),
+        };
+        if let Some(at) = arrival {
             self.queue.push(at, Action::Deliver { line, to, number, message });
         }
     }

@@ -14,6 +14,7 @@ use crate::environment::Environment;
 use crate::memory::{Memory, verified};
 use crate::setup::Variant;
 use crate::simulation::AgentStep;
+use crate::timed;
 
 /// Of 1000 reads of a lost device: those whose slot the device may still write to.
 const STRANDED_PERMILLE: u64 = 200;
@@ -64,8 +65,10 @@ impl Jobs {
             }
             Job::Check(_) => 1,
         };
+        if !timed::begin_job(env, self.node, number, &job) {
+            self.schedule(env, number, slowness);
+        }
         self.running.insert(number, job);
-        self.schedule(env, number, slowness);
     }
 
     fn schedule(&self, env: &mut Environment, number: u64, slowness: u32) {
@@ -101,7 +104,10 @@ impl Jobs {
             }
             Job::Read { device, read, layout, layers } => {
                 let disk = &disks[usize::from(device.0)];
-                let to = layers + 1 + env.rng.below((layout.layers() - layers) as usize) as u32;
+                let to = match env.timed {
+                    Some(_) => layout.layers(),
+                    None => layers + 1 + env.rng.below((layout.layers() - layers) as usize) as u32,
+                };
                 let event = read_on(env, disk, memory, (read, layout, layers..to));
                 if to < layout.layers() && !matches!(event, Event::Fill { update: FillUpdate::Failed(_), .. })
                 {

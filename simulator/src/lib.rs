@@ -60,6 +60,7 @@
 //! | `store.rs`, `store_process.rs` | the contract of `controlplane/store`, with the behaviour of etcd |
 //! | `peers.rs`, `offers.rs` | the contract of `node-agent/transport` |
 //!
+//! [`timed`] replaces random delays by the times of hardware, and random engines by those that serve a trace.
 //! [`replay`] is apart from all this: it replays traces through the eviction policies, without time.
 //!
 //! The simulation is as deterministic as the cores: no clock, no threads, no environment. The caller provides
@@ -115,6 +116,7 @@ mod simulation;
 mod store;
 mod store_process;
 mod tenants;
+pub mod timed;
 mod trace;
 
 use std::any::Any;

@@ -35,13 +35,16 @@ impl Memory {
     pub(crate) fn write(&mut self, slot: ArenaSlot, layers_all: u32, layers: Range<u32>, tags: &[Tag]) {
         let stranded = self.stranded.iter().any(|other| overlap(*other, slot));
         assert!(!stranded, "{slot:?} was used again although a lost device may write to it");
-        let end = slot.offset + slot.bytes;
-        self.slots.retain(|(region, offset), other| {
-            let same = *offset == slot.offset && other.bytes == slot.bytes;
-            *region != slot.region.0 || same || *offset >= end || offset + other.bytes <= slot.offset
-        });
+        // Slots in memory do not overlap, so their ends have the order of their offsets.
+        let region = slot.region.0;
+        let before_end = self.slots.range((region, 0)..(region, slot.offset + slot.bytes)).rev();
+        let overlapping = before_end.take_while(|((_, offset), other)| offset + other.bytes > slot.offset);
+        let same = |offset: u64, bytes: u64| (offset, bytes) == (slot.offset, slot.bytes);
+        let gone = overlapping.filter(|((_, offset), other)| !same(*offset, other.bytes));
+        let gone: Vec<(u16, u64)> = gone.map(|(place, _)| *place).collect();
+        gone.iter().for_each(|place| drop(self.slots.remove(place)));
         let empty = || Slot { bytes: slot.bytes, layers: Vec::new() };
-        let place = self.slots.entry((slot.region.0, slot.offset)).or_insert_with(empty);
+        let place = self.slots.entry((region, slot.offset)).or_insert_with(empty);
         place.layers.resize(layers_all as usize, 0);
         place.layers[layers.start as usize..layers.end as usize].copy_from_slice(tags);
     }

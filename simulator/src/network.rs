@@ -127,8 +127,13 @@ impl<M> Network<M> {
             950..995 => rng.millis(1..20),
             _ => rng.millis(20..900),
         };
+        self.arrival_after(id, to, now.after(delay))
+    }
+
+    /// Returns the arrival time of a message that arrives at `at`, or behind the messages before it.
+    pub(crate) fn arrival_after(&mut self, id: LineId, to: usize, at: Tick) -> Option<Tick> {
         let last = &mut self.lines.get_mut(&id)?.last[to];
-        *last = now.after(delay).max(Tick(last.0 + 1));
+        *last = at.max(Tick(last.0 + 1));
         Some(*last)
     }
 

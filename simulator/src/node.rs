@@ -40,6 +40,7 @@ use crate::replicas::{AnnouncedReplicas, DurableBlocks};
 use crate::setup::{Setup, Variant};
 use crate::simulation::AgentStep;
 use crate::tenants::TenantAudit;
+use crate::timed;
 
 /// A node; see the module.
 #[derive(Debug)]
@@ -78,8 +79,8 @@ pub(crate) struct Process {
 
 impl Node {
     pub(crate) fn new(index: usize, setup: &Setup) -> Node {
-        let disk =
-            |device: usize| Disk::format(setup.disk_bytes, device as u8, index as u64 * 1000 + device as u64);
+        let size = (setup.disk_bytes, setup.segment_bytes);
+        let disk = |device: usize| Disk::format(size, device as u8, index as u64 * 1000 + device as u64);
         Node {
             index,
             failure_domain: String::new(),
@@ -296,7 +297,9 @@ impl Node {
             _ => None,
         };
         process.core.apply(now, event, &mut effects);
-        process.core.audit().unwrap_or_else(|broken| panic!("node {node}: {broken}"));
+        if env.is_audit_due() {
+            process.core.audit().unwrap_or_else(|broken| panic!("node {node}: {broken}"));
+        }
         let mut durable = Vec::new();
         for effect in effects {
             if let Effect::Durable { session, ticket, durable: count, lost } = &effect {
@@ -309,7 +312,9 @@ impl Node {
         }
         durable.extend(self.extents.take_durable());
         self.process().replicas.assert_stored(&durable);
-        self.check_readers(env);
+        if env.timed.is_none() {
+            self.check_readers(env);
+        }
         self.after_event(env);
         let process = self.process();
         if let Some(offer) = offered {
@@ -348,6 +353,7 @@ impl Node {
             Effect::Durable { .. } => unreachable!("handled after all effects"),
             Effect::Progress { session, entry, update } => {
                 process.engines.on_progress(session, entry, &update);
+                timed::note_progress(env, &process.engines, (session, entry), &update);
             }
             Effect::Device { device, op } => {
                 let number = usize::from(device.0);
@@ -487,6 +493,7 @@ impl Process {
             slots.for_each(|slot| self.assert_unused(env, slot));
         }
         env.trace.note(|| format!("{} {} ← {reply:?}", of.0.0, of.1.0));
+        timed::note_reply(env, self.node(), of.1, reply);
         self.engines.on_reply(env, of, reply)
     }
 

@@ -14,7 +14,7 @@ use crate::memory::Tag;
 use crate::messages::{LookupAnswer, PlacementAnswer, PlacementRequest};
 use crate::simulation::Simulation;
 use crate::store::Revision;
-use crate::{answer_audit, block_audit, budgets, placement_answers};
+use crate::{answer_audit, block_audit, budgets, placement_answers, timed};
 
 /// An observation of a step.
 #[derive(Debug)]
@@ -57,6 +57,7 @@ impl Environment {
 /// Runs the checks of all observations since the last call.
 pub(crate) fn check(simulation: &mut Simulation) {
     for observation in std::mem::take(&mut simulation.env.observations) {
+        timed::count(&mut simulation.env, &observation);
         check_one(simulation, observation);
     }
 }

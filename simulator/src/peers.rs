@@ -18,6 +18,7 @@ use crate::observation::Observation;
 use crate::outcomes::{Follow, Outcomes};
 use crate::setup::Variant;
 use crate::simulation::{AgentStep, take_where};
+use crate::timed;
 
 /// Connections that an agent has opened to others, by their index.
 #[derive(Debug)]
@@ -334,7 +335,7 @@ impl Peers {
             return;
         }
         let layout = self.serves[&serve].layout;
-        let (_, _, block) = self.block(serve, number);
+        let (line, _, block) = self.block(serve, number);
         assert!(block.state == SendState::Open && block.checksums.is_some(), "objects follow the header");
         assert!(objects.offset == block.given && objects.bytes > 0, "objects are in order");
         assert!(objects.bytes.is_multiple_of(layout.layer_bytes()), "whole layers");
@@ -347,8 +348,9 @@ impl Peers {
         if objects.last {
             block.state = SendState::Queued;
         }
+        let bytes = objects.bytes;
         block.queue.push_back(objects);
-        self.send_later(env, serve, number);
+        self.send_later(env, (serve, number), (line, bytes));
     }
 
     /// Reports a block absent; returns whether there is a receiver.
@@ -362,7 +364,7 @@ impl Peers {
         block.state = if begun { SendState::Queued } else { SendState::Ended };
         env.send(line, 0, Message::Peer(PeerMessage::Absent { fetch, block: number }));
         if begun {
-            self.send_later(env, serve, number);
+            self.send_later(env, (serve, number), (line, 0));
         } else {
             // Deferred, because the core is still executing effects; the serve may end with it.
             env.later(self.node, Duration::ZERO, AgentStep::Send { serve, block: number });
@@ -370,7 +372,15 @@ impl Peers {
         true
     }
 
-    fn send_later(&mut self, env: &mut Environment, serve: ServeId, block: u32) {
+    fn send_later(
+        &mut self,
+        env: &mut Environment,
+        (serve, block): (ServeId, u32),
+        (line, bytes): (LineId, u64),
+    ) {
+        if timed::begin_send(env, self.node, (line, bytes), AgentStep::Send { serve, block }) {
+            return;
+        }
         let delay = env.rng.micros(10..300);
         env.later(self.node, delay, AgentStep::Send { serve, block });
     }

@@ -15,7 +15,7 @@ use reprise_policy::{Epoch, NodeId, NodeMode, Quota, TenantId, Tick};
 use crate::environment::Environment;
 use crate::messages::Direction;
 use crate::network::Host;
-use crate::setup::{Variant, large_layout};
+use crate::setup::Variant;
 
 /// Time within which the directory knows of a removed replica, during faults and without them. A lost
 /// announcement is sent again after the timeout of a call, or with a new registration.
@@ -129,7 +129,7 @@ impl PlacementAudit {
         let rate = u128::from(env.setup.settings.placement_bandwidth);
         self.given += bytes;
         let time_us = now.since(self.since.unwrap_or(now)).as_micros() + 1_000_000;
-        let allowed = rate * time_us / 1_000_000 + u128::from(large_layout().slot_bytes());
+        let allowed = rate * time_us / 1_000_000 + u128::from(env.setup.slot_bytes_max());
         assert!(
             u128::from(self.given) <= allowed,
             "node {node} served {} bytes, more than the {allowed} that its bandwidth allows",

@@ -182,7 +182,7 @@ fn replace_lost_disks(env: &mut Environment, node: &mut Node) {
     let identity = env.rng.next();
     for (device, disk) in node.disks.iter_mut().enumerate() {
         if disk.health.lost {
-            *disk = Disk::format(disk.bytes(), device as u8, identity);
+            *disk = Disk::format((disk.bytes(), env.setup.segment_bytes), device as u8, identity);
             node.extents.device_replaced(device);
         }
     }

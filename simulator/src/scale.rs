@@ -107,7 +107,8 @@ fn measure(simulation: &mut Simulation, what: &str) -> Result<Duration, String> 
     Err(format!("{what} takes longer than {TIME_MAX:?}"))
 }
 
-fn is_whole(simulation: &Simulation) -> bool {
+/// Reports whether every slot has an owner that knows the inventories of all nodes.
+pub(crate) fn is_whole(simulation: &Simulation) -> bool {
     let mut owned = 0;
     for member in 0..simulation.members.len() {
         let now = simulation.env.time(Host::Member(member));

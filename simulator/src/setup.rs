@@ -44,6 +44,8 @@ pub(crate) const KEYS: u64 = 64;
 /// have room.
 const TIGHT: [u64; 3] = [8 << 20, 8 << 20, 24 << 20];
 const ROOMY: [u64; 3] = [8 << 20, 24 << 20, 24 << 20];
+/// Bytes of a segment: 32 large blocks.
+const SEGMENT_BYTES: u64 = 2 << 20;
 /// Maximum number of tenants.
 pub(crate) const TENANTS_MAX: u16 = 3;
 
@@ -157,6 +159,10 @@ pub(crate) struct Setup {
     pub(crate) region_bytes: u64,
     pub(crate) disks: usize,
     pub(crate) disk_bytes: u64,
+    /// Bytes of a segment of a disk's pool.
+    pub(crate) segment_bytes: u64,
+    /// Layout of all blocks; `None`: blocks have those of [`large_layout`] and [`small_layout`].
+    pub(crate) layout: Option<Layout>,
     /// Mean interval between actions of an engine.
     pub(crate) pace: Duration,
     /// Mean interval at which an operator sets a node's mode.
@@ -191,6 +197,8 @@ impl Setup {
             region_bytes: 4 * slot,
             disks: 1,
             disk_bytes: 4 << 20,
+            segment_bytes: SEGMENT_BYTES,
+            layout: None,
             pace: Duration::from_millis(10),
             operate_every: Duration::from_secs(1),
             extents: false,
@@ -203,6 +211,16 @@ impl Setup {
             settings: Settings { lookup_timeout: LOOKUP_TIMEOUT, ..Settings::default() },
             variant: Variant::Production,
         }
+    }
+
+    /// Returns the layout of a key's blocks.
+    pub(crate) fn layout_of(&self, key: &BlockKey) -> Layout {
+        self.layout.unwrap_or_else(|| layout_of(key))
+    }
+
+    /// Bytes of the largest slot.
+    pub(crate) fn slot_bytes_max(&self) -> u64 {
+        self.layout.unwrap_or_else(large_layout).slot_bytes()
     }
 
     /// Draws sizes and speeds of a simulation.
@@ -242,6 +260,8 @@ impl Setup {
             extents: false,
             leaves_at_end,
             disk_bytes: rng.one_of(if leaves_at_end.is_some() { &ROOMY } else { &TIGHT }),
+            segment_bytes: SEGMENT_BYTES,
+            layout: None,
             names,
             pace: rng.millis(5..120),
             fault_every: rng.millis(200..4000),
@@ -288,6 +308,15 @@ fn layout(layers: u16, parts: Parts, head_dim: u16) -> Layout {
 pub(crate) fn key(tenant: TenantId, layout: &Layout, number: u64) -> BlockKey {
     let of_layout = if *layout == small_layout() { KEYS } else { 0 };
     let number = u64::from(tenant.0) * KEYS * 2 + of_layout + number % KEYS;
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&mix(number + 1).to_le_bytes());
+    bytes[8..].copy_from_slice(&number.wrapping_mul(SPREAD).to_le_bytes());
+    BlockKey(bytes)
+}
+
+/// Returns the key of a block of a trace, which is of the first tenant.
+pub(crate) fn trace_key(block: u32) -> BlockKey {
+    let number = u64::from(block) << 32;
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&mix(number + 1).to_le_bytes());
     bytes[8..].copy_from_slice(&number.wrapping_mul(SPREAD).to_le_bytes());

@@ -28,6 +28,7 @@ use crate::rng::Rng;
 use crate::setup::{Limits, Setup, Variant};
 use crate::store_process::{StoreProcess, StoreStep};
 use crate::tenants::send_grant;
+use crate::timed::{self, ServeStep, Serving, Timed};
 use crate::trace::Recording;
 
 /// Maximum number of steps of one run; more indicate an endless loop.
@@ -91,6 +92,13 @@ pub(crate) enum Action {
     },
     /// The power of a node fails.
     Outage(usize),
+    /// A channel may have ended transfers.
+    Channel(usize),
+    /// A step of the engine of a node that serves a trace.
+    Serve {
+        node: usize,
+        what: ServeStep,
+    },
     Repair(Repair),
 }
 
@@ -160,6 +168,8 @@ pub(crate) struct Simulation {
     pub(crate) grants: u64,
     /// Grants of tenants in the whole cluster.
     pub(crate) budget_audit: BudgetAudit,
+    /// Engines that serve a trace, in a simulation with the times of hardware.
+    pub(crate) serving: Option<Box<Serving>>,
 }
 
 impl Simulation {
@@ -184,6 +194,15 @@ impl Simulation {
         simulation
     }
 
+    /// Creates a simulation without random actions and faults whose time has the rates of hardware.
+    pub(crate) fn timed(setup: Setup, timed: Timed, seed: u64, recording: Recording) -> Simulation {
+        let mut simulation = Simulation::of(setup, Rng::new(seed), recording);
+        simulation.env.timed = Some(Box::new(timed));
+        (simulation.env.calm, simulation.env.network.calm) = (true, true);
+        simulation.begin();
+        simulation
+    }
+
     fn of(setup: Setup, rng: Rng, recording: Recording) -> Simulation {
         Simulation {
             nodes: (0..setup.nodes).map(|node| Node::new(node, &setup)).collect(),
@@ -193,6 +212,7 @@ impl Simulation {
             truth: BTreeMap::new(),
             grants: 0,
             budget_audit: BudgetAudit::default(),
+            serving: None,
             env: Environment::new(setup, rng, recording),
         }
     }
@@ -223,7 +243,10 @@ impl Simulation {
         while let Some((at, action)) = self.env.queue.pop(until) {
             self.env.now = self.env.now.max(at);
             self.step(action);
-            let steps_max = STEPS_MAX.max(STEPS_PER_NODE_MAX * self.nodes.len() as u64);
+            let steps_max = match self.env.timed {
+                Some(_) => u64::MAX,
+                None => STEPS_MAX.max(STEPS_PER_NODE_MAX * self.nodes.len() as u64),
+            };
             assert!(self.env.trace.steps() < steps_max, "the simulation does not end");
         }
         self.env.now = until;
@@ -262,6 +285,8 @@ impl Simulation {
                 extents.step(&mut self.env, disks, holder);
             }
             Action::Outage(node) => outage(self, node),
+            Action::Channel(channel) => timed::look(&mut self.env, channel),
+            Action::Serve { node, what } => timed::serve(self, node, what),
             Action::Repair(repair) => self.repair(repair),
         }
         observation::check(self);
@@ -426,6 +451,8 @@ fn code(action: &Action) -> [u64; 3] {
         Action::Domain => [13, 0, 0],
         Action::Repair(_) => [8, 0, 0],
         Action::Outage(node) => [9, *node as u64, 0],
+        Action::Channel(channel) => [16, *channel as u64, 0],
+        Action::Serve { node, what } => [17 + ((*node as u64) << 32), what.code(), 0],
         Action::ExtentWritten { node, number } => [14, *node as u64, *number],
         Action::Holder { node, holder } => [15 + ((*node as u64) << 32), holder.life, holder.session.0],
     }

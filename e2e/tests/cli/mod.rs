@@ -2,6 +2,7 @@
 
 mod admin;
 mod generated_pages;
+mod sim_cores;
 mod sim_replay;
 mod trace;
 mod user_nvme;

@@ -145,10 +145,14 @@ impl Cluster {
     fn read_from_peer(&mut self, own: usize, block: u32) -> Option<Source> {
         let replicas = self.directory.get(&block)?;
         let peer = soonest(replicas, |node| usize::from(node.0) == own)?;
-        self.nodes[usize::from(peer.node.0)].read_by_peer(block);
-        Some(match peer.tier {
-            Tier::Dram => Source::PeerDram(peer.node),
-            Tier::Nvme => Source::PeerNvme(peer.node),
+        let (node, tier) = (peer.node, peer.tier);
+        self.nodes[usize::from(node.0)].read_by_peer(block);
+        if tier == Tier::Nvme {
+            self.update_directory(usize::from(node.0));
+        }
+        Some(match tier {
+            Tier::Dram => Source::PeerDram(node),
+            Tier::Nvme => Source::PeerNvme(node),
         })
     }
 

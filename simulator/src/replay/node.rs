@@ -2,7 +2,8 @@
 //!
 //! With chains, in the sequence of the agent (`node-agent/core`):
 //!
-//! 1. The request's blocks in DRAM are in use: they leave the order.
+//! 1. The request's blocks in DRAM are in use: the use is counted, and they leave the order. A block that is read into
+//!    DRAM enters it without a use.
 //! 2. Blocks on NVMe or at peers are read into DRAM, and new ones get slots. Each may evict a block that is not in use.
 //!    Without a victim, the rest of the prompt is not kept.
 //! 3. Blocks that were found become evictable from the last to the first, new ones before their parents.
@@ -190,7 +191,7 @@ impl Node {
         self.dram.find(block).map(Source::Dram).or_else(on_nvme)
     }
 
-    /// Counts a read of a block by another node as a use.
+    /// Counts a read of a block by another node as a use. A block on NVMe is read into DRAM for that, and stays there.
     pub(super) fn read_by_peer(&mut self, block: u32) {
         match self.find(block) {
             Some(Source::Dram(entry)) => {
@@ -198,11 +199,25 @@ impl Node {
                 self.dram.order.touch(entry);
             }
             Some(Source::Nvme(entry)) => {
-                let order = &mut self.nvme.as_mut().expect("the block is there").slots.order;
-                order.used(entry);
-                order.touch(entry);
+                let slots = &mut self.nvme.as_mut().expect("the block is there").slots;
+                slots.order.used(entry);
+                slots.order.touch(entry);
+                let slot = *slots.slot(entry);
+                self.stage_for_peer(slot);
             }
             _ => {}
+        }
+    }
+
+    fn stage_for_peer(&mut self, slot: Slot) {
+        if self.make_room(slot.tenant).is_err() {
+            return;
+        }
+        self.changed.push(slot.block);
+        let entry = self.dram.place(Slot { holders: 1, is_saved: false, ..slot });
+        if self.dram.end_hold(entry) {
+            let block = self.in_dram(entry);
+            self.dram.release(entry, &block);
         }
     }
 
@@ -241,6 +256,7 @@ impl Node {
         self.use_on_nvme(request, matched.run);
         for source in matched.run {
             if let Source::Dram(entry) = source {
+                self.dram.order.used(*entry);
                 self.dram.hold(*entry);
             }
         }
@@ -332,6 +348,7 @@ impl Node {
             }
             // A block behind the run may be present, or may have been evicted for one of this request.
             if let Some(entry) = self.dram.find(request.chain[at]) {
+                self.dram.order.used(entry);
                 self.dram.hold(entry);
                 in_use.found.push(entry);
             } else if self.make_room(request.tenant).is_ok() {
@@ -373,6 +390,7 @@ impl Node {
             }
             if let Some(entry) = self.dram.find(request.chain[at]) {
                 self.dram.order.touch(entry);
+                self.dram.order.used(entry);
                 self.note_use(entry);
             } else if self.make_room(request.tenant).is_ok() {
                 let entry = self.place(request, at, at >= run);
@@ -386,9 +404,8 @@ impl Node {
         }
     }
 
-    /// Counts a use of a block in DRAM. Admission may write the block because of it.
+    /// Reports a use of a block in DRAM to admission, which may write the block because of it.
     fn note_use(&mut self, entry: EntryIndex) {
-        self.dram.order.used(entry);
         let Some(nvme) = &mut self.nvme else { return };
         let slot = self.dram.slot_mut(entry);
         if !std::mem::replace(&mut slot.is_reused, true) {
