@@ -23,7 +23,7 @@
 
 use super::ghosts::Ghosts;
 use super::lists::{ListKind, Lists, NIL, QUEUES_MAX, Record};
-use super::{Block, EntryIndex, EvictionKind, Group};
+use super::{Block, Class, EntryIndex, EvictionKind, Group};
 
 /// Small queue of S3-FIFO.
 const SMALL: u8 = 0;
@@ -200,6 +200,11 @@ impl Rule {
                 Some(record.queue)
             }
         }
+    }
+
+    /// Returns the queue of a class; `None` if the policy has no classes.
+    pub(super) fn queue_of_class(&self, class: Class) -> Option<u8> {
+        matches!(self, Rule::PriorityLru).then_some(class as u8)
     }
 
     /// Counts a use; returns the queue that the block moves to, if it moves.
