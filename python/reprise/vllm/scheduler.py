@@ -620,7 +620,8 @@ class SchedulerSide:
                     self._submit(state, command)
 
     def _submit(self, state: RequestState, command: Command) -> None:
-        first, end = command.tokens.blocks(self.geometry.block_tokens, len(state.request.block_hashes))
+        request = state.request
+        first, end = command.blocks(self.geometry.block_tokens, len(request.block_hashes), request.num_prompt_tokens)
 
         def keys(start: int, stop: int) -> bytes:
             return self._keys_by_block(state, start, stop)
