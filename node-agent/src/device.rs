@@ -24,7 +24,7 @@ pub(crate) use user_nvme::{ControllerHandle, ControllerKind, ControllerPropertie
 pub(crate) use worker::read_error;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -98,6 +98,8 @@ pub(crate) struct DeviceInfo {
     pub(crate) write_error: Arc<OnceLock<String>>,
     /// Operations since opening that failed with a medium error or were lost on the way to it.
     pub(crate) media_errors: Arc<AtomicU32>,
+    /// Bytes that the drive counts as written since it was opened; 0 while its health log is not read.
+    pub(crate) drive_written_bytes: Arc<AtomicU64>,
 }
 
 impl DeviceInfo {
@@ -404,6 +406,7 @@ fn finish(opening: Opening, found: DeviceContent) -> Result<OpenedDevice, AgentE
         sync_failed,
         write_error,
         media_errors,
+        drive_written_bytes: Arc::default(),
     };
     tracing::info!(
         path = %info.description, bytes, engine = info.engine_name(), blocks = recovery.blocks, records = recovery.records,

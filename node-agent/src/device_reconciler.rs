@@ -48,7 +48,7 @@ use tokio::sync::watch;
 use crate::admin::AdminContext;
 use crate::bindings::BindingsFile;
 use crate::config::{PoolSettings, ReloadableConfig};
-use crate::core_loop::{AttachedDevice, Inbox, Input};
+use crate::core_loop::{AttachedDevice, CoreView, Inbox, Input};
 use crate::device::{ControllerHandle, DeviceContext, OpenedDevice, access};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
@@ -308,6 +308,7 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
+        self.report_drive_writes(&view);
         let metrics = &self.parts.context.metrics;
         let open = facts::latency_limits(&self.reconciler, desired);
         self.latency.update(Instant::now(), &open, |id| metrics.read_times(id));
@@ -341,6 +342,21 @@ impl Worker {
                 self.wear.record(&path, None);
             }
         }
+    }
+
+    /// Publishes what the drives count as written since they were opened.
+    fn report_drive_writes(&self, view: &CoreView) {
+        let (metrics, mut total) = (&self.parts.context.metrics, 0_u64);
+        for (id, fact) in self.reconciler.device_facts() {
+            let Some((id, bytes)) = id.zip(self.wear.written(&fact.path)) else { continue };
+            total = total.saturating_add(bytes);
+            metrics.drive_written(id, bytes);
+            if let Some(open) = view.devices.iter().find(|device| device.id == id) {
+                open.info.drive_written_bytes.store(bytes, Ordering::Relaxed);
+            }
+        }
+        let useful = view.counters.stored_bytes_total;
+        metrics.drive_amplification(total.saturating_mul(1000).checked_div(useful).unwrap_or(0));
     }
 
     /// Persists the device-to-pool mapping if it has changed. An error is logged once and retried at the

@@ -107,6 +107,7 @@ pub(crate) struct Metrics {
     phases: Family<PhaseLabels, Histogram, fn() -> Histogram>,
     backends: BackendMetrics,
     devices: DeviceFamilies,
+    drive_amplification: Gauge,
     /// Read latencies for the reconciler's latency monitor.
     read_times: Mutex<BTreeMap<DeviceId, Arc<ReadTimes>>>,
     inbox_waiting: Gauge,
@@ -126,6 +127,7 @@ struct DeviceFamilies {
     writes_queued: Family<DeviceLabels, Gauge>,
     write_bytes_queued: Family<DeviceLabels, Gauge>,
     in_flight: Family<DeviceLabels, Gauge>,
+    drive_written_bytes: Family<DeviceLabels, Gauge>,
     lost: Family<DeviceLabels, Gauge>,
     read_only: Family<DeviceLabels, Gauge>,
     recovery_seconds: Family<DeviceLabels, Gauge<f64, std::sync::atomic::AtomicU64>>,
@@ -237,11 +239,27 @@ impl Metrics {
         registry.register("inbox_waiting", "Inputs waiting for the core", inbox_waiting.clone());
         let backends = BackendMetrics::register(&mut registry);
         let devices = DeviceFamilies::register(&mut registry);
+        let drive_amplification = Gauge::default();
+        registry.register(
+            "drive_amplification_permille",
+            "Bytes that the drives count as written, for 1,000 payload bytes that became durable; 0 if they count none",
+            drive_amplification.clone(),
+        );
         let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin, Listener::Sessions]);
         let snapshot = std::sync::Arc::new(Snapshot::default());
         registry.register_collector(Box::new(snapshot.clone()));
         let read_times = Mutex::default();
-        Metrics { registry, phases, backends, devices, read_times, inbox_waiting, rejected, snapshot }
+        Metrics {
+            registry,
+            phases,
+            backends,
+            devices,
+            drive_amplification,
+            read_times,
+            inbox_waiting,
+            rejected,
+            snapshot,
+        }
     }
 
     /// Returns the counters of rejected connections; the transport counts those of peers.
@@ -302,6 +320,18 @@ impl Metrics {
         self.devices.info.get_or_create(&info_labels(device, info)).set(1);
     }
 
+    /// Records the bytes that a drive counts as written since it was opened.
+    pub(crate) fn drive_written(&self, device: DeviceId, bytes: u64) {
+        let gauge =
+            self.devices.drive_written_bytes.get_or_create(&DeviceLabels { device: device.0 }).clone();
+        gauge.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+
+    /// Records the bytes that all drives count as written for 1,000 payload bytes.
+    pub(crate) fn drive_amplification(&self, permille: u64) {
+        self.drive_amplification.set(i64::try_from(permille).unwrap_or(i64::MAX));
+    }
+
     /// Records the loss of a device.
     pub(crate) fn device_lost(&self, device: DeviceId) {
         self.devices.lost.get_or_create(&DeviceLabels { device: device.0 }).set(1);
@@ -327,6 +357,7 @@ impl Metrics {
         let gauges = [reads_queued, read_bytes_queued, writes_queued, write_bytes_queued];
         for gauge in gauges.into_iter().chain([
             &families.in_flight,
+            &families.drive_written_bytes,
             &families.lost,
             &families.read_only,
             &families.recovery_records,
@@ -373,6 +404,7 @@ impl DeviceFamilies {
             writes_queued: Family::default(),
             write_bytes_queued: Family::default(),
             in_flight: Family::default(),
+            drive_written_bytes: Family::default(),
             lost: Family::default(),
             read_only: Family::default(),
             recovery_seconds: Family::default(),
@@ -403,17 +435,19 @@ impl DeviceFamilies {
             "Bytes of reads waiting for the device, including headers",
             all.read_bytes_queued,
         );
-        registry.register(
-            "device_writes_queued",
-            "Writes and syncs waiting for the device",
-            all.writes_queued,
-        );
+        let help = "Writes and syncs waiting for the device";
+        registry.register("device_writes_queued", help, all.writes_queued);
         registry.register(
             "device_write_bytes_queued",
             "Bytes of writes waiting for the device, including headers and journal",
             all.write_bytes_queued,
         );
         registry.register("device_in_flight", "Operations in flight at the device", all.in_flight);
+        registry.register(
+            "device_drive_written_bytes",
+            "Bytes that the drive counts as written since it was opened (SMART)",
+            all.drive_written_bytes,
+        );
         registry.register("device_lost", "1 if the device is lost", all.lost);
         registry.register(
             "device_read_only",

@@ -27,6 +27,7 @@ mod generations;
 mod ghosts;
 #[cfg(test)]
 mod laws;
+pub mod listed;
 mod lists;
 mod order;
 pub mod restore_cost;
@@ -45,19 +46,19 @@ pub struct EntryIndex(pub u32);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Group(pub u16);
 
-/// Classes of [`EvictionKind::PriorityLru`], in the order of eviction. A running sequence's blocks are leased,
-/// and therefore not in the order at all.
+/// Classes of [`EvictionKind::PriorityLru`], in the order of eviction. A block has the class of its commit, or that of
+/// the requests that list it ([`listed`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Class {
     /// Evicted first: no request is expected to need the block.
     Evictable,
-    /// Belongs to a waiting or preempted sequence.
+    /// Belongs to a preempted request.
     Idle,
     /// Belongs to a finished request; another one may have the same prefix.
     #[default]
     Recent,
-    /// Evicted last: part of a prefix that many requests need.
+    /// Evicted last: belongs to a running request, or to a prefix that many requests need.
     Active,
 }
 

@@ -25,7 +25,9 @@ mod iteration;
 mod tests;
 
 pub use channel::{Channel, Path};
-pub use hints::{HINT_VERSION, ITERATION_MAX, Lookahead, LookaheadReport, LookaheadRequest};
+pub use hints::{
+    BegunRequest, HINT_VERSION, ITERATION_MAX, Lookahead, LookaheadReport, LookaheadRequest, RequestState,
+};
 pub use iteration::{ITERATION_WINDOW, IterationTime, LookaheadWindow, WINDOW_MAX, WINDOW_MIN};
 
 /// Certain: the confidence of an engine's own schedule, in thousandths.

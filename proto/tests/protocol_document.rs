@@ -4,6 +4,8 @@
 //! Every field of every message has a non-default value in some example, so changing the number or type of
 //! a field changes an example.
 
+#[path = "protocol_document/lookahead.rs"]
+mod lookahead;
 #[path = "protocol_document/placement.rs"]
 mod placement;
 
@@ -51,7 +53,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 8,
+        protocol_version: 9,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -77,13 +79,13 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 8, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 9, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 8, namespace, layout and tenant as before, NUMA node 1",
+            "version 9, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -144,19 +146,9 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         ),
         (
             "`ReportLookahead`",
-            "version 1, 20 ms; request 7 in 3 iterations at 900 ‰, key 16 × 11; request 5 cancelled; all ranks",
-            Body::ReportLookahead(local::ReportLookahead {
-                version: 1,
-                iteration_us: 20_000,
-                requests: vec![local::WaitingRequest {
-                    request: 7,
-                    iterations: 3,
-                    confidence_permille: 900,
-                    keys: run(0x11, 16),
-                }],
-                cancelled: vec![5],
-                all_ranks: true,
-            }),
+            "version 2, 20 ms; request 7 in 3 iterations at 900 ‰, key 16 × 11; request 5 cancelled; all ranks; begun: 4 runs, \
+             key 16 × 11 behind 2; 3 preempted",
+            Body::ReportLookahead(lookahead::message()),
         ),
         (
             "`ManageBlocks`",
@@ -563,8 +555,18 @@ fn every_message_with_fields_appears_in_an_example() {
         .concat()
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
-    let carried =
-        ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem", "WaitingRequest"];
+    let carried = [
+        "Layout",
+        "Request",
+        "Response",
+        "Place",
+        "RegionGrant",
+        "Lease",
+        "CommitItem",
+        "WaitingRequest",
+        "BegunRequests",
+        "BegunRequest",
+    ];
     let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue", "RetentionUsage"];
     let also_carried =
         ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
@@ -583,10 +585,10 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (8, 16 << 20, 8192)
+        (9, 16 << 20, 8192)
     );
     for words in
-        ["`PROTOCOL_VERSION` = 8 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+        ["`PROTOCOL_VERSION` = 9 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -278,6 +278,7 @@ class Session:
         requests: Sequence[tuple[int, int, float, _Keys]],
         cancelled: Sequence[int] = (),
         all_ranks: bool = False,
+        begun: Sequence[tuple[int, bool, int, _Keys]] | None = None,
     ) -> PendingLookahead | None: ...
     def start_command(
         self,

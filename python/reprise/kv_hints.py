@@ -10,9 +10,12 @@
 | ``kv.fetch`` | that of the field; ``no_retain`` | the request's blocks are loaded, even where computing them seems faster |
 | ``kv.prefetch`` | ``start``, ``end`` | the prompt's blocks are read from devices into DRAM when the request arrives |
 | ``kv.pin`` | ``ttl``; ``start``, ``end`` | the request's blocks are not evicted for a time |
-| ``kv.retain`` | ``directives`` of ``start``, ``end``, ``priority``, ``duration``, ``covers_output`` | class of the saved blocks |
+| ``kv.retain`` | ``directives`` of ``start``, ``end``, ``priority``, ``duration``, ``covers_output`` | class of the saved blocks, or a pin |
 | ``kv.demote`` | ``start``, ``end`` | copies in DRAM are dropped when the request has ended and its blocks are on a device |
 | ``kv.share`` | none | all blocks are saved, also those of generated tokens, in the class of shared prefixes |
+
+A directive with a ``duration`` and a priority above 0 pins its blocks for that time: then they are like all others. Without
+a duration, their class has no end.
 
 ``start`` and ``end`` are positions of tokens; only whole blocks within them count. Hints are advice: an envelope of an
 unknown version, and an action that is unknown or has an invalid payload, is ignored with a message. Other actions of its
@@ -54,6 +57,9 @@ TTL_MIN_S, TTL_MAX_S = 0.001, 7 * 86_400.0
 DURATION_MAX_S = 30 * 86_400.0
 """Longest duration of a directive."""
 
+RETAIN_MAX_S = 86_400.0
+"""Longest time for which a directive pins blocks, the default limit of an agent; longer durations are sent as this time."""
+
 PRIORITY_MAX = 100
 """Largest priority of a directive; 0 releases the blocks, all others protect them."""
 
@@ -84,7 +90,8 @@ class TokenRange:
 class Directive:
     """Class of the blocks that begin within a range of tokens."""
 
-    priority: Priority
+    priority: Priority | None
+    """None: the class that they have without it, because a pin protects them."""
     tokens: TokenRange = TokenRange()
     covers_output: bool = False
     """Whether the range is that of the generated tokens."""
@@ -104,6 +111,15 @@ class Command:
     tokens: TokenRange = TokenRange()
     ttl: float | None = None
     """Seconds of a pin."""
+    retains: bool = False
+    """Whether it is a pin of ``kv.retain``, which a request may refuse."""
+    covers_output: bool = False
+    """Whether the range is that of the generated tokens."""
+
+    def blocks(self, block_tokens: int, count: int, prompt_tokens: int) -> tuple[int, int]:
+        """Returns the first of its blocks, and the one after the last, of the ``count`` blocks of a request."""
+        tokens = TokenRange(prompt_tokens) if self.covers_output else self.tokens
+        return tokens.blocks(block_tokens, count)
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,8 @@ class Hints:
         """Returns the class of the block that begins with a token; the first directive that covers it decides."""
         for directive in self.directives:
             if directive.covers(token, prompt_tokens):
+                if directive.priority is None:
+                    break
                 return directive.priority
         if self.releases:
             return "low"
@@ -218,13 +236,17 @@ class _Reader:
             raise InvalidHintError(f"invalid directives of {name}: expected a list, at most {DIRECTIVES_MAX} in total")
         read_ones = [_directive(name, directive) for directive in raw]
         order = sorted(read_ones, key=lambda one: (one[0].covers_output, one[0].tokens.start))
-        priorities = [priority for _, priority in order]
+        priorities = [priority for _, priority, _ in order]
         if priorities != sorted(priorities, reverse=True):
             # A block is only found if all blocks before it are.
             raise InvalidHintError(
                 f"invalid directives of {name}: expected priorities that do not increase with the position"
             )
-        self.directives += [directive for directive, _ in order]
+        for directive, _, pin_s in order:
+            self.directives.append(directive)
+            if pin_s is not None and pin_s >= TTL_MIN_S:
+                tokens, covers_output = directive.tokens, directive.covers_output
+                self.commands.append(Command("pin", tokens, pin_s, retains=True, covers_output=covers_output))
 
 
 RANGE = frozenset({"start", "end"})
@@ -304,15 +326,18 @@ def _tokens(where: str, given: Mapping[str, Any]) -> TokenRange:
     return TokenRange(start, end)
 
 
-def _directive(where: str, given: Any) -> tuple[Directive, int]:
-    """Returns a directive and its number."""
+def _directive(where: str, given: Any) -> tuple[Directive, int, float | None]:
+    """Returns a directive, its number, and the seconds for which it pins its blocks."""
     if not isinstance(given, Mapping):
         raise InvalidHintError(f"invalid directive of {where}: expected an object")
     _check_names(where, given, DIRECTIVE)
     number = _whole(where, given, "priority", PRIORITY_MAX)
+    pin_s = None
     if given.get("duration") is not None:
-        _seconds(where, given, "duration", (0.0, DURATION_MAX_S))
+        duration = _seconds(where, given, "duration", (0.0, DURATION_MAX_S))
+        pin_s = min(duration, RETAIN_MAX_S) if number else None
     covers_output = _flag(where, given, "covers_output")
     if covers_output and not RANGE.isdisjoint(given):
         raise InvalidHintError(f"invalid directive of {where}: covers_output has no start and no end")
-    return Directive("high" if number else "low", _tokens(where, given), covers_output), number
+    priority: Priority | None = "low" if number == 0 else "high" if pin_s is None else None
+    return Directive(priority, _tokens(where, given), covers_output), number, pin_s

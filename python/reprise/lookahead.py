@@ -9,11 +9,15 @@ arrived ──▶ waiting ──begun──▶ running ──finished──▶ (
 A hint lists the requests at the head of the queue. The agent reads their blocks from its devices into DRAM before they
 run (docs/PROTOCOL.md, "Lookahead"). The keys of a request travel once, and again after a new session.
 
+A hint also lists the requests that have begun, with the keys of their blocks. The agent evicts blocks of running requests
+last and those of preempted requests early, until the requests end, or hints do (docs/adr/0012).
+
 **Order.** ``k``, the iterations until a request runs, grows with its place in the queue by the mean number of iterations
 between two starts. Any running request may end in the next iteration. So the first waiting request is always within the
 agent's window.
 
-**Cost.** Nothing is sent while the queue is empty. A hint follows only after the answer to the last one, after
+**Cost.** While the queue is empty, only changes of the requests that have begun are sent, and these requests each
+second. A hint follows only after the answer to the last one, after
 :data:`INTERVAL_S`, and after a pause in proportion to its own cost: hints take at most one in :data:`COST_SHARE` of a
 scheduler's time. Nothing here waits for the agent.
 
@@ -75,14 +79,34 @@ REPEAT_PAUSE_MIN_S = 1.0
 REPEAT_PAUSE_MAX_S = 16.0
 """Longest pause between two repetitions of keys."""
 
+BEGUN_INTERVAL_S = 1.0
+"""Seconds between two lists of the requests that have begun. An agent forgets them 10 s after the last hint."""
+
+BEGUN_CHANGED_S = 0.05
+"""Minimum seconds between two such lists if a request has begun, was preempted or has finished."""
+
+BEGUN_REQUESTS_MAX = 1024
+"""Maximum number of such requests in a hint (docs/PROTOCOL.md, part 1)."""
+
+BEGUN_KEYS_MAX = 32_768
+"""Maximum number of their keys that the agent keeps for a session (docs/PROTOCOL.md, part 1)."""
+
+BEGUN_KEYS_PER_HINT = 4_096
+"""Maximum number of their new keys in a hint; others follow with the next one."""
+
 ITERATION_MAX_S = 60.0
 """Longest time of an iteration in a hint; a longer one is sent as this time."""
 
 
+def blocks_here(sources: Sequence[int]) -> int:
+    """Returns the number of leading blocks that are on this node."""
+    own = (Source.OWN_DRAM, Source.OWN_NVME)
+    return next((at for at, source in enumerate(sources) if source not in own), len(sources))
+
+
 def blocks_ahead(sources: Sequence[int]) -> int:
     """Returns the number of leading blocks to list in a hint: those of this node, if one of them is on a device."""
-    own = (Source.OWN_DRAM, Source.OWN_NVME)
-    count = next((at for at, source in enumerate(sources) if source not in own), len(sources))
+    count = blocks_here(sources)
     return count if Source.OWN_NVME in sources[:count] else 0
 
 
@@ -95,6 +119,16 @@ class Waiting:
     """Number in hints; a preempted request gets another one."""
     order: tuple[Any, ...]
     """Place in the queue: the smallest runs first."""
+
+
+@dataclass
+class Begun:
+    """A request that has begun and not finished."""
+
+    number: int
+    is_preempted: bool = False
+    sent: int = 0
+    """Number of its keys that the agent has."""
 
 
 @dataclass
@@ -179,10 +213,22 @@ class Lookahead:
     ranks: int = 1
     """Number of ranks whose keys each block has."""
     now: Callable[[], float] = time.monotonic
+    blocks: Callable[[str, int], bytes] | None = None
+    """Returns the keys of the blocks of a request that has begun from a number of a key on, block after block; empty
+    without any so far. Does not wait. None: requests that have begun are not listed."""
     queue: Queue = field(default_factory=Queue)
     _sent: dict[int, bytes] = field(default_factory=dict)
     """Keys that the agent has, by the numbers of requests."""
     _cancelled: list[int] = field(default_factory=list)
+    _begun: dict[str, Begun] = field(default_factory=dict)
+    _begun_number: int = 0
+    """Number of the last request that has begun."""
+    _begun_changed: bool = False
+    """Whether a request has begun, was preempted or has finished since the last list."""
+    _begun_listed: bool = False
+    """Whether the agent has such requests."""
+    _begun_at: float = 0.0
+    """Time of the last list."""
     _is_listed: bool = False
     """Whether the last hint listed a request, which the next one may omit."""
     _repeats: bool = False
@@ -211,10 +257,14 @@ class Lookahead:
         """Returns requests to the queue, and cancels their hints."""
         for request_id in request_ids:
             self._cancel(self.queue.preempted(request_id))
+            if (begun := self._begun.get(request_id)) is not None:
+                begun.is_preempted = self._begun_changed = True
 
     def finished(self, request_id: str) -> None:
         """Removes a request from the queue, and cancels its hint."""
         self._cancel(self.queue.finished(request_id))
+        if self._begun.pop(request_id, None) is not None:
+            self._begun_changed = True
         if not self.queue.waiting and not self.queue.running:
             # The time until the next step is not that of an iteration.
             self._step_at = None
@@ -223,11 +273,13 @@ class Lookahead:
         """Ends a step of the scheduler, and sends a hint if one is due.
 
         Args:
-            begun: requests that compute or load; those that began earlier are ignored.
+            begun: requests that compute or load, those that began earlier included.
             is_idle: whether the step computes nothing.
         """
         before = len(self.queue.waiting)
+        begun = tuple(begun)
         self.queue.begun(begun)
+        self._note_begun(begun)
         now = self.now()
         if self._step_at is not None:
             self._seconds += now - self._step_at
@@ -240,13 +292,32 @@ class Lookahead:
             ended = self.now()
             self._next_at = max(self._next_at, ended + max(INTERVAL_S, COST_SHARE * (ended - now)))
 
+    def _note_begun(self, request_ids: Iterable[str]) -> None:
+        if self.blocks is None:
+            return
+        for request_id in request_ids:
+            begun = self._begun.get(request_id)
+            if begun is None and request_id in self.queue.running:
+                self._begun_number += 1
+                self._begun[request_id] = Begun(self._begun_number)
+                self._begun_changed = True
+            elif begun is not None and begun.is_preempted:
+                begun.is_preempted, self._begun_changed = False, True
+
+    def _is_begun_due(self, now: float) -> bool:
+        """Returns whether the requests that have begun are listed in the next hint."""
+        if not self._begun and not self._begun_listed:
+            return False
+        return now - self._begun_at >= (BEGUN_CHANGED_S if self._begun_changed else BEGUN_INTERVAL_S)
+
     def _cancel(self, number: int | None) -> None:
         if number is not None and self._sent.pop(number, None) is not None and len(self._cancelled) < CANCELLED_MAX:
             self._cancelled.append(number)
 
     def _is_due(self, now: float) -> bool:
         """Returns whether a hint may be sent now; reads the answer to the last one."""
-        if now < self._next_at or not (self.queue.waiting or self._is_listed or self._cancelled):
+        is_needed = self.queue.waiting or self._is_listed or self._cancelled or self._is_begun_due(now)
+        if now < self._next_at or not is_needed:
             return False
         if self._pending is not None:
             try:
@@ -271,16 +342,27 @@ class Lookahead:
     def _pause(self, now: float) -> None:
         """Forgets what the agent has, and sends nothing for some time."""
         self._sent, self._cancelled, self._pending, self._is_listed = {}, [], None, False
+        self._forget_begun()
         self._next_at = now + FAILED_PAUSE_S
+
+    def _forget_begun(self) -> None:
+        """Records that the agent has no keys of requests that have begun."""
+        self._begun_listed = False
+        for begun in self._begun.values():
+            begun.sent = 0
 
     def _send(self) -> None:
         if self._sessions != (sessions := self.session.sessions):
             self._sent, self._sessions, self._cancelled = {}, sessions, []
-        requests, sent = self._requests()
-        if not requests and not self._is_listed and not self._cancelled:
+            self._forget_begun()
+        repeats = self._may_repeat()
+        requests, sent = self._requests(repeats=repeats)
+        begun = self._list_begun(repeats=repeats) if self._is_begun_due(self.now()) else None
+        if not requests and not self._is_listed and not self._cancelled and begun is None:
             return
         assert self._iteration is not None
-        self._pending = self.session.start_lookahead(self._iteration, requests, self._cancelled, self.ranks > 1)
+        arguments = (self._iteration, requests, self._cancelled, self.ranks > 1)
+        self._pending = self.session.start_lookahead(*arguments, begun=begun)
         if self._pending is None:
             self._pause(self.now())
             return
@@ -290,12 +372,31 @@ class Lookahead:
         self._cancelled, self._is_listed = [], bool(requests)
         self._seconds, self._iterations = 0.0, 0
 
-    def _requests(self) -> tuple[list[tuple[int, int, float, bytes]], dict[int, bytes]]:
+    def _list_begun(self, *, repeats: bool) -> list[tuple[int, bool, int, bytes]] | None:
+        """Returns the requests that have begun and have blocks; None without any here and at the agent."""
+        assert self.blocks is not None
+        if repeats:
+            self._forget_begun()
+        self._begun_at, self._begun_changed = self.now(), False
+        block = self.ranks
+        room = min(BEGUN_KEYS_PER_HINT, BEGUN_KEYS_MAX - sum(begun.sent for begun in self._begun.values()))
+        listed: list[tuple[int, bool, int, bytes]] = []
+        for request_id, begun in self._begun.items():
+            first, keys = begun.sent, b""
+            if room >= block:
+                keys = self.blocks(request_id, first)[: (room - room % block) * KEY_BYTES]
+            begun.sent += len(keys) // KEY_BYTES
+            room -= len(keys) // KEY_BYTES
+            if begun.sent and len(listed) < BEGUN_REQUESTS_MAX:
+                listed.append((begun.number, begun.is_preempted, first, keys))
+        was_listed, self._begun_listed = self._begun_listed, bool(listed)
+        return listed if listed or was_listed else None
+
+    def _requests(self, *, repeats: bool) -> tuple[list[tuple[int, int, float, bytes]], dict[int, bytes]]:
         """Returns the requests of a hint, and the keys that the agent has after it."""
         requests: list[tuple[int, int, float, bytes]] = []
         sent: dict[int, bytes] = {}
         room = KEYS_MAX * KEY_BYTES
-        repeats = self._may_repeat()
         for place, waiting in enumerate(self.queue.head(REQUESTS_MAX)):
             iterations = self.queue.iterations(place, self._window)
             known = self._sent.get(waiting.number, b"")

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use reprise_client::ClientError;
-use reprise_policy::prefetch::{HINT_VERSION, Lookahead, LookaheadRequest};
+use reprise_policy::prefetch::{BegunRequest, HINT_VERSION, Lookahead, LookaheadRequest, RequestState};
 use reprise_policy::session::Ranks;
 
 use crate::arguments::Keys;
@@ -61,20 +61,29 @@ fn request((request, iterations, confidence, Keys(keys)): WaitingRequest) -> PyR
     Ok(LookaheadRequest { request, iterations, confidence, keys })
 }
 
+/// A request that has begun: its number, whether it is preempted, the number of its first key here, and the keys.
+pub(crate) type ListedRequest = (u64, bool, u32, Keys);
+
+fn begun((request, is_preempted, first, Keys(keys)): ListedRequest) -> BegunRequest {
+    let state = if is_preempted { RequestState::Preempted } else { RequestState::Running };
+    BegunRequest { request, state, first, keys }
+}
+
 impl Session {
     /// Sends a hint to an agent that answers; `None` without one.
     pub(crate) fn send_lookahead(
         &self,
         py: Python<'_>,
         (iteration, all_ranks): (f64, bool),
-        requests: Vec<WaitingRequest>,
-        cancelled: Vec<u64>,
+        (requests, cancelled): (Vec<WaitingRequest>, Vec<u64>),
+        listed: Option<Vec<ListedRequest>>,
     ) -> PyResult<Option<PendingLookahead>> {
         let lookahead = Lookahead {
             version: HINT_VERSION,
             iteration: crate::arguments::seconds("iteration", iteration)?,
             requests: requests.into_iter().map(request).collect::<PyResult<_>>()?,
             cancelled,
+            begun: listed.map(|listed| listed.into_iter().map(begun).collect()),
             ranks: if all_ranks { Ranks::All } else { Ranks::Own },
         };
         let Some(client) = self.keeper().and_then(|keeper| keeper.responsive()) else {

@@ -12,7 +12,7 @@ use crate::client::connect_options;
 use crate::error::{exception, message};
 use crate::geometry::{Layout, Namespace};
 use crate::layers::PendingReport;
-use crate::lookahead::{PendingLookahead, WaitingRequest};
+use crate::lookahead::{ListedRequest, PendingLookahead, WaitingRequest};
 use crate::manage::PendingBlocks;
 use crate::outcome::source_numbers;
 
@@ -170,9 +170,11 @@ impl Session {
     /// requests that wait: number, iterations until it is expected to run, confidence of that from 0 to 1, and the
     /// keys of the blocks that it will load; no keys refer to those of an earlier hint. A request that is missing
     /// in the next hint has begun. ``cancelled`` lists requests that were preempted or have finished. With
-    /// ``all_ranks``, the keys are those of all ranks, block after block. Does not wait; returns None if no agent
-    /// answers.
-    #[pyo3(signature = (iteration, requests, cancelled=Vec::new(), all_ranks=false))]
+    /// ``all_ranks``, the keys are those of all ranks, block after block. ``begun`` lists all requests that have begun and
+    /// not finished: number, whether it is preempted, the number of its keys in earlier hints that stay listed, and the
+    /// keys from there on; no keys change nothing. Their blocks have the eviction class of their state. None: as in the
+    /// hint before, for at most 10 s. Does not wait; returns None if no agent answers.
+    #[pyo3(signature = (iteration, requests, cancelled=Vec::new(), all_ranks=false, begun=None))]
     #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn start_lookahead(
         &self,
@@ -181,8 +183,9 @@ impl Session {
         requests: Vec<WaitingRequest>,
         cancelled: Vec<u64>,
         all_ranks: bool,
+        begun: Option<Vec<ListedRequest>>,
     ) -> PyResult<Option<PendingLookahead>> {
-        self.send_lookahead(py, (iteration, all_ranks), requests, cancelled)
+        self.send_lookahead(py, (iteration, all_ranks), (requests, cancelled), begun)
     }
 
     /// Starts a command on at most 8,192 blocks of this node, and does not wait: "pin" with a time ``ttl`` in seconds,

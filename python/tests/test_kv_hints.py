@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from reprise import kv_hints
-from reprise.kv_hints import ACTIONS_MAX, DIRECTIVES_MAX, Command, Hints, TokenRange
+from reprise.kv_hints import (
+    ACTIONS_MAX,
+    DIRECTIVES_MAX,
+    DURATION_MAX_S,
+    RETAIN_MAX_S,
+    Command,
+    Hints,
+    TokenRange,
+)
 
 
 def action(kind: str, payload: Any = None, version: str = "1.0", name: str = "a") -> dict[str, Any]:
@@ -62,8 +70,30 @@ def test_directives_decide_the_class_of_the_blocks_that_begin_in_their_range() -
     assert ignored == []
     classes = [hints.priority(token, 96, "normal") for token in (0, 16, 32, 48, 64, 96, 500)]
     assert classes == ["high", "normal", "high", "high", "normal", "low", "low"]
+    assert hints.commands == (), "without a duration, or with priority 0, nothing is pinned"
     released, _ = read(envelope(action("kv.fetch", {"no_retain": True})))
     assert released.priority(0, 96, "high") == "low"
+
+
+def test_directives_with_a_duration_pin_their_blocks_for_that_time() -> None:
+    directives = [
+        {"start": 0, "end": 32, "priority": 90, "duration": 60},
+        {"start": 32, "end": 64, "priority": 50, "duration": DURATION_MAX_S},
+        {"start": 64, "priority": 40, "duration": 0},
+        {"covers_output": True, "priority": 30, "duration": 1.5},
+    ]
+    hints, ignored = read(envelope(action("kv.retain", {"directives": directives}), action("kv.share")))
+    assert ignored == []
+    assert hints.commands == (
+        Command("pin", TokenRange(0, 32), 60.0, retains=True),
+        Command("pin", TokenRange(32, 64), RETAIN_MAX_S, retains=True),
+        Command("pin", TokenRange(), 1.5, retains=True, covers_output=True),
+    )
+    *_, output = hints.commands
+    assert [command.blocks(16, 10, 100) for command in (hints.commands[1], output)] == [(2, 4), (7, 10)]
+    assert hints.priority(0, 100, "low") == "high", "that of kv.share"
+    alone, _ = read(envelope(action("kv.retain", {"directives": directives})))
+    assert [alone.priority(token, 100, "normal") for token in (0, 40, 64, 120)] == ["normal"] * 4
 
 
 @pytest.mark.parametrize(

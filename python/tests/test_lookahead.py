@@ -12,9 +12,14 @@ from reprise import BadRequest, Client, Layout, LookaheadReport, Namespace, Sess
 BLOCKS = 16
 
 
-def answer(session: Session, requests: list[tuple[int, int, float, bytes]], iteration: float = 0.02) -> LookaheadReport:
+def answer(
+    session: Session,
+    requests: list[tuple[int, int, float, bytes]],
+    iteration: float = 0.02,
+    begun: list[tuple[int, bool, int, bytes]] | None = None,
+) -> LookaheadReport:
     """Sends a hint and waits for its answer."""
-    pending = session.start_lookahead(iteration, requests)
+    pending = session.start_lookahead(iteration, requests, begun=begun)
     assert pending is not None
     reports: list[LookaheadReport] = []
 
@@ -63,3 +68,26 @@ def test_impossible_hints_are_rejected_or_ignored_and_counted(
         with pytest.raises(BadRequest, match=r"1,?024"):
             answer(session, many)
         assert session.stats()["prefetch_ignored_times"] == 1
+
+
+def test_blocks_of_requests_that_have_begun_have_the_class_of_their_state(
+    cluster: Cluster, namespace: Namespace, layout: Layout
+) -> None:
+    keys, engine = keys_of(namespace, range(BLOCKS)), tensors(BLOCKS, seed=2)
+    with (
+        Client(cluster.agents[0].socket, namespace, layout, timeout=30.0) as client,
+        Session(cluster.agents[0].socket, namespace, layout) as session,
+    ):
+        client.save(keys, memory_of(engine, layout), range(BLOCKS))
+        assert session.wait_connected(30.0)
+
+        def changes() -> int:
+            return session.stats()["begun_class_changes"]
+
+        before = changes()
+        assert answer(session, [], begun=[(1, False, 0, keys)]).ignored == 0
+        assert (changes() - before, session.stats()["begun_blocks"]) == (BLOCKS, BLOCKS)
+        assert answer(session, [], begun=[(1, True, BLOCKS, b"")]).ignored == 0
+        assert changes() - before == 2 * BLOCKS
+        assert answer(session, [], begun=[(2, False, 0, b"")]).ignored == 1, "unknown, and without keys"
+        assert (changes() - before, session.stats()["begun_blocks"]) == (3 * BLOCKS, 0)

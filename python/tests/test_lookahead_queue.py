@@ -9,6 +9,10 @@ import pytest
 
 from reprise import AgentLost, Source
 from reprise.lookahead import (
+    BEGUN_CHANGED_S,
+    BEGUN_INTERVAL_S,
+    BEGUN_KEYS_MAX,
+    BEGUN_KEYS_PER_HINT,
     COST_SHARE,
     FAILED_PAUSE_S,
     INTERVAL_S,
@@ -57,11 +61,13 @@ class FakeSession:
     ignored: int = 0
     error: Exception | None = None
     hints: list[tuple[float, list[tuple[int, int, float, bytes]], list[int]]] = field(default_factory=list)
+    begun: list[list[tuple[int, bool, int, bytes]] | None] = field(default_factory=list)
 
     def start_lookahead(
-        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False
+        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False, begun: Any = None
     ) -> FakePending:
         self.hints.append((iteration, list(requests), list(cancelled)))
+        self.begun.append(begun)
         return FakePending(self)
 
 
@@ -382,3 +388,71 @@ def test_keys_travel_again_ever_more_rarely_while_the_agent_ignores_requests() -
     engine.session.ignored = 1
     engine.step("a")
     assert engine.listed()[0][2] == b"b", "the first repetition does not wait"
+
+
+def engine_with_begun(**blocks: bytes) -> Engine:
+    """Returns an engine whose requests have these keys once they have begun, with a first iteration."""
+    engine = Engine()
+    engine.hints.blocks = lambda name, first: blocks.get(name, b"")[first * KEY_BYTES :]
+    engine.step("warm")
+    return engine
+
+
+def keys_of_blocks(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(KEY_BYTES, "big") for number in numbers)
+
+
+def test_requests_that_have_begun_are_listed_with_new_keys_only() -> None:
+    blocks = {"a": keys_of_blocks(1, 2), "b": b""}
+    engine = engine_with_begun()
+    engine.hints.blocks = lambda name, first: blocks[name][first * KEY_BYTES :]
+    engine.arrive("a", "b")
+    engine.step("a", "b", seconds=2 * BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == [(1, False, 0, keys_of_blocks(1, 2))], "b has no blocks yet"
+    blocks["a"] += keys_of_blocks(3)
+    blocks["b"] = keys_of_blocks(4)
+    before = len(engine.session.begun)
+    engine.step("a", "b", seconds=BEGUN_INTERVAL_S / 2)
+    assert len(engine.session.begun) == before, "no request has changed"
+    engine.step("a", "b", seconds=BEGUN_INTERVAL_S / 2)
+    assert engine.session.begun[-1] == [(1, False, 2, keys_of_blocks(3)), (2, False, 0, keys_of_blocks(4))]
+    engine.hints.preempted(["a"])
+    engine.step("b", seconds=2 * BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == [(1, True, 3, b""), (2, False, 1, b"")]
+    engine.step("a", "b", seconds=2 * BEGUN_CHANGED_S)
+    engine.hints.finished("b")
+    engine.step("a", seconds=2 * BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == [(1, False, 3, b"")]
+    engine.hints.finished("a")
+    engine.step("c", seconds=2 * BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == [], "the last one has ended"
+    before = len(engine.session.begun)
+    engine.step("c", seconds=10.0)
+    assert len(engine.session.begun) == before
+
+
+def test_keys_of_begun_requests_travel_again_to_a_new_session_and_if_they_were_ignored() -> None:
+    engine = engine_with_begun(a=keys_of_blocks(1, 2))
+    engine.arrive("a")
+    whole = [(1, False, 0, keys_of_blocks(1, 2))]
+    engine.step("a", seconds=2 * BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == whole
+    engine.session.ignored = 1
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    assert engine.session.begun[-1] == whole
+    engine.session.ignored = 0
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    assert engine.session.begun[-1] == [(1, False, 2, b"")]
+    engine.session.sessions += 1
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    assert engine.session.begun[-1] == whole
+
+
+def test_keys_of_begun_requests_are_bounded_per_hint_and_in_total() -> None:
+    names = [f"r{number}" for number in range(12)]
+    engine = engine_with_begun(**{name: bytes(KEY_BYTES * 3_000) for name in names})
+    engine.arrive(*names)
+    while len(engine.session.begun) < 20:
+        engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    sent = [sum(len(keys) for *_, keys in begun or ()) // KEY_BYTES for begun in engine.session.begun]
+    assert (max(sent), sum(sent)) == (BEGUN_KEYS_PER_HINT, BEGUN_KEYS_MAX)

@@ -13,18 +13,18 @@ use reprise_testkit::trace::{TOKENS_PER_HASH_ID, TraceRequest};
 use serde_json::Value;
 
 /// Hash ids of the prompt: eight blocks of 512 tokens.
-const PROMPT: std::ops::Range<u64> = 0..8;
+pub(super) const PROMPT: std::ops::Range<u64> = 0..8;
 
 /// Further blocks of the same chain.
 const REST: std::ops::Range<u64> = 8..12;
 
-fn agent(env: &TestEnv) -> Agent {
+pub(super) fn agent(env: &TestEnv) -> Agent {
     let extra = "[retention]\npermille = 500\nttl_max = \"1m\"\n".to_owned();
     env.agent(&AgentConfig { arena: ByteSize(64 << 20), extra, ..AgentConfig::named("node") })
 }
 
 /// Saves the blocks of the whole chain, with the reference engine.
-fn save(agent: &Agent) {
+pub(super) fn save(agent: &Agent) {
     let settings = EngineSettings {
         socket: agent.files().socket.clone(),
         layout: model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid"),

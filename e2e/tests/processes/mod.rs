@@ -10,6 +10,7 @@ mod control_plane;
 mod corruption;
 mod descriptors;
 mod disk_stall;
+mod engine_states;
 mod engines;
 mod events;
 mod extent_blocks;

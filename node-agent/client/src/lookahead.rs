@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::BlockKey;
-use reprise_policy::prefetch::{Lookahead, LookaheadReport};
+use reprise_policy::prefetch::{BegunRequest, Lookahead, LookaheadReport, RequestState};
 use reprise_policy::session::Ranks;
 use reprise_proto::local::{self, request, response};
 
@@ -88,5 +88,16 @@ fn message(lookahead: &Lookahead) -> local::ReportLookahead {
         requests: requests.collect(),
         cancelled: lookahead.cancelled.clone(),
         all_ranks: lookahead.ranks == Ranks::All,
+        begun: lookahead.begun.as_deref().map(begun),
     }
+}
+
+fn begun(requests: &[BegunRequest]) -> local::BegunRequests {
+    let requests = requests.iter().map(|begun| local::BegunRequest {
+        request: begun.request,
+        preempted: begun.state == RequestState::Preempted,
+        first: begun.first,
+        keys: BlockKey::pack(&begun.keys).into(),
+    });
+    local::BegunRequests { requests: requests.collect() }
 }

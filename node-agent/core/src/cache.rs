@@ -4,7 +4,7 @@
 //! an unsaved block. Consequences for other owners are collected in [`CacheOutcomes`], which the core routes.
 //!
 //! Files call only files before them in this order: tables (`index`, `arena`, `frames`, `checksums`, `sizes`,
-//! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `evict`, `operations`, `space`,
+//! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `listed`, `evict`, `operations`, `space`,
 //! `tiering`, `allocate`, `acquire`, then the others.
 
 use reprise_policy::key::HASH_SLOTS;
@@ -35,6 +35,7 @@ mod fill;
 mod frames;
 mod index;
 mod lease;
+mod listed;
 mod operations;
 mod order;
 mod pending_space;
@@ -59,6 +60,7 @@ pub(crate) use frames::{EvictionPosition, FrameIndex, FrameState};
 use index::Index;
 pub(crate) use index::{Dram, Stored};
 pub(crate) use lease::{Fill, Lease, Read, Save, Write};
+use listed::Listed;
 pub(crate) use order::ChainPlace;
 use pending_space::PendingSpace;
 pub(crate) use publish::{CommitTarget, Durability};
@@ -91,6 +93,8 @@ pub(crate) struct Cache {
     pending_space: PendingSpace,
     /// Copies that retention pins keep.
     retained: Retained,
+    /// Blocks of requests that have begun.
+    listed: Listed,
     /// Share of the pool, in thousandths, that eviction keeps free ahead of writes.
     pool_free_permille: u16,
     /// Number of blocks that are readable in DRAM.
@@ -160,6 +164,7 @@ impl Cache {
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
             retained: Retained::default(),
+            listed: Listed::default(),
             pool_free_permille: settings.pool_free_permille,
             resident_blocks: 0,
             changes: Vec::new(),

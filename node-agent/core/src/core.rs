@@ -9,8 +9,8 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! Ten owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch, retention and quota. The
-//! core passes each event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
+//! Eleven owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch, begun, retention and
+//! quota. The core passes each event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
 //! know each other; all of them may use the cache.
 //!
 //! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
@@ -35,6 +35,7 @@ use std::collections::BTreeMap;
 
 use reprise_policy::{SessionId, SlotSet, Tick};
 
+use crate::begun::Begun;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage};
 use crate::context::Caller;
 use crate::effect::{Effect, FillId, PlaceKind, RegionId, Reply};
@@ -83,6 +84,7 @@ pub struct AgentCore {
     extents: Extents,
     replicate: Replicate,
     prefetch: Prefetch,
+    begun: Begun,
     retention: Retention,
     namespaces: Namespaces,
 }
@@ -95,6 +97,7 @@ enum TimerOwner {
     Save,
     Replicate,
     Prefetch,
+    Begun,
     Retention,
 }
 
@@ -123,6 +126,7 @@ impl AgentCore {
             extents: Extents::new(&settings),
             replicate: Replicate::new(&settings),
             prefetch: Prefetch::default(),
+            begun: Begun::default(),
             retention: Retention::default(),
             namespaces: Namespaces::default(),
             settings,
@@ -342,7 +346,8 @@ impl AgentCore {
         let (load, serve) = (self.load.first_due(), self.serve.first_due());
         let (prefetch, retention) = (self.prefetch.first_due(), self.retention.first_due());
         let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
-        let all = [load, serve, save, replicate, prefetch, retention, self.quota.next_deadline()];
+        let begun = self.begun.first_due();
+        let all = [load, serve, save, replicate, prefetch, begun, retention, self.quota.next_deadline()];
         all.into_iter().flatten().min()
     }
 
@@ -455,8 +460,11 @@ impl AgentCore {
                     self.prefetch.loaded(cache, self.load.keys(load), size_class);
                 }
             }
-            Request::Lookahead(hint) => {
-                self.prefetch.hint(cache, cx, caller, (hint, self.transfer.reads()));
+            Request::Lookahead(mut hint) => {
+                if self.prefetch.admit(cache, cx, (caller, &hint)) {
+                    let ignored = self.begun.hint(cache, cx.now, (caller, &mut hint));
+                    self.prefetch.hint(cache, cx, (caller, ignored), (hint, self.transfer.reads()));
+                }
             }
             Request::Manage(command) => self.manage(caller, command),
             Request::Release { load } => self.load.release(cache, cx, caller, load),
@@ -501,6 +509,7 @@ impl AgentCore {
         self.save.close(&mut self.cache, session);
         self.extents.close(context!(self), session);
         self.prefetch.close(&mut self.cache, session);
+        self.begun.close(&mut self.cache, session);
         self.namespaces.close(session);
         self.cache.release_size_class(size_class);
     }
@@ -514,6 +523,7 @@ impl AgentCore {
                 (self.save.first_due(), TimerOwner::Save),
                 (self.replicate.first_due(), TimerOwner::Replicate),
                 (self.prefetch.first_due(), TimerOwner::Prefetch),
+                (self.begun.first_due(), TimerOwner::Begun),
                 (self.retention.first_due(), TimerOwner::Retention),
             ];
             let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
@@ -525,6 +535,7 @@ impl AgentCore {
                 TimerOwner::Save => self.save.fire_timer(cache, cx.now),
                 TimerOwner::Replicate => self.replicate.fire_timer(cache, cx),
                 TimerOwner::Prefetch => self.prefetch.fire_timer(cache, cx.now),
+                TimerOwner::Begun => self.begun.fire_timer(cache, cx.now),
                 TimerOwner::Retention => self.retention.fire_timer(cache, cx.now),
             }
             self.route();

@@ -307,6 +307,16 @@ counters! {
     extents_quarantined,
     /// Gauge: pins of extents, those of ended sessions included.
     extents_pinned,
+    /// Gauge: running and preempted requests in the hints of engines.
+    begun_requests,
+    /// Gauge: blocks that these requests list.
+    begun_blocks,
+    /// Such requests that were ignored: without keys, with a gap in their keys, or beyond a limit.
+    begun_ignored_requests,
+    /// Such requests that ended because their engine was silent or listed them for too long.
+    begun_expired_requests,
+    /// Blocks whose eviction class changed because a request ran, was preempted or ended.
+    begun_class_changes,
     /// Lookahead hints of engines.
     prefetch_hints,
     /// Hints that were rejected, because their version is unknown or a list is too long.
@@ -425,6 +435,11 @@ owner_counters! {
     prefetch_unknown_keys prefetch_cancelled_requests prefetch_expired_requests prefetch_missed_windows
     prefetch_deferred_blocks prefetch_late_blocks prefetch_unstaged_blocks prefetch_blocks prefetch_bytes prefetch_used_blocks prefetch_used_bytes
     prefetch_joined_blocks prefetch_wasted_bytes prefetch_failed_blocks prefetch_requested_blocks
+}
+
+owner_counters! {
+    /// Counters of requests that have begun.
+    BegunCounters: begun_ignored_requests begun_expired_requests begun_class_changes
 }
 
 owner_counters! {

@@ -24,6 +24,7 @@ mod ensure;
 pub mod announcer;
 mod audit;
 pub mod backoff;
+mod begun;
 mod cache;
 mod context;
 mod core;

@@ -272,6 +272,20 @@ pub const LOOKAHEAD_GRACE_MIN: Duration = Duration::from_secs(1);
 /// Maximum time of the same wait.
 pub const LOOKAHEAD_GRACE_MAX: Duration = Duration::from_secs(10);
 
+/// Maximum keys of all requests of a session that have begun: 256 requests of 2,048 tokens. Up to 80 bytes each, 2.5 MiB.
+pub const BEGUN_KEYS_MAX: usize = 32_768;
+
+/// Maximum blocks whose class one hint changes, if it changes those of several requests; 0.3 µs each. Others wait for the
+/// next hint.
+pub const BEGUN_CHANGES_MAX: usize = 4_096;
+
+/// Time after the last hint of a session when its requests that have begun end: its engine no longer runs. Engines send
+/// a hint each second while requests run.
+pub const BEGUN_SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// Time after which the class of a request's blocks ends, even if it is still listed: its engine never finishes it.
+pub const BEGUN_LISTED_MAX: Duration = Duration::from_secs(3600);
+
 /// Maximum victims that one demotion pass examines: 50 µs. With 2 MiB blocks, 2 GiB ahead of evictions.
 pub const DEMOTION_VICTIMS_MAX: usize = 1024;
 

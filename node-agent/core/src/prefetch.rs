@@ -105,23 +105,35 @@ impl Prefetch {
         all.prefetch_staged_bytes = self.staged.bytes();
     }
 
-    /// Handles a hint: updates the session's requests, then starts the reads that the plan admits.
+    /// Whether a hint is valid; otherwise, answers it.
+    pub(crate) fn admit(
+        &mut self,
+        cache: &Cache,
+        cx: &mut Context,
+        (caller, lookahead): (Caller, &Lookahead),
+    ) -> bool {
+        self.counters.prefetch_hints += 1;
+        let ranks = cache.rank_classes(caller.size_class, lookahead.ranks).ranks();
+        let checked = hint::check(lookahead, ranks);
+        let is_valid = checked.is_ok();
+        if let Err(text) = checked {
+            self.counters.prefetch_rejected_hints += 1;
+            cx.reply(caller, Reply::BadRequest(text));
+        }
+        is_valid
+    }
+
+    /// Handles an admitted hint, of which other owners have ignored a number of parts: updates the session's requests,
+    /// then starts the reads that the plan admits.
     pub(crate) fn hint(
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        caller: Caller,
+        (caller, ignored): (Caller, u32),
         (lookahead, reads): (Lookahead, &DeviceReads),
     ) {
-        self.counters.prefetch_hints += 1;
-        if let Err(text) =
-            hint::check(&lookahead, cache.rank_classes(caller.size_class, lookahead.ranks).ranks())
-        {
-            self.counters.prefetch_rejected_hints += 1;
-            return cx.reply(caller, Reply::BadRequest(text));
-        }
         let listed: Vec<u64> = lookahead.requests.iter().map(|listed| listed.request).collect();
-        let ignored = self.update(cache, cx, caller, lookahead);
+        let ignored = ignored + self.update(cache, cx, caller, lookahead);
         self.measure(reads, cx.now);
         self.pass(cache, cx, (caller, reads));
         let Some(hinted) = self.sessions.get_mut(&caller.session) else { return };

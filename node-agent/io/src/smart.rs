@@ -5,6 +5,7 @@
 //! ```text
 //!   0         critical warning; bit 0: spare capacity is below the drive's own threshold
 //!   3         available spare, percent of what there was at first
+//!   48..64    data units written by the host, of 512,000 bytes; 0 if the drive does not count them
 //!   160..176  media and data integrity errors, a counter of the drive's life
 //! ```
 //!
@@ -31,6 +32,9 @@ const CRITICAL_WARNING: usize = 0;
 /// Bit of the critical warning.
 const SPARE_IS_LOW: u8 = 1;
 const AVAILABLE_SPARE: usize = 3;
+const DATA_UNITS_WRITTEN: std::ops::Range<usize> = 48..64;
+/// A data unit is a thousand units of 512 bytes.
+const DATA_UNIT_BYTES: u128 = 512_000;
 const MEDIA_ERRORS: std::ops::Range<usize> = 160..176;
 
 /// `NVME_IOCTL_ADMIN_CMD` of linux/nvme_ioctl.h: `_IOWR('N', 0x41, struct nvme_passthru_cmd)`, encoded as in
@@ -50,6 +54,8 @@ pub struct HealthLog {
     pub media_errors: u64,
     /// Remaining spare capacity in percent.
     pub spare_percent: Option<u8>,
+    /// Bytes that hosts have written over the drive's life, rounded up to data units of 512,000 bytes.
+    pub written_bytes: Option<u64>,
 }
 
 /// `struct nvme_passthru_cmd` of linux/nvme_ioctl.h.
@@ -79,14 +85,18 @@ struct PassthroughCommand {
 impl HealthLog {
     /// Decodes a log page.
     pub fn parse(page: &[u8; LOG_BYTES]) -> HealthLog {
-        let errors: [u8; 16] = page[MEDIA_ERRORS].try_into().expect("it has 16 bytes");
+        let counter = |bytes: std::ops::Range<usize>| {
+            u128::from_le_bytes(page[bytes].try_into().expect("it has 16 bytes"))
+        };
+        let written = counter(DATA_UNITS_WRITTEN).saturating_mul(DATA_UNIT_BYTES);
         let spare = page[AVAILABLE_SPARE];
         // Drives without spare capacity report 0 and do not set the warning bit.
         let is_told = spare > 0 || page[CRITICAL_WARNING] & SPARE_IS_LOW != 0;
         HealthLog {
-            media_errors: u64::try_from(u128::from_le_bytes(errors)).unwrap_or(u64::MAX),
+            media_errors: u64::try_from(counter(MEDIA_ERRORS)).unwrap_or(u64::MAX),
             // Values above 100 are not percentages.
             spare_percent: (is_told && spare <= 100).then_some(spare),
+            written_bytes: (written > 0).then(|| u64::try_from(written).unwrap_or(u64::MAX)),
         }
     }
 }
@@ -156,14 +166,34 @@ mod tests {
     #[test]
     fn spare_and_errors_are_read_where_the_specification_has_them() {
         let log = HealthLog::parse(&page(0, 97, 258));
-        assert_eq!(log, HealthLog { media_errors: 258, spare_percent: Some(97) });
+        assert_eq!(log, HealthLog { media_errors: 258, spare_percent: Some(97), written_bytes: None });
         assert_eq!(HealthLog::parse(&page(0, 100, 0)).spare_percent, Some(100));
         assert_eq!(HealthLog::parse(&page(0, 100, u128::MAX)).media_errors, u64::MAX);
     }
 
     #[test]
+    fn written_bytes_are_counted_in_units_of_512_000_bytes() {
+        let written = |units: u128| {
+            let mut page = page(0, 100, 0);
+            // Neighbours of the counter: data units read, read commands of the host.
+            page[32..48].copy_from_slice(&5_u128.to_le_bytes());
+            page[48..64].copy_from_slice(&units.to_le_bytes());
+            page[64..80].copy_from_slice(&6_u128.to_le_bytes());
+            HealthLog::parse(&page).written_bytes
+        };
+        assert_eq!(
+            (written(0), written(1), written(1_000_000)),
+            (None, Some(512_000), Some(512_000_000_000))
+        );
+        assert_eq!(written(u128::MAX), Some(u64::MAX));
+    }
+
+    #[test]
     fn an_impossible_spare_is_not_reported() {
-        assert_eq!(HealthLog::parse(&page(0, 0, 3)), HealthLog { media_errors: 3, spare_percent: None });
+        assert_eq!(
+            HealthLog::parse(&page(0, 0, 3)),
+            HealthLog { media_errors: 3, spare_percent: None, written_bytes: None }
+        );
         assert_eq!(HealthLog::parse(&page(0, 101, 0)).spare_percent, None);
         assert_eq!(HealthLog::parse(&page(1, 0, 0)).spare_percent, Some(0), "the drive sets the warning bit");
         assert_eq!(HealthLog::parse(&page(4, 0, 0)).spare_percent, None, "unreliability is another bit");

@@ -4,6 +4,7 @@ use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::Priority;
 use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy};
 use reprise_policy::BlockKey;
+use reprise_policy::eviction::Class;
 use serde::Serialize;
 
 use super::AdminContext;
@@ -21,6 +22,8 @@ pub(super) struct Block {
     /// Copy on a device; `null` without one.
     nvme: Option<Stored>,
     priority: &'static str,
+    /// Class in the eviction order: `evictable`, `idle`, `recent` or `active`.
+    class: &'static str,
     /// Number of leases on the copy in DRAM.
     leases: u32,
 }
@@ -33,7 +36,7 @@ struct Stored {
 
 impl Block {
     pub(super) fn new(context: &AdminContext, key: BlockKey, described: LocatedBlock) -> Block {
-        let BlockDescription { origin, dram, nvme, priority, leases } = described.description;
+        let BlockDescription { origin, dram, nvme, priority, class, leases } = described.description;
         let path = described.path.unwrap_or_default();
         let stored = |DeviceId(device)| Stored { device, path };
         Block {
@@ -43,6 +46,7 @@ impl Block {
             dram: dram.map(copy_name),
             nvme: nvme.map(stored),
             priority: priority_name(priority),
+            class: class_name(class),
             leases,
         }
     }
@@ -62,6 +66,15 @@ fn copy_name(copy: DramCopy) -> &'static str {
         DramCopy::Filling => "filling",
         DramCopy::Unsaved => "unsaved",
         DramCopy::Clean => "clean",
+    }
+}
+
+fn class_name(class: Class) -> &'static str {
+    match class {
+        Class::Evictable => "evictable",
+        Class::Idle => "idle",
+        Class::Recent => "recent",
+        Class::Active => "active",
     }
 }
 

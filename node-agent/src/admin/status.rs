@@ -90,6 +90,8 @@ struct Device {
     /// Why the device rejects writes, while its blocks are still read.
     read_only: Option<String>,
     queue_waiting: usize,
+    /// Bytes that the drive counts as written since it was opened; 0 while its health log is not read.
+    drive_written_bytes: u64,
     recovery_us: u64,
     recovery_records: u64,
     recovered_blocks: u64,
@@ -304,6 +306,7 @@ impl Device {
             lost: lost.clone(),
             read_only: read_only.clone(),
             queue_waiting: *waiting,
+            drive_written_bytes: info.drive_written_bytes.load(Ordering::Relaxed),
             recovery_us: u64::try_from(info.recovery.took.as_micros()).unwrap_or(u64::MAX),
             recovery_records: info.recovery.records,
             recovered_blocks: info.recovery.blocks,

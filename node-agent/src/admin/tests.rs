@@ -8,6 +8,7 @@ use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy, limits};
 
 use axum::Extension;
 use reprise_daemon::http::ClientAddress;
+use reprise_policy::eviction::Class;
 
 use super::*;
 use crate::config::Config;
@@ -145,13 +146,15 @@ fn block_page_contains_the_description_by_the_core() {
         dram: Some(DramCopy::Unsaved),
         nvme: None,
         priority: Priority::High,
+        class: Class::Active,
         leases: 3,
     };
     let (status, body) = block_response(Some(description));
     assert_eq!(status, StatusCode::OK);
     let node = Config::default().validate().expect("the defaults are valid").node.name;
     let expected = serde_json::json!({
-        "node": node, "key": KEY, "origin": "placed", "dram": "unsaved", "nvme": null, "priority": "high", "leases": 3
+        "node": node, "key": KEY, "origin": "placed", "dram": "unsaved", "nvme": null, "priority": "high", "class": "active",
+        "leases": 3
     });
     let page = |body: &str| serde_json::from_str::<serde_json::Value>(body).expect("JSON");
     assert_eq!(page(&body), expected);

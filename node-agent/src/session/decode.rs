@@ -17,7 +17,7 @@ use reprise_agent_core::limits::{
     RESERVE_SLOTS_MAX,
 };
 use reprise_policy::BlockKey;
-use reprise_policy::prefetch::LookaheadRequest;
+use reprise_policy::prefetch::{BegunRequest, LookaheadRequest, RequestState};
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks, TransferBackend};
 use reprise_policy::slack::content::MICROS_MAX;
@@ -217,26 +217,35 @@ fn convert_item(item: &local::CommitItem) -> CommitItem {
 /// The core checks all but the keys, because it counts ignored parts.
 fn convert_lookahead(hint: &local::ReportLookahead) -> Result<Lookahead, String> {
     // Before any list is copied. The core checks the rest, and counts rejected hints.
-    let requests = hint.requests.len().max(hint.cancelled.len());
+    let begun = hint.begun.as_ref().map_or(&[][..], |begun| &begun.requests[..]);
+    let requests = hint.requests.len().max(hint.cancelled.len()).max(begun.len());
     if requests > LOOKAHEAD_REQUESTS_MAX {
         return Err(format!("lookahead: {requests} requests: expected at most {LOOKAHEAD_REQUESTS_MAX}"));
     }
+    let keys = |keys: &[u8]| {
+        BlockKey::unpack(keys).ok_or_else(|| {
+            format!("lookahead: keys: {} bytes are not a multiple of 16-byte keys", keys.len())
+        })
+    };
     let convert = |waiting: &local::WaitingRequest| {
-        let keys = BlockKey::unpack(&waiting.keys).ok_or_else(|| {
-            format!("lookahead: keys: {} bytes are not a multiple of 16-byte keys", waiting.keys.len())
-        })?;
         Ok(LookaheadRequest {
             request: waiting.request,
             iterations: waiting.iterations,
             confidence: u16::try_from(waiting.confidence_permille).unwrap_or(u16::MAX),
-            keys,
+            keys: keys(&waiting.keys)?,
         })
     };
+    let convert_begun = |listed: &local::BegunRequest| {
+        let state = if listed.preempted { RequestState::Preempted } else { RequestState::Running };
+        Ok(BegunRequest { request: listed.request, state, first: listed.first, keys: keys(&listed.keys)? })
+    };
+    let begun = begun.iter().map(convert_begun).collect::<Result<_, String>>()?;
     Ok(Lookahead {
         version: hint.version,
         iteration: Duration::from_micros(hint.iteration_us),
         requests: hint.requests.iter().map(convert).collect::<Result<_, String>>()?,
         cancelled: hint.cancelled.clone(),
+        begun: hint.begun.is_some().then_some(begun),
         ranks: if hint.all_ranks { Ranks::All } else { Ranks::Own },
     })
 }

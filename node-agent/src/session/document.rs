@@ -65,8 +65,10 @@ fn requests_in_the_document_are_decoded() {
         ("Stats", "Stats"),
         (
             "ReportLookahead",
-            "Lookahead(Lookahead { version: 1, iteration: 20ms, requests: [LookaheadRequest { request: 7, iterations: \
-             3, confidence: 900, keys: [11111111111111111111111111111111] }], cancelled: [5], ranks: All })",
+            "Lookahead(Lookahead { version: 2, iteration: 20ms, requests: [LookaheadRequest { request: 7, iterations: \
+             3, confidence: 900, keys: [11111111111111111111111111111111] }], cancelled: [5], begun: Some([BegunRequest { \
+             request: 4, state: Running, first: 2, keys: [11111111111111111111111111111111] }, BegunRequest { request: 3, \
+             state: Preempted, first: 0, keys: [] }]), ranks: All })",
         ),
         (
             "ManageBlocks",

@@ -363,9 +363,9 @@ mod tests {
 
     #[test]
     fn rejection_of_another_version_contains_both_versions() {
-        let (kind, message) = refused(|hello| hello.protocol_version = 9);
+        let (kind, message) = refused(|hello| hello.protocol_version = 77);
         assert_eq!(kind, FailureKind::Version);
-        assert!(message.contains('9') && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
+        assert!(message.contains("77") && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
     }
 
     #[test]

@@ -48,6 +48,7 @@ enum Call {
     },
     Touch(usize),
     Use(usize),
+    Reclass(usize, u8),
     Pin(usize),
     Unpin(usize),
     /// Evicts one block ahead of requests.
@@ -233,6 +234,12 @@ impl Cache {
                     self.order.used(EntryIndex(entry));
                 }
             }
+            Call::Reclass(at, number) => {
+                if let Some(entry) = self.nth(at) {
+                    self.blocks.get_mut(&entry).expect("there").class = number;
+                    self.order.reclass(EntryIndex(entry), class(number));
+                }
+            }
             Call::Pin(at) => {
                 if let Some(entry) = self.nth(at) {
                     self.blocks.get_mut(&entry).expect("there").pinned = true;
@@ -292,6 +299,7 @@ fn call() -> impl Strategy<Value = Call> {
         6 => save.prop_map(|(parent, bytes, tenant, class)| Call::Save { parent, bytes, tenant, class }),
         2 => (0..64usize).prop_map(Call::Touch),
         3 => (0..64usize).prop_map(Call::Use),
+        2 => (0..64usize, 0..4u8).prop_map(|(at, class)| Call::Reclass(at, class)),
         2 => (0..64usize).prop_map(Call::Pin),
         2 => (0..64usize).prop_map(Call::Unpin),
         1 => Just(Call::Evict),

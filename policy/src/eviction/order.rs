@@ -33,7 +33,7 @@
 use super::generations::Generations;
 use super::lists::{End, ListKind, Lists, NIL, QUEUES_MAX, State};
 use super::rules::{Rule, Verdict};
-use super::{Block, Chains, EntryIndex, EvictionPolicy, Group};
+use super::{Block, Chains, Class, EntryIndex, EvictionPolicy, Group};
 
 #[cfg(test)]
 mod generation_tests;
@@ -180,6 +180,27 @@ impl EvictionOrder {
             }
             rest = &rest[moved.max(1)..];
         }
+    }
+
+    /// Moves an evictable block to a class under a policy with classes: before its parent if that is in the class, else
+    /// as the newest. A block that is not evictable enters its class at its insertion.
+    pub fn reclass(&mut self, entry: EntryIndex, class: Class) {
+        if !self.contains(entry) {
+            return;
+        }
+        let queue = self.rule.queue_of_class(class).filter(|queue| *queue != self.lists.record(entry).queue);
+        if let Some(queue) = queue {
+            self.lists.unlink(entry);
+            self.push(entry, queue, End::Newest);
+            self.settle(entry);
+        }
+    }
+
+    /// Class of an evictable block under a policy with classes.
+    pub fn class(&self, entry: EntryIndex) -> Option<Class> {
+        let queue = self.contains(entry).then(|| self.lists.record(entry).queue)?;
+        let classes = [Class::Evictable, Class::Idle, Class::Recent, Class::Active];
+        classes.into_iter().find(|class| self.rule.queue_of_class(*class) == Some(queue))
     }
 
     /// Counts a use of a block, evictable or not.

@@ -23,7 +23,7 @@
 
 use super::ghosts::Ghosts;
 use super::lists::{ListKind, Lists, NIL, QUEUES_MAX, Record};
-use super::{Block, EntryIndex, EvictionKind, Group};
+use super::{Block, Class, EntryIndex, EvictionKind, Group};
 
 /// Small queue of S3-FIFO.
 const SMALL: u8 = 0;
@@ -205,6 +205,11 @@ impl Rule {
     /// Whether a touched block becomes the newest of the queue that it is in, and nothing else changes.
     pub(super) fn keeps_queue_on_touch(&self) -> bool {
         matches!(self, Rule::Lru | Rule::Lfu | Rule::PriorityLru)
+    }
+
+    /// Returns the queue of a class; `None` if the policy has no classes.
+    pub(super) fn queue_of_class(&self, class: Class) -> Option<u8> {
+        matches!(self, Rule::PriorityLru).then_some(class as u8)
     }
 
     /// Counts a use; returns the queue that the block moves to, if it moves.

@@ -82,6 +82,8 @@ class RequestParams:
         no_store, no_retain = read.flag("kv_no_store"), read.flag("kv_no_retain")
         stores = not no_store and bool(store & {Source.OWN_DRAM, Source.OWN_NVME})
         hints = read.hints(envelope, stores=stores)
+        if no_retain:
+            hints = replace(hints, commands=tuple(command for command in hints.commands if not command.retains))
         return cls(load, stores, "low" if no_retain else priority, not no_retain, hints)
 
     def saves_generated(self, *, by_default: bool) -> bool:

@@ -22,7 +22,7 @@ from reprise.vllm.adapters import AdapterIdentification, Adapters
 from reprise.vllm.block_commands import BlockCommand, BlockCommands
 from reprise.vllm.computations import computation_of, prefill_of
 from reprise.vllm.events import KvEvents
-from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
+from reprise.vllm.match_calls import KEYS_PER_MATCH, KEYS_PER_PART, KeyDerivation, MatchCall, Matcher
 from reprise.vllm.metadata import LoadPlan, RepriseMetadata, RepriseWorkerMetadata, SavePlan
 from reprise.vllm.metrics import Stats
 from reprise.vllm.request_params import RequestParams
@@ -173,7 +173,7 @@ class SchedulerSide:
         self._matcher = Matcher(self.session, self.options, self.stats, all_ranks=self.ranks > 1)
         self._commands = BlockCommands(self.session, self.ranks)
         if self.options.lookahead and self.may_load:
-            self._lookahead = Lookahead(self.session, self._keys_ahead, ranks=self.ranks)
+            self._lookahead = Lookahead(self.session, self._keys_ahead, ranks=self.ranks, blocks=self._blocks_begun)
 
     def begin(self, request: Request) -> None:
         """Starts the match of a new request, so that the answer arrives before the request is scheduled."""
@@ -445,6 +445,22 @@ class SchedulerSide:
             self._derive_ahead(state, state.result)
         return state.keys_ahead
 
+    def _blocks_begun(self, request_id: str, first: int) -> bytes:
+        """Returns the keys of the blocks of a request that it has loaded or saves, block after block. Does not wait.
+
+        Args:
+            request_id: the request.
+            first: number of the first key.
+        """
+        state = self._requests.get(request_id)
+        if state is None or state.adapter is None or state.is_stale or state.known is None:
+            return b""
+        start = first // self.ranks
+        end = min(state.known, len(state.request.block_hashes), start + KEYS_PER_PART)
+        if end <= start:
+            return b""
+        return self._matcher.derive(lambda: self._keys_by_block(state, start, end)) or b""
+
     def _derive_ahead(self, state: RequestState, result: MatchResult) -> None:
         """Derives the keys to read ahead after a match, as far as the step has time; the next one continues."""
         if state.derivation is None or state.derived_result is not result:
@@ -604,7 +620,8 @@ class SchedulerSide:
                     self._submit(state, command)
 
     def _submit(self, state: RequestState, command: Command) -> None:
-        first, end = command.tokens.blocks(self.geometry.block_tokens, len(state.request.block_hashes))
+        request = state.request
+        first, end = command.blocks(self.geometry.block_tokens, len(request.block_hashes), request.num_prompt_tokens)
 
         def keys(start: int, stop: int) -> bytes:
             return self._keys_by_block(state, start, stop)

@@ -365,7 +365,7 @@ class RepriseTier(SecondaryTierManager):
             return
         given, tokens = request.chunks, self._chunks.layout.tokens_per_block
         for command in commands:
-            first, end = command.tokens.blocks(tokens, given.count())
+            first, end = command.blocks(tokens, given.count(), given.prompt_tokens)
             self._commands.submit(
                 BlockCommand(
                     command.action, lambda start, stop: self._keys(given.keys(start, stop)), first, end, command.ttl

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead
+from reprise.lookahead import KEY_BYTES, REMATCH_S, Lookahead, blocks_ahead, blocks_here
 from reprise.vllm.match_calls import KEYS_PER_MATCH, KeyDerivation, MatchCall, Matcher
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class WaitingChunks:
     matched_at: float | None = None
     keys: bytes = b""
     """Packed keys to read ahead."""
+    here: bytes = b""
+    """Packed keys of the last match that are on this node."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class WaitingRequests:
     _requests: dict[str, WaitingChunks] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hints = Lookahead(self.matcher.session, self._keys_ahead)
+        self.hints = Lookahead(self.matcher.session, self._keys_ahead, blocks=self._blocks_begun)
 
     def arrived(self, request_id: str, missing: Callable[[], MissingChunks], rank: tuple[Any, ...] = ()) -> None:
         """Appends a request.
@@ -105,10 +107,15 @@ class WaitingRequests:
             sources = self.matcher.peek(request.call)
             if sources is not None:
                 request.keys = request.matching[: blocks_ahead(sources) * KEY_BYTES]
+                request.here = request.matching[: blocks_here(sources) * KEY_BYTES]
                 request.call, request.matching = None, b""
         elif is_near and (request.matched_at is None or self.now() - request.matched_at > REMATCH_S):
             self._start_match(request)
         return request.keys
+
+    def _blocks_begun(self, request_id: str, first: int) -> bytes:
+        request = self._requests.get(request_id)
+        return b"" if request is None else request.here[first * KEY_BYTES :]
 
     def _start_match(self, request: WaitingChunks) -> None:
         """Derives the keys of a request's missing chunks and matches them, as far as the step has time."""

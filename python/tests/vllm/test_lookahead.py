@@ -58,6 +58,29 @@ def test_requests_with_all_blocks_in_dram_are_not_hinted() -> None:
     assert session.hints == []
 
 
+def test_blocks_of_running_and_preempted_requests_are_listed_until_their_end() -> None:
+    scheduler, session = hinting([])
+    first = request(3, "first")
+    scheduler.begin(first)
+    scheduler._lookahead._begun_at = scheduler._lookahead._next_at = 0.0
+    ids = {"running": [1, 2, 3], "first": [4, 5, 6]}
+    scheduler.step(output({"running": (TOKENS, 1), "first": (0, 2 * TOKENS)}, ids))
+    of_running, of_first = session.begun[-1]
+    assert (of_running[1:3], of_first[1:3]) == ((False, 0), (False, 0))
+    assert (len(of_running[3]), len(of_first[3])) == (16, 32), "the blocks that they save"
+    assert len(session.hints) == 0, "no request waits"
+    before = len(session.begun)
+    step(scheduler, "running", "first")
+    assert len(session.begun) == before, "nothing has changed"
+    scheduler._lookahead._begun_at = 0.0
+    step(scheduler, "running", preempted={"first"})
+    assert session.begun[-1] == [(of_running[0], False, 1, b""), (of_first[0], True, 2, b"")]
+    scheduler.finish(first)
+    scheduler._lookahead._begun_at = 0.0
+    step(scheduler, "running", finished={"first"})
+    assert [number for number, *_ in session.begun[-1]] == [of_running[0]]
+
+
 def test_keys_of_several_ranks_are_sent_block_after_block() -> None:
     scheduler, session = hinting([Source.OWN_NVME] * 2, ranks=2)
     scheduler.begin(request(3, "waits"))
@@ -212,10 +235,10 @@ class RecordedSession:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def start_lookahead(self, iteration: float, requests: Any, cancelled: Any, all_ranks: bool) -> Any:
+    def start_lookahead(self, iteration: float, requests: Any, cancelled: Any, all_ranks: bool, begun: Any) -> Any:
         self.listed.append([number for number, *_ in requests])
         self.cancelled += cancelled
-        return self._session.start_lookahead(iteration, requests, cancelled, all_ranks)
+        return self._session.start_lookahead(iteration, requests, cancelled, all_ranks, begun)
 
 
 def test_a_preempted_request_is_cancelled_and_answers_as_without_preemption(

@@ -173,6 +173,24 @@ def test_retained_blocks_are_saved_with_the_class_of_their_directive() -> None:
     assert save.priority == "low", "the request's own parameter decides"
 
 
+@pytest.mark.parametrize(("refuses", "pins"), [(False, [("pin", 2, 30.0)] * 2), (True, [])])
+def test_blocks_that_are_retained_for_a_duration_are_pinned_after_their_save(refuses: bool, pins: list[Any]) -> None:
+    session = CommandSession()
+    scheduler = side(session)
+    retained = hinted("kv.retain", directives=[{"end": 2 * TOKENS, "priority": 50, "duration": 30}])
+    retained.kv_transfer_params["kv_no_retain"] = refuses
+    scheduler.begin(retained)
+    (save,) = scheduler.step(output({"r": (0, 4 * TOKENS)}, {"r": [1, 2, 3, 4]})).saves
+    assert save.priority == ("low" if refuses else "normal"), "a pin has an end, a class has none"
+    scheduler.finish(retained)
+    scheduler.step(output({}, {}, finished={"r"}))
+    scheduler.handle_worker_output(ended(save.save_id))
+    if pins:
+        eventually(lambda: len(session.commands) == len(pins))
+    assert [(action, count, ttl) for action, count, ttl, *_ in session.commands] == pins
+    scheduler._commands.close()
+
+
 def test_shared_requests_save_generated_tokens_too() -> None:
     generated = request(4)
     generated.num_prompt_tokens = 2 * TOKENS

@@ -63,12 +63,18 @@ class FakeSession:
     suspected: int = 0
     sessions: int = 1
     hints: list[tuple[list[Any], list[int], bool]] = field(default_factory=list)
+    """Hints about requests that wait."""
+    begun: list[list[tuple[int, bool, int, bytes]]] = field(default_factory=list)
+    """Lists of requests that have begun."""
 
     def start_lookahead(
-        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False
+        self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False, begun: Any = None
     ) -> FakePending:
         assert iteration > 0
-        self.hints.append((list(requests), list(cancelled), all_ranks))
+        if begun is not None:
+            self.begun.append(begun)
+        if begun is None or requests or cancelled:
+            self.hints.append((list(requests), list(cancelled), all_ranks))
         return FakePending()
 
     def start_match(

@@ -385,9 +385,7 @@ impl Arena {
             }
             let listed = group.partial.get(region.partial_at as usize) == Some(&(at as u16));
             if listed == region.full() {
-                return Err(format!(
-                    "region {name}: its free slots and its position in the list of partial regions disagree"
-                ));
+                return Err(format!("region {name}: free slots and the list of partial regions disagree"));
             }
             used_bytes += u64::from(region.used()) * group.slot_bytes;
         }
@@ -406,10 +404,8 @@ impl Arena {
             return Err(format!("{evictable} evictable slots by region, {} by policy", self.evictable()));
         }
         if used_bytes != self.used_bytes || used_bytes > self.bytes {
-            return Err(format!(
-                "{used_bytes} bytes in used slots, {} counted, {} in all regions",
-                self.used_bytes, self.bytes
-            ));
+            let (counted, all) = (self.used_bytes, self.bytes);
+            return Err(format!("{used_bytes} bytes in used slots, {counted} counted, {all} in all regions"));
         }
         Ok(())
     }

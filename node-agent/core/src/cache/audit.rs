@@ -22,6 +22,7 @@ impl Cache {
     pub(crate) fn audit(&self) -> Result<(), String> {
         self.audit_frames()?;
         self.arena.audit()?;
+        self.audit_classes()?;
         self.audit_index()
     }
 
@@ -175,7 +176,7 @@ impl Cache {
     /// Checks that size classes are used by blocks and frames, and by `others`.
     pub(crate) fn audit_size_classes(&self, others: usize) -> Result<(), String> {
         let uses: u64 = self.sizes.uses().sum();
-        let holders = self.index.len() + self.frames.iter().count() + others;
+        let holders = self.index.len() + self.frames.iter().count() + self.listed.len() + others;
         ensure!(uses == holders as u64, "size classes: {uses} uses, {holders} holders");
         Ok(())
     }

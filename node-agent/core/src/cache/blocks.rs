@@ -23,8 +23,8 @@ pub(super) fn priority_of_class(class: u8) -> Priority {
     }
 }
 
-/// Class of a priority in the eviction orders. No engine marks a block as idle.
-fn class_of(priority: u8) -> Class {
+/// Class of a priority in the eviction orders.
+pub(super) fn class_of(priority: u8) -> Class {
     match priority_of_class(priority) {
         Priority::Low => Class::Evictable,
         Priority::Normal => Class::Recent,
@@ -148,7 +148,7 @@ impl Cache {
         let state = self.index.entry(entry);
         Block {
             group: Group::default(),
-            class: class_of(state.class()),
+            class: self.eviction_class(entry),
             key_hash: state.key().table_hash(),
             bytes,
             position: state.position(),

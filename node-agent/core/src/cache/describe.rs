@@ -4,6 +4,7 @@
 //! device has the origin `Recovered`, however it had arrived there.
 
 use reprise_policy::BlockKey;
+use reprise_policy::eviction::Class;
 
 use crate::cache::Cache;
 use crate::cache::blocks::priority_of_class;
@@ -45,6 +46,8 @@ pub struct BlockDescription {
     pub nvme: Option<DeviceId>,
     /// Eviction priority of the block.
     pub priority: Priority,
+    /// Class in the eviction orders: that of the priority, unless a request that has begun lists the block.
+    pub class: Class,
     /// Leases on the DRAM copy: of loads, of serves to peers, and of checks.
     pub leases: u32,
 }
@@ -69,7 +72,8 @@ impl BlockOrigin {
 impl Cache {
     /// Describes a block; `None` if it is neither on this node nor being filled.
     pub(crate) fn describe(&self, key: &BlockKey) -> Option<BlockDescription> {
-        let entry = self.index.entry(self.index.find(key)?);
+        let found = self.index.find(key)?;
+        let entry = self.index.entry(found);
         let frame = match entry.dram() {
             Dram::Absent => None,
             Dram::Filling(frame) | Dram::Resident(frame) => Some(self.frames.get(frame)),
@@ -87,6 +91,7 @@ impl Cache {
             dram: frame.map(|frame| copy(frame.state)),
             nvme: entry.stored().map(|stored| stored.device),
             priority: priority_of_class(entry.class()),
+            class: self.eviction_class(found),
             leases: frame.map_or(0, |frame| frame.leases),
         })
     }

@@ -168,20 +168,11 @@ impl Cache {
     /// Raises the priority of a block. An evictable block moves to its new class, as the most recently used.
     /// The journal record keeps the old priority, which is in force again after a restart.
     pub(crate) fn raise_priority(&mut self, entry: EntryIndex, priority: Priority) {
-        let before = self.index.entry(entry).class();
+        let before = self.eviction_class(entry);
         self.index.entry_mut(entry).raise_priority(priority);
-        let state = self.index.entry(entry);
-        if state.class() == before {
-            return;
-        }
-        let dram = state.dram();
-        if self.is_in_nvme_order(entry) {
-            self.enter_nvme_order(entry);
-        }
-        if let Some((frame, place)) = self.evictable_frame(dram) {
-            let block = self.dram_block(entry);
-            self.arena.remove_evictable(place, frame);
-            self.arena.add_evictable(place, frame, &block);
+        let after = self.eviction_class(entry);
+        if before != after {
+            self.reclass(entry, after);
         }
     }
 }

@@ -22,6 +22,7 @@ impl AgentCore {
         self.extents.set_counters(&self.cache, &mut all);
         self.replicate.set_counters(&mut all);
         self.prefetch.set_counters(&mut all);
+        self.begun.set_counters(&self.cache, &mut all);
         self.retention.set_counters(&self.cache, &mut all);
         all.sessions = self.sessions.len() as u64;
         all.drained = u64::from(self.drain_progress().drained);
@@ -39,8 +40,19 @@ impl AgentCore {
     /// # Errors
     /// A description of the first violated invariant.
     pub fn audit(&self) -> Result<(), String> {
-        let AgentCore { cache, transfer, load, save, serve, extents, replicate, prefetch, retention, .. } =
-            self;
+        let AgentCore {
+            cache,
+            transfer,
+            load,
+            save,
+            serve,
+            extents,
+            replicate,
+            prefetch,
+            begun,
+            retention,
+            ..
+        } = self;
         cache.audit()?;
         transfer.audit(cache)?;
         load.audit(cache)?;
@@ -50,6 +62,7 @@ impl AgentCore {
         self.quota.audit(cache)?;
         replicate.audit()?;
         prefetch.audit(cache, &self.settings.prefetch)?;
+        begun.audit(cache, self.sessions.keys())?;
         retention.audit(cache, &self.settings)?;
         audit::compare(&Owners {
             sessions: &self.sessions,

@@ -18,21 +18,24 @@ use crate::prefetch::requests::{Hinted, ListedBlock, Phase, Wanted};
 
 /// Checks the parts of a hint without which its rest has no meaning.
 pub(super) fn check(lookahead: &Lookahead, ranks: usize) -> Result<(), String> {
-    let Lookahead { version, requests, cancelled, .. } = lookahead;
+    let Lookahead { version, requests, cancelled, begun, .. } = lookahead;
+    let begun = begun.as_deref().unwrap_or_default();
     if *version != HINT_VERSION {
         return Err(format!("lookahead: unknown version {version}: expected {HINT_VERSION}"));
     }
-    let count = requests.len().max(cancelled.len());
+    let count = requests.len().max(cancelled.len()).max(begun.len());
     if count > LOOKAHEAD_REQUESTS_MAX {
         return Err(format!("lookahead: {count} requests: expected at most {LOOKAHEAD_REQUESTS_MAX}"));
     }
-    let keys: usize = requests.iter().map(|request| request.keys.len()).sum();
+    let of_begun = begun.iter().flat_map(|begun| [begun.keys.len(), begun.first as usize]);
+    let lists = || requests.iter().map(|request| request.keys.len()).chain(of_begun.clone());
+    let keys: usize = requests.iter().map(|request| request.keys.len()).sum::<usize>()
+        + begun.iter().map(|begun| begun.keys.len()).sum::<usize>();
     if keys > LOOKAHEAD_KEYS_MAX {
         return Err(format!("lookahead: {keys} keys: expected at most {LOOKAHEAD_KEYS_MAX}"));
     }
-    match requests.iter().find(|request| !request.keys.len().is_multiple_of(ranks)) {
-        Some(request) => {
-            let keys = request.keys.len();
+    match lists().find(|keys| !keys.is_multiple_of(ranks)) {
+        Some(keys) => {
             Err(format!("lookahead: {keys} keys of {ranks} ranks: expected {ranks} keys for each block"))
         }
         None => Ok(()),

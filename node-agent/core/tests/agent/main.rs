@@ -28,6 +28,7 @@ mod random;
 mod rng;
 mod scenarios_admission;
 mod scenarios_attachment;
+mod scenarios_begun;
 mod scenarios_chains;
 mod scenarios_demotion;
 mod scenarios_devices;

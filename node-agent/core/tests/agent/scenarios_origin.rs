@@ -3,6 +3,7 @@
 use reprise_agent_core::effect::DeviceId;
 use reprise_agent_core::event::{Event, FillError, Grant, Priority, Request, Scope};
 use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy};
+use reprise_policy::eviction::Class;
 use reprise_policy::{BlockKey, Quota, SessionId, Tier};
 
 use crate::engine::RequestKind;
@@ -67,8 +68,9 @@ fn committed_block_has_origin_saved_in_dram_and_on_nvme() {
     let (mut harness, session) = harness();
     harness.reserve(session, 1);
     harness.commit(session, &keys(0..1), Priority::High);
-    let (origin, priority) = (BlockOrigin::Saved, Priority::High);
-    let unsaved = BlockDescription { origin, dram: Some(DramCopy::Unsaved), nvme: None, priority, leases: 0 };
+    let (origin, priority, class) = (BlockOrigin::Saved, Priority::High, Class::Active);
+    let (dram, nvme) = (Some(DramCopy::Unsaved), None);
+    let unsaved = BlockDescription { origin, dram, nvme, priority, class, leases: 0 };
     assert_eq!(described(&harness, key(0)), unsaved);
     finish_all(&mut harness);
     let saved = BlockDescription { dram: Some(DramCopy::Clean), nvme: Some(DeviceId(0)), ..unsaved };
@@ -86,8 +88,9 @@ fn committed_block_has_origin_saved_in_dram_and_on_nvme() {
 fn block_fetched_for_a_load_has_origin_loaded_and_is_leased_until_release() {
     let (mut harness, session) = harness();
     fetch(&mut harness, session, key(5));
-    let (origin, priority) = (BlockOrigin::Loaded, Priority::Normal);
-    let coming = BlockDescription { origin, dram: Some(DramCopy::Filling), nvme: None, priority, leases: 1 };
+    let (origin, priority, class) = (BlockOrigin::Loaded, Priority::Normal, Class::Recent);
+    let (dram, nvme) = (Some(DramCopy::Filling), None);
+    let coming = BlockDescription { origin, dram, nvme, priority, class, leases: 1 };
     assert_eq!(described(&harness, key(5)), coming);
     finish_all(&mut harness);
     let held = BlockDescription { dram: Some(DramCopy::Clean), ..coming };

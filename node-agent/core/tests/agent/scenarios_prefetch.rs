@@ -9,7 +9,7 @@ use reprise_agent_core::limits::{
     PREFETCH_ATTEMPTS_MAX,
 };
 use reprise_agent_core::{Counters, Settings, TenantQuotas};
-use reprise_policy::prefetch::{HINT_VERSION, LookaheadReport, LookaheadRequest};
+use reprise_policy::prefetch::{BegunRequest, HINT_VERSION, LookaheadReport, LookaheadRequest, RequestState};
 use reprise_policy::quota::Quota;
 use reprise_policy::{BlockKey, LayoutSpec, SessionId, TenantId};
 
@@ -240,7 +240,7 @@ fn hints_of_another_version_or_size_are_rejected_with_the_remedy() {
     let many = (0..=LOOKAHEAD_REQUESTS_MAX as u64).map(|number| waits(number, 1, &[])).collect();
     let newer = Lookahead { version: HINT_VERSION + 1, ..lookahead(vec![waits(1, 4, &keys(0..2))]) };
     for (lookahead, words) in [
-        (newer, "unknown version 2: expected 1"),
+        (newer, "unknown version 3: expected 2"),
         (lookahead(many), "1025 requests: expected at most 1024"),
         (lookahead(vec![waits(1, 1, &vec![key(0); 65_537])]), "65537 keys: expected at most 65536"),
     ] {
@@ -508,7 +508,15 @@ pub(crate) fn random_hint(harness: &mut Harness, session: SessionId, keys: &[Blo
         keys: if rng.chance(800) { keys.to_vec() } else { Vec::new() },
     };
     let count = rng.below(4);
+    let begun = |rng: &mut Rng| BegunRequest {
+        request: rng.below(4) as u64,
+        state: [RequestState::Running, RequestState::Preempted][rng.below(2)],
+        first: rng.below(4) as u32,
+        keys: if rng.chance(600) { keys.to_vec() } else { Vec::new() },
+    };
+    let begun = rng.chance(700).then(|| (0..rng.below(5)).map(|_| begun(rng)).collect());
     let hint = Lookahead {
+        begun,
         version: if rng.chance(50) { 9 } else { HINT_VERSION },
         iteration: Duration::from_micros(rng.below(30_000) as u64),
         requests: (0..count).map(|_| request(rng)).collect(),

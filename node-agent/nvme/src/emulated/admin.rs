@@ -93,6 +93,9 @@ impl Burst<'_> {
         }
         let mut page = [0; HEALTH_BYTES];
         page[3] = 100; // available spare in percent
+        // Data units written, in thousands of 512 bytes, rounded up.
+        let units = self.machine.written_bytes().div_ceil(512_000);
+        page[48..64].copy_from_slice(&u128::from(units).to_le_bytes());
         self.answer(address, &page[..wanted])
     }
 

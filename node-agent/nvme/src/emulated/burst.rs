@@ -201,7 +201,11 @@ impl<'a> Burst<'a> {
             self.machine.count_bad_addresses(u64::from(status == Status::DATA_TRANSFER));
             return status;
         }
-        self.move_data(command.opcode, index, lba << power)
+        let moved = self.move_data(command.opcode, index, lba << power);
+        if command.opcode == WRITE && moved.is_success() {
+            self.machine.count_written(bytes);
+        }
+        moved
     }
 
     fn write_zeroes(&mut self, index: usize, at: u64, bytes: usize) -> Status {

@@ -50,6 +50,8 @@ pub(super) struct Machine {
     is_ready: AtomicBool,
     has_failed: AtomicBool,
     commands: AtomicU64,
+    /// Bytes that write commands have stored.
+    written_bytes: AtomicU64,
     bad_addresses: AtomicU64,
     shutdowns: AtomicU64,
 }
@@ -70,6 +72,7 @@ impl Machine {
             is_ready: AtomicBool::new(false),
             has_failed: AtomicBool::new(false),
             commands: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
             bad_addresses: AtomicU64::new(0),
             shutdowns: AtomicU64::new(0),
         };
@@ -128,6 +131,14 @@ impl Machine {
 
     pub(super) fn count_commands(&self, queue: u16, count: u64) {
         self.commands.fetch_add(if queue == 0 { 0 } else { count }, Ordering::Relaxed);
+    }
+
+    pub(super) fn count_written(&self, bytes: u64) {
+        self.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
     }
 
     pub(super) fn count_bad_addresses(&self, count: u64) {

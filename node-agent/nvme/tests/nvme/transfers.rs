@@ -27,6 +27,20 @@ fn written_bytes_are_read_back_in_every_size_and_description() {
 }
 
 #[test]
+fn the_health_log_counts_written_bytes_and_no_reads() {
+    let mut rig = Rig::new(emulation());
+    let mut queue = rig.controller.create_queue_pair(8).expect("granted");
+    assert_eq!(rig.controller.health().expect("a log page").written_bytes, None);
+    for _ in 0..126 {
+        assert!(rig.write(&mut queue, 0, 0, PAGE).is_success());
+    }
+    let read = rig.transfer(&queue, READ, 0, &[rig.piece(1 << 20, 16 * PAGE)]);
+    assert!(run(&mut queue, &read).is_success());
+    // 516,096 bytes are two units of 512,000.
+    assert_eq!(rig.controller.health().expect("a log page").written_bytes, Some(1_024_000));
+}
+
+#[test]
 fn scattered_pieces_are_read_and_written_in_order() {
     let mut rig = Rig::new(emulation());
     let mut queue = rig.controller.create_queue_pair(8).expect("granted");

@@ -43,6 +43,8 @@ pub(in super::super) struct WearMonitor {
 #[derive(Debug)]
 struct Drive {
     last: Option<HealthLog>,
+    /// Written bytes in the first log that has them.
+    written_at_first: Option<u64>,
     requested: Instant,
     /// Whether a thread is reading the log.
     in_flight: bool,
@@ -63,7 +65,7 @@ impl WearMonitor {
                 }
                 Some(drive) => (drive.requested, drive.in_flight) = (now, true),
                 None => {
-                    let new = Drive { last: None, requested: now, in_flight: true };
+                    let new = Drive { last: None, written_at_first: None, requested: now, in_flight: true };
                     self.drives.insert(place.0.clone(), new);
                 }
             }
@@ -77,7 +79,15 @@ impl WearMonitor {
     pub(in super::super) fn record(&mut self, path: &str, log: Option<HealthLog>) {
         if let Some(drive) = self.drives.get_mut(path) {
             (drive.in_flight, drive.last) = (false, log.or(drive.last));
+            drive.written_at_first = drive.written_at_first.or(log.and_then(|log| log.written_bytes));
         }
+    }
+
+    /// Returns the bytes that a drive counts as written since the first health log after it was opened; `None` if it
+    /// does not count them.
+    pub(in super::super) fn written(&self, path: &str) -> Option<u64> {
+        let drive = self.drives.get(path)?;
+        Some(drive.last?.written_bytes?.saturating_sub(drive.written_at_first?))
     }
 
     /// Returns the wear of a device with this number of I/O errors since it was opened.
@@ -115,7 +125,7 @@ mod tests {
     }
 
     fn log(media_errors: u64, spare_percent: Option<u8>) -> Option<HealthLog> {
-        Some(HealthLog { media_errors, spare_percent })
+        Some(HealthLog { media_errors, spare_percent, written_bytes: None })
     }
 
     fn knowing(log: Option<HealthLog>) -> WearMonitor {
@@ -154,6 +164,23 @@ mod tests {
         assert_eq!(reading(log(u64::MAX, None), 3).media_errors, u32::MAX);
         assert_eq!(reading(None, 0), WearReading { media_errors: 0, spare_percent: None, worn: None });
         assert_eq!(knowing(log(7, Some(9))).of("/b", 0, LIMITS).spare_percent, None, "another device");
+    }
+
+    #[test]
+    fn written_bytes_are_those_since_the_first_log() {
+        let log = |written_bytes| Some(HealthLog { media_errors: 0, spare_percent: None, written_bytes });
+        let mut wear = knowing(log(None));
+        assert_eq!(wear.written("/a"), None, "the drive does not count them");
+        wear.record("/a", log(Some(512_000_000)));
+        assert_eq!((wear.written("/a"), wear.written("/b")), (Some(0), None));
+        wear.record("/a", log(Some(700_000_000)));
+        assert_eq!(wear.written("/a"), Some(188_000_000));
+        wear.record("/a", None);
+        assert_eq!(wear.written("/a"), Some(188_000_000), "reading failed: the last log stays valid");
+        wear.due(Instant::now(), &[]);
+        wear.due(Instant::now(), &[device("/a")]);
+        wear.record("/a", log(Some(900_000_000)));
+        assert_eq!(wear.written("/a"), Some(0), "the device was opened again");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::eviction::Group;
+use reprise_policy::eviction::{Class, EntryIndex, Group};
 
 use crate::cache::arena::{Arena, RegionSlot, SlotGroup, SlotGroupId};
 use crate::cache::frames::FrameIndex;
@@ -11,6 +11,16 @@ impl Arena {
     /// Bytes of slots that are free. A slot group without a region cannot use all of them.
     pub(in crate::cache) fn free_bytes(&self) -> u64 {
         self.bytes - self.used_bytes
+    }
+
+    /// Moves an evictable frame to a class.
+    pub(in crate::cache) fn reclass(&mut self, frame: FrameIndex, class: Class) {
+        self.order.reclass(EntryIndex(frame.0), class);
+    }
+
+    /// Class of an evictable frame, for checks.
+    pub(in crate::cache) fn class(&self, frame: FrameIndex) -> Option<Class> {
+        self.order.class(EntryIndex(frame.0))
     }
 
     /// Returns the next victims of each slot group in the order of eviction, as far as lists determine it: at most
