@@ -108,6 +108,17 @@ impl<P: Copy> Fabric<P> {
         legs: &[(ChannelKind, u64)],
         purpose: P,
     ) {
+        self.start_after(events, (now, 0), legs, purpose);
+    }
+
+    /// Starts a job that waits for some nanoseconds before it occupies its channels.
+    pub(super) fn start_after(
+        &mut self,
+        events: &mut EventQueue<Event>,
+        (now, delay): (Nanos, u64),
+        legs: &[(ChannelKind, u64)],
+        purpose: P,
+    ) {
         let job = Some(Job { legs: legs.len() as u32, purpose });
         let number = match self.free.pop() {
             Some(number) => {
@@ -122,7 +133,7 @@ impl<P: Copy> Fabric<P> {
         for (kind, amount) in legs {
             let channel = &mut self.channels[*kind as usize];
             channel.advance(now, &mut self.ended);
-            channel.start(now, *amount, Transfer(u64::from(number)));
+            channel.start_after(now, delay, *amount, Transfer(u64::from(number)));
             self.schedule(events, now, *kind);
         }
     }
