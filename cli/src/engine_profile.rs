@@ -60,7 +60,7 @@ const QUICK: Plan = Plan {
     contexts: &[16, 160],
     decode_repetitions: 1,
     decoded_tokens: 3,
-    load_blocks: &[1, 2],
+    load_blocks: &[1, 4],
     loads: 2,
 };
 

@@ -146,7 +146,12 @@ impl VllmNode {
 impl EngineStart {
     fn engine(&self, cluster: &Cluster, agent: usize) -> anyhow::Result<Engine> {
         let socket = &cluster.file().agents[agent].socket;
-        let connector = json!({ "socket": socket, "load_or_recompute": self.loading == Loading::Policy });
+        let connector = json!({
+            "socket": socket,
+            "load_or_recompute": self.loading == Loading::Policy,
+            // The engines of all agents have the same model, each in its own folder.
+            "model_id": "measured",
+        });
         let folder = cluster.path().join(format!("engine-{}", agent + 1));
         Engine::start(&self.args, self.limits, &connector, &folder)
     }

@@ -76,6 +76,8 @@ struct Tier {
     ttfts: Vec<f64>,
     /// Bytes that came from the tier, relative to those of all hits.
     share: f64,
+    /// Hits whose whole prefix was loaded; of the others, a part was computed.
+    loaded: usize,
 }
 
 /// Requests with tokens that no other request has.
@@ -241,8 +243,11 @@ fn tier(
     let (before, all_before) = bytes(node)?;
     let answers = under_load(node, prompts, requests)?;
     let (after, all_after) = bytes(node)?;
-    let share = (after - before) as f64 / (all_after - all_before).max(1) as f64;
-    Ok(Tier { name, counter, ttfts: answers.iter().map(|answer| answer.ttft * 1e3).collect(), share })
+    ensure!(after > before, "no bytes came from {name}: the hits of this tier were not found");
+    let share = (after - before) as f64 / (all_after - all_before) as f64;
+    let loaded =
+        requests.iter().zip(&answers).filter(|(request, answer)| answer.cached == request.prefix).count();
+    Ok(Tier { name, counter, ttfts: answers.iter().map(|answer| answer.ttft * 1e3).collect(), share, loaded })
 }
 
 /// Serves requests at regular intervals while others compute.
@@ -284,6 +289,7 @@ fn figures_of(computed: f64, tiers: &[Tier]) -> Vec<Figure> {
         figures.push(Figure::absolute(name("ttft"), median(tier.ttfts.clone()), "ms", Target::None));
         figures.push(Figure::absolute(name("excess_max"), excess, "ms", Target::AtMost(bound)));
         figures.push(Figure::absolute(name("slower"), slower(tier), "hits", Target::AtMost(0.0)));
+        figures.push(Figure::absolute(name("loaded"), tier.loaded as f64, "hits", Target::None));
         figures.push(Figure::absolute(share, tier.share * 100.0, "%", Target::None));
     }
     figures

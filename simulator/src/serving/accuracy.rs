@@ -12,7 +12,7 @@
 
 use reprise_policy::eviction::{Chains, EvictionKind, EvictionPolicy};
 
-use super::engine::{Engine, Preemption, Setup, Transfers};
+use super::engine::{Admission, Engine, Preemption, Setup, Transfers};
 use super::events::{Nanos, nanos, seconds};
 use super::profiles::NodeProfile;
 use super::random::Random;
@@ -156,7 +156,8 @@ pub fn simulate(node: &NodeProfile, settings: EngineSettings, requests: &[Submis
             source: CacheSource::Dram,
         })
         .collect();
-    let mut outcomes = Engine::new(setup, &arrivals).run(u64::MAX, 0).outcomes;
+    let engine = Engine::new(setup, &arrivals).admitting(Admission::BetweenSteps);
+    let mut outcomes = engine.run(u64::MAX, 0).outcomes;
     outcomes.sort_by_key(|outcome| outcome.number);
     outcomes
         .iter()
@@ -217,6 +218,17 @@ mod tests {
             let is_shorter = ttft_ms(&served, 0.5) < 0.7 * ttft_ms(&computed, 0.5);
             assert_eq!(is_shorter, workload.name == "reuse", "{}", workload.name);
         }
+    }
+
+    #[test]
+    fn load_of_a_cached_prefix_begins_after_the_step_in_which_its_request_arrives() {
+        let mut node = node();
+        node.hardware.link.latency_nanos = 1_000_000;
+        let request = |at, cached| Submission { at, cached, own: 128 * 3, output: 40 };
+        let served = simulate(&node, SETTINGS, &[request(0.0, 0), request(0.001, 128)]);
+        let alone = simulate(&node, SETTINGS, &[request(0.0, 128)])[0].ttft;
+        // It waits for the rest of the first step, its load, and the step that has begun meanwhile.
+        assert!(served[1].ttft > served[0].ttft - 0.001 + alone, "{served:?} {alone}");
     }
 
     #[test]

@@ -60,7 +60,7 @@ const KINDS: [(&str, &[File], Fields); 6] = [
             ("usd_per_hour", 0.0, 1_000.0),
         ],
     ),
-    ("link", LINKS, &[("gb_per_s", 0.1, 1_000.0), ("latency_us", 0.0, 10_000.0)]),
+    ("link", LINKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.0, 10_000.0)]),
     (
         "memory",
         MEMORIES,
@@ -513,7 +513,7 @@ mod tests {
         let (_, path, text) = LINKS[0];
         for (from, to, expected) in [
             ("value = 50", "value = 50000", ["pcie5.toml", "impossible gb_per_s 50000", "check the unit"]),
-            ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.1 to 1000"]),
+            ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.01 to 1000"]),
             ("value = 50", "value = nan", ["pcie5.toml", "impossible gb_per_s NaN", "check the unit"]),
             (
                 "figures.gb_per_s",
