@@ -74,7 +74,7 @@ enum Benchmark {
     /// Measure hits of a real vLLM engine: behind a queue, at every tier.
     ///
     /// Compares times to first token from NVMe and DRAM, and counts hits slower than computing by more than the bound.
-    /// `python/bench/engine.sh bench engine` installs what is missing and runs this command. Not part of `all`.
+    /// `python/bench/engine.sh bench engine` installs missing packages and runs this command. Not part of `all`.
     Engine(engine::EngineBenchArgs),
     /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,

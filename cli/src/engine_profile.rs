@@ -24,7 +24,7 @@ use crate::vllm_node::VllmNode;
 /// Limits of the engine.
 pub(crate) const LIMITS: EngineLimits = EngineLimits { sequences: 16, step_tokens: 512 };
 
-/// Measured runs.
+/// Runs of an engine that give a profile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     /// Lengths of prompts, each computed alone. Longer ones than a step take several.
@@ -73,7 +73,7 @@ const CONTEXT_STEP: u32 = 128;
 /// First seed of the prompts; workloads use others.
 const SEED: u64 = 1 << 40;
 
-/// The measured profile.
+/// A profile with its fit.
 #[derive(Clone, Debug)]
 pub(crate) struct Measured {
     /// Text of the profile's file.
@@ -86,7 +86,7 @@ pub(crate) struct Measured {
 type LoadRate = (f64, f64);
 
 impl Measured {
-    /// Describes the fit.
+    /// Describes the fit in one line.
     pub(crate) fn words(&self) -> String {
         let fit = &self.fit;
         format!(
@@ -104,7 +104,7 @@ impl Measured {
     }
 }
 
-/// Measures a profile.
+/// Measures the profile of a node.
 pub(crate) fn measure(node: &mut VllmNode, is_quick: bool) -> anyhow::Result<Measured> {
     let plan = if is_quick { QUICK } else { FULL };
     let description = node.engine.description.clone();

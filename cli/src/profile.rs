@@ -36,7 +36,7 @@ pub(crate) struct ProfileArgs {
     timings: Option<PathBuf>,
     /// Measure steps and loads of a vLLM engine; print a profile for `sim`.
     ///
-    /// The machine must be idle. `python/bench/engine.sh profile --vllm` installs what is missing and runs this command.
+    /// The machine must be idle. `python/bench/engine.sh profile --vllm` installs missing packages and runs this command.
     #[arg(long, conflicts_with_all = ["timings", "gpu"])]
     vllm: bool,
     #[command(flatten)]

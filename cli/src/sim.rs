@@ -39,7 +39,7 @@ enum Simulation {
     /// Compare the simulation with time with a real vLLM engine on this machine.
     ///
     /// Measures a profile, then serves three workloads in both. Takes some minutes; the machine must be idle.
-    /// `python/bench/engine.sh sim accuracy` installs what is missing and runs this command.
+    /// `python/bench/engine.sh sim accuracy` installs missing packages and runs this command.
     Accuracy(accuracy::AccuracyArgs),
 }
 

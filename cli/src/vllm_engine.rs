@@ -150,7 +150,7 @@ struct Refusal {
     error: String,
 }
 
-/// A running engine.
+/// A running engine process.
 pub(crate) struct Engine {
     conversation: Conversation,
     log: PathBuf,

@@ -43,12 +43,12 @@ struct EngineStart {
     loading: Loading,
 }
 
-/// Whether the connector decides what is loaded.
+/// Blocks that the connector loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loading {
-    /// Everything that is found.
+    /// All blocks that are found.
     All,
-    /// What is expected to be faster than computing, within a limit.
+    /// Blocks that are expected to arrive faster than the engine computes them, within a limit.
     Policy,
 }
 

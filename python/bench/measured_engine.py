@@ -147,7 +147,7 @@ class Engine:
         return {"answers": list(answers.values())}
 
     def prompt(self, request: dict[str, Any]) -> list[int]:
-        """Returns the tokens of a prompt: those of its prefix' seed, then those of its own."""
+        """Returns the tokens of a prompt: first those of the prefix' seed, then others."""
         tokens: list[int] = []
         for seed, count in ((request["prefix_seed"], request["prefix"]), (request["seed"], request["own"])):
             source = random.Random(seed)

@@ -206,7 +206,7 @@ fn hits(node: &mut VllmNode, prompts: &mut Prompts, per_tier: u64) -> anyhow::Re
     let remote = |prompts: &mut Prompts, first: u64| -> Vec<EngineRequest> {
         (0..per_tier).map(|number| prompts.of(REMOTE + first + number, HIT_BLOCKS)).collect()
     };
-    // Computed prompts have the length of hits, and no block of theirs is found.
+    // Computed prompts have the length of hits, and none of their blocks is found.
     let computed: Vec<EngineRequest> = (0..per_tier)
         .map(|_| EngineRequest { own: HIT_BLOCKS * BLOCK_TOKENS + OWN_TOKENS, ..prompts.of(0, 0) })
         .collect();
@@ -306,6 +306,7 @@ mod tests {
             counter: "hit_bytes_own_dram",
             ttfts: ttfts.to_vec(),
             share: 1.0,
+            loaded: ttfts.len(),
         };
         // 512 tokens: 50 ms and 0.1 ms for each token.
         let figures =

@@ -45,7 +45,7 @@ pub(super) struct AccuracyArgs {
     profile: Option<PathBuf>,
 }
 
-/// A compared figure.
+/// A figure of engine and simulator.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Compared {
     kind: &'static str,

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! Operations and bytes are amounts on shared channels, so transfers into HBM compete with the step. The rest is a
-//! delay before them. With an overlap of 1 and without overheads, as in the profiles of accelerators that nobody has
-//! measured, a step is never slower on this model than on a machine.
+//! delay before them. With an overlap of 1 and without overheads, as in profiles from data sheets, a step is never slower
+//! on this model than on a machine.
 //!
 //! Left out: collectives of tensor parallelism.
 

@@ -60,7 +60,7 @@ const KINDS: [(&str, &[File], Fields); 6] = [
             ("usd_per_hour", 0.0, 1_000.0),
         ],
     ),
-    ("link", LINKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.0, 10_000.0)]),
+    ("link", LINKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.0, 1_000_000.0)]),
     (
         "memory",
         MEMORIES,
@@ -150,7 +150,7 @@ pub struct Hardware {
     pub compute_efficiency: f64,
     /// Share of the peak that attention between tokens reaches.
     pub attention_efficiency: f64,
-    /// Share of a step's computation and memory reads, of the shorter one, that runs beside the longer one.
+    /// Share of a step's computation and memory reads, of the shorter one, that runs during the longer one.
     pub overlap: f64,
     /// Constant time of a step in nanoseconds: scheduling, launches, output.
     pub step_overhead_nanos: u64,

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The fit minimises the squares of relative deviations, with each figure inside its possible range. Bandwidth and step
-//! overhead are told apart by steps that differ in KV cache only: reading the weights is a constant of each step too.
+//! overhead are separated by steps that differ in KV cache only: reading the weights is a constant of each step too.
 
 use super::super::profiles::{Hardware, Model};
 use super::super::statistics::median;
@@ -51,7 +51,7 @@ pub struct MeasuredStep {
     pub seconds: f64,
 }
 
-/// Fitted figures.
+/// Figures of the least-squares fit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepFit {
     /// Constant seconds of a step.
