@@ -6,6 +6,7 @@
 
 mod device;
 mod directory;
+mod engine;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod grpc_directory;
@@ -70,6 +71,11 @@ enum Benchmark {
         #[arg(long, default_value_t = 10_000)]
         hits: usize,
     },
+    /// Measure hits of a real vLLM engine: behind a queue, at every tier.
+    ///
+    /// Compares times to first token from NVMe and DRAM, and counts hits slower than computing by more than the bound.
+    /// `python/bench/engine.sh bench engine` installs missing packages and runs this command. Not part of `all`.
+    Engine(engine::EngineBenchArgs),
     /// Compare DRAM hits, copied to scattered engine memory, with memcpy.
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
@@ -170,6 +176,7 @@ impl Benchmark {
             Benchmark::Slack => slack::run(settings),
             Benchmark::Prefetch => prefetch::run(settings),
             Benchmark::Recompute { hits } => recompute::run(*hits, settings),
+            Benchmark::Engine(args) => engine::run(args, settings),
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Match => match_call::run(settings),
@@ -271,7 +278,7 @@ impl Benchmark {
             Benchmark::Ring => {
                 Requirements { name: "ring", memory_bytes: mib(128), ..Requirements::default() }
             }
-            Benchmark::All => cluster,
+            Benchmark::Engine(_) | Benchmark::All => cluster,
         }
     }
 }

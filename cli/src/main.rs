@@ -10,6 +10,7 @@ mod config;
 mod demo;
 mod doctor;
 mod engine_process;
+mod engine_profile;
 mod events;
 mod explain;
 mod forget;
@@ -23,6 +24,8 @@ mod sim;
 mod status;
 mod tenant;
 mod trace;
+mod vllm_engine;
+mod vllm_node;
 mod waiting_queue;
 
 use std::io::IsTerminal;
@@ -65,7 +68,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Measure the slack of a model's layers, and print a SlackProfile.
     ///
-    /// Without --gpu or --timings, measures the reference engine on this CPU.
+    /// Without --gpu or --timings, measures the reference engine on this CPU. With --vllm, measures steps and loads of
+    /// a vLLM engine instead, and prints a profile for the simulator.
     #[cfg(feature = "gpu")]
     Profile(profile::ProfileArgs),
     /// Simulate a cluster under faults, reproducibly from a seed.
@@ -153,7 +157,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Bench(args)) => bench::command(&args, &config, audience),
         #[cfg(feature = "gpu")]
         Some(Command::Profile(args)) => profile::command(&args, &config, audience),
-        Some(Command::Sim(args)) => sim::command(&args, audience),
+        Some(Command::Sim(args)) => sim::command(&args, &config, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Admin(args)) => admin::command(&args, &config, audience),

@@ -2,6 +2,9 @@
 //!
 //! Three sources: a GPU with a synthetic layer ([`reprise_cuda::slack`]), a file with timings of any engine
 //! ([`timings`]), or the reference engine's layers on this CPU ([`cpu`]). The output names the one that ran.
+//!
+//! With `--vllm`, the command measures steps and loads of a vLLM engine, and prints a profile for the simulator
+//! ([`crate::engine_profile`]).
 
 mod cpu;
 mod timings;
@@ -18,6 +21,9 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::config::Config;
+use crate::engine_profile;
+use crate::vllm_engine::VllmArgs;
+use crate::vllm_node::{Loading, VllmNode};
 
 /// Arguments of `reprise profile`.
 #[derive(Clone, Debug, clap::Args)]
@@ -28,6 +34,13 @@ pub(crate) struct ProfileArgs {
     /// Use timings of this file (JSON lines) instead of measuring.
     #[arg(long, value_name = "FILE")]
     timings: Option<PathBuf>,
+    /// Measure steps and loads of a vLLM engine; print a profile for `sim`.
+    ///
+    /// The machine must be idle. `python/bench/engine.sh profile --vllm` installs missing packages and runs this command.
+    #[arg(long, conflicts_with_all = ["timings", "gpu"])]
+    vllm: bool,
+    #[command(flatten)]
+    vllm_args: VllmArgs,
     /// Name the SlackProfile.
     #[arg(long, default_value = "measured")]
     name: String,
@@ -52,7 +65,19 @@ struct Measured<'a> {
     profile: &'a Content,
 }
 
+/// Output of `reprise profile --vllm --json`.
+#[derive(Serialize)]
+struct NodeMeasured<'a> {
+    samples: usize,
+    deviation_median_percent: f64,
+    deviation_max_percent: f64,
+    profile: &'a str,
+}
+
 pub(crate) fn command(args: &ProfileArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    if args.vllm {
+        return of_vllm(args, config, audience);
+    }
     let (source, mut content) = match &args.timings {
         Some(path) => {
             let text =
@@ -92,6 +117,29 @@ pub(crate) fn command(args: &ProfileArgs, config: &Config, audience: Audience) -
         output::print(&manifest);
     }
     audience.emit(&Measured { measurement: &source, profile: profile.content() });
+    Ok(())
+}
+
+/// Measures a vLLM engine and its agent for the simulator.
+fn of_vllm(args: &ProfileArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let folder = config.bench.directory(None).join("profile");
+    let mut node = VllmNode::start(&args.vllm_args, engine_profile::LIMITS, Loading::All, &folder)?;
+    let measured = engine_profile::measure(&mut node, args.vllm_args.quick)?;
+    if let Some(folder) = &args.output {
+        std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        let path = folder.join(format!("{}.toml", args.name));
+        std::fs::write(&path, &measured.text).with_context(|| format!("writing {}", path.display()))?;
+        audience.print_line(format!("wrote {}", path.display()));
+        audience.print_line(measured.words());
+    } else if audience != Audience::Program {
+        output::print(&measured.text);
+    }
+    audience.emit(&NodeMeasured {
+        samples: measured.samples,
+        deviation_median_percent: measured.fit.deviation_median * 100.0,
+        deviation_max_percent: measured.fit.deviation_max * 100.0,
+        profile: &measured.text,
+    });
     Ok(())
 }
 

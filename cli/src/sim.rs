@@ -1,5 +1,6 @@
 //! `reprise sim`: simulates clusters.
 
+mod accuracy;
 mod chaos;
 mod cores;
 mod replay;
@@ -7,6 +8,8 @@ mod reproduce;
 mod scale;
 
 use reprise_testkit::output::Audience;
+
+use crate::config::Config;
 
 /// Arguments of `reprise sim`.
 #[derive(Clone, Debug, clap::Args)]
@@ -40,10 +43,16 @@ enum Simulation {
     /// For each figure, prints the published value, ours and the deviation; then the choices for parameters that a
     /// paper leaves open. Papers: tierkv, tutti, vllm, or all.
     Reproduce(reproduce::ReproduceArgs),
+    /// Compare the simulation with time with a real vLLM engine on this machine.
+    ///
+    /// Measures a profile, then serves three workloads in both. Takes some minutes; the machine must be idle.
+    /// `python/bench/engine.sh sim accuracy` installs missing packages and runs this command.
+    Accuracy(accuracy::AccuracyArgs),
 }
 
-pub(crate) fn command(args: &SimArgs, audience: Audience) -> anyhow::Result<()> {
+pub(crate) fn command(args: &SimArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     match &args.simulation {
+        Simulation::Accuracy(args) => accuracy::command(args, config, audience),
         Simulation::Chaos(args) => chaos::command(args, audience),
         Simulation::Cores(args) => cores::command(args, audience),
         Simulation::Replay(args) => replay::command(args, audience),

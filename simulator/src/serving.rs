@@ -10,8 +10,10 @@
 //! The world is a discrete-event simulation with its own queue ([`events`]) in nanoseconds. It has no clock, no threads
 //! and no hash maps, so equal inputs give equal outputs, byte by byte.
 //!
-//! [`reproduce`] runs the experiments of papers and compares the results with the published figures.
+//! [`reproduce`] runs the experiments of papers and compares the results with the published figures. [`accuracy`] has
+//! the workloads that are compared with a real engine.
 
+pub mod accuracy;
 pub mod channel;
 pub mod costs;
 pub mod engine;

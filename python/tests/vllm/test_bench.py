@@ -1,4 +1,4 @@
-"""Scripts of `reprise-bench vllm`: the engine's process, and the scheduler's calls."""
+"""Scripts of benchmarks: the engines' processes, and the scheduler's calls."""
 
 from __future__ import annotations
 
@@ -78,3 +78,70 @@ def test_scheduler_script_times_every_call_of_a_step(tmp_path: Path) -> None:
     for kind in ("load", "save"):
         matched, step = calls[f"{kind}.get_num_new_matched_tokens"], calls[f"{kind}.step"]
         assert step["p99_ms"] > matched["p50_ms"], "a step is the sum of its calls"
+
+
+def measured(seed: int, own: int, output: int, prefix: int = 0, at: float = 0.0) -> dict[str, object]:
+    """Returns a request of the measured engine, whose prefix has the seed 1."""
+    request = {"at": at, "prefix_seed": 1, "prefix": prefix, "seed": seed, "own": own, "output": output}
+    return {**request, "is_stored": False}
+
+
+def test_measured_engine_reports_the_composition_of_steps_and_times_from_the_arrival(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    settings = {
+        "model": str(tmp_path / "model"),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 128,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 4,
+    }
+    lines = [
+        {"settings": settings, "config": config},
+        {"do": "steps", "runs": [{"requests": [measured(2, 300, 3), measured(3, 40, 1)]}]},
+        {"do": "serve", "requests": [measured(4, 10, 2, prefix=128), measured(5, 10, 2, prefix=128, at=0.2)]},
+        {"do": "loads", "requests": [measured(6, 10, 1, prefix=128)]},
+        {"do": "unknown"},
+    ]
+    with (tmp_path / "engine.log").open("w") as log:
+        ended = subprocess.run(
+            [sys.executable, "-P", str(BENCH / "measured_engine.py")],
+            input="".join(json.dumps(line) + "\n" for line in lines),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            check=False,
+            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+    assert ended.returncode != 0, "an unknown command fails"
+    described, stepped, served, loaded, failed = [json.loads(line) for line in ended.stdout.splitlines()]
+    # Embedding, attention (queries and output 64 wide, keys and values 32), three projections, three norms.
+    assert described["parameters"] == 512 * 64 + 64 * (2 * 64 + 2 * 32) + 3 * 64 * 64 + 3 * 64
+    assert (described["layers"], described["kv_heads"], described["block_tokens"]) == (1, 1, 128)
+    (steps,) = stepped["runs"]
+    assert [step["chunks"] for step in steps] == [[[256, 0]], [[44, 256], [40, 0]], [[1, 300]], [[1, 301]]]
+    assert all(step["seconds"] > 0 for step in steps)
+    first, second = served["answers"]
+    assert (first["cached"], second["cached"]) == (0, 128), "the engine's own cache has the prefix of the second"
+    for answer in (first, second):
+        assert 0 < answer["ttft"] <= answer["end"] - answer["at"]
+    assert second["end"] > 0.2
+    (load,) = loaded["answers"]
+    assert load["cached"] == 0, "the engine's own cache was cleared"
+    assert 0 <= load["wait"] < load["ttft"]
+    assert "unknown" in failed["error"]

@@ -86,9 +86,15 @@ impl Channel {
 
     /// Starts a transfer. Time does not decrease from call to call.
     pub fn start(&mut self, now: Nanos, bytes: u64, transfer: Transfer) {
+        self.start_after(now, 0, bytes, transfer);
+    }
+
+    /// Starts a transfer that waits for some nanoseconds in addition to the latency.
+    pub fn start_after(&mut self, now: Nanos, delay: u64, bytes: u64, transfer: Transfer) {
         self.totals.requested += bytes;
         self.started += 1;
-        self.starting.push(Reverse((now.after(self.latency), self.started, bytes, transfer)));
+        let begin = now.after(self.latency.saturating_add(delay));
+        self.starting.push(Reverse((begin, self.started, bytes, transfer)));
     }
 
     /// Bytes of a transfer that the channel has served, as of the last advance; `None` if it has none in progress with

@@ -47,6 +47,16 @@ pub enum Preemption {
     Recompute,
 }
 
+/// Time at which an arrived request is admitted, and the load of its cached prefix begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Admission {
+    /// Its arrival, also during a step.
+    #[default]
+    AtOnce,
+    /// The end of the step that runs, as in engines whose scheduler runs between steps.
+    BetweenSteps,
+}
+
 /// Time of transfers between tiers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfers {
@@ -235,6 +245,7 @@ pub struct Engine {
     pub(super) random: Random,
     pub(super) results: Results,
     measured_from: Option<Nanos>,
+    admission: Admission,
 }
 
 impl Engine {
@@ -268,7 +279,13 @@ impl Engine {
             plan: Plan::default(),
             results: Results::default(),
             measured_from: None,
+            admission: Admission::default(),
         }
+    }
+
+    /// Sets when requests are admitted.
+    pub fn admitting(self, admission: Admission) -> Engine {
+        Engine { admission, ..self }
     }
 
     /// Fills the rotation with requests in the state of a system that has run for long, until the admission limit is
@@ -330,8 +347,11 @@ impl Engine {
             match event {
                 Event::Arrival(number) => {
                     self.arrived.push_back(number);
-                    self.admit();
-                    self.try_step();
+                    // The end of the step that runs admits it otherwise.
+                    if self.admission == Admission::AtOnce || self.step_began.is_none() {
+                        self.admit();
+                        self.try_step();
+                    }
                 }
                 Event::Channel { kind, stamp } => {
                     self.fabric.due(&mut self.events, at, (kind, stamp), &mut ended);

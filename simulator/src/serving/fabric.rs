@@ -135,6 +135,17 @@ impl<P: Copy> Fabric<P> {
         legs: &[(ChannelKind, u64)],
         purpose: P,
     ) -> u32 {
+        self.start_after(events, (now, 0), legs, purpose)
+    }
+
+    /// Starts a job that waits for some nanoseconds before it occupies its channels; returns its number.
+    pub(super) fn start_after<E: ChannelEvent>(
+        &mut self,
+        events: &mut EventQueue<E>,
+        (now, delay): (Nanos, u64),
+        legs: &[(ChannelKind, u64)],
+        purpose: P,
+    ) -> u32 {
         let job = Some(Job { legs: legs.len() as u32, purpose });
         let number = match self.free.pop() {
             Some(number) => {
@@ -149,7 +160,7 @@ impl<P: Copy> Fabric<P> {
         for (kind, amount) in legs {
             let channel = &mut self.channels[*kind as usize];
             channel.advance(now, &mut self.ended);
-            channel.start(now, *amount, Transfer(u64::from(number)));
+            channel.start_after(now, delay, *amount, Transfer(u64::from(number)));
             self.schedule(events, now, *kind);
         }
         number

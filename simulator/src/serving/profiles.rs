@@ -7,6 +7,8 @@
 //! All files are checked: a figure that is missing, unknown or impossible is an error that names file, field and
 //! remedy. A figure has the unit that its name ends with; GB are 10⁹ bytes.
 
+mod node;
+
 use std::collections::BTreeMap;
 
 use reprise_policy::layout::Parts;
@@ -14,6 +16,7 @@ use reprise_policy::{Dtype, Layout, LayoutSpec};
 use serde::Deserialize;
 
 use super::events::nanos;
+pub use node::NodeProfile;
 
 /// Bytes of a gigabyte, in the sense of data sheets.
 pub const GB: f64 = 1e9;
@@ -50,10 +53,14 @@ const KINDS: [(&str, &[File], Fields); 6] = [
             ("memory_gb_per_s", 1.0, 40_000.0),
             ("tflops", 0.01, 20_000.0),
             ("compute_efficiency", 0.01, 1.0),
+            ("attention_efficiency", 0.001, 1.0),
+            ("overlap", 0.0, 1.0),
+            ("step_overhead_us", 0.0, 1_000_000.0),
+            ("sequence_overhead_us", 0.0, 100_000.0),
             ("usd_per_hour", 0.0, 1_000.0),
         ],
     ),
-    ("link", LINKS, &[("gb_per_s", 0.1, 1_000.0), ("latency_us", 0.0, 10_000.0)]),
+    ("link", LINKS, &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 0.0, 1_000_000.0)]),
     (
         "memory",
         MEMORIES,
@@ -145,6 +152,14 @@ pub struct Hardware {
     pub flops: f64,
     /// Share of the peak that prefill reaches.
     pub compute_efficiency: f64,
+    /// Share of the peak that attention between tokens reaches.
+    pub attention_efficiency: f64,
+    /// Share of a step's computation and memory reads, of the shorter one, that runs during the longer one.
+    pub overlap: f64,
+    /// Constant time of a step in nanoseconds: scheduling, launches, output.
+    pub step_overhead_nanos: u64,
+    /// Constant time of each sequence of a step in nanoseconds.
+    pub sequence_overhead_nanos: u64,
     /// Link between DRAM and accelerator, in each direction.
     pub link: Rate,
     /// Capacity of T1 in bytes.
@@ -204,10 +219,14 @@ impl Hardware {
         {
             return Err(unknown("part", name, KINDS.len()));
         }
+        Hardware::of_kinds(expression, first.1, parts)
+    }
+
+    /// Node of one part of each kind, in the order of the kinds.
+    fn of_kinds(expression: &str, path: &str, parts: Vec<Part>) -> Result<Hardware, ProfileError> {
         let parts: [Part; 6] = parts.try_into().map_err(|_| {
             ProfileError(format!(
-                "{}: 'parts' must name a link, a memory, a device, a network and a cold store",
-                first.1
+                "{path}: 'parts' must name a link, a memory, a device, a network and a cold store"
             ))
         })?;
         Ok(Hardware::of_parts(expression, &parts))
@@ -230,6 +249,10 @@ impl Hardware {
             hbm: rate(0, "memory_gb_per_s"),
             flops: figure(0, "tflops") * 1e12,
             compute_efficiency: figure(0, "compute_efficiency"),
+            attention_efficiency: figure(0, "attention_efficiency"),
+            overlap: figure(0, "overlap"),
+            step_overhead_nanos: nanos(figure(0, "step_overhead_us") * 1e-6),
+            sequence_overhead_nanos: nanos(figure(0, "sequence_overhead_us") * 1e-6),
             link: rate(1, "gb_per_s"),
             dram_bytes: (figure(2, "capacity_gb") * GB) as u64,
             dram: rate(2, "gb_per_s"),
@@ -274,10 +297,17 @@ fn unknown(what: &str, name: &str, kind: usize) -> ProfileError {
 
 /// Parses and checks a part of a kind.
 fn parse(kind: usize, path: &str, text: &str) -> Result<Part, ProfileError> {
-    let (title, _, fields) = KINDS[kind];
+    let title = KINDS[kind].0;
     let part: Part = toml::from_str(text).map_err(|error| {
         ProfileError(format!("{path}: invalid profile of a {title}: {}", error.to_string().trim()))
     })?;
+    check(kind, path, &part)?;
+    Ok(part)
+}
+
+/// Checks the figures of a part of a kind.
+fn check(kind: usize, path: &str, part: &Part) -> Result<(), ProfileError> {
+    let (title, _, fields) = KINDS[kind];
     if let Some(name) = part.figures.keys().find(|name| fields.iter().all(|field| field.0 != name.as_str())) {
         let known: Vec<&str> = fields.iter().map(|field| field.0).collect();
         return Err(ProfileError(format!(
@@ -307,7 +337,7 @@ fn parse(kind: usize, path: &str, text: &str) -> Result<Part, ProfileError> {
     if part.name.trim().is_empty() {
         return Err(ProfileError(format!("{path}: empty name: use the name of the file")));
     }
-    Ok(part)
+    Ok(())
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -381,6 +411,10 @@ impl Model {
                 error.to_string().trim()
             ))
         })?;
+        Model::of_file(path, file)
+    }
+
+    fn of_file(path: &str, file: ModelFile) -> Result<Model, ProfileError> {
         let checks = [
             ("parameters_billion", file.parameters_billion, 0.001, 20_000.0),
             ("active_parameters_billion", file.active_parameters_billion, 0.001, file.parameters_billion),
@@ -429,6 +463,11 @@ impl Model {
     pub fn kv_bytes_per_token(&self) -> u64 {
         let LayoutFile { parts, kv_heads, head_dim, dtype } = self.layout;
         u64::from(self.layers) * parts as u64 * u64::from(kv_heads) * u64::from(head_dim) * dtype.bytes()
+    }
+
+    /// Operations of attention between a token and one token before it.
+    pub fn flops_per_pair(&self) -> f64 {
+        2.0 * f64::from(self.layers) * self.attention_dims as f64
     }
 
     /// Bytes of the weights, in 16 bits.
@@ -489,7 +528,7 @@ mod tests {
         let (_, path, text) = LINKS[0];
         for (from, to, expected) in [
             ("value = 50", "value = 50000", ["pcie5.toml", "impossible gb_per_s 50000", "check the unit"]),
-            ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.1 to 1000"]),
+            ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.01 to 1000"]),
             ("value = 50", "value = nan", ["pcie5.toml", "impossible gb_per_s NaN", "check the unit"]),
             (
                 "figures.gb_per_s",

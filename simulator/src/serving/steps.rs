@@ -231,12 +231,13 @@ impl Engine {
             self.scheduled.push((number, tokens));
         }
         let noise = (1.0 + self.setup.noise * self.random.normal()).max(0.1);
-        let Work { flops, bytes } = work;
+        let Work { flops, bytes, .. } = work;
+        let delay = (self.costs.serial_nanos(work) as f64 * noise) as u64;
         let legs = [
             (ChannelKind::Compute, (flops * noise / FLOPS_PER_UNIT) as u64),
             (ChannelKind::Hbm, (bytes * noise) as u64),
         ];
-        self.fabric.start(&mut self.events, self.now, &legs, Purpose::Step);
+        self.fabric.start_after(&mut self.events, (self.now, delay), &legs, Purpose::Step);
         self.look_ahead();
     }
 

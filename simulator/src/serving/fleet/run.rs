@@ -70,14 +70,14 @@ impl Run {
     }
 
     fn is_bound_by_compute(&self, costs: &Costs, step: u64) -> bool {
-        let Work { flops, bytes } = self.work(step);
+        let Work { flops, bytes, .. } = self.work(step);
         flops / costs.flops_per_second > bytes / costs.bytes_per_second
     }
 
     /// Work of a step behind the first one.
     fn work(&self, step: u64) -> Work {
         let step = step as f64;
-        let grown = Work { flops: step * self.growth.flops, bytes: step * self.growth.bytes };
+        let grown = Work { flops: step * self.growth.flops, bytes: step * self.growth.bytes, sequences: 0.0 };
         self.first + grown
     }
 
@@ -129,7 +129,7 @@ impl Fleet<'_> {
         let (costs, server) = (&self.common.costs, &mut self.servers[node]);
         let decodes = server.decoding.len() as u64;
         let mut budget = u64::from(self.common.setup.step_tokens_max).saturating_sub(decodes) as u32;
-        let mut extra = Work { flops: 0.0, bytes: std::mem::take(&mut server.unpaid_bytes) as f64 };
+        let mut extra = Work { bytes: std::mem::take(&mut server.unpaid_bytes) as f64, ..Work::default() };
         server.scheduled.clear();
         for place in server.prefilling.iter().copied() {
             if budget == 0 {
