@@ -1,7 +1,7 @@
 //! `reprise sim`: simulates clusters.
 
 mod chaos;
-mod replay;
+pub(crate) mod replay;
 mod reproduce;
 mod scale;
 

@@ -11,8 +11,8 @@
 //! inputs give equal plans.
 //!
 //! Simplifications of the search: nodes share one cache of their summed size, blocks in DRAM are on NVMe too, and the HBM
-//! of accelerators keeps nothing between requests. The second one and the first are undone for the chosen plan, which is
-//! replayed with its nodes and tiers ([`replayed`]).
+//! of accelerators keeps nothing between requests. None of them applies to the plan and its neighbours: they are
+//! replayed with time, with their nodes and tiers ([`Timed`]).
 
 mod budget;
 mod choice;
@@ -22,19 +22,19 @@ mod estimate;
 mod guidance;
 mod load;
 mod machine;
-mod replayed;
 #[cfg(test)]
 mod tests;
+mod timed;
 
 pub use budget::{Budget, HOURS_PER_MONTH, HOURS_PER_YEAR};
-pub use choice::{Evaluated, Plan, Rejected, Step, plan};
+pub use choice::{ColdStore, Evaluated, Plan, Rejected, Step, plan};
 pub use configuration::{Configuration, Ssds};
 pub use curves::{Curves, Point};
 pub use estimate::{Estimate, Estimator};
 pub use guidance::{Bubble, DecodeOverhead, Guidance, Interval, TierSequences};
 pub use load::Load;
 pub use machine::{Machine, SsdClass};
-pub use replayed::{Replayed, replayed};
+pub use timed::Timed;
 
 /// Reason why no plan is made; the message names the remedy.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -69,8 +69,17 @@ pub struct Plan {
     pub ttft_best: Option<f64>,
 }
 
+/// Whether a plan may have a cold store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ColdStore {
+    /// It is shown as an alternative only.
+    Compared,
+    /// The plan may recommend it.
+    Allowed,
+}
+
 /// Makes a plan for a budget.
-pub fn plan(estimator: &Estimator<'_>, budget: Budget) -> Result<Plan, PlanError> {
+pub fn plan(estimator: &Estimator<'_>, budget: Budget, cold: ColdStore) -> Result<Plan, PlanError> {
     let (machine, load) = (estimator.machine, estimator.load);
     let all = Configuration::all(machine, load, budget.usd_per_hour);
     if all.is_empty() {
@@ -80,9 +89,11 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget) -> Result<Plan, PlanError
     let evaluate = |configuration| Evaluated { estimate: estimator.estimate(&configuration), configuration };
     let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
         all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
-    let chosen = best(usable.iter()).ok_or(PlanError::AllRejected(compared))?.clone();
+    let is_eligible = |one: &&Evaluated| cold == ColdStore::Allowed || !one.configuration.cold;
+    let chosen = best(usable.iter().filter(is_eligible)).ok_or(PlanError::AllRejected(compared))?.clone();
     let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
-    let worn = best(refused.iter().filter(|one| one.estimate.unusable == Some(Unusable::Wear)));
+    let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
+    let worn = best(refused.iter().filter(is_eligible).filter(is_worn));
     let rejected = Rejected {
         wear: count(Unusable::Wear),
         ssd_bandwidth: count(Unusable::SsdBandwidth),
@@ -94,7 +105,7 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget) -> Result<Plan, PlanError
         steps: steps(estimator, &chosen),
         rejected,
         compared,
-        ttft_best: shortest(usable.iter()),
+        ttft_best: shortest(usable.iter().filter(is_eligible)),
         chosen,
     })
 }
@@ -145,7 +156,7 @@ fn alternatives(usable: &[Evaluated]) -> Vec<(&'static str, Evaluated)> {
         ("no cache", |one| one.dram_gb == 0),
         ("DRAM", |one| one.dram_gb > 0 && one.ssds.is_none() && !one.cold),
         ("DRAM, SSD", |one| one.ssds.is_some() && !one.cold),
-        ("DRAM, cold", |one| one.ssds.is_none() && one.cold),
+        ("with a cold store", |one| one.cold),
     ];
     let of = |(name, is_member): Family| {
         Some((name, best(usable.iter().filter(move |one| is_member(&one.configuration)))?.clone()))

@@ -46,6 +46,8 @@ pub struct Configuration {
 
 impl Configuration {
     /// All configurations that cost at most so much an hour, in a fixed order.
+    ///
+    /// Those with a cold store are last, so that the others are preferred where both are equal.
     pub fn all(machine: &Machine, load: &Load, usd_per_hour: f64) -> Vec<Configuration> {
         let mut all = Vec::new();
         let hardware: Vec<Configuration> =
@@ -56,6 +58,7 @@ impl Configuration {
             }
             all.extend(one.with_policies());
         }
+        all.sort_by_key(|one| one.cold);
         all
     }
 

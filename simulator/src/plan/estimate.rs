@@ -16,7 +16,7 @@ use reprise_policy::admission::AdmissionMode;
 use super::configuration::Configuration;
 use super::curves::Curves;
 use super::load::{Load, Shape};
-use super::machine::{Machine, WARRANTY_YEARS};
+use super::machine::Machine;
 
 /// Requests of a decode step, if their KV cache fits.
 pub(super) const BATCH_MAX: u64 = 64;
