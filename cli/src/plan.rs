@@ -16,7 +16,7 @@ use std::time::Instant;
 use anyhow::Context;
 use reprise_policy::Interval;
 use reprise_simulator::plan::{
-    Budget, ColdStore, Configuration, Curves, Estimator, Guidance, Load, Machine, Plan, Timed, plan,
+    Budget, ColdStore, Configuration, Curves, Estimator, Goal, Guidance, Load, Machine, Plan, Timed, plan,
 };
 use reprise_simulator::replay::{IdScope, ReadOptions};
 use reprise_testkit::output::Audience;
@@ -52,6 +52,9 @@ pub(crate) struct PlanArgs {
     /// Let the plan include a cold store, which agents do not use yet.
     #[arg(long)]
     cold: bool,
+    /// Prefer the cheapest plan with at most this mean TTFT, by estimate [default: nearly the shortest].
+    #[arg(long, value_name = "TIME")]
+    ttft: Option<Interval>,
     /// Write plots to this folder, each as SVG and PNG.
     #[arg(long, value_name = "DIR")]
     plots: Option<PathBuf>,
@@ -109,8 +112,7 @@ pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()>
     let curves = Curves::collect(capacities, measured);
     let replay_seconds = began.elapsed().as_secs_f64();
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let cold = if args.cold { ColdStore::Allowed } else { ColdStore::Compared };
-    let plan = plan(&estimator, args.budget, cold)?;
+    let plan = plan(&estimator, args.budget, args.goal())?;
     let plan_seconds = began.elapsed().as_secs_f64();
     let report = Report::new(args, &estimator, plan, audience);
     tracing::debug!(
@@ -129,10 +131,20 @@ pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()>
     Ok(())
 }
 
+impl PlanArgs {
+    fn goal(&self) -> Goal {
+        let cold = if self.cold { ColdStore::Allowed } else { ColdStore::Compared };
+        let ttft_seconds = self.ttft.map_or(0.0, |interval| interval.0.as_secs_f64());
+        Goal { cold, ttft_seconds }
+    }
+}
+
 impl<'a> Report<'a> {
     /// Replays the plan, its steps and its alternatives with time.
-    fn new(args: &PlanArgs, estimator: &'a Estimator<'a>, plan: Plan, audience: Audience) -> Report<'a> {
+    fn new(args: &PlanArgs, estimator: &'a Estimator<'a>, mut plan: Plan, audience: Audience) -> Report<'a> {
         let chosen = plan.chosen.configuration;
+        // The plan is the best one of its own kinds of hardware.
+        plan.alternatives.retain(|(_, one)| kinds(&one.configuration) != kinds(&chosen));
         let steps = plan.steps.iter().map(|step| step.changed.configuration);
         let alternatives = plan.alternatives.iter().map(|(_, one)| one.configuration);
         let all: Vec<Configuration> = std::iter::once(chosen).chain(steps).chain(alternatives).collect();
@@ -159,6 +171,11 @@ impl<'a> Report<'a> {
             alternatives,
         }
     }
+}
+
+/// Kinds of hardware of a configuration: DRAM, SSDs, a cold store.
+fn kinds(configuration: &Configuration) -> (bool, bool, bool) {
+    (configuration.dram_gb > 0, configuration.ssds.is_some(), configuration.cold)
 }
 
 /// Reads the trace; sessions of an archive get their times.

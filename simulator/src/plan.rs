@@ -27,7 +27,7 @@ mod tests;
 mod timed;
 
 pub use budget::{Budget, HOURS_PER_MONTH, HOURS_PER_YEAR};
-pub use choice::{ColdStore, Evaluated, Plan, Rejected, Step, plan};
+pub use choice::{ColdStore, Evaluated, Goal, Plan, Rejected, Step, plan};
 pub use configuration::{Configuration, Ssds};
 pub use curves::{Curves, Point};
 pub use estimate::{Estimate, Estimator};

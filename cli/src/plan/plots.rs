@@ -162,6 +162,7 @@ fn gigabytes(log2: f64) -> String {
 fn seconds(log2: f64) -> String {
     let seconds = log2.exp2();
     match seconds {
+        below if below < 0.001 => format!("{:.2} ms", below * 1e3),
         below if below < 0.01 => format!("{:.1} ms", below * 1e3),
         below if below < 1.0 => format!("{:.0} ms", below * 1e3),
         below if below < 10.0 => format!("{below:.1} s"),

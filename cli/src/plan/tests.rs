@@ -1,3 +1,5 @@
+//! Tests of `reprise plan` on the sample of the conversation trace.
+
 use std::path::Path;
 
 use clap::Parser;
@@ -31,7 +33,7 @@ fn output(folder: &Path) -> (String, Vec<Vec<u8>>) {
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let curves = Curves::new(&load, block_bytes);
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let plan = plan(&estimator, args.budget, ColdStore::Compared).expect("affordable");
+    let plan = plan(&estimator, args.budget, args.goal()).expect("affordable");
     let report = Report::new(&args, &estimator, plan, Audience::Program);
     let written = plots::write(&report, folder).expect("writable");
     let files = written.iter().map(|path| std::fs::read(path).expect("written")).collect();

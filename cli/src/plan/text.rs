@@ -1,12 +1,14 @@
 //! Text of a plan for people: the recommendation first, then the reasons.
 
 use reprise_policy::admission::AdmissionMode;
-use reprise_simulator::plan::{Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Step, Timed};
+use reprise_simulator::plan::{
+    Configuration, Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Machine, Step, Timed,
+};
 use reprise_testkit::output::Table;
 
 use super::Report;
 
-/// Shares of the decode table, and the ones that are shown.
+/// Percent of a whole.
 const PERCENT: f64 = 100.0;
 
 /// Returns the text of a plan.
@@ -30,7 +32,7 @@ pub(super) fn usd(amount: f64) -> String {
     let digits = format!("{:.0}", amount.abs());
     let mut text = String::new();
     for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
@@ -53,6 +55,29 @@ pub(super) fn time(seconds: f64) -> String {
 
 fn percent(ratio: f64) -> String {
     format!("{:.1} %", ratio * PERCENT)
+}
+
+/// Additional time as a part of a step, or as a multiple.
+fn overhead(ratio: f64) -> String {
+    if ratio < 2.0 { percent(ratio) } else { format!("{ratio:.0} steps") }
+}
+
+/// Hardware in the cell of a table.
+fn short(configuration: &Configuration, machine: &Machine) -> String {
+    let mut text = format!("{} nodes", configuration.nodes);
+    if configuration.dram_gb > 0 {
+        text += &format!(", {} GB", configuration.dram_gb);
+    }
+    if let Some((class, count)) = configuration.drives(machine) {
+        text += &format!(", {count} × {}", class.name);
+    }
+    text
+}
+
+/// Years until SSDs wear out, if that is before the end of the plan.
+fn worn_years(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<f64> {
+    let years = timed.map_or(step.changed.estimate.ssd_years, |timed| timed.ssd_years);
+    years.filter(|years| *years < report.estimator.years)
 }
 
 fn recommendation(report: &Report<'_>) -> String {
@@ -107,12 +132,20 @@ fn recommendation(report: &Report<'_>) -> String {
 fn reasons(report: &Report<'_>) -> String {
     let machine = report.estimator.machine;
     let plan = &report.plan;
-    let mut table =
-        Table::new(&["best with", "hardware", "USD a month", "serves", "hits", "TTFT mean", "p95", "USD/1M"]);
+    let mut table = Table::new(&[
+        "  best with",
+        "nodes, DRAM, SSDs",
+        "USD a month",
+        "serves",
+        "hits",
+        "TTFT mean",
+        "p95",
+        "USD/1M",
+    ]);
     let mut row = |name: &str, one: &Evaluated, timed: Option<&Timed>| {
         table.row(vec![
             format!("  {name}"),
-            one.configuration.hardware_text(machine),
+            short(&one.configuration, machine),
             usd(one.estimate.usd_per_hour * HOURS_PER_MONTH),
             percent(one.estimate.served),
             percent(timed.map_or(one.estimate.hit_ratio, |timed| timed.hit_ratio)),
@@ -127,11 +160,11 @@ fn reasons(report: &Report<'_>) -> String {
     row("the plan", &plan.chosen, Some(&report.chosen));
     let mut text = format!(
         "WHY\n\n  {} configurations cost at most the budget. The plan is the cheapest one that serves the load with a\n  mean TTFT \
-         within 10 % of the shortest estimate.\n\n{}",
+         within 10 % of the shortest estimate, or of at most --ttft.\n\n{}",
         plan.compared,
         table.render()
     );
-    text += "  ~ is an estimate: the replay with time has no cold store.\n";
+    text += "  DRAM and SSDs are those of each node. ~ is an estimate: the replay with time has no cold store, and agents use\n  none yet.\n";
     if let Some(worn) = &plan.rejected.worn {
         text += &format!(
             "\n  Faster by estimate but refused, because its SSDs wear out in {:.1} years:\n  {}, admission {}.\n",
@@ -161,13 +194,23 @@ pub(super) fn saved(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> 
 
 fn next_dollar(report: &Report<'_>) -> String {
     let machine = report.estimator.machine;
-    let mut table =
-        Table::new(&["change", "to", "USD a month", "hits", "TTFT mean", "change", "USD a month per ms"]);
+    let mut table = Table::new(&[
+        "  change",
+        "to",
+        "USD a month",
+        "hits",
+        "TTFT mean",
+        "change",
+        "USD a month per ms",
+        "note",
+    ]);
     let mut best: Option<(f64, &Step, f64)> = None;
     for (step, timed) in report.plan.steps.iter().zip(&report.steps) {
         let saved = saved(report, step, timed.as_ref());
         let per_ms = saved.filter(|saved| *saved >= 0.000_5).map(|saved| step.usd_per_month / (saved * 1e3));
-        let is_bought = step.usd_per_month > 0.0 || step.name == "another policy";
+        let worn = worn_years(report, step, timed.as_ref());
+        let is_usable = worn.is_none() && step.name != "a cold store";
+        let is_bought = is_usable && step.usd_per_month > 0.0;
         if let Some((per_ms, saved)) = per_ms.zip(saved).filter(|_| is_bought)
             && best.as_ref().is_none_or(|(least, _, _)| per_ms < *least)
         {
@@ -182,21 +225,23 @@ fn next_dollar(report: &Report<'_>) -> String {
             mean_text(&step.changed, timed.as_ref()),
             saved.map_or("-".to_owned(), |saved| sign(-saved, time(-saved))),
             per_ms.filter(|_| is_bought).map_or("-".to_owned(), usd),
+            match worn {
+                Some(years) => format!("SSDs wear out in {years:.1} years"),
+                None if step.name == "a cold store" => "agents use none yet".to_owned(),
+                None => String::new(),
+            },
         ]);
     }
     let sentence = match best {
-        Some((per_ms, step, saved)) if step.usd_per_month > 0.0 => format!(
+        Some((per_ms, step, saved)) => format!(
             "The next dollar buys most as {}: {} less TTFT for {} USD a month, {} USD for each millisecond.",
             step.name,
             time(saved),
             usd(step.usd_per_month),
             usd(per_ms)
         ),
-        Some((_, step, saved)) => {
-            format!("No dollar is needed: {} saves {}.", target(step, machine), time(saved))
-        }
         None => {
-            "The next dollar buys nothing: no single change shortens the TTFT by a millisecond.".to_owned()
+            "The next dollar buys nothing: no usable change shortens the TTFT by a millisecond.".to_owned()
         }
     };
     let spare = report.budget.usd_per_month() - report.plan.chosen.estimate.usd_per_hour * HOURS_PER_MONTH;
@@ -207,7 +252,7 @@ fn next_dollar(report: &Report<'_>) -> String {
     )
 }
 
-fn target(step: &Step, machine: &reprise_simulator::plan::Machine) -> String {
+fn target(step: &Step, machine: &Machine) -> String {
     let changed = &step.changed.configuration;
     match step.name {
         "more DRAM" | "less DRAM" => format!("{} GB a node", changed.dram_gb),
@@ -246,7 +291,7 @@ fn tiers(report: &Report<'_>) -> String {
     );
     let mut table = Table::new(&["  tier", "share", "fetched once in 16 steps", "fetched for each step"]);
     for row in &guidance.decode {
-        let cells = [percent(row.share), percent(row.fetched_once), percent(row.fetched_always)];
+        let cells = [percent(row.share), overhead(row.fetched_once), overhead(row.fetched_always)];
         table.row(std::iter::once(format!("  {}", row.tier)).chain(cells).collect());
     }
     text + &table.render()

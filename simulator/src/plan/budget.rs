@@ -21,7 +21,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// USD a month.
+    /// Budget in USD a month.
     pub fn usd_per_month(self) -> f64 {
         self.usd_per_hour * HOURS_PER_MONTH
     }

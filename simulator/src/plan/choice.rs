@@ -1,6 +1,7 @@
 //! Choice of a configuration, and the effect of changes to it.
 //!
-//! The plan is the cheapest configuration within [`TOLERANCE`] of the shortest mean TTFT that the budget allows. If no
+//! The plan is the cheapest configuration within [`TOLERANCE`] of the shortest mean TTFT that the budget allows, or with
+//! the TTFT of the [`Goal`]. If no
 //! configuration serves the load, it is the one that serves most of it.
 //!
 //! A larger budget adds configurations and removes none. The bound of the tolerance therefore never rises, and neither
@@ -52,7 +53,7 @@ pub struct Step {
     pub ttft_seconds: Option<f64>,
 }
 
-/// A plan.
+/// Recommended configuration with its alternatives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The recommended configuration.
@@ -78,8 +79,17 @@ pub enum ColdStore {
     Allowed,
 }
 
+/// What a plan aims at.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Goal {
+    /// Whether the plan may have a cold store.
+    pub cold: ColdStore,
+    /// Mean TTFT in seconds that is short enough: a cheaper configuration that reaches it is preferred.
+    pub ttft_seconds: f64,
+}
+
 /// Makes a plan for a budget.
-pub fn plan(estimator: &Estimator<'_>, budget: Budget, cold: ColdStore) -> Result<Plan, PlanError> {
+pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Plan, PlanError> {
     let (machine, load) = (estimator.machine, estimator.load);
     let all = Configuration::all(machine, load, budget.usd_per_hour);
     if all.is_empty() {
@@ -89,11 +99,12 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget, cold: ColdStore) -> Resul
     let evaluate = |configuration| Evaluated { estimate: estimator.estimate(&configuration), configuration };
     let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
         all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
-    let is_eligible = |one: &&Evaluated| cold == ColdStore::Allowed || !one.configuration.cold;
-    let chosen = best(usable.iter().filter(is_eligible)).ok_or(PlanError::AllRejected(compared))?.clone();
+    let is_eligible = |one: &&Evaluated| goal.cold == ColdStore::Allowed || !one.configuration.cold;
+    let chosen =
+        best(usable.iter().filter(is_eligible), goal).ok_or(PlanError::AllRejected(compared))?.clone();
     let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
     let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
-    let worn = best(refused.iter().filter(is_eligible).filter(is_worn));
+    let worn = best(refused.iter().filter(is_eligible).filter(is_worn), goal);
     let rejected = Rejected {
         wear: count(Unusable::Wear),
         ssd_bandwidth: count(Unusable::SsdBandwidth),
@@ -101,7 +112,7 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget, cold: ColdStore) -> Resul
         worn: worn.filter(|worn| is_better(worn, &chosen)).cloned(),
     };
     Ok(Plan {
-        alternatives: alternatives(&usable),
+        alternatives: alternatives(&usable, goal),
         steps: steps(estimator, &chosen),
         rejected,
         compared,
@@ -126,14 +137,14 @@ fn shortest<'a>(candidates: impl Iterator<Item = &'a Evaluated>) -> Option<f64> 
 }
 
 /// Cheapest of the candidates whose mean TTFT is within the tolerance, or which serve most of the load.
-fn best<'a>(candidates: impl Iterator<Item = &'a Evaluated> + Clone) -> Option<&'a Evaluated> {
+fn best<'a>(candidates: impl Iterator<Item = &'a Evaluated> + Clone, goal: Goal) -> Option<&'a Evaluated> {
     let cheapest = |one: &&Evaluated, other: &&Evaluated| {
         let (one, other) = (&one.estimate, &other.estimate);
         let by_ttft = one.ttft_mean.unwrap_or(f64::MAX).total_cmp(&other.ttft_mean.unwrap_or(f64::MAX));
         one.usd_per_hour.total_cmp(&other.usd_per_hour).then(by_ttft)
     };
     if let Some(shortest) = shortest(candidates.clone()) {
-        let bound = shortest * (1.0 + TOLERANCE);
+        let bound = (shortest * (1.0 + TOLERANCE)).max(goal.ttft_seconds);
         let is_within = |one: &&Evaluated| one.estimate.ttft_mean.is_some_and(|ttft| ttft <= bound);
         return candidates.filter(is_within).min_by(cheapest);
     }
@@ -150,7 +161,7 @@ fn is_better(one: &Evaluated, other: &Evaluated) -> bool {
 }
 
 /// The best configurations without a cache, with DRAM, and with SSDs, of the same budget.
-fn alternatives(usable: &[Evaluated]) -> Vec<(&'static str, Evaluated)> {
+fn alternatives(usable: &[Evaluated], goal: Goal) -> Vec<(&'static str, Evaluated)> {
     type Family = (&'static str, fn(&Configuration) -> bool);
     let families: [Family; 4] = [
         ("no cache", |one| one.dram_gb == 0),
@@ -159,7 +170,7 @@ fn alternatives(usable: &[Evaluated]) -> Vec<(&'static str, Evaluated)> {
         ("with a cold store", |one| one.cold),
     ];
     let of = |(name, is_member): Family| {
-        Some((name, best(usable.iter().filter(move |one| is_member(&one.configuration)))?.clone()))
+        Some((name, best(usable.iter().filter(move |one| is_member(&one.configuration)), goal)?.clone()))
     };
     families.into_iter().filter_map(of).collect()
 }
@@ -194,24 +205,18 @@ fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
     changes.into_iter().map(step).collect()
 }
 
-/// The other policy with the shortest TTFT on the same hardware.
+/// The other policy with the shortest TTFT on the same hardware. Traces have no priorities, so `priority_lru` is `lru`.
 fn other_policy(estimator: &Estimator<'_>, now: &Configuration) -> Option<Configuration> {
     use reprise_policy::eviction::EvictionKind;
     if now.dram_gb == 0 {
         return None;
     }
-    let others = EvictionKind::ALL.into_iter().filter(|policy| *policy != now.policy);
+    let others = EvictionKind::ALL
+        .into_iter()
+        .filter(|policy| *policy != now.policy && *policy != EvictionKind::PriorityLru);
     let time = |policy: EvictionKind| {
         let other = Configuration { policy, ..*now };
         (estimator.estimate(&other).alone_mean, other)
     };
     others.map(time).min_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, other)| other)
-}
-
-impl Step {
-    /// USD a month for each millisecond of TTFT that the step saves; `None` if it saves none.
-    pub fn usd_per_millisecond(&self) -> Option<f64> {
-        let saved = -self.ttft_seconds?;
-        (saved * 1_000.0 > 0.05).then_some(self.usd_per_month / (saved * 1_000.0))
-    }
 }

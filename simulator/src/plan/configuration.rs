@@ -121,7 +121,7 @@ impl Configuration {
         f64::from(self.nodes) * node + cold_bytes / GB * hardware.cold_usd_per_gb_hour
     }
 
-    /// Next larger number of nodes, DRAM or SSDs, and a cold store or another policy.
+    /// Next larger size of DRAM.
     pub fn next_dram(&self) -> Option<Configuration> {
         let dram_gb = *DRAM_GB.iter().find(|gb| **gb > self.dram_gb)?;
         Some(Configuration { dram_gb, ..*self })
@@ -148,7 +148,7 @@ impl Configuration {
         Some(Configuration { ssds: (count > 0).then_some(Ssds { class, count }), ..*self })
     }
 
-    /// One node more.
+    /// The configuration with one more node.
     pub fn next_node(&self) -> Configuration {
         Configuration { nodes: self.nodes + 1, ..*self }
     }

@@ -70,7 +70,7 @@ impl Curves {
         points
     }
 
-    /// Replays a point.
+    /// Replays the trace for a point.
     pub fn measure(load: &Load, capacities: &[u64], block_bytes: u64, point: Point) -> Measured {
         let scaled = |blocks: u64| ((blocks as f64 * load.share).round() as u64).max(1);
         let settings = |kind, dram_blocks, nvme_blocks, admission| NodeSettings {
@@ -197,7 +197,7 @@ fn measure_hits(load: &Load, settings: NodeSettings) -> Measured {
     let (mut all, mut hits, mut number) = (0_u64, Vec::with_capacity(load.shapes.len()), 0);
     Cluster::new(1, settings).replay_each(&load.trace, |blocks| {
         all += blocks as u64;
-        if number % load.stride == 0 {
+        if usize::is_multiple_of(number, load.stride) {
             hits.push(blocks as f32);
         }
         number += 1;

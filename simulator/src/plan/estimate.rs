@@ -124,7 +124,7 @@ impl<'a> Estimator<'a> {
         Estimator { machine, load, curves, years, block_bytes, seconds_per_output, compute }
     }
 
-    /// Estimates a configuration.
+    /// Estimates the results of a configuration.
     pub fn estimate(&self, configuration: &Configuration) -> Estimate {
         let times = self.times(configuration);
         let shapes = &self.load.shapes;

@@ -16,7 +16,7 @@ const ACCELERATORS: [u32; 4] = [1, 2, 4, 8];
 /// Years of a drive's warranty, to which its rating of writes refers.
 pub(super) const WARRANTY_YEARS: f64 = 5.0;
 
-/// Class of SSDs.
+/// Class of SSDs that nodes can have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SsdClass {
     /// Name of the profile.
@@ -40,7 +40,7 @@ impl SsdClass {
     }
 }
 
-/// Node and model.
+/// Node that serves a model.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// Hardware of a node.

@@ -1,3 +1,5 @@
+//! Laws of plans, and figures that follow from the profiles.
+
 use super::*;
 use crate::replay::{ReadOptions, Trace, TraceBuilder, TraceRequest};
 
@@ -19,6 +21,8 @@ fn trace(users: u64, turns: u64, gap_ms: u64) -> Trace {
     }
     builder.finish("trace").expect("valid")
 }
+
+const FASTEST: Goal = Goal { cold: ColdStore::Compared, ttft_seconds: 0.0 };
 
 struct World {
     machine: Machine,
@@ -50,7 +54,7 @@ fn a_larger_budget_never_gives_a_worse_plan() {
     let estimator = world.estimator(3.0);
     let mut before: Option<Plan> = None;
     for usd in [4_000, 5_000, 6_000, 8_000, 11_000, 15_000, 20_000, 30_000, 50_000, 90_000] {
-        let plan = plan(&estimator, budget(&usd.to_string()), ColdStore::Compared).expect("affordable");
+        let plan = plan(&estimator, budget(&usd.to_string()), FASTEST).expect("affordable");
         let now = &plan.chosen.estimate;
         assert!(now.usd_per_hour * HOURS_PER_MONTH <= f64::from(usd), "{now:?}");
         if let Some(before) = &before {
@@ -68,11 +72,22 @@ fn a_larger_budget_never_gives_a_worse_plan() {
 }
 
 #[test]
+fn a_ttft_that_is_short_enough_is_not_bought_shorter() {
+    let world = world("h100", trace(300, 6, 400));
+    let estimator = world.estimator(3.0);
+    let fastest = plan(&estimator, budget("90000"), FASTEST).expect("affordable").chosen.estimate;
+    let goal = Goal { ttft_seconds: fastest.ttft_mean.expect("served") * 2.0, ..FASTEST };
+    let enough = plan(&estimator, budget("90000"), goal).expect("affordable").chosen.estimate;
+    assert!(enough.usd_per_hour < fastest.usd_per_hour, "{enough:?} {fastest:?}");
+    assert!(enough.ttft_mean.expect("served") <= goal.ttft_seconds);
+}
+
+#[test]
 fn equal_inputs_give_equal_plans() {
     let make = || {
         let world = world("h100", trace(100, 5, 500));
         let estimator = world.estimator(3.0);
-        let plan = plan(&estimator, budget("40000"), ColdStore::Compared).expect("affordable");
+        let plan = plan(&estimator, budget("40000"), FASTEST).expect("affordable");
         let guidance = Guidance::new(&estimator, &plan.chosen.configuration);
         format!("{plan:?} {guidance:?} {:?}", estimator.ttfts(&plan.chosen.configuration))
     };
@@ -82,8 +97,7 @@ fn equal_inputs_give_equal_plans() {
 #[test]
 fn a_budget_below_the_price_of_a_node_names_the_price() {
     let world = world("h100", trace(10, 3, 1_000));
-    let error =
-        plan(&world.estimator(3.0), budget("10"), ColdStore::Compared).expect_err("too small").to_string();
+    let error = plan(&world.estimator(3.0), budget("10"), FASTEST).expect_err("too small").to_string();
     // 5 USD an hour for 730 hours.
     assert!(
         error.contains("buys nothing") && error.contains("3650.00") && error.contains("--budget 3650"),
@@ -94,11 +108,11 @@ fn a_budget_below_the_price_of_a_node_names_the_price() {
 #[test]
 fn plans_do_not_wear_out_ssds_unless_the_life_is_short() {
     let world = world("h100", trace(400, 8, 100));
-    let long = plan(&world.estimator(5.0), budget("200000"), ColdStore::Compared).expect("affordable");
+    let long = plan(&world.estimator(5.0), budget("200000"), FASTEST).expect("affordable");
     let years = |plan: &Plan| plan.chosen.estimate.ssd_years;
     assert!(years(&long).is_none_or(|years| years >= 5.0), "{long:?}");
     assert!(long.rejected.wear > 0);
-    let short = plan(&world.estimator(0.01), budget("200000"), ColdStore::Compared).expect("affordable");
+    let short = plan(&world.estimator(0.01), budget("200000"), FASTEST).expect("affordable");
     assert_eq!(short.rejected.wear, 0);
     assert!(short.ttft_best <= long.ttft_best, "{short:?} {long:?}");
 }

@@ -9,8 +9,11 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
 
-/// Size in pixels.
+/// Width and height in pixels.
 const SIZE: (u32, u32) = (960, 600);
+
+/// Part by which the range of a plot without a free corner grows.
+const HEADROOM: f64 = 0.3;
 
 /// Font with the Latin glyphs of DejaVu Sans; its licence is next to it.
 const FONT: &[u8] = include_bytes!("../../../fonts/DejaVuSans-subset.ttf");
@@ -41,7 +44,7 @@ pub(super) struct Series {
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// Curves with axes.
+/// Curves with their axes.
 #[derive(Debug)]
 pub(super) struct Plot {
     pub(super) title: String,
@@ -94,7 +97,12 @@ fn draw_on<Backend: DrawingBackend>(
     area: &DrawingArea<Backend, Shift>,
 ) -> Result<(), DrawingAreaErrorKind<Backend::ErrorType>> {
     area.fill(&WHITE)?;
-    let (x, y) = (range(plot, |point| point.0), range(plot, |point| point.1));
+    let (x, mut y) = (range(plot, |point| point.0), range(plot, |point| point.1));
+    let (position, covered) = corner(plot, x, y);
+    if covered > 0 {
+        // Room for the legend above all curves.
+        y.1 += (y.1 - y.0) * HEADROOM;
+    }
     let mut chart = ChartBuilder::on(area)
         .caption(&plot.title, ("sans-serif", 22))
         .margin(16)
@@ -125,7 +133,7 @@ fn draw_on<Backend: DrawingBackend>(
     }
     chart
         .configure_series_labels()
-        .position(corner(plot, x, y))
+        .position(position)
         .legend_area_size(32)
         .label_font(("sans-serif", 15))
         .background_style(WHITE.mix(0.85))
@@ -146,8 +154,8 @@ fn range(plot: &Plot, of: fn(&(f64, f64)) -> f64) -> (f64, f64) {
     (least - margin, most + margin)
 }
 
-/// Corner with the fewest points.
-fn corner(plot: &Plot, x: (f64, f64), y: (f64, f64)) -> SeriesLabelPosition {
+/// Corner for the legend, and the number of points there: the upper left one unless another one is free.
+fn corner(plot: &Plot, x: (f64, f64), y: (f64, f64)) -> (SeriesLabelPosition, usize) {
     use SeriesLabelPosition::{LowerLeft, LowerRight, UpperLeft, UpperRight};
     let count = |is_right: bool, is_upper: bool| {
         let is_in = |point: &&(f64, f64)| {
@@ -165,5 +173,6 @@ fn corner(plot: &Plot, x: (f64, f64), y: (f64, f64)) -> SeriesLabelPosition {
         (UpperRight, count(true, true)),
         (LowerLeft, count(false, false)),
     ];
-    corners.into_iter().min_by_key(|(_, points)| *points).map_or(UpperLeft, |(position, _)| position)
+    let free = corners.into_iter().find(|(_, points)| *points == 0);
+    free.unwrap_or((UpperLeft, count(false, true).max(1)))
 }

@@ -11,7 +11,7 @@ use reprise_simulator::replay::{ReadOptions, Trace, TraceBuilder, TraceRequest, 
 use reprise_testkit::output::Audience;
 use reprise_testkit::trace::recording::{self, Recording};
 
-/// Trace to read.
+/// File of a trace, and how it is read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
     pub(crate) path: &'a Path,
