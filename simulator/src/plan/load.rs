@@ -4,7 +4,7 @@ use super::PlanError;
 use crate::replay::Trace;
 
 /// References that are replayed for each size and policy; beyond it, sessions are sampled.
-const REFERENCES_MAX: f64 = 5e6;
+const REFERENCES_MAX: f64 = 2.5e6;
 
 /// Requests for which times are estimated.
 const REQUESTS_MAX: usize = 4_000;
