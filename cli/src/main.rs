@@ -17,6 +17,7 @@ mod forget;
 mod keep_file;
 mod members;
 mod node_mode;
+mod plan;
 #[cfg(feature = "gpu")]
 mod profile;
 mod replay;
@@ -74,6 +75,10 @@ enum Command {
     Profile(profile::ProfileArgs),
     /// Simulate a cluster under faults, reproducibly from a seed.
     Sim(sim::SimArgs),
+    /// Plan nodes, DRAM, SSDs and policy for a trace and a budget.
+    ///
+    /// States which configuration, why, and what the next dollar buys.
+    Plan(plan::PlanArgs),
     /// Show members, nodes, tiers and health of a running cluster.
     Status(status::StatusArgs),
     /// List, set and remove the cluster-wide budgets of tenants.
@@ -158,6 +163,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         #[cfg(feature = "gpu")]
         Some(Command::Profile(args)) => profile::command(&args, &config, audience),
         Some(Command::Sim(args)) => sim::command(&args, &config, audience),
+        Some(Command::Plan(args)) => plan::command(&args, audience),
         Some(Command::Status(args)) => status::command(&args, &config, audience),
         Some(Command::Tenant(args)) => tenant::command(&args, &config, audience),
         Some(Command::Admin(args)) => admin::command(&args, &config, audience),

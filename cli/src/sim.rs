@@ -3,7 +3,7 @@
 mod accuracy;
 mod chaos;
 mod cores;
-mod replay;
+pub(crate) mod replay;
 mod reproduce;
 mod scale;
 

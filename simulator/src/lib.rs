@@ -103,6 +103,7 @@ mod peers;
 mod placement_answers;
 mod placement_audit;
 mod placement_requests;
+pub mod plan;
 mod queue;
 mod random_faults;
 pub mod replay;

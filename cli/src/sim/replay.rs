@@ -4,7 +4,7 @@
 //! Every line of the output depends on the trace, the arguments and the seed alone.
 
 mod arguments;
-mod reading;
+pub(crate) mod reading;
 mod report;
 mod timed;
 
@@ -17,11 +17,13 @@ use reprise_policy::Interval;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::{Chains, EvictionKind, EvictionPolicy};
 use reprise_simulator::replay::{
-    Cluster, Counts, Knowledge, NodeSettings, OptCounts, Replay, Trace, replay_opt, replay_recency,
+    Cluster, Counts, IdScope, Knowledge, NodeSettings, OptCounts, ReadOptions, Replay, Trace, replay_opt,
+    replay_recency,
 };
 use reprise_testkit::output::Audience;
 
 use arguments::{Capacity, PolicyName, PolicyNames, TierSize, parse_admission, parse_chains};
+use reading::Source;
 use report::{Outcome, Replayed, Subject};
 use timed::{Machine, TimedArgs};
 
@@ -149,7 +151,14 @@ pub(super) fn command(args: &ReplayArgs, audience: Audience) -> anyhow::Result<(
 
 /// Reads the trace; sessions of an archive and copies get their times.
 fn prepare(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trace> {
-    let mut trace = reading::read(args, audience)?;
+    let options = ReadOptions {
+        scope: if args.local_ids { IdScope::Session } else { IdScope::Trace },
+        block_tokens: args.block_tokens,
+        allow_gaps: args.allow_gaps,
+        sort: args.sort,
+    };
+    let source = Source { path: &args.trace, options, sessions: args.sessions };
+    let mut trace = reading::read(&source, audience)?;
     let spread_ms = u64::try_from(args.spread.0.as_millis()).context("--spread is too long")?;
     if trace.has_session_times() {
         trace = trace.started_at_random(spread_ms, args.seed);

@@ -48,6 +48,16 @@ impl Cluster {
         self.results()
     }
 
+    /// Serves all requests of a trace, and passes on the number of each request's blocks that were present.
+    pub fn replay_each(mut self, trace: &Trace, mut each: impl FnMut(usize)) {
+        let (mut chain, mut run) = (Vec::new(), Vec::new());
+        for request in trace.requests() {
+            trace.chain(request, &mut chain);
+            self.serve(request, &chain, &mut run);
+            each(run.len());
+        }
+    }
+
     fn serve(&mut self, request: &Request, chain: &[u32], run: &mut Vec<Source>) {
         let own = self.node_of(request);
         self.find_run(own, chain, run);

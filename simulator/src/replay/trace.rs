@@ -8,6 +8,8 @@
 //! Ids are prefix-chained: an id stands for a block and all blocks before it. So each id has one parent, and an id
 //! with two parents is used for two prefixes, which the builder refuses.
 
+mod sample;
+
 use std::collections::HashMap;
 
 use super::error::{Problem, TraceError};

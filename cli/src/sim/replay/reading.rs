@@ -2,17 +2,23 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::num::NonZero;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
 use lzma_rust2::XzReader;
-use reprise_simulator::replay::{
-    IdScope, ReadOptions, Trace, TraceBuilder, TraceRequest, read_lines, read_session,
-};
+use reprise_simulator::replay::{ReadOptions, Trace, TraceBuilder, TraceRequest, read_lines, read_session};
 use reprise_testkit::output::Audience;
 use reprise_testkit::trace::recording::{self, Recording};
 
-use super::ReplayArgs;
+/// File of a trace, and how it is read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Source<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) options: ReadOptions,
+    /// Maximum number of sessions of an archive.
+    pub(crate) sessions: Option<NonZero<u32>>,
+}
 
 /// First bytes of a file in the format xz.
 const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
@@ -24,29 +30,23 @@ const XZ_KIB_MAX: u32 = 256 << 10;
 const FIRST_LINE_MAX: u64 = 1 << 20;
 
 /// Reads a trace in any of the formats.
-pub(super) fn read(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trace> {
-    let path = &args.trace;
+pub(crate) fn read(source: &Source<'_>, audience: Audience) -> anyhow::Result<Trace> {
+    let Source { path, options, sessions: sessions_max } = *source;
     let name = path.display().to_string();
     let file = File::open(path).with_context(|| format!("cannot open the trace {name}"))?;
     let mut reader = BufReader::new(file);
-    let options = ReadOptions {
-        scope: if args.local_ids { IdScope::Session } else { IdScope::Trace },
-        block_tokens: args.block_tokens,
-        allow_gaps: args.allow_gaps,
-        sort: args.sort,
-    };
     let mut builder = TraceBuilder::new(options);
     let start = reader.fill_buf().with_context(|| format!("cannot read {name}"))?;
     let has_extension = |wanted: &str| path.extension().is_some_and(|extension| extension == wanted);
     if start.starts_with(&XZ_MAGIC) {
         let sessions = XzReader::new_mem_limit(reader, true, XZ_KIB_MAX);
-        read_archive(sessions, args, audience, &mut builder).with_context(|| name.clone())?;
+        read_archive(sessions, sessions_max, audience, &mut builder).with_context(|| name.clone())?;
     } else if has_extension("tar") {
-        read_archive(reader, args, audience, &mut builder).with_context(|| name.clone())?;
+        read_archive(reader, sessions_max, audience, &mut builder).with_context(|| name.clone())?;
     } else if has_extension("json") {
         read_session(&name, reader, &mut builder)?;
     } else if is_recording(&mut reader).with_context(|| format!("cannot read {name}"))? {
-        read_recording(&name, reader, args.allow_gaps, &mut builder)?;
+        read_recording(&name, reader, options.allow_gaps, &mut builder)?;
     } else {
         read_lines(reader, &mut builder).with_context(|| name.clone())?;
     }
@@ -56,13 +56,12 @@ pub(super) fn read(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trac
 /// Adds the sessions of an archive, in its order. Other files are skipped.
 fn read_archive(
     reader: impl Read,
-    args: &ReplayArgs,
+    sessions: Option<NonZero<u32>>,
     audience: Audience,
     builder: &mut TraceBuilder,
 ) -> anyhow::Result<()> {
-    let sessions_max = args.sessions.map_or(u32::MAX, std::num::NonZero::get);
-    let progress =
-        audience.progress(args.sessions.map_or(0, |sessions| u64::from(sessions.get())), "sessions");
+    let sessions_max = sessions.map_or(u32::MAX, NonZero::get);
+    let progress = audience.progress(sessions.map_or(0, |sessions| u64::from(sessions.get())), "sessions");
     let damaged = "cannot read the archive: expected a tar archive of sessions, with xz or without";
     let mut archive = tar::Archive::new(reader);
     let mut sessions = 0;

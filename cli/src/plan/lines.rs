@@ -1,0 +1,234 @@
+//! Lines of `reprise plan --json`.
+
+use reprise_policy::eviction::EvictionKind;
+use reprise_simulator::plan::{Configuration, Estimate, Evaluated, HOURS_PER_MONTH, Machine, Timed};
+use reprise_testkit::output::Audience;
+use serde::Serialize;
+
+use super::Report;
+use super::text::saved;
+
+/// Line of the output.
+#[derive(Debug, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Line<'a> {
+    /// The question.
+    Subject {
+        trace: &'a str,
+        requests: u64,
+        sessions: u32,
+        references: u64,
+        distinct_blocks: u64,
+        block_tokens: u64,
+        block_bytes: u64,
+        requests_per_second: f64,
+        replayed_share: f64,
+        seed: u64,
+        model: &'a str,
+        hardware: &'a str,
+        accelerators: u32,
+        budget_usd_per_month: f64,
+        years: f64,
+    },
+    /// The plan.
+    Recommendation(Choice<'a>),
+    /// The best configuration with less kinds of hardware.
+    Alternative(Choice<'a>),
+    /// A change of the plan.
+    Step {
+        #[serde(flatten)]
+        choice: Choice<'a>,
+        added_usd_per_month: f64,
+        ttft_saved_seconds: Option<f64>,
+        usd_per_month_per_ms: Option<f64>,
+    },
+    /// Numbers of configurations.
+    Compared { configurations: usize, worn_out: usize, slow_ssds: usize, slow_cold_store: usize },
+    /// Sequences of median length on a node.
+    Sequences { tier: &'a str, tokens: u64, bytes: u64, sequences: u64 },
+    /// Interval between uses within which a tier is cheaper.
+    BreakEven { tier: &'a str, instead_of: &'a str, seconds: Option<f64>, of_reuse: f64 },
+    /// Additional time of decode steps.
+    Decode { tier: &'a str, share: f64, fetched_once: f64, fetched_always: f64, step_ms: f64, batch: u64 },
+    /// Point of the curve of hits by capacity.
+    HitRate { policy: &'a str, blocks: Option<u64>, bytes: Option<u64>, hit_ratio: f64 },
+    /// Point of the bubble curve.
+    Bubble { tier: &'a str, hit_percent: f64, compute_ms: f64, bubble_ms: f64 },
+}
+
+/// Configuration with its results.
+#[derive(Debug, Serialize)]
+struct Choice<'a> {
+    name: &'a str,
+    nodes: u32,
+    dram_gb_per_node: u64,
+    ssd_class: Option<&'a str>,
+    ssds_per_node: u32,
+    cold_store: bool,
+    policy: &'static str,
+    admission: &'static str,
+    usd_per_month: f64,
+    served: f64,
+    usd_per_million_tokens: f64,
+    estimated_ttft_mean_seconds: Option<f64>,
+    estimated_hit_ratio: f64,
+    /// `null` with a cold store, which the world with time does not have.
+    timed: Option<Times>,
+}
+
+/// Results of a replay with time.
+#[derive(Debug, Serialize)]
+struct Times {
+    hit_ratio: f64,
+    hits_hbm: f64,
+    hits_dram: f64,
+    hits_ssd: f64,
+    ttft_mean_seconds: f64,
+    ttft_p50_seconds: f64,
+    ttft_p95_seconds: f64,
+    ttft_p99_seconds: f64,
+    tpot_p50_seconds: f64,
+    ssd_written_bytes_per_day: Option<f64>,
+    ssd_years: Option<f64>,
+}
+
+impl Times {
+    fn new(timed: &Timed) -> Times {
+        Times {
+            hit_ratio: timed.hit_ratio,
+            hits_hbm: timed.hbm_ratio,
+            hits_dram: timed.dram_ratio,
+            hits_ssd: timed.ssd_ratio,
+            ttft_mean_seconds: timed.ttft_mean(),
+            ttft_p50_seconds: timed.ttft(0.5),
+            ttft_p95_seconds: timed.ttft(0.95),
+            ttft_p99_seconds: timed.ttft(0.99),
+            tpot_p50_seconds: timed.tpot_seconds,
+            ssd_written_bytes_per_day: timed.ssd_bytes_per_day,
+            ssd_years: timed.ssd_years,
+        }
+    }
+}
+
+fn choice<'a>(machine: &'a Machine, name: &'a str, one: &Evaluated, timed: Option<&Timed>) -> Choice<'a> {
+    let Evaluated { configuration, estimate } = one;
+    let Configuration { nodes, dram_gb, cold, policy, admission, .. } = *configuration;
+    let Estimate { usd_per_hour, served, usd_per_million_tokens, ttft_mean, hit_ratio, .. } = *estimate;
+    let drives = configuration.drives(machine);
+    Choice {
+        name,
+        nodes,
+        dram_gb_per_node: dram_gb,
+        ssd_class: drives.map(|(class, _)| class.name.as_str()),
+        ssds_per_node: drives.map_or(0, |(_, count)| count),
+        cold_store: cold,
+        policy: policy.name(),
+        admission: admission.name(),
+        usd_per_month: usd_per_hour * HOURS_PER_MONTH,
+        served,
+        usd_per_million_tokens,
+        estimated_ttft_mean_seconds: ttft_mean,
+        estimated_hit_ratio: hit_ratio,
+        timed: timed.map(Times::new),
+    }
+}
+
+/// Prints all lines; nothing for people.
+pub(super) fn emit(report: &Report<'_>, audience: Audience) {
+    let machine = report.estimator.machine;
+    let plan = &report.plan;
+    audience.emit(&subject(report));
+    audience.emit(&Line::Recommendation(choice(machine, "plan", &plan.chosen, Some(&report.chosen))));
+    for ((name, one), timed) in plan.alternatives.iter().zip(&report.alternatives) {
+        audience.emit(&Line::Alternative(choice(machine, name, one, timed.as_ref())));
+    }
+    for (step, timed) in plan.steps.iter().zip(&report.steps) {
+        let saved = saved(report, step, timed.as_ref());
+        audience.emit(&Line::Step {
+            choice: choice(machine, step.name, &step.changed, timed.as_ref()),
+            added_usd_per_month: step.usd_per_month,
+            ttft_saved_seconds: saved,
+            usd_per_month_per_ms: saved
+                .filter(|saved| *saved >= 0.000_5)
+                .map(|saved| step.usd_per_month / (saved * 1e3)),
+        });
+    }
+    audience.emit(&Line::Compared {
+        configurations: plan.compared,
+        worn_out: plan.rejected.wear,
+        slow_ssds: plan.rejected.ssd_bandwidth,
+        slow_cold_store: plan.rejected.cold_bandwidth,
+    });
+    emit_guidance(report, audience);
+    emit_hit_rates(report, audience);
+}
+
+fn subject<'a>(report: &'a Report<'_>) -> Line<'a> {
+    let (machine, load) = (report.estimator.machine, report.estimator.load);
+    Line::Subject {
+        trace: &report.trace,
+        requests: load.requests,
+        sessions: load.sessions,
+        references: load.references,
+        distinct_blocks: load.distinct,
+        block_tokens: load.block_tokens(),
+        block_bytes: report.estimator.block_bytes as u64,
+        requests_per_second: load.requests_per_second,
+        replayed_share: load.share,
+        seed: report.seed,
+        model: &machine.model.name,
+        hardware: &machine.hardware.name,
+        accelerators: machine.accelerators,
+        budget_usd_per_month: report.budget.usd_per_month(),
+        years: report.estimator.years,
+    }
+}
+
+fn emit_guidance(report: &Report<'_>, audience: Audience) {
+    let guidance = &report.guidance;
+    for tier in &guidance.sequences {
+        let (bytes, sequences) = (tier.bytes, tier.sequences);
+        audience.emit(&Line::Sequences { tier: &tier.tier, tokens: guidance.tokens, bytes, sequences });
+    }
+    for one in &guidance.intervals {
+        audience.emit(&Line::BreakEven {
+            tier: &one.tier,
+            instead_of: &one.instead_of,
+            seconds: one.seconds.is_finite().then_some(one.seconds),
+            of_reuse: one.of_reuse,
+        });
+    }
+    for one in &guidance.decode {
+        audience.emit(&Line::Decode {
+            tier: &one.tier,
+            share: one.share,
+            fetched_once: one.fetched_once,
+            fetched_always: one.fetched_always,
+            step_ms: guidance.step_ms,
+            batch: guidance.batch,
+        });
+    }
+    for point in &guidance.bubbles {
+        for (tier, bubble_ms) in guidance.bubble_tiers.iter().zip(&point.bubble_ms) {
+            let (hit_percent, compute_ms) = (point.hit_percent, point.compute_ms);
+            audience.emit(&Line::Bubble { tier, hit_percent, compute_ms, bubble_ms: *bubble_ms });
+        }
+    }
+}
+
+fn emit_hit_rates(report: &Report<'_>, audience: Audience) {
+    let curves = report.estimator.curves;
+    let block_bytes = report.estimator.block_bytes as u64;
+    let emit = |policy: &str, ratios: &[f64]| {
+        for (blocks, hit_ratio) in curves.capacities.iter().zip(ratios) {
+            let bytes = Some(blocks * block_bytes);
+            audience.emit(&Line::HitRate { policy, blocks: Some(*blocks), bytes, hit_ratio: *hit_ratio });
+        }
+    };
+    for kind in EvictionKind::ALL {
+        emit(kind.name(), &curves.ratios(kind));
+    }
+    emit("opt", &curves.bound);
+    let hit_ratio = curves.unlimited_ratio();
+    audience.emit(&Line::HitRate { policy: "unlimited", blocks: None, bytes: None, hit_ratio });
+}

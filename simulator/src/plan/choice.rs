@@ -1,0 +1,222 @@
+//! Choice of a configuration, and the effect of changes to it.
+//!
+//! The plan is the cheapest configuration within [`TOLERANCE`] of the shortest mean TTFT that the budget allows, or with
+//! the TTFT of the [`Goal`]. If no
+//! configuration serves the load, it is the one that serves most of it.
+//!
+//! A larger budget adds configurations and removes none. The bound of the tolerance therefore never rises, and neither
+//! does the TTFT of the plan.
+
+use super::PlanError;
+use super::budget::{Budget, HOURS_PER_MONTH};
+use super::configuration::Configuration;
+use super::estimate::{Estimate, Estimator, Unusable};
+
+/// Part by which the mean TTFT of a plan may exceed the shortest one.
+const TOLERANCE: f64 = 0.1;
+
+/// Part of the load by which the most is exceeded at most, if no configuration serves all.
+const SERVED_TOLERANCE: f64 = 1e-9;
+
+/// Configuration with its results.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluated {
+    /// The configuration.
+    pub configuration: Configuration,
+    /// Its results.
+    pub estimate: Estimate,
+}
+
+/// Numbers of configurations that are not usable.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rejected {
+    /// Those whose SSDs wear out before their planned life.
+    pub wear: usize,
+    /// Those whose SSDs are too slow.
+    pub ssd_bandwidth: usize,
+    /// Those whose cold store is too slow.
+    pub cold_bandwidth: usize,
+    /// The one of those that wear out which would be chosen otherwise.
+    pub worn: Option<Evaluated>,
+}
+
+/// A change of the plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// Name of the change.
+    pub name: &'static str,
+    /// The changed configuration.
+    pub changed: Evaluated,
+    /// Additional price in USD a month; negative: saved.
+    pub usd_per_month: f64,
+    /// Change of the mean TTFT in seconds; negative: shorter.
+    pub ttft_seconds: Option<f64>,
+}
+
+/// Recommended configuration with its alternatives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The recommended configuration.
+    pub chosen: Evaluated,
+    /// The best configurations of the same budget with less kinds of hardware.
+    pub alternatives: Vec<(&'static str, Evaluated)>,
+    /// Changes of the recommended configuration.
+    pub steps: Vec<Step>,
+    /// Configurations that are not usable.
+    pub rejected: Rejected,
+    /// Number of configurations within the budget.
+    pub compared: usize,
+    /// Shortest mean TTFT within the budget.
+    pub ttft_best: Option<f64>,
+}
+
+/// Whether a plan may have a cold store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ColdStore {
+    /// It is shown as an alternative only.
+    Compared,
+    /// The plan may recommend it.
+    Allowed,
+}
+
+/// What a plan aims at.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Goal {
+    /// Whether the plan may have a cold store.
+    pub cold: ColdStore,
+    /// Mean TTFT in seconds that is short enough: a cheaper configuration that reaches it is preferred.
+    pub ttft_seconds: f64,
+}
+
+/// Makes a plan for a budget.
+pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Plan, PlanError> {
+    let (machine, load) = (estimator.machine, estimator.load);
+    let all = Configuration::all(machine, load, budget.usd_per_hour);
+    if all.is_empty() {
+        return Err(too_small(estimator, budget));
+    }
+    let compared = all.len();
+    let evaluate = |configuration| Evaluated { estimate: estimator.estimate(&configuration), configuration };
+    let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
+        all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
+    let is_eligible = |one: &&Evaluated| goal.cold == ColdStore::Allowed || !one.configuration.cold;
+    let chosen =
+        best(usable.iter().filter(is_eligible), goal).ok_or(PlanError::AllRejected(compared))?.clone();
+    let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
+    let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
+    let worn = best(refused.iter().filter(is_eligible).filter(is_worn), goal);
+    let rejected = Rejected {
+        wear: count(Unusable::Wear),
+        ssd_bandwidth: count(Unusable::SsdBandwidth),
+        cold_bandwidth: count(Unusable::ColdBandwidth),
+        worn: worn.filter(|worn| is_better(worn, &chosen)).cloned(),
+    };
+    Ok(Plan {
+        alternatives: alternatives(&usable, goal),
+        steps: steps(estimator, &chosen),
+        rejected,
+        compared,
+        ttft_best: shortest(usable.iter().filter(is_eligible)),
+        chosen,
+    })
+}
+
+fn too_small(estimator: &Estimator<'_>, budget: Budget) -> PlanError {
+    let least = Configuration::without_cache(1);
+    let needed = least.usd_per_hour(estimator.machine, estimator.load) * HOURS_PER_MONTH;
+    PlanError::BudgetTooSmall {
+        budget: budget.usd_per_month(),
+        least: estimator.machine.title(),
+        needed,
+        rounded: needed.ceil() as u64,
+    }
+}
+
+fn shortest<'a>(candidates: impl Iterator<Item = &'a Evaluated>) -> Option<f64> {
+    candidates.filter_map(|one| one.estimate.ttft_mean).min_by(f64::total_cmp)
+}
+
+/// Cheapest of the candidates whose mean TTFT is within the tolerance, or which serve most of the load.
+fn best<'a>(candidates: impl Iterator<Item = &'a Evaluated> + Clone, goal: Goal) -> Option<&'a Evaluated> {
+    let cheapest = |one: &&Evaluated, other: &&Evaluated| {
+        let (one, other) = (&one.estimate, &other.estimate);
+        let by_ttft = one.ttft_mean.unwrap_or(f64::MAX).total_cmp(&other.ttft_mean.unwrap_or(f64::MAX));
+        one.usd_per_hour.total_cmp(&other.usd_per_hour).then(by_ttft)
+    };
+    if let Some(shortest) = shortest(candidates.clone()) {
+        let bound = (shortest * (1.0 + TOLERANCE)).max(goal.ttft_seconds);
+        let is_within = |one: &&Evaluated| one.estimate.ttft_mean.is_some_and(|ttft| ttft <= bound);
+        return candidates.filter(is_within).min_by(cheapest);
+    }
+    let most = candidates.clone().map(|one| one.estimate.served).max_by(f64::total_cmp)?;
+    candidates.filter(|one| one.estimate.served >= most - SERVED_TOLERANCE).min_by(cheapest)
+}
+
+/// Whether a configuration serves more, or has a shorter TTFT, or is cheaper with the same TTFT.
+fn is_better(one: &Evaluated, other: &Evaluated) -> bool {
+    match (one.estimate.ttft_mean, other.estimate.ttft_mean) {
+        (Some(one), Some(other)) => one < other,
+        (one, other) => one.is_some() && other.is_none(),
+    }
+}
+
+/// The best configurations without a cache, with DRAM, and with SSDs, of the same budget.
+fn alternatives(usable: &[Evaluated], goal: Goal) -> Vec<(&'static str, Evaluated)> {
+    type Family = (&'static str, fn(&Configuration) -> bool);
+    let families: [Family; 4] = [
+        ("no cache", |one| one.dram_gb == 0),
+        ("DRAM", |one| one.dram_gb > 0 && one.ssds.is_none() && !one.cold),
+        ("DRAM, SSD", |one| one.ssds.is_some() && !one.cold),
+        ("with a cold store", |one| one.cold),
+    ];
+    let of = |(name, is_member): Family| {
+        Some((name, best(usable.iter().filter(move |one| is_member(&one.configuration)), goal)?.clone()))
+    };
+    families.into_iter().filter_map(of).collect()
+}
+
+fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
+    let now = chosen.configuration;
+    let mut changes: Vec<(&'static str, Configuration)> = Vec::new();
+    let mut push =
+        |name, changed: Option<Configuration>| changes.extend(changed.map(|changed| (name, changed)));
+    push("more DRAM", now.next_dram());
+    push("more SSDs", now.next_ssds());
+    push("one more node", Some(now.next_node()));
+    push("another policy", other_policy(estimator, &now));
+    push("a cold store", (!now.cold && now.dram_gb > 0).then_some(Configuration { cold: true, ..now }));
+    push("less DRAM", now.less_dram());
+    push("fewer SSDs", now.less_ssds());
+    push("no cold store", now.cold.then_some(Configuration { cold: false, ..now }));
+    push("one node less", (now.nodes > 1).then(|| Configuration { nodes: now.nodes - 1, ..now }));
+    let step = |(name, configuration): (&'static str, Configuration)| {
+        let changed = Evaluated { estimate: estimator.estimate(&configuration), configuration };
+        Step {
+            name,
+            usd_per_month: (changed.estimate.usd_per_hour - chosen.estimate.usd_per_hour) * HOURS_PER_MONTH,
+            ttft_seconds: changed
+                .estimate
+                .ttft_mean
+                .zip(chosen.estimate.ttft_mean)
+                .map(|(then, now)| then - now),
+            changed,
+        }
+    };
+    changes.into_iter().map(step).collect()
+}
+
+/// The other policy with the shortest TTFT on the same hardware. Traces have no priorities, so `priority_lru` is `lru`.
+fn other_policy(estimator: &Estimator<'_>, now: &Configuration) -> Option<Configuration> {
+    use reprise_policy::eviction::EvictionKind;
+    if now.dram_gb == 0 {
+        return None;
+    }
+    let others = EvictionKind::ALL
+        .into_iter()
+        .filter(|policy| *policy != now.policy && *policy != EvictionKind::PriorityLru);
+    let time = |policy: EvictionKind| {
+        let other = Configuration { policy, ..*now };
+        (estimator.estimate(&other).alone_mean, other)
+    };
+    others.map(time).min_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, other)| other)
+}

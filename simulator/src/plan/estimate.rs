@@ -1,0 +1,336 @@
+//! Times, costs and wear of a configuration, by closed formulas.
+//!
+//! ```text
+//! c    = computing the prompt's tokens that are not cached
+//! l    = latency + the slowest of: cached bytes over the link, those on SSDs, at peers and in the cold store
+//! t    = max(c + l / layers, l + c / layers)                     layers are loaded while earlier ones are computed
+//! S    = t + outputs · (decode step of a full batch / batch)     time of a node for a request
+//! TTFT = t + wait,  mean wait = λ · E[S²] / (2 · (1 − λ · E[S]))  Pollaczek and Khinchine, for each node
+//! ```
+//!
+//! Cached blocks are loaded only if that is faster than computing them, tier by tier, as `LoadPolicy` decides. A node is
+//! overloaded if it is busy for more than [`BUSY_MAX`] of the time.
+
+use reprise_policy::admission::AdmissionMode;
+
+use super::configuration::Configuration;
+use super::curves::Curves;
+use super::load::{Load, Shape};
+use super::machine::Machine;
+
+/// Requests of a decode step, if their KV cache fits.
+pub(super) const BATCH_MAX: u64 = 64;
+
+/// Part of the time that a node can be busy: behind it, queues grow with every burst.
+pub(super) const BUSY_MAX: f64 = 0.85;
+
+/// Part of a channel's bandwidth that a plan uses at most.
+const CHANNEL_MAX: f64 = 0.85;
+
+/// Seconds of a day.
+const DAY: f64 = 86_400.0;
+
+/// Reason why a configuration is not usable.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Unusable {
+    /// SSDs reach their rated writes before their planned life.
+    Wear,
+    /// Reads and writes exceed the bandwidth of the SSDs.
+    SsdBandwidth,
+    /// Reads and writes exceed the bandwidth of the cold store.
+    ColdBandwidth,
+}
+
+/// Results of a configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Estimate {
+    /// Price of the cluster.
+    pub usd_per_hour: f64,
+    /// Hits in any tier, of all references.
+    pub hit_ratio: f64,
+    /// Hits in DRAM.
+    pub dram_ratio: f64,
+    /// Hits on SSDs.
+    pub ssd_ratio: f64,
+    /// Hits in the cold store.
+    pub cold_ratio: f64,
+    /// Part of the time that a node is busy.
+    pub busy: f64,
+    /// Part of the load that the cluster serves.
+    pub served: f64,
+    /// Requests a second of which nodes are always busy.
+    pub requests_per_second_max: f64,
+    /// Mean time to the first token in seconds, with the wait; `None` if nodes are overloaded.
+    pub ttft_mean: Option<f64>,
+    /// Mean time of a prompt alone, in seconds.
+    pub alone_mean: f64,
+    /// Price of a million tokens, of prompts and outputs, at the load of the trace.
+    pub usd_per_million_tokens: f64,
+    /// Bytes written to each SSD a day.
+    pub ssd_bytes_per_day: Option<f64>,
+    /// Years until an SSD has its rated writes.
+    pub ssd_years: Option<f64>,
+    /// Reason why the configuration is not usable.
+    pub unusable: Option<Unusable>,
+}
+
+/// Estimates configurations for a load.
+#[derive(Debug)]
+pub struct Estimator<'a> {
+    /// Node and model.
+    pub machine: &'a Machine,
+    /// Load of the trace.
+    pub load: &'a Load,
+    /// Hits by policy and capacity.
+    pub curves: &'a Curves,
+    /// Years that SSDs must last.
+    pub years: f64,
+    /// Bytes of a block.
+    pub block_bytes: f64,
+    /// Seconds of a node for an output token.
+    pub seconds_per_output: f64,
+    compute: Vec<f64>,
+}
+
+/// Blocks of a request by tier, from the fastest on.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hits {
+    dram: f64,
+    ssd: f64,
+    cold: f64,
+}
+
+/// Rates of the paths of a configuration, in bytes a second.
+#[derive(Clone, Copy, Debug)]
+struct Paths {
+    link: f64,
+    ssd: f64,
+    cold: f64,
+    network: f64,
+    /// Part of the hits that peers have.
+    peers: f64,
+}
+
+impl<'a> Estimator<'a> {
+    /// Creates an estimator; SSDs must last some years.
+    pub fn new(machine: &'a Machine, load: &'a Load, curves: &'a Curves, years: f64) -> Estimator<'a> {
+        let block_bytes = (machine.model.kv_bytes_per_token() * load.block_tokens()) as f64;
+        let batch = batch(machine, load.tokens_median);
+        let context = u32::try_from(load.tokens_median).unwrap_or(u32::MAX);
+        let decode = machine.costs.decode(context);
+        let step = machine.costs.seconds((0..batch).fold(machine.costs.weights(), |work, _| work + decode));
+        let seconds_per_output = step / batch as f64;
+        let compute = load.shapes.iter().map(|shape| prefill(machine, shape, 0.0)).collect();
+        Estimator { machine, load, curves, years, block_bytes, seconds_per_output, compute }
+    }
+
+    /// Estimates the results of a configuration.
+    pub fn estimate(&self, configuration: &Configuration) -> Estimate {
+        let times = self.times(configuration);
+        let shapes = &self.load.shapes;
+        let busy_seconds = |at: usize| times[at] + f64::from(shapes[at].output) * self.seconds_per_output;
+        let count = times.len().max(1) as f64;
+        let mean = |of: &dyn Fn(usize) -> f64| (0..times.len()).map(of).sum::<f64>() / count;
+        let busy_mean = mean(&busy_seconds);
+        let square_mean = mean(&|at| busy_seconds(at).powi(2));
+        let per_node = self.load.requests_per_second / f64::from(configuration.nodes);
+        let busy = per_node * busy_mean;
+        let alone_mean = mean(&|at| times[at]);
+        let wait = per_node * square_mean / (2.0 * (1.0 - busy));
+        let served = (BUSY_MAX / busy).min(1.0);
+        let usd_per_hour = configuration.usd_per_hour(self.machine, self.load);
+        let (input, output) = self.load.tokens_mean;
+        let tokens_per_hour = self.load.requests_per_second * served * (input + output) * 3_600.0;
+        let ratios = self.ratios(configuration);
+        let mut estimate = Estimate {
+            usd_per_hour,
+            hit_ratio: ratios.dram + ratios.ssd + ratios.cold,
+            dram_ratio: ratios.dram,
+            ssd_ratio: ratios.ssd,
+            cold_ratio: ratios.cold,
+            busy,
+            served,
+            requests_per_second_max: f64::from(configuration.nodes) / busy_mean,
+            ttft_mean: (busy <= BUSY_MAX).then_some(alone_mean + wait),
+            alone_mean,
+            usd_per_million_tokens: usd_per_hour / tokens_per_hour * 1e6,
+            ssd_bytes_per_day: None,
+            ssd_years: None,
+            unusable: None,
+        };
+        self.wear(configuration, &mut estimate);
+        estimate
+    }
+
+    /// Times to the first token of the requests, with their waits, ascending. Waits are exponential, and zero for the
+    /// requests that find an idle node.
+    pub fn ttfts(&self, configuration: &Configuration) -> Vec<f64> {
+        let estimate = self.estimate(configuration);
+        let wait = estimate.ttft_mean.map_or(f64::INFINITY, |mean| mean - estimate.alone_mean);
+        let times = self.times(configuration);
+        let golden = 0.618_033_988_749_895;
+        let mut all: Vec<f64> = (0..)
+            .zip(times)
+            .map(|(at, time)| {
+                let draw = (f64::from(at) * golden).fract();
+                let idle = 1.0 - estimate.busy.min(1.0);
+                let waits =
+                    if draw < idle { 0.0 } else { -wait / (1.0 - idle) * ((1.0 - draw) / (1.0 - idle)).ln() };
+                time + waits
+            })
+            .collect();
+        all.sort_by(f64::total_cmp);
+        all
+    }
+
+    /// Hits by tier, of all references.
+    fn ratios(&self, configuration: &Configuration) -> Hits {
+        if configuration.dram_gb == 0 {
+            return Hits::default();
+        }
+        let (dram, all, second_use) = self.capacities(configuration);
+        let dram_ratio = self.curves.ratio(configuration.policy, Some(dram));
+        let ssd = (self.curves.ratio(configuration.policy, Some(all)) - dram_ratio).max(0.0) * second_use;
+        let cold = if configuration.cold {
+            (self.curves.unlimited_ratio() - dram_ratio - ssd).max(0.0)
+        } else {
+            0.0
+        };
+        Hits { dram: dram_ratio, ssd, cold }
+    }
+
+    /// Blocks of DRAM and of the largest tier of a cluster, and the part of the SSD's hits that admission leaves.
+    fn capacities(&self, configuration: &Configuration) -> (f64, f64, f64) {
+        let nodes = f64::from(configuration.nodes);
+        let dram = configuration.dram_gb as f64 * 1e9 / self.block_bytes * nodes;
+        let ssd = configuration.ssd_bytes(self.machine) as f64 / self.block_bytes * nodes;
+        let second_use = match configuration.admission {
+            AdmissionMode::Always => 1.0,
+            _ => self.curves.second_use(dram).1,
+        };
+        (dram, dram.max(ssd), second_use)
+    }
+
+    /// Seconds of each request's prompt alone.
+    fn times(&self, configuration: &Configuration) -> Vec<f64> {
+        if configuration.dram_gb == 0 {
+            return self.compute.clone();
+        }
+        let (dram, all, second_use) = self.capacities(configuration);
+        let (mut in_dram, mut in_any, mut unlimited) = (Vec::new(), Vec::new(), Vec::new());
+        self.curves.hits(configuration.policy, Some(dram), &mut in_dram);
+        self.curves.hits(configuration.policy, Some(all), &mut in_any);
+        self.curves.hits(configuration.policy, None, &mut unlimited);
+        let paths = self.paths(configuration);
+        let hits_of = |at: usize| {
+            let dram = f64::from(in_dram[at]);
+            let ssd = (f64::from(in_any[at]) - dram).max(0.0) * second_use;
+            let cold =
+                if configuration.cold { (f64::from(unlimited[at]) - dram - ssd).max(0.0) } else { 0.0 };
+            Hits { dram, ssd, cold }
+        };
+        (0..self.load.shapes.len()).map(|at| self.time(at, hits_of(at), &paths)).collect()
+    }
+
+    fn paths(&self, configuration: &Configuration) -> Paths {
+        let hardware = &self.machine.hardware;
+        let ssd = configuration
+            .drives(self.machine)
+            .map_or(1.0, |(class, count)| class.read.bytes_per_second as f64 * f64::from(count));
+        let nodes = f64::from(configuration.nodes);
+        Paths {
+            link: self.machine.link_bytes_per_second(),
+            ssd,
+            cold: hardware.cold.bytes_per_second as f64,
+            network: hardware.network.bytes_per_second as f64,
+            // A session stays on its node; other requests are divided at random.
+            peers: if self.load.has_sessions { 0.0 } else { (nodes - 1.0) / nodes },
+        }
+    }
+
+    /// Shortest time of a prompt: with all tiers, or without the slower ones.
+    fn time(&self, at: usize, hits: Hits, paths: &Paths) -> f64 {
+        let mut best = self.compute[at];
+        let mut of = Hits::default();
+        for (tier, blocks) in [hits.dram, hits.ssd, hits.cold].into_iter().enumerate() {
+            if blocks <= 0.0 {
+                continue;
+            }
+            match tier {
+                0 => of.dram = blocks,
+                1 => of.ssd = blocks,
+                _ => of.cold = blocks,
+            }
+            best = best.min(self.loaded(at, of, paths));
+        }
+        best
+    }
+
+    fn loaded(&self, at: usize, hits: Hits, paths: &Paths) -> f64 {
+        let hardware = &self.machine.hardware;
+        let cached = hits.dram + hits.ssd + hits.cold;
+        let compute = prefill(self.machine, &self.load.shapes[at], cached * self.load.block_tokens() as f64);
+        let bytes = |blocks: f64| blocks * self.block_bytes;
+        let latency = |blocks: f64, nanos: u64| if blocks > 0.0 { nanos as f64 * 1e-9 } else { 0.0 };
+        let peers = bytes(hits.dram + hits.ssd) * paths.peers;
+        let load = latency(cached, hardware.link.latency_nanos)
+            + latency(hits.ssd, hardware.nvme_read.latency_nanos)
+            + latency(hits.cold, hardware.cold.latency_nanos)
+            + latency(peers, hardware.network.latency_nanos)
+            + (bytes(cached) / paths.link)
+                .max(bytes(hits.ssd) / paths.ssd)
+                .max(bytes(hits.cold) / paths.cold)
+                .max(peers / paths.network);
+        layerwise(compute, load, self.machine.model.layers)
+    }
+
+    /// Fills in the writes of SSDs, and whether SSDs and cold store bear the load.
+    fn wear(&self, configuration: &Configuration, estimate: &mut Estimate) {
+        let bytes_per_second = self.load.references_per_second * self.block_bytes * estimate.served;
+        let computed = bytes_per_second * (1.0 - estimate.hit_ratio);
+        if configuration.cold {
+            let moved = computed + bytes_per_second * estimate.cold_ratio;
+            if moved > CHANNEL_MAX * self.machine.hardware.cold.bytes_per_second as f64 {
+                estimate.unusable = Some(Unusable::ColdBandwidth);
+            }
+        }
+        let Some((class, count)) = configuration.drives(self.machine) else { return };
+        let drives = f64::from(count * configuration.nodes);
+        let (dram, _, _) = self.capacities(configuration);
+        let admitted = match configuration.admission {
+            AdmissionMode::Always => 1.0,
+            _ => self.curves.second_use(dram).0,
+        };
+        let written = computed * admitted / drives;
+        let read = bytes_per_second * estimate.ssd_ratio / drives;
+        let years = class.rated_bytes() / (written * DAY * 365.0).max(1.0);
+        estimate.ssd_bytes_per_day = Some(written * DAY);
+        estimate.ssd_years = Some(years);
+        let busy = written / class.write.bytes_per_second as f64 + read / class.read.bytes_per_second as f64;
+        if busy > CHANNEL_MAX {
+            estimate.unusable = Some(Unusable::SsdBandwidth);
+        } else if years < self.years {
+            estimate.unusable = Some(Unusable::Wear);
+        }
+    }
+}
+
+/// Requests of a decode step: those whose KV cache fits in the memory of a node's accelerators.
+pub(super) fn batch(machine: &Machine, tokens: u64) -> u64 {
+    (machine.kv_bytes / (tokens * machine.model.kv_bytes_per_token()).max(1)).clamp(1, BATCH_MAX)
+}
+
+/// Seconds of a prompt of which the first tokens are cached; at least one token is computed.
+pub(super) fn prefill(machine: &Machine, shape: &Shape, cached: f64) -> f64 {
+    let cached = (cached as u32).min(shape.input - 1);
+    let costs = &machine.costs;
+    costs.seconds(costs.weights() + costs.prefill(shape.input - cached, cached))
+}
+
+/// Seconds until all layers are computed, if each is computed when it is loaded and the one before is computed.
+///
+/// Both take the same time for each layer, so the slower one is complete and the other one shows once.
+pub(super) fn layerwise(compute: f64, load: f64, layers: u16) -> f64 {
+    let layers = f64::from(layers.max(1));
+    (compute + load / layers).max(load + compute / layers)
+}

@@ -1,0 +1,127 @@
+//! Samples of sessions, and the times between uses of blocks.
+//!
+//! Sessions with ids of their own share no block. So a cache of size `C` that serves all sessions hits as often as one of
+//! size `f · C` that serves a random share `f` of them, up to the error of the sample.
+
+use super::{NO_BLOCK, Place, Trace};
+use crate::rng::mix;
+
+impl Trace {
+    /// Keeps a random share of the sessions, which a seed selects; each session is kept whole.
+    ///
+    /// Blocks that no kept request uses are removed. At least one session is kept.
+    pub fn sampled(&self, share: f64, seed: u64) -> Trace {
+        let threshold = (share.clamp(0.0, 1.0) * u64::MAX as f64) as u64;
+        let draw = |session: u32| mix(seed ^ mix(u64::from(session) + 1));
+        let least = self.requests.iter().map(|request| draw(request.session)).min().unwrap_or(0);
+        let is_kept = |session: u32| draw(session) <= threshold.max(least);
+        let requests: Vec<_> =
+            self.requests.iter().filter(|request| is_kept(request.session)).copied().collect();
+        let mut is_used = vec![false; self.blocks.len()];
+        for request in &requests {
+            let mut at = request.end;
+            while at != NO_BLOCK && !is_used[at as usize] {
+                is_used[at as usize] = true;
+                at = self.blocks[at as usize].parent;
+            }
+        }
+        self.compacted(requests, &is_used)
+    }
+
+    /// Rebuilds the trace of some requests, without unused blocks.
+    fn compacted(&self, mut requests: Vec<super::Request>, is_used: &[bool]) -> Trace {
+        let mut numbers = vec![NO_BLOCK; self.blocks.len()];
+        let mut blocks = Vec::new();
+        let moved = |numbers: &[u32], block: u32| numbers.get(block as usize).copied().unwrap_or(NO_BLOCK);
+        // A block comes after its parent, so the parent's number is known.
+        for (at, place) in self.blocks.iter().enumerate().filter(|(at, _)| is_used[*at]) {
+            numbers[at] = blocks.len() as u32;
+            blocks.push(Place { parent: moved(&numbers, place.parent), depth: place.depth });
+        }
+        for request in &mut requests {
+            request.end = moved(&numbers, request.end);
+        }
+        let mut sample = Trace { blocks, requests, ..self.clone_without_content() };
+        sample.references = sample.requests.iter().map(|request| sample.len_of(request) as u64).sum();
+        sample
+    }
+
+    fn clone_without_content(&self) -> Trace {
+        let (sessions, block_tokens, has_session_times) =
+            (self.sessions, self.block_tokens, self.has_session_times);
+        let (blocks, requests) = (Vec::new(), Vec::new());
+        Trace { blocks, requests, sessions, block_tokens, references: 0, has_session_times }
+    }
+
+    /// Milliseconds between two uses of a block, for all uses but the first, as the numbers of uses at most `2^n` ms apart.
+    pub fn reuse_intervals(&self) -> [u64; 48] {
+        let mut last = vec![u64::MAX; self.blocks.len()];
+        let mut counts = [0; 48];
+        let mut chain = Vec::new();
+        for request in &self.requests {
+            self.chain(request, &mut chain);
+            for block in &chain {
+                let before = std::mem::replace(&mut last[*block as usize], request.at_ms);
+                if before != u64::MAX {
+                    let ms = request.at_ms.saturating_sub(before);
+                    let class = u64::BITS - ms.saturating_sub(1).leading_zeros();
+                    counts[class.min(47) as usize] += 1;
+                }
+            }
+        }
+        counts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::replay::{IdScope, ReadOptions, Trace, TraceBuilder, TraceRequest};
+
+    fn trace() -> Trace {
+        let options =
+            ReadOptions { scope: IdScope::Session, block_tokens: Some(10), ..ReadOptions::default() };
+        let mut builder = TraceBuilder::new(options);
+        for at in 0..200_u64 {
+            let session = Some((at % 50) as u32);
+            let hash_ids: Vec<u64> = (0..=at / 50).collect();
+            let input_tokens = hash_ids.len() as u64 * 10;
+            let request = TraceRequest {
+                at_ms: at * 1_000,
+                session,
+                input_tokens,
+                hash_ids: &hash_ids,
+                ..TraceRequest::default()
+            };
+            builder.add("here", &request).expect("valid");
+        }
+        builder.finish("trace").expect("valid")
+    }
+
+    #[test]
+    fn a_sample_keeps_whole_sessions_and_their_blocks_only() {
+        let all = trace();
+        let sample = all.sampled(0.4, 7);
+        let sessions: std::collections::BTreeSet<u32> =
+            sample.requests().iter().map(|request| request.session).collect();
+        assert!((10..32).contains(&sessions.len()), "{sessions:?}");
+        assert_eq!(sample.requests().len(), sessions.len() * 4);
+        assert_eq!(
+            (sample.distinct(), sample.references()),
+            (sessions.len() as u64 * 4, sessions.len() as u64 * 10)
+        );
+        let mut chain = Vec::new();
+        for request in sample.requests() {
+            sample.chain(request, &mut chain);
+            assert_eq!(chain.len() as u64 * 10, request.input_tokens);
+        }
+        assert_eq!(all.sampled(1.0, 7).distinct(), all.distinct());
+        assert!(!all.sampled(0.0, 7).requests().is_empty());
+    }
+
+    #[test]
+    fn intervals_are_counted_by_the_power_of_two_above_them() {
+        // Every use but the first of a session's block is 50 s after the one before.
+        let counts = trace().reuse_intervals();
+        assert_eq!((counts[16], counts.iter().sum::<u64>()), (300, 300));
+    }
+}
