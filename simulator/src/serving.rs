@@ -18,6 +18,7 @@ pub mod engine;
 pub mod events;
 pub mod fabric;
 mod lookahead;
+mod prefix_loads;
 pub mod profiles;
 pub mod random;
 pub mod reproduce;
