@@ -20,6 +20,7 @@ use reprise_simulator::replay::{
 use reprise_testkit::output::Audience;
 
 use arguments::{Capacity, PolicyName, PolicyNames, TierSize, parse_admission, parse_chains};
+pub(super) use reading::{XZ_KIB_MAX, read_archive};
 use report::{Outcome, Subject};
 
 /// Arguments of `reprise sim replay`.

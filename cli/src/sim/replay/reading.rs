@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::num::NonZero;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
@@ -18,7 +19,7 @@ use super::ReplayArgs;
 const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 
 /// Maximum memory for the dictionary of an archive: that of the highest level has 64 MiB.
-const XZ_KIB_MAX: u32 = 256 << 10;
+pub(in crate::sim) const XZ_KIB_MAX: u32 = 256 << 10;
 
 /// Maximum bytes of the first line by which a recording is recognised.
 const FIRST_LINE_MAX: u64 = 1 << 20;
@@ -40,9 +41,9 @@ pub(super) fn read(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trac
     let has_extension = |wanted: &str| path.extension().is_some_and(|extension| extension == wanted);
     if start.starts_with(&XZ_MAGIC) {
         let sessions = XzReader::new_mem_limit(reader, true, XZ_KIB_MAX);
-        read_archive(sessions, args, audience, &mut builder).with_context(|| name.clone())?;
+        read_archive(sessions, args.sessions, audience, &mut builder).with_context(|| name.clone())?;
     } else if has_extension("tar") {
-        read_archive(reader, args, audience, &mut builder).with_context(|| name.clone())?;
+        read_archive(reader, args.sessions, audience, &mut builder).with_context(|| name.clone())?;
     } else if has_extension("json") {
         read_session(&name, reader, &mut builder)?;
     } else if is_recording(&mut reader).with_context(|| format!("cannot read {name}"))? {
@@ -54,15 +55,15 @@ pub(super) fn read(args: &ReplayArgs, audience: Audience) -> anyhow::Result<Trac
 }
 
 /// Adds the sessions of an archive, in its order. Other files are skipped.
-fn read_archive(
+pub(in crate::sim) fn read_archive(
     reader: impl Read,
-    args: &ReplayArgs,
+    sessions_limit: Option<NonZero<u32>>,
     audience: Audience,
     builder: &mut TraceBuilder,
 ) -> anyhow::Result<()> {
-    let sessions_max = args.sessions.map_or(u32::MAX, std::num::NonZero::get);
+    let sessions_max = sessions_limit.map_or(u32::MAX, NonZero::get);
     let progress =
-        audience.progress(args.sessions.map_or(0, |sessions| u64::from(sessions.get())), "sessions");
+        audience.progress(sessions_limit.map_or(0, |sessions| u64::from(sessions.get())), "sessions");
     let damaged = "cannot read the archive: expected a tar archive of sessions, with xz or without";
     let mut archive = tar::Archive::new(reader);
     let mut sessions = 0;
