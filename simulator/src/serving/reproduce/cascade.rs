@@ -223,7 +223,7 @@ impl Report {
                 format!(
                     "{name}: {} % with nodes, {} % with one node of their DRAM",
                     list(&peers),
-                    list(&pooled)
+                    list(pooled)
                 ),
             ),
         );
