@@ -40,8 +40,8 @@ enum Simulation {
     Scale(scale::ScaleArgs),
     /// Compare figures of papers with those of a simulation with time.
     ///
-    /// For each figure, prints the published value, ours and the deviation; then the choices for parameters that a
-    /// paper leaves open. Papers: tierkv, tutti, vllm, or all.
+    /// For each figure, prints the published value, ours and the deviation; then the claims of the text without a figure,
+    /// and the choices for parameters that a paper leaves open. Papers: tierkv, tutti, vllm, cascade, or all.
     Reproduce(reproduce::ReproduceArgs),
     /// Compare the simulation with time with a real vLLM engine on this machine.
     ///

@@ -29,7 +29,7 @@ mod tests;
 mod tier;
 mod trace;
 
-pub use cluster::{Cluster, Replay};
+pub use cluster::{Cluster, Replay, Sharing};
 pub use error::{Problem, TraceError};
 pub use jsonl::read_lines;
 pub use node::{Counts, NodeSettings};

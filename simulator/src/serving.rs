@@ -21,6 +21,7 @@ pub mod events;
 pub mod fabric;
 pub mod fleet;
 mod lookahead;
+mod prefix_loads;
 pub mod profiles;
 pub mod random;
 pub mod reproduce;

@@ -24,6 +24,7 @@ use reprise_testkit::output::Audience;
 
 use arguments::{Capacity, PolicyName, PolicyNames, TierSize, parse_admission, parse_chains};
 use reading::Source;
+pub(super) use reading::{XZ_KIB_MAX, read_archive};
 use report::{Outcome, Replayed, Subject};
 use timed::{Machine, TimedArgs};
 

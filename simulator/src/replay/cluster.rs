@@ -12,10 +12,20 @@ use super::tier::BlockMap;
 use super::trace::{Request, Trace};
 use crate::rng::mix;
 
+/// Blocks that a node reads from other nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// All that it lacks and a peer has.
+    Peers,
+    /// None: nodes are isolated.
+    None,
+}
+
 /// Nodes of a replay.
 #[derive(Debug)]
 pub struct Cluster {
     nodes: Vec<Node>,
+    sharing: Sharing,
     tenants: u16,
     /// Replicas of each block, in the order of nodes; unused with one node.
     directory: BlockMap<Vec<Candidate>>,
@@ -31,11 +41,17 @@ pub struct Replay {
 }
 
 impl Cluster {
-    /// Creates empty nodes; at least 1.
+    /// Creates empty nodes that read from each other; at least 1.
     pub fn new(nodes: u16, settings: NodeSettings) -> Cluster {
+        Cluster::with_sharing(nodes, settings, Sharing::Peers)
+    }
+
+    /// Creates empty nodes; at least 1.
+    pub fn with_sharing(nodes: u16, settings: NodeSettings, sharing: Sharing) -> Cluster {
         let count = nodes.max(1);
-        let nodes = (0..count).map(|_| Node::new(settings, count > 1)).collect();
-        Cluster { nodes, tenants: settings.tenants.max(1), directory: BlockMap::default() }
+        let is_tracked = count > 1 && sharing == Sharing::Peers;
+        let nodes = (0..count).map(|_| Node::new(settings, is_tracked)).collect();
+        Cluster { nodes, sharing, tenants: settings.tenants.max(1), directory: BlockMap::default() }
     }
 
     /// Serves all requests of a trace.
@@ -153,6 +169,9 @@ impl Cluster {
     }
 
     fn read_from_peer(&mut self, own: usize, block: u32) -> Option<Source> {
+        if self.sharing == Sharing::None {
+            return None;
+        }
         let replicas = self.directory.get(&block)?;
         let peer = soonest(replicas, |node| usize::from(node.0) == own)?;
         let (node, tier) = (peer.node, peer.tier);

@@ -183,6 +183,19 @@ impl Trace {
         self.sorted()
     }
 
+    /// Returns the requests of the first sessions. Of an archive, their blocks are the first ones.
+    #[must_use]
+    pub fn of_sessions(&self, sessions: u32) -> Trace {
+        let mut part = self.clone();
+        part.requests.retain(|request| request.session < sessions);
+        part.sessions = part.sessions.min(sessions);
+        let ends = part.requests.iter().filter(|request| request.end != NO_BLOCK);
+        let last = ends.map(|request| request.end as usize + 1).max().unwrap_or(0);
+        part.blocks.truncate(last);
+        part.references = part.requests.iter().map(|request| part.len_of(request) as u64).sum();
+        part
+    }
+
     /// Returns a trace of several copies, which start at random times. Each copy has its own blocks and sessions.
     ///
     /// # Errors

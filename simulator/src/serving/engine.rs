@@ -66,6 +66,18 @@ pub enum Transfers {
     Free,
 }
 
+/// Time at which the cached prefix of a request is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PrefixLoading {
+    /// Before the request enters the rotation, while steps of other requests run.
+    #[default]
+    Ahead,
+    /// In its first step, which computes nothing meanwhile: the engine waits for the CPU that moves the blocks.
+    Blocking,
+    /// In its first step, layer by layer, while earlier layers are computed.
+    LayerWise,
+}
+
 /// Parameters of a run.
 #[derive(Clone, Debug)]
 pub struct Setup {
@@ -169,6 +181,8 @@ pub(super) enum Purpose {
     StageAhead(u32),
     /// Cached prefix of a request.
     Prefix(u32),
+    /// Cached prefix that the step waits for.
+    BlockingPrefix,
     /// Bytes that move down.
     Demotion,
 }
@@ -215,6 +229,8 @@ pub(super) struct Live {
     pub(super) decoded: u32,
     /// Begin of the load of its cached prefix.
     pub(super) load_began: Nanos,
+    /// Bytes of its cached prefix that its first step loads.
+    pub(super) prefix_bytes: u64,
 }
 
 /// The engine, its tiers and its channels.
@@ -244,6 +260,7 @@ pub struct Engine {
     pub(super) plan: Plan,
     pub(super) random: Random,
     pub(super) results: Results,
+    pub(super) prefix_loading: PrefixLoading,
     measured_from: Option<Nanos>,
     admission: Admission,
 }
@@ -278,6 +295,7 @@ impl Engine {
             iteration: IterationTime::default(),
             plan: Plan::default(),
             results: Results::default(),
+            prefix_loading: PrefixLoading::default(),
             measured_from: None,
             admission: Admission::default(),
         }
@@ -286,6 +304,12 @@ impl Engine {
     /// Sets when requests are admitted.
     pub fn admitting(self, admission: Admission) -> Engine {
         Engine { admission, ..self }
+    }
+
+    /// Returns the engine with another time of loads.
+    #[must_use]
+    pub fn with_prefix_loading(self, prefix_loading: PrefixLoading) -> Engine {
+        Engine { prefix_loading, ..self }
     }
 
     /// Fills the rotation with requests in the state of a system that has run for long, until the admission limit is
@@ -389,6 +413,7 @@ impl Engine {
             Purpose::Stage(group) => self.load_into_hbm(group),
             Purpose::StageAhead(group) => self.staged_ahead(group),
             Purpose::Prefix(number) => self.prefix_arrived(number),
+            Purpose::BlockingPrefix => self.blocking_prefix_arrived(),
             Purpose::Demotion => {}
         }
         false
@@ -454,6 +479,7 @@ impl Live {
             decode: 0,
             decoded: 0,
             load_began: Nanos(0),
+            prefix_bytes: 0,
         }
     }
 

@@ -7,7 +7,7 @@ use reprise_policy::session::Source;
 
 use std::time::Duration;
 
-use super::engine::{Engine, LoadGroup, Phase, Purpose, Transfers};
+use super::engine::{Engine, LoadGroup, Phase, PrefixLoading, Purpose, Transfers};
 use super::events::seconds;
 use super::fabric::ChannelKind;
 use super::tiers::{BlockId, Place};
@@ -161,18 +161,16 @@ impl Engine {
         (live.phase, live.is_held, live.load_began) = (Phase::Waiting, true, self.now);
         let bytes = u64::from(blocks) * self.block_bytes;
         let into = [(ChannelKind::LinkIn, bytes), (ChannelKind::Hbm, bytes)];
-        let source = match spec.source {
-            _ if blocks == 0 || self.setup.transfers == Transfers::Free => None,
-            CacheSource::Hbm => None,
-            CacheSource::Dram => Some(ChannelKind::Dram),
-            CacheSource::Nvme => Some(ChannelKind::NvmeRead),
-            CacheSource::Peer => Some(ChannelKind::Network),
-            CacheSource::Cold => Some(ChannelKind::Cold),
-        };
-        let Some(source) = source else {
+        let is_free = blocks == 0 || self.setup.transfers == Transfers::Free;
+        let Some(source) = channel_of(spec.source).filter(|_| !is_free) else {
             self.rotation.push_back(number);
             return true;
         };
+        if self.prefix_loading != PrefixLoading::Ahead {
+            self.requests[number as usize].prefix_bytes = bytes;
+            self.rotation.push_back(number);
+            return true;
+        }
         if let (Some(policy), Some(from)) = (self.setup.load_policy.as_mut(), policy_source(spec.source)) {
             policy.load_started(&counts(from, blocks), reprise_policy::Tick(self.now.0 / 1_000));
         }
@@ -209,6 +207,17 @@ impl Engine {
         }
         self.rotation.push_back(number);
         self.try_step();
+    }
+}
+
+/// Channel of a source's bytes, in addition to the link and HBM; `None` if they are in HBM.
+pub(super) fn channel_of(source: CacheSource) -> Option<ChannelKind> {
+    match source {
+        CacheSource::Hbm => None,
+        CacheSource::Dram => Some(ChannelKind::Dram),
+        CacheSource::Nvme => Some(ChannelKind::NvmeRead),
+        CacheSource::Peer => Some(ChannelKind::Network),
+        CacheSource::Cold => Some(ChannelKind::Cold),
     }
 }
 

@@ -1,13 +1,20 @@
 //! Reproductions: the experiments of papers on the timed world, next to the published figures.
 //!
-//! A report has figures (published, ours, deviation), choices for parameters that the paper leaves open, positions on
-//! statements of the paper that contradict each other, and limits: figures that this model cannot reach, and why. No
-//! constant of the model is fitted to a published figure.
+//! A report has figures (published, ours, deviation), claims of the paper's text without a figure, choices for parameters
+//! that the paper leaves open, positions on statements of the paper that contradict each other, and limits: figures that
+//! this model cannot reach, and why. No constant of the model is fitted to a published figure.
 
+mod cascade;
+mod cascade_traces;
 mod tierkv;
 mod tierkv_closed;
 mod tutti;
+mod tutti_datasets;
+mod tutti_rates;
 mod vllm;
+
+pub use cascade::report as reproduce_cascade;
+pub use cascade_traces::{NamedTrace, Traces};
 
 use super::statistics::{Interval95, bootstrap_median, median};
 
@@ -31,14 +38,27 @@ pub struct Figure {
     pub quantity: String,
     /// Unit of both values.
     pub unit: &'static str,
-    /// Value that the paper states.
-    pub published: f64,
+    /// Value that the paper states; `None` if the paper leaves the figure empty.
+    pub published: Option<f64>,
     /// Relation of the published value.
     pub relation: Relation,
     /// Our value: the median over the seeds, if there are several.
     pub ours: f64,
     /// 95 % bootstrap interval over the seeds.
     pub interval: Option<Interval95>,
+}
+
+/// A claim of the paper's text that has no figure, and whether our figures agree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Place in the paper.
+    pub place: &'static str,
+    /// Statement of the paper.
+    pub claim: &'static str,
+    /// Our figures for it.
+    pub ours: String,
+    /// Whether our figures agree.
+    pub is_confirmed: bool,
 }
 
 /// Value of a parameter that the paper leaves open.
@@ -70,6 +90,8 @@ pub struct Report {
     pub title: &'static str,
     /// Figures in the order of the paper.
     pub figures: Vec<Figure>,
+    /// Claims of the paper's text.
+    pub claims: Vec<Claim>,
     /// Choices for open parameters.
     pub choices: Vec<Choice>,
     /// Positions on the paper's contradictions.
@@ -80,10 +102,13 @@ pub struct Report {
     pub events: u64,
 }
 
-/// Names of all reproductions.
-pub const NAMES: [&str; 3] = ["tierkv", "tutti", "vllm"];
+/// Name of the reproduction that replays traces: [`reproduce_cascade`].
+pub const CASCADE: &str = "cascade";
 
-/// Runs a reproduction; `None` for an unknown name.
+/// Names of all reproductions.
+pub const NAMES: [&str; 4] = ["tierkv", "tutti", "vllm", CASCADE];
+
+/// Runs a reproduction that needs no trace; `None` for an unknown name and for [`CASCADE`].
 pub fn reproduce(name: &str) -> Option<Report> {
     match name {
         "tierkv" => Some(tierkv::report()),
@@ -102,8 +127,18 @@ impl Figure {
         values: (f64, f64),
     ) -> Figure {
         let (published, ours) = values;
+        Figure { published: Some(published), ..Figure::unpublished(place, quantity, unit, ours) }
+    }
+
+    /// A figure that the paper leaves empty.
+    pub(super) fn unpublished(
+        place: &str,
+        quantity: impl Into<String>,
+        unit: &'static str,
+        ours: f64,
+    ) -> Figure {
         let (place, quantity) = (place.to_owned(), quantity.into());
-        Figure { place, quantity, unit, published, relation: Relation::Equal, ours, interval: None }
+        Figure { place, quantity, unit, published: None, relation: Relation::Equal, ours, interval: None }
     }
 
     /// A figure with one value for each seed.
@@ -122,17 +157,19 @@ impl Figure {
         Figure { relation, ..self }
     }
 
-    /// Deviation from the published value in percent; `None` if that is zero and ours is not. Zero if a bound holds.
+    /// Deviation from the published value in percent; `None` without one, or if it is zero and ours is not. Zero if a
+    /// bound holds.
     pub fn deviation_percent(&self) -> Option<f64> {
+        let published = self.published?;
         let holds = match self.relation {
-            Relation::Equal => self.ours == self.published,
-            Relation::AtLeast => self.ours >= self.published,
-            Relation::AtMost => self.ours <= self.published,
+            Relation::Equal => self.ours == published,
+            Relation::AtLeast => self.ours >= published,
+            Relation::AtMost => self.ours <= published,
         };
         if holds {
             return Some(0.0);
         }
-        (self.published != 0.0).then(|| (self.ours / self.published - 1.0) * 100.0)
+        (published != 0.0).then(|| (self.ours / published - 1.0) * 100.0)
     }
 }
 
@@ -166,6 +203,7 @@ mod tests {
             [figure(0.0, 1.0).deviation_percent(), figure(0.0, 0.0).deviation_percent()],
             [None, Some(0.0)]
         );
+        assert_eq!(Figure::unpublished("table 3", "hit rate", "%", 4.0).deviation_percent(), None);
         assert_eq!(figure(80.0, 99.0).bound(Relation::AtLeast).deviation_percent(), Some(0.0));
         assert_eq!(figure(80.0, 40.0).bound(Relation::AtLeast).deviation_percent(), Some(-50.0));
         assert_eq!(

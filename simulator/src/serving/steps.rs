@@ -20,6 +20,7 @@ impl Engine {
             return;
         }
         self.step_began = Some(self.now);
+        self.load_blocking_prefixes();
         self.compute_when_ready();
     }
 
@@ -194,7 +195,7 @@ impl Engine {
         }
     }
 
-    fn compute_when_ready(&mut self) {
+    pub(super) fn compute_when_ready(&mut self) {
         if self.pending == 0 && !self.is_computing && self.step_began.is_some() {
             self.compute();
         }
@@ -233,10 +234,11 @@ impl Engine {
         let noise = (1.0 + self.setup.noise * self.random.normal()).max(0.1);
         let Work { flops, bytes, .. } = work;
         let delay = (self.costs.serial_nanos(work) as f64 * noise) as u64;
-        let legs = [
+        let mut legs = vec![
             (ChannelKind::Compute, (flops * noise / FLOPS_PER_UNIT) as u64),
             (ChannelKind::Hbm, (bytes * noise) as u64),
         ];
+        self.add_layer_wise_prefixes(&mut legs);
         self.fabric.start_after(&mut self.events, (self.now, delay), &legs, Purpose::Step);
         self.look_ahead();
     }

@@ -24,7 +24,7 @@ pub(crate) struct Source<'a> {
 const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 
 /// Maximum memory for the dictionary of an archive: that of the highest level has 64 MiB.
-const XZ_KIB_MAX: u32 = 256 << 10;
+pub(in crate::sim) const XZ_KIB_MAX: u32 = 256 << 10;
 
 /// Maximum bytes of the first line by which a recording is recognised.
 const FIRST_LINE_MAX: u64 = 1 << 20;
@@ -54,7 +54,7 @@ pub(crate) fn read(source: &Source<'_>, audience: Audience) -> anyhow::Result<Tr
 }
 
 /// Adds the sessions of an archive, in its order. Other files are skipped.
-fn read_archive(
+pub(in crate::sim) fn read_archive(
     reader: impl Read,
     sessions: Option<NonZero<u32>>,
     audience: Audience,

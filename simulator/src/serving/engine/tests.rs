@@ -207,3 +207,42 @@ fn production_policy_computes_a_prefix_whose_load_is_slower() {
     let chosen = loaded(Some(policy));
     assert!(chosen > 0 && chosen < 10 * 100 * 13_107_200, "{chosen}");
 }
+
+#[test]
+fn blocking_load_delays_the_step_and_a_layer_wise_one_runs_with_it() {
+    // 64,000 of 72,000 tokens are cached on an SSD: the load and the computation are of the same order.
+    let spec = Request { cached: 64_000, source: CacheSource::Nvme, ..request(0, 72_000, 2) };
+    let ttft = |loading| {
+        let setup = Setup { step_tokens_max: 16_384, ..setup() };
+        let results = Engine::new(setup, &[spec]).with_prefix_loading(loading).run(u64::MAX, 0);
+        results.outcomes[0].ttft as f64 / 1e9
+    };
+    let (hardware, model) = (setup().hardware, setup().model);
+    let load = 64_000.0 * model.kv_bytes_per_token() as f64 / hardware.nvme_read.bytes_per_second as f64;
+    let costs = Costs::new(&hardware, &model, 1);
+    let compute = costs.seconds(costs.weights() + costs.prefill(8_000, 64_000));
+    assert!(load > 0.5 && compute > 0.5, "{load} s and {compute} s");
+    for (loading, expected) in [
+        (PrefixLoading::Ahead, load + compute),
+        (PrefixLoading::Blocking, load + compute),
+        (PrefixLoading::LayerWise, load.max(compute)),
+    ] {
+        let measured = ttft(loading);
+        assert!(
+            (measured / expected - 1.0).abs() < 0.01,
+            "{loading:?}: {measured} s instead of {expected} s"
+        );
+    }
+}
+
+#[test]
+fn decodes_wait_for_a_blocking_load_but_not_for_one_ahead() {
+    let cached = Request { cached: 64_000, source: CacheSource::Nvme, ..request(50_000_000, 64_016, 2) };
+    let longest = |loading| {
+        let engine = Engine::new(setup(), &[request(0, 16, 400), cached]).with_prefix_loading(loading);
+        engine.run(u64::MAX, 0).steps.into_iter().max().expect("steps")
+    };
+    // The load takes 1.2 s.
+    assert!(longest(PrefixLoading::Blocking) > 1_000_000_000);
+    assert!(longest(PrefixLoading::Ahead) < 100_000_000);
+}

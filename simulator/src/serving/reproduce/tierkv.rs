@@ -184,6 +184,7 @@ pub(super) fn report() -> Report {
     figures.retain(|figure| figure.ours.is_finite());
     Report {
         name: "tierkv",
+        claims: Vec::new(),
         title: "TierKV: Prefetch-Aware Memory Tiering for KV Cache in LLM Serving",
         limits: limits(&mut runs),
         figures,

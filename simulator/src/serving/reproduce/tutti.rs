@@ -1,49 +1,27 @@
-//! Tutti: hit rates by tier, bubbles of layer-wise loads, TTFT by prefix, cost per million tokens.
-
-use reprise_policy::eviction::{Block, EntryIndex, EvictionKind, EvictionOrder, EvictionPolicy, Group};
+//! Tutti: hit rates by tier, bubbles of layer-wise loads, TTFT by prefix, cost per million tokens. The rates of requests
+//! under an SLO are in [`super::tutti_rates`].
 
 use super::super::costs::Costs;
 use super::super::profiles::{GB, Hardware, Model};
-use super::super::random::Random;
-use super::{Choice, Figure, Position, Report};
+use super::tutti_datasets::{CHUNK, DATASETS, Dataset, Order, replay};
+use super::{Choice, Figure, Position, Report, tutti_rates};
 
 /// Tokens in a thousand, as the paper counts contexts.
 const K: u32 = 1_024;
 
-/// Tokens of a cached chunk (LMCache's default, §4).
-const CHUNK: u32 = 256;
-
-/// Seed of the workloads.
-const SEED: u64 = 42;
-
 /// Bandwidths of retrieval that the paper measured (§4.2.1), which no data sheet gives.
-const TUTTI_BYTES_PER_SECOND: f64 = 25.9 * GB;
-const GDS_BYTES_PER_SECOND: f64 = 11.9 * GB;
+pub(super) const TUTTI_BYTES_PER_SECOND: f64 = 25.9 * GB;
+pub(super) const GDS_BYTES_PER_SECOND: f64 = 11.9 * GB;
 
 /// Bytes of DRAM and SSD of a GPU (§4).
-const DRAM_BYTES: u64 = 256_000_000_000;
-const SSD_BYTES: u64 = 14_000_000_000_000;
-
-/// Documents with questions, in the order of their requests.
-struct Dataset {
-    name: &'static str,
-    documents: u32,
-    questions: u32,
-    sub_tasks: usize,
-    /// Published hit rates with HBM, DRAM and SSD, in percent.
-    published: [f64; 3],
-}
-
-const DATASETS: [Dataset; 2] = [
-    Dataset { name: "LEval", documents: 508, questions: 2_043, sub_tasks: 20, published: [8.0, 53.0, 84.0] },
-    Dataset { name: "LooGLE", documents: 776, questions: 6_448, sub_tasks: 4, published: [4.0, 24.0, 86.0] },
-];
+pub(super) const DRAM_BYTES: u64 = 256_000_000_000;
+pub(super) const SSD_BYTES: u64 = 14_000_000_000_000;
 
 /// Model and node of a reproduction.
-struct World {
-    hardware: Hardware,
-    model: Model,
-    costs: Costs,
+pub(super) struct World {
+    pub(super) hardware: Hardware,
+    pub(super) model: Model,
+    pub(super) costs: Costs,
 }
 
 pub(super) fn report() -> Report {
@@ -55,6 +33,9 @@ pub(super) fn report() -> Report {
     for dataset in &DATASETS {
         figures.extend(hit_rates(&world, dataset, &mut events));
     }
+    for dataset in &DATASETS {
+        figures.extend(tutti_rates::figures(&world, dataset, &mut events));
+    }
     figures.extend(world.bubbles());
     figures.extend(world.prefixes());
     figures.extend(world.long_context());
@@ -62,6 +43,7 @@ pub(super) fn report() -> Report {
     let (choices, positions, limits) = (choices(), positions(), limits());
     Report {
         name: "tutti",
+        claims: Vec::new(),
         title: "Tutti: Making SSD-Backed KV Cache Practical for Long-Context LLM Serving",
         figures,
         choices,
@@ -102,98 +84,35 @@ fn objects_and_lists() -> Vec<Figure> {
     ]
 }
 
-/// Table 1: share of the prompts' chunks that each tier alone would have, with the production order of eviction.
+/// Table 1: share of the prompts' chunks that each tier alone would have, for both orders of questions.
 fn hit_rates(world: &World, dataset: &Dataset, events: &mut u64) -> Vec<Figure> {
-    let chunk_bytes = world.model.kv_bytes_per_token() * u64::from(CHUNK);
-    let hbm = (world.hardware.hbm_bytes / 10 * 9).saturating_sub(world.model.weight_bytes());
-    let tiers = [("HBM", hbm), ("DRAM", DRAM_BYTES), ("SSD", SSD_BYTES)];
-    let requests = dataset.requests();
     let mut figures = Vec::new();
-    for ((tier, bytes), published) in tiers.into_iter().zip(dataset.published) {
-        let (hits, references) = replay(&requests, bytes / chunk_bytes);
-        *events += references;
-        let ours = hits as f64 * 100.0 / references as f64;
-        figures.push(Figure::new(
-            "table 1",
-            format!("{}: hit rate, {tier}", dataset.name),
-            "%",
-            (published, ours),
-        ));
+    for order in [Order::Shuffled, Order::InSequence] {
+        let requests = dataset.requests(order);
+        let tiers = [("HBM", world.hbm_bytes()), ("DRAM", DRAM_BYTES), ("SSD", SSD_BYTES)];
+        for ((tier, bytes), published) in tiers.into_iter().zip(dataset.published) {
+            let hits: u64 =
+                replay(&requests, bytes / world.chunk_bytes()).iter().map(|hits| u64::from(*hits)).sum();
+            let references: u64 = requests.iter().map(|(_, chunks)| u64::from(*chunks)).sum();
+            *events += references;
+            let ours = hits as f64 * 100.0 / references as f64;
+            let quantity = format!("{}: hit rate, {tier}, questions {}", dataset.name, order.name());
+            figures.push(Figure::new("table 1", quantity, "%", (published, ours)));
+        }
     }
     figures
 }
 
-/// Document of a request, and the number of its first chunk and of its chunks.
-type Chunks = (u32, u32);
-
-impl Dataset {
-    /// Requests round-robin over the sub-tasks; the questions of a document follow each other within its sub-task.
-    fn requests(&self) -> Vec<Chunks> {
-        let mut random = Random::new(SEED);
-        let mut queues: Vec<Vec<Chunks>> = vec![Vec::new(); self.sub_tasks];
-        let mut first = 0;
-        for document in 0..self.documents {
-            let tokens = self.tokens(&mut random);
-            let chunks = (tokens / CHUNK).max(1);
-            // Questions are spread evenly, with the remainder on the first documents.
-            let extra = u32::from(document < self.questions % self.documents);
-            let questions = self.questions / self.documents + extra;
-            let queue = &mut queues[document as usize % self.sub_tasks];
-            queue.extend((0..questions).map(|_| (first, chunks)));
-            first += chunks;
-        }
-        let longest = queues.iter().map(Vec::len).max().unwrap_or(0);
-        (0..longest).flat_map(|at| queues.iter().filter_map(move |queue| queue.get(at).copied())).collect()
-    }
-
-    fn tokens(&self, random: &mut Random) -> u32 {
-        match self.name {
-            // §4: "3k to 200k tokens" over a broad spectrum: uniform in the logarithm.
-            "LEval" => (3_000.0 * (200_000.0_f64 / 3_000.0).powf(random.uniform())) as u32,
-            // LooGLE's own statistics: 24k tokens on average.
-            _ => random.log_normal(24_000.0 / (0.125_f64).exp(), 0.5) as u32,
-        }
-    }
-}
-
-/// Replays requests on one cache; returns leading chunks that were present, and all chunks.
-fn replay(requests: &[Chunks], capacity: u64) -> (u64, u64) {
-    let policy = EvictionPolicy::from(EvictionKind::default());
-    let mut order = EvictionOrder::new(policy);
-    let mut is_present =
-        vec![false; requests.iter().map(|(first, count)| first + count).max().unwrap_or(0) as usize];
-    let (mut used, mut hits, mut references) = (0_u64, 0, 0);
-    for (first, count) in requests.iter().copied() {
-        let leading = (first..first + count).take_while(|chunk| is_present[*chunk as usize]).count() as u64;
-        hits += leading;
-        references += u64::from(count);
-        for chunk in first..first + count {
-            let entry = EntryIndex(chunk);
-            if is_present[chunk as usize] {
-                order.touch(entry);
-                continue;
-            }
-            while used >= capacity {
-                let Some(victim) = order.victim(Group::default()) else { break };
-                order.detach(victim);
-                is_present[victim.0 as usize] = false;
-                used -= 1;
-            }
-            if chunk > first {
-                order.link(entry, EntryIndex(chunk - 1));
-            }
-            order.attach(entry, Group::default());
-            let position = Some(chunk - first);
-            order
-                .insert(entry, &Block { key_hash: u64::from(chunk), bytes: 1, position, ..Block::default() });
-            is_present[chunk as usize] = true;
-            used += 1;
-        }
-    }
-    (hits, references)
-}
-
 impl World {
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        self.model.kv_bytes_per_token() * u64::from(CHUNK)
+    }
+
+    /// HBM for KV cache: 90 % of the memory (vLLM's default), without the weights.
+    pub(super) fn hbm_bytes(&self) -> u64 {
+        (self.hardware.hbm_bytes / 10 * 9).saturating_sub(self.model.weight_bytes())
+    }
+
     /// Seconds of computation of a prompt whose prefix is cached.
     fn compute(&self, total: u32, cached: u32) -> f64 {
         self.costs.seconds(self.costs.weights() + self.costs.prefill((total - cached).max(1), cached))
@@ -260,12 +179,27 @@ impl World {
         ]
     }
 
-    /// Figure 12: GLM-4-9B on two GPUs and four drives, 640K tokens cached.
+    /// Figure 12: GLM-4-9B on two GPUs and four drives, 640K tokens of which a growing prefix is cached.
     fn long_context(&self) -> Vec<Figure> {
         let model = Model::named("glm-4-9b-1m").expect("a built-in model is valid");
-        let bytes = model.kv_bytes_per_token() as f64 * f64::from(640 * K);
-        let seconds = bytes / (2.0 * TUTTI_BYTES_PER_SECOND);
-        vec![Figure::new("section 4.2.4", "TTFT with 640K of 640K cached, two GPUs", "s", (1.2, seconds))]
+        let world =
+            World { costs: Costs::new(&self.hardware, &model, 2), hardware: self.hardware.clone(), model };
+        let total = 640 * K;
+        let tutti =
+            |cached| world.compute(total, cached) + world.bubble(total, cached, 2.0 * TUTTI_BYTES_PER_SECOND);
+        let gds = |cached| world.compute(total, cached) + world.load(cached, 2.0 * GDS_BYTES_PER_SECOND);
+        let place = "section 4.2.4";
+        let ttft = |cached: u32, system: &str| format!("TTFT with {cached}K of 640K cached, {system}");
+        let mut figures = vec![
+            Figure::new(place, ttft(128, "Tutti"), "s", (155.743, tutti(128 * K))),
+            Figure::new(place, ttft(128, "GDS"), "s", (207.12, gds(128 * K))),
+        ];
+        for cached in [256, 384, 512] {
+            figures.push(Figure::unpublished("figure 12", ttft(cached, "Tutti"), "s", tutti(cached * K)));
+            figures.push(Figure::unpublished("figure 12", ttft(cached, "GDS"), "s", gds(cached * K)));
+        }
+        figures.push(Figure::new(place, ttft(640, "Tutti"), "s", (1.2, tutti(total - 1))));
+        figures
     }
 
     /// §4.3: cost at saturation. Cost per token is price over throughput, and throughput the inverse of a request's time.
@@ -302,8 +236,8 @@ fn choices() -> Vec<Choice> {
         ),
         choice(
             "LEval",
-            "508 documents, 2,043 questions, 20 sub-tasks, 3k to 200k tokens uniform in the logarithm",
-            "statistics of the dataset's paper; Tutti states only the range",
+            "508 documents, 2,197 questions, 20 sub-tasks; each document has the mean length of its sub-task",
+            "table of the dataset's repository (figs/data.png); Tutti states only the range of 3k to 200k tokens",
         ),
         choice(
             "LooGLE",
@@ -312,8 +246,34 @@ fn choices() -> Vec<Choice> {
         ),
         choice(
             "order of requests",
-            "round-robin over sub-tasks, the questions of a document in sequence",
-            "section 4 names the strategy; the order within a sub-task is open",
+            "round-robin over sub-tasks, with the questions of a sub-task shuffled or in sequence",
+            "section 4 names the strategy, not the order within a sub-task; rates are those of shuffled questions, \
+             because the low hit rates of HBM in table 1 exclude a sequence",
+        ),
+        choice(
+            "rates of requests",
+            "1,500 requests of a dataset, behind its first quarter, with Poisson arrivals and answers of 64 tokens",
+            "figure 8 has rates, but neither numbers of requests nor lengths of answers",
+        ),
+        choice(
+            "tokens and requests of a step",
+            "8,192 tokens and 256 requests",
+            "defaults of vLLM's server on an H100 (EngineArgs), which the paper does not state",
+        ),
+        choice(
+            "DRAM of figure 8",
+            "layer by layer over the link of 50 GB/s",
+            "section 4: LMCache-DRAM-LW; its bandwidth with layers is not stated",
+        ),
+        choice(
+            "GDS of figure 8",
+            "11.9 GB/s, and the step of a request waits for its load",
+            "section 4.2.1 and 4.2.5: GDS has no layer-wise pipeline, and the CPU of the engine issues each I/O",
+        ),
+        choice(
+            "figure 12",
+            "640K tokens, of which 128K to 640K are cached; twice the bandwidth of one GPU",
+            "section 4.2.4 states prefixes and times, not the length of prompts; 155.7 s are 512K computed tokens",
         ),
         choice(
             "retrieval of Tutti and GDS",
@@ -343,13 +303,21 @@ fn positions() -> Vec<Position> {
 
 fn limits() -> Vec<String> {
     [
-        "The hit rates of HBM and DRAM on LooGLE are not reached: with the questions of a document in sequence over four \
-         sub-tasks, a reuse is four documents away and fits into HBM. The published rates need another order.",
-        "84 % on LEval with SSDs is not reached: 508 of 2,043 requests are the first ones of their documents, so 75 % is \
-         the bound unless documents share prefixes.",
+        "The hit rates of DRAM are between those of both orders: shuffled questions reuse a document too late for DRAM, \
+         questions in sequence within a few requests, so that HBM has it too.",
+        "84 % on LEval with SSDs is not reached: 508 of 2,197 requests are the first ones of their documents, so 77 % of \
+         the chunks is the bound unless documents share prefixes.",
+        "HBM on both datasets and DRAM on LooGLE exceed the SLO at any rate: their rate is zero, and they have no ratio. \
+         Without queues, the mean computation of the missing chunks takes more than 1 s at 40 % of the peak.",
+        "The ratio to DRAM under the SLO is not reached: the hit rate of DRAM with shuffled questions is 15 points below \
+         the published one, and missing chunks cost most.",
         "The mean bubble of 25 ms is not reached: loads of layers behind the first one are hidden in the model, and \
          kernel launches and queueing are not part of it.",
-        "TTFT and ITL over request rates (figures 8 and 12 in shape) are not part of this report.",
+        "LMCache-SSD of figure 8 is not modelled: the paper states no bandwidth for it.",
+        "The rates of figure 8 are higher than the paper's, up to 1.5 on LEval and 0.6 on LooGLE: the model has no kernel \
+         launches, and the paper states no mean lengths. Ratios between the systems are comparable.",
+        "207 s of GDS in figure 12 are not reached: loading 128K tokens takes 0.2 s at 23.8 GB/s, so the I/O does not \
+         explain 51 s more than Tutti. That GDS fails at 512K needs the size of its staging buffers.",
     ]
     .map(str::to_owned)
     .into()

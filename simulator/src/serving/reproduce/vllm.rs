@@ -32,6 +32,7 @@ pub(super) fn report() -> Report {
     figures.extend(overheads);
     Report {
         name: "vllm",
+        claims: Vec::new(),
         title: "Tiered KV cache in vLLM v1 (article)",
         figures,
         choices: choices(),
