@@ -111,6 +111,7 @@ fn setup(estimator: &Estimator<'_>, configuration: &Configuration) -> FleetSetup
         accelerators: machine.accelerators,
         tiers,
         load_policy: Some(WAIT_BOUND),
+        reads_ahead: true,
         has_hbm_cache: true,
         time_scale: scale,
         batch_max: BATCH_MAX,
