@@ -12,11 +12,11 @@ fn sample() -> String {
 #[test]
 fn equal_arguments_print_equal_bytes_with_the_hits_of_all_tiers() {
     let trace = sample();
-    let arguments = ["--json", "sim", "cores", "--trace", &trace, "--requests", "200", "--compare"];
-    let sized = [&arguments[..], &["--dram", "200", "--nvme", "800"]].concat();
+    let arguments = ["--json", "sim", "cores", "--trace", &trace, "--compare"];
+    let sized = [&arguments[..], &["--dram", "400", "--nvme", "1600"]].concat();
     let lines = objects(&sized);
     let [cores, comparison] = &lines[..] else { panic!("two lines instead of {lines:?}") };
-    assert_eq!((number(cores, "/requests"), number(cores, "/dram_blocks")), (200, 200));
+    assert_eq!((number(cores, "/requests"), number(cores, "/dram_blocks")), (400, 400));
     for source in ["own_dram", "own_nvme", "peer_dram", "peer_nvme"] {
         assert!(number(cores, &format!("/hits/{source}")) > 0, "{source}: {cores}");
     }
