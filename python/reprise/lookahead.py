@@ -367,7 +367,7 @@ class Lookahead:
                 return False
             self._window, self._pending = max(report.window, 1), None
             waiting, begun = self._asked
-            # The answer does not tell which of the two were ignored.
+            # The answer does not name the ignored ones.
             if begun:
                 self._begun_repetition.answered(report.ignored)
             if waiting or not begun:

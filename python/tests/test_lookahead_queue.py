@@ -93,7 +93,7 @@ class FakeSession:
     hints: list[tuple[float, list[tuple[int, int, float, bytes]], list[int]]] = field(default_factory=list)
     begun: list[list[tuple[int, bool, int, bytes]] | None] = field(default_factory=list)
     agent: BegunAgent | None = None
-    """Decides what is ignored; without it, the test does."""
+    """Decides which requests are ignored; without it, the test does."""
 
     def start_lookahead(
         self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False, begun: Any = None

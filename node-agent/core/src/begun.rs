@@ -111,7 +111,7 @@ impl Begun {
         let mut budget = Budget { added: BEGUN_ADDED_MAX, changes: BEGUN_CHANGES_MAX };
         let Some(list) = list else {
             if let Some(known) = self.sessions.get_mut(&session) {
-                self.counters.begun_class_changes += known.go_on(cache, &mut budget);
+                self.counters.begun_class_changes += known.resume(cache, &mut budget);
             }
             self.remove_empty(session);
             return 0;
@@ -152,8 +152,9 @@ impl Begun {
     pub(crate) fn close(&mut self, cache: &mut Cache, session: SessionId) {
         let Some(known) = self.sessions.remove(&session) else { return };
         self.timers.clear(known.due, session);
+        let mut budget = BEGUN_KEYS_MAX;
         for mut listed in known.requests.into_values() {
-            self.counters.begun_class_changes += listed.truncate(cache, 0, &mut { BEGUN_KEYS_MAX });
+            self.counters.begun_class_changes += listed.truncate(cache, 0, &mut budget);
         }
     }
 
@@ -228,7 +229,7 @@ impl Requests {
             counters.begun_expired_requests += 1;
         }
         let before = known.blocks.len();
-        counters.begun_class_changes += known.go_on(cache, budget);
+        counters.begun_class_changes += known.resume(cache, budget);
         let others = self.keys - before;
         // A request whose keys are missing is ignored even without new ones, so that they travel again.
         let is_known = first <= known.blocks.len() && !(keys.is_empty() && known.blocks.is_empty());
@@ -246,12 +247,12 @@ impl Requests {
     }
 
     /// Continues what the last hint could not change.
-    fn go_on(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
+    fn resume(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
         let list = self.lists;
         let mut changes = self.end(cache, |_, listed| listed.list != list, budget);
         for listed in self.requests.values_mut() {
             self.keys -= listed.blocks.len();
-            changes += listed.go_on(cache, budget);
+            changes += listed.resume(cache, budget);
             self.keys += listed.blocks.len();
         }
         changes
@@ -298,7 +299,7 @@ impl Listed {
 
     /// Changes the state of the request to the wanted one, or ends its blocks if it has expired, as far as the budget
     /// allows. A change that has begun ends before the next one begins.
-    fn go_on(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
+    fn resume(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
         if self.is_expired {
             return self.truncate(cache, 0, &mut budget.changes);
         }

@@ -136,7 +136,7 @@ def test_listed_blocks_begin_with_the_same_chunk_until_all_travel_again() -> Non
     # It begins before the answer to its match.
     assert queue._blocks_begun("a", 0) == b"".join(packed[2:])
     queue.hints._begun["a"] = begun = Begun(1, sent=5, confirmed=5)
-    # After a preemption, the same chunks are missing, then fewer: what was listed stays.
+    # After a preemption, the same chunks are missing, then fewer: the listed blocks stay.
     queue._requests["a"] = replace(queue._requests["a"], matched_at=None)
     first = 2
     match()

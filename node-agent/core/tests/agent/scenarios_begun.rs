@@ -206,7 +206,7 @@ fn engine_that_lists_all_blocks_changes_no_order_of_other_tenants() {
     assert_eq!((left(0..4), left(100..116)), (4, 12), "it evicts its own blocks");
 }
 
-/// Lists the blocks of a request in several hints, beside others.
+/// Lists the blocks of a request in several hints, next to others.
 fn fill(harness: &mut Harness, session: SessionId, request: u64, all: &[BlockKey], others: &[u64]) {
     for (part, keys) in all.chunks(BEGUN_ADDED_MAX).enumerate() {
         let first = (part * BEGUN_ADDED_MAX) as u32;
@@ -245,7 +245,7 @@ fn lists_are_bounded_in_keys() {
 }
 
 #[test]
-fn a_hint_changes_the_state_of_some_blocks_and_the_next_ones_go_on() {
+fn a_hint_changes_the_state_of_some_blocks_and_the_next_ones_continue() {
     let (mut harness, session) = harness();
     let all = keys(2_000..2_000 + 3 * BEGUN_CHANGES_MAX as u64);
     let parts = [0, BEGUN_CHANGES_MAX, 2 * BEGUN_CHANGES_MAX];
@@ -260,7 +260,7 @@ fn a_hint_changes_the_state_of_some_blocks_and_the_next_ones_go_on() {
         assert_eq!(others(&harness, &all, Class::Idle), parts[..left], "from the last block to the first");
         harness.core.audit().expect("invariants hold");
     }
-    // A change ends before the next one begins, and hints without a list go on with it.
+    // A change ends before the next one begins, and hints without a list continue it.
     list(&mut harness, session, one(RequestState::Running));
     list(&mut harness, session, one(RequestState::Preempted));
     assert_eq!(others(&harness, &all, Class::Active), parts[..1]);
@@ -278,7 +278,7 @@ fn a_hint_changes_the_state_of_some_blocks_and_the_next_ones_go_on() {
 }
 
 #[test]
-fn a_hint_ends_some_blocks_and_adds_some_and_the_next_ones_go_on() {
+fn a_hint_ends_some_blocks_and_adds_some_and_the_next_ones_continue() {
     let (mut harness, session) = harness();
     let all = keys(2_000..2_000 + 3 * BEGUN_CHANGES_MAX as u64);
     fill(&mut harness, session, 1, &all, &[]);
