@@ -58,7 +58,7 @@ class BegunAgent:
     ended: list[int] = field(default_factory=list)
     """Requests that a list omitted."""
 
-    def list(self, begun: list[tuple[int, bool, int, bytes]] | None) -> int:
+    def answer(self, begun: list[tuple[int, bool, int, bytes]] | None) -> int:
         """Applies a list; returns the number of requests that are ignored."""
         if begun is None:
             return 0
@@ -101,7 +101,7 @@ class FakeSession:
         self.hints.append((iteration, list(requests), list(cancelled)))
         self.begun.append(begun)
         if self.agent is not None:
-            self.ignored = self.agent.list(begun)
+            self.ignored = self.agent.answer(begun)
         return FakePending(self)
 
 
