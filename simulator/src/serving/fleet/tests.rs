@@ -158,8 +158,11 @@ fn every_request_ends_once_and_generates_its_tokens_under_preemption() {
     for has_hbm_cache in [false, true] {
         let setup = FleetSetup { has_hbm_cache, ..setup.clone() };
         let requests: Vec<(u64, u64, u64)> = (0..20).map(|at| (at * 10, 4_000, 2_000)).collect();
-        let results = replay_timed(&setup, &distinct(&requests));
+        let trace = distinct(&requests);
+        let results = replay_timed(&setup, &trace);
         assert!(results.preemptions > 0);
+        // Some are preempted before their first token: they are counted once, too.
+        assert_eq!((results.counts.requests, results.counts.references), (20, trace.references()));
         assert_eq!((results.ttft_ns.len(), results.tpot_ns.len()), (20, 20));
         assert_eq!((results.tokens_in, results.tokens_out), (20 * 4_000, 20 * 2_000));
     }
