@@ -243,6 +243,25 @@ fn waiting_requests_are_read_ahead_without_a_delay_of_others() {
 }
 
 #[test]
+fn several_drives_share_the_writes_and_cost_their_whole_capacity() {
+    let one = Hardware::named("h100").expect("a profile");
+    // 3.84 TB each.
+    let drives = [0, 1, 3_840_000_000_000, 3_840_000_000_001, 16 << 40].map(|bytes| one.drives_for(bytes));
+    assert_eq!(drives, [0, 1, 1, 2, 5]);
+    let with = |drives: u64, nvme_blocks| {
+        let mut setup = setup(1, 300, nvme_blocks);
+        setup.hardware = setup.hardware.with_drives(drives);
+        (replay_timed(&setup, &sample()), setup)
+    };
+    let ((alone, single), (shared, five), (_, none)) = (with(1, 20_000), with(5, 20_000), with(0, 0));
+    let busy = |results: &FleetResults| results.channel(ChannelKind::NvmeWrite).busy as f64;
+    assert!(busy(&alone) > 0.0 && busy(&shared) < 0.5 * busy(&alone), "five drives write faster than one");
+    let nvme_usd = |setup: &FleetSetup| setup.usd_per_hour() - none.usd_per_hour();
+    assert!((nvme_usd(&single) - 3_840.0 * one.nvme_usd_per_gb_hour).abs() < 1e-9);
+    assert!((nvme_usd(&five) - 5.0 * nvme_usd(&single)).abs() < 1e-9);
+}
+
+#[test]
 fn larger_requests_than_the_memory_are_refused_and_counted() {
     let results = replay_timed(&setup(1, 1_000, 0), &distinct(&[(0, 1_000_000, 5), (1, 100, 5)]));
     assert_eq!((results.refused, results.ttft_ns.len()), (1, 1));
