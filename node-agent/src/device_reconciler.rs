@@ -303,6 +303,9 @@ impl Worker {
         // The error is logged there; the next run retries.
         let _ = self.persist_records();
         self.read_health_logs();
+        if let Some(view) = &view {
+            self.report_drive_writes(view);
+        }
         // Without the core's view, facts would be incomplete. The core processed earlier attachments before
         // it replied.
         let (Some(desired), Some(view)) = (&self.desired, view) else { return };
@@ -310,7 +313,6 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        self.report_drive_writes(&view);
         let metrics = &self.parts.context.metrics;
         let open = facts::latency_limits(&self.reconciler, desired);
         self.latency.update(Instant::now(), &open, |id| metrics.read_times(id));
