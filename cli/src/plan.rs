@@ -16,7 +16,8 @@ use std::time::Instant;
 use anyhow::Context;
 use reprise_policy::Interval;
 use reprise_simulator::plan::{
-    Budget, ColdStore, Configuration, Curves, Estimator, Goal, Guidance, Load, Machine, Plan, Timed, plan,
+    Budget, ColdStore, Configuration, Curves, Estimator, Goal, Guidance, Limits, Load, Machine, Plan, Timed,
+    plan,
 };
 use reprise_simulator::replay::{IdScope, ReadOptions};
 use reprise_testkit::output::Audience;
@@ -88,7 +89,7 @@ struct Report<'a> {
     plan: Plan,
     guidance: Guidance,
     /// Results with time of the plan, in this order of its steps, and of its alternatives. Cold stores have none.
-    chosen: Timed,
+    chosen: Option<Timed>,
     steps: Vec<Option<Timed>>,
     alternatives: Vec<Option<Timed>>,
 }
@@ -97,7 +98,7 @@ struct Report<'a> {
 pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()> {
     let began = Instant::now();
     let machine = Machine::new(&args.hardware, &args.model)?;
-    let load = read(args, audience)?;
+    let load = read(args, Limits::default(), audience)?;
     let read_seconds = began.elapsed().as_secs_f64();
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let capacities = Curves::capacities(&load, block_bytes);
@@ -150,8 +151,7 @@ impl<'a> Report<'a> {
         let all: Vec<Configuration> = std::iter::once(chosen).chain(steps).chain(alternatives).collect();
         let progress = audience.progress(all.len() as u64, "replays with time");
         let mut timed = in_parallel(&all, |configuration| {
-            let known = !configuration.cold || *configuration == chosen;
-            let timed = known.then(|| Timed::new(estimator, configuration));
+            let timed = (!configuration.cold).then(|| Timed::new(estimator, configuration));
             progress.inc(1);
             timed
         });
@@ -164,7 +164,7 @@ impl<'a> Report<'a> {
             seed: args.seed,
             budget: args.budget,
             guidance: Guidance::new(estimator, &chosen),
-            chosen: timed.pop().flatten().expect("the plan is always replayed"),
+            chosen: timed.pop().flatten(),
             estimator,
             plan,
             steps,
@@ -179,7 +179,7 @@ fn kinds(configuration: &Configuration) -> (bool, bool, bool) {
 }
 
 /// Reads the trace; sessions of an archive get their times.
-fn read(args: &PlanArgs, audience: Audience) -> anyhow::Result<Load> {
+fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<Load> {
     let options = ReadOptions {
         scope: if args.local_ids { IdScope::Session } else { IdScope::Trace },
         block_tokens: args.block_tokens,
@@ -191,7 +191,7 @@ fn read(args: &PlanArgs, audience: Audience) -> anyhow::Result<Load> {
     if trace.has_session_times() {
         trace = trace.started_at_random(spread_ms, args.seed);
     }
-    Load::new(trace, args.seed).with_context(|| args.trace.display().to_string())
+    Load::new(trace, limits, args.seed).with_context(|| args.trace.display().to_string())
 }
 
 /// Applies a function to all items on all processors; results are in the order of the items.

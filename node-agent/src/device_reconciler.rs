@@ -54,7 +54,7 @@ use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
 use crate::modes::Modes;
 use crate::runtime::OwnEndpoints;
-use device_health::{LatencyMonitor, WearMonitor};
+use device_health::{Amplification, LatencyMonitor, WearMonitor};
 use device_records::DeviceRecords;
 use device_tasks::{OpenResult, WipeOutcome};
 use profiles::Profiles;
@@ -160,6 +160,7 @@ struct Worker {
     latency: LatencyMonitor,
     /// Devices whose wear exceeds the limits of their pool.
     wear: WearMonitor,
+    amplification: Amplification,
     gpus: Vec<GpuFact>,
     /// NVMe controllers of the node, as of the last resolution.
     controllers: Vec<ControllerFact>,
@@ -191,6 +192,7 @@ impl ReconcilerThread {
             queues: QueueReservations::default(),
             latency: LatencyMonitor::default(),
             wear: WearMonitor::default(),
+            amplification: Amplification::default(),
             gpus: Vec::new(),
             parts,
             desired_slot,
@@ -301,6 +303,9 @@ impl Worker {
         // The error is logged there; the next run retries.
         let _ = self.persist_records();
         self.read_health_logs();
+        if let Some(view) = &view {
+            self.report_drive_writes(view);
+        }
         // Without the core's view, facts would be incomplete. The core processed earlier attachments before
         // it replied.
         let (Some(desired), Some(view)) = (&self.desired, view) else { return };
@@ -308,7 +313,6 @@ impl Worker {
             tracing::info!(generation = desired.generation, "the node's first spec is applied");
             self.parts.complete.store(true, Ordering::Release);
         }
-        self.report_drive_writes(&view);
         let metrics = &self.parts.context.metrics;
         let open = facts::latency_limits(&self.reconciler, desired);
         self.latency.update(Instant::now(), &open, |id| metrics.read_times(id));
@@ -345,18 +349,19 @@ impl Worker {
     }
 
     /// Publishes what the drives count as written since they were opened.
-    fn report_drive_writes(&self, view: &CoreView) {
-        let (metrics, mut total) = (&self.parts.context.metrics, 0_u64);
+    fn report_drive_writes(&mut self, view: &CoreView) {
+        let metrics = &self.parts.context.metrics;
+        let mut all = BTreeMap::new();
         for (id, fact) in self.reconciler.device_facts() {
             let Some((id, bytes)) = id.zip(self.wear.written(&fact.path)) else { continue };
-            total = total.saturating_add(bytes);
+            let Some(open) = view.devices.iter().find(|device| device.id == id) else { continue };
             metrics.drive_written(id, bytes);
-            if let Some(open) = view.devices.iter().find(|device| device.id == id) {
-                open.info.drive_written_bytes.store(bytes, Ordering::Relaxed);
-            }
+            open.info.drive_written_bytes.store(bytes, Ordering::Relaxed);
+            all.insert(fact.path.clone(), bytes);
         }
-        let useful = view.counters.stored_bytes_total;
-        metrics.drive_amplification(total.saturating_mul(1000).checked_div(useful).unwrap_or(0));
+        let is_whole = all.len() == view.devices.len();
+        self.amplification.add(is_whole.then_some(all), view.counters.stored_bytes_total);
+        metrics.drive_amplification(self.amplification.permille());
     }
 
     /// Persists the device-to-pool mapping if it has changed. An error is logged once and retried at the

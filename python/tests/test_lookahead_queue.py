@@ -13,6 +13,7 @@ from reprise.lookahead import (
     BEGUN_INTERVAL_S,
     BEGUN_KEYS_MAX,
     BEGUN_KEYS_PER_HINT,
+    BEGUN_REQUESTS_MAX,
     COST_SHARE,
     FAILED_PAUSE_S,
     INTERVAL_S,
@@ -50,6 +51,35 @@ class FakePending:
 
 
 @dataclass
+class BegunAgent:
+    """What an agent does with lists of requests that have begun (docs/PROTOCOL.md, "Lookahead")."""
+
+    known: dict[int, bytes] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    """Requests that a list omitted."""
+
+    def answer(self, begun: list[tuple[int, bool, int, bytes]] | None) -> int:
+        """Applies a list; returns the number of requests that are ignored."""
+        if begun is None:
+            return 0
+        assert len(begun) <= BEGUN_REQUESTS_MAX
+        assert sum(len(keys) for *_, keys in begun) <= BEGUN_KEYS_PER_HINT * KEY_BYTES
+        named = {number for number, *_ in begun}
+        self.ended += [number for number in self.known if number not in named]
+        self.known = {number: keys for number, keys in self.known.items() if number in named}
+        return sum(not self.is_applied(number, first * KEY_BYTES, keys) for number, _, first, keys in begun)
+
+    def is_applied(self, number: int, first: int, keys: bytes) -> bool:
+        known = self.known.get(number, b"")
+        if first > len(known) or not (known or keys):
+            return False
+        if not known[first:].startswith(keys):
+            self.known[number] = known[:first] + keys
+        assert sum(len(keys) for keys in self.known.values()) <= BEGUN_KEYS_MAX * KEY_BYTES
+        return True
+
+
+@dataclass
 class FakeSession:
     """A session that records hints."""
 
@@ -62,12 +92,16 @@ class FakeSession:
     error: Exception | None = None
     hints: list[tuple[float, list[tuple[int, int, float, bytes]], list[int]]] = field(default_factory=list)
     begun: list[list[tuple[int, bool, int, bytes]] | None] = field(default_factory=list)
+    agent: BegunAgent | None = None
+    """Decides which requests are ignored; without it, the test does."""
 
     def start_lookahead(
         self, iteration: float, requests: Any, cancelled: Any = (), all_ranks: bool = False, begun: Any = None
     ) -> FakePending:
         self.hints.append((iteration, list(requests), list(cancelled)))
         self.begun.append(begun)
+        if self.agent is not None:
+            self.ignored = self.agent.answer(begun)
         return FakePending(self)
 
 
@@ -443,6 +477,18 @@ def test_keys_of_begun_requests_travel_again_to_a_new_session_and_if_they_were_i
     engine.session.ignored = 0
     engine.step("a", seconds=BEGUN_INTERVAL_S)
     assert engine.session.begun[-1] == [(1, False, 2, b"")]
+    # On a busy engine, most hints list requests that wait only: their answers show nothing about the others.
+    engine.session.ignored = 1
+    engine.arrive("b")
+    engine.step("a", seconds=BEGUN_CHANGED_S / 5)
+    engine.session.ignored = 0
+    lists = len(engine.session.begun)
+    engine.step("a", seconds=BEGUN_CHANGED_S / 5)
+    assert engine.session.begun[lists:] == [None]
+    engine.step("a", seconds=BEGUN_CHANGED_S)
+    assert engine.session.begun[-1] == whole, "within the pause of lists that have changed"
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    assert engine.session.begun[-1] == [(1, False, 2, b"")]
     engine.session.sessions += 1
     engine.step("a", seconds=BEGUN_INTERVAL_S)
     assert engine.session.begun[-1] == whole
@@ -456,3 +502,82 @@ def test_keys_of_begun_requests_are_bounded_per_hint_and_in_total() -> None:
         engine.step(*names, seconds=BEGUN_INTERVAL_S)
     sent = [sum(len(keys) for *_, keys in begun or ()) // KEY_BYTES for begun in engine.session.begun]
     assert (max(sent), sum(sent)) == (BEGUN_KEYS_PER_HINT, BEGUN_KEYS_MAX)
+
+
+def engine_with_many(agent: BegunAgent) -> tuple[Engine, list[str], dict[str, bytes]]:
+    """Returns an engine whose requests have 32,768 keys, all of which the agent has."""
+    counts = {"long": 3 * BEGUN_KEYS_PER_HINT - 5, **{f"r{number}": 1_024 for number in range(20)}, "rest": 5}
+    blocks, first = {}, 0
+    for name, count in counts.items():
+        blocks[name] = keys_of_blocks(*range(first, first + count))
+        first += count
+    assert first == BEGUN_KEYS_MAX
+    engine = engine_with_begun(**blocks)
+    engine.session.agent = agent
+    names = [*counts]
+    engine.arrive(*names)
+    for _ in range(10):
+        engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    assert [*agent.known.values()] == [*blocks.values()]
+    return engine, names, blocks
+
+
+@pytest.mark.parametrize("lost", ["all", "long", "r3", "tail"])
+def test_keys_that_travel_again_end_no_request_that_the_agent_has(lost: str) -> None:
+    agent = BegunAgent()
+    engine, names, blocks = engine_with_many(agent)
+    if lost == "all":
+        agent.known.clear()
+    elif lost == "tail":
+        agent.known[1] = agent.known[1][:KEY_BYTES]
+    else:
+        del agent.known[1 + names.index(lost)]
+    healthy = dict(agent.known)
+    engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    assert engine.session.ignored > 0
+    lists = len(engine.session.begun)
+    for _ in range(BEGUN_KEYS_MAX // BEGUN_KEYS_PER_HINT):
+        engine.step(*names, seconds=2 * BEGUN_CHANGED_S)
+        assert all(agent.known[number].startswith(keys) for number, keys in healthy.items())
+    assert len(engine.session.begun) == lists + BEGUN_KEYS_MAX // BEGUN_KEYS_PER_HINT
+    assert agent.ended == []
+    assert {number: agent.known[number] for number in range(1, len(names) + 1)} == {
+        1 + place: blocks[name] for place, name in enumerate(names)
+    }
+    engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    assert (engine.session.ignored, any(keys for *_, keys in engine.session.begun[-1] or ())) == (0, False)
+
+
+def test_a_request_beyond_the_limit_of_a_list_is_sent_when_others_have_finished() -> None:
+    agent = BegunAgent()
+    names = [f"r{number}" for number in range(BEGUN_REQUESTS_MAX + 1)]
+    blocks = {name: keys_of_blocks(number) for number, name in enumerate(names)}
+    late, blocks["r0"] = blocks["r0"], b""
+    engine = engine_with_begun()
+    engine.hints.blocks = lambda name, first: blocks[name][first * KEY_BYTES :]
+    engine.session.agent = agent
+    engine.arrive(*names)
+    engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    last = len(names)
+    assert (len(agent.known), agent.known[last]) == (BEGUN_REQUESTS_MAX, blocks[names[-1]])
+    blocks["r0"] = late
+    engine.step(*names, seconds=BEGUN_INTERVAL_S)
+    assert agent.ended == [last], "the list has no place for it"
+    engine.hints.finished("r1")
+    engine.step(*[name for name in names if name != "r1"], seconds=BEGUN_INTERVAL_S)
+    assert agent.known[last] == blocks[names[-1]]
+    assert engine.session.ignored == 0
+
+
+def test_blocks_that_are_replaced_travel_from_the_first_one_on() -> None:
+    agent = BegunAgent()
+    blocks = {"a": keys_of_blocks(1, 2, 3)}
+    engine = engine_with_begun()
+    engine.hints.blocks = lambda name, first: blocks[name][first * KEY_BYTES :]
+    engine.session.agent = agent
+    engine.arrive("a")
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    blocks["a"] = keys_of_blocks(7, 8)
+    engine.hints.replaced("a")
+    engine.step("a", seconds=BEGUN_INTERVAL_S)
+    assert agent.known == {1: keys_of_blocks(7, 8)}

@@ -30,11 +30,11 @@ pub use budget::{Budget, HOURS_PER_MONTH, HOURS_PER_YEAR};
 pub use choice::{ColdStore, Evaluated, Goal, Plan, Rejected, Step, plan};
 pub use configuration::{Configuration, Ssds};
 pub use curves::{Curves, Point};
-pub use estimate::{Estimate, Estimator};
+pub use estimate::{BUSY_MAX, Estimate, Estimator};
 pub use guidance::{Bubble, DecodeOverhead, Guidance, Interval, TierSequences};
-pub use load::Load;
+pub use load::{Limits, Load};
 pub use machine::{Machine, SsdClass};
-pub use timed::Timed;
+pub use timed::{Part, Timed};
 
 /// Reason why no plan is made; the message names the remedy.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -96,7 +96,21 @@ pub enum PlanError {
         "the trace has no blocks: no prompt is as long as a block of {0} tokens, so nothing can be cached"
     )]
     NoBlocks(u64),
-    /// Every configuration is rejected.
-    #[error("no configuration is left of {0}: pass fewer --years of life for SSDs, or a larger --budget")]
-    AllRejected(usize),
+    /// No request fits into the memory of a node's accelerators.
+    #[error(
+        "no request is served: the shortest of {requests} needs {tokens} tokens of KV cache, but {node} has memory for \
+         {memory_tokens} next to {model}; pass --hardware with more memory, or a smaller --model"
+    )]
+    AllRefused {
+        /// Number of requests.
+        requests: u64,
+        /// Tokens of the shortest request, with a block in reserve.
+        tokens: u64,
+        /// Description of the node.
+        node: String,
+        /// Tokens for which the node has memory.
+        memory_tokens: u64,
+        /// Title of the model.
+        model: String,
+    },
 }

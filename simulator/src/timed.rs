@@ -41,7 +41,7 @@ use channels::{Channels, Leg};
 use serving::Answer;
 
 pub use channels::Path;
-pub use replay::{Checks, CoreReplay, CoreSettings, replay_cores};
+pub use replay::{Checks, CoreReplay, CoreSettings, CoresError, replay_cores};
 pub(crate) use serving::{ServeStep, Serving};
 
 /// Number of events of cores from one audit of a core to the next.

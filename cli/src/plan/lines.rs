@@ -23,6 +23,9 @@ enum Line<'a> {
         block_bytes: u64,
         requests_per_second: f64,
         replayed_share: f64,
+        refused_requests: u64,
+        cold_store_seconds: f64,
+        cold_store_blocks: u64,
         seed: u64,
         model: &'a str,
         hardware: &'a str,
@@ -90,6 +93,12 @@ struct Times {
     tpot_p50_seconds: f64,
     ssd_written_bytes_per_day: Option<f64>,
     ssd_years: Option<f64>,
+    /// Part of the trace that was replayed: nodes of the configuration, their sessions, and the first part of the time.
+    nodes_replayed: u32,
+    sessions_replayed: u32,
+    requests_replayed: u64,
+    references_replayed: u64,
+    time_share_replayed: f64,
 }
 
 impl Times {
@@ -106,6 +115,11 @@ impl Times {
             tpot_p50_seconds: timed.tpot_seconds,
             ssd_written_bytes_per_day: timed.ssd_bytes_per_day,
             ssd_years: timed.ssd_years,
+            nodes_replayed: timed.part.nodes,
+            sessions_replayed: timed.part.sessions,
+            requests_replayed: timed.part.requests,
+            references_replayed: timed.part.references,
+            time_share_replayed: timed.part.of_time,
         }
     }
 }
@@ -138,7 +152,7 @@ pub(super) fn emit(report: &Report<'_>, audience: Audience) {
     let machine = report.estimator.machine;
     let plan = &report.plan;
     audience.emit(&subject(report));
-    audience.emit(&Line::Recommendation(choice(machine, "plan", &plan.chosen, Some(&report.chosen))));
+    audience.emit(&Line::Recommendation(choice(machine, "plan", &plan.chosen, report.chosen.as_ref())));
     for ((name, one), timed) in plan.alternatives.iter().zip(&report.alternatives) {
         audience.emit(&Line::Alternative(choice(machine, name, one, timed.as_ref())));
     }
@@ -175,6 +189,9 @@ fn subject<'a>(report: &'a Report<'_>) -> Line<'a> {
         block_bytes: report.estimator.block_bytes as u64,
         requests_per_second: load.requests_per_second,
         replayed_share: load.share,
+        refused_requests: report.plan.refused_requests,
+        cold_store_seconds: load.cold_seconds(),
+        cold_store_blocks: load.cold_blocks() as u64,
         seed: report.seed,
         model: &machine.model.name,
         hardware: &machine.hardware.name,

@@ -7,8 +7,9 @@ mod draw;
 use std::path::Path;
 
 use anyhow::Context;
+use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
-use reprise_simulator::plan::{Configuration, Ssds, Timed};
+use reprise_simulator::plan::{BUSY_MAX, Configuration, Ssds, Timed};
 
 use super::Report;
 use draw::{Axis, Plot, Series};
@@ -71,7 +72,9 @@ fn ttft(report: &Report<'_>) -> Plot {
         let value = |share: f64| timed.ttft(share).max(1e-4).log2();
         (0..count).map(|at| (value(place(at)), place(at) * 100.0)).collect::<Vec<_>>()
     };
-    let mut series = vec![Series::new("the plan", distribution(&report.chosen))];
+    // With a cold store, the plan has no replay with time.
+    let mut series: Vec<Series> =
+        report.chosen.iter().map(|timed| Series::new("the plan", distribution(timed))).collect();
     for (step, timed) in report.plan.steps.iter().zip(&report.steps) {
         let is_shown = matches!(step.name, "more DRAM" | "more SSDs" | "one more node");
         series.extend(
@@ -91,35 +94,43 @@ fn ttft(report: &Report<'_>) -> Plot {
     }
 }
 
-/// Price of a million tokens at saturation, with the plan's nodes.
+/// Price of a million tokens at the largest load that the plan's nodes bear. Points whose SSDs do not bear it are absent.
 fn cost(report: &Report<'_>) -> Plot {
     let estimator = report.estimator;
     let chosen = report.plan.chosen.configuration;
-    let (input, output) = estimator.load.tokens_mean;
-    let price = |configuration: &Configuration| {
-        let estimate = estimator.estimate(configuration);
-        estimate.usd_per_hour / (estimate.requests_per_second_max * (input + output) * 3_600.0) * 1e6
-    };
+    let price = |configuration: &Configuration| estimator.usd_per_million_tokens_max(configuration);
     let tb = |gb: f64| (gb * f64::from(chosen.nodes)).log2();
-    let dram = [32, 64, 128, 256, 512, 1_024, 2_048].map(|dram_gb| {
+    let dram = [32, 64, 128, 256, 512, 1_024, 2_048].into_iter().filter_map(|dram_gb| {
         let one = Configuration { dram_gb, ssds: None, cold: false, ..chosen };
-        (tb(dram_gb as f64), price(&one))
+        Some((tb(dram_gb as f64), price(&one)?))
     });
-    let mut series = vec![Series::new("DRAM only", dram.to_vec())];
+    let mut series = vec![Series::new("DRAM only", dram.collect())];
     let dram_gb = chosen.dram_gb.max(32);
     for (class, ssd) in estimator.machine.ssds.iter().enumerate() {
-        let points = [1, 2, 4, 8].map(|count| {
-            let one = Configuration { dram_gb, ssds: Some(Ssds { class, count }), cold: false, ..chosen };
-            (tb(ssd.bytes as f64 / 1e9 * f64::from(count)), price(&one))
+        let points = [1, 2, 4, 8].into_iter().filter_map(|count| {
+            let ssds = Some(Ssds { class, count });
+            let prices =
+                [AdmissionMode::Always, AdmissionMode::SecondUse].into_iter().filter_map(|admission| {
+                    price(&Configuration { dram_gb, ssds, cold: false, admission, ..chosen })
+                });
+            Some((tb(ssd.bytes as f64 / 1e9 * f64::from(count)), prices.min_by(f64::total_cmp)?))
         });
-        series.push(Series::new(&format!("{} SSDs behind {dram_gb} GB of DRAM", ssd.name), points.to_vec()));
+        let points: Vec<(f64, f64)> = points.collect();
+        if !points.is_empty() {
+            series.push(Series::new(&format!("{} SSDs behind {dram_gb} GB of DRAM", ssd.name), points));
+        }
     }
-    let without = price(&Configuration::without_cache(chosen.nodes));
     let (left, right) =
         (tb(32.0), series.iter().flat_map(|one| &one.points).map(|point| point.0).fold(0.0, f64::max));
-    series.push(Series::new("no cache", vec![(left, without), (right, without)]));
+    let without = price(&Configuration::without_cache(chosen.nodes));
+    series.extend(without.map(|price| Series::new("no cache", vec![(left, price), (right, price)])));
     Plot {
-        title: format!("{}: cost by cache capacity, {} nodes at full load", report.trace, chosen.nodes),
+        title: format!(
+            "{}: cost by cache capacity, {} nodes that are busy for {:.0} % of the time",
+            report.trace,
+            chosen.nodes,
+            BUSY_MAX * 100.0
+        ),
         x: Axis { label: "capacity of the cluster's largest tier", text: gigabytes },
         y: Axis { label: "USD for a million tokens", text: small },
         series,

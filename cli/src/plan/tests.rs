@@ -26,15 +26,25 @@ fn error_of(options: &[&str]) -> String {
 }
 
 /// Text and plots of a plan.
-fn output(folder: &Path) -> (String, Vec<Vec<u8>>) {
-    let args = args(&OPTIONS);
+fn output(args: &PlanArgs, limits: Limits, folder: &Path) -> (String, Vec<Vec<u8>>) {
+    output_of(args, limits, folder, |_| ())
+}
+
+/// Text and plots of a plan that is changed.
+fn output_of(
+    args: &PlanArgs,
+    limits: Limits,
+    folder: &Path,
+    change: impl Fn(&mut Plan),
+) -> (String, Vec<Vec<u8>>) {
     let machine = Machine::new(&args.hardware, &args.model).expect("valid");
-    let load = read(&args, Audience::Program).expect("valid");
+    let load = read(args, limits, Audience::Program).expect("valid");
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let curves = Curves::new(&load, block_bytes);
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let plan = plan(&estimator, args.budget, args.goal()).expect("affordable");
-    let report = Report::new(&args, &estimator, plan, Audience::Program);
+    let mut plan = plan(&estimator, args.budget, args.goal()).expect("affordable");
+    change(&mut plan);
+    let report = Report::new(args, &estimator, plan, Audience::Program);
     let written = plots::write(&report, folder).expect("writable");
     let files = written.iter().map(|path| std::fs::read(path).expect("written")).collect();
     (text::render(&report), files)
@@ -43,7 +53,8 @@ fn output(folder: &Path) -> (String, Vec<Vec<u8>>) {
 #[test]
 fn plan_of_the_sample_has_all_sections_and_valid_small_plots_and_is_equal_each_time() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (text, files) = output(folder.path());
+    let args = args(&OPTIONS);
+    let (text, files) = output(&args, Limits::default(), folder.path());
     for section in [
         "RECOMMENDATION",
         "WHY",
@@ -68,7 +79,41 @@ fn plan_of_the_sample_has_all_sections_and_valid_small_plots_and_is_equal_each_t
         assert!(dark > 5_000, "only {dark} dark values: curves or letters are missing");
         assert!(pair.iter().all(|file| file.len() < 200 << 10), "{} {}", pair[0].len(), pair[1].len());
     }
-    assert_eq!((text, files), output(folder.path()));
+    assert_eq!((text, files), output(&args, Limits::default(), folder.path()));
+}
+
+#[test]
+fn sessions_of_an_archive_are_sampled_and_the_output_states_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut args = args(&OPTIONS);
+    args.trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../testkit/data/agentic_sample.tar.xz").into();
+    let whole = read(&args, Limits::default(), Audience::Program).expect("valid");
+    assert!(whole.share >= 1.0 && whole.sessions_replayed == whole.sessions, "{}", whole.share);
+    let limits = Limits { references: whole.references / 2, timed_references: whole.references / 8 };
+    let load = read(&args, limits, Audience::Program).expect("valid");
+    assert!(load.share < 0.9 && load.sessions_replayed < whole.sessions, "{}", load.share);
+    assert_eq!((load.sessions, load.references), (whole.sessions, whole.references));
+    assert!(load.trace().references() < load.whole().references());
+    let (text, _) = output(&args, limits, folder.path());
+    let sampled =
+        format!("Hits by capacity are from {} of {} sessions", load.sessions_replayed, load.sessions);
+    assert!(text.contains(&sampled), "{text}");
+    assert!(text.contains("Replays with time have a part") && text.contains("in the first"), "{text}");
+}
+
+#[test]
+fn a_plan_with_a_cold_store_shows_estimates_and_what_its_price_includes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (text, _) = output_of(&args(&OPTIONS), Limits::default(), folder.path(), |plan| {
+        let step = plan.steps.iter().find(|step| step.name == "a cold store").expect("it can be added");
+        plan.chosen = step.changed.clone();
+    });
+    let head = text.split("WHY").next().expect("a first section");
+    assert!(head.contains("and a cold store") && head.contains("in the cold store"), "{text}");
+    let line =
+        |name: &str| head.lines().find(|line| line.trim().starts_with(name)).expect("a line").to_owned();
+    assert!(line("TTFT").contains('~') && line("hits").matches('~').count() == 4, "{text}");
+    assert!(text.contains("keeps each block for 24.0 hours") && text.contains("not included"), "{text}");
 }
 
 #[test]

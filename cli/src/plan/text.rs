@@ -106,27 +106,53 @@ fn recommendation(report: &Report<'_>) -> String {
         load.requests_per_second,
         percent(estimate.busy.min(1.0))
     );
-    let timed = &report.chosen;
-    text += &format!(
-        "  TTFT      {} mean, {} median, {} p95, {} p99; {} for an output token\n",
+    let refused = report.plan.refused_requests;
+    if refused > 0 {
+        text += &format!(
+            "            without {refused} of {} requests, which exceed the memory of a node's accelerators\n",
+            load.requests
+        );
+    }
+    text += &results(report);
+    text += &format!("  price     {:.3} USD for a million tokens\n", estimate.usd_per_million_tokens);
+    if estimate.ttft_mean.is_none() {
+        text += "\n  The budget does not serve the whole load: queues grow without bound, and the TTFT is that of this trace\n  only. WHAT THE NEXT DOLLAR BUYS has the price of one more node.\n";
+    }
+    text
+}
+
+/// TTFT and hits of the plan: with time, or estimates.
+fn results(report: &Report<'_>) -> String {
+    let estimate = &report.plan.chosen.estimate;
+    let Some(timed) = &report.chosen else {
+        let ratio = |ratio: f64| format!("~{}", percent(ratio));
+        return format!(
+            "  TTFT      {} mean; an estimate (~), because the replay with time has no cold store\n  hits      {} of the \
+             prompts' blocks: {} in DRAM, {} on SSDs, {} in the cold store\n",
+            mean_text(&report.plan.chosen, None),
+            ratio(estimate.hit_ratio),
+            ratio(estimate.dram_ratio),
+            ratio(estimate.ssd_ratio),
+            ratio(estimate.cold_ratio)
+        );
+    };
+    format!(
+        "  TTFT      {} mean, {} median, {} p95, {} p99; {} for an output token\n  hits      {} of the prompts' blocks: {} in \
+         HBM, {} in DRAM, {} on SSDs\n",
         time(timed.ttft_mean()),
         time(timed.ttft(0.5)),
         time(timed.ttft(0.95)),
         time(timed.ttft(0.99)),
-        time(timed.tpot_seconds)
-    );
-    text += &format!(
-        "  hits      {} of the prompts' blocks: {} in HBM, {} in DRAM, {} on SSDs\n",
+        time(timed.tpot_seconds),
         percent(timed.hit_ratio),
         percent(timed.hbm_ratio),
         percent(timed.dram_ratio),
         percent(timed.ssd_ratio)
-    );
-    text += &format!("  price     {:.3} USD for a million tokens\n", estimate.usd_per_million_tokens);
-    if estimate.ttft_mean.is_none() {
-        text += "\n  The budget does not serve the whole load: queues grow without bound, and the TTFT is that of this trace\n  only. See the next section for what more nodes cost.\n";
-    }
-    text
+    )
+}
+
+fn hits_text(one: &Evaluated, timed: Option<&Timed>) -> String {
+    timed.map_or_else(|| format!("~{}", percent(one.estimate.hit_ratio)), |timed| percent(timed.hit_ratio))
 }
 
 fn reasons(report: &Report<'_>) -> String {
@@ -148,7 +174,7 @@ fn reasons(report: &Report<'_>) -> String {
             short(&one.configuration, machine),
             usd(one.estimate.usd_per_hour * HOURS_PER_MONTH),
             percent(one.estimate.served),
-            percent(timed.map_or(one.estimate.hit_ratio, |timed| timed.hit_ratio)),
+            hits_text(one, timed),
             mean_text(one, timed),
             timed.map_or("-".to_owned(), |timed| time(timed.ttft(0.95))),
             format!("{:.3}", one.estimate.usd_per_million_tokens),
@@ -157,7 +183,7 @@ fn reasons(report: &Report<'_>) -> String {
     for ((name, one), timed) in plan.alternatives.iter().zip(&report.alternatives) {
         row(name, one, timed.as_ref());
     }
-    row("the plan", &plan.chosen, Some(&report.chosen));
+    row("the plan", &plan.chosen, report.chosen.as_ref());
     let mut text = format!(
         "WHY\n\n  {} configurations cost at most the budget. The plan is the cheapest one that serves the load with a\n  mean TTFT \
          within 10 % of the shortest estimate, or of at most --ttft.\n\n{}",
@@ -184,16 +210,25 @@ fn mean_text(one: &Evaluated, timed: Option<&Timed>) -> String {
     }
 }
 
-/// Mean TTFT that a step saves, in seconds: with time if it was replayed.
+/// Mean TTFT that a step saves, in seconds: with time if both were replayed.
 pub(super) fn saved(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<f64> {
-    match timed {
-        Some(timed) => Some(report.chosen.ttft_mean() - timed.ttft_mean()),
-        None => step.ttft_seconds.map(|seconds| -seconds),
+    match (&report.chosen, timed) {
+        (Some(chosen), Some(timed)) => Some(chosen.ttft_mean() - timed.ttft_mean()),
+        _ => step.ttft_seconds.map(|seconds| -seconds),
     }
 }
 
+/// Change of the mean TTFT by a step.
+fn change_text(report: &Report<'_>, timed: Option<&Timed>, saved: Option<f64>) -> String {
+    let mark = if report.chosen.is_some() && timed.is_some() { "" } else { "~" };
+    saved.map_or("-".to_owned(), |saved| format!("{mark}{}", signed(-saved, time(-saved))))
+}
+
+fn signed(amount: f64, text: String) -> String {
+    if amount > 0.0 { format!("+{text}") } else { text }
+}
+
 fn next_dollar(report: &Report<'_>) -> String {
-    let machine = report.estimator.machine;
     let mut table = Table::new(&[
         "  change",
         "to",
@@ -216,14 +251,13 @@ fn next_dollar(report: &Report<'_>) -> String {
         {
             best = Some((per_ms, step, saved));
         }
-        let sign = |amount: f64, text: String| if amount > 0.0 { format!("+{text}") } else { text };
         table.row(vec![
             format!("  {}", step.name),
-            target(step, machine),
-            sign(step.usd_per_month, usd(step.usd_per_month)),
-            percent(timed.as_ref().map_or(step.changed.estimate.hit_ratio, |timed| timed.hit_ratio)),
+            target(report, step),
+            signed(step.usd_per_month, usd(step.usd_per_month)),
+            hits_text(&step.changed, timed.as_ref()),
             mean_text(&step.changed, timed.as_ref()),
-            saved.map_or("-".to_owned(), |saved| sign(-saved, time(-saved))),
+            change_text(report, timed.as_ref(), saved),
             per_ms.filter(|_| is_bought).map_or("-".to_owned(), usd),
             match worn {
                 Some(years) => format!("SSDs wear out in {years:.1} years"),
@@ -252,16 +286,20 @@ fn next_dollar(report: &Report<'_>) -> String {
     )
 }
 
-fn target(step: &Step, machine: &Machine) -> String {
+fn target(report: &Report<'_>, step: &Step) -> String {
+    let machine = report.estimator.machine;
     let changed = &step.changed.configuration;
+    let has_other_admission = changed.admission != report.plan.chosen.configuration.admission;
+    let admission =
+        if has_other_admission { format!(", {}", changed.admission.name()) } else { String::new() };
     match step.name {
         "more DRAM" | "less DRAM" => format!("{} GB a node", changed.dram_gb),
-        "more SSDs" | "fewer SSDs" => changed
-            .drives(machine)
-            .map_or("none".to_owned(), |(class, count)| format!("{count} × {} a node", class.name)),
+        "more SSDs" | "fewer SSDs" => changed.drives(machine).map_or("none".to_owned(), |(class, count)| {
+            format!("{count} × {} a node{admission}", class.name)
+        }),
         "one more node" | "one node less" => format!("{} nodes", changed.nodes),
         "another policy" => changed.policy.name().to_owned(),
-        "a cold store" => "all blocks of the trace".to_owned(),
+        "a cold store" => format!("blocks of {}", time(report.estimator.load.cold_seconds())),
         name => name.to_owned(),
     }
 }
@@ -301,19 +339,23 @@ fn endurance(report: &Report<'_>) -> String {
     let Evaluated { configuration, estimate } = &report.plan.chosen;
     let rejected = &report.plan.rejected;
     let mut text = "ENDURANCE\n\n".to_owned();
-    match (configuration.drives(report.estimator.machine), report.chosen.ssd_bytes_per_day) {
+    let timed = report.chosen.as_ref();
+    let bytes = timed.map_or(estimate.ssd_bytes_per_day, |timed| timed.ssd_bytes_per_day);
+    let years = timed.map_or(estimate.ssd_years, |timed| timed.ssd_years);
+    match (configuration.drives(report.estimator.machine), bytes) {
         (Some((class, count)), Some(bytes)) => {
             text += &format!(
-                "  {count} × {} in each node, rated for {} drive writes a day over 5 years ({:.0} TB written).\n  The busiest node \
+                "  {count} × {} in each node, rated for {} drive writes a day over 5 years ({:.0} TB written).\n  {} \
                  writes {:.2} TB a day to each drive: {:.2} drive writes a day, {} years of life.\n",
                 class.name,
                 class.drive_writes_per_day,
                 class.rated_bytes() / 1e12,
+                if timed.is_some() { "The busiest node" } else { "By estimate, a node" },
                 bytes / 1e12,
                 bytes / class.bytes as f64,
-                years_text(report.chosen.ssd_years)
+                years_text(years)
             );
-            if report.chosen.ssd_years.is_some_and(|years| years < report.estimator.years) {
+            if years.is_some_and(|years| years < report.estimator.years) {
                 text += &format!(
                     "  WARNING: that is less than {} years. The estimate over all nodes was {} years, but the load is uneven.\n  \
                      Use more SSDs, or admission second_use.\n",
@@ -355,7 +397,7 @@ fn assumptions(report: &Report<'_>) -> String {
     );
     if load.share < 1.0 {
         text += &format!(
-            "  Replays use {} of {} sessions, {} of the references (seed {}): nodes, tiers and rates are scaled alike.\n",
+            "  Hits by capacity are from {} of {} sessions, {} of the references (seed {}), with caches scaled alike.\n",
             load.sessions_replayed,
             load.sessions,
             percent(load.share),
@@ -368,11 +410,42 @@ fn assumptions(report: &Report<'_>) -> String {
             load.tokens_max, machine.model.context, machine.model.title
         );
     }
-    if report.chosen.refused > 0 {
+    text += &replayed_part(report);
+    let cold = |one: &Evaluated| one.configuration.cold;
+    let plan = &report.plan;
+    let compared =
+        plan.alternatives.iter().map(|(_, one)| one).chain(plan.steps.iter().map(|step| &step.changed));
+    if compared.chain([&plan.chosen]).any(cold) {
         text += &format!(
-            "  {} requests exceed the memory of a node's accelerators, and are not served.\n",
-            report.chosen.refused
+            "  A cold store keeps each block for {}: {:.1} TB at the rate of the trace's new blocks. Its price is that of\n  \
+             storage: requests and transfers are not included.\n",
+            time(load.cold_seconds()),
+            load.cold_blocks() * report.estimator.block_bytes / 1e12
         );
     }
     text
+}
+
+/// Which part of the trace was replayed with time, unless it is the whole one.
+fn replayed_part(report: &Report<'_>) -> String {
+    let load = report.estimator.load;
+    let all =
+        report.chosen.iter().chain(report.steps.iter().flatten()).chain(report.alternatives.iter().flatten());
+    let Some(part) = all.map(|timed| timed.part).find(|part| !part.is_whole()) else { return String::new() };
+    let time_text = if part.of_time < 1.0 {
+        let span = load.span_ms as f64 / 1e3;
+        format!(", in the first {} of {}: caches begin empty", time(span * part.of_time), time(span))
+    } else {
+        String::new()
+    };
+    format!(
+        "  Replays with time have a part of the nodes with their part of the sessions, unscaled. Of the first one:\n  {} of {} \
+         nodes, {} of {} sessions, {} of the references (seed {}){time_text}.\n",
+        part.nodes,
+        part.of_nodes,
+        part.sessions,
+        load.sessions,
+        percent(part.references as f64 / load.references as f64),
+        report.seed
+    )
 }

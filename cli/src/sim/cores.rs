@@ -16,7 +16,7 @@ use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 use reprise_simulator::replay::{Cluster, NodeSettings, ReadOptions, Trace, TraceBuilder, read_lines};
 use reprise_simulator::serving::profiles::{Hardware, Model};
-use reprise_simulator::timed::{CoreReplay, CoreSettings, replay_cores};
+use reprise_simulator::timed::{CoreReplay, CoreSettings, CoresError, replay_cores};
 use reprise_testkit::output::Audience;
 
 use report::{Comparison, Outcome};
@@ -88,8 +88,10 @@ pub(super) fn command(args: &CoresArgs, audience: Audience) -> anyhow::Result<()
     let began = Instant::now();
     let trace = read(args)?;
     let settings = settings(args, &trace)?;
-    let served = replay_cores(&trace, &settings)
-        .map_err(|violation| anyhow!("{violation} (replay with --seed {})", args.seed))?;
+    let served = replay_cores(&trace, &settings).map_err(|error| match error {
+        CoresError::Impossible(_) => anyhow!(error),
+        CoresError::Violation(violation) => anyhow!("{violation} (replay with --seed {})", args.seed),
+    })?;
     let seconds = began.elapsed().as_secs_f64();
     let per_second = (served.events as f64 / seconds.max(1e-9)) as u64;
     tracing::info!(events = served.events, seconds, "events/s" = per_second, "trace served");
@@ -133,10 +135,11 @@ fn settings(args: &CoresArgs, trace: &Trace) -> anyhow::Result<CoreSettings> {
     let blocks = |wanted: Option<u64>, bytes: u64| wanted.unwrap_or(bytes / block_bytes);
     let dram_blocks = blocks(args.dram, hardware.dram_bytes);
     let nvme_blocks = blocks(args.nvme, hardware.nvme_bytes);
+    let drives = hardware.drives_for(nvme_blocks.saturating_mul(block_bytes));
     Ok(CoreSettings {
         nodes: args.nodes,
         members: args.members,
-        hardware,
+        hardware: hardware.with_drives(drives),
         model,
         dram_blocks,
         nvme_blocks,

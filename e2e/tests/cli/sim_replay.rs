@@ -157,8 +157,9 @@ fn replay_with_hardware_reports_times_channels_and_prices_with_the_same_bytes() 
     let channels = outcome["timed"]["channels"].as_array().expect("channels");
     let link = channels.iter().find(|channel| channel["channel"] == "link_in").expect("a link");
     assert!(link["bytes"].as_f64() > Some(0.0) && link["utilisation"].as_f64() > Some(0.0), "{link}");
-    // Three nodes of an H100 at 5 USD, with 19.2 GiB of DRAM and 1.3 TB of NVMe each.
-    assert!((15.0..16.5).contains(&of("/timed/usd_per_hour")), "{outcome}");
+    // Three nodes of an H100 at 5 USD, with 19.2 GiB of DRAM and a drive of 3.84 TB each.
+    assert_eq!(of("/timed/drives_per_node"), 1.0);
+    assert!((15.9..16.6).contains(&of("/timed/usd_per_hour")), "{outcome}");
     assert!(of("/timed/usd_per_million_tokens") > 0.0 && of("/timed/drive_writes_per_day_max") > 0.0);
     let slow = objects(&[&arguments[..], &["--rate-scale", "0.1"]].concat()).remove(1);
     let p50 = |outcome: &Value| outcome["timed"]["ttft_ms"]["p50"].as_f64().expect("a time");

@@ -12,7 +12,9 @@
 //!
 //! Invariants:
 //! * A session has at most [`BEGUN_KEYS_MAX`] keys, and [`LOOKAHEAD_TRACKED_MAX`] requests.
-//! * A hint changes at most [`BEGUN_CHANGES_MAX`] blocks that it does not name, or those of one request.
+//! * A hint adds at most [`BEGUN_ADDED_MAX`] blocks and changes at most [`BEGUN_CHANGES_MAX`] others, each from the last
+//!   block of a request to its first. The next hint of the session continues.
+//! * The end of a session, and its silence, change all of its blocks, at most [`BEGUN_KEYS_MAX`].
 //! * Classes change the order within a tenant only.
 //!
 //! Out of scope: reads ahead of waiting requests, which are another owner's.
@@ -29,7 +31,8 @@ use crate::cache::{Cache, RankClasses, SizeClassId};
 use crate::context::Caller;
 use crate::counters::{BegunCounters, Counters};
 use crate::limits::{
-    BEGUN_CHANGES_MAX, BEGUN_KEYS_MAX, BEGUN_LISTED_MAX, BEGUN_SILENCE_MAX, LOOKAHEAD_TRACKED_MAX,
+    BEGUN_ADDED_MAX, BEGUN_CHANGES_MAX, BEGUN_KEYS_MAX, BEGUN_LISTED_MAX, BEGUN_SILENCE_MAX,
+    LOOKAHEAD_TRACKED_MAX,
 };
 use crate::timers::Timers;
 
@@ -56,8 +59,13 @@ struct Requests {
 /// A request that has begun.
 #[derive(Debug)]
 struct Listed {
+    /// State in the last list that names it.
+    wanted: RequestState,
+    /// State of its blocks, without the first ones that a change has not reached yet.
     state: RequestState,
-    /// Its blocks; none after it has expired.
+    /// Number of these first blocks: they have the other state.
+    unchanged: usize,
+    /// Its blocks; they end after it has expired.
     blocks: Vec<Option<(BlockKey, SizeClassId)>>,
     /// Number of the last list that names it.
     list: u64,
@@ -66,10 +74,10 @@ struct Listed {
     is_expired: bool,
 }
 
-/// What a list may still change.
+/// What a hint may still change.
 struct Budget {
+    added: usize,
     changes: usize,
-    is_used: bool,
 }
 
 impl Begun {
@@ -100,9 +108,15 @@ impl Begun {
             self.timers.clear(replace(&mut known.due, due), session);
             self.timers.set(due, session);
         }
-        let Some(list) = list else { return 0 };
+        let mut budget = Budget { added: BEGUN_ADDED_MAX, changes: BEGUN_CHANGES_MAX };
+        let Some(list) = list else {
+            if let Some(known) = self.sessions.get_mut(&session) {
+                self.counters.begun_class_changes += known.resume(cache, &mut budget);
+            }
+            self.remove_empty(session);
+            return 0;
+        };
         let classes = cache.rank_classes(caller.size_class, hint.ranks);
-        let mut budget = Budget { changes: BEGUN_CHANGES_MAX, is_used: false };
         if !list.is_empty() && !self.sessions.contains_key(&session) {
             let due = now.after(BEGUN_SILENCE_MAX);
             self.timers.set(due, session);
@@ -113,33 +127,47 @@ impl Begun {
         known.lists += 1;
         // First, because it makes room for others.
         let named: BTreeSet<u64> = list.iter().map(|listed| listed.request).collect();
-        self.counters.begun_class_changes += known.end_unlisted(cache, &named, &mut budget);
+        let changes = known.end(cache, |request, _| !named.contains(&request), &mut budget);
+        self.counters.begun_class_changes += changes;
         let ignored = list.into_iter().map(|listed| {
             u32::from(!known.list(cache, (listed, &classes), (now, &mut self.counters), &mut budget))
         });
         let ignored = ignored.sum();
         self.counters.begun_ignored_requests += u64::from(ignored);
-        if known.requests.is_empty() {
+        self.remove_empty(session);
+        ignored
+    }
+
+    /// Removes a session without requests.
+    fn remove_empty(&mut self, session: SessionId) {
+        if let Some(known) = self.sessions.get(&session)
+            && known.requests.is_empty()
+        {
             self.timers.clear(known.due, session);
             self.sessions.remove(&session);
         }
-        ignored
     }
 
     /// Ends the requests of a session.
     pub(crate) fn close(&mut self, cache: &mut Cache, session: SessionId) {
         let Some(known) = self.sessions.remove(&session) else { return };
         self.timers.clear(known.due, session);
+        let mut budget = BEGUN_KEYS_MAX;
         for mut listed in known.requests.into_values() {
-            self.counters.begun_class_changes += listed.truncate(cache, 0);
+            self.counters.begun_class_changes += listed.truncate(cache, 0, &mut budget);
         }
     }
 
     /// Ends the requests of the first session that has been silent for too long.
     pub(crate) fn fire_timer(&mut self, cache: &mut Cache, now: Tick) {
         let Some(session) = self.timers.pop_due(now) else { return };
-        let requests = self.sessions.get(&session).map_or(0, |known| known.requests.len());
-        self.counters.begun_expired_requests += requests as u64;
+        let expires = |known: &Requests| {
+            let expiring =
+                known.requests.values().filter(|listed| !listed.is_expired && listed.list == known.lists);
+            expiring.count()
+        };
+        let expired = self.sessions.get(&session).map_or(0, expires);
+        self.counters.begun_expired_requests += expired as u64;
         self.close(cache, session);
     }
 
@@ -156,8 +184,11 @@ impl Begun {
             let keys: usize = known.requests.values().map(|listed| listed.blocks.len()).sum();
             ensure!(keys == known.keys && keys <= BEGUN_KEYS_MAX, "{keys} keys, {} counted", known.keys);
             for request in known.requests.values() {
-                for block in request.blocks.iter().flatten() {
-                    listed.entry(*block).or_default().add(request.state);
+                ensure!(request.unchanged <= request.blocks.len(), "{} blocks change", request.unchanged);
+                for (number, block) in request.blocks.iter().enumerate() {
+                    if let Some(block) = block {
+                        listed.entry(*block).or_default().add(request.state_of(number));
+                    }
                 }
             }
         }
@@ -187,98 +218,155 @@ impl Requests {
             Entry::Vacant(_) if keys.is_empty() || first > 0 || tracked >= LOOKAHEAD_TRACKED_MAX => {
                 return false;
             }
-            Entry::Vacant(new) => {
-                let expires = now.after(BEGUN_LISTED_MAX);
-                new.insert(Listed { state, blocks: Vec::new(), list: 0, expires, is_expired: false })
-            }
+            Entry::Vacant(new) => new.insert(Listed::new(state, now)),
         };
         if replace(&mut known.list, list) == list {
             return false;
         }
-        let before = known.blocks.len();
+        known.wanted = state;
         if !known.is_expired && known.expires <= now {
             known.is_expired = true;
             counters.begun_expired_requests += 1;
-            counters.begun_class_changes += known.truncate(cache, 0);
         }
-        if known.is_expired {
-            self.keys -= before - known.blocks.len();
-            return true;
-        }
-        counters.begun_class_changes += known.change_state(cache, state, budget);
-        let is_applied = keys.is_empty() || {
-            let fits =
-                first <= before && self.keys - (before - first.min(before)) + keys.len() <= BEGUN_KEYS_MAX;
-            if fits {
-                counters.begun_class_changes += known.replace_from(cache, first, keys, classes);
-            }
-            fits
-        };
-        self.keys = self.keys + known.blocks.len() - before;
+        let before = known.blocks.len();
+        counters.begun_class_changes += known.resume(cache, budget);
+        let others = self.keys - before;
+        // A request whose keys are missing is ignored even without new ones, so that they travel again.
+        let is_known = first <= known.blocks.len() && !(keys.is_empty() && known.blocks.is_empty());
+        let is_applied = known.is_expired
+            || is_known && {
+                let room = BEGUN_KEYS_MAX - others;
+                let keys = keys.into_iter().zip(classes.cycle());
+                let keys = keys.map(|(key, class)| Some((key, class?))).collect();
+                let (changes, is_applied) = known.replace_from(cache, first, (keys, room), budget);
+                counters.begun_class_changes += changes;
+                is_applied
+            };
+        self.keys = others + known.blocks.len();
         is_applied
     }
 
-    /// Ends the requests that a list does not name, as far as the budget allows. Returns the number of blocks whose class
-    /// has changed.
-    fn end_unlisted(&mut self, cache: &mut Cache, named: &BTreeSet<u64>, budget: &mut Budget) -> u64 {
+    /// Continues what the last hint could not change.
+    fn resume(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
+        let list = self.lists;
+        let mut changes = self.end(cache, |_, listed| listed.list != list, budget);
+        for listed in self.requests.values_mut() {
+            self.keys -= listed.blocks.len();
+            changes += listed.resume(cache, budget);
+            self.keys += listed.blocks.len();
+        }
+        changes
+    }
+
+    /// Ends requests as far as the budget allows. Returns the number of blocks whose class has changed.
+    fn end(&mut self, cache: &mut Cache, ends: impl Fn(u64, &Listed) -> bool, budget: &mut Budget) -> u64 {
         let mut changes = 0;
         let keys = &mut self.keys;
         self.requests.retain(|request, listed| {
-            let ends = !named.contains(request) && budget.admits(listed.blocks.len());
-            if ends {
-                *keys -= listed.blocks.len();
-                changes += listed.truncate(cache, 0);
+            if !ends(*request, listed) {
+                return true;
             }
-            !ends
+            *keys -= listed.blocks.len();
+            changes += listed.truncate(cache, 0, &mut budget.changes);
+            *keys += listed.blocks.len();
+            !listed.blocks.is_empty()
         });
         changes
     }
 }
 
 impl Listed {
-    /// Changes the state of the request, as far as the budget allows.
-    fn change_state(&mut self, cache: &mut Cache, state: RequestState, budget: &mut Budget) -> u64 {
-        if self.state == state || !budget.admits(self.blocks.len()) {
-            return 0;
+    fn new(state: RequestState, now: Tick) -> Listed {
+        Listed {
+            wanted: state,
+            state,
+            unchanged: 0,
+            blocks: Vec::new(),
+            list: 0,
+            expires: now.after(BEGUN_LISTED_MAX),
+            is_expired: false,
         }
-        let before = replace(&mut self.state, state);
-        // From the last block to the first: a block that is evicted later enters its class later.
-        let blocks = self.blocks.iter().rev().flatten();
-        blocks.map(|block| u64::from(cache.list_block(*block, Some(before), Some(state)))).sum()
     }
 
-    /// Replaces the blocks from a number on.
+    /// State of a block.
+    fn state_of(&self, number: usize) -> RequestState {
+        match self.state {
+            RequestState::Running if number < self.unchanged => RequestState::Preempted,
+            RequestState::Preempted if number < self.unchanged => RequestState::Running,
+            state => state,
+        }
+    }
+
+    /// Changes the state of the request to the wanted one, or ends its blocks if it has expired, as far as the budget
+    /// allows. A change that has begun ends before the next one begins.
+    fn resume(&mut self, cache: &mut Cache, budget: &mut Budget) -> u64 {
+        if self.is_expired {
+            return self.truncate(cache, 0, &mut budget.changes);
+        }
+        let mut changes = 0;
+        loop {
+            let rest = self.unchanged - take(&mut budget.changes, self.unchanged);
+            // From the last block to the first: a block that is evicted later enters its class later.
+            for number in (rest..self.unchanged).rev() {
+                let before = self.state_of(number);
+                if let Some(block) = self.blocks[number] {
+                    changes += u64::from(cache.list_block(block, Some(before), Some(self.state)));
+                }
+            }
+            self.unchanged = rest;
+            if rest > 0 || self.state == self.wanted {
+                return changes;
+            }
+            (self.state, self.unchanged) = (self.wanted, self.blocks.len());
+        }
+    }
+
+    /// Replaces the blocks from a number on, unless they begin with the same ones. Returns the number of blocks whose
+    /// class has changed, and whether all are listed: there may be no room for them, or no budget.
     fn replace_from(
         &mut self,
         cache: &mut Cache,
         first: usize,
-        keys: Vec<BlockKey>,
-        classes: &RankClasses,
-    ) -> u64 {
-        let mut changes = self.truncate(cache, first);
-        let keys = keys.into_iter().zip(classes.cycle());
-        self.blocks.extend(keys.map(|(key, class)| Some((key, class?))));
-        for block in self.blocks[first..].iter().rev().flatten() {
+        (blocks, room): (Vec<Option<(BlockKey, SizeClassId)>>, usize),
+        budget: &mut Budget,
+    ) -> (u64, bool) {
+        let same = blocks.iter().zip(&self.blocks[first..]).take_while(|(new, known)| new == known).count();
+        let (first, new) = (first + same, &blocks[same..]);
+        if new.is_empty() {
+            return (0, true);
+        }
+        if first + new.len() > room {
+            return (0, false);
+        }
+        let mut changes = self.truncate(cache, first, &mut budget.changes);
+        if self.blocks.len() > first {
+            return (changes, false);
+        }
+        let added = take(&mut budget.added, new.len());
+        for block in new[..added].iter().rev().flatten() {
             changes += u64::from(cache.list_block(*block, None, Some(self.state)));
         }
-        changes
+        self.blocks.extend(&new[..added]);
+        (changes, added == new.len())
     }
 
-    /// Ends the blocks from a number on.
-    fn truncate(&mut self, cache: &mut Cache, first: usize) -> u64 {
-        let (state, ended) = (self.state, self.blocks.drain(first..));
-        ended.rev().flatten().map(|block| u64::from(cache.list_block(block, Some(state), None))).sum()
+    /// Ends the blocks from a number on, as far as a budget allows.
+    fn truncate(&mut self, cache: &mut Cache, first: usize, budget: &mut usize) -> u64 {
+        let mut changes = 0;
+        for _ in 0..take(budget, self.blocks.len() - first) {
+            let state = self.state_of(self.blocks.len() - 1);
+            if let Some(block) = self.blocks.pop().flatten() {
+                changes += u64::from(cache.list_block(block, Some(state), None));
+            }
+        }
+        self.unchanged = self.unchanged.min(self.blocks.len());
+        changes
     }
 }
 
-impl Budget {
-    /// Whether a number of blocks may be changed: the rest of the budget, or those of one request.
-    fn admits(&mut self, blocks: usize) -> bool {
-        let admits = blocks <= self.changes || !self.is_used;
-        if admits {
-            self.changes = self.changes.saturating_sub(blocks);
-            self.is_used = self.is_used || blocks > 0;
-        }
-        admits
-    }
+/// Takes up to a number from a budget; returns how many.
+fn take(budget: &mut usize, wanted: usize) -> usize {
+    let taken = wanted.min(*budget);
+    *budget -= taken;
+    taken
 }

@@ -275,9 +275,11 @@ pub const LOOKAHEAD_GRACE_MAX: Duration = Duration::from_secs(10);
 /// Maximum keys of all requests of a session that have begun: 256 requests of 2,048 tokens. Up to 80 bytes each, 2.5 MiB.
 pub const BEGUN_KEYS_MAX: usize = 32_768;
 
-/// Maximum blocks whose class one hint changes, if it changes those of several requests; 0.3 µs each. Others wait for the
-/// next hint.
-pub const BEGUN_CHANGES_MAX: usize = 4_096;
+/// Maximum blocks that one hint adds to the requests that have begun: 1.2 ms. Others are ignored, and travel again.
+pub const BEGUN_ADDED_MAX: usize = 4_096;
+
+/// Maximum other blocks whose class one hint changes, 0.3 µs each. The next hint of the session changes more.
+pub const BEGUN_CHANGES_MAX: usize = 2_048;
 
 /// Time after the last hint of a session when its requests that have begun end: its engine no longer runs. Engines send
 /// a hint each second while requests run.

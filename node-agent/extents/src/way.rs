@@ -177,7 +177,7 @@ impl<D: Devices> AnyPath for ExtentPath<D> {
 impl Way {
     /// Opens the way with the client's session, unless it is open; tries again to get rings that were busy. Getting rings
     /// takes half of the time until the deadline at most, and a second when they are tried again, so that the arena can
-    /// move the blocks otherwise. The question for the devices of loaded blocks ends at the deadline too.
+    /// move the blocks otherwise. The question for the devices of loaded blocks counts as a part of that.
     ///
     /// # Errors
     /// The session has ended, or the agent does not answer.
@@ -195,21 +195,24 @@ impl Way {
             let (window, on_devices) = (self.window.take(), std::mem::take(&mut self.on_devices));
             *self = Way { window, on_devices, ..Way::default() };
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let devices = match probe(client, &self.on_devices, left) {
+        let half = deadline.saturating_duration_since(Instant::now()) / 2;
+        let limit = if is_current { half.min(RETRY_LIMIT) } else { half };
+        let until = Instant::now() + limit;
+        let devices = match probe(client, &self.on_devices, limit) {
             Ok(Some(devices)) => Ok(devices),
             // No extent is free at the moment.
             Ok(None) | Err(ClientError::Busy(_)) => {
                 self.put_off();
                 return Ok(None);
             }
-            // The limit of the transfer was shorter than that of a call: the agent is not suspected.
-            Err(ClientError::Timeout { .. }) if Instant::now() >= deadline => return Ok(None),
+            // The limit was shorter than that of a call: the agent is not suspected.
+            Err(ClientError::Timeout { after, .. }) if after >= limit => {
+                self.put_off();
+                return Ok(None);
+            }
             Err(error @ ClientError::BadRequest(_)) => Err(error.to_string()),
             Err(error) => return Err(error),
         };
-        let half = deadline.saturating_duration_since(Instant::now()) / 2;
-        let until = Instant::now() + if is_current { half.min(RETRY_LIMIT) } else { half };
         if is_current {
             let Ok(devices) = devices else {
                 self.put_off();

@@ -6,4 +6,4 @@ mod latency;
 mod wear;
 
 pub(super) use latency::LatencyMonitor;
-pub(super) use wear::{DevicePath, WearLimits, WearMonitor};
+pub(super) use wear::{Amplification, DevicePath, WearLimits, WearMonitor};

@@ -304,7 +304,13 @@ impl Lists {
             return 0;
         }
         let at = self.at(Group(group), ListKind::Queue, queue);
+        let Chunk { older, newer, .. } = *self.chunks.get(chunk);
         self.chunks.renew(&mut self.lists[at].ends, chunk);
+        // The neighbours on both sides may have grown too small for their own chunks while this one was between them.
+        let is_small = |other: u32| other != NIL && self.chunks.get(other).len() <= JOINING_MAX;
+        if let Some(small) = [older, newer].into_iter().find(|other| is_small(*other)) {
+            self.join(at, small);
+        }
         moved
     }
 

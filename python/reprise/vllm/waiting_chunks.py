@@ -48,7 +48,7 @@ class WaitingChunks:
     keys: bytes = b""
     """Packed keys to read ahead."""
     here: bytes = b""
-    """Packed keys of the last match that are on this node."""
+    """Packed keys of matches that are on this node, from the first missing chunk on."""
 
 
 @dataclass
@@ -91,31 +91,54 @@ class WaitingRequests:
         for request_id in preempted:
             if (request := self._requests.get(request_id)) is not None:
                 # It has more chunks than before.
-                self._requests[request_id] = WaitingChunks(request.missing)
+                self._requests[request_id] = WaitingChunks(request.missing, here=request.here)
             self.hints.preempted([request_id])
         self.hints.step(begun, is_idle=not begun)
 
     def invalidate(self) -> None:
         """Drops all matches, because the keys of chunks have changed."""
         self._requests = {name: WaitingChunks(request.missing) for name, request in self._requests.items()}
+        for request_id in self._requests:
+            self.hints.replaced(request_id)
 
     def _keys_ahead(self, request_id: str, is_near: bool) -> bytes:
         request = self._requests.get(request_id)
         if request is None:
             return b""
         if request.call is not None and request.call.pending is not None:
-            sources = self.matcher.peek(request.call)
-            if sources is not None:
-                request.keys = request.matching[: blocks_ahead(sources) * KEY_BYTES]
-                request.here = request.matching[: blocks_here(sources) * KEY_BYTES]
-                request.call, request.matching = None, b""
+            self._take_answer(request_id, request)
         elif is_near and (request.matched_at is None or self.now() - request.matched_at > REMATCH_S):
             self._start_match(request)
         return request.keys
 
     def _blocks_begun(self, request_id: str, first: int) -> bytes:
         request = self._requests.get(request_id)
-        return b"" if request is None else request.here[first * KEY_BYTES :]
+        if request is None:
+            return b""
+        before = request.here
+        if request.call is not None and request.call.pending is not None:
+            # It has begun before the answer to its match.
+            self._take_answer(request_id, request)
+        if not request.here.startswith(before):
+            # The next list has other keys from the first one on.
+            return b""
+        return request.here[first * KEY_BYTES :]
+
+    def _take_answer(self, request_id: str, request: WaitingChunks) -> None:
+        """Takes the answer to the match of a request, if there is one."""
+        assert request.call is not None
+        sources = self.matcher.peek(request.call)
+        if sources is None:
+            return
+        request.keys = request.matching[: blocks_ahead(sources) * KEY_BYTES]
+        here = request.matching[: blocks_here(sources) * KEY_BYTES]
+        request.call, request.matching = None, b""
+        # The first missing chunk is another one if vLLM has dropped some since, or has loaded some.
+        if not here.startswith(request.here) and not request.here.startswith(here):
+            self.hints.replaced(request_id)
+            request.here = here
+        elif len(here) > len(request.here):
+            request.here = here
 
     def _start_match(self, request: WaitingChunks) -> None:
         """Derives the keys of a request's missing chunks and matches them, as far as the step has time."""

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
 from reprise import Source
-from reprise.lookahead import KEY_BYTES
+from reprise.lookahead import KEY_BYTES, Begun
 from reprise.vllm.match_calls import Matcher
 from reprise.vllm.options import TierOptions
 from reprise.vllm.waiting_chunks import MissingChunks, WaitingRequests
@@ -118,6 +118,40 @@ def test_keys_of_waiting_chunks_are_derived_within_the_budget_of_each_step(monke
         assert (derived, len(session.matches)) == (parts, matches)
     assert session.matches[0] == FakeMatch(b"".join(key[:KEY_BYTES] for key in keys[2:]), 2)
     assert queue._keys_ahead("waits", True) == session.matches[0].keys
+
+
+def test_listed_blocks_begin_with_the_same_chunk_until_all_travel_again() -> None:
+    session: Any = FakeSession()
+    matcher = Matcher(session, TierOptions.read({"socket": "/none", "match_budget_ms": 10_000.0}), FakeCounters())
+    queue, keys = WaitingRequests(matcher, lambda packed: b"".join(key[:KEY_BYTES] for key in packed)), chain(1, 7)
+    packed = [key[:KEY_BYTES] for key in keys]
+    first = 2
+
+    def match() -> None:
+        matcher.begin_step()
+        queue._keys_ahead("a", True)
+
+    queue.arrived("a", lambda: missing(keys[first:], first))
+    match()
+    # It begins before the answer to its match.
+    assert queue._blocks_begun("a", 0) == b"".join(packed[2:])
+    queue.hints._begun["a"] = begun = Begun(1, sent=5, confirmed=5)
+    # After a preemption, the same chunks are missing, then fewer: the listed blocks stay.
+    queue._requests["a"] = replace(queue._requests["a"], matched_at=None)
+    first = 2
+    match()
+    match()
+    assert (queue._blocks_begun("a", 3), begun.sent) == (b"".join(packed[5:]), 5)
+    # vLLM has dropped its first chunks since.
+    queue._requests["a"] = replace(queue._requests["a"], matched_at=None)
+    first = 0
+    match()
+    assert queue._blocks_begun("a", 5) == b"", "not mixed with the former keys"
+    assert (begun.sent, begun.confirmed) == (0, 0)
+    assert queue._blocks_begun("a", 0) == b"".join(packed)
+    begun.sent = begun.confirmed = 7
+    queue.invalidate()
+    assert (queue._blocks_begun("a", 0), begun.sent) == (b"", 0), "no key has the former weights"
 
 
 def test_chunks_of_a_waiting_request_are_in_dram_before_their_look_up(cluster: Cluster, engine: Make) -> None:

@@ -66,8 +66,8 @@ pub struct Plan {
     pub rejected: Rejected,
     /// Number of configurations within the budget.
     pub compared: usize,
-    /// Shortest mean TTFT within the budget.
-    pub ttft_best: Option<f64>,
+    /// Requests of the trace that are larger than the memory of a node's accelerators, and are not served.
+    pub refused_requests: u64,
 }
 
 /// Whether a plan may have a cold store.
@@ -91,17 +91,25 @@ pub struct Goal {
 /// Makes a plan for a budget.
 pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Plan, PlanError> {
     let (machine, load) = (estimator.machine, estimator.load);
-    let all = Configuration::all(machine, load, budget.usd_per_hour);
-    if all.is_empty() {
-        return Err(too_small(estimator, budget));
+    let memory_tokens = machine.memory_tokens();
+    let (tokens, refused_requests) = load.memory_tokens(memory_tokens);
+    if refused_requests == load.requests {
+        return Err(PlanError::AllRefused {
+            requests: refused_requests,
+            tokens,
+            node: machine.title(),
+            memory_tokens,
+            model: machine.model.title.clone(),
+        });
     }
+    let all = Configuration::all(machine, load, budget.usd_per_hour);
     let compared = all.len();
     let evaluate = |configuration| Evaluated { estimate: estimator.estimate(&configuration), configuration };
     let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
         all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
     let is_eligible = |one: &&Evaluated| goal.cold == ColdStore::Allowed || !one.configuration.cold;
     let chosen =
-        best(usable.iter().filter(is_eligible), goal).ok_or(PlanError::AllRejected(compared))?.clone();
+        best(usable.iter().filter(is_eligible), goal).ok_or_else(|| too_small(estimator, budget))?.clone();
     let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
     let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
     let worn = best(refused.iter().filter(is_eligible).filter(is_worn), goal);
@@ -116,7 +124,7 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Pla
         steps: steps(estimator, &chosen),
         rejected,
         compared,
-        ttft_best: shortest(usable.iter().filter(is_eligible)),
+        refused_requests,
         chosen,
     })
 }
@@ -181,7 +189,7 @@ fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
     let mut push =
         |name, changed: Option<Configuration>| changes.extend(changed.map(|changed| (name, changed)));
     push("more DRAM", now.next_dram());
-    push("more SSDs", now.next_ssds());
+    push("more SSDs", more_ssds(estimator, chosen));
     push("one more node", Some(now.next_node()));
     push("another policy", other_policy(estimator, &now));
     push("a cold store", (!now.cold && now.dram_gb > 0).then_some(Configuration { cold: true, ..now }));
@@ -203,6 +211,32 @@ fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
         }
     };
     changes.into_iter().map(step).collect()
+}
+
+/// More SSDs that gain most for the price, of all classes and admissions; usable ones first.
+fn more_ssds(estimator: &Estimator<'_>, chosen: &Evaluated) -> Option<Configuration> {
+    let gain = |one: &Estimate| {
+        let now = &chosen.estimate;
+        let gain = match (now.ttft_mean, one.ttft_mean) {
+            (Some(now), Some(then)) => now - then,
+            _ => one.served - now.served,
+        };
+        let usd = one.usd_per_hour - now.usd_per_hour;
+        match (gain > 0.0, usd > 0.0) {
+            (true, true) => gain / usd,
+            (true, false) => f64::INFINITY,
+            (false, _) => gain,
+        }
+    };
+    let mut best: Option<((bool, f64), Configuration)> = None;
+    for configuration in chosen.configuration.next_ssds(estimator.machine) {
+        let estimate = estimator.estimate(&configuration);
+        let value = (estimate.unusable.is_none(), gain(&estimate));
+        if best.as_ref().is_none_or(|(most, _)| value > *most) {
+            best = Some((value, configuration));
+        }
+    }
+    best.map(|(_, configuration)| configuration)
 }
 
 /// The other policy with the shortest TTFT on the same hardware. Traces have no priorities, so `priority_lru` is `lru`.

@@ -1,7 +1,5 @@
 //! Configurations that are compared, their sizes and their prices.
 
-use std::fmt;
-
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 
@@ -109,7 +107,7 @@ impl Configuration {
         self.ssds.map(|ssds| (&machine.ssds[ssds.class], ssds.count))
     }
 
-    /// Price of an hour of the cluster: nodes, DRAM, SSDs and the bytes of the cold store.
+    /// Price of an hour of the cluster: nodes, DRAM, SSDs and the bytes of the cold store, but not its requests.
     pub fn usd_per_hour(&self, machine: &Machine, load: &Load) -> f64 {
         let hardware = &machine.hardware;
         let ssds = self
@@ -117,7 +115,7 @@ impl Configuration {
             .map_or(0.0, |(class, count)| class.bytes as f64 / GB * f64::from(count) * class.usd_per_gb_hour);
         let node = hardware.usd_per_node_hour(machine.accelerators, self.dram_gb * GB as u64, 0) + ssds;
         let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
-        let cold_bytes = if self.cold { load.distinct as f64 * block_bytes as f64 } else { 0.0 };
+        let cold_bytes = if self.cold { load.cold_blocks() * block_bytes as f64 } else { 0.0 };
         f64::from(self.nodes) * node + cold_bytes / GB * hardware.cold_usd_per_gb_hour
     }
 
@@ -133,12 +131,23 @@ impl Configuration {
         Some(Configuration { dram_gb, ..*self })
     }
 
-    /// Next larger number of SSDs in a node: of the same class, or of the first class.
-    pub fn next_ssds(&self) -> Option<Configuration> {
-        let (class, now) = self.ssds.map_or((0, 0), |ssds| (ssds.class, ssds.count));
-        let count = *SSDS.iter().find(|count| **count > now)?;
+    /// Next larger number of SSDs in a node: of each class with more bytes than now, with each admission.
+    pub fn next_ssds(&self, machine: &Machine) -> Vec<Configuration> {
+        let now = self.ssds.map_or(0, |ssds| ssds.count);
+        let Some(count) = SSDS.into_iter().find(|count| *count > now) else { return Vec::new() };
         let dram_gb = self.dram_gb.max(DRAM_GB[1]);
-        Some(Configuration { ssds: Some(Ssds { class, count }), dram_gb, ..*self })
+        let classes = (0..machine.ssds.len()).map(|class| Configuration {
+            ssds: Some(Ssds { class, count }),
+            dram_gb,
+            ..*self
+        });
+        classes
+            .filter(|one| one.ssd_bytes(machine) > self.ssd_bytes(machine))
+            .flat_map(|one| {
+                [AdmissionMode::Always, AdmissionMode::SecondUse]
+                    .map(|admission| Configuration { admission, ..one })
+            })
+            .collect()
     }
 
     /// Next smaller number of SSDs in a node.
@@ -170,20 +179,5 @@ impl Configuration {
             text += " without a cache";
         }
         text
-    }
-}
-
-impl fmt::Display for Configuration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let drives = self.ssds.map_or(0, |ssds| ssds.count);
-        write!(
-            f,
-            "{} nodes, {} GB DRAM, {drives} SSDs, cold store: {}, {}, {}",
-            self.nodes,
-            self.dram_gb,
-            if self.cold { "yes" } else { "no" },
-            self.policy.name(),
-            self.admission.name()
-        )
     }
 }

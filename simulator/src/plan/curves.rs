@@ -90,9 +90,9 @@ impl Curves {
             }
             Point::Unlimited => measure_hits(load, settings(EvictionKind::default(), u64::MAX, 0, always)),
             Point::Bound(size) => {
-                let hits = replay_opt(&load.trace, scaled(capacities[size])).hits;
+                let hits = replay_opt(load.trace(), scaled(capacities[size])).hits;
                 Measured {
-                    hit_ratio: hits as f64 / load.trace.references().max(1) as f64,
+                    hit_ratio: hits as f64 / load.trace().references().max(1) as f64,
                     ..Measured::default()
                 }
             }
@@ -100,7 +100,7 @@ impl Curves {
                 let blocks = scaled(capacities[size]);
                 let counts = |admission| {
                     let settings = settings(EvictionKind::default(), blocks, u64::from(u32::MAX), admission);
-                    Cluster::new(1, settings).replay(&load.trace).counts
+                    Cluster::new(1, settings).replay(load.trace()).counts
                 };
                 let (all, second) = (counts(always), counts(AdmissionMode::SecondUse));
                 let ratio = |part: u64, whole: u64| if whole == 0 { 1.0 } else { part as f64 / whole as f64 };
@@ -195,13 +195,13 @@ fn index(kind: EvictionKind) -> usize {
 
 fn measure_hits(load: &Load, settings: NodeSettings) -> Measured {
     let (mut all, mut hits, mut number) = (0_u64, Vec::with_capacity(load.shapes.len()), 0);
-    Cluster::new(1, settings).replay_each(&load.trace, |blocks| {
+    Cluster::new(1, settings).replay_each(load.trace(), |blocks| {
         all += blocks as u64;
         if usize::is_multiple_of(number, load.stride) {
             hits.push(blocks as f32);
         }
         number += 1;
     });
-    let hit_ratio = all as f64 / load.trace.references().max(1) as f64;
+    let hit_ratio = all as f64 / load.trace().references().max(1) as f64;
     Measured { hit_ratio, hits, ..Measured::default() }
 }

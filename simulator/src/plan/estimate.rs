@@ -22,7 +22,7 @@ use super::machine::Machine;
 pub(super) const BATCH_MAX: u64 = 64;
 
 /// Part of the time that a node can be busy: behind it, queues grow with every burst.
-pub(super) const BUSY_MAX: f64 = 0.85;
+pub const BUSY_MAX: f64 = 0.85;
 
 /// Part of a channel's bandwidth that a plan uses at most.
 const CHANNEL_MAX: f64 = 0.85;
@@ -162,25 +162,17 @@ impl<'a> Estimator<'a> {
         estimate
     }
 
-    /// Times to the first token of the requests, with their waits, ascending. Waits are exponential, and zero for the
-    /// requests that find an idle node.
-    pub fn ttfts(&self, configuration: &Configuration) -> Vec<f64> {
-        let estimate = self.estimate(configuration);
-        let wait = estimate.ttft_mean.map_or(f64::INFINITY, |mean| mean - estimate.alone_mean);
-        let times = self.times(configuration);
-        let golden = 0.618_033_988_749_895;
-        let mut all: Vec<f64> = (0..)
-            .zip(times)
-            .map(|(at, time)| {
-                let draw = (f64::from(at) * golden).fract();
-                let idle = 1.0 - estimate.busy.min(1.0);
-                let waits =
-                    if draw < idle { 0.0 } else { -wait / (1.0 - idle) * ((1.0 - draw) / (1.0 - idle)).ln() };
-                time + waits
-            })
-            .collect();
-        all.sort_by(f64::total_cmp);
-        all
+    /// Price of a million tokens at the largest load that nodes bear ([`BUSY_MAX`]); `None` if SSDs or the cold store
+    /// do not bear it.
+    pub fn usd_per_million_tokens_max(&self, configuration: &Configuration) -> Option<f64> {
+        let mut estimate = self.estimate(configuration);
+        let requests_per_second = estimate.requests_per_second_max * BUSY_MAX;
+        estimate.served = requests_per_second / self.load.requests_per_second;
+        estimate.unusable = None;
+        self.wear(configuration, &mut estimate);
+        let (input, output) = self.load.tokens_mean;
+        let tokens_per_hour = requests_per_second * (input + output) * 3_600.0;
+        estimate.unusable.is_none().then(|| estimate.usd_per_hour / tokens_per_hour * 1e6)
     }
 
     /// Hits by tier, of all references.
@@ -243,8 +235,8 @@ impl<'a> Estimator<'a> {
             ssd,
             cold: hardware.cold.bytes_per_second as f64,
             network: hardware.network.bytes_per_second as f64,
-            // A session stays on its node; other requests are divided at random.
-            peers: if self.load.has_sessions { 0.0 } else { (nodes - 1.0) / nodes },
+            // A session stays on its node, with its blocks; other requests are divided at random.
+            peers: if self.load.whole().has_session_ids() { 0.0 } else { (nodes - 1.0) / nodes },
         }
     }
 

@@ -92,6 +92,11 @@ impl Machine {
         })
     }
 
+    /// Tokens whose KV cache the memory of a node's accelerators holds.
+    pub fn memory_tokens(&self) -> u64 {
+        self.kv_bytes / self.model.kv_bytes_per_token().max(1)
+    }
+
     /// Bytes per second between DRAM and all accelerators of a node.
     pub fn link_bytes_per_second(&self) -> f64 {
         let link = self.hardware.link.bytes_per_second * u64::from(self.accelerators);

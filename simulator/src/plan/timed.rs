@@ -1,15 +1,40 @@
 //! Replay of one configuration with time, with its nodes and tiers.
 //!
-//! A sample of a share `f` of the sessions keeps the load of each node: `n` nodes become `m = round(f · n)`, at least one,
-//! and arrivals and sizes of tiers are scaled by `f · n / m`.
+//! Sessions with ids of their own share no block, and stay on a node. So `m` of `n` nodes with the part `m / n` of the
+//! sessions are replayed as they are: memory, tiers, steps and arrivals have their real sizes ([`Part`]). The part is as
+//! large as the limit of references allows, and has some tens of sessions. If it is still too large, or blocks are shared,
+//! the replay ends after the first requests of the trace.
+
+use std::borrow::Cow;
 
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::{Chains, EvictionPolicy};
 
 use super::configuration::Configuration;
 use super::estimate::Estimator;
-use crate::replay::NodeSettings;
+use super::load::Load;
+use crate::replay::{NodeSettings, Trace};
 use crate::serving::fleet::{BATCH_MAX, FleetResults, FleetSetup, STEP_TOKENS_MAX, WAIT_BOUND, replay_timed};
+
+/// Sessions of a replay with time at least, if the trace has so many.
+const SESSIONS_MIN: f64 = 32.0;
+
+/// Part of a trace that is replayed with time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    /// Nodes that are replayed.
+    pub nodes: u32,
+    /// Nodes of the configuration.
+    pub of_nodes: u32,
+    /// Sessions that are replayed.
+    pub sessions: u32,
+    /// Requests that are replayed.
+    pub requests: u64,
+    /// References to blocks that are replayed.
+    pub references: u64,
+    /// Part of the time of the trace that is replayed, from its begin on.
+    pub of_time: f64,
+}
 
 /// Results of a replay with time.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,25 +57,25 @@ pub struct Timed {
     pub ssd_years: Option<f64>,
     /// Requests that exceed the memory of a node's accelerators.
     pub refused: u64,
-    /// Nodes that were simulated.
-    pub nodes: u16,
+    /// Part of the trace that was replayed.
+    pub part: Part,
 }
 
 impl Timed {
     /// Replays the trace with time on a configuration, without its cold store.
     pub fn new(estimator: &Estimator<'_>, configuration: &Configuration) -> Timed {
         let load = estimator.load;
-        let setup = setup(estimator, configuration);
-        let results = replay_timed(&setup, &load.trace);
+        let (part, trace) = Part::new(load, configuration.nodes);
+        let results = replay_timed(&setup(estimator, configuration, part.nodes), &trace);
         let counts = results.counts;
         let of = |blocks: u64| blocks as f64 / counts.references.max(1) as f64;
         let mut ttft_seconds: Vec<f64> = results.ttft_ns.iter().map(|ns| *ns as f64 * 1e-9).collect();
         ttft_seconds.sort_by(f64::total_cmp);
         let drives = configuration.drives(estimator.machine);
         let ssd_bytes_per_day = drives.map(|(_, count)| {
-            // The node that writes most serves its part of the load, and scaled tiers stand for whole ones.
-            let part = of(results.nvme_written_max) * f64::from(setup.nodes) / f64::from(configuration.nodes);
-            part * load.references_per_second * estimator.block_bytes * 86_400.0 / f64::from(count)
+            // Replayed nodes have their part of the load.
+            let written = of(results.nvme_written_max) * f64::from(part.nodes) / f64::from(part.of_nodes);
+            written * load.references_per_second * estimator.block_bytes * 86_400.0 / f64::from(count)
         });
         let years = |(class, _): (&super::SsdClass, u32)| {
             ssd_bytes_per_day.map(|bytes| class.rated_bytes() / (bytes * 365.0).max(1.0))
@@ -65,7 +90,7 @@ impl Timed {
             ssd_bytes_per_day,
             ssd_years: drives.and_then(years),
             refused: results.refused,
-            nodes: setup.nodes,
+            part,
         }
     }
 
@@ -81,13 +106,48 @@ impl Timed {
     }
 }
 
-/// Setup of the simulated nodes.
-fn setup(estimator: &Estimator<'_>, configuration: &Configuration) -> FleetSetup {
+impl Part {
+    /// Selects the part of a load for some nodes, and returns it with its trace.
+    pub fn new(load: &Load, of_nodes: u32) -> (Part, Cow<'_, Trace>) {
+        let (whole, limit) = (load.whole(), load.limits.timed_references);
+        let all = f64::from(of_nodes);
+        let nodes = if whole.has_session_ids() && load.references > limit {
+            let affordable = (all * limit as f64 / load.references as f64).floor();
+            let least = (all * SESSIONS_MIN / f64::from(load.sessions.max(1))).ceil();
+            affordable.max(least).clamp(1.0, all)
+        } else {
+            all
+        };
+        let mut trace = Cow::Borrowed(whole);
+        if nodes < all {
+            trace = Cow::Owned(whole.sampled(nodes / all, load.seed));
+        }
+        let span = trace.span_ms();
+        // A little more than the limit is better than a part of the time.
+        if trace.references() > limit.saturating_mul(2) {
+            trace = Cow::Owned(trace.begin(limit.saturating_mul(2)));
+        }
+        let part = Part {
+            nodes: nodes as u32,
+            of_nodes,
+            sessions: trace.sessions_used(),
+            requests: trace.requests().len() as u64,
+            references: trace.references(),
+            of_time: if span > 0 { trace.span_ms() as f64 / span as f64 } else { 1.0 },
+        };
+        (part, trace)
+    }
+
+    /// Whether the whole trace is replayed, on all nodes.
+    pub fn is_whole(&self) -> bool {
+        self.nodes == self.of_nodes && self.of_time >= 1.0
+    }
+}
+
+/// Setup of the replayed nodes.
+fn setup(estimator: &Estimator<'_>, configuration: &Configuration, nodes: u32) -> FleetSetup {
     let (machine, load) = (estimator.machine, estimator.load);
-    let whole = f64::from(configuration.nodes) * load.share;
-    let nodes = whole.round().max(1.0);
-    let scale = whole / nodes;
-    let blocks = |bytes: f64| (bytes * scale / estimator.block_bytes) as u64;
+    let blocks = |bytes: f64| (bytes / estimator.block_bytes) as u64;
     let mut hardware = machine.hardware.clone();
     if let Some((class, count)) = configuration.drives(machine) {
         (hardware.nvme_read, hardware.nvme_write) = (class.read, class.write);
@@ -105,7 +165,7 @@ fn setup(estimator: &Estimator<'_>, configuration: &Configuration) -> FleetSetup
         tenants: 1,
     };
     FleetSetup {
-        nodes: nodes as u16,
+        nodes: u16::try_from(nodes).unwrap_or(u16::MAX),
         hardware,
         model: machine.model.clone(),
         accelerators: machine.accelerators,
@@ -113,7 +173,7 @@ fn setup(estimator: &Estimator<'_>, configuration: &Configuration) -> FleetSetup
         load_policy: Some(WAIT_BOUND),
         reads_ahead: true,
         has_hbm_cache: true,
-        time_scale: scale,
+        time_scale: 1.0,
         batch_max: BATCH_MAX,
         step_tokens_max: STEP_TOKENS_MAX,
     }

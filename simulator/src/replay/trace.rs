@@ -95,6 +95,8 @@ pub struct Trace {
     references: u64,
     /// Whether times count from the start of each session.
     has_session_times: bool,
+    /// Whether no block is used by two sessions, because ids are those of a session.
+    has_session_ids: bool,
 }
 
 /// Builds a trace from requests.
@@ -153,6 +155,11 @@ impl Trace {
     /// Whether times count from the start of each session.
     pub fn has_session_times(&self) -> bool {
         self.has_session_times
+    }
+
+    /// Whether ids are those of a session, so that no block is used by two sessions.
+    pub fn has_session_ids(&self) -> bool {
+        self.has_session_ids
     }
 
     /// Number of blocks of a request's prompt.
@@ -246,6 +253,7 @@ impl TraceBuilder {
             block_tokens: options.block_tokens.unwrap_or(BLOCK_TOKENS_DEFAULT),
             references: 0,
             has_session_times: false,
+            has_session_ids: true,
         };
         TraceBuilder {
             options,
@@ -355,6 +363,7 @@ impl TraceBuilder {
         if !self.trace.has_session_times {
             self.trace.sessions = self.trace.sessions.max(session.saturating_add(1));
         }
+        self.trace.has_session_ids &= self.scope == IdScope::Session;
         let end = self.blocks_of(at, session, request.hash_ids)?;
         self.trace.references += request.hash_ids.len() as u64;
         self.trace.requests.push(Request {

@@ -41,13 +41,14 @@ use super::costs::Costs;
 use super::events::{Nanos, SECOND, nanos};
 use super::fabric::{ChannelKind, FLOPS_PER_UNIT};
 use super::profiles::{Hardware, Model};
+use super::statistics::percentile;
 use crate::replay::{Cluster, Counts, NodeSettings, Source, Trace};
 use server::{Event, Server};
 
 /// Largest number of requests that an engine runs at the same time: vLLM's default.
 pub const BATCH_MAX: usize = 256;
 
-/// Largest number of tokens in a step: vLLM's default for accelerators with at least 70 GB.
+/// Largest number of tokens in a step: vLLM's default for accelerators with at least 70 GB, here for all of them.
 pub const STEP_TOKENS_MAX: u32 = 8_192;
 
 /// Limit of the wait for loads, as the adapters of the engines configure it.
@@ -176,10 +177,10 @@ impl FleetSetup {
         usable.saturating_sub(self.model.weight_bytes()) / self.model.kv_bytes_per_token().max(1)
     }
 
-    /// Price of an hour of all nodes, with the DRAM and the NVMe of the tiers.
+    /// Price of an hour of all nodes, with the DRAM of the tiers, and with all NVMe of the hardware if a tier is on it.
     pub fn usd_per_hour(&self) -> f64 {
-        let bytes = |blocks: u64| blocks.saturating_mul(self.tiers.block_bytes);
-        let (dram, nvme) = (bytes(self.tiers.dram_blocks), bytes(self.tiers.nvme_blocks));
+        let dram = self.tiers.dram_blocks.saturating_mul(self.tiers.block_bytes);
+        let nvme = if self.tiers.nvme_blocks > 0 { self.hardware.nvme_bytes } else { 0 };
         f64::from(self.nodes.max(1)) * self.hardware.usd_per_node_hour(self.accelerators, dram, nvme)
     }
 }
@@ -203,12 +204,9 @@ impl FleetResults {
         (tokens > 0).then(|| usd * 1e6 / tokens as f64)
     }
 
-    /// Value below which a share of the values lies; zero without values.
-    pub fn percentile(values: &[u64], share: f64) -> u64 {
-        let mut sorted = values.to_vec();
-        let Some(last) = sorted.len().checked_sub(1) else { return 0 };
-        let at = (share.clamp(0.0, 1.0) * last as f64).round() as usize;
-        *sorted.select_nth_unstable(at).1
+    /// Value below which a share of the times lies, as [`percentile`] defines it, in whole nanoseconds.
+    pub fn percentile(nanos: &[u64], share: f64) -> u64 {
+        percentile(nanos, share).round() as u64
     }
 }
 

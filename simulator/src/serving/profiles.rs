@@ -269,6 +269,22 @@ impl Hardware {
         }
     }
 
+    /// Number of this node's drives that hold some bytes.
+    pub fn drives_for(&self, nvme_bytes: u64) -> u64 {
+        nvme_bytes.div_ceil(self.nvme_bytes.max(1))
+    }
+
+    /// This node with several of its drives, at least one: their capacity and bandwidth together.
+    #[must_use]
+    pub fn with_drives(mut self, drives: u64) -> Hardware {
+        let drives = drives.max(1);
+        self.nvme_bytes = self.nvme_bytes.saturating_mul(drives);
+        for rate in [&mut self.nvme_read, &mut self.nvme_write] {
+            rate.bytes_per_second = rate.bytes_per_second.saturating_mul(drives);
+        }
+        self
+    }
+
     /// Price of an hour of one node with some accelerators, bytes of DRAM and bytes of NVMe. The price of an
     /// accelerator includes its share of processors and network; the cold store is not included.
     pub fn usd_per_node_hour(&self, accelerators: u32, dram_bytes: u64, nvme_bytes: u64) -> f64 {

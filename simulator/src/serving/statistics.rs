@@ -35,12 +35,18 @@ pub fn mean(values: &[f64]) -> f64 {
 
 /// Value below which a share of the values lies, between 0 and 1, by linear interpolation; zero without values.
 pub fn quantile(values: &[f64], share: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
+    let mut values = values.to_vec();
+    let Some(last) = values.len().checked_sub(1) else { return 0.0 };
     let place = share.clamp(0.0, 1.0) * last as f64;
-    let (below, above) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
-    below + (above - below) * place.fract()
+    let (_, below, behind) = values.select_nth_unstable_by(place as usize, f64::total_cmp);
+    let above = behind.iter().copied().min_by(f64::total_cmp).unwrap_or(*below);
+    *below + (above - *below) * place.fract()
+}
+
+/// [`quantile`] of whole numbers, such as times in nanoseconds: the definition of all percentiles of results.
+pub fn percentile(values: &[u64], share: f64) -> f64 {
+    let values: Vec<f64> = values.iter().map(|value| *value as f64).collect();
+    quantile(&values, share)
 }
 
 /// Median; zero without values.
@@ -105,6 +111,12 @@ mod tests {
     fn quantiles_interpolate() {
         assert_eq!([median(&[3.0, 1.0, 2.0]), median(&[4.0, 1.0, 2.0, 3.0]), median(&[])], [2.0, 2.5, 0.0]);
         assert_eq!(quantile(&[0.0, 10.0], 0.95), 9.5);
+        let descending: Vec<u64> = (0..=200).rev().collect();
+        assert_eq!(
+            [0.0, 0.5, 0.99, 1.0].map(|share| percentile(&descending, share)),
+            [0.0, 100.0, 198.0, 200.0]
+        );
+        assert_eq!([percentile(&[4, 1], 0.25), percentile(&[], 0.5)], [1.75, 0.0]);
         let interval = bootstrap_median(&[1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!((interval.low, interval.high), (1.0, 5.0));
     }

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use reprise_agent_core::Settings;
+use reprise_agent_core::limits::MATCH_KEYS_MAX;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::{Layout, SessionId, TenantId, Tick};
@@ -82,6 +83,17 @@ pub struct Checks {
     pub replicas: u64,
 }
 
+/// Why a trace was not served to its end.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CoresError {
+    /// Trace or settings are not possible; with the remedy.
+    #[error("{0}")]
+    Impossible(String),
+    /// The first violated invariant.
+    #[error("{0}")]
+    Violation(String),
+}
+
 /// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CoreReplay {
@@ -120,12 +132,33 @@ pub struct CoreReplay {
 /// Serves a trace and checks all invariants.
 ///
 /// # Errors
-/// Settings that are not possible, or the first violated invariant.
-pub fn replay_cores(trace: &Trace, settings: &CoreSettings) -> Result<CoreReplay, String> {
+/// A trace or settings that are not possible, or the first violated invariant.
+pub fn replay_cores(trace: &Trace, settings: &CoreSettings) -> Result<CoreReplay, CoresError> {
+    let (setup, layout, kv_tokens) = prepare(trace, settings).map_err(CoresError::Impossible)?;
+    play_checked(trace, settings, setup, (layout, kv_tokens)).map_err(CoresError::Violation)
+}
+
+fn prepare(trace: &Trace, settings: &CoreSettings) -> Result<(Setup, Layout, u64), String> {
     let kv_tokens = kv_tokens(settings)?;
-    let tokens = u16::try_from(trace.block_tokens()).map_err(|_| "blocks have too many tokens".to_owned())?;
+    let tokens = u16::try_from(trace.block_tokens()).map_err(|_| {
+        format!("blocks of {} tokens: an agent has blocks of at most {}", trace.block_tokens(), u16::MAX)
+    })?;
     let layout = settings.model.layout(tokens).map_err(|error| error.to_string())?;
-    play_checked(trace, settings, setup(settings, layout), (layout, kv_tokens))
+    check_prompts(trace)?;
+    Ok((setup(settings, layout)?, layout, kv_tokens))
+}
+
+/// Refuses prompts that an engine cannot match, save or commit with one request to its agent.
+fn check_prompts(trace: &Trace) -> Result<(), String> {
+    let blocks = |request| trace.len_of(request);
+    let long = trace.requests().iter().position(|request| blocks(request) > MATCH_KEYS_MAX);
+    let Some(at) = long else { return Ok(()) };
+    Err(format!(
+        "request {} of the trace has a prompt of {} blocks, an agent takes at most {MATCH_KEYS_MAX}: use a trace with \
+         larger blocks, or only the requests before it",
+        at + 1,
+        blocks(&trace.requests()[at])
+    ))
 }
 
 /// Serves a trace; a violated invariant is an error.
@@ -153,16 +186,25 @@ fn kv_tokens(settings: &CoreSettings) -> Result<u64, String> {
     }
 }
 
-fn setup(settings: &CoreSettings, layout: Layout) -> Setup {
+fn setup(settings: &CoreSettings, layout: Layout) -> Result<Setup, String> {
     let slot = layout.slot_bytes();
     let per_region = (REGION_BYTES / slot).max(1);
     let stored = slot + HEADER_BYTES;
     let segment_bytes = SEGMENT_BYTES.max(stored.next_multiple_of(SEGMENT_ALIGNMENT));
     let segments = settings.nvme_blocks.div_ceil(segment_bytes / stored);
-    Setup {
+    let regions = settings.dram_blocks.div_ceil(per_region);
+    let regions = u16::try_from(regions).map_err(|_| {
+        format!(
+            "{} blocks of DRAM need {regions} regions, an agent has at most {}: use at most {} blocks",
+            settings.dram_blocks,
+            u16::MAX,
+            u64::from(u16::MAX) * per_region
+        )
+    })?;
+    Ok(Setup {
         nodes: usize::from(settings.nodes),
         members: usize::from(settings.members),
-        regions: u16::try_from(settings.dram_blocks.div_ceil(per_region)).unwrap_or(u16::MAX),
+        regions,
         region_bytes: REGION_BYTES.max(slot),
         disks: usize::from(segments > 0),
         disk_bytes: disk_bytes(segments, segment_bytes),
@@ -179,7 +221,7 @@ fn setup(settings: &CoreSettings, layout: Layout) -> Setup {
             ..Settings::default()
         },
         ..Setup::large(usize::from(settings.nodes), usize::from(settings.members))
-    }
+    })
 }
 
 /// Bytes of a device whose pool has this many segments, besides superblock and journal.
@@ -327,7 +369,7 @@ mod tests {
         };
         let layout = settings.model.layout(512).expect("valid");
         let play = |variant| {
-            let setup = Setup { variant, ..setup(&settings, layout) };
+            let setup = Setup { variant, ..setup(&settings, layout).expect("possible") };
             play_checked(&trace, &settings, setup, (layout, 100_000))
         };
         assert!(play(Variant::Production).is_ok_and(|served| served.seen["dram_evictions"] > 0));

@@ -1,4 +1,5 @@
-//! Steps of the accelerators: continuous batching with chunks of prompts within a token budget.
+//! Steps of the accelerators: continuous batching with chunks of prompts within a token budget. Limits of steps and
+//! batches are those of the timed replay, so that times are comparable.
 //!
 //! Requests are computed in the order in which their blocks are ready. A request is admitted while the accelerator has
 //! room for the KV cache of its prompt and output, so none is preempted. The time of a step is that of the cost model
@@ -13,12 +14,8 @@ use reprise_policy::SessionId;
 use super::serving::{ServeStep, Serving, Turn};
 use crate::environment::Environment;
 use crate::node::Node;
+use crate::serving::fleet::{BATCH_MAX, STEP_TOKENS_MAX};
 use crate::simulation::Action;
-
-/// Tokens of a step: vLLM's default on an H100 for online serving.
-const STEP_TOKENS: u32 = 2048;
-/// Requests of a batch.
-const BATCH_MAX: usize = 256;
 
 /// The accelerator of a node, and its queue.
 #[derive(Debug)]
@@ -91,7 +88,7 @@ impl Serving {
             let turn = &self.turns[*turn as usize];
             work = work + self.costs.decode(turn.input + turn.generated);
         }
-        let mut budget = STEP_TOKENS.saturating_sub(station.decoding.len() as u32);
+        let mut budget = STEP_TOKENS_MAX.saturating_sub(station.decoding.len() as u32);
         for number in &station.prefilling {
             let turn = &self.turns[*number as usize];
             let tokens = budget.min(turn.input - turn.computed);

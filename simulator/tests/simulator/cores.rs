@@ -6,7 +6,7 @@ use reprise_simulator::replay::{Cluster, NodeSettings, ReadOptions, Trace, Trace
 use reprise_simulator::serving::channel::Totals;
 use reprise_simulator::serving::costs::Costs;
 use reprise_simulator::serving::profiles::{Hardware, Model};
-use reprise_simulator::timed::{CoreReplay, CoreSettings, Path, replay_cores};
+use reprise_simulator::timed::{CoreReplay, CoreSettings, CoresError, Path, replay_cores};
 
 /// First 400 requests of the conversation trace.
 const SAMPLE: &str = include_str!("../../../testkit/data/conversation_sample.jsonl");
@@ -114,5 +114,28 @@ fn repeated_prompt_takes_the_time_of_its_copy_and_one_token() {
 fn model_that_does_not_fit_is_refused() {
     let model = Model::named("llama-3-70b").expect("valid");
     let refused = replay_cores(&parse(SAMPLE), &CoreSettings { model, ..settings() });
-    assert!(refused.is_err_and(|remedy| remedy.contains("choose a smaller model")));
+    assert!(refused.is_err_and(|error| error.to_string().contains("choose a smaller model")));
+}
+
+#[test]
+fn prompt_or_tier_that_is_too_large_is_refused_before_the_run() {
+    let prompt = |at_ms: u64, blocks: u64| {
+        let hash_ids: Vec<u64> = (0..blocks).collect();
+        let tokens = blocks * 512;
+        format!(
+            "{{\"timestamp\":{at_ms},\"input_length\":{tokens},\"output_length\":1,\"hash_ids\":{hash_ids:?}}}\n"
+        )
+    };
+    let refused = |text: &str, dram_blocks| {
+        let settings = CoreSettings { dram_blocks, ..settings() };
+        match replay_cores(&parse(text), &settings) {
+            Err(CoresError::Impossible(remedy)) => remedy,
+            other => panic!("{other:?} instead of a remedy"),
+        }
+    };
+    let long = refused(&(prompt(0, 4) + &prompt(1, 8_193)), 400);
+    assert!(long.contains("request 2") && long.contains("8193 blocks"), "{long}");
+    // Four blocks of 64 MiB are a region.
+    let large = refused(&prompt(0, 4), 4 * 65_535 + 1);
+    assert!(large.contains("use at most 262140 blocks"), "{large}");
 }

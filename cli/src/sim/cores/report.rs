@@ -1,6 +1,7 @@
 //! Results of `reprise sim cores`.
 
 use reprise_simulator::replay::{Counts, Trace};
+use reprise_simulator::serving::statistics::percentile;
 use reprise_simulator::timed::CoreReplay;
 use reprise_testkit::output::{Table, bytes_text};
 use serde::Serialize;
@@ -110,17 +111,12 @@ fn hundredths(value: f64) -> f64 {
 }
 
 impl Times {
-    /// Describes sorted times in microseconds.
-    fn of(sorted: &[u64]) -> Times {
+    /// Describes times in microseconds.
+    fn of(times: &[u64]) -> Times {
         let ms = |micros: f64| (micros / 10.0).round() / 100.0;
-        let count = sorted.len();
-        // The nearest rank.
-        let at = |quantile: usize| {
-            let rank = (count * quantile).div_ceil(100).saturating_sub(1);
-            ms(sorted.get(rank).copied().unwrap_or(0) as f64)
-        };
-        let mean = sorted.iter().sum::<u64>() as f64 / count.max(1) as f64;
-        Times { mean: ms(mean), p50: at(50), p90: at(90), p99: at(99) }
+        let at = |share| ms(percentile(times, share));
+        let mean = times.iter().sum::<u64>() as f64 / times.len().max(1) as f64;
+        Times { mean: ms(mean), p50: at(0.5), p90: at(0.9), p99: at(0.99) }
     }
 }
 
@@ -265,10 +261,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_those_of_the_nearest_rank() {
-        let sorted: Vec<u64> = (1..=100).map(|ms| ms * 1000).collect();
-        let Times { mean, p50, p90, p99 } = Times::of(&sorted);
-        assert_eq!([mean, p50, p90, p99], [50.5, 50.0, 90.0, 99.0]);
+    fn percentiles_are_those_of_the_simulator_in_milliseconds() {
+        let times: Vec<u64> = (1..=100).map(|ms| ms * 1000).collect();
+        let Times { mean, p50, p90, p99 } = Times::of(&times);
+        assert_eq!([mean, p50, p90, p99], [50.5, 50.5, 90.1, 99.01]);
         assert!([Times::of(&[]).mean, Times::of(&[]).p99].iter().all(|ms| *ms == 0.0));
     }
 }

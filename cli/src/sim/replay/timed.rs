@@ -7,6 +7,7 @@ use reprise_simulator::serving::fleet::{
     BATCH_MAX, FleetResults, FleetSetup, STEP_TOKENS_MAX, WAIT_BOUND, replay_timed,
 };
 use reprise_simulator::serving::profiles::{Hardware, Model};
+use reprise_simulator::serving::statistics::percentile;
 use reprise_testkit::output::{Table, bytes_text};
 use serde::Serialize;
 
@@ -74,7 +75,9 @@ pub(super) struct Timed {
     /// Blocks that were read from NVMe into DRAM for waiting requests.
     read_ahead_blocks: u64,
     channels: Vec<Channel>,
-    /// Drive writes per day of the node that writes most; `null` without NVMe.
+    /// Drives of the profile that hold the NVMe of a node: price, endurance and bandwidth are those of all of them.
+    drives_per_node: u64,
+    /// Writes per day of each drive of the node that writes most; `null` without NVMe.
     drive_writes_per_day_max: Option<f64>,
     /// Drive writes per day for which the drive is specified.
     drive_writes_per_day_rated: f64,
@@ -127,11 +130,16 @@ impl TimedArgs {
 }
 
 impl Machine {
+    /// Number of drives that hold the NVMe of a node.
+    fn drives(&self, tiers: &NodeSettings) -> u64 {
+        self.hardware.drives_for(tiers.nvme_blocks.saturating_mul(tiers.block_bytes))
+    }
+
     fn setup(&self, args: &ReplayArgs, tiers: NodeSettings) -> anyhow::Result<FleetSetup> {
         let timed = &args.timed;
         let setup = FleetSetup {
             nodes: args.nodes,
-            hardware: self.hardware.clone(),
+            hardware: self.hardware.clone().with_drives(self.drives(&tiers)),
             model: self.model.clone(),
             accelerators: timed.accelerators,
             tiers,
@@ -162,14 +170,14 @@ impl Machine {
     ) -> anyhow::Result<(FleetResults, Timed)> {
         let setup = self.setup(args, tiers)?;
         let results = replay_timed(&setup, trace);
-        let timed = Timed::new(args, &setup, &results);
+        let timed = Timed::new(args, (&setup, self.drives(&tiers)), &results);
         Ok((results, timed))
     }
 }
 
 impl Percentiles {
     fn of(nanos: &[u64]) -> Percentiles {
-        let of = |share| FleetResults::percentile(nanos, share) as f64 / 1e6;
+        let of = |share| percentile(nanos, share) / 1e6;
         Percentiles { p50: of(0.5), p90: of(0.9), p99: of(0.99) }
     }
 
@@ -183,7 +191,7 @@ impl Percentiles {
 }
 
 impl Timed {
-    fn new(args: &ReplayArgs, setup: &FleetSetup, results: &FleetResults) -> Timed {
+    fn new(args: &ReplayArgs, (setup, drives_per_node): (&FleetSetup, u64), results: &FleetResults) -> Timed {
         let seconds = results.elapsed_ns as f64 / 1e9;
         let days = results.elapsed_ns as f64 / DAY_NS;
         let written = results.nvme_written_max.saturating_mul(setup.tiers.block_bytes) as f64;
@@ -207,6 +215,7 @@ impl Timed {
             stopped_loads: results.stopped_loads,
             read_ahead_blocks: results.read_ahead,
             channels: channels(results),
+            drives_per_node,
             drive_writes_per_day_max: has_nvme
                 .then(|| written / days / setup.hardware.nvme_bytes.max(1) as f64),
             drive_writes_per_day_rated: setup.hardware.drive_writes_per_day,
@@ -241,7 +250,8 @@ pub(super) fn table(lines: &[(&'static str, &Timed)]) -> Table {
         "TTFT p50/p90/p99 ms",
         "TPOT p50/p90/p99 ms",
         "output tokens/s",
-        "drive writes/day (rated)",
+        "drives a node",
+        "writes/day of a drive (rated)",
         "USD per 1M tokens",
     ]);
     for (policy, timed) in lines {
@@ -257,6 +267,7 @@ pub(super) fn table(lines: &[(&'static str, &Timed)]) -> Table {
             timed.ttft_ms.text(),
             timed.tpot_ms.text_with_tenths(),
             format!("{:.0}", timed.output_tokens_per_second),
+            timed.drives_per_node.to_string(),
             writes,
             timed.usd_per_million_tokens.map_or_else(|| "-".to_owned(), |usd| format!("{usd:.3}")),
         ]);

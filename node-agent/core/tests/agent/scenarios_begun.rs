@@ -6,7 +6,8 @@ use reprise_agent_core::Counters;
 use reprise_agent_core::effect::Reply;
 use reprise_agent_core::event::{Lookahead, Priority, Request};
 use reprise_agent_core::limits::{
-    BEGUN_CHANGES_MAX, BEGUN_KEYS_MAX, BEGUN_LISTED_MAX, BEGUN_SILENCE_MAX, LOOKAHEAD_KEYS_MAX,
+    BEGUN_ADDED_MAX, BEGUN_CHANGES_MAX, BEGUN_KEYS_MAX, BEGUN_LISTED_MAX, BEGUN_SILENCE_MAX,
+    LOOKAHEAD_KEYS_MAX,
 };
 use reprise_policy::eviction::Class;
 use reprise_policy::prefetch::{BegunRequest, HINT_VERSION, RequestState};
@@ -205,27 +206,129 @@ fn engine_that_lists_all_blocks_changes_no_order_of_other_tenants() {
     assert_eq!((left(0..4), left(100..116)), (4, 12), "it evicts its own blocks");
 }
 
+/// Lists the blocks of a request in several hints, next to others.
+fn fill(harness: &mut Harness, session: SessionId, request: u64, all: &[BlockKey], others: &[u64]) {
+    for (part, keys) in all.chunks(BEGUN_ADDED_MAX).enumerate() {
+        let first = (part * BEGUN_ADDED_MAX) as u32;
+        let mut listed = vec![begun(request, RequestState::Running, first, keys)];
+        listed.extend(others.iter().map(|other| runs(*other, &[])));
+        list(harness, session, listed);
+    }
+    harness.core.audit().expect("invariants hold");
+}
+
+/// Numbers of the saved blocks whose class is not the given one.
+fn others(harness: &Harness, keys: &[BlockKey], class: Class) -> Vec<usize> {
+    let is_other = |key: &BlockKey| harness.core.describe(key).is_some_and(|block| block.class != class);
+    keys.iter().enumerate().filter(|(_, key)| is_other(key)).map(|(number, _)| number).collect()
+}
+
 #[test]
-fn lists_are_bounded_in_keys_and_in_changes_of_one_hint() {
+fn lists_are_bounded_in_keys() {
     let (mut harness, session) = harness();
     let all = keys(2_000..2_000 + BEGUN_KEYS_MAX as u64);
     let (most, rest) = all.split_at(BEGUN_KEYS_MAX - 8);
-    list(&mut harness, session, vec![runs(1, most), runs(2, &rest[..4])]);
+    list(&mut harness, session, vec![runs(2, &rest[..4])]);
+    fill(&mut harness, session, 1, most, &[2]);
     let extra: Vec<BlockKey> = keys(90_000..90_008);
-    assert_eq!(hint(&mut harness, session, Some(vec![runs(1, &[]), runs(2, &[]), runs(3, &extra)])), 1);
-    list(&mut harness, session, vec![runs(1, &[]), runs(2, &[]), runs(4, &extra[..4])]);
+    let known = || vec![runs(1, &[]), runs(2, &[])];
+    let and = |more: BegunRequest| Some(known().into_iter().chain([more]).collect());
+    assert_eq!(hint(&mut harness, session, and(runs(3, &extra))), 1);
+    assert_eq!(hint(&mut harness, session, and(runs(3, &[]))), 1, "its keys must travel again");
+    assert_eq!(hint(&mut harness, session, and(runs(4, &extra[..4]))), 0);
     assert_eq!(counters(&harness).begun_blocks, BEGUN_KEYS_MAX as u64);
-    // The blocks of the first request exceed what one hint changes: those of the others follow with the next one.
-    save(&mut harness, session, &rest[..1], Priority::Normal);
-    assert!(most.len() > BEGUN_CHANGES_MAX);
-    let all_preempted = || vec![preempted(1, &[]), preempted(2, &[]), preempted(4, &[])];
-    list(&mut harness, session, all_preempted());
-    assert_eq!(class(&harness, rest[0]), Class::Active);
-    list(&mut harness, session, all_preempted());
-    assert_eq!(class(&harness, rest[0]), Class::Idle);
     let too_many = vec![runs(1, &keys(0..LOOKAHEAD_KEYS_MAX as u64 + 1))];
     let hint = Lookahead { version: HINT_VERSION, begun: Some(too_many), ..Lookahead::default() };
     harness.request(session, RequestKind::Other, Request::Lookahead(hint));
     let last = &harness.engines[&session].replies.last().expect("a reply").1;
     assert!(matches!(last, Reply::BadRequest(text) if text.contains("keys")), "{last:?}");
+}
+
+#[test]
+fn a_hint_changes_the_state_of_some_blocks_and_the_next_ones_continue() {
+    let (mut harness, session) = harness();
+    let all = keys(2_000..2_000 + 3 * BEGUN_CHANGES_MAX as u64);
+    let parts = [0, BEGUN_CHANGES_MAX, 2 * BEGUN_CHANGES_MAX];
+    for at in parts {
+        save(&mut harness, session, &all[at..=at], Priority::Normal);
+    }
+    fill(&mut harness, session, 1, &all, &[]);
+    let last = all.len() as u32;
+    let one = |state| vec![begun(1, state, last, &[])];
+    for left in (0..3).rev() {
+        list(&mut harness, session, one(RequestState::Preempted));
+        assert_eq!(others(&harness, &all, Class::Idle), parts[..left], "from the last block to the first");
+        harness.core.audit().expect("invariants hold");
+    }
+    // A change ends before the next one begins, and hints without a list continue it.
+    list(&mut harness, session, one(RequestState::Running));
+    list(&mut harness, session, one(RequestState::Preempted));
+    assert_eq!(others(&harness, &all, Class::Active), parts[..1]);
+    harness.core.audit().expect("invariants hold");
+    for changed in [3, 2, 1, 0] {
+        assert_eq!(hint(&mut harness, session, None), 0);
+        assert_eq!(others(&harness, &all, Class::Idle).len(), changed);
+        harness.core.audit().expect("invariants hold");
+    }
+    // Closing a session while a state changes leaves nothing.
+    list(&mut harness, session, one(RequestState::Running));
+    harness.close_session(session);
+    assert_eq!(classes(&harness, &[all[0]]), [Some(Class::Recent)]);
+    assert_eq!((counters(&harness).begun_blocks, harness.core.audit()), (0, Ok(())));
+}
+
+#[test]
+fn a_hint_ends_some_blocks_and_adds_some_and_the_next_ones_continue() {
+    let (mut harness, session) = harness();
+    let all = keys(2_000..2_000 + 3 * BEGUN_CHANGES_MAX as u64);
+    fill(&mut harness, session, 1, &all, &[]);
+    // Another first block replaces all: the keys travel again until the former ones have ended.
+    let other = || runs(1, &keys(9..10));
+    for left in [2, 1] {
+        assert_eq!(hint(&mut harness, session, Some(vec![other()])), 1);
+        assert_eq!(counters(&harness).begun_blocks, (left * BEGUN_CHANGES_MAX) as u64);
+        harness.core.audit().expect("invariants hold");
+    }
+    list(&mut harness, session, vec![other()]);
+    assert_eq!(counters(&harness).begun_blocks, 1);
+    let many = keys(20_000..20_000 + BEGUN_ADDED_MAX as u64 + 1);
+    assert_eq!(hint(&mut harness, session, Some(vec![runs(1, &[]), runs(2, &many)])), 1);
+    assert_eq!(counters(&harness).begun_blocks, many.len() as u64);
+    list(&mut harness, session, vec![runs(1, &[]), runs(2, &many)]);
+    assert_eq!(counters(&harness).begun_blocks, many.len() as u64 + 1);
+    for left in [many.len() + 1 - BEGUN_CHANGES_MAX, many.len() + 1 - 2 * BEGUN_CHANGES_MAX, 0] {
+        let list = (left == many.len() + 1 - BEGUN_CHANGES_MAX).then(Vec::new);
+        assert_eq!(hint(&mut harness, session, list), 0);
+        assert_eq!(counters(&harness).begun_blocks, left as u64);
+        harness.core.audit().expect("invariants hold");
+    }
+    assert_eq!(counters(&harness).begun_requests, 0);
+}
+
+#[test]
+fn keys_that_travel_again_change_nothing() {
+    let (mut harness, session) = harness();
+    save(&mut harness, session, &keys(0..4), Priority::Normal);
+    list(&mut harness, session, vec![runs(1, &keys(0..4))]);
+    let before = counters(&harness).begun_class_changes;
+    list(&mut harness, session, vec![runs(1, &keys(0..2))]);
+    list(&mut harness, session, vec![begun(1, RequestState::Running, 2, &keys(2..4))]);
+    assert_eq!(counters(&harness).begun_class_changes, before);
+    assert_eq!(classes(&harness, &keys(0..4)), [Class::Active; 4].map(Some));
+    let gap = || Some(vec![begun(1, RequestState::Running, 5, &[])]);
+    assert_eq!(hint(&mut harness, session, gap()), 1, "the engine believes that it has sent more");
+}
+
+#[test]
+fn request_expires_once() {
+    let (mut harness, session) = harness();
+    list(&mut harness, session, vec![runs(1, &keys(0..1))]);
+    for _ in 0..BEGUN_LISTED_MAX.as_secs() / 9 {
+        harness.pass(9 * SECOND);
+        hint(&mut harness, session, Some(vec![runs(1, &[]), runs(2, &keys(1..2))]));
+    }
+    assert_eq!(counters(&harness).begun_expired_requests, 1);
+    list(&mut harness, session, vec![runs(1, &[]), runs(3, &keys(1..2))]);
+    harness.pass(BEGUN_SILENCE_MAX + SECOND);
+    assert_eq!((counters(&harness).begun_expired_requests, counters(&harness).begun_requests), (2, 0));
 }

@@ -43,11 +43,41 @@ pub(in super::super) struct WearMonitor {
 #[derive(Debug)]
 struct Drive {
     last: Option<HealthLog>,
-    /// Written bytes in the first log that has them.
+    /// Written bytes in the first log; 0 if that had none, because a new drive has written nothing.
     written_at_first: Option<u64>,
     requested: Instant,
     /// Whether a thread is reading the log.
     in_flight: bool,
+}
+
+/// Bytes that drives count as written, over payload bytes that became durable: sums of the intervals in which the same
+/// devices were open and all of them counted. Logs are a minute old, so only long sums are meaningful.
+#[derive(Debug, Default)]
+pub(in super::super) struct Amplification {
+    before: Option<(BTreeMap<String, u64>, u64)>,
+    written: u64,
+    useful: u64,
+}
+
+impl Amplification {
+    /// Adds the interval since the last call: what each device has written so far, `None` if a device does not count, and
+    /// the payload so far.
+    pub(in super::super) fn add(&mut self, written: Option<BTreeMap<String, u64>>, useful: u64) {
+        let now = written.map(|written| (written, useful));
+        if let (Some((before, useful_before)), Some((written, useful))) = (&self.before, &now)
+            && before.keys().eq(written.keys())
+        {
+            let pairs = written.values().zip(before.values());
+            self.written += pairs.map(|(now, before)| now.saturating_sub(*before)).sum::<u64>();
+            self.useful += useful.saturating_sub(*useful_before);
+        }
+        self.before = now;
+    }
+
+    /// Bytes that drives wrote for 1,000 payload bytes; 0 while nothing is known.
+    pub(in super::super) fn permille(&self) -> u64 {
+        self.written.saturating_mul(1000).checked_div(self.useful).unwrap_or(0)
+    }
 }
 
 impl WearMonitor {
@@ -79,7 +109,8 @@ impl WearMonitor {
     pub(in super::super) fn record(&mut self, path: &str, log: Option<HealthLog>) {
         if let Some(drive) = self.drives.get_mut(path) {
             (drive.in_flight, drive.last) = (false, log.or(drive.last));
-            drive.written_at_first = drive.written_at_first.or(log.and_then(|log| log.written_bytes));
+            let written = log.map(|log| log.written_bytes.unwrap_or(0));
+            drive.written_at_first = drive.written_at_first.or(written);
         }
     }
 
@@ -172,15 +203,34 @@ mod tests {
         let mut wear = knowing(log(None));
         assert_eq!(wear.written("/a"), None, "the drive does not count them");
         wear.record("/a", log(Some(512_000_000)));
-        assert_eq!((wear.written("/a"), wear.written("/b")), (Some(0), None));
+        assert_eq!((wear.written("/a"), wear.written("/b")), (Some(512_000_000), None), "a new drive");
         wear.record("/a", log(Some(700_000_000)));
-        assert_eq!(wear.written("/a"), Some(188_000_000));
+        assert_eq!(wear.written("/a"), Some(700_000_000));
         wear.record("/a", None);
-        assert_eq!(wear.written("/a"), Some(188_000_000), "reading failed: the last log stays valid");
+        assert_eq!(wear.written("/a"), Some(700_000_000), "reading failed: the last log stays valid");
         wear.due(Instant::now(), &[]);
         wear.due(Instant::now(), &[device("/a")]);
         wear.record("/a", log(Some(900_000_000)));
         assert_eq!(wear.written("/a"), Some(0), "the device was opened again");
+    }
+
+    #[test]
+    fn amplification_counts_intervals_in_which_all_devices_count() {
+        let of = |devices: &[(&str, u64)]| {
+            Some(devices.iter().map(|(path, bytes)| ((*path).to_owned(), *bytes)).collect::<BTreeMap<_, _>>())
+        };
+        let mut ratio = Amplification::default();
+        ratio.add(of(&[("/a", 5_000)]), 1_000);
+        assert_eq!(ratio.permille(), 0, "nothing is known before the second call");
+        ratio.add(of(&[("/a", 6_500)]), 2_000);
+        assert_eq!(ratio.permille(), 1_500);
+        // A device is added that has written before, another one does not count, and the first is opened again.
+        ratio.add(of(&[("/a", 6_500), ("/b", 90_000)]), 2_000);
+        ratio.add(None, 3_000);
+        ratio.add(of(&[("/a", 0), ("/b", 90_000)]), 4_000);
+        assert_eq!(ratio.permille(), 1_500);
+        ratio.add(of(&[("/a", 400), ("/b", 90_100)]), 5_000);
+        assert_eq!(ratio.permille(), 1_000);
     }
 
     #[test]

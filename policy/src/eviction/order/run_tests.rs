@@ -119,3 +119,22 @@ fn memory_stays_bounded_when_parts_of_runs_are_in_use() {
     }
     assert!(order.bytes() <= 2 * before, "{} bytes, at first {before}", order.bytes());
 }
+
+#[test]
+fn single_blocks_between_touches_of_a_run_share_chunks() {
+    let mut order = EvictionOrder::new(EvictionPolicy { kind: EvictionKind::Lru, chains: Chains::Ignored });
+    let add = |order: &mut EvictionOrder, entry: u32| {
+        order.attach(EntryIndex(entry), Group(0));
+        order.insert(EntryIndex(entry), &Block::default());
+    };
+    let run: Vec<EntryIndex> = (0..28).map(EntryIndex).collect();
+    (0..28).for_each(|entry| add(&mut order, entry));
+    for entry in 28..1_028 {
+        add(&mut order, entry);
+        order.touch_run(&run);
+    }
+    let singles = order.following(Group(0), None, 1_000);
+    assert!(singles.iter().map(|entry| entry.0).eq(28..1_028), "the run is the newest");
+    // A record has 20 bytes, a chunk 64 for 7 blocks or more.
+    assert!(order.bytes() < 1_028 * 20 + (1_028 / 6) * 64, "{} bytes", order.bytes());
+}

@@ -3,20 +3,54 @@
 //! Sessions with ids of their own share no block. So a cache of size `C` that serves all sessions hits as often as one of
 //! size `f · C` that serves a random share `f` of them, up to the error of the sample.
 
-use super::{NO_BLOCK, Place, Trace};
+use std::collections::{HashMap, HashSet};
+
+use super::{NO_BLOCK, Place, Request, Trace};
 use crate::rng::mix;
 
 impl Trace {
-    /// Keeps a random share of the sessions, which a seed selects; each session is kept whole.
+    /// Keeps a share of the sessions, which a seed selects; each session is kept whole.
     ///
-    /// Blocks that no kept request uses are removed. At least one session is kept.
+    /// Sessions of all sizes are kept alike: of those sorted by their references, every `1 / share`-th one. So the sample
+    /// has nearly this share of the references too. Blocks that no kept request uses are removed. At least one session is
+    /// kept.
+    #[must_use]
     pub fn sampled(&self, share: f64, seed: u64) -> Trace {
-        let threshold = (share.clamp(0.0, 1.0) * u64::MAX as f64) as u64;
-        let draw = |session: u32| mix(seed ^ mix(u64::from(session) + 1));
-        let least = self.requests.iter().map(|request| draw(request.session)).min().unwrap_or(0);
-        let is_kept = |session: u32| draw(session) <= threshold.max(least);
-        let requests: Vec<_> =
-            self.requests.iter().filter(|request| is_kept(request.session)).copied().collect();
+        let mut references: HashMap<u32, u64> = HashMap::new();
+        for request in &self.requests {
+            *references.entry(request.session).or_default() += self.len_of(request) as u64;
+        }
+        let mut sessions: Vec<(u64, u64, u32)> = references
+            .into_iter()
+            .map(|(session, references)| (references, mix(seed ^ mix(u64::from(session) + 1)), session))
+            .collect();
+        sessions.sort_unstable();
+        let begin = (mix(seed) >> 11) as f64 / (1_u64 << 53) as f64;
+        let before = |at: usize| (at as f64 * share.clamp(0.0, 1.0) + begin).floor();
+        let mut kept: HashSet<u32> =
+            (0..sessions.len()).filter(|at| before(at + 1) > before(*at)).map(|at| sessions[at].2).collect();
+        if kept.is_empty() {
+            kept.extend(sessions.get(sessions.len() / 2).map(|(_, _, session)| *session));
+        }
+        self.with_requests(
+            self.requests.iter().filter(|request| kept.contains(&request.session)).copied().collect(),
+        )
+    }
+
+    /// Keeps the first requests, with at most so many references; at least one.
+    #[must_use]
+    pub fn begin(&self, references: u64) -> Trace {
+        let mut sum = 0;
+        let is_within = |request: &&Request| {
+            sum += self.len_of(request) as u64;
+            sum <= references
+        };
+        let count = self.requests.iter().take_while(is_within).count().max(1).min(self.requests.len());
+        self.with_requests(self.requests[..count].to_vec())
+    }
+
+    /// Trace of some requests with the blocks that they use.
+    fn with_requests(&self, requests: Vec<Request>) -> Trace {
         let mut is_used = vec![false; self.blocks.len()];
         for request in &requests {
             let mut at = request.end;
@@ -28,8 +62,14 @@ impl Trace {
         self.compacted(requests, &is_used)
     }
 
+    /// Number of sessions that have requests.
+    pub fn sessions_used(&self) -> u32 {
+        let sessions: HashSet<u32> = self.requests.iter().map(|request| request.session).collect();
+        sessions.len() as u32
+    }
+
     /// Rebuilds the trace of some requests, without unused blocks.
-    fn compacted(&self, mut requests: Vec<super::Request>, is_used: &[bool]) -> Trace {
+    fn compacted(&self, mut requests: Vec<Request>, is_used: &[bool]) -> Trace {
         let mut numbers = vec![NO_BLOCK; self.blocks.len()];
         let mut blocks = Vec::new();
         let moved = |numbers: &[u32], block: u32| numbers.get(block as usize).copied().unwrap_or(NO_BLOCK);
@@ -47,10 +87,9 @@ impl Trace {
     }
 
     fn clone_without_content(&self) -> Trace {
-        let (sessions, block_tokens, has_session_times) =
-            (self.sessions, self.block_tokens, self.has_session_times);
         let (blocks, requests) = (Vec::new(), Vec::new());
-        Trace { blocks, requests, sessions, block_tokens, references: 0, has_session_times }
+        let Trace { sessions, block_tokens, has_session_times, has_session_ids, .. } = *self;
+        Trace { blocks, requests, sessions, block_tokens, references: 0, has_session_times, has_session_ids }
     }
 
     /// Milliseconds between two uses of a block, for all uses but the first, as the numbers of uses at most `2^n` ms apart.
@@ -103,7 +142,7 @@ mod tests {
         let sample = all.sampled(0.4, 7);
         let sessions: std::collections::BTreeSet<u32> =
             sample.requests().iter().map(|request| request.session).collect();
-        assert!((10..32).contains(&sessions.len()), "{sessions:?}");
+        assert_eq!(sessions.len(), 20, "{sessions:?}");
         assert_eq!(sample.requests().len(), sessions.len() * 4);
         assert_eq!(
             (sample.distinct(), sample.references()),
@@ -116,6 +155,16 @@ mod tests {
         }
         assert_eq!(all.sampled(1.0, 7).distinct(), all.distinct());
         assert!(!all.sampled(0.0, 7).requests().is_empty());
+    }
+
+    #[test]
+    fn the_begin_of_a_trace_has_at_most_the_given_references() {
+        // 50 requests with one block, then 50 with two.
+        let begin = trace().begin(60);
+        assert_eq!((begin.requests().len(), begin.references(), begin.distinct()), (55, 60, 55));
+        assert_eq!((begin.sessions_used(), begin.has_session_ids()), (50, true));
+        assert_eq!(trace().begin(0).requests().len(), 1);
+        assert_eq!(trace().begin(u64::MAX).references(), trace().references());
     }
 
     #[test]

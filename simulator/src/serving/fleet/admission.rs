@@ -43,6 +43,7 @@ impl Fleet<'_> {
             request: number,
             produced: 0,
             first_token: Nanos(0),
+            is_counted: false,
             is_read_ahead: false,
         });
         self.admit(node);
@@ -88,7 +89,7 @@ impl Fleet<'_> {
         let (blocks, limit) = self.blocks_to_load(node, found, in_hbm, &mut scratch.sources);
         let matched = Matched { run: &scratch.run, in_hbm, loaded: behind..behind + blocks };
         let arrived = self.cluster.arrived(&request, chain);
-        if waiting.produced == 0 {
+        if !waiting.is_counted {
             self.cluster.count(node, arrived, &matched);
             self.results.computed_hits += (run - behind - blocks) as u64;
         }

@@ -282,6 +282,7 @@ impl Fleet<'_> {
             request: active.request,
             produced: active.produced + generated as u32,
             first_token: active.first_token,
+            is_counted: true,
             is_read_ahead: false,
         };
         let server = &mut self.servers[node];

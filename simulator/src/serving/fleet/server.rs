@@ -65,6 +65,8 @@ pub(super) struct Waiting {
     /// Tokens that it generated before it was preempted.
     pub(super) produced: u32,
     pub(super) first_token: Nanos,
+    /// Whether its hits are counted: it was admitted before, and preempted.
+    pub(super) is_counted: bool,
     /// Whether its blocks on NVMe are, or were, read ahead.
     pub(super) is_read_ahead: bool,
 }

@@ -158,8 +158,11 @@ fn every_request_ends_once_and_generates_its_tokens_under_preemption() {
     for has_hbm_cache in [false, true] {
         let setup = FleetSetup { has_hbm_cache, ..setup.clone() };
         let requests: Vec<(u64, u64, u64)> = (0..20).map(|at| (at * 10, 4_000, 2_000)).collect();
-        let results = replay_timed(&setup, &distinct(&requests));
+        let trace = distinct(&requests);
+        let results = replay_timed(&setup, &trace);
         assert!(results.preemptions > 0);
+        // Some are preempted before their first token: they are counted once, too.
+        assert_eq!((results.counts.requests, results.counts.references), (20, trace.references()));
         assert_eq!((results.ttft_ns.len(), results.tpot_ns.len()), (20, 20));
         assert_eq!((results.tokens_in, results.tokens_out), (20 * 4_000, 20 * 2_000));
     }
@@ -237,6 +240,25 @@ fn waiting_requests_are_read_ahead_without_a_delay_of_others() {
     // The node computes all the time, so the order of the requests changes a little.
     let (with, without) = (mean(&with), mean(&without));
     assert!(with <= without + without / 1_000, "{with} and {without}");
+}
+
+#[test]
+fn several_drives_share_the_writes_and_cost_their_whole_capacity() {
+    let one = Hardware::named("h100").expect("a profile");
+    // 3.84 TB each.
+    let drives = [0, 1, 3_840_000_000_000, 3_840_000_000_001, 16 << 40].map(|bytes| one.drives_for(bytes));
+    assert_eq!(drives, [0, 1, 1, 2, 5]);
+    let with = |drives: u64, nvme_blocks| {
+        let mut setup = setup(1, 300, nvme_blocks);
+        setup.hardware = setup.hardware.with_drives(drives);
+        (replay_timed(&setup, &sample()), setup)
+    };
+    let ((alone, single), (shared, five), (_, none)) = (with(1, 20_000), with(5, 20_000), with(0, 0));
+    let busy = |results: &FleetResults| results.channel(ChannelKind::NvmeWrite).busy as f64;
+    assert!(busy(&alone) > 0.0 && busy(&shared) < 0.5 * busy(&alone), "five drives write faster than one");
+    let nvme_usd = |setup: &FleetSetup| setup.usd_per_hour() - none.usd_per_hour();
+    assert!((nvme_usd(&single) - 3_840.0 * one.nvme_usd_per_gb_hour).abs() < 1e-9);
+    assert!((nvme_usd(&five) - 5.0 * nvme_usd(&single)).abs() < 1e-9);
 }
 
 #[test]
