@@ -214,7 +214,7 @@ fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
 }
 
 /// More SSDs that gain most for the price, of all classes and admissions; usable ones first.
-fn more_ssds(estimator: &Estimator<'_>, chosen: &Evaluated) -> Option<Configuration> {
+pub(super) fn more_ssds(estimator: &Estimator<'_>, chosen: &Evaluated) -> Option<Configuration> {
     let gain = |one: &Estimate| {
         let now = &chosen.estimate;
         let gain = match (now.ttft_mean, one.ttft_mean) {

@@ -120,6 +120,23 @@ fn plans_do_not_wear_out_ssds_unless_the_life_is_short() {
 }
 
 #[test]
+fn the_step_to_more_ssds_is_usable_if_a_class_and_an_admission_last() {
+    let world = world("h100", trace(400, 8, 100));
+    let now = Configuration { dram_gb: 32, ..Configuration::without_cache(6) };
+    let candidates = now.next_ssds(&world.machine);
+    let estimator = world.estimator(3.0);
+    let lives = candidates.iter().filter_map(|one| estimator.estimate(one).ssd_years);
+    let (least, most) =
+        lives.fold((f64::MAX, 0.0_f64), |(least, most), years| (least.min(years), most.max(years)));
+    assert!(candidates.len() >= 4 && least < most, "{least} {most}");
+    // Some of the SSDs last so long, others do not.
+    let estimator = world.estimator((least * most).sqrt());
+    let chosen = Evaluated { estimate: estimator.estimate(&now), configuration: now };
+    let more = choice::more_ssds(&estimator, &chosen).expect("SSDs can be added");
+    assert_eq!(estimator.estimate(&more).unusable, None, "{more:?}");
+}
+
+#[test]
 fn the_price_at_full_load_is_of_configurations_that_bear_it() {
     let world = world("h100", trace(400, 8, 100));
     let one = Configuration {

@@ -55,8 +55,6 @@ pub struct Timed {
     pub ssd_bytes_per_day: Option<f64>,
     /// Years until these SSDs have their rated writes.
     pub ssd_years: Option<f64>,
-    /// Requests that exceed the memory of a node's accelerators.
-    pub refused: u64,
     /// Part of the trace that was replayed.
     pub part: Part,
 }
@@ -89,7 +87,6 @@ impl Timed {
             tpot_seconds: FleetResults::percentile(&results.tpot_ns, 0.5) as f64 * 1e-9,
             ssd_bytes_per_day,
             ssd_years: drives.and_then(years),
-            refused: results.refused,
             part,
         }
     }
