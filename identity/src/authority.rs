@@ -1,0 +1,127 @@
+//! The authority of a cluster: a key whose certificate all processes trust.
+//!
+//! Certificates begin [`SKEW`] before now, so that a clock that is late accepts them, and are renewed long before their
+//! end, so that a clock that is early does as well.
+
+use rcgen::string::Ia5String;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use time::{Duration, OffsetDateTime};
+
+use crate::name::Identity;
+
+/// Difference of clocks that certificates tolerate: twice the promised hour, for an authority that is early and a
+/// process that is late.
+pub const SKEW: Duration = Duration::hours(2);
+
+/// Validity of an authority.
+pub const AUTHORITY_VALID: Duration = Duration::days(10 * 365);
+
+/// Validity of a certificate, unless another one is requested.
+pub const CERTIFICATE_VALID: Duration = Duration::days(90);
+
+/// Shortest validity: renewal at two thirds leaves 8 hours, more than a difference of clocks.
+pub const CERTIFICATE_VALID_MIN: Duration = Duration::days(1);
+
+/// Authority that issues certificates.
+#[derive(Debug)]
+pub struct Authority {
+    certificate: String,
+    key: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// Certificate and key of a process, in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Issued {
+    /// Certificate.
+    pub certificate: String,
+    /// Its key.
+    pub key: String,
+}
+
+/// Reason why an authority cannot be used or cannot issue.
+#[derive(Debug, thiserror::Error)]
+pub enum AuthorityError {
+    /// The validity is too short or too long.
+    #[error("invalid validity of {0}: expected {CERTIFICATE_VALID_MIN} to {AUTHORITY_VALID}")]
+    Validity(Duration),
+    /// Certificate or key cannot be read, or do not belong together.
+    #[error(
+        "cannot use the authority's certificate and key: {0}; create another authority or restore its files"
+    )]
+    Invalid(#[from] rcgen::Error),
+}
+
+impl Authority {
+    /// Creates an authority for a cluster.
+    ///
+    /// # Errors
+    /// The name of the cluster cannot be written into a certificate.
+    pub fn create(cluster: &str) -> Result<Authority, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, format!("reprise {cluster}"));
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let now = OffsetDateTime::now_utc();
+        (params.not_before, params.not_after) = (now - SKEW, now + AUTHORITY_VALID);
+        let certificate = params.self_signed(&key)?.pem();
+        Authority::load(&certificate, &key.serialize_pem())
+    }
+
+    /// Uses an authority whose certificate and key are given in PEM.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub fn load(certificate: &str, key: &str) -> Result<Authority, AuthorityError> {
+        let issuer = Issuer::from_ca_cert_pem(certificate, KeyPair::from_pem(key)?)?;
+        Ok(Authority { certificate: certificate.to_owned(), key: key.to_owned(), issuer })
+    }
+
+    /// Certificate that processes trust, in PEM.
+    pub fn certificate(&self) -> &str {
+        &self.certificate
+    }
+
+    /// Key of the authority, in PEM. Whoever has it can be anybody in the cluster.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Issues a certificate for an identity, with a new key.
+    ///
+    /// # Errors
+    /// The validity is outside of its bounds.
+    pub fn issue(&self, identity: &Identity, valid: Duration) -> Result<Issued, AuthorityError> {
+        if !(CERTIFICATE_VALID_MIN..=AUTHORITY_VALID).contains(&valid) {
+            return Err(AuthorityError::Validity(valid));
+        }
+        let now = OffsetDateTime::now_utc();
+        self.issue_between(identity, now - SKEW, now + valid)
+    }
+
+    /// Issues a certificate for a period, which may be in the past.
+    ///
+    /// # Errors
+    /// The identity cannot be written into a certificate.
+    pub fn issue_between(
+        &self,
+        identity: &Identity,
+        from: OffsetDateTime,
+        until: OffsetDateTime,
+    ) -> Result<Issued, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, identity.role.to_string());
+        params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(identity.to_string())?)];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        (params.not_before, params.not_after) = (from, until);
+        let certificate = params.signed_by(&key, &self.issuer)?.pem();
+        Ok(Issued { certificate, key: key.serialize_pem() })
+    }
+}

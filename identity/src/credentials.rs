@@ -1,0 +1,244 @@
+//! Certificates of a process: trusted authorities, its own certificate, and its key.
+//!
+//! They are the files `ca.crt`, `tls.crt` and `tls.key` of a folder, with the names of a Kubernetes Secret. All three are
+//! checked when they are read: a half-written change is refused, and the credentials before stay in use.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::{fmt, fs, io};
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+use rustls::{RootCertStore, crypto};
+use webpki::EndEntityCert;
+use x509_parser::parse_x509_certificate;
+
+use crate::name::{Identity, NameError};
+
+/// Trusted authorities.
+pub const AUTHORITIES_FILE: &str = "ca.crt";
+/// Certificate of the process.
+pub const CERTIFICATE_FILE: &str = "tls.crt";
+/// Key of the process.
+pub const KEY_FILE: &str = "tls.key";
+
+/// Largest file: some authorities, or a chain.
+const FILE_BYTES_MAX: u64 = 256 << 10;
+
+/// Credentials of a process.
+#[derive(Clone)]
+pub struct Credentials {
+    /// Who the process is.
+    pub identity: Identity,
+    /// Authorities that it trusts.
+    pub(crate) roots: Arc<RootCertStore>,
+    /// Its certificate and key.
+    pub(crate) key: Arc<CertifiedKey>,
+    /// Begin of the certificate's validity.
+    pub not_before: SystemTime,
+    /// End of the certificate's validity.
+    pub not_after: SystemTime,
+}
+
+/// Texts of the three files.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Files {
+    /// `ca.crt`.
+    pub authorities: Vec<u8>,
+    /// `tls.crt`.
+    pub certificate: Vec<u8>,
+    /// `tls.key`.
+    pub key: Vec<u8>,
+}
+
+/// Reason why credentials cannot be used; the text names the file and the remedy.
+#[derive(Debug, thiserror::Error)]
+pub enum CredentialsError {
+    /// A file cannot be read.
+    #[error(
+        "cannot read {0}: {1}; issue certificates with `reprise certs issue`, or mount the Secret that has them"
+    )]
+    Read(PathBuf, io::Error),
+    /// A file is far larger than certificates are.
+    #[error("{0} has more than {FILE_BYTES_MAX} bytes: it is no file of certificates")]
+    Size(PathBuf),
+    /// A file has no valid PEM of the expected kind.
+    #[error("invalid {0}: {1}; expected PEM")]
+    Pem(&'static str, String),
+    /// Key and certificate do not belong together.
+    #[error(
+        "{KEY_FILE} is not the key of the certificate in {CERTIFICATE_FILE}: replace both together ({0})"
+    )]
+    Key(rustls::Error),
+    /// The certificate names no process.
+    #[error("the certificate in {CERTIFICATE_FILE} has {0} URI names: expected one, reprise://CLUSTER/ROLE")]
+    Names(usize),
+    /// The certificate names something else.
+    #[error("the certificate in {CERTIFICATE_FILE} names no process: {0}")]
+    Name(#[from] NameError),
+}
+
+impl Credentials {
+    /// Reads the files of a folder.
+    ///
+    /// # Errors
+    /// A file is absent or invalid, or they do not belong together.
+    pub fn read(folder: &Path) -> Result<Credentials, CredentialsError> {
+        Credentials::parse(&Files::read(folder)?)
+    }
+
+    /// Checks the texts of the files.
+    ///
+    /// # Errors
+    /// A text is invalid, or they do not belong together.
+    pub fn parse(files: &Files) -> Result<Credentials, CredentialsError> {
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(AUTHORITIES_FILE, &files.authorities)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| CredentialsError::Pem(AUTHORITIES_FILE, error.to_string()))?;
+        }
+        let chain = certificates(CERTIFICATE_FILE, &files.certificate)?;
+        let own = chain.first().expect("at least one certificate");
+        let identity = identity_of(own)?;
+        let (not_before, not_after) = validity_of(own)?;
+        let key = PrivateKeyDer::from_pem_slice(&files.key)
+            .map_err(|error| CredentialsError::Pem(KEY_FILE, error.to_string()))?;
+        let key = CertifiedKey::from_der(chain, key, &crypto::ring::default_provider())
+            .map_err(CredentialsError::Key)?;
+        Ok(Credentials { identity, roots: Arc::new(roots), key: Arc::new(key), not_before, not_after })
+    }
+
+    /// Time until the certificate ends; zero after its end.
+    pub fn remaining(&self, now: SystemTime) -> Duration {
+        self.not_after.duration_since(now).unwrap_or_default()
+    }
+
+    /// Whether it is time to renew the certificate: a third of its validity is left.
+    pub fn is_renewal_due(&self, now: SystemTime) -> bool {
+        let valid = self.not_after.duration_since(self.not_before).unwrap_or_default();
+        self.remaining(now) <= valid / 3
+    }
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Credentials")
+            .field("identity", &self.identity)
+            .field("not_after", &self.not_after)
+            .finish()
+    }
+}
+
+impl fmt::Debug for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Files")
+    }
+}
+
+impl Files {
+    /// Reads the files of a folder.
+    ///
+    /// # Errors
+    /// A file is absent, unreadable or too large.
+    pub fn read(folder: &Path) -> Result<Files, CredentialsError> {
+        let read = |name: &str| {
+            let path = folder.join(name);
+            let size =
+                fs::metadata(&path).map_err(|error| CredentialsError::Read(path.clone(), error))?.len();
+            if size > FILE_BYTES_MAX {
+                return Err(CredentialsError::Size(path));
+            }
+            fs::read(&path).map_err(|error| CredentialsError::Read(path, error))
+        };
+        Ok(Files {
+            authorities: read(AUTHORITIES_FILE)?,
+            certificate: read(CERTIFICATE_FILE)?,
+            key: read(KEY_FILE)?,
+        })
+    }
+}
+
+/// Returns the identity that a certificate states.
+///
+/// # Errors
+/// It states none, several, or an invalid one.
+pub(crate) fn identity_of(certificate: &CertificateDer<'_>) -> Result<Identity, CredentialsError> {
+    let parsed = EndEntityCert::try_from(certificate)
+        .map_err(|error| CredentialsError::Pem(CERTIFICATE_FILE, error.to_string()))?;
+    let mut names = parsed.valid_uri_names();
+    match (names.next(), names.count()) {
+        (Some(name), 0) => Ok(name.parse()?),
+        (first, more) => Err(CredentialsError::Names(usize::from(first.is_some()) + more)),
+    }
+}
+
+fn certificates(file: &'static str, text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CredentialsError> {
+    let all = CertificateDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
+    let all = all.map_err(|error| CredentialsError::Pem(file, error.to_string()))?;
+    if all.is_empty() {
+        return Err(CredentialsError::Pem(file, "no certificate".to_owned()));
+    }
+    Ok(all)
+}
+
+fn validity_of(certificate: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), CredentialsError> {
+    let (_, parsed) = parse_x509_certificate(certificate)
+        .map_err(|error| CredentialsError::Pem(CERTIFICATE_FILE, error.to_string()))?;
+    let at = |seconds: i64| UNIX_EPOCH + Duration::from_secs(seconds.max(0).cast_unsigned());
+    let validity = parsed.validity();
+    Ok((at(validity.not_before.timestamp()), at(validity.not_after.timestamp())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authority::{Authority, CERTIFICATE_VALID};
+    use crate::name::Role;
+
+    fn files() -> Files {
+        let authority = Authority::create("c").expect("an authority");
+        let identity = Identity::new("c", Role::Agent("node-1".to_owned())).expect("valid names");
+        let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a certificate");
+        Files {
+            authorities: authority.certificate().as_bytes().to_vec(),
+            certificate: issued.certificate.into_bytes(),
+            key: issued.key.into_bytes(),
+        }
+    }
+
+    #[test]
+    fn credentials_know_their_identity_and_when_to_renew() {
+        let credentials = Credentials::parse(&files()).expect("valid files");
+        assert_eq!(credentials.identity.to_string(), "reprise://c/agent/node-1");
+        let now = SystemTime::now();
+        assert!(!credentials.is_renewal_due(now));
+        let day = Duration::from_secs(86_400);
+        assert!(credentials.not_before < now - Duration::from_secs(3_600), "a late clock accepts it");
+        assert!(!credentials.is_renewal_due(now + 59 * day) && credentials.is_renewal_due(now + 61 * day));
+        assert_eq!(credentials.remaining(now + 91 * day), Duration::ZERO);
+    }
+
+    #[test]
+    fn files_that_do_not_belong_together_are_refused_with_the_remedy() {
+        let (whole, other) = (files(), files());
+        for (mixed, words) in [
+            (Files { key: other.key.clone(), ..whole.clone() }, "replace both together"),
+            (Files { certificate: Vec::new(), ..whole.clone() }, "no certificate"),
+            (Files { authorities: b"text".to_vec(), ..whole.clone() }, "ca.crt"),
+            (Files { key: whole.certificate.clone(), ..whole.clone() }, "tls.key"),
+            (Files { certificate: whole.authorities.clone(), ..whole.clone() }, "has 0 URI names"),
+        ] {
+            let error = Credentials::parse(&mixed).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn absent_files_are_named_with_the_command_that_creates_them() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let error = Credentials::read(folder.path()).expect_err("no files").to_string();
+        assert!(error.contains("ca.crt") && error.contains("reprise certs issue"), "{error}");
+    }
+}

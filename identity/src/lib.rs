@@ -1,0 +1,25 @@
+//! Who a process is: certificates, the authority that issues them, and mutual TLS.
+//!
+//! ```text
+//! Authority ── issues ──▶ ca.crt, tls.crt, tls.key in a folder ──▶ Credentials ──▶ Tls ──▶ dial, accept ──▶ Identity
+//!                                        │                             ▲
+//!                                        └──── changed: read again ────┘
+//! ```
+//!
+//! * [`name`]: what a certificate states, for example `reprise://prod/agent/node-7`.
+//! * [`authority`]: creates an authority, and issues certificates.
+//! * [`credentials`]: the three files of a process, checked as a whole.
+//! * [`tls`]: TLS 1.3 with certificates on both sides, under every connection between processes.
+//!
+//! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
+//! anew, trust the new one only. Out of scope: what an identity may do.
+
+pub mod authority;
+pub mod credentials;
+pub mod name;
+pub mod tls;
+
+pub use authority::Authority;
+pub use credentials::Credentials;
+pub use name::{Identity, Role};
+pub use tls::Tls;

@@ -1,0 +1,329 @@
+//! TLS 1.3 with certificates on both sides.
+//!
+//! Both sides verify the chain of the other's certificate against their own authorities, then its identity. A server
+//! admits every identity of its cluster and returns it; what it may do is decided by the caller. A client states which
+//! identities it expects, so that an agent cannot pass for a member.
+//!
+//! Credentials are read at each handshake, so a change applies to new connections, and existing ones stay.
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{ResolvesClientCert, verify_server_cert_signed_by_trust_anchor};
+use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
+use rustls::version::TLS13;
+use rustls::{
+    CertificateError, CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, Error,
+    ServerConfig, SignatureScheme,
+};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
+
+use crate::credentials::{Credentials, CredentialsError, Files, identity_of};
+use crate::name::{Identity, Role};
+
+/// Time limit of a handshake: a client that sends nothing is closed.
+pub const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
+
+/// Interval at which files are compared with those in use.
+const CHECK_EVERY: Duration = Duration::from_secs(10);
+
+/// Roles that a client expects of a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// Exactly this one.
+    Role(Role),
+    /// An agent of any node.
+    AnyAgent,
+}
+
+/// TLS of a process, under all of its connections. Clones share the credentials.
+#[derive(Clone)]
+pub struct Tls {
+    current: Arc<Current>,
+    server: Arc<ServerConfig>,
+    provider: Arc<CryptoProvider>,
+}
+
+/// Reason why a connection was not established.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// The other side did not finish its handshake in time.
+    #[error("no handshake within {HANDSHAKE_WITHIN:?}")]
+    Timeout,
+    /// The handshake has failed.
+    #[error("handshake failed: {0}")]
+    Handshake(#[from] std::io::Error),
+    /// The certificate of the other side states no identity.
+    #[error("the other side has an invalid certificate: {0}")]
+    Certificate(#[from] CredentialsError),
+}
+
+/// Credentials in use.
+struct Current {
+    credentials: RwLock<Arc<Credentials>>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl Current {
+    fn get(&self) -> Arc<Credentials> {
+        Arc::clone(&self.credentials.read().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl fmt::Debug for Current {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get().fmt(f)
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Tls").field(&self.current).finish()
+    }
+}
+
+impl Expected {
+    fn admits(&self, role: &Role) -> bool {
+        match self {
+            Expected::Role(expected) => expected == role,
+            Expected::AnyAgent => matches!(role, Role::Agent(_)),
+        }
+    }
+}
+
+impl Tls {
+    /// Uses credentials under all connections.
+    pub fn new(credentials: Credentials) -> Tls {
+        let provider = Arc::new(provider());
+        let current = Arc::new(Current {
+            credentials: RwLock::new(Arc::new(credentials)),
+            provider: Arc::clone(&provider),
+        });
+        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_protocol_versions(&[&TLS13])
+            .expect("the provider has TLS 1.3")
+            .with_client_cert_verifier(Arc::clone(&current) as Arc<dyn ClientCertVerifier>)
+            .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
+        Tls { current, server: Arc::new(server), provider }
+    }
+
+    /// Credentials in use.
+    pub fn credentials(&self) -> Arc<Credentials> {
+        self.current.get()
+    }
+
+    /// Replaces the credentials: new connections use them, existing ones stay.
+    pub fn replace(&self, credentials: Credentials) {
+        *self.current.credentials.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(credentials);
+    }
+
+    /// Compares the files of a folder with the credentials again and again, and uses changed ones. Invalid files are
+    /// logged once for each change.
+    pub async fn follow(self, folder: PathBuf) {
+        let mut seen = Files::read(&folder).ok();
+        loop {
+            tokio::time::sleep(CHECK_EVERY).await;
+            let found = Files::read(&folder).ok();
+            if found == seen || found.is_none() {
+                continue;
+            }
+            seen = found;
+            match seen.as_ref().map(Credentials::parse) {
+                Some(Ok(credentials)) => {
+                    tracing::info!(identity = %credentials.identity, "use new certificates");
+                    self.replace(credentials);
+                }
+                Some(Err(error)) => tracing::warn!(%error, "keep the certificates before"),
+                None => {}
+            }
+        }
+    }
+
+    /// Accepts a connection: returns it with the identity of the client.
+    ///
+    /// # Errors
+    /// The client has no valid certificate of this cluster, or is too slow.
+    pub async fn accept(
+        &self,
+        stream: TcpStream,
+    ) -> Result<(server::TlsStream<TcpStream>, Identity), TlsError> {
+        let accepting = TlsAcceptor::from(Arc::clone(&self.server)).accept(stream);
+        let stream = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)??;
+        let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        let identity = identity_of(certificate.expect("the verifier requires a certificate"))?;
+        Ok((stream, identity))
+    }
+
+    /// Connects over a stream to a server of the expected role.
+    ///
+    /// # Errors
+    /// The server has another role, no valid certificate of this cluster, or is too slow.
+    pub async fn connect(
+        &self,
+        stream: TcpStream,
+        expected: Expected,
+    ) -> Result<client::TlsStream<TcpStream>, TlsError> {
+        let connector = TlsConnector::from(Arc::new(self.client_config(expected)));
+        // The name is not verified: the identity is.
+        let name = ServerName::try_from("reprise").expect("a valid name");
+        let connecting = connector.connect(name, stream);
+        Ok(timeout(HANDSHAKE_WITHIN, connecting).await.map_err(|_| TlsError::Timeout)??)
+    }
+
+    /// Configuration of a client that connects to servers of the expected role.
+    pub fn client_config(&self, expected: Expected) -> ClientConfig {
+        let verifier = ServerIdentity { current: Arc::clone(&self.current), expected };
+        let mut config = ClientConfig::builder_with_provider(Arc::clone(&self.provider))
+            .with_protocol_versions(&[&TLS13])
+            .expect("the provider has TLS 1.3")
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_client_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesClientCert>);
+        config.enable_sni = false;
+        config
+    }
+}
+
+/// Ciphers in the order of their speed on processors with AES instructions.
+fn provider() -> CryptoProvider {
+    let mut provider = ring::default_provider();
+    let rank = |suite: &rustls::SupportedCipherSuite| match suite.suite() {
+        CipherSuite::TLS13_AES_128_GCM_SHA256 => 0,
+        CipherSuite::TLS13_AES_256_GCM_SHA384 => 1,
+        _ => 2,
+    };
+    provider.cipher_suites.sort_by_key(rank);
+    provider
+}
+
+/// Refuses an identity of another cluster.
+fn check_cluster(own: &Credentials, certificate: &CertificateDer<'_>) -> Result<Identity, Error> {
+    let refused = |_| Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure);
+    let identity = identity_of(certificate).map_err(refused)?;
+    if identity.cluster == own.identity.cluster {
+        Ok(identity)
+    } else {
+        Err(Error::InvalidCertificate(CertificateError::NotValidForName))
+    }
+}
+
+impl ResolvesServerCert for Current {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.get().key))
+    }
+}
+
+impl ResolvesClientCert for Current {
+    fn resolve(&self, _hints: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.get().key))
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+impl ClientCertVerifier for Current {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let own = self.get();
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&own.roots), Arc::clone(&self.provider));
+        let verifier = verifier.build().map_err(|error| Error::General(error.to_string()))?;
+        let verified = verifier.verify_client_cert(certificate, intermediates, now)?;
+        check_cluster(&own, certificate)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(Error::General("TLS 1.2 is not offered".to_owned()))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Verifies a server: chain, cluster and role.
+#[derive(Debug)]
+struct ServerIdentity {
+    current: Arc<Current>,
+    expected: Expected,
+}
+
+impl ServerCertVerifier for ServerIdentity {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let own = self.current.get();
+        let algorithms = self.current.provider.signature_verification_algorithms.all;
+        let parsed = ParsedCertificate::try_from(certificate)?;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &own.roots, intermediates, now, algorithms)?;
+        let identity = check_cluster(&own, certificate)?;
+        if self.expected.admits(&identity.role) {
+            return Ok(ServerCertVerified::assertion());
+        }
+        Err(Error::InvalidCertificate(CertificateError::NotValidForName))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls12_signature(&*self.current, message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls13_signature(&*self.current, message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        ClientCertVerifier::supported_verify_schemes(&*self.current)
+    }
+}

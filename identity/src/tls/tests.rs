@@ -1,0 +1,173 @@
+use std::time::Instant;
+
+use time::{Duration as Span, OffsetDateTime};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::authority::{Authority, CERTIFICATE_VALID, Issued};
+
+fn identity(cluster: &str, role: &str) -> Identity {
+    Identity::new(cluster, role.parse().expect("a role")).expect("valid names")
+}
+
+fn credentials(trusted: &[&Authority], issued: Issued) -> Credentials {
+    let authorities = trusted.iter().map(|authority| authority.certificate()).collect::<String>();
+    let (certificate, key) = (issued.certificate.into_bytes(), issued.key.into_bytes());
+    Credentials::parse(&Files { authorities: authorities.into_bytes(), certificate, key })
+        .expect("valid files")
+}
+
+fn tls(authority: &Authority, role: &str) -> Tls {
+    let issued = authority.issue(&identity("c", role), CERTIFICATE_VALID).expect("a certificate");
+    Tls::new(credentials(&[authority], issued))
+}
+
+fn authority() -> Authority {
+    Authority::create("c").expect("an authority")
+}
+
+/// What both sides of a handshake, with an echo of one byte, got.
+async fn meet(
+    server: &Tls,
+    client: &Tls,
+    expected: Expected,
+) -> (Result<Identity, String>, Result<u8, String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let accepting = async {
+        let (stream, _) = listener.accept().await.expect("a client");
+        let (mut stream, identity) = server.accept(stream).await.map_err(|error| error.to_string())?;
+        let byte = stream.read_u8().await.map_err(|error| error.to_string())?;
+        stream.write_u8(byte).await.map_err(|error| error.to_string())?;
+        stream.flush().await.map_err(|error| error.to_string())?;
+        Ok(identity)
+    };
+    let connecting = async {
+        let stream = TcpStream::connect(address).await.expect("listening");
+        let mut stream = client.connect(stream, expected).await.map_err(|error| error.to_string())?;
+        stream.write_u8(7).await.map_err(|error| error.to_string())?;
+        stream.flush().await.map_err(|error| error.to_string())?;
+        stream.read_u8().await.map_err(|error| error.to_string())
+    };
+    tokio::join!(accepting, connecting)
+}
+
+#[tokio::test]
+async fn both_sides_learn_who_the_other_is() {
+    let authority = authority();
+    let (member, agent) = (tls(&authority, "member"), tls(&authority, "agent/n1"));
+    let (seen, echo) = meet(&member, &agent, Expected::Role(Role::Member)).await;
+    assert_eq!((seen, echo), (Ok(identity("c", "agent/n1")), Ok(7)));
+    let (seen, echo) = meet(&agent, &member, Expected::AnyAgent).await;
+    assert_eq!((seen, echo), (Ok(identity("c", "member")), Ok(7)));
+}
+
+#[tokio::test]
+async fn server_of_another_role_or_node_is_refused_by_the_client() {
+    let authority = authority();
+    let (agent, member) = (tls(&authority, "agent/n1"), tls(&authority, "member"));
+    for expected in [Expected::Role(Role::Member), Expected::Role(Role::Agent("n2".to_owned()))] {
+        let (seen, echo) = meet(&agent, &member, expected).await;
+        assert!(seen.is_err() && echo.is_err(), "{seen:?} {echo:?}");
+    }
+}
+
+#[tokio::test]
+async fn certificates_of_others_are_refused_by_the_server() {
+    let (own, foreign) = (authority(), authority());
+    let server = tls(&own, "member");
+    let now = OffsetDateTime::now_utc();
+    let of_cluster = |cluster: &str, from, until| {
+        let issued = own.issue_between(&identity(cluster, "agent/n1"), now + from, now + until);
+        Tls::new(credentials(&[&own], issued.expect("a certificate")))
+    };
+    let day = Span::days(1);
+    let by_foreign = foreign.issue(&identity("c", "agent/n1"), CERTIFICATE_VALID).expect("a certificate");
+    for (client, why) in [
+        (Tls::new(credentials(&[&own], by_foreign)), "another authority"),
+        (of_cluster("c", -2 * day, -day), "expired"),
+        (of_cluster("c", day, 2 * day), "not yet valid"),
+        (of_cluster("d", -day, day), "another cluster"),
+    ] {
+        let (seen, echo) = meet(&server, &client, Expected::Role(Role::Member)).await;
+        assert!(seen.is_err() && echo.is_err(), "{why}: {seen:?} {echo:?}");
+    }
+}
+
+/// A client that shows nothing.
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesClientCert for NoCertificate {
+    fn resolve(&self, _hints: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+#[tokio::test]
+async fn client_without_a_certificate_is_refused() {
+    let authority = authority();
+    let server = tls(&authority, "member");
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let mut config = tls(&authority, "agent/n1").client_config(Expected::Role(Role::Member));
+    config.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let accepting = async {
+        let (stream, _) = listener.accept().await.expect("a client");
+        server.accept(stream).await.map(|_| ())
+    };
+    let connecting = async {
+        let stream = TcpStream::connect(address).await.expect("listening");
+        let name = ServerName::try_from("reprise").expect("a valid name");
+        let mut stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        stream.read_u8().await
+    };
+    let (accepted, answer) = tokio::join!(accepting, connecting);
+    let error = accepted.expect_err("no certificate").to_string();
+    assert!(error.contains("peer sent no certificates"), "{error}");
+    assert!(answer.is_err(), "{answer:?}");
+}
+
+#[tokio::test]
+async fn silent_and_plain_clients_are_closed_in_time() {
+    let authority = authority();
+    let server = tls(&authority, "member");
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let mut silent = TcpStream::connect(address).await.expect("listening");
+    let (stream, _) = listener.accept().await.expect("a client");
+    let began = Instant::now();
+    let error = server.accept(stream).await.map(|_| ()).expect_err("no handshake");
+    assert!(matches!(error, TlsError::Timeout) && began.elapsed() < 2 * HANDSHAKE_WITHIN, "{error}");
+    assert_eq!(silent.read(&mut [0; 1]).await.ok(), Some(0));
+    let mut plain = TcpStream::connect(address).await.expect("listening");
+    let (stream, _) = listener.accept().await.expect("a client");
+    plain.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").await.expect("sent");
+    let error = server.accept(stream).await.map(|_| ()).expect_err("no handshake");
+    assert!(matches!(error, TlsError::Handshake(_)), "{error}");
+}
+
+#[tokio::test]
+async fn authority_is_replaced_in_three_steps_without_a_refused_connection() {
+    let (old, new) = (authority(), authority());
+    let issue = |by: &Authority, role: &str| {
+        by.issue(&identity("c", role), CERTIFICATE_VALID).expect("a certificate")
+    };
+    let (member, agent) = (tls(&old, "member"), tls(&old, "agent/n1"));
+    let expected = || Expected::Role(Role::Member);
+    for (trusted, by) in [(vec![&old, &new], &old), (vec![&old, &new], &new), (vec![&new], &new)] {
+        // Each process changes at its own time.
+        for (process, role) in [(&agent, "agent/n1"), (&member, "member")] {
+            process.replace(credentials(&trusted, issue(by, role)));
+            let (seen, echo) = meet(&member, &agent, expected()).await;
+            assert_eq!((seen, echo), (Ok(identity("c", "agent/n1")), Ok(7)));
+        }
+    }
+    let (seen, echo) = meet(&member, &tls(&old, "agent/n1"), expected()).await;
+    assert!(seen.is_err() && echo.is_err(), "the old authority counts for nothing");
+}
