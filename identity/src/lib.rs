@@ -9,7 +9,8 @@
 //! * [`name`]: what a certificate states, for example `reprise://prod/agent/node-7`.
 //! * [`authority`]: creates an authority, and issues certificates.
 //! * [`credentials`]: the three files of a process, checked as a whole.
-//! * [`tls`]: TLS 1.3 with certificates on both sides, under every connection between processes.
+//! * [`tls`]: TLS 1.3 with certificates on both sides.
+//! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
 //! anew, trust the new one only. Out of scope: what an identity may do.
@@ -17,9 +18,11 @@
 pub mod authority;
 pub mod credentials;
 pub mod name;
+pub mod security;
 pub mod tls;
 
 pub use authority::Authority;
 pub use credentials::Credentials;
 pub use name::{Identity, Role};
-pub use tls::Tls;
+pub use security::{Security, Stream, TlsSettings};
+pub use tls::{Expected, Tls};
