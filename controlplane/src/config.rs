@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use reprise_controlplane_store::TimeToLive;
+use reprise_identity::TlsSettings;
 use reprise_policy::Interval;
 use reprise_policy::shards::MemberName;
 use serde::Deserialize;
@@ -44,6 +45,8 @@ pub struct Config {
     pub membership: MembershipConfig,
     /// History of directory changes, and the KV-event publisher.
     pub events: EventsConfig,
+    /// Certificates of connections to agents, other members and administrators.
+    pub tls: TlsSettings,
     /// Limits on concurrent calls and streams.
     pub limits: LimitsConfig,
     /// The log on standard error.
@@ -175,6 +178,7 @@ impl Default for Config {
             member: MemberConfig::default(),
             membership: MembershipConfig::default(),
             events: EventsConfig::default(),
+            tls: TlsSettings::default(),
             limits: LimitsConfig::default(),
             log: LogConfig::default(),
         }

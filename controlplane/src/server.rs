@@ -12,6 +12,7 @@ use reprise_controlplane_store::{
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
+use reprise_identity::Role;
 use reprise_policy::Amounts;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
@@ -114,6 +115,10 @@ impl ControlPlane {
         let identity = Identity::load_or_create(store.as_ref())
             .await
             .context("cannot read the identity of the store")?;
+        let listeners: Vec<SocketAddr> =
+            [config.listen, config.admin].into_iter().chain(config.events.addresses()).collect();
+        let security = config.tls.open(&Role::Member, &listeners).context("cannot use [tls]")?;
+        tracing::debug!(?security, "connections to other processes");
         let registry = Registry::new(store.clone(), identity.clone());
         let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();

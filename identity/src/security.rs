@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::{client, server};
 
 use crate::credentials::{Credentials, CredentialsError};
-use crate::name::Identity;
+use crate::name::{Identity, Role};
 use crate::tls::{Expected, Tls, TlsError};
 
 /// Section `[tls]` of a configuration file.
@@ -40,6 +40,14 @@ pub enum SettingsError {
          issue` writes them), or 127.0.0.1"
     )]
     NotLoopback(SocketAddr),
+    /// The certificate is of another process.
+    #[error("tls.folder: the certificate is of {found}, and this process is {expected}: issue one for it")]
+    Role {
+        /// Role in the certificate.
+        found: Role,
+        /// Role of this process.
+        expected: Role,
+    },
     /// The files are unusable.
     #[error("tls.folder: {0}")]
     Credentials(#[from] CredentialsError),
@@ -66,15 +74,24 @@ pub enum Stream {
 }
 
 impl TlsSettings {
-    /// Reads the credentials that the settings name. `listeners` are the addresses that the process serves.
+    /// Reads the credentials that the settings name, which must be of this role. `listeners` are the addresses that
+    /// the process serves.
     ///
     /// # Errors
-    /// Plain connections on another address than loopback, or unusable files.
-    pub fn open(&self, listeners: &[SocketAddr]) -> Result<Security, SettingsError> {
+    /// Plain connections on another address than loopback, unusable files, or those of another role.
+    pub fn open(&self, role: &Role, listeners: &[SocketAddr]) -> Result<Security, SettingsError> {
         let has_folder = !self.folder.as_os_str().is_empty();
         match (has_folder, self.plain) {
             (true, true) => Err(SettingsError::Both),
-            (true, false) => Ok(Security::Tls(Tls::new(Credentials::read(&self.folder)?))),
+            (true, false) => {
+                let credentials = Credentials::read(&self.folder)?;
+                let found = &credentials.identity.role;
+                if found != role {
+                    return Err(SettingsError::Role { found: found.clone(), expected: role.clone() });
+                }
+                tracing::info!(identity = %credentials.identity, "connections use TLS");
+                Ok(Security::Tls(Tls::new(credentials)))
+            }
             (false, true) => match listeners.iter().find(|one| !one.ip().to_canonical().is_loopback()) {
                 Some(other) => Err(SettingsError::NotLoopback(*other)),
                 None => {
@@ -217,10 +234,10 @@ mod tests {
     fn plain_connections_are_for_loopback_only() {
         let plain = TlsSettings { plain: true, ..TlsSettings::default() };
         let loopback = addresses(&["127.0.0.1:7400", "[::1]:7410", "[::ffff:127.0.0.1]:1"]);
-        assert!(matches!(plain.open(&loopback), Ok(Security::Plain)));
+        assert!(matches!(plain.open(&Role::Member, &loopback), Ok(Security::Plain)));
         for other in ["0.0.0.0:7400", "10.0.0.1:7400", "[::]:7400"] {
             let listeners = [loopback.clone(), addresses(&[other])].concat();
-            let error = plain.open(&listeners).expect_err("another address").to_string();
+            let error = plain.open(&Role::Member, &listeners).expect_err("another address").to_string();
             assert!(error.contains(other) && error.contains("tls.folder"), "{error}");
         }
     }
@@ -229,16 +246,25 @@ mod tests {
     fn refuses_two_answers_and_unusable_files() {
         let folder = TempDir::new().expect("a folder");
         let both = TlsSettings { folder: folder.path().to_owned(), plain: true };
-        assert!(matches!(both.open(&[]), Err(SettingsError::Both)));
+        assert!(matches!(both.open(&Role::Member, &[]), Err(SettingsError::Both)));
         let empty = TlsSettings { plain: false, ..both };
-        let error = empty.open(&[]).expect_err("no files").to_string();
+        let error = empty.open(&Role::Member, &[]).expect_err("no files").to_string();
         assert!(error.contains("ca.crt"), "{error}");
+    }
+
+    #[test]
+    fn refuses_the_certificate_of_another_process() {
+        let folder = TempDir::new().expect("a folder");
+        let settings = settings(&folder, Role::Agent("node-1".to_owned()));
+        let error =
+            settings.open(&Role::Agent("node-2".to_owned()), &[]).expect_err("another node").to_string();
+        assert!(error.contains("agent/node-1") && error.contains("agent/node-2"), "{error}");
     }
 
     #[tokio::test]
     async fn accepts_and_dials_with_and_without_certificates() {
         let folder = TempDir::new().expect("a folder");
-        let with = settings(&folder, Role::Member).open(&[]).expect("valid files");
+        let with = settings(&folder, Role::Member).open(&Role::Member, &[]).expect("valid files");
         for security in [Security::Plain, with] {
             let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
             let address = listener.local_addr().expect("bound").to_string();

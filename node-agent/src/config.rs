@@ -16,6 +16,7 @@ mod tenants;
 
 use std::path::{Path, PathBuf};
 
+use reprise_identity::TlsSettings;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionPolicy;
 use reprise_policy::{ByteSize, Interval, TenantName};
@@ -55,6 +56,8 @@ pub(crate) struct Config {
     pub(crate) prefetch: PrefetchSection,
     pub(crate) retention: RetentionSection,
     pub(crate) admin: AdminSection,
+    /// Certificates of connections to members, peers and administrators.
+    pub(crate) tls: TlsSettings,
     pub(crate) limits: LimitsSection,
     pub(crate) kubernetes: KubernetesSection,
     pub(crate) log: LogSection,
@@ -419,6 +422,10 @@ hot_window = "{hot_window}"
 [admin]
 listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
 # trace = true             # /trace for clients of the node: keys, tenants, sizes and times of all blocks; default: off
+
+[tls]
+folder = ""      # ca.crt, tls.crt and tls.key of this agent (identity agent/<node>); changed files are used at once
+plain = false    # true: no TLS, all callers may do all; loopback addresses only
 
 [limits]
 load_deadline = "{deadline}" # deadline of loads without one

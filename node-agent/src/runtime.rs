@@ -23,6 +23,7 @@ use reprise_agent_core::event::Event;
 use reprise_agent_core::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::{AgentCore, Settings as CoreSettings};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
+use reprise_identity::{Role, Security};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NodeMode, TenantId, TenantName};
@@ -102,6 +103,8 @@ impl Runtime {
     pub(crate) fn start(settings: Settings, cluster: Option<ClusterSettings>) -> Result<Runtime, AgentError> {
         // First, because a startup probe waits for the response.
         let admin = AdminPort::bind(settings.admin)?;
+        let security = open_security(&settings)?;
+        tracing::debug!(?security, "connections to other processes");
         let arena = arena_config(&settings.arena);
         // Before the descriptors: an arena that exceeds the memory needs a different remedy.
         Arena::check(&arena).map_err(arena_error)?;
@@ -332,6 +335,15 @@ pub(crate) fn restore_tenant_names(tenants: &Mutex<TenantRegistry>, names: &BTre
             tracing::warn!(tenant = %name, number = number.0, %error, "cannot register a recovered tenant name: blocks of this tenant cannot be copied to other nodes");
         }
     }
+}
+
+/// Reads the certificates of this agent.
+fn open_security(settings: &Settings) -> Result<Security, AgentError> {
+    let role = Role::Agent(settings.node.name.clone());
+    let peers = settings.peers.as_ref().map(|peers| peers.listen);
+    let listeners: Vec<SocketAddr> = [settings.admin].into_iter().chain(peers).collect();
+    let opened = settings.tls.open(&role, &listeners);
+    opened.map_err(|error| AgentError::new(ErrorKind::Config, "cannot use [tls]").with_source(error))
 }
 
 fn arena_config(settings: &ArenaSettings) -> ArenaConfig {

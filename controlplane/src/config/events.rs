@@ -37,6 +37,11 @@ pub struct EventsConfig {
 }
 
 impl EventsConfig {
+    /// Addresses that are served.
+    pub fn addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        [self.publish, self.replay].into_iter().flatten()
+    }
+
     /// Checks ranges and dependencies between fields.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let refuse = |field, reason: String| Err(ConfigError::Value { field, reason });

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use reprise_agent_core::{PrefetchSettings, limits::LOAD_DEADLINE_MAX};
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
+use reprise_identity::TlsSettings;
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::admission::budget::DailyBudget;
@@ -84,6 +85,7 @@ pub(crate) struct Settings {
     pub(crate) admin: SocketAddr,
     /// Whether the admin port records traces.
     pub(crate) admin_trace: bool,
+    pub(crate) tls: TlsSettings,
     pub(crate) kubernetes: KubernetesSettings,
     pub(crate) log: LogSettings,
 }
@@ -229,6 +231,7 @@ impl Config {
             retention: self.retention.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
             admin_trace: self.admin.trace,
+            tls: self.tls.clone(),
             kubernetes: self.kubernetes.validate()?,
             log: self.log.validate()?,
         })

@@ -8,13 +8,14 @@ use crate::tree::Tree;
 /// Every dependency that one of our crates may have on another, development dependencies included.
 const EDGES: &[(&str, &[&str])] = &[
     ("reprise-policy", &[]),
-    ("reprise-proto", &[]),
-    ("reprise-daemon", &["reprise-policy"]),
+    ("reprise-proto", &["reprise-identity"]),
+    ("reprise-identity", &[]),
+    ("reprise-daemon", &["reprise-identity", "reprise-policy"]),
     ("reprise-buffers", &["reprise-policy"]),
     ("reprise-io", &["reprise-policy", "reprise-buffers"]),
     ("reprise-cuda", &["reprise-policy", "reprise-buffers", "reprise-io", "reprise-nvme"]),
     ("reprise-nvme", &["reprise-buffers", "reprise-io"]),
-    ("reprise-transport", &["reprise-policy", "reprise-buffers"]),
+    ("reprise-transport", &["reprise-identity", "reprise-policy", "reprise-buffers"]),
     ("reprise-agent-core", &["reprise-policy"]),
     ("reprise-agent-kubernetes", &["reprise-crds", "reprise-policy"]),
     ("reprise-client", &["reprise-policy", "reprise-proto", "reprise-buffers"]),
@@ -32,6 +33,7 @@ const EDGES: &[(&str, &[&str])] = &[
     (
         "reprise-agent",
         &[
+            "reprise-identity",
             "reprise-policy",
             "reprise-proto",
             "reprise-daemon",
@@ -48,6 +50,7 @@ const EDGES: &[(&str, &[&str])] = &[
     (
         "reprise-controlplane",
         &[
+            "reprise-identity",
             "reprise-policy",
             "reprise-proto",
             "reprise-daemon",
@@ -56,11 +59,15 @@ const EDGES: &[(&str, &[&str])] = &[
         ],
     ),
     ("reprise-crds", &[]),
-    ("reprise-operator", &["reprise-crds", "reprise-daemon", "reprise-policy", "reprise-proto"]),
+    (
+        "reprise-operator",
+        &["reprise-crds", "reprise-daemon", "reprise-identity", "reprise-policy", "reprise-proto"],
+    ),
     ("reprise-simulator", &["reprise-policy", "reprise-agent-core", "reprise-controlplane-core"]),
     (
         "reprise-testkit",
         &[
+            "reprise-identity",
             "reprise-policy",
             "reprise-proto",
             "reprise-buffers",
@@ -72,6 +79,7 @@ const EDGES: &[(&str, &[&str])] = &[
     (
         "reprise",
         &[
+            "reprise-identity",
             "reprise-policy",
             "reprise-proto",
             "reprise-daemon",
@@ -90,6 +98,7 @@ const EDGES: &[(&str, &[&str])] = &[
     (
         "reprise-bench",
         &[
+            "reprise-identity",
             "reprise-policy",
             "reprise-proto",
             "reprise-daemon",
@@ -103,7 +112,14 @@ const EDGES: &[(&str, &[&str])] = &[
     ("xtask", &[]),
     (
         "reprise-e2e",
-        &["reprise-policy", "reprise-proto", "reprise-client", "reprise-crds", "reprise-testkit"],
+        &[
+            "reprise-identity",
+            "reprise-policy",
+            "reprise-proto",
+            "reprise-client",
+            "reprise-crds",
+            "reprise-testkit",
+        ],
     ),
 ];
 
