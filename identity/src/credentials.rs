@@ -17,11 +17,11 @@ use x509_parser::parse_x509_certificate;
 
 use crate::name::{Identity, NameError};
 
-/// Trusted authorities.
+/// File of the trusted authorities.
 pub const AUTHORITIES_FILE: &str = "ca.crt";
-/// Certificate of the process.
+/// File of the process's certificate.
 pub const CERTIFICATE_FILE: &str = "tls.crt";
-/// Key of the process.
+/// File of the process's key.
 pub const KEY_FILE: &str = "tls.key";
 
 /// Largest file: some authorities, or a chain.
@@ -30,7 +30,7 @@ const FILE_BYTES_MAX: u64 = 256 << 10;
 /// Credentials of a process.
 #[derive(Clone)]
 pub struct Credentials {
-    /// Who the process is.
+    /// Identity of the process.
     pub identity: Identity,
     /// Authorities that it trusts.
     pub(crate) roots: Arc<RootCertStore>,
@@ -62,7 +62,7 @@ pub enum CredentialsError {
     )]
     Read(PathBuf, io::Error),
     /// A file is far larger than certificates are.
-    #[error("{0} has more than {FILE_BYTES_MAX} bytes: it is no file of certificates")]
+    #[error("{0} has more than {FILE_BYTES_MAX} bytes: expected certificates")]
     Size(PathBuf),
     /// A file has no valid PEM of the expected kind.
     #[error("invalid {0}: {1}; expected PEM")]

@@ -1,4 +1,4 @@
-//! Who a process is: certificates, the authority that issues them, and mutual TLS.
+//! Identities of processes: certificates, the authority that issues them, and mutual TLS.
 //!
 //! ```text
 //! Authority ── issues ──▶ ca.crt, tls.crt, tls.key in a folder ──▶ Credentials ──▶ Tls ──▶ dial, accept ──▶ Identity
@@ -13,7 +13,7 @@
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
-//! anew, trust the new one only. Out of scope: what an identity may do.
+//! again, trust the new one only. Out of scope: what an identity may do.
 
 pub mod authority;
 pub mod credentials;

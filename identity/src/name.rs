@@ -37,7 +37,7 @@ pub struct Identity {
     pub role: Role,
 }
 
-/// Reason why a text is no identity.
+/// Reason to reject the text of an identity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
     /// Not of the form of an identity.

@@ -13,6 +13,8 @@ mod prefetch;
 mod reloadable;
 mod settings;
 mod tenants;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 
@@ -582,25 +584,5 @@ impl Default for LimitsSection {
 impl Default for LogSection {
     fn default() -> Self {
         LogSection { format: LogFormat::Text, level: defaults::LOG_LEVEL.to_owned() }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn printed_default_parses_to_the_default_and_is_valid() {
-        let parsed = Config::parse(&Config::default_text()).expect("the default text parses");
-        assert_eq!(parsed, Config::default());
-        parsed.validate().expect("the default is valid");
-    }
-
-    #[test]
-    fn unknown_fields_and_invalid_sizes_are_rejected_with_their_name() {
-        let error = Config::parse("[arena]\nbites = \"1GiB\"").expect_err("unknown field").to_string();
-        assert!(error.contains("bites"), "{error}");
-        let error = Config::parse("[arena]\nbytes = \"much\"").expect_err("invalid size").to_string();
-        assert!(error.contains("much") && error.contains("GiB"), "{error}");
     }
 }
