@@ -9,8 +9,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use reprise_e2e::process::binary;
 use reprise_e2e::control_plane::Store;
+use reprise_e2e::process::binary;
 use reprise_e2e::{AgentConfig, ControlPlane, PATIENCE, TestEnv, wait_until};
 use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::tls::HANDSHAKE_WITHIN;
