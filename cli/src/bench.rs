@@ -21,6 +21,7 @@ mod recompute;
 mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
+mod secure_lookups;
 mod slack;
 mod store;
 
@@ -183,6 +184,7 @@ impl Benchmark {
             Benchmark::Directory { entries } => {
                 let mut figures = directory::run(*entries, settings)?;
                 figures.extend(grpc_directory::run((*entries).min(ENTRIES_MAX), settings)?);
+                figures.extend(secure_lookups::run(settings)?);
                 Ok(figures)
             }
             Benchmark::Policy { entries } => policy::run(*entries, settings),

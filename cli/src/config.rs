@@ -4,11 +4,12 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use reprise_identity::Security;
 use reprise_policy::ByteSize;
 use serde::Deserialize;
 
 use reprise_testkit::bench::REPETITIONS;
-use reprise_testkit::cluster::{ClusterFile, cache_directory};
+use reprise_testkit::cluster::cache_directory;
 use reprise_testkit::model::SCALE_DEFAULT;
 
 /// Output of `--print-default-config`, equal to [`Config::default`] by a test.
@@ -20,6 +21,7 @@ pub(crate) struct Config {
     pub(crate) cluster: ClusterConfig,
     pub(crate) demo: DemoConfig,
     pub(crate) bench: BenchConfig,
+    pub(crate) tls: TlsConfig,
 }
 
 /// Section `[cluster]`: the cluster that `demo` starts and that the other commands read.
@@ -28,6 +30,14 @@ pub(crate) struct Config {
 pub(crate) struct ClusterConfig {
     /// Directory of the cluster; `~/.cache/reprise/demo` by default.
     pub(crate) directory: Option<PathBuf>,
+}
+
+/// Section `[tls]`: the certificate that commands show to members and agents.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct TlsConfig {
+    /// Folder with `ca.crt`, `tls.crt` and `tls.key`; `--tls` and `REPRISE_TLS` override it.
+    pub(crate) folder: Option<PathBuf>,
 }
 
 /// Section `[demo]`: sizes of the demo.
@@ -67,26 +77,22 @@ impl Config {
 }
 
 impl ClusterConfig {
-    /// Returns the addresses of members of the control plane: the given address, or those of the running
-    /// cluster in its directory.
-    ///
-    /// # Errors
-    /// Neither an address nor a running cluster.
-    pub(crate) fn members(
-        &self,
-        address: Option<&String>,
-        directory: Option<&Path>,
-    ) -> anyhow::Result<Vec<String>> {
-        match address {
-            Some(address) => Ok(vec![address.clone()]),
-            None => Ok(ClusterFile::read(&self.directory(directory))?.grpc_addresses()),
-        }
-    }
-
     /// Returns the directory; `flag` overrides the file.
     pub(crate) fn directory(&self, flag: Option<&Path>) -> PathBuf {
         let named = flag.map(Path::to_owned).or_else(|| self.directory.clone());
         named.unwrap_or_else(|| cache_directory().join("demo"))
+    }
+}
+
+impl TlsConfig {
+    /// Reads the certificates of the command; none without a folder.
+    ///
+    /// # Errors
+    /// The files are unusable.
+    pub(crate) fn security(&self) -> anyhow::Result<Option<Security>> {
+        let Some(folder) = &self.folder else { return Ok(None) };
+        let security = Security::read(folder);
+        security.map(Some).with_context(|| format!("cannot use the certificates in {}", folder.display()))
     }
 }
 

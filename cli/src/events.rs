@@ -26,10 +26,10 @@ use reprise_proto::controlplane::{ListMembersRequest, MemberInfo, MemberList, Wa
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use crate::config::Config;
-use crate::members::{MembersArgs, first_answer};
+use crate::members::{Members, MembersArgs, endpoint, first_answer};
 use line::{Line, MemberPosition};
 use reprise_testkit::output::Audience;
 pub(crate) use snapshot::{Replicas, snapshot};
@@ -64,6 +64,8 @@ pub(crate) struct EventsArgs {
 
 /// Open streams, by the name of the member.
 struct Streams {
+    /// How members are reached.
+    asked: Members,
     members: BTreeMap<String, OpenStream>,
     positions: Positions,
     lines: mpsc::Sender<Vec<Line>>,
@@ -78,7 +80,7 @@ struct OpenStream {
 }
 
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = args.members.addresses(config)?;
+    let asked = args.members.find(config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {
         let (mut terminate, mut interrupt) =
@@ -86,7 +88,7 @@ pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) ->
         let (lines, printed) = mpsc::channel(MESSAGES_MAX);
         let mut printer = tokio::spawn(print(printed, audience));
         tokio::select! {
-            ended = send_lines(args, &addresses, lines) => ended?,
+            ended = send_lines(args, &asked, lines) => ended?,
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
             // The reader has closed the pipe, or writing failed.
@@ -117,12 +119,13 @@ async fn print(mut lines: mpsc::Receiver<Vec<Line>>, audience: Audience) -> anyh
 /// an error.
 async fn send_lines(
     args: &EventsArgs,
-    addresses: &[String],
+    asked: &Members,
     lines: mpsc::Sender<Vec<Line>>,
 ) -> anyhow::Result<()> {
-    let (address, list) = first_list(addresses).await?;
+    let (address, list) = first_list(asked).await?;
     let address = address.as_str();
     let mut streams = Streams {
+        asked: asked.clone(),
         members: BTreeMap::new(),
         positions: Positions::new(&args.from),
         lines,
@@ -161,7 +164,8 @@ impl Streams {
         }
         for member in members {
             if !self.members.contains_key(&member.name) {
-                let stream = MemberStream::new(member, self.positions.clone(), self.lines.clone());
+                let stream =
+                    MemberStream::new((&self.asked, member), self.positions.clone(), self.lines.clone());
                 let task = tokio::spawn(stream.run(self.extent));
                 self.members
                     .insert(member.name.clone(), OpenStream { address: member.address.clone(), task });
@@ -189,7 +193,7 @@ impl Streams {
     }
 
     async fn follow_members(&mut self, address: &str) -> anyhow::Result<()> {
-        let mut lists = MembershipClient::new(connect(address).await?)
+        let mut lists = MembershipClient::new(connect(&self.asked, address).await?)
             .watch_members(WatchMembersRequest {})
             .await
             .context("watching members")?
@@ -213,23 +217,22 @@ impl OpenStream {
     }
 }
 
-async fn connect(address: &str) -> anyhow::Result<Channel> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .with_context(|| format!("invalid address \"{address}\": expected host:port"))?
+async fn connect(asked: &Members, address: &str) -> anyhow::Result<Channel> {
+    let endpoint = endpoint(address)?
         .connect_timeout(CONNECTED_WITHIN)
         .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
         .keep_alive_timeout(KEEP_ALIVE_ANSWER);
-    endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
+    asked.connect(address, &endpoint).await
 }
 
 /// Returns the address and the member list of the first member that answers, or the error of the last one.
-async fn first_list(addresses: &[String]) -> anyhow::Result<(String, MemberList)> {
-    first_answer(addresses, async |address| Ok((address.to_owned(), list(address).await?))).await
+async fn first_list(asked: &Members) -> anyhow::Result<(String, MemberList)> {
+    first_answer(asked, async |address| Ok((address.to_owned(), list(asked, address).await?))).await
 }
 
-async fn list(address: &str) -> anyhow::Result<MemberList> {
+async fn list(asked: &Members, address: &str) -> anyhow::Result<MemberList> {
     let answer = async {
-        let mut membership = MembershipClient::new(connect(address).await?);
+        let mut membership = MembershipClient::new(connect(asked, address).await?);
         Ok(membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner())
     };
     tokio::time::timeout(CONNECTED_WITHIN, answer).await.with_context(|| {
@@ -254,6 +257,7 @@ fn members(list: MemberList, asked: &str) -> Vec<MemberInfo> {
 
 #[cfg(test)]
 mod tests {
+    use reprise_identity::Security;
     use reprise_proto::controlplane::Position;
 
     use super::*;
@@ -273,7 +277,9 @@ mod tests {
             position: Position { log: 1, next: 2 },
         };
         let positions = Positions::new(&["a", "b", "c"].map(position));
-        let mut streams = Streams { members: BTreeMap::new(), positions, lines, extent: Extent::Unlimited };
+        let asked = Members { addresses: Vec::new(), security: Security::Plain };
+        let mut streams =
+            Streams { asked, members: BTreeMap::new(), positions, lines, extent: Extent::Unlimited };
         streams
             .set_members(&[member("a", 1), member("b", 1), member("c", 1)])
             .await

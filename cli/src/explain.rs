@@ -23,7 +23,7 @@ use reprise_proto::controlplane::{LookupReply, LookupRequest, MemberList, NodeIn
 use serde::Serialize;
 
 use crate::config::Config;
-use crate::members::{MembersArgs, runtime};
+use crate::members::{Members, MembersArgs, endpoint, runtime};
 use crate::status;
 use reasons::Reasons;
 use reprise_testkit::engine;
@@ -137,11 +137,11 @@ impl FromStr for Subject {
 
 pub(crate) fn command(args: &ExplainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     let keys = keys(args)?;
-    let addresses = args.members.addresses(config)?;
+    let asked = args.members.find(config)?;
     let runtime = runtime()?;
     let explained = runtime.block_on(async {
-        let (address, members, nodes) = status::members_and_nodes(&addresses).await?;
-        explain(&keys, &address, &members, &nodes).await
+        let (address, members, nodes) = status::members_and_nodes(&asked).await?;
+        explain(&keys, (&asked, &address), &members, &nodes).await
     });
     // A request to a hanging node may still block a thread; it must not delay the exit.
     runtime.shutdown_background();
@@ -169,7 +169,7 @@ fn keys(args: &ExplainArgs) -> anyhow::Result<Vec<BlockKey>> {
 
 async fn explain(
     keys: &[BlockKey],
-    answering: &str,
+    (asked, answering): (&Members, &str),
     members: &MemberList,
     nodes: &[NodeInfo],
 ) -> anyhow::Result<Vec<BlockExplanation>> {
@@ -181,7 +181,7 @@ async fn explain(
         let places: Vec<usize> = (0..keys.len()).filter(|place| owns(&keys[*place])).collect();
         let of_member: Vec<BlockKey> = places.iter().map(|place| keys[*place]).collect();
         let address = if member.name == members.answering { answering } else { &member.address };
-        for (place, known_there) in places.iter().zip(look_up(address, &of_member).await) {
+        for (place, known_there) in places.iter().zip(look_up(asked, address, &of_member).await) {
             known[*place] = known_there;
         }
     }
@@ -203,11 +203,11 @@ async fn explain(
 }
 
 /// Looks up keys at a member. If the member does not answer, each result has that error as a doubt.
-async fn look_up(address: &str, keys: &[BlockKey]) -> Vec<KnownReplicas> {
+async fn look_up(asked: &Members, address: &str, keys: &[BlockKey]) -> Vec<KnownReplicas> {
     if keys.is_empty() {
         return Vec::new();
     }
-    let found = tokio::time::timeout(ANSWERED_WITHIN, try_look_up(address, keys)).await;
+    let found = tokio::time::timeout(ANSWERED_WITHIN, try_look_up(asked, address, keys)).await;
     let late = |_| Err(anyhow::anyhow!("no answer within {ANSWERED_WITHIN:?}"));
     found.unwrap_or_else(late).unwrap_or_else(|error| {
         let doubts = vec![format!("the owner of the slot does not answer: {error:#}")];
@@ -215,8 +215,12 @@ async fn look_up(address: &str, keys: &[BlockKey]) -> Vec<KnownReplicas> {
     })
 }
 
-async fn try_look_up(address: &str, keys: &[BlockKey]) -> anyhow::Result<Vec<KnownReplicas>> {
-    let mut client = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
+async fn try_look_up(
+    asked: &Members,
+    address: &str,
+    keys: &[BlockKey],
+) -> anyhow::Result<Vec<KnownReplicas>> {
+    let mut client = DirectoryClient::new(asked.connect(address, &endpoint(address)?).await?);
     let mut known = Vec::with_capacity(keys.len());
     // One key per call, because a reply reports partial slots for the whole call.
     for key in keys {

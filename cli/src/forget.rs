@@ -7,11 +7,12 @@
 use anyhow::bail;
 use reprise_proto::controlplane::ForgetNodeRequest;
 use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::dial::cause;
 use serde::Serialize;
 use tonic::Code;
 
 use crate::config::Config;
-use crate::members::{channel, first_answer, runtime};
+use crate::members::{Members, first_answer, runtime};
 use crate::node_mode::ModeArgs;
 use reprise_testkit::output::Audience;
 
@@ -24,12 +25,12 @@ struct RemovedNode<'a> {
 }
 
 pub(crate) fn command(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(forget(&args.members.addresses(config)?, &args.node, audience))
+    runtime()?.block_on(forget(&args.members.find(config)?, &args.node, audience))
 }
 
 /// Removes the node through the first member that can do so.
-async fn forget(addresses: &[String], node: &str, audience: Audience) -> anyhow::Result<()> {
-    let outcome = first_answer(addresses, async |address| forget_at(address, node).await).await;
+async fn forget(members: &Members, node: &str, audience: Audience) -> anyhow::Result<()> {
+    let outcome = first_answer(members, async |address| forget_at(members, address, node).await).await;
     let number = outcome?.map_err(anyhow::Error::msg)?;
     audience.emit(&RemovedNode { node, number });
     audience.print_line(format!("removed {node} (node {number})"));
@@ -40,8 +41,8 @@ async fn forget(addresses: &[String], node: &str, audience: Audience) -> anyhow:
 ///
 /// # Errors
 /// This member cannot process the request, but another may.
-async fn forget_at(address: &str, node: &str) -> anyhow::Result<Result<u32, String>> {
-    let mut membership = MembershipClient::new(channel(address).await?);
+async fn forget_at(members: &Members, address: &str, node: &str) -> anyhow::Result<Result<u32, String>> {
+    let mut membership = MembershipClient::new(members.channel(address).await?);
     let status = match membership.forget_node(ForgetNodeRequest { name: node.to_owned() }).await {
         Ok(reply) => return Ok(Ok(reply.into_inner().node)),
         Err(status) => status,
@@ -51,6 +52,7 @@ async fn forget_at(address: &str, node: &str) -> anyhow::Result<Result<u32, Stri
         Code::Unimplemented => {
             bail!("{address} cannot remove nodes, its version is too old: upgrade it, or ask another member")
         }
-        _ => bail!("{address} did not remove {node}: {}", status.message()),
+        Code::PermissionDenied => Ok(Err(status.message().to_owned())),
+        _ => bail!("{address} did not remove {node}: {}", cause(&status)),
     }
 }

@@ -52,6 +52,11 @@ struct Arguments {
     /// Read this configuration file (TOML); flags override it.
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Show the certificate in this folder to members and agents.
+    ///
+    /// The folder has ca.crt, tls.crt and tls.key, as `reprise certs issue` writes them. Default: $REPRISE_TLS.
+    #[arg(long, global = true, value_name = "FOLDER")]
+    tls: Option<PathBuf>,
     /// Print the default configuration with comments, and exit.
     #[arg(long)]
     print_default_config: bool,
@@ -155,7 +160,9 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         output::print(config::DEFAULT_CONFIG);
         return Ok(());
     }
-    let config = Config::read(arguments.config.as_deref())?;
+    let mut config = Config::read(arguments.config.as_deref())?;
+    let folder = arguments.tls.or_else(|| std::env::var_os("REPRISE_TLS").map(PathBuf::from));
+    config.tls.folder = folder.or(config.tls.folder);
     match arguments.command {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),

@@ -1,9 +1,12 @@
-//! Members of the control plane that a command asks.
+//! Members of the control plane that a command asks, and the certificate that it shows them.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
+use reprise_identity::Security;
+use reprise_proto::dial;
+use reprise_testkit::cluster::ClusterFile;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::config::Config;
@@ -26,11 +29,53 @@ pub(crate) struct MembersArgs {
     cluster: Option<PathBuf>,
 }
 
+/// Members that a command asks.
+#[derive(Clone, Debug)]
+pub(crate) struct Members {
+    /// Their gRPC addresses, `host:port`.
+    pub(crate) addresses: Vec<String>,
+    /// Certificates of the command.
+    pub(crate) security: Security,
+}
+
 impl MembersArgs {
-    /// Returns the addresses from the arguments or the cluster directory.
-    pub(crate) fn addresses(&self, config: &Config) -> anyhow::Result<Vec<String>> {
-        config.cluster.members(self.controlplane.as_ref(), self.cluster.as_deref())
+    /// Finds the members from the arguments or the cluster directory. `--tls` overrides the certificates of the
+    /// cluster directory.
+    pub(crate) fn find(&self, config: &Config) -> anyhow::Result<Members> {
+        if let Some(address) = &self.controlplane {
+            let security = config.tls.security()?.unwrap_or(Security::Plain);
+            return Ok(Members { addresses: vec![address.clone()], security });
+        }
+        let cluster = ClusterFile::read(&config.cluster.directory(self.cluster.as_deref()))?;
+        let members = Members::of_cluster(&cluster)?;
+        Ok(Members { security: config.tls.security()?.unwrap_or(members.security), ..members })
     }
+}
+
+impl Members {
+    /// Returns the members of a local cluster, with its administrator's certificates.
+    pub(crate) fn of_cluster(cluster: &ClusterFile) -> anyhow::Result<Members> {
+        Ok(Members { addresses: cluster.grpc_addresses(), security: cluster.security()? })
+    }
+
+    /// Connects to a member.
+    pub(crate) async fn channel(&self, address: &str) -> anyhow::Result<Channel> {
+        let endpoint = endpoint(address)?.connect_timeout(ANSWERED_WITHIN).timeout(ANSWERED_WITHIN);
+        self.connect(address, &endpoint).await
+    }
+
+    /// Connects to a member with the settings of an endpoint.
+    pub(crate) async fn connect(&self, address: &str, endpoint: &Endpoint) -> anyhow::Result<Channel> {
+        dial::connect(endpoint, &self.security)
+            .await
+            .with_context(|| format!("cannot reach the control plane at {address}"))
+    }
+}
+
+/// Creates the endpoint of a member.
+pub(crate) fn endpoint(address: &str) -> anyhow::Result<Endpoint> {
+    Endpoint::from_shared(format!("http://{address}"))
+        .with_context(|| format!("invalid address \"{address}\": expected host:port"))
 }
 
 /// Creates a single-threaded runtime.
@@ -40,24 +85,15 @@ pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 
 /// Returns the answer of the first member that gives one, or the error of the last member.
 pub(crate) async fn first_answer<T>(
-    addresses: &[String],
+    members: &Members,
     ask: impl AsyncFn(&str) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
     let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
+    for address in &members.addresses {
         outcome = ask(address).await;
         if outcome.is_ok() {
             break;
         }
     }
     outcome
-}
-
-/// Connects to a member.
-pub(crate) async fn channel(address: &str) -> anyhow::Result<Channel> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .with_context(|| format!("invalid address \"{address}\": expected host:port"))?
-        .connect_timeout(ANSWERED_WITHIN)
-        .timeout(ANSWERED_WITHIN);
-    endpoint.connect().await.with_context(|| format!("cannot reach the control plane at {address}"))
 }

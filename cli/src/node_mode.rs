@@ -11,11 +11,12 @@ use reprise_policy::Interval;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{DrainProgress, ListNodesRequest, NodeInfo, NodeMode, SetNodeRequest};
+use reprise_proto::dial::cause;
 use serde::Serialize;
 use tonic::Code;
 
 use crate::config::Config;
-use crate::members::{MembersArgs, channel, first_answer, runtime};
+use crate::members::{Members, MembersArgs, first_answer, runtime};
 use reprise_testkit::output::{Audience, bytes_text};
 
 /// Poll interval of `drain --wait`. Nodes report once per second, so each report is seen within half a
@@ -97,17 +98,17 @@ enum DrainState {
 }
 
 pub(crate) fn cordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(set(&args.members.addresses(config)?, &args.node, NodeMode::Cordoned, audience))
+    runtime()?.block_on(set(&args.members.find(config)?, &args.node, NodeMode::Cordoned, audience))
 }
 
 pub(crate) fn uncordon(args: &ModeArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    runtime()?.block_on(set(&args.members.addresses(config)?, &args.node, NodeMode::Active, audience))
+    runtime()?.block_on(set(&args.members.find(config)?, &args.node, NodeMode::Active, audience))
 }
 
 pub(crate) fn drain(args: &DrainArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let (addresses, node) = (args.mode.members.addresses(config)?, &args.mode.node);
+    let (members, node) = (args.mode.members.find(config)?, &args.mode.node);
     runtime()?.block_on(async {
-        set(&addresses, node, NodeMode::Draining, audience).await?;
+        set(&members, node, NodeMode::Draining, audience).await?;
         match args.wait {
             None => {
                 audience.print_line(format!(
@@ -115,7 +116,7 @@ pub(crate) fn drain(args: &DrainArgs, config: &Config, audience: Audience) -> an
                 ));
                 Ok(())
             }
-            Some(bound) => wait(&addresses, node, bound.map(|bound| bound.0), audience).await,
+            Some(bound) => wait(&members, node, bound.map(|bound| bound.0), audience).await,
         }
     })
 }
@@ -148,8 +149,8 @@ pub(crate) fn drain_text(drain: &Drain) -> String {
 }
 
 /// Sets the mode through the first member that can do so.
-async fn set(addresses: &[String], node: &str, mode: NodeMode, audience: Audience) -> anyhow::Result<()> {
-    let outcome = first_answer(addresses, async |address| set_at(address, node, mode).await).await;
+async fn set(members: &Members, node: &str, mode: NodeMode, audience: Audience) -> anyhow::Result<()> {
+    let outcome = first_answer(members, async |address| set_at(members, address, node, mode).await).await;
     let before = mode_name(outcome?.map_err(anyhow::Error::msg)?);
     let mode = mode_name(mode);
     audience.emit(&ModeChange { node, mode, before });
@@ -165,21 +166,28 @@ async fn set(addresses: &[String], node: &str, mode: NodeMode, audience: Audienc
 ///
 /// # Errors
 /// This member cannot process the request, but another may.
-async fn set_at(address: &str, node: &str, mode: NodeMode) -> anyhow::Result<Result<NodeMode, String>> {
-    let mut placement = PlacementClient::new(channel(address).await?);
+async fn set_at(
+    members: &Members,
+    address: &str,
+    node: &str,
+    mode: NodeMode,
+) -> anyhow::Result<Result<NodeMode, String>> {
+    let mut placement = PlacementClient::new(members.channel(address).await?);
     let request = SetNodeRequest { name: node.to_owned(), mode: mode.into() };
     match placement.set_node(request).await {
         Ok(reply) => Ok(Ok(NodeMode::try_from(reply.into_inner().before).unwrap_or_default())),
-        Err(status) if matches!(status.code(), Code::NotFound | Code::InvalidArgument) => {
+        Err(status)
+            if matches!(status.code(), Code::NotFound | Code::InvalidArgument | Code::PermissionDenied) =>
+        {
             Ok(Err(status.message().to_owned()))
         }
-        Err(status) => bail!("{address} did not set the mode of {node}: {}", status.message()),
+        Err(status) => bail!("{address} did not set the mode of {node}: {}", cause(&status)),
     }
 }
 
 /// Polls until the node is drained, the time limit expires or reports stop.
 async fn wait(
-    addresses: &[String],
+    members: &Members,
     node: &str,
     bound: Option<Duration>,
     audience: Audience,
@@ -187,7 +195,7 @@ async fn wait(
     let (started, mut printed) = (Instant::now(), None);
     let mut watchdog = Watchdog { last_report: started };
     loop {
-        let polled = nodes(addresses).await.and_then(|nodes| drain_state(&nodes, node));
+        let polled = nodes(members).await.and_then(|nodes| drain_state(&nodes, node));
         let state = watchdog.check(node, polled, Instant::now())?;
         let elapsed = started.elapsed();
         if let DrainState::Draining(progress) | DrainState::Drained(progress) = &state {
@@ -224,9 +232,9 @@ fn not_drained(node: &str, state: &DrainState, bound: Duration) -> String {
 }
 
 /// Returns the nodes that the first answering member lists.
-async fn nodes(addresses: &[String]) -> anyhow::Result<Vec<NodeInfo>> {
-    first_answer(addresses, async |address| {
-        let mut membership = MembershipClient::new(channel(address).await?);
+async fn nodes(members: &Members) -> anyhow::Result<Vec<NodeInfo>> {
+    first_answer(members, async |address| {
+        let mut membership = MembershipClient::new(members.channel(address).await?);
         let listed = membership.list_nodes(ListNodesRequest {}).await;
         Ok(listed.with_context(|| format!("cannot list the nodes of {address}"))?.into_inner().nodes)
     })

@@ -21,7 +21,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use crate::config::Config;
-use crate::members::{MembersArgs, first_answer, runtime};
+use crate::members::{Members, MembersArgs, endpoint, first_answer, runtime};
 use crate::node_mode::{Drain, drain_text, mode_name};
 use reprise_testkit::cluster::ClusterFile;
 use reprise_testkit::http;
@@ -136,10 +136,10 @@ struct Usage {
 }
 
 pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = args.members.addresses(config)?;
+    let asked = args.members.find(config)?;
     let runtime = runtime()?;
     let (ClusterView { address, members, nodes, directories }, agents) = runtime.block_on(async {
-        let view = ask_any(&addresses).await?;
+        let view = ask_any(&asked).await?;
         let agents = ask_agents(&view.nodes).await?;
         anyhow::Ok((view, agents))
     })?;
@@ -168,9 +168,9 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
 
 /// Returns the address of the first member that answers, and the members and nodes that it lists.
 pub(crate) async fn members_and_nodes(
-    addresses: &[String],
+    asked: &Members,
 ) -> anyhow::Result<(String, MemberList, Vec<NodeInfo>)> {
-    let ClusterView { address, members, nodes, .. } = ask_any(addresses).await?;
+    let ClusterView { address, members, nodes, .. } = ask_any(asked).await?;
     Ok((address, members, nodes))
 }
 
@@ -180,14 +180,14 @@ pub(crate) async fn members_and_nodes(
 /// No member answers, or a listed member does not.
 pub(crate) fn whole_directory(cluster: &ClusterFile) -> anyhow::Result<Vec<DescribeReply>> {
     let runtime = runtime()?;
-    let view = runtime.block_on(ask_any(&cluster.grpc_addresses()))?;
+    let view = runtime.block_on(ask_any(&Members::of_cluster(cluster)?))?;
     view.directories.into_iter().map(|part| part.map_err(anyhow::Error::msg)).collect()
 }
 
 /// Returns the view of the first member that answers, or the error of the last one.
-async fn ask_any(addresses: &[String]) -> anyhow::Result<ClusterView> {
-    first_answer(addresses, async |address| {
-        tokio::time::timeout(ANSWERED_WITHIN, ask(address)).await.with_context(|| {
+async fn ask_any(asked: &Members) -> anyhow::Result<ClusterView> {
+    first_answer(asked, async |address| {
+        tokio::time::timeout(ANSWERED_WITHIN, ask(asked, address)).await.with_context(|| {
             format!(
                 "the control plane at {address} did not answer within {ANSWERED_WITHIN:?}: is it stopped or overloaded?"
             )
@@ -196,10 +196,8 @@ async fn ask_any(addresses: &[String]) -> anyhow::Result<ClusterView> {
     .await
 }
 
-async fn ask(address: &str) -> anyhow::Result<ClusterView> {
-    let endpoint = format!("http://{address}");
-    let unreachable = || format!("cannot reach the control plane at {address}");
-    let mut membership = MembershipClient::connect(endpoint).await.with_context(unreachable)?;
+async fn ask(asked: &Members, address: &str) -> anyhow::Result<ClusterView> {
+    let mut membership = MembershipClient::new(asked.connect(address, &endpoint(address)?).await?);
     let members =
         membership.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner();
     let nodes = membership.list_nodes(ListNodesRequest {}).await.context("listing nodes")?.into_inner().nodes;
@@ -208,8 +206,11 @@ async fn ask(address: &str) -> anyhow::Result<ClusterView> {
         let own = (member.name == members.answering).then(|| address.to_owned());
         own.unwrap_or_else(|| member.address.clone())
     };
-    let described: Vec<JoinHandle<_>> =
-        members.members.iter().map(|member| tokio::spawn(describe_in_time(at(member)))).collect();
+    let described: Vec<JoinHandle<_>> = members
+        .members
+        .iter()
+        .map(|member| tokio::spawn(describe_in_time(asked.clone(), at(member))))
+        .collect();
     let mut directories = Vec::with_capacity(described.len());
     for directory in described {
         directories.push(directory.await?);
@@ -217,14 +218,14 @@ async fn ask(address: &str) -> anyhow::Result<ClusterView> {
     Ok(ClusterView { address: address.to_owned(), members, nodes, directories })
 }
 
-async fn describe_in_time(address: String) -> Result<DescribeReply, String> {
-    let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(&address)).await;
+async fn describe_in_time(asked: Members, address: String) -> Result<DescribeReply, String> {
+    let described = tokio::time::timeout(MEMBER_ANSWERS_WITHIN, describe(&asked, &address)).await;
     let late = |_| Err(anyhow::anyhow!("no answer within {MEMBER_ANSWERS_WITHIN:?}"));
     described.unwrap_or_else(late).map_err(|error| format!("{error:#}"))
 }
 
-async fn describe(address: &str) -> anyhow::Result<DescribeReply> {
-    let mut directory = DirectoryClient::connect(format!("http://{address}")).await.context("connecting")?;
+async fn describe(asked: &Members, address: &str) -> anyhow::Result<DescribeReply> {
+    let mut directory = DirectoryClient::new(asked.connect(address, &endpoint(address)?).await?);
     Ok(directory.describe(DescribeRequest {}).await.context("describing the directory")?.into_inner())
 }
 

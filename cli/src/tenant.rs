@@ -12,11 +12,12 @@ use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
     Bytes, ListTenantsReply, ListTenantsRequest, RemoveTenantRequest, SetTenantRequest, Tenant, TenantState,
 };
+use reprise_proto::dial::cause;
 use serde::Serialize;
 use tonic::transport::Channel;
 
 use crate::config::Config;
-use crate::members::{MembersArgs, runtime};
+use crate::members::{Members, MembersArgs, endpoint, runtime};
 use crate::status;
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
@@ -125,15 +126,15 @@ struct NewBudget {
 }
 
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let addresses = args.members.addresses(config)?;
+    let members = args.members.find(config)?;
     runtime()?.block_on(async {
         match &args.action {
-            Action::List => list(&addresses, audience).await,
+            Action::List => list(&members, audience).await,
             Action::Set(set) => {
                 let request = set.request()?;
                 let call =
                     async |mut client: PlacementClient<Channel>| client.set_tenant(request.clone()).await;
-                at_any(&addresses, call).await?;
+                at_any(&members, call).await?;
                 audience.emit(&BudgetChange::to(&request));
                 audience.print_line(format!("set the budget of tenant '{}'", set.name));
                 Ok(())
@@ -142,7 +143,7 @@ pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) ->
                 let request = RemoveTenantRequest { name: name.to_string() };
                 let call =
                     async |mut client: PlacementClient<Channel>| client.remove_tenant(request.clone()).await;
-                at_any(&addresses, call).await?;
+                at_any(&members, call).await?;
                 audience.emit(&BudgetChange { tenant: name.to_string(), budget: None });
                 audience.print_line(format!("removed the budget of tenant '{name}'"));
                 Ok(())
@@ -178,17 +179,17 @@ impl BudgetChange {
 ///
 /// A rejection is final: every member would reject the call, so no other member is asked.
 async fn at_any<T>(
-    addresses: &[String],
+    members: &Members,
     call: impl AsyncFn(PlacementClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
 ) -> anyhow::Result<T> {
     let mut outcome = Err(anyhow::anyhow!("the cluster has no control-plane member"));
-    for address in addresses {
-        outcome = match connect(address).await {
+    for address in &members.addresses {
+        outcome = match connect(members, address).await {
             Err(error) => Err(error),
             Ok(client) => match tokio::time::timeout(ANSWERED_WITHIN, call(client)).await {
                 Ok(Ok(reply)) => return Ok(reply.into_inner()),
                 Ok(Err(status)) if !is_absence(&status) => bail!("{}", status.message()),
-                Ok(Err(status)) => Err(anyhow::anyhow!("{}", status.message())),
+                Ok(Err(status)) => Err(anyhow::anyhow!("{}", cause(&status))),
                 Err(_) => {
                     Err(anyhow::anyhow!("the member at {address} did not answer within {ANSWERED_WITHIN:?}"))
                 }
@@ -198,12 +199,13 @@ async fn at_any<T>(
     outcome
 }
 
-async fn connect(address: &str) -> anyhow::Result<PlacementClient<Channel>> {
-    let connecting = PlacementClient::connect(format!("http://{address}"));
-    tokio::time::timeout(ANSWERED_WITHIN, connecting)
-        .await
-        .with_context(|| format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}"))?
-        .with_context(|| format!("cannot reach the control plane at {address}"))
+async fn connect(members: &Members, address: &str) -> anyhow::Result<PlacementClient<Channel>> {
+    let endpoint = endpoint(address)?;
+    let channel = tokio::time::timeout(ANSWERED_WITHIN, members.connect(address, &endpoint));
+    let channel = channel.await.with_context(|| {
+        format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}")
+    })??;
+    Ok(PlacementClient::new(channel))
 }
 
 /// Returns a member's reply. The message of a rejection is the error text; the gRPC code adds nothing for
@@ -218,13 +220,13 @@ async fn within_timeout<T>(
 }
 
 /// Lists tenants by asking every member; members that do not answer are skipped.
-async fn list(addresses: &[String], audience: Audience) -> anyhow::Result<()> {
-    let (address, members, nodes) = status::members_and_nodes(addresses).await?;
+async fn list(asked: &Members, audience: Audience) -> anyhow::Result<()> {
+    let (address, members, nodes) = status::members_and_nodes(asked).await?;
     let mut answers: Vec<(String, ListTenantsReply)> = Vec::new();
     for member in &members.members {
         // The address that has just worked: the registered one may be unreachable from here.
         let at = if member.name == members.answering { &address } else { &member.address };
-        let Ok(mut client) = connect(at).await else { continue };
+        let Ok(mut client) = connect(asked, at).await else { continue };
         if let Ok(reply) = within_timeout(client.list_tenants(ListTenantsRequest {})).await {
             answers.push((member.name.clone(), reply));
         }

@@ -15,6 +15,7 @@ use reprise_controlplane_core::{
     AnswerMap, Changes, Invalidation, LiveNodes, LookupCall, LookupResult, MemberView, Opening, Requester,
     Scope, Update, UpdateOutcome,
 };
+use reprise_identity::access::Call as AccessCall;
 use reprise_policy::placement::ReplicaLocation;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet};
 use reprise_proto::controlplane::directory_server::Directory;
@@ -27,6 +28,7 @@ use tonic::{Request, Response, Status};
 
 use crate::admission::{Admission, AdmissionPermit};
 use crate::cluster::Cluster;
+use crate::grpc_server::caller::Caller;
 use crate::membership::node_number;
 use crate::metrics::{Call, UpdateResult};
 use crate::shards::Shards;
@@ -200,6 +202,7 @@ impl DirectoryService {
 #[tonic::async_trait]
 impl Directory for DirectoryService {
     async fn slots(&self, request: Request<SlotsRequest>) -> Result<Response<SlotsReply>, Status> {
+        Caller::authorise_number(&request, AccessCall::Slots, &self.cluster, request.get_ref().node)?;
         let SlotsRequest { node, epoch } = request.into_inner();
         let Some(status) = self.cluster.slot_status(node_number(node)?, Epoch(epoch)) else {
             return Ok(Response::new(SlotsReply { fenced: true, ..SlotsReply::default() }));
@@ -217,6 +220,7 @@ impl Directory for DirectoryService {
         let start = Instant::now();
         let metrics = &self.cluster.metrics;
         let _permit = self.admission.acquire().await?;
+        Caller::authorise_number(&request, AccessCall::Update, &self.cluster, request.get_ref().node)?;
         let batch = Batch::check(request.into_inner())
             .inspect_err(|_| metrics.count_update(UpdateResult::invalid))?;
         let reply = self.apply(&batch).await;

@@ -8,6 +8,8 @@ use std::time::Instant;
 
 use reprise_controlplane_core::{Member, MemberView, NodeDetails};
 use reprise_controlplane_store::StoreError;
+use reprise_identity::Security;
+use reprise_identity::access::Call as AccessCall;
 use reprise_policy::peer::{PEER_ENDPOINTS_MAX, PROTOCOL_BYTES_MAX, PeerEndpoint, TCP, is_protocol_name};
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_server::Membership;
@@ -24,6 +26,7 @@ use tonic::{Request, Response, Status};
 
 use crate::cluster::{Cluster, WatchEvent};
 use crate::config::MembershipConfig;
+use crate::grpc_server::caller::Caller;
 use crate::metrics::{Call, WatchLabels, WatchOf};
 use crate::registry::{Registry, RegistryError};
 use crate::shards::{MembersUpdate, Shards};
@@ -40,6 +43,8 @@ pub struct MembershipService {
     registry: Registry,
     shards: Arc<Shards>,
     config: MembershipConfig,
+    /// For calls to other members.
+    security: Security,
     /// Receives the reason when the store starts to reject this process.
     store_lost: watch::Sender<Option<String>>,
 }
@@ -56,10 +61,10 @@ impl MembershipService {
         cluster: Arc<Cluster>,
         registry: Registry,
         shards: Arc<Shards>,
-        config: &MembershipConfig,
+        (config, security): (&MembershipConfig, Security),
         store_lost: watch::Sender<Option<String>>,
     ) -> MembershipService {
-        MembershipService { cluster, registry, shards, config: config.clone(), store_lost }
+        MembershipService { cluster, registry, shards, config: config.clone(), security, store_lost }
     }
 
     fn status_of(&self, error: &RegistryError) -> Status {
@@ -76,6 +81,7 @@ impl Membership for MembershipService {
     #[tracing::instrument(level = "debug", skip_all, fields(name = request.get_ref().name))]
     async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<RegisterReply>, Status> {
         let start = Instant::now();
+        Caller::authorise_node(&request, AccessCall::Register, || Some(request.get_ref().name.clone()))?;
         let request = request.into_inner();
         check(&request)?;
         let details = NodeDetails {
@@ -103,6 +109,7 @@ impl Membership for MembershipService {
         &self,
         request: Request<HeartbeatRequest>,
     ) -> Result<Response<HeartbeatReply>, Status> {
+        Caller::authorise_number(&request, AccessCall::Heartbeat, &self.cluster, request.get_ref().node)?;
         let HeartbeatRequest { node, epoch } = request.into_inner();
         let known = self.cluster.heartbeat(node_number(node)?, Epoch(epoch));
         Ok(Response::new(HeartbeatReply { known, slots_version: self.cluster.slots_version() }))

@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use reprise_controlplane_store::Store;
+use reprise_identity::Security;
+use reprise_identity::access::Call as AccessCall;
 use reprise_proto::controlplane::placement_server::Placement;
 use reprise_proto::controlplane::{
     ListHoldingsReply, ListHoldingsRequest, ListTenantsReply, ListTenantsRequest, PlaceReply, PlaceRequest,
@@ -23,6 +25,7 @@ use tonic::{Request, Response, Status};
 use crate::answers::Answers;
 use crate::cluster::Cluster;
 use crate::directory::DirectoryService;
+use crate::grpc_server::caller::Caller;
 use crate::identity::Identity;
 use crate::metrics::Call;
 use crate::prefix_match::PrefixMatcher;
@@ -59,13 +62,15 @@ pub struct PlacementParts {
     pub store: Arc<dyn Store>,
     /// Identity of the store.
     pub identity: Identity,
+    /// For calls to other members.
+    pub security: Security,
 }
 
 impl PlacementService {
     /// Creates the service over the shared state.
     pub fn new(parts: PlacementParts) -> PlacementService {
-        let PlacementParts { cluster, shards, tenants, directory, store, identity } = parts;
-        let prefix_matcher = PrefixMatcher::new(directory.clone(), shards.clone());
+        let PlacementParts { cluster, shards, tenants, directory, store, identity, security } = parts;
+        let prefix_matcher = PrefixMatcher::new(directory.clone(), shards.clone(), security);
         PlacementService { cluster, shards, tenants, directory, prefix_matcher, store, identity }
     }
 
@@ -78,11 +83,13 @@ impl PlacementService {
 #[tonic::async_trait]
 impl Placement for PlacementService {
     async fn report(&self, request: Request<ReportRequest>) -> Result<Response<ReportReply>, Status> {
+        Caller::authorise_number(&request, AccessCall::Report, &self.cluster, request.get_ref().node)?;
         reports::handle(self, request.into_inner()).map(Response::new)
     }
 
     async fn place(&self, request: Request<PlaceRequest>) -> Result<Response<PlaceReply>, Status> {
         let start = Instant::now();
+        Caller::authorise_number(&request, AccessCall::Place, &self.cluster, request.get_ref().holder)?;
         let reply = places::place(self, request.into_inner()).await?;
         self.cluster.metrics.observe_call(Call::place, start.elapsed());
         Ok(Response::new(reply))

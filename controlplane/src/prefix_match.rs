@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use reprise_controlplane_core::MemberView;
 use reprise_controlplane_core::directory::REPLICAS_PER_KEY_MAX;
+use reprise_identity::Security;
 use reprise_policy::routing::KeyReplicas;
 use reprise_policy::{BlockKey, NodeId, Tier};
 use reprise_proto::connection::{Connection, LOOKUP};
@@ -40,6 +41,7 @@ const CALLS_PER_MEMBER_MAX: usize = 16;
 pub struct PrefixMatcher {
     directory: Arc<DirectoryService>,
     shards: Arc<Shards>,
+    security: Security,
     /// Clients of the other members, by address.
     clients: Mutex<BTreeMap<String, MemberClient>>,
 }
@@ -73,8 +75,8 @@ enum KeyResult {
 
 impl PrefixMatcher {
     /// Creates a matcher that queries owners by the map in `shards`, and `directory` for this member's keys.
-    pub fn new(directory: Arc<DirectoryService>, shards: Arc<Shards>) -> PrefixMatcher {
-        PrefixMatcher { directory, shards, clients: Mutex::default() }
+    pub fn new(directory: Arc<DirectoryService>, shards: Arc<Shards>, security: Security) -> PrefixMatcher {
+        PrefixMatcher { directory, shards, security, clients: Mutex::default() }
     }
 
     /// Looks up all keys of a chain; returns after 200 ms at the latest.
@@ -142,7 +144,7 @@ impl PrefixMatcher {
             return Some(client.clone());
         }
         clients.retain(|known, _| view.members.iter().any(|member| member.address == *known));
-        let connection = Connection::new(address)
+        let connection = Connection::new(address, &self.security)
             .inspect_err(|error| tracing::warn!(address, %error, "ignoring member with an invalid address"))
             .ok()?;
         let client = MemberClient { connection, permits: Arc::new(Semaphore::new(CALLS_PER_MEMBER_MAX)) };

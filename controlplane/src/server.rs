@@ -37,6 +37,7 @@ use crate::directory::DirectoryService;
 use crate::events::service::EventsService;
 use crate::events::{Events, Publisher};
 use crate::former_protocol::FormerProtocol;
+use crate::grpc_server::caller::Authorised;
 use crate::grpc_server::{self, GrpcServerError};
 use crate::identity::Identity;
 use crate::membership::MembershipService;
@@ -59,6 +60,10 @@ pub(crate) const STREAMS_MAX: u32 = 1024;
 /// HTTP/2 keep-alive: a peer that vanished without closing is detected within the sum of both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
+/// Age at which a connection is replaced, so that none outlives its certificate for long. The client opens another
+/// one; calls in progress have the grace to end, and streams are opened again.
+const CONNECTION_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
+const CONNECTION_GRACE: Duration = Duration::from_secs(60);
 /// Interval between sweeps of the directory, and between checks whether a sweep is needed.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Time to wait for etcd at start, so that etcd and members may start together. After it the start fails.
@@ -118,7 +123,6 @@ impl ControlPlane {
         let listeners: Vec<SocketAddr> =
             [config.listen, config.admin].into_iter().chain(config.events.addresses()).collect();
         let security = config.tls.open(&Role::Member, &listeners).context("cannot use [tls]")?;
-        tracing::debug!(?security, "connections to other processes");
         let registry = Registry::new(store.clone(), identity.clone());
         let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
         let (metrics, metric_registry) = Metrics::new();
@@ -162,9 +166,15 @@ impl ControlPlane {
             directory: directory.clone(),
             store: store.clone(),
             identity: identity.clone(),
+            security: security.clone(),
         });
-        let membership =
-            MembershipService::new(cluster.clone(), registry, shards.clone(), &config.membership, store_lost);
+        let membership = MembershipService::new(
+            cluster.clone(),
+            registry,
+            shards.clone(),
+            (&config.membership, security.clone()),
+            store_lost,
+        );
         let services = Services {
             membership: MembershipServer::new(membership),
             placement: PlacementServer::new(placement),
@@ -174,7 +184,10 @@ impl ControlPlane {
         let routers = (0..workers).map(|_| router(&services)).collect();
         let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
         let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
-        let grpc_task = tokio::spawn(grpc_server::serve(accepted, routers, stop.subscribe()));
+        background.spawn_finite("certificates", config.tls.clone().follow(security.clone()));
+        let stopped = stop.subscribe();
+        let grpc_task =
+            tokio::spawn(async move { grpc_server::serve(accepted, &security, routers, stopped).await });
         // Set before the admin server runs: a start-up probe may already wait on the port.
         admin_state.set_ready();
         let routes = admin::router(admin_state.clone());
@@ -270,10 +283,12 @@ fn router(services: &Services) -> Router {
         .max_concurrent_streams(STREAMS_MAX)
         .http2_keepalive_interval(Some(KEEP_ALIVE_EVERY))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
-        .add_service(services.membership.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .add_service(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .add_service(services.placement.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
-        .add_service(services.events.clone().max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .max_connection_age(CONNECTION_AGE_MAX)
+        .max_connection_age_grace(CONNECTION_GRACE)
+        .add_service(Authorised(services.membership.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))
+        .add_service(Authorised(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))
+        .add_service(Authorised(services.placement.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))
+        .add_service(Authorised(services.events.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))
         .add_service(FormerProtocol::<0>)
         .add_service(FormerProtocol::<1>)
         .add_service(FormerProtocol::<2>)

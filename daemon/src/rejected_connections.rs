@@ -32,6 +32,8 @@ pub enum Reason {
     Timeout,
     /// Protocol violation.
     Protocol,
+    /// No valid certificate in the TLS handshake.
+    Certificate,
     /// Client is not allowed to use the service.
     Refused,
     /// Operating system error on accepting or serving.
@@ -58,7 +60,7 @@ impl RejectedConnections {
             }
         }
         let help = "Connections that were closed without service, by listener and reason (idle, full, timeout, \
-                    protocol, refused, system)";
+                    protocol, certificate, refused, system)";
         registry.register("connections_rejected", help, rejected.0.clone());
         rejected
     }
@@ -88,8 +90,15 @@ impl Listener {
 }
 
 impl Reason {
-    const ALL: [Reason; 6] =
-        [Reason::Idle, Reason::Full, Reason::Timeout, Reason::Protocol, Reason::Refused, Reason::System];
+    const ALL: [Reason; 7] = [
+        Reason::Idle,
+        Reason::Full,
+        Reason::Timeout,
+        Reason::Protocol,
+        Reason::Certificate,
+        Reason::Refused,
+        Reason::System,
+    ];
 
     /// Label value, also used in the log.
     pub fn as_str(self) -> &'static str {
@@ -98,6 +107,7 @@ impl Reason {
             Reason::Full => "full",
             Reason::Timeout => "timeout",
             Reason::Protocol => "protocol",
+            Reason::Certificate => "certificate",
             Reason::Refused => "refused",
             Reason::System => "system",
         }

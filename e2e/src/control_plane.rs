@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use reprise_testkit::certificates;
 use reprise_testkit::configuration::{MemberConfig, StoreChoice};
 use rustix::process::Signal;
 
@@ -53,7 +54,16 @@ impl ControlPlane {
             Store::Embedded => StoreChoice::Embedded(folder.join("controlplane.store")),
             Store::Memory => StoreChoice::Memory,
         };
-        ControlPlane::start(folder, &Host::LOOPBACK, started, None, &store)
+        ControlPlane::start(folder, &Host::LOOPBACK, started, None, (&store, ""))
+    }
+
+    /// Starts a control plane with its store in memory and the certificates in `tls`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn start_with_tls(folder: &Path, tls: &Path) -> ControlPlane {
+        let (store, more) = (StoreChoice::Memory, certificates::settings(Some(tls)));
+        ControlPlane::start(folder, &Host::LOOPBACK, LaunchOptions::default(), None, (&store, &more))
     }
 
     /// Starts a member on a host, with launch options, its files in `folder`, and an etcd as its store.
@@ -67,7 +77,7 @@ impl ControlPlane {
         name: &str,
         etcd: &str,
     ) -> ControlPlane {
-        ControlPlane::start(folder, host, started, Some(name), &StoreChoice::Etcd(etcd.to_owned()))
+        ControlPlane::start(folder, host, started, Some(name), (&StoreChoice::Etcd(etcd.to_owned()), ""))
     }
 
     /// Starts a member of this name with its files in `folder`.
@@ -76,11 +86,11 @@ impl ControlPlane {
         host: &Host,
         started: LaunchOptions,
         name: Option<&str>,
-        store: &StoreChoice,
+        (store, more): (&StoreChoice, &str),
     ) -> ControlPlane {
         let file = name.unwrap_or("controlplane");
         let (config, log) = (folder.join(format!("{file}.toml")), folder.join(format!("{file}.log")));
-        let text = |listen: &str, admin: &str| MemberConfig { listen, admin, store, name }.text("");
+        let text = |listen: &str, admin: &str| MemberConfig { listen, admin, store, name }.text(more);
         let any_port = format!("{}:0", host.address());
         fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
         let (running, grpc, admin) = start(host, &started, &config, &log)

@@ -141,6 +141,12 @@ impl TestEnv {
         ControlPlane::start_in(self.folder(), launch, store)
     }
 
+    /// Starts a control plane with its store in memory and the certificates in `tls`.
+    pub fn control_plane_with_tls(&self, tls: &Path) -> ControlPlane {
+        self.logs().add(self.folder().join("controlplane.log"));
+        ControlPlane::start_with_tls(self.folder(), tls)
+    }
+
     /// Starts an etcd on loopback.
     pub fn etcd(&self) -> Etcd {
         self.etcd_at(&Host::LOOPBACK)

@@ -11,10 +11,12 @@
 //! * [`credentials`]: the three files of a process, checked as a whole.
 //! * [`tls`]: TLS 1.3 with certificates on both sides.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
+//! * [`access`]: the table of what an identity may do.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
-//! again, trust the new one only. Out of scope: what an identity may do.
+//! with the new one, trust the new one only.
 
+pub mod access;
 pub mod authority;
 pub mod credentials;
 pub mod name;

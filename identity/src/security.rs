@@ -5,7 +5,7 @@
 
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -115,6 +115,14 @@ impl TlsSettings {
 }
 
 impl Security {
+    /// Uses the certificates in a folder, of any role: for programs that only dial.
+    ///
+    /// # Errors
+    /// The files are unusable.
+    pub fn read(folder: &Path) -> Result<Security, CredentialsError> {
+        Ok(Security::Tls(Tls::new(Credentials::read(folder)?)))
+    }
+
     /// Completes an accepted connection. Returns it with the identity of the client: none on plain connections, where
     /// all callers may do all.
     ///

@@ -26,6 +26,7 @@ use rustls::{
     CertificateError, CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, Error,
     ServerConfig, SignatureScheme,
 };
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
@@ -35,6 +36,11 @@ use crate::name::{Identity, Role};
 
 /// Time limit of a handshake: a client that sends nothing is closed.
 pub const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
+
+/// Time for a refused client to read the reason and to close the connection.
+const REASON_READ_WITHIN: Duration = Duration::from_millis(500);
+/// Bytes of a refused client that are read at most: its first call, which it sends without waiting for us.
+const REFUSED_BYTES_MAX: u64 = 64 << 10;
 
 /// Interval at which files are compared with those in use.
 const CHECK_EVERY: Duration = Duration::from_secs(10);
@@ -62,9 +68,17 @@ pub enum TlsError {
     /// The other side did not finish its handshake in time.
     #[error("no handshake within {HANDSHAKE_WITHIN:?}")]
     Timeout,
+    /// The other side does not speak TLS.
+    #[error("the other side does not use TLS: set its tls.folder, or --tls FOLDER of a command")]
+    NotTls,
+    /// The other side refused the certificate of this process.
+    #[error(
+        "the other side refused our certificate ({0}): it has ended, or is of another authority or cluster"
+    )]
+    Refused(String),
     /// The handshake has failed.
     #[error("handshake failed: {0}")]
-    Handshake(#[from] std::io::Error),
+    Handshake(std::io::Error),
     /// The certificate of the other side states no identity.
     #[error("the other side has an invalid certificate: {0}")]
     Certificate(#[from] CredentialsError),
@@ -74,6 +88,28 @@ pub enum TlsError {
 struct Current {
     credentials: RwLock<Arc<Credentials>>,
     provider: Arc<CryptoProvider>,
+}
+
+impl From<std::io::Error> for TlsError {
+    fn from(error: std::io::Error) -> TlsError {
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
+            Some(Error::InvalidMessage(_)) => TlsError::NotTls,
+            Some(Error::AlertReceived(alert)) => TlsError::Refused(format!("{alert:?}")),
+            _ => TlsError::Handshake(error),
+        }
+    }
+}
+
+impl TlsError {
+    /// Name of the kind of error, for the log.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            TlsError::Timeout => "handshake_timeout",
+            TlsError::NotTls => "handshake_plain",
+            TlsError::Refused(_) => "handshake_refused",
+            TlsError::Handshake(_) | TlsError::Certificate(_) => "handshake_failed",
+        }
+    }
 }
 
 impl Current {
@@ -159,8 +195,16 @@ impl Tls {
         &self,
         stream: TcpStream,
     ) -> Result<(server::TlsStream<TcpStream>, Identity), TlsError> {
-        let accepting = TlsAcceptor::from(Arc::clone(&self.server)).accept(stream);
-        let stream = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)??;
+        let accepting = TlsAcceptor::from(Arc::clone(&self.server)).accept(stream).into_fallible();
+        let accepted = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)?;
+        let stream = match accepted {
+            Ok(stream) => stream,
+            Err((error, stream)) => {
+                // The result is irrelevant: the connection is closed in any case.
+                let _ = timeout(REASON_READ_WITHIN, let_client_read(stream)).await;
+                return Err(error.into());
+            }
+        };
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let identity = identity_of(certificate.expect("the verifier requires a certificate"))?;
         Ok((stream, identity))
@@ -194,6 +238,13 @@ impl Tls {
         config.enable_sni = false;
         config
     }
+}
+
+/// Ends our side, and reads what the client sends meanwhile: closing with unread bytes would discard the alert that
+/// states the reason.
+async fn let_client_read(mut stream: TcpStream) -> std::io::Result<u64> {
+    stream.shutdown().await?;
+    tokio::io::copy(&mut stream.take(REFUSED_BYTES_MAX), &mut tokio::io::sink()).await
 }
 
 /// Ciphers in the order of their speed on processors with AES instructions.

@@ -104,7 +104,6 @@ impl Runtime {
         // First, because a startup probe waits for the response.
         let admin = AdminPort::bind(settings.admin)?;
         let security = open_security(&settings)?;
-        tracing::debug!(?security, "connections to other processes");
         let arena = arena_config(&settings.arena);
         // Before the descriptors: an arena that exceeds the memory needs a different remedy.
         Arena::check(&arena).map_err(arena_error)?;
@@ -154,7 +153,8 @@ impl Runtime {
             socket_directory: settings.session.socket.parent().unwrap_or(Path::new("/")).to_owned(),
         };
         let sink = directory_sink(inbox.clone(), modes.clone());
-        let directory = Arc::new(start_directory(&settings, registration, sink, tenants.clone())?);
+        let directory =
+            Arc::new(start_directory((&settings, &security), registration, sink, tenants.clone())?);
         let deployment =
             if settings.controlplane.is_some() { Deployment::Clustered } else { Deployment::StandAlone };
         let peers = port.as_ref().map(|port| port.peers.clone());
@@ -421,7 +421,7 @@ fn listen_for_peers(
 }
 
 fn start_directory(
-    settings: &Settings,
+    (settings, security): (&Settings, &Security),
     registration: Registration,
     sink: DirectorySink,
     tenants: Arc<Mutex<TenantRegistry>>,
@@ -434,6 +434,8 @@ fn start_directory(
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
         tenants,
+        security: security.clone(),
+        tls: settings.tls.clone(),
     };
     DirectoryClient::start(directory, sink).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot start the control plane client").with_source(error)

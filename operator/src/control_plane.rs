@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_crds::fields::NodeMode;
+use reprise_identity::Security;
 use reprise_proto::connection::is_absence;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
@@ -25,6 +26,7 @@ use reprise_proto::controlplane::{
     self as wire, Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, MemberInfo,
     RemoveTenantRequest, SetNodeRequest, SetTenantRequest,
 };
+use reprise_proto::dial;
 use tokio::sync::Mutex;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -110,6 +112,8 @@ pub type StateResult = Result<Arc<ControlPlaneState>, String>;
 /// Clients and caches of all control planes.
 #[derive(Debug, Default)]
 pub struct ControlPlanes {
+    /// Certificates by `namespace/name` of clusters that have them; connections to others are plain.
+    securities: StdMutex<BTreeMap<String, Security>>,
     /// Addresses by `namespace/name` of control planes that are not reached by their service.
     addresses: BTreeMap<String, String>,
     /// Caches by the cluster's uid.
@@ -147,6 +151,12 @@ impl ControlPlanes {
         ControlPlanes { addresses, ..ControlPlanes::default() }
     }
 
+    /// Sets the certificates for calls to a cluster.
+    pub fn set_security(&self, cluster: &ClusterNames, security: Security) {
+        let mut securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
+        securities.insert(cluster.key(), security);
+    }
+
     /// Returns the state of a cluster's control plane within [`TIMEOUT`], possibly from the cache.
     pub async fn state(&self, cluster: &ClusterNames, metrics: &Metrics) -> StateResult {
         let shared = self.cache(cluster);
@@ -154,7 +164,7 @@ impl ControlPlanes {
         if let Some(held) = cache.current() {
             return held.result.clone();
         }
-        let response = with_timeout(list(&self.address(cluster))).await;
+        let response = with_timeout(list(&self.target(cluster))).await;
         metrics.record_call(Call::List, result(&response));
         let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
         let until = Instant::now() + self.ttl(cluster, result.is_ok());
@@ -257,7 +267,7 @@ impl ControlPlanes {
     }
 
     async fn members(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
-        Ok(PlacementClient::new(channel(&self.address(cluster)).await?))
+        Ok(PlacementClient::new(self.target(cluster).connect().await?))
     }
 
     /// Applies a change to the cached state. A failed call is cached too, so that further calls wait.
@@ -327,8 +337,14 @@ impl ControlPlanes {
         Arc::clone(shared)
     }
 
-    fn address(&self, cluster: &ClusterNames) -> String {
-        self.addresses.get(&cluster.key()).cloned().unwrap_or_else(|| cluster.control_plane_address())
+    fn target(&self, cluster: &ClusterNames) -> Target {
+        let key = cluster.key();
+        let address = self.addresses.get(&key).cloned();
+        let securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
+        Target {
+            address: address.unwrap_or_else(|| cluster.control_plane_address()),
+            security: securities.get(&key).cloned().unwrap_or(Security::Plain),
+        }
     }
 }
 
@@ -387,12 +403,28 @@ async fn with_timeout<T>(call: impl Future<Output = Result<T, CallError>>) -> Re
     tokio::time::timeout(TIMEOUT, call).await.unwrap_or_else(|_| Err(timeout()))
 }
 
-async fn channel(address: &str) -> Result<Channel, CallError> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"));
-    let endpoint =
-        endpoint.map_err(|error| CallError::Unavailable(format!("{address}: {}", innermost(&error))))?;
-    let connecting = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT).connect().await;
-    connecting.map_err(|error| CallError::Unavailable(format!("{address}: {}", innermost(&error))))
+/// Address of members, and the certificates for them.
+#[derive(Clone, Debug)]
+struct Target {
+    address: String,
+    security: Security,
+}
+
+impl Target {
+    /// A member of the same cluster.
+    fn member(&self, address: &str) -> Target {
+        Target { address: address.to_owned(), security: self.security.clone() }
+    }
+
+    async fn connect(&self) -> Result<Channel, CallError> {
+        let Target { address, security } = self;
+        let unavailable = |error: tonic::transport::Error| {
+            CallError::Unavailable(format!("{address}: {}", innermost(&error)))
+        };
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(unavailable)?;
+        let endpoint = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT);
+        dial::connect(&endpoint, security).await.map_err(unavailable)
+    }
 }
 
 /// The innermost error contains the cause; the transport's own messages are generic.
@@ -404,8 +436,8 @@ fn innermost(error: &dyn Error) -> String {
     innermost.to_string()
 }
 
-async fn list(address: &str) -> Result<ControlPlaneState, CallError> {
-    let channel = channel(address).await?;
+async fn list(target: &Target) -> Result<ControlPlaneState, CallError> {
+    let channel = target.connect().await?;
     let mut membership = MembershipClient::new(channel.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner();
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();

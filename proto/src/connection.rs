@@ -16,7 +16,9 @@
 //! connection breaks fails with `UNAVAILABLE`. Pings detect a peer that disappears silently. Requires a
 //! tokio runtime; clones share the connection, which closes when the last clone is dropped.
 //!
-//! Not supported: TLS, compression, streams, metadata, retries, deadlines (dropping a call resets it).
+//! With TLS, a call is one record: h2 passes headers and message in one vectored write ([`dial`]).
+//!
+//! Not supported: compression, streams, metadata, retries, deadlines (dropping a call resets it).
 
 use std::fmt;
 use std::pin::pin;
@@ -27,13 +29,15 @@ use h2::client::{Connection as Http2, ResponseFuture, SendRequest};
 use h2::{Ping, PingPong, RecvStream, SendStream};
 use prost::Message;
 use prost::bytes::{Buf, BufMut, Bytes, BytesMut};
-use tokio::net::TcpStream;
+use reprise_identity::Security;
 use tokio::sync::Mutex;
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tonic::codegen::http::uri::{Authority, InvalidUri};
 use tonic::codegen::http::{HeaderMap, Method, Request, Response, StatusCode, Uri, header};
 use tonic::{Code, Status};
+
+use crate::dial::{self, MemberStream};
 
 /// Path of the method that looks up replicas.
 pub const LOOKUP: &str = "/reprise.controlplane.v2.Directory/Lookup";
@@ -65,6 +69,7 @@ pub struct Connection {
 
 struct Shared {
     authority: Authority,
+    security: Security,
     /// The current connection; `None` before the first call.
     current: Mutex<Option<SendRequest<Bytes>>>,
 }
@@ -74,9 +79,9 @@ impl Connection {
     ///
     /// # Errors
     /// `address` is not a valid `host:port`.
-    pub fn new(address: &str) -> Result<Connection, InvalidUri> {
-        let authority = address.parse()?;
-        Ok(Connection { shared: Arc::new(Shared { authority, current: Mutex::new(None) }) })
+    pub fn new(address: &str, security: &Security) -> Result<Connection, InvalidUri> {
+        let (authority, security) = (address.parse()?, security.clone());
+        Ok(Connection { shared: Arc::new(Shared { authority, security, current: Mutex::new(None) }) })
     }
 
     /// Calls the unary method at `path`.
@@ -127,15 +132,14 @@ async fn connected(shared: Arc<Shared>) -> Result<SendRequest<Bytes>, Status> {
     {
         return Ok(sender);
     }
-    let made = timeout(CONNECT_WITHIN, connect(shared.authority.as_str())).await;
+    let made = timeout(CONNECT_WITHIN, connect(&shared)).await;
     let sender = made.map_err(|_| Status::unavailable("timed out connecting"))??;
     *current = Some(sender.clone());
     Ok(sender)
 }
 
-async fn connect(address: &str) -> Result<SendRequest<Bytes>, Status> {
-    let stream = TcpStream::connect(address).await.map_err(unavailable)?;
-    stream.set_nodelay(true).map_err(unavailable)?;
+async fn connect(shared: &Shared) -> Result<SendRequest<Bytes>, Status> {
+    let stream = dial::dial(&shared.security, shared.authority.as_str()).await.map_err(unavailable)?;
     let (sender, mut connection) = h2::client::Builder::new()
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -150,7 +154,7 @@ async fn connect(address: &str) -> Result<SendRequest<Bytes>, Status> {
 
 /// Runs the connection until it ends or a ping times out. Calls in flight then fail, and the next call
 /// reconnects.
-async fn run(connection: Http2<TcpStream, Bytes>, mut pings: PingPong) {
+async fn run(connection: Http2<MemberStream, Bytes>, mut pings: PingPong) {
     let mut connection = pin!(connection);
     let silent = async {
         loop {
@@ -322,7 +326,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_response_that_precedes_the_message_of_the_call_is_read() {
-        let connection = Connection::new(&rejecting_server().await).expect("an address");
+        let connection = Connection::new(&rejecting_server().await, &Security::Plain).expect("an address");
         let head = connection.head(LOOKUP).expect("a path");
         let mut sender = connection.sender().await.expect("connected");
         let mut started = sender.send_request(head, false).expect("started");

@@ -3,13 +3,17 @@
 //! * [`local`]: the session between an engine and its node's agent, over a unix socket (`docs/PROTOCOL.md`).
 //! * [`controlplane`]: gRPC between agents, the command line and the control plane.
 //! * [`connection`]: a gRPC client with low latency for small calls.
+//! * [`dial`]: the connections below it and below tonic's channels, plain or with TLS.
 //!
 //! The agent-to-agent stream uses a fixed binary framing, defined by the transport crate.
 
 // Generated code follows prost's style, not ours.
 #![allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, clippy::cast_lossless)]
 
+#[cfg(feature = "clients")]
 pub mod connection;
+#[cfg(feature = "clients")]
+pub mod dial;
 
 /// Messages and limits of the local session protocol.
 pub mod local {

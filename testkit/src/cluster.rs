@@ -17,9 +17,11 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::Context;
+use reprise_identity::{Role, Security};
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::certificates::{self, Certificates};
 use crate::configuration::{AgentConfig, StoreChoice};
 use crate::etcd::{self, Etcd};
 use crate::interrupt;
@@ -53,6 +55,9 @@ pub struct ClusterFile {
     pub members: Vec<MemberAddresses>,
     /// The agents.
     pub agents: Vec<AgentAddresses>,
+    /// Folder with the certificates of an administrator; none if connections are plain.
+    #[serde(default)]
+    pub tls: Option<PathBuf>,
 }
 
 /// Addresses of one agent.
@@ -87,6 +92,16 @@ pub enum PoolDevice {
     EmulatedController,
 }
 
+/// Connections between the processes of a cluster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Connections {
+    /// Without certificates.
+    #[default]
+    Plain,
+    /// TLS with an authority of the cluster's own.
+    Tls,
+}
+
 /// Control plane of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlPlanes {
@@ -107,6 +122,8 @@ pub struct Cluster {
     agents: Vec<Agent>,
     /// Further settings of agents, in TOML.
     agent_settings: String,
+    /// Certificates of the processes; none if connections are plain.
+    certificates: Option<Certificates>,
     /// Released last.
     directory: WorkDirectory,
 }
@@ -138,6 +155,12 @@ impl ClusterFile {
     pub fn grpc_addresses(&self) -> Vec<String> {
         self.members.iter().map(|member| member.grpc.clone()).collect()
     }
+
+    /// Returns how a command connects to the processes: as an administrator, if they have certificates.
+    pub fn security(&self) -> anyhow::Result<Security> {
+        let Some(folder) = &self.tls else { return Ok(Security::Plain) };
+        Security::read(folder).with_context(|| format!("cannot use the certificates in {}", folder.display()))
+    }
 }
 
 impl Cluster {
@@ -150,6 +173,15 @@ impl Cluster {
 
     /// Starts a control plane without agents, with fresh data in `directory`; every member is registered.
     pub fn start_controlplane(directory: &Path, control: ControlPlanes) -> anyhow::Result<Cluster> {
+        Cluster::start_connected(directory, control, Connections::Plain)
+    }
+
+    /// Like [`start_controlplane`](Cluster::start_controlplane), with TLS or without it.
+    pub fn start_connected(
+        directory: &Path,
+        control: ControlPlanes,
+        connections: Connections,
+    ) -> anyhow::Result<Cluster> {
         let claimed = WorkDirectory::claim(directory)?;
         interrupt::stop_cluster(directory)?;
         let mut cluster = Cluster {
@@ -157,8 +189,16 @@ impl Cluster {
             members: Vec::new(),
             agents: Vec::new(),
             agent_settings: String::new(),
+            certificates: match connections {
+                Connections::Plain => None,
+                Connections::Tls => Some(Certificates::create(&directory.join("certificates"))?),
+            },
             directory: claimed,
         };
+        if let Some(certificates) = &cluster.certificates {
+            certificates.issue(&Role::Member)?;
+            certificates.issue(&Role::Admin)?;
+        }
         match control {
             ControlPlanes::Embedded => {
                 let store = directory.join("controlplane.redb");
@@ -174,7 +214,7 @@ impl Cluster {
                 for number in 1..=members {
                     cluster.start_member(&format!("controlplane-{number}"), &store)?;
                 }
-                all_registered(&cluster.file().members)?;
+                cluster.await_membership()?;
             }
         }
         cluster.write_file()?;
@@ -212,7 +252,13 @@ impl Cluster {
             etcd: self.etcd.as_ref().map(Etcd::endpoint),
             members: self.members.iter().map(Member::addresses).collect(),
             agents: self.agents.iter().map(|agent| agent.addresses.clone()).collect(),
+            tls: self.certificates.as_ref().map(|certificates| certificates.folder_of(&Role::Admin)),
         }
+    }
+
+    /// Returns how commands connect to the processes.
+    pub fn security(&self) -> anyhow::Result<Security> {
+        self.file().security()
     }
 
     /// Returns the cluster's directory.
@@ -287,11 +333,12 @@ impl Cluster {
 
     /// Waits until every member is registered and knows all others.
     pub fn await_membership(&self) -> anyhow::Result<()> {
-        all_registered(&self.file().members)
+        all_registered(&self.file().members, &self.security()?)
     }
 
     fn start_member(&mut self, name: &str, store: &StoreChoice) -> anyhow::Result<()> {
-        let member = Member::start(name, store, &mut self.directory)?;
+        let tls = self.tls_settings(&Role::Member)?;
+        let member = Member::start(name, (store, &tls), &mut self.directory)?;
         self.members.push(member);
         Ok(())
     }
@@ -331,10 +378,23 @@ impl Cluster {
         };
         let (moves, more) = (moves.unwrap_or_default(), &self.agent_settings);
         let device = device.settings(&pool, sizes.pool);
-        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{device}{moves}{more}"));
+        let tls = self.tls_settings(&Role::Agent(node.to_owned()))?;
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{tls}{device}{moves}{more}"));
         let path = self.directory.path().join(format!("{node}.toml"));
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
+    }
+
+    /// Returns the certificates of a role that the caller simulates.
+    pub fn security_of(&self, role: &Role) -> anyhow::Result<Security> {
+        let Some(certificates) = &self.certificates else { return Ok(Security::Plain) };
+        Ok(Security::read(&certificates.issue(role)?)?)
+    }
+
+    /// Issues a certificate, if connections have them; returns the settings of the process.
+    fn tls_settings(&self, role: &Role) -> anyhow::Result<String> {
+        let folder = self.certificates.as_ref().map(|certificates| certificates.issue(role)).transpose()?;
+        Ok(certificates::settings(folder.as_deref()))
     }
 
     fn write_file(&self) -> anyhow::Result<()> {

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod certificates;
 pub mod cluster;
 pub mod configuration;
 pub mod engine;

@@ -20,6 +20,7 @@ use serde::Serialize;
 
 use crate::engine_process::EngineProcess;
 use crate::events::{Replicas, snapshot};
+use crate::members::Members;
 use crate::status::whole_directory;
 use reprise_testkit::cluster::{AgentAddresses, ClusterFile};
 use reprise_testkit::http;
@@ -69,7 +70,7 @@ pub(super) fn await_complete(
         let counts = cluster.agents.iter().map(agent_counts).collect::<anyhow::Result<Vec<_>>>()?;
         let mut compared = compare_counts(cluster, &counts);
         if compared.is_ok() {
-            let listed = runtime.block_on(snapshot(&cluster.grpc_addresses()))?;
+            let listed = runtime.block_on(snapshot(&Members::of_cluster(cluster)?))?;
             compared = compare_keys(&listed, &counts, engines);
         }
         match compared {

@@ -10,16 +10,17 @@ use reprise_proto::controlplane::{Cleared, FollowReply, FollowRequest, MemberInf
 
 use super::stream::{Change, changes};
 use super::{CURRENT_WITHIN, connect, first_list, members};
+use crate::members::Members;
 
 #[derive(Debug, Default)]
 pub(crate) struct Replicas(BTreeSet<(NodeId, Tier, BlockKey)>);
 
 /// Reads the replicas of all members that the first answering member lists.
-pub(crate) async fn snapshot(addresses: &[String]) -> anyhow::Result<Replicas> {
-    let (address, list) = first_list(addresses).await?;
+pub(crate) async fn snapshot(asked: &Members) -> anyhow::Result<Replicas> {
+    let (address, list) = first_list(asked).await?;
     let mut all = Replicas::default();
     for member in members(list, &address) {
-        let held = tokio::time::timeout(CURRENT_WITHIN, snapshot_of(&member)).await;
+        let held = tokio::time::timeout(CURRENT_WITHIN, snapshot_of(asked, &member)).await;
         let held =
             held.with_context(|| format!("no full snapshot of {} within {CURRENT_WITHIN:?}", member.name))??;
         all.join(held).with_context(|| format!("merging the replicas of {}", member.name))?;
@@ -27,8 +28,8 @@ pub(crate) async fn snapshot(addresses: &[String]) -> anyhow::Result<Replicas> {
     Ok(all)
 }
 
-async fn snapshot_of(member: &MemberInfo) -> anyhow::Result<Replicas> {
-    let mut client = EventsClient::new(connect(&member.address).await?);
+async fn snapshot_of(asked: &Members, member: &MemberInfo) -> anyhow::Result<Replicas> {
+    let mut client = EventsClient::new(connect(asked, &member.address).await?);
     let stream = client.follow(FollowRequest { from: None }).await;
     let mut messages = stream.with_context(|| format!("following member {}", member.name))?.into_inner();
     let mut held = Replicas::default();

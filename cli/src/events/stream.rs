@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 
 use super::line::{Event, Line, MemberPosition, Replica};
 use super::{RETRY_AFTER, connect};
+use crate::members::Members;
 
 /// Bit of an operation that removes a replica.
 const WITHDRAWN: u8 = 0x80;
@@ -32,6 +33,7 @@ pub(super) struct Positions(Arc<Mutex<BTreeMap<String, Position>>>);
 
 /// Stream of one member's lines.
 pub(super) struct MemberStream {
+    asked: Members,
     member: MemberInfo,
     positions: Positions,
     lines: mpsc::Sender<Vec<Line>>,
@@ -79,11 +81,11 @@ impl Positions {
 
 impl MemberStream {
     pub(super) fn new(
-        member: &MemberInfo,
+        (asked, member): (&Members, &MemberInfo),
         positions: Positions,
         lines: mpsc::Sender<Vec<Line>>,
     ) -> MemberStream {
-        MemberStream { member: member.clone(), positions, lines }
+        MemberStream { asked: asked.clone(), member: member.clone(), positions, lines }
     }
 
     /// Sends the member's lines. If the stream breaks, it is reopened with [`Extent::Unlimited`].
@@ -110,7 +112,7 @@ impl MemberStream {
 
     async fn read(&self, extent: Extent, logged: &mut bool) -> anyhow::Result<StreamEnd> {
         let name = &self.member.name;
-        let mut client = EventsClient::new(connect(&self.member.address).await?);
+        let mut client = EventsClient::new(connect(&self.asked, &self.member.address).await?);
         let request = FollowRequest { from: self.positions.get(name) };
         let stream = client.follow(request).await.with_context(|| format!("following member {name}"))?;
         let mut messages = stream.into_inner();

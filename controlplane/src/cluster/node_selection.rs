@@ -55,6 +55,11 @@ impl Cluster {
         Some((record.name.clone(), self.mode_of(&record.name).mode))
     }
 
+    /// Name of a node.
+    pub fn name_of(&self, node: NodeId) -> Option<String> {
+        self.table().get(node).map(|(record, _)| record.name.clone())
+    }
+
     /// Names of all nodes.
     pub fn names(&self) -> Vec<String> {
         self.table().iter().map(|(record, _)| record.name.clone()).collect()

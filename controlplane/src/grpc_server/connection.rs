@@ -9,7 +9,7 @@
 //! After its first call a connection stays open: agents keep one idle for hours. HTTP/2 pings of the server
 //! detect vanished peers.
 //!
-//! Until the first call, received bytes are scanned for the preface (RFC 9113 §3.4) and for frame headers
+//! Until the first call, received (and decrypted) bytes are scanned for the preface (RFC 9113 §3.4) and for frame headers
 //! (§4.1).
 
 use std::future::Future;
@@ -20,11 +20,13 @@ use std::time::Duration;
 
 use reprise_daemon::connections::Permit;
 use reprise_daemon::rejected_connections::Reason;
+use reprise_identity::{Identity, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Instant, Sleep, sleep};
-use tonic::transport::server::{Connected, TcpConnectInfo};
+use tonic::transport::server::Connected;
+
+use super::caller::Caller;
 
 /// Time limit for the preface, which clients send on connecting.
 const GREETED_WITHIN: Duration = Duration::from_secs(5);
@@ -40,8 +42,9 @@ const HEADERS: u8 = 1;
 
 /// A connection with its permit and, until the first call, its time limit.
 pub(super) struct Connection {
-    stream: TcpStream,
+    stream: Stream,
     permit: Permit,
+    caller: Caller,
     /// Time limit and scanner; `None` after the first call.
     unused: Option<UnusedTimeout>,
 }
@@ -73,15 +76,17 @@ enum ScanResult {
 }
 
 impl Connection {
-    /// Wraps a stream; must run on the runtime that serves the connection.
-    pub(super) fn new(stream: TcpStream, permit: Permit) -> Connection {
+    /// Wraps a stream after its handshake; must run on the runtime that serves the connection.
+    pub(super) fn new(stream: Stream, identity: Option<Identity>, permit: Permit) -> Connection {
+        let address = stream.socket().peer_addr().ok();
+        let caller = Caller::new(address, identity, permit.limit().clone());
         let deadline = Box::pin(sleep(GREETED_WITHIN));
         let unused = UnusedTimeout {
             scan: FrameScanner::default(),
             deadline,
             closed: Box::pin(permit.closed_owned()),
         };
-        Connection { stream, permit, unused: Some(unused) }
+        Connection { stream, permit, caller, unused: Some(unused) }
     }
 
     /// Scans received bytes. Fails for a first call on a connection that was closed to make room.
@@ -207,10 +212,10 @@ impl AsyncWrite for Connection {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = Caller;
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
+    fn connect_info(&self) -> Caller {
+        self.caller.clone()
     }
 }
 

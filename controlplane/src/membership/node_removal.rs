@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use reprise_controlplane_core::Member;
 use reprise_controlplane_core::{ModeRecord, NodeLiveness, NodeRecord};
+use reprise_identity::Security;
 use reprise_policy::NodeMode;
 use reprise_proto::connection::{Connection, LIST_NODES};
 use reprise_proto::controlplane::{ForgetNodeReply, ListNodesReply, ListNodesRequest};
@@ -68,7 +69,7 @@ async fn check_silent_elsewhere(service: &MembershipService, found: &NodeRecord)
     let Some(view) = service.shards.view() else { return Err(shutting_down()) };
     let mut asked = JoinSet::new();
     for member in view.members.iter().filter(|member| member.name != *service.shards.name()) {
-        asked.spawn(check_silent_at(member.clone(), found.clone()));
+        asked.spawn(check_silent_at(member.clone(), found.clone(), service.security.clone()));
     }
     while let Some(answered) = asked.join_next().await {
         answered.map_err(|error| Status::internal(error.to_string()))??;
@@ -76,7 +77,7 @@ async fn check_silent_elsewhere(service: &MembershipService, found: &NodeRecord)
     Ok(())
 }
 
-async fn check_silent_at(member: Member, found: NodeRecord) -> Result<(), Status> {
+async fn check_silent_at(member: Member, found: NodeRecord, security: Security) -> Result<(), Status> {
     let unknown_liveness = |reason: &str| {
         Status::unavailable(format!(
             "member '{}' did not report whether '{}' is alive ({reason}): retry, or stop that member if it hangs",
@@ -84,7 +85,7 @@ async fn check_silent_at(member: Member, found: NodeRecord) -> Result<(), Status
         ))
     };
     let connection =
-        Connection::new(&member.address).map_err(|error| unknown_liveness(&error.to_string()))?;
+        Connection::new(&member.address, &security).map_err(|error| unknown_liveness(&error.to_string()))?;
     let call = connection.call::<ListNodesReply>(LIST_NODES, &ListNodesRequest {});
     let listed = timeout(ANSWERED_WITHIN, call).await.map_err(|_| unknown_liveness("timeout"))?;
     let nodes = listed.map_err(|status| unknown_liveness(status.message()))?.nodes;

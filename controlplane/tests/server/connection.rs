@@ -4,6 +4,7 @@
 use std::time::Instant;
 
 use reprise_controlplane::server::ControlPlane;
+use reprise_identity::Security;
 use reprise_proto::connection::{Connection, LOOKUP};
 use reprise_proto::controlplane::{LookupReply, LookupRequest};
 use tonic::{Code, Status};
@@ -11,7 +12,7 @@ use tonic::{Code, Status};
 use crate::harness::{self, PATIENCE};
 
 fn connection(member: &ControlPlane) -> Connection {
-    Connection::new(&member.grpc.to_string()).expect("an address")
+    Connection::new(&member.grpc.to_string(), &Security::Plain).expect("an address")
 }
 
 async fn lookup(connection: &Connection, keys: Vec<u8>) -> Result<LookupReply, Status> {

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use reprise_controlplane::server::ControlPlane;
+use reprise_identity::Security;
 use reprise_policy::Interval;
 use reprise_proto::connection::Connection;
 use reprise_proto::controlplane::{
@@ -29,7 +30,7 @@ async fn passes_on_endpoints_of_protocols_that_it_does_not_know() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rejects_callers_of_the_former_protocol_with_both_versions() {
     let member = harness::start().await;
-    let connection = Connection::new(&member.grpc.to_string()).expect("an address");
+    let connection = Connection::new(&member.grpc.to_string(), &Security::Plain).expect("an address");
     for call in ["Membership/Register", "Directory/Lookup", "Placement/SetNode", "Events/Follow"] {
         let path = format!("/reprise.controlplane.v1.{call}");
         let refused = connection.call::<RegisterReply>(&path, &RegisterRequest::default()).await;

@@ -1,6 +1,7 @@
 //! Agents, members and engines as processes on one machine: their services, the faults they survive, and
 //! their errors.
 
+mod access;
 mod admin_commands;
 mod agent;
 mod check;

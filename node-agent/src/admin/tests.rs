@@ -8,6 +8,7 @@ use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy, limits};
 
 use axum::Extension;
 use reprise_daemon::http::ClientAddress;
+use reprise_identity::{Security, TlsSettings};
 use reprise_policy::eviction::Class;
 
 use super::*;
@@ -32,6 +33,8 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         call_timeout: CORE_PATIENCE,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: limits::LOOKUPS_MAX,
+        security: Security::Plain,
+        tls: TlsSettings::default(),
         tenants: Arc::default(),
     };
     Arc::new(AdminContext {

@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use reprise_agent_core::heartbeats::Heartbeats;
 use reprise_agent_core::registrar::Granted;
+use reprise_identity::Security;
 use reprise_proto::controlplane::HeartbeatRequest;
 use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::dial::connect_lazy;
 use tokio::runtime::Runtime;
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
@@ -52,7 +54,7 @@ async fn run_heartbeats(shared: Arc<Shared>, link: Arc<Link>) {
 /// Sends heartbeats for one registration until the member does not know it.
 async fn beat(shared: &Shared, link: &Link, granted: Granted) {
     let mut heartbeats = Heartbeats::new(granted);
-    let mut client = connect(&link.endpoint);
+    let mut client = connect(&link.endpoint, &shared.settings.security);
     loop {
         sleep(heartbeats.wait(shared.now())).await;
         heartbeats.send(shared.now());
@@ -66,7 +68,7 @@ async fn beat(shared: &Shared, link: &Link, granted: Granted) {
             Ok(Err(_)) | Err(_) => {
                 shared.counters.beats_failed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 // A half-open connection would swallow all further heartbeats.
-                client = connect(&link.endpoint);
+                client = connect(&link.endpoint, &shared.settings.security);
                 HeartbeatState::Failing
             }
         };
@@ -77,6 +79,6 @@ async fn beat(shared: &Shared, link: &Link, granted: Granted) {
     }
 }
 
-fn connect(endpoint: &Endpoint) -> MembershipClient<Channel> {
-    MembershipClient::new(endpoint.connect_lazy())
+fn connect(endpoint: &Endpoint, security: &Security) -> MembershipClient<Channel> {
+    MembershipClient::new(connect_lazy(endpoint, security))
 }

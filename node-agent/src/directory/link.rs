@@ -12,15 +12,17 @@ use std::time::Duration;
 use reprise_agent_core::announcer::Announcer;
 use reprise_agent_core::outbox::Outbox;
 use reprise_agent_core::registrar::Granted;
+use reprise_identity::Security;
 use reprise_policy::Epoch;
 use reprise_policy::shards::MemberName;
 use reprise_proto::connection::Connection;
+use reprise_proto::dial::connect_lazy;
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use super::{DirectoryStatus, Shared, reporting};
+use super::{DirectorySettings, DirectoryStatus, Shared, reporting};
 
 /// Keep-alive interval and timeout: together they bound the time to detect a half-open connection.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(2);
@@ -69,15 +71,15 @@ pub(super) enum HeartbeatState {
 
 /// Creates the channel for everything except heartbeats. It connects when it is used; must be called on the
 /// runtime that uses it.
-pub(super) fn connect(endpoint: &Endpoint) -> Channel {
-    endpoint
+pub(super) fn connect(endpoint: &Endpoint, security: &Security) -> Channel {
+    let endpoint = endpoint
         .clone()
         .http2_keep_alive_interval(KEEP_ALIVE_EVERY)
         .keep_alive_timeout(KEEP_ALIVE_ANSWER)
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-        .connect_lazy()
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+    connect_lazy(&endpoint, security)
 }
 
 /// A link equals itself only: a later one to the same member has another registration.
@@ -94,17 +96,17 @@ impl Link {
         name: MemberName,
         address: String,
         (endpoint, lookups): (Endpoint, Connection),
-        queued_max: usize,
+        settings: &DirectorySettings,
     ) -> Link {
         Link {
             name,
             address,
             lookups,
-            channel: connect(&endpoint),
+            channel: connect(&endpoint, &settings.security),
             endpoint,
             granted: watch::Sender::new(None),
             beats: watch::Sender::new(HeartbeatState::Answered),
-            announcer: Mutex::new(Announcer::new(queued_max)),
+            announcer: Mutex::new(Announcer::new(settings.changes_queued_max)),
             slots_version: Mutex::new(None),
             outbox_changed: Notify::new(),
             fenced: watch::Sender::new(None),

@@ -49,6 +49,9 @@ pub(super) fn jitter() -> u32 {
 /// Runs until shutdown. Without a control plane, all lookups fail immediately.
 pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, requests: mpsc::Receiver<PlacementRequest>) {
     runtime.block_on(async {
+        let settings = &shared.settings;
+        // Ends with the runtime.
+        tokio::spawn(settings.tls.clone().follow(settings.security.clone()));
         let mut shutdown = shared.shutdown.subscribe();
         tokio::select! {
             _ = shutdown.wait_for(|shutdown| *shutdown) => {}
@@ -141,7 +144,7 @@ async fn follow_at(shared: &Arc<Shared>, home: &str, choice: &mut Home) -> End {
         Err(error) => return Status::internal(error.to_string()).into(),
     };
     let followed = async {
-        let mut client = MembershipClient::new(connect(&endpoint));
+        let mut client = MembershipClient::new(connect(&endpoint, &shared.settings.security));
         let time = shared.settings.call_timeout;
         let members = within(time, client.watch_members(WatchMembersRequest {})).await?;
         // The watch starts first: a change between the two calls is then in both, and changes carry their
@@ -274,13 +277,13 @@ fn apply_list(shared: &Arc<Shared>, list: MemberList, home: &str) {
 /// Creates the link to a member; `None` if its address is invalid.
 fn open_link(shared: &Shared, name: &MemberName, address: &str) -> Option<Arc<Link>> {
     let endpoint = parse_endpoint(&format!("http://{address}"), &shared.settings).ok();
-    let connections = endpoint.and_then(|endpoint| Some((endpoint, Connection::new(address).ok()?)));
+    let connections = endpoint
+        .and_then(|endpoint| Some((endpoint, Connection::new(address, &shared.settings.security).ok()?)));
     let Some(connections) = connections else {
         tracing::error!(%name, address, "ignoring member with an invalid address");
         return None;
     };
-    let queued_max = shared.settings.changes_queued_max;
-    Some(Arc::new(Link::new(name.clone(), address.to_owned(), connections, queued_max)))
+    Some(Arc::new(Link::new(name.clone(), address.to_owned(), connections, &shared.settings)))
 }
 
 /// Closes a link, whose superseded changes still count.

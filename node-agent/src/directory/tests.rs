@@ -12,6 +12,7 @@ use std::sync::mpsc;
 
 use reprise_agent_core::effect::Change;
 use reprise_agent_core::limits::LOOKUPS_MAX;
+use reprise_identity::{Security, TlsSettings};
 use reprise_policy::routing::LoadClass;
 use reprise_proto::controlplane::{NodeInfo, PeerEndpoint as WireEndpoint};
 
@@ -43,6 +44,8 @@ fn settings(endpoint: String) -> DirectorySettings {
         call_timeout: CALL_TIMEOUT,
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
+        security: Security::Plain,
+        tls: TlsSettings::default(),
         tenants: Arc::default(),
     }
 }

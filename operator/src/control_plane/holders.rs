@@ -19,7 +19,7 @@ use reprise_proto::controlplane::{
 };
 use tonic::transport::Channel;
 
-use super::{CallError, ControlPlanes, channel, result, with_timeout};
+use super::{CallError, ControlPlanes, Target, result, with_timeout};
 use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
@@ -53,7 +53,7 @@ impl ControlPlanes {
         if let Some(error) = self.backoff_error(cluster).await {
             return Err(error);
         }
-        let response = with_timeout(query_members(&self.address(cluster), tenant)).await;
+        let response = with_timeout(query_members(&self.target(cluster), tenant)).await;
         metrics.record_call(Call::List, result(&response));
         if response.is_err() {
             self.update_cache(cluster, &response, |_| {}).await;
@@ -66,8 +66,8 @@ impl ControlPlanes {
     }
 }
 
-async fn query_members(address: &str, tenant: &str) -> Result<MemberReports, CallError> {
-    let first = channel(address).await?;
+async fn query_members(target: &Target, tenant: &str) -> Result<MemberReports, CallError> {
+    let first = target.connect().await?;
     let mut membership = MembershipClient::new(first.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
@@ -75,7 +75,7 @@ async fn query_members(address: &str, tenant: &str) -> Result<MemberReports, Cal
     let answers = join_all(members.members.iter().map(|member| {
         // Reuse the connection to the member that answered.
         let known = (member.name == *answering).then(|| first.clone());
-        query_ledger(member, known, tenant)
+        query_ledger((target, member), known, tenant)
     }));
     let (mut ledger, mut silent) = (None, Vec::new());
     for (member, answer) in members.members.iter().zip(answers.await) {
@@ -90,14 +90,14 @@ async fn query_members(address: &str, tenant: &str) -> Result<MemberReports, Cal
 /// Returns the ledger entries of a tenant; `None` if another member has the ledger. A hanging member does not
 /// delay the others beyond its timeout.
 async fn query_ledger(
-    member: &MemberInfo,
+    (target, member): (&Target, &MemberInfo),
     known: Option<Channel>,
     tenant: &str,
 ) -> Result<Option<Vec<TenantShare>>, CallError> {
     let listed = tokio::time::timeout(MEMBER_TIMEOUT, async {
         let reached = match known {
             Some(reached) => reached,
-            None => channel(&member.address).await?,
+            None => target.member(&member.address).connect().await?,
         };
         let listed = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await?;
         Ok::<_, CallError>(listed.into_inner())

@@ -21,7 +21,7 @@ use reprise_proto::controlplane::{
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::{CallError, ControlPlanes, RETRY_INTERVAL, TierBytes, channel, result, with_timeout};
+use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, result, with_timeout};
 use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
 
@@ -95,7 +95,7 @@ impl ControlPlanes {
         let others = tenants.iter().filter(|other| *other != tenant);
         let requested: BTreeSet<String> =
             std::iter::once(tenant.to_owned()).chain(others.cloned()).take(TENANTS_MAX).collect();
-        let answered = with_timeout(query_members(&self.address(cluster), &requested)).await;
+        let answered = with_timeout(query_members(&self.target(cluster), &requested)).await;
         metrics.record_call(Call::ListHoldings, result(&answered));
         if answered.is_err() {
             self.update_cache(cluster, &answered, |_| {}).await;
@@ -144,14 +144,14 @@ impl Answers {
     }
 }
 
-async fn query_members(address: &str, tenants: &BTreeSet<String>) -> Result<Answers, CallError> {
-    let first = channel(address).await?;
+async fn query_members(target: &Target, tenants: &BTreeSet<String>) -> Result<Answers, CallError> {
+    let first = target.connect().await?;
     let listed = MembershipClient::new(first.clone()).list_members(ListMembersRequest {}).await?;
     let members = listed.into_inner();
     let replies = join_all(members.members.iter().map(|member| {
         // Reuse the connection to the member that answered.
         let known = (member.name == members.answering).then(|| first.clone());
-        query_member(member, known, tenants)
+        query_member((target, member), known, tenants)
     }));
     let mut answers = Answers::default();
     for (member, answer) in members.members.iter().zip(replies.await) {
@@ -165,7 +165,7 @@ async fn query_members(address: &str, tenants: &BTreeSet<String>) -> Result<Answ
 
 /// A hanging member does not delay the others beyond its timeout.
 async fn query_member(
-    member: &MemberInfo,
+    (target, member): (&Target, &MemberInfo),
     known: Option<Channel>,
     tenants: &BTreeSet<String>,
 ) -> Result<ListHoldingsReply, CallError> {
@@ -173,7 +173,7 @@ async fn query_member(
     let query = tokio::time::timeout(MEMBER_TIMEOUT, async {
         let reached = match known {
             Some(reached) => reached,
-            None => channel(&member.address).await?,
+            None => target.member(&member.address).connect().await?,
         };
         match PlacementClient::new(reached).list_holdings(request).await {
             Ok(reply) => Ok(reply.into_inner()),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
+use reprise_identity::Role;
 use reprise_policy::key::HASH_SLOTS;
 use reprise_policy::{BlockKey, SlotSet, Tier};
 use reprise_proto::connection::{Connection, LOOKUP};
@@ -19,9 +20,10 @@ use reprise_proto::controlplane::{
     DescribeReply, DescribeRequest, HeartbeatRequest, LookupReply, LookupRequest, PeerEndpoint,
     RegisterRequest, SlotsRequest, UpdateRequest,
 };
+use reprise_proto::dial;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 
 use super::fixture::keys;
 use super::report::median;
@@ -107,8 +109,8 @@ pub fn announce(
     runtime.block_on(async {
         let mut nodes = JoinSet::new();
         for (number, updates) in inventories.nodes.iter().enumerate() {
-            let (address, updates) = (cluster.file().members[0].grpc.clone(), updates.clone());
-            nodes.spawn(announce_one(address, number, updates, beating.stop.clone()));
+            let (channel, updates) = (node_channel(cluster, number)?, updates.clone());
+            nodes.spawn(announce_one(channel, number, updates, beating.stop.clone()));
         }
         while let Some(node) = nodes.join_next().await {
             node.context("a node of the benchmark")??;
@@ -130,15 +132,25 @@ fn require_complete(described: &DescribeReply, expected: u64) -> anyhow::Result<
     Ok(())
 }
 
+/// Connects to the first member as the agent of a simulated node.
+fn node_channel(cluster: &Cluster, number: usize) -> anyhow::Result<Channel> {
+    let endpoint = Endpoint::from_shared(format!("http://{}", cluster.file().members[0].grpc))?;
+    Ok(dial::connect_lazy(&endpoint, &cluster.security_of(&Role::Agent(node_name(number)))?))
+}
+
+fn node_name(number: usize) -> String {
+    format!("bench-{number}")
+}
+
 async fn announce_one(
-    address: String,
+    channel: Channel,
     number: usize,
     updates: Vec<Bytes>,
     stop: Arc<AtomicBool>,
 ) -> anyhow::Result<()> {
-    let mut membership = MembershipClient::connect(format!("http://{address}")).await?;
+    let mut membership = MembershipClient::new(channel.clone());
     let request = RegisterRequest {
-        name: format!("bench-{number}"),
+        name: node_name(number),
         peer_endpoints: vec![PeerEndpoint::tcp("127.0.0.1:1")],
         ..RegisterRequest::default()
     };
@@ -152,7 +164,7 @@ async fn announce_one(
             tokio::time::sleep(every).await;
         }
     });
-    let mut directory = DirectoryClient::connect(format!("http://{address}")).await?;
+    let mut directory = DirectoryClient::new(channel);
     let all = owned(&mut directory, SlotsRequest { node, epoch }).await?;
     let mut sequence = 0;
     let last = updates.len().saturating_sub(1);
@@ -216,7 +228,7 @@ pub fn batches(cluster: &Cluster, inventories: &Inventories, repetition: usize) 
 fn sequential_look_ups(cluster: &Cluster, calls: Vec<Bytes>) -> anyhow::Result<f64> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let connection = Connection::new(&cluster.file().members[0].grpc)?;
+        let connection = Connection::new(&cluster.file().members[0].grpc, &cluster.security()?)?;
         let mut microseconds = Vec::with_capacity(calls.len());
         for keys in calls {
             let count = keys.len() / BlockKey::SIZE;
@@ -235,8 +247,9 @@ fn sequential_look_ups(cluster: &Cluster, calls: Vec<Bytes>) -> anyhow::Result<f
 /// # Errors
 /// The member does not listen.
 pub async fn directory(cluster: &Cluster) -> anyhow::Result<DirectoryClient<Channel>> {
-    let address = &cluster.file().members[0].grpc;
-    DirectoryClient::connect(format!("http://{address}")).await.context("connecting to the control plane")
+    let endpoint = Endpoint::from_shared(format!("http://{}", cluster.file().members[0].grpc))?;
+    let channel = dial::connect(&endpoint, &cluster.security()?).await;
+    Ok(DirectoryClient::new(channel.context("connecting to the control plane")?))
 }
 
 impl Drop for Heartbeats {

@@ -5,9 +5,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use reprise_identity::Security;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{ListMembersRequest, MemberList};
+use reprise_proto::dial;
 use serde::{Deserialize, Serialize};
+use tonic::transport::Endpoint;
 
 use super::process::{Process, STOP_WITHIN};
 use super::work_directory::WorkDirectory;
@@ -47,14 +50,14 @@ impl Member {
     /// Starts a member on a free port, which it keeps across restarts.
     pub(super) fn start(
         name: &str,
-        store: &StoreChoice,
+        (store, tls): (&StoreChoice, &str),
         directory: &mut WorkDirectory,
     ) -> anyhow::Result<Member> {
         let config = directory.path().join(format!("{name}.toml"));
         let log = directory.path().join(format!("{name}.log"));
         let write = |listen: &str| {
             let text = MemberConfig { listen, admin: "127.0.0.1:0", store, name: Some(name) };
-            fs::write(&config, text.text(TIME_TO_LIVE))
+            fs::write(&config, text.text(&format!("{tls}{TIME_TO_LIVE}")))
                 .with_context(|| format!("cannot write {}", config.display()))
         };
         write("127.0.0.1:0")?;
@@ -88,13 +91,13 @@ impl Member {
 }
 
 /// Waits until each of these members is registered and lists exactly these members.
-pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> {
+pub(super) fn all_registered(members: &[MemberAddresses], security: &Security) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let deadline = Instant::now() + REGISTERED_WITHIN;
         for member in members {
             loop {
-                let list = list(&member.grpc).await?;
+                let list = list(&member.grpc, security).await?;
                 if list.registered && lists_exactly(&list, members) {
                     break;
                 }
@@ -111,8 +114,10 @@ pub(super) fn all_registered(members: &[MemberAddresses]) -> anyhow::Result<()> 
     })
 }
 
-async fn list(address: &str) -> anyhow::Result<MemberList> {
-    let mut client = MembershipClient::connect(format!("http://{address}")).await.context("connecting")?;
+async fn list(address: &str, security: &Security) -> anyhow::Result<MemberList> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))?;
+    let channel = dial::connect(&endpoint, security).await.context("connecting")?;
+    let mut client = MembershipClient::new(channel);
     Ok(client.list_members(ListMembersRequest {}).await.context("listing members")?.into_inner())
 }
 
