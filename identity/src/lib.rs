@@ -1,4 +1,4 @@
-//! Who a process is: certificates, the authority that issues them, and mutual TLS.
+//! Identities of processes: certificates, the authority that issues them, and mutual TLS.
 //!
 //! ```text
 //! Authority ── issues ──▶ ca.crt, tls.crt, tls.key in a folder ──▶ Credentials ──▶ Tls ──▶ dial, accept ──▶ Identity

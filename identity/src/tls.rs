@@ -1,7 +1,7 @@
 //! TLS 1.3 with certificates on both sides.
 //!
 //! Both sides verify the chain of the other's certificate against their own authorities, then its identity. A server
-//! admits every identity of its cluster and returns it; what it may do is decided by the caller. A client states which
+//! admits every identity of its cluster and returns it; the caller decides what that identity may do. A client states which
 //! identities it expects, so that an agent cannot pass for a member.
 //!
 //! Credentials are read at each handshake, so a change applies to new connections, and existing ones stay.
@@ -84,7 +84,7 @@ pub enum TlsError {
     Certificate(#[from] CredentialsError),
 }
 
-/// Credentials in use.
+/// Credentials that a process uses now.
 struct Current {
     credentials: RwLock<Arc<Credentials>>,
     provider: Arc<CryptoProvider>,
@@ -155,7 +155,7 @@ impl Tls {
         Tls { current, server: Arc::new(server), provider }
     }
 
-    /// Credentials in use.
+    /// Credentials that the process uses now.
     pub fn credentials(&self) -> Arc<Credentials> {
         self.current.get()
     }

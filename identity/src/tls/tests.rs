@@ -1,3 +1,5 @@
+//! Handshakes of both sides, and credentials that change.
+
 use std::time::Instant;
 
 use time::{Duration as Span, OffsetDateTime};
@@ -54,7 +56,7 @@ async fn meet(
 }
 
 #[tokio::test]
-async fn both_sides_learn_who_the_other_is() {
+async fn both_sides_learn_the_identity_of_the_other() {
     let authority = authority();
     let (member, agent) = (tls(&authority, "member"), tls(&authority, "agent/n1"));
     let (seen, echo) = meet(&member, &agent, Expected::Role(Role::Member)).await;
