@@ -329,6 +329,8 @@ fn text(listed: &TenantList, names: &BTreeMap<u32, String>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use reprise_identity::Security;
+
     use super::*;
 
     fn reply(ledger_here: bool) -> ListTenantsReply {
@@ -355,11 +357,12 @@ mod tests {
     fn asks_the_next_member_if_one_is_unavailable_but_not_after_a_rejection() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let listeners = [0, 1].map(|_| std::net::TcpListener::bind("127.0.0.1:0").expect("a free port"));
-        let addresses =
-            listeners.each_ref().map(|listener| listener.local_addr().expect("bound").to_string());
+        let address = |listener: &std::net::TcpListener| listener.local_addr().expect("bound").to_string();
+        let members =
+            Members { addresses: listeners.iter().map(address).collect(), security: Security::Plain };
         let outcome_and_calls = |first: fn() -> tonic::Status| {
             let calls = std::cell::Cell::new(0);
-            let outcome = runtime.block_on(at_any(&addresses, async |_| {
+            let outcome = runtime.block_on(at_any(&members, async |_| {
                 calls.set(calls.get() + 1);
                 if calls.get() == 1 { Err(first()) } else { Ok(tonic::Response::new(())) }
             }));

@@ -16,7 +16,7 @@
 //! [`connection`] and the limit passed to [`serve`] decide how many connections exist and which are closed.
 //! Connections never move to another thread.
 //!
-//! A handshake is a task of its own on the connection's thread, so a client that stalls delays no other. It takes
+//! Each handshake is a task on the connection's thread, so a client that stalls delays no other. It takes
 //! 0.3 ms of the thread and at most [`HANDSHAKE_WITHIN`]. Its connection counts against the limit as an idle one: a
 //! flood of handshakes closes its own longest-waiting connections first.
 //!
@@ -225,7 +225,40 @@ async fn establish(
 
 #[cfg(test)]
 mod tests {
+    use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
+    use reprise_identity::authority::{Authority, CERTIFICATE_VALID};
+    use reprise_identity::credentials::Files;
+    use reprise_identity::{Credentials, Identity, Role, Tls};
+    use tokio::io::AsyncWriteExt;
+
     use super::*;
+
+    fn security() -> Security {
+        let authority = Authority::create("test").expect("a valid name");
+        let member = Identity::new("test", Role::Member).expect("a valid name");
+        let issued = authority.issue(&member, CERTIFICATE_VALID).expect("a valid period");
+        let files = Files {
+            authorities: authority.certificate().into(),
+            certificate: issued.certificate.into(),
+            key: issued.key.into(),
+        };
+        Security::Tls(Tls::new(Credentials::parse(&files).expect("valid files")))
+    }
+
+    #[tokio::test]
+    async fn counts_connections_without_a_certificate_and_does_not_serve_them() {
+        let rejected = RejectedConnections::default();
+        let limit = ConnectionLimit::new(Listener::Grpc, 4, rejected.clone());
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let mut client = TcpStream::connect(address).await.expect("listening");
+        client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.expect("connected");
+        let accepted = limit.accept(&listener).await;
+        let (established, mut incoming) = mpsc::channel(1);
+        establish(security(), accepted, established).await;
+        assert!(incoming.recv().await.is_none(), "the server has no connection");
+        assert_eq!(rejected.get(Listener::Grpc, Reason::Certificate), 1);
+    }
 
     #[test]
     fn spreads_the_connections_of_one_peer_over_threads() {

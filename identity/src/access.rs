@@ -47,7 +47,7 @@ pub enum Call {
     ListHoldings,
     /// gRPC: sets the mode of a node: cordon, drain, uncordon.
     SetNode,
-    /// gRPC: removes a node for good.
+    /// gRPC: removes a node permanently.
     ForgetNode,
     /// gRPC: sets the budget of a tenant.
     SetTenant,
@@ -117,7 +117,7 @@ pub enum Refusal {
     Unknown(String),
 }
 
-/// The table. What it does not name is refused.
+/// Looks into the table; calls outside of it are refused.
 pub fn decide(role: &Role, call: Call) -> Decision {
     use Call as C;
     use Decision::{Allowed, ItselfOnly, Refused};

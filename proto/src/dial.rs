@@ -31,14 +31,14 @@ pub struct MemberStream {
     is_unanswered: bool,
 }
 
-/// Connects tonic's channels.
+/// Connector of tonic's channels to members.
 #[derive(Clone, Debug)]
 struct Connector(Security);
 
 /// Connects to the member at `host:port`.
 ///
 /// # Errors
-/// It is unreachable, is no member, or has no valid certificate of this cluster.
+/// It is unreachable, has another role, or has no valid certificate of this cluster.
 pub async fn dial(security: &Security, address: &str) -> io::Result<MemberStream> {
     let stream = security.dial(address, Expected::Role(Role::Member)).await.map_err(io::Error::other)?;
     Ok(MemberStream { stream, is_unanswered: true })

@@ -30,7 +30,7 @@ impl Certificates {
         Ok(Certificates { authority, folder: folder.to_owned() })
     }
 
-    /// Returns the authority.
+    /// Returns the authority of the cluster.
     pub fn authority(&self) -> &Authority {
         &self.authority
     }

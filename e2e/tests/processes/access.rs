@@ -246,7 +246,7 @@ fn kinds_of_callers_have_the_calls_of_the_table() {
 }
 
 #[test]
-fn silent_and_slow_handshakes_end_in_time_and_delay_nobody() {
+fn silent_and_slow_handshakes_end_in_time_and_delay_no_caller() {
     let secured = Secured::start();
     secured.env.require(CLOSED);
     let began = Instant::now();

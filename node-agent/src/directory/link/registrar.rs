@@ -9,6 +9,7 @@ use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::{PeerEndpoint as WireEndpoint, RegisterReply, RegisterRequest};
+use reprise_proto::dial::cause;
 use tokio::time::{Instant, sleep, sleep_until};
 use tonic::Status;
 
@@ -102,7 +103,7 @@ impl Link {
             },
             Err(status) => status,
         };
-        let (code, reason) = (status.code(), status.message());
+        let (code, reason) = (status.code(), cause(&status));
         tracing::warn!(
             condition = NOT_REGISTERED,
             member = %self.name,
