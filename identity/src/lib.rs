@@ -10,14 +10,17 @@
 //! * [`authority`]: creates an authority, and issues certificates.
 //! * [`credentials`]: the three files of a process, checked as a whole.
 //! * [`tls`]: TLS 1.3 with certificates on both sides.
+//! * [`blocking`] and [`records`]: the same for threads that wait by themselves, with each direction on its own.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
 //! anew, trust the new one only. Out of scope: what an identity may do.
 
 pub mod authority;
+pub mod blocking;
 pub mod credentials;
 pub mod name;
+pub mod records;
 pub mod security;
 pub mod tls;
 

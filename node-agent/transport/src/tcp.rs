@@ -11,6 +11,7 @@
 
 mod close;
 mod frames;
+mod handshake;
 mod incoming;
 mod listener;
 mod outgoing;
@@ -48,7 +49,8 @@ use threads::Threads;
 pub(crate) use settings::name_congestion;
 pub use settings::{Congestion, TcpSettings};
 
-/// A [`Transport`] over TCP.
+/// A [`Transport`] over TCP. A peer is named `HOST:PORT`, or `NODE@HOST:PORT`: with TLS, it must then have the
+/// certificate of that node's agent, and otherwise that of any agent.
 pub struct TcpTransport {
     common: Arc<Common>,
     listener: Listener,

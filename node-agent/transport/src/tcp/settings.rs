@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use reprise_identity::Security;
+
 use super::socket::{SocketOptions, set_congestion};
 use crate::error::TransportError;
 use crate::limits::{CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, NODE_NAME_BYTES_MAX};
@@ -52,10 +54,12 @@ pub struct TcpSettings {
     pub socket_buffer_bytes: Option<usize>,
     /// Congestion control of all connections.
     pub congestion: Congestion,
+    /// Whether connections use TLS, and the certificates.
+    pub security: Security,
 }
 
 impl TcpSettings {
-    /// Creates settings with defaults for everything except address and name.
+    /// Creates settings with defaults for everything except address and name: without TLS.
     ///
     /// 64 MiB of credit is 10 ms of a 6 GB/s stream: enough for several round trips and disk reads. 1,024
     /// connections reach every node of a cluster of 1,000.
@@ -70,6 +74,7 @@ impl TcpSettings {
             connections_per_peer: 1,
             socket_buffer_bytes: None,
             congestion: Congestion::System,
+            security: Security::Plain,
         }
     }
 

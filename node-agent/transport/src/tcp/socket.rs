@@ -1,18 +1,24 @@
 //! All system calls of the TCP transport: sockets, sends, receives, waits.
 //!
-//! User space never copies payload: a send gathers frame headers and spans ([`Gather`]). No call blocks
-//! (`MSG_DONTWAIT`): callers wait in [`wait`], so that every wait has a limit, such as a stall timeout or a
-//! deadline.
+//! User space never copies plain payload: a send gathers frame headers and spans ([`Gather`]). With TLS, it copies them
+//! into records: shared memory may change while it is encrypted. No call blocks (`MSG_DONTWAIT`): callers wait in
+//! [`wait`], so that every wait has a limit, such as a stall timeout or a deadline.
 
+use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
+use reprise_identity::records::{RECORD_PLAIN_BYTES_MAX, RecordError, Sealer};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, sockopt};
+
+/// Number of records that are encrypted for one system call: 256 KiB, which stay in the second-level cache.
+const RECORDS_PER_SEND: usize = 16;
 
 /// Options of a connection's socket.
 #[derive(Clone, Debug)]
@@ -31,11 +37,26 @@ pub(crate) struct SocketOptions {
 pub(crate) struct Socket {
     fd: OwnedFd,
     stall_timeout: Duration,
+    /// Set after the handshake of TLS. Only one thread at a time sends.
+    encryption: OnceLock<Mutex<Encryption>>,
 }
 
-/// A send that is not complete.
+/// Encryption of what a socket sends.
+#[derive(Debug)]
+struct Encryption {
+    sealer: Sealer,
+    /// The bytes of one record: private memory.
+    plain: Box<[u8]>,
+}
+
+/// A send that is not complete. One that is given up leaves a part of a frame or record on the connection, which must
+/// end then.
 pub(crate) struct PendingSend<'a> {
     gather: Gather<'a>,
+    /// Encrypted records that were not sent completely.
+    records: VecDeque<Vec<u8>>,
+    /// Number of sent bytes of the first of them.
+    sent: usize,
     /// Time at which the socket last accepted a part, or at which the send was created.
     progress: Instant,
 }
@@ -71,17 +92,63 @@ pub(crate) enum SendProgress {
 
 impl<'a> PendingSend<'a> {
     pub(crate) fn new(gather: Gather<'a>) -> PendingSend<'a> {
-        PendingSend { gather, progress: Instant::now() }
+        PendingSend { gather, records: VecDeque::new(), sent: 0, progress: Instant::now() }
+    }
+
+    fn is_sent(&self) -> bool {
+        self.gather.is_sent() && self.records.is_empty()
+    }
+
+    /// Encrypts the next records, unless some wait to be sent.
+    fn encrypt(&mut self, encryption: &mut Encryption) -> Result<(), RecordError> {
+        let Encryption { sealer, plain } = encryption;
+        while self.records.len() < RECORDS_PER_SEND {
+            match self.gather.copy_out(plain) {
+                0 => break,
+                bytes => sealer.seal(&plain[..bytes], |record| self.records.push_back(record))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends once.
+    fn transmit(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        if self.records.is_empty() {
+            return self.gather.send(socket).map(drop);
+        }
+        let mut records = Gather::with_capacity(self.records.len());
+        let mut skipped = self.sent;
+        for record in &self.records {
+            records.bytes(&record[std::mem::take(&mut skipped)..]);
+        }
+        let mut sent = self.sent + records.send(socket)?;
+        while let Some(first) = self.records.front().filter(|first| first.len() <= sent) {
+            sent -= first.len();
+            self.records.pop_front();
+        }
+        self.sent = sent;
+        Ok(())
     }
 }
 
 impl Socket {
+    fn new(fd: OwnedFd, options: &SocketOptions) -> Socket {
+        Socket { fd, stall_timeout: options.stall_timeout, encryption: OnceLock::new() }
+    }
+
+    /// Encrypts everything that is sent from now on. Panics if it is encrypted already.
+    pub(crate) fn encrypt(&self, sealer: Sealer) {
+        let plain = vec![0; RECORD_PLAIN_BYTES_MAX].into_boxed_slice();
+        let set = self.encryption.set(Mutex::new(Encryption { sealer, plain }));
+        assert!(set.is_ok(), "a connection has one handshake");
+    }
+
     /// Begins to connect. The socket becomes writable when the result is known ([`Socket::finish_connect`]).
     pub(crate) fn connect(address: &SocketAddr, options: &SocketOptions) -> io::Result<Socket> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-        let socket = Socket { fd, stall_timeout: options.stall_timeout };
+        let socket = Socket::new(fd, options);
         socket.set_options(options)?;
         match rustix::net::connect(&socket.fd, address) {
             Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
@@ -96,12 +163,12 @@ impl Socket {
 
     /// Configures an accepted connection.
     pub(crate) fn accepted(stream: std::net::TcpStream, options: &SocketOptions) -> io::Result<Socket> {
-        let socket = Socket { fd: OwnedFd::from(stream), stall_timeout: options.stall_timeout };
+        let socket = Socket::new(OwnedFd::from(stream), options);
         socket.set_options(options)?;
         Ok(socket)
     }
 
-    /// Receives the available bytes; `WouldBlock` without any, 0 at the end of the stream.
+    /// Receives the available bytes, with TLS those of records; `WouldBlock` without any, 0 at the end of the stream.
     pub(crate) fn receive(&self, into: &mut [u8]) -> io::Result<usize> {
         let (received, _) = rustix::net::recv(&self.fd, into, RecvFlags::DONTWAIT)?;
         Ok(received)
@@ -123,9 +190,15 @@ impl Socket {
         sending: &mut PendingSend<'_>,
         until: Option<Instant>,
     ) -> io::Result<SendProgress> {
-        while !sending.gather.is_sent() {
-            match sending.gather.send(self.fd.as_fd()) {
-                Ok(_) => sending.progress = Instant::now(),
+        while !sending.is_sent() {
+            if let Some(encryption) = self.encryption.get()
+                && sending.records.is_empty()
+            {
+                let mut encryption = encryption.lock().unwrap_or_else(PoisonError::into_inner);
+                sending.encrypt(&mut encryption).map_err(io::Error::other)?;
+            }
+            match sending.transmit(self.fd.as_fd()) {
+                Ok(()) => sending.progress = Instant::now(),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let now = Instant::now();
