@@ -402,6 +402,9 @@ fn listen_for_peers(
     inbox: &Inbox,
     arena: &Arc<Arena>,
 ) -> Result<PeerPort, AgentError> {
+    if let Security::Tls(_) = security {
+        tracing::info!(records = reprise_transport::record_layer(), "connections to peers use TLS 1.3");
+    }
     let tcp = TcpSettings {
         credit_bytes: peers.credit_bytes,
         stall_timeout: peers.stall_timeout,

@@ -52,4 +52,4 @@ pub use composite::{CompositeBuilder, CompositeTransport};
 pub use counters::TransportStats;
 pub use error::{ErrorKind, TransportError};
 pub use memory::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport};
-pub use tcp::{Congestion, TcpSettings, TcpTransport};
+pub use tcp::{Congestion, TcpSettings, TcpTransport, record_layer};

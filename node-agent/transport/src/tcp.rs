@@ -13,6 +13,7 @@ mod close;
 mod frames;
 mod handshake;
 mod incoming;
+mod kernel_tls;
 mod listener;
 mod outgoing;
 mod pool;
@@ -46,6 +47,7 @@ use pool::Pool;
 use socket::Socket;
 use threads::Threads;
 
+pub use kernel_tls::record_layer;
 pub(crate) use settings::name_congestion;
 pub use settings::{Congestion, TcpSettings};
 
