@@ -28,7 +28,7 @@ const RECEIVE_BYTES: usize = 4 << 10;
 
 /// Stream below a handshake. Both methods wait, at most as long as the handshake may take.
 pub trait Wire {
-    /// Errors of waits.
+    /// Errors of both methods.
     type Error: From<TlsError>;
 
     /// Receives at least one byte; 0 at the end of the stream.
@@ -37,7 +37,7 @@ pub trait Wire {
     /// The time is over, or the stream has failed.
     fn receive(&mut self, into: &mut [u8]) -> Result<usize, Self::Error>;
 
-    /// Sends all bytes.
+    /// Sends all of the bytes.
     ///
     /// # Errors
     /// The time is over, or the stream has failed.

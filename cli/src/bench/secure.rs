@@ -38,7 +38,7 @@ struct Machine {
     reason: Option<String>,
 }
 
-/// Measures all parts.
+/// Measures all parts in turn.
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let cases = peer_load::Case::possible()?;
     let machine = Machine {

@@ -174,7 +174,7 @@ mod tests {
                 0 => break,
                 count => copied.extend_from_slice(&record[..count]),
             }
-            assert!(copied.len() % record.len() == 0 || gather.is_sent(), "a record is filled");
+            assert!(copied.len().is_multiple_of(record.len()) || gather.is_sent(), "a record is filled");
         }
         assert!(gather.is_sent());
         assert!(copied == [b"head", &bytes[..], b"tail"].concat());

@@ -38,7 +38,7 @@ const LOADED_WITHIN: Duration = Duration::from_secs(60);
 pub(super) enum Case {
     /// All; at least as many are free as a load without TLS keeps busy.
     Free,
-    /// The same two.
+    /// The same two cores.
     Shared,
 }
 

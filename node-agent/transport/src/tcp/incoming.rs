@@ -245,7 +245,16 @@ impl Incoming {
         }
     }
 
+    /// Requesters open another connection long before.
+    fn check_age(&self) -> Result<(), Close> {
+        if self.now() <= self.common.settings.age_max * 2 {
+            return Ok(());
+        }
+        Err(Close::Local("the connection is too old for another request"))
+    }
+
     fn request(self: &Arc<Self>, stream: u64, mut body: RequestBody) -> Result<(), Close> {
+        self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         // A requester that respects its deadline has cancelled by then, or its cancellation is stuck.
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
@@ -268,6 +277,7 @@ impl Incoming {
     }
 
     fn offer(self: &Arc<Self>, stream: u64, mut body: OfferBody) -> Result<(), Close> {
+        self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let offer = self.common.route_offer(self);

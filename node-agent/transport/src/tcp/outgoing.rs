@@ -203,6 +203,11 @@ impl Outgoing {
         self.peer.split_once('@').map(|(node, _)| node)
     }
 
+    /// Reports whether the connection takes no new request.
+    pub(super) fn is_old(&self) -> bool {
+        self.born.elapsed() >= self.common.settings.age_max
+    }
+
     /// Accepts a request or offer, unless the connection is closed or full.
     pub(super) fn begin(&self, request: OutgoingRequest) -> Result<(), BeginError> {
         let now = Instant::now();

@@ -21,6 +21,9 @@ const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 /// unlimited.
 const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
 
+/// Age of connections by default: what was true when they were opened, as certificates are, is still true a day later.
+const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
+
 /// Congestion control of connections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
@@ -45,6 +48,9 @@ pub struct TcpSettings {
     pub stall_timeout: Duration,
     /// A connection without a fetch for this time is closed.
     pub idle_timeout: Duration,
+    /// A connection that is older takes no new request, and ends when it is idle: certificates are checked again by the
+    /// next one. A server tolerates twice this age.
+    pub age_max: Duration,
     /// Maximum number of opened connections, and of accepted connections.
     pub connections_max: usize,
     /// Maximum number of connections to one peer; a further one is only opened when the existing ones are
@@ -70,6 +76,7 @@ impl TcpSettings {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(60),
+            age_max: AGE_MAX,
             connections_max: 1024,
             connections_per_peer: 1,
             socket_buffer_bytes: None,

@@ -111,7 +111,7 @@ impl<'a> PendingSend<'a> {
         Ok(())
     }
 
-    /// Sends once.
+    /// Sends with one system call.
     fn transmit(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
         if self.records.is_empty() {
             return self.gather.send(socket).map(drop);
