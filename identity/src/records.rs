@@ -1,17 +1,16 @@
 //! Encrypted records of an established connection, each direction on its own.
 //!
-//! rustls does the handshake, derives the keys, and encrypts and decrypts each record. This module numbers the records
-//! and changes the keys. So one thread sends while another one receives, and bytes are decrypted where they were
-//! received. A connection of rustls has both directions in one object, and copies received bytes twice more.
-//!
-//! Cost of a record of 16 KiB, besides its encryption: one allocation, and one copy into it.
+//! rustls does the handshake, derives the keys, and decrypts records. This module numbers records, changes keys, and
+//! encrypts with the cipher that rustls uses. So one thread sends while another one receives, and bytes are encrypted
+//! and decrypted in their place. A connection of rustls has both directions in one object, and copies received bytes
+//! twice more. Its encryption of a single record allocates 16 KiB, which costs as much as the encryption.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, UnboundKey};
 use rustls::client::ClientConnectionData;
 use rustls::crypto::cipher::{
-    InboundOpaqueMessage, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
-    Tls13AeadAlgorithm,
+    InboundOpaqueMessage, Iv, MessageDecrypter, Nonce, Tls13AeadAlgorithm, make_tls13_aad,
 };
 use rustls::kernel::KernelConnection;
 use rustls::server::ServerConnectionData;
@@ -27,6 +26,13 @@ pub const RECORD_PLAIN_BYTES_MAX: usize = 16 << 10;
 
 /// Maximum size of a record with its header.
 pub const RECORD_BYTES_MAX: usize = RECORD_HEADER_BYTES + RECORD_PLAIN_BYTES_MAX + 256;
+
+/// Bytes behind the content of a record that this side sends: its kind and the tag.
+const TRAILER_BYTES: usize = 1 + 16;
+
+/// Maximum number of bytes that [`Sealer::seal`] writes: the announcement of a key, and a record.
+pub const SEALED_BYTES_MAX: usize =
+    2 * (RECORD_HEADER_BYTES + TRAILER_BYTES) + KEY_UPDATE.len() + RECORD_PLAIN_BYTES_MAX;
 
 /// Number of records after which a sender changes its key: half of what AES-GCM allows (2²⁴), 128 GiB.
 const RECORDS_PER_KEY: u64 = 1 << 23;
@@ -61,7 +67,7 @@ pub enum Opened {
 
 /// Encrypts the bytes that this side sends.
 pub struct Sealer {
-    encrypter: Box<dyn MessageEncrypter>,
+    key: SealingKey,
     /// Number of the next record of the key.
     sequence: u64,
     records_per_key: u64,
@@ -74,6 +80,11 @@ pub struct Opener {
     /// Number of the next record of the key.
     sequence: u64,
     keys: Arc<Keys>,
+}
+
+struct SealingKey {
+    key: LessSafeKey,
+    iv: Iv,
 }
 
 /// Source of the next keys of both directions.
@@ -100,20 +111,21 @@ pub(crate) fn split(secrets: ExtractedSecrets, schedule: Schedule) -> Result<(Se
     let keys = Arc::new(Keys { connection: Mutex::new(schedule), algorithm });
     let opener =
         Opener { decrypter: decrypter(algorithm, receiving)?, sequence: received, keys: Arc::clone(&keys) };
-    let encrypter = encrypter(algorithm, sending)?;
-    let sealer = Sealer { encrypter, sequence: sent, records_per_key: RECORDS_PER_KEY, keys };
+    let key = SealingKey::new(sending)?;
+    let sealer = Sealer { key, sequence: sent, records_per_key: RECORDS_PER_KEY, keys };
     Ok((sealer, opener))
 }
 
-fn encrypter(
-    algorithm: &dyn Tls13AeadAlgorithm,
-    secrets: ConnectionTrafficSecrets,
-) -> Result<Box<dyn MessageEncrypter>, Error> {
-    match secrets {
-        ConnectionTrafficSecrets::Aes128Gcm { key, iv }
-        | ConnectionTrafficSecrets::Aes256Gcm { key, iv }
-        | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Ok(algorithm.encrypter(key, iv)),
-        _ => Err(Error::General("unknown cipher".to_owned())),
+impl SealingKey {
+    fn new(secrets: ConnectionTrafficSecrets) -> Result<SealingKey, Error> {
+        let (cipher, key, iv) = match secrets {
+            ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
+            ConnectionTrafficSecrets::Aes256Gcm { key, iv } => (&AES_256_GCM, key, iv),
+            ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv),
+            _ => return Err(Error::General("unknown cipher".to_owned())),
+        };
+        let key = UnboundKey::new(cipher, key.as_ref()).map_err(|_| Error::EncryptError)?;
+        Ok(SealingKey { key: LessSafeKey::new(key), iv })
     }
 }
 
@@ -130,13 +142,13 @@ fn decrypter(
 }
 
 impl Keys {
-    fn next_sending(&self) -> Result<(u64, Box<dyn MessageEncrypter>), Error> {
+    fn next_sending(&self) -> Result<(u64, SealingKey), Error> {
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let (sequence, secrets) = match &mut *connection {
             Schedule::Client(connection) => connection.update_tx_secret()?,
             Schedule::Server(connection) => connection.update_tx_secret()?,
         };
-        Ok((sequence, encrypter(self.algorithm, secrets)?))
+        Ok((sequence, SealingKey::new(secrets)?))
     }
 
     fn next_receiving(&self) -> Result<(u64, Box<dyn MessageDecrypter>), Error> {
@@ -150,29 +162,45 @@ impl Keys {
 }
 
 impl Sealer {
-    /// Encrypts up to [`RECORD_PLAIN_BYTES_MAX`] bytes. Appends what must be sent, in order: the record, and before it
-    /// the announcement of a new key when one is due.
+    /// Writes a record, and before it the announcement of a new key when one is due. `fill` writes up to
+    /// [`RECORD_PLAIN_BYTES_MAX`] bytes to the place where they are encrypted, and returns their number. Returns the
+    /// number of bytes to send: none without content. `into` has at least [`SEALED_BYTES_MAX`] bytes.
     ///
     /// # Errors
-    /// There are too many bytes, or no next key.
-    pub fn seal(&mut self, plain: &[u8], mut send: impl FnMut(Vec<u8>)) -> Result<(), RecordError> {
-        if plain.is_empty() || plain.len() > RECORD_PLAIN_BYTES_MAX {
-            return Err(RecordError::Malformed("a record has 1 to 16,384 bytes"));
-        }
+    /// There is no next key, or the cipher fails.
+    pub fn seal(
+        &mut self,
+        into: &mut [u8],
+        fill: impl FnOnce(&mut [u8]) -> usize,
+    ) -> Result<usize, RecordError> {
+        let mut written = 0;
         if self.sequence >= self.records_per_key {
-            send(self.encrypt(ContentType::Handshake, &KEY_UPDATE)?);
-            (self.sequence, self.encrypter) = self.keys.next_sending()?;
+            into[RECORD_HEADER_BYTES..][..KEY_UPDATE.len()].copy_from_slice(&KEY_UPDATE);
+            written = self.encrypt(ContentType::Handshake, into, KEY_UPDATE.len())?;
+            (self.sequence, self.key) = self.keys.next_sending()?;
         }
-        send(self.encrypt(ContentType::ApplicationData, plain)?);
-        Ok(())
+        let into = &mut into[written..];
+        let count = fill(&mut into[RECORD_HEADER_BYTES..][..RECORD_PLAIN_BYTES_MAX]);
+        if count > 0 {
+            written += self.encrypt(ContentType::ApplicationData, into, count)?;
+        }
+        Ok(written)
     }
 
-    fn encrypt(&mut self, typ: ContentType, plain: &[u8]) -> Result<Vec<u8>, RecordError> {
-        let payload = OutboundChunks::Single(plain);
-        let message = OutboundPlainMessage { typ, version: ProtocolVersion::TLSv1_3, payload };
-        let record = self.encrypter.encrypt(message, self.sequence)?;
+    /// Encrypts the bytes behind the place of the header, and completes the record (RFC 8446, 5.2).
+    fn encrypt(&mut self, kind: ContentType, into: &mut [u8], count: usize) -> Result<usize, RecordError> {
+        let length = count + TRAILER_BYTES;
+        let header = make_tls13_aad(length);
+        let (head, rest) = into.split_at_mut(RECORD_HEADER_BYTES);
+        head.copy_from_slice(&header);
+        let (content, tag) = rest[..length].split_at_mut(count + 1);
+        content[count] = u8::from(kind);
+        // Each number is used once: `&mut self`, and it only grows until the key changes.
+        let nonce = ring::aead::Nonce::assume_unique_for_key(Nonce::new(&self.key.iv, self.sequence).0);
+        let sealed = self.key.key.seal_in_place_separate_tag(nonce, Aad::from(header), content);
+        tag.copy_from_slice(sealed.map_err(|_| Error::EncryptError)?.as_ref());
         self.sequence += 1;
-        Ok(record.encode())
+        Ok(RECORD_HEADER_BYTES + length)
     }
 }
 

@@ -4,7 +4,6 @@
 //! into records: shared memory may change while it is encrypted. No call blocks (`MSG_DONTWAIT`): callers wait in
 //! [`wait`], so that every wait has a limit, such as a stall timeout or a deadline.
 
-use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,7 +11,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
-use reprise_identity::records::{RECORD_PLAIN_BYTES_MAX, RecordError, Sealer};
+use reprise_identity::records::{RecordError, SEALED_BYTES_MAX, Sealer};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, sockopt};
@@ -45,18 +44,16 @@ pub(crate) struct Socket {
 #[derive(Debug)]
 struct Encryption {
     sealer: Sealer,
-    /// The bytes of one record: private memory.
-    plain: Box<[u8]>,
+    /// Encrypted records; `start..end` were not sent.
+    records: Box<[u8]>,
+    start: usize,
+    end: usize,
 }
 
 /// A send that is not complete. One that is given up leaves a part of a frame or record on the connection, which must
 /// end then.
 pub(crate) struct PendingSend<'a> {
     gather: Gather<'a>,
-    /// Encrypted records that were not sent completely.
-    records: VecDeque<Vec<u8>>,
-    /// Number of sent bytes of the first of them.
-    sent: usize,
     /// Time at which the socket last accepted a part, or at which the send was created.
     progress: Instant,
 }
@@ -92,42 +89,40 @@ pub(crate) enum SendProgress {
 
 impl<'a> PendingSend<'a> {
     pub(crate) fn new(gather: Gather<'a>) -> PendingSend<'a> {
-        PendingSend { gather, records: VecDeque::new(), sent: 0, progress: Instant::now() }
+        PendingSend { gather, progress: Instant::now() }
+    }
+}
+
+impl Encryption {
+    fn new(sealer: Sealer) -> Encryption {
+        let records = vec![0; RECORDS_PER_SEND * SEALED_BYTES_MAX].into_boxed_slice();
+        Encryption { sealer, records, start: 0, end: 0 }
     }
 
-    fn is_sent(&self) -> bool {
-        self.gather.is_sent() && self.records.is_empty()
-    }
-
-    /// Encrypts the next records, unless some wait to be sent.
-    fn encrypt(&mut self, encryption: &mut Encryption) -> Result<(), RecordError> {
-        let Encryption { sealer, plain } = encryption;
-        while self.records.len() < RECORDS_PER_SEND {
-            match self.gather.copy_out(plain) {
-                0 => break,
-                bytes => sealer.seal(&plain[..bytes], |record| self.records.push_back(record))?,
-            }
+    /// Encrypts the next records of a send, unless some wait to be sent. The bytes are copied once, to where they are
+    /// encrypted.
+    fn encrypt(&mut self, gather: &mut Gather<'_>) -> Result<(), RecordError> {
+        if self.start < self.end {
+            return Ok(());
+        }
+        (self.start, self.end) = (0, 0);
+        while !gather.is_sent() && self.records.len() - self.end >= SEALED_BYTES_MAX {
+            let into = &mut self.records[self.end..];
+            self.end += self.sealer.seal(into, |plain| gather.copy_out(plain))?;
         }
         Ok(())
     }
 
-    /// Sends with one system call.
-    fn transmit(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        if self.records.is_empty() {
-            return self.gather.send(socket).map(drop);
+    /// Sends the next bytes of a send, encrypted. Returns whether there were any.
+    fn send(&mut self, gather: &mut Gather<'_>, socket: BorrowedFd<'_>) -> io::Result<bool> {
+        self.encrypt(gather).map_err(io::Error::other)?;
+        if self.start == self.end {
+            return Ok(false);
         }
-        let mut records = Gather::with_capacity(self.records.len());
-        let mut skipped = self.sent;
-        for record in &self.records {
-            records.bytes(&record[std::mem::take(&mut skipped)..]);
-        }
-        let mut sent = self.sent + records.send(socket)?;
-        while let Some(first) = self.records.front().filter(|first| first.len() <= sent) {
-            sent -= first.len();
-            self.records.pop_front();
-        }
-        self.sent = sent;
-        Ok(())
+        let mut records = Gather::with_capacity(1);
+        records.bytes(&self.records[self.start..self.end]);
+        self.start += records.send(socket)?;
+        Ok(true)
     }
 }
 
@@ -138,8 +133,7 @@ impl Socket {
 
     /// Encrypts everything that is sent from now on. Panics if it is encrypted already.
     pub(crate) fn encrypt(&self, sealer: Sealer) {
-        let plain = vec![0; RECORD_PLAIN_BYTES_MAX].into_boxed_slice();
-        let set = self.encryption.set(Mutex::new(Encryption { sealer, plain }));
+        let set = self.encryption.set(Mutex::new(Encryption::new(sealer)));
         assert!(set.is_ok(), "a connection has one handshake");
     }
 
@@ -190,15 +184,10 @@ impl Socket {
         sending: &mut PendingSend<'_>,
         until: Option<Instant>,
     ) -> io::Result<SendProgress> {
-        while !sending.is_sent() {
-            if let Some(encryption) = self.encryption.get()
-                && sending.records.is_empty()
-            {
-                let mut encryption = encryption.lock().unwrap_or_else(PoisonError::into_inner);
-                sending.encrypt(&mut encryption).map_err(io::Error::other)?;
-            }
-            match sending.transmit(self.fd.as_fd()) {
-                Ok(()) => sending.progress = Instant::now(),
+        loop {
+            match self.send_once(&mut sending.gather) {
+                Ok(false) => return Ok(SendProgress::All),
+                Ok(true) => sending.progress = Instant::now(),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let now = Instant::now();
@@ -215,7 +204,18 @@ impl Socket {
                 Err(error) => return Err(error),
             }
         }
-        Ok(SendProgress::All)
+    }
+
+    /// Sends the next bytes. Returns whether there were any.
+    fn send_once(&self, gather: &mut Gather<'_>) -> io::Result<bool> {
+        match self.encryption.get() {
+            Some(encryption) => {
+                let mut encryption = encryption.lock().unwrap_or_else(PoisonError::into_inner);
+                encryption.send(gather, self.fd.as_fd())
+            }
+            None if gather.is_sent() => Ok(false),
+            None => gather.send(self.fd.as_fd()).map(|_| true),
+        }
     }
 
     /// Ends both directions: threads that wait on the socket return.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use reprise_identity::authority::{Authority, CERTIFICATE_VALID};
 use reprise_identity::blocking::{Channel, Wire};
-use reprise_identity::records::{Opened, Opener, RECORD_HEADER_BYTES};
+use reprise_identity::records::{Opened, Opener, RECORD_HEADER_BYTES, SEALED_BYTES_MAX};
 use reprise_identity::tls::TlsError;
 use reprise_identity::{Expected, Identity, Tls};
 use reprise_transport::{TcpSettings, Transport};
@@ -100,9 +100,13 @@ impl Wire for Raw {
 impl Raw {
     /// Sends bytes in one record; the other side may have closed the connection.
     fn seal(&mut self, channel: &mut Channel, bytes: &[u8]) {
-        for piece in bytes.chunks(16 << 10) {
-            channel.sealer.seal(piece, |record| drop(self.0.write_all(&record))).expect("a valid size");
-        }
+        let mut record = [0; SEALED_BYTES_MAX];
+        let fill = |into: &mut [u8]| {
+            into[..bytes.len()].copy_from_slice(bytes);
+            bytes.len()
+        };
+        let written = channel.sealer.seal(&mut record, fill).expect("a valid size");
+        drop(self.0.write_all(&record[..written]));
     }
 }
 
