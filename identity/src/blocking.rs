@@ -47,11 +47,11 @@ pub trait Wire {
 /// Connection after its handshake.
 #[derive(Debug)]
 pub struct Channel {
-    /// Who the other side is.
+    /// Identity of the other side.
     pub identity: Identity,
-    /// Encrypts what is sent.
+    /// Encrypts the bytes that this side sends.
     pub sealer: Sealer,
-    /// Decrypts what is received, from `unopened` on.
+    /// Decrypts the records of the other side, from `unopened` on.
     pub opener: Opener,
     /// Decrypted bytes that arrived with the handshake.
     pub plain: Vec<u8>,
@@ -205,7 +205,7 @@ fn step<Data>(
     }
 }
 
-/// Appends a part of the handshake to what is sent.
+/// Appends a part of the handshake to the bytes to send.
 fn encode<Data>(data: &mut EncodeTlsData<'_, Data>, outgoing: &mut Vec<u8>) -> Result<(), Error> {
     let start = outgoing.len();
     let mut bytes = 0;
@@ -223,8 +223,8 @@ fn encode<Data>(data: &mut EncodeTlsData<'_, Data>, outgoing: &mut Vec<u8>) -> R
     }
 }
 
-/// Tells the other side why the handshake has failed, if it still listens. `waiting` are the bytes that the failed
-/// step has seen: rustls refers to them, and it returns its alert before it looks at them again.
+/// Sends the other side the reason of a failed handshake, if it still listens. `waiting` are the bytes that the failed
+/// step has seen: rustls refers to them, and it returns its alert before it reads them again.
 fn send_alert<C: Handshaking, W: Wire>(connection: &mut C, waiting: &mut [u8], wire: &mut W) {
     let mut outgoing = Vec::new();
     if let UnbufferedStatus { state: Ok(state @ ConnectionState::EncodeTlsData(_)), .. } =

@@ -43,7 +43,7 @@ const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 /// Violation of the record protocol: the connection must be closed.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// The bytes are no encrypted record.
+    /// The bytes are not an encrypted record.
     #[error("{0}")]
     Malformed(&'static str),
     /// A record does not match its tag, or cannot be encrypted.
@@ -214,11 +214,11 @@ impl Opener {
             return Ok(None);
         };
         if [*kind, *major, *minor] != [u8::from(ContentType::ApplicationData), 3, 3] {
-            return Err(RecordError::Malformed("bytes that are no encrypted record"));
+            return Err(RecordError::Malformed("the bytes are not an encrypted record"));
         }
         let bytes = RECORD_HEADER_BYTES + usize::from(u16::from_be_bytes(*length));
         if bytes > RECORD_BYTES_MAX {
-            return Err(RecordError::Malformed("a record that is too long"));
+            return Err(RecordError::Malformed("the record is too long"));
         }
         Ok(Some(bytes))
     }

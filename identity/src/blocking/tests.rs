@@ -1,3 +1,5 @@
+//! Handshakes over a pair of sockets, and the records behind them.
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::thread;
@@ -86,7 +88,7 @@ fn open(opener: &mut Opener, record: &[u8]) -> Result<Vec<u8>, RecordError> {
 }
 
 #[test]
-fn both_sides_learn_who_the_other_is_and_exchange_records() {
+fn both_sides_learn_the_identity_of_the_other_and_exchange_records() {
     let ((mut client, _near), (mut server, _far)) = connected();
     assert_eq!(client.identity.role, Role::Agent("n2".to_owned()));
     assert_eq!(server.identity.role, Role::Agent("n1".to_owned()));

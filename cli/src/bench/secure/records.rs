@@ -44,7 +44,7 @@ fn measure(sender: &mut Channel, receiver: &mut Channel) -> anyhow::Result<(f64,
         let started = Instant::now();
         let mut end = 0;
         for _ in 0..BATCH {
-            // The content is what was there before: its copy is not measured.
+            // The old bytes are the content: its copy is not measured.
             end += sender.sealer.seal(&mut records[end..], |plain| plain.len())?;
         }
         let sealed = Instant::now();

@@ -160,7 +160,7 @@ impl FrameReader {
         let boundary = if self.next < self.filled { Boundary::InsideFrame } else { boundary };
         self.move_to_front();
         match socket.receive(&mut self.buffer[self.filled..]) {
-            // Without a notice of the end: what is missing of frames, this side knows without it.
+            // The end needs no notice: the boundaries of frames show whether bytes are missing.
             Ok(0) => Err(Close::Remote(boundary)),
             Ok(bytes) => {
                 self.filled += bytes;

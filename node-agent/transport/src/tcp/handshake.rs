@@ -1,6 +1,6 @@
-//! The handshake of TLS on both sides of a connection, and who the other side must be.
+//! The handshake of TLS on both sides of a connection, and the identity that the other side must have.
 //!
-//! Without TLS there is none, and the other side is whoever it says in its greeting.
+//! Without TLS, the name in the greeting is not verified.
 
 use std::io;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Where records of TLS are encrypted, for logs and reports.
 //!
 //! The transport encrypts in user space. A kernel with the TLS module could do so while it copies, which saves the copy
-//! into records; the report tells whether this kernel could.
+//! into records. The report states whether this kernel has it.
 
 use std::fs;
 
@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_whether_the_kernel_has_tls() {
+    fn states_whether_the_kernel_has_tls() {
         assert!(describe("espintcp mptcp tls\n").contains("not used"));
         assert!(describe("espintcp mptcp\n").contains("no TLS"));
         assert!(describe("").contains("no TLS"));

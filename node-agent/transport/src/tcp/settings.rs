@@ -21,7 +21,7 @@ const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 /// unlimited.
 const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Age of connections by default: what was true when they were opened, as certificates are, is still true a day later.
+/// Age of connections by default. Certificates are verified when a connection opens, so at least once a day.
 const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// Congestion control of connections.

@@ -32,7 +32,7 @@ fn secure(name: &str) -> TcpSettings {
     TcpSettings { node_name: name.to_owned(), stall_timeout: STALL, security, ..settings() }
 }
 
-/// A node under attack, with a peer that goes on.
+/// A node under attack, with a peer that it continues to serve.
 struct Target {
     block: Block,
     node: Node,
@@ -207,7 +207,7 @@ fn plain_bytes_are_refused_at_once() {
         assert!(is_closed(&mut raw.0));
         target.has_refused(count, 0, 0);
     }
-    // A probe that says nothing is no attack.
+    // A probe without a byte does not count as an attack.
     drop(target.connect());
     target.has_refused(4, 0, 0);
 }
