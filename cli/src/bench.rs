@@ -21,6 +21,7 @@ mod recompute;
 mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
+mod secure;
 mod secure_lookups;
 mod slack;
 mod store;
@@ -81,6 +82,10 @@ enum Benchmark {
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
     Peer,
+    /// Measure the cost of TLS between peers, against loads without it.
+    ///
+    /// Loads over loopback in this process, paired, and encryption of records on one core.
+    Secure,
     /// Measure one match call over 8,192 keys.
     Match,
     /// Measure memory, look-ups and rebuild of the replica directory.
@@ -142,6 +147,7 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Recompute { hits: 10_000 },
         Benchmark::Local,
         Benchmark::Peer,
+        Benchmark::Secure,
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
@@ -180,6 +186,7 @@ impl Benchmark {
             Benchmark::Engine(args) => engine::run(args, settings),
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
+            Benchmark::Secure => secure::run(settings),
             Benchmark::Match => match_call::run(settings),
             Benchmark::Directory { entries } => {
                 let mut figures = directory::run(*entries, settings)?;
@@ -243,6 +250,9 @@ impl Benchmark {
                 optional: &["iperf3"],
                 ..cluster
             },
+            Benchmark::Secure => {
+                Requirements { name: "secure", memory_bytes: secure::MEMORY_BYTES, ..Requirements::default() }
+            }
             Benchmark::Match => Requirements {
                 name: "match",
                 disk_bytes: mib(match_call::POOL_MIB),

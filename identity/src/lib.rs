@@ -10,6 +10,7 @@
 //! * [`authority`]: creates an authority, and issues certificates.
 //! * [`credentials`]: the three files of a process, checked as a whole.
 //! * [`tls`]: TLS 1.3 with certificates on both sides.
+//! * [`blocking`] and [`records`]: the same for threads that wait by themselves, with each direction on its own.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //! * [`access`]: the table of what an identity may do.
 //!
@@ -18,8 +19,10 @@
 
 pub mod access;
 pub mod authority;
+pub mod blocking;
 pub mod credentials;
 pub mod name;
+pub mod records;
 pub mod security;
 pub mod tls;
 

@@ -59,6 +59,8 @@ pub enum Expected {
 pub struct Tls {
     current: Arc<Current>,
     server: Arc<ServerConfig>,
+    /// Like `server`, with access to the keys for [`crate::records`].
+    extracting_server: Arc<ServerConfig>,
     provider: Arc<CryptoProvider>,
 }
 
@@ -147,12 +149,22 @@ impl Tls {
             credentials: RwLock::new(Arc::new(credentials)),
             provider: Arc::clone(&provider),
         });
-        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&TLS13])
             .expect("the provider has TLS 1.3")
             .with_client_cert_verifier(Arc::clone(&current) as Arc<dyn ClientCertVerifier>)
             .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
-        Tls { current, server: Arc::new(server), provider }
+        // A resumed session would outlive the certificate that it was opened with.
+        server.send_tls13_tickets = 0;
+        let mut extracting_server = server.clone();
+        extracting_server.enable_secret_extraction = true;
+        let (server, extracting_server) = (Arc::new(server), Arc::new(extracting_server));
+        Tls { current, server, extracting_server, provider }
+    }
+
+    /// Configuration of servers that encrypt records themselves.
+    pub(crate) fn extracting_server(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.extracting_server)
     }
 
     /// Credentials that are in use.

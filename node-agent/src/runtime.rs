@@ -130,7 +130,7 @@ impl Runtime {
         let port = settings
             .peers
             .as_ref()
-            .map(|peers| listen_for_peers((&settings, peers), limits.peers, &inbox, &arena))
+            .map(|peers| listen_for_peers((&settings, peers, &security), limits.peers, &inbox, &arena))
             .transpose()?;
         let modes = Arc::new(Mutex::new(Modes::default()));
         let reached_at = |listening: SocketAddr| match &cluster {
@@ -397,15 +397,19 @@ fn core_settings(settings: &Settings) -> CoreSettings {
 }
 
 fn listen_for_peers(
-    (settings, peers): (&Settings, &PeerSettings),
+    (settings, peers, security): (&Settings, &PeerSettings, &Security),
     connections_max: usize,
     inbox: &Inbox,
     arena: &Arc<Arena>,
 ) -> Result<PeerPort, AgentError> {
+    if let Security::Tls(_) = security {
+        tracing::info!(records = reprise_transport::record_layer(), "connections to peers use TLS 1.3");
+    }
     let tcp = TcpSettings {
         credit_bytes: peers.credit_bytes,
         stall_timeout: peers.stall_timeout,
         connections_max,
+        security: security.clone(),
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
     let mut transports = CompositeTransport::builder(peer::sink(inbox.clone()));

@@ -9,12 +9,17 @@ use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use crate::kernel;
 use crate::span::Span;
 
 /// Maximum number of buffers for one system call. The kernel's limit is 1024 (UIO_MAXIOV).
 pub const GATHER_MAX: usize = 256;
 
 const _: () = assert!(GATHER_MAX <= libc::UIO_MAXIOV as usize);
+
+/// Bytes of one copy of [`Gather::copy_out`]: short enough that the copied bytes stay in the cache, where they are
+/// encrypted next.
+const COPY_BYTES: usize = 8 << 10;
 
 /// Memory to send, in order; borrows the memory until it is sent.
 #[derive(Debug)]
@@ -68,6 +73,24 @@ impl<'a> Gather<'a> {
         let sent = usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;
         self.advance(sent);
         Ok(sent)
+    }
+
+    /// Copies the next unsent bytes to private memory, where they can be encrypted, and counts them as sent. Returns
+    /// their number, which is less than `into` has only at the end.
+    pub fn copy_out(&mut self, into: &mut [u8]) -> usize {
+        let mut copied = 0;
+        while let Some(first) = self.buffers.get(self.first)
+            && copied < into.len()
+        {
+            let piece = first.iov_len.min(into.len() - copied).min(COPY_BYTES);
+            let into = &mut into[copied..copied + piece];
+            // SAFETY: the buffer is readable for its length: `self` borrows the slice or span that it names. `into` is
+            // exclusively ours. The doc of `kernel` covers concurrent stores.
+            unsafe { kernel::copy(first.iov_base.cast_const().cast(), into.as_mut_ptr(), piece) };
+            copied += piece;
+            self.advance(piece);
+        }
+        copied
     }
 
     fn push(&mut self, start: *const u8, bytes: usize) {
@@ -133,6 +156,28 @@ mod tests {
         drop(sender);
         receiver.read_to_end(&mut arrived).expect("the rest");
         assert!(arrived == expected);
+    }
+
+    #[test]
+    fn copied_bytes_are_those_that_a_send_would_send() {
+        let span = PageBuffer::new(64 << 10).expect("memory for a test").span();
+        let bytes: Vec<u8> = (0..span.len()).map(|index| (index % 251) as u8).collect();
+        span.copy_in(&bytes).expect("writable");
+        let mut gather = Gather::with_capacity(3);
+        gather.bytes(b"head");
+        gather.span(&span);
+        gather.bytes(b"tail");
+        let mut copied = Vec::new();
+        let mut record = [0; 10_007];
+        loop {
+            match gather.copy_out(&mut record) {
+                0 => break,
+                count => copied.extend_from_slice(&record[..count]),
+            }
+            assert!(copied.len().is_multiple_of(record.len()) || gather.is_sent(), "a record is filled");
+        }
+        assert!(gather.is_sent());
+        assert!(copied == [b"head", &bytes[..], b"tail"].concat());
     }
 
     #[test]

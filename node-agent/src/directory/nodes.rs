@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use reprise_policy::peer::PeerEndpoint;
+use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::{Epoch, NodeId};
 use reprise_proto::controlplane::NodeInfo;
 
@@ -43,12 +43,15 @@ impl NodeMap {
         NodeMap { nodes: BTreeMap::new(), protocols, incompatible: BTreeSet::new() }
     }
 
-    /// Returns the endpoints of a node; `None` for a node that this one cannot reach.
+    /// Returns the endpoints of a node; `None` for a node that this one cannot reach. Addresses of TCP name the node, so
+    /// that no other agent can take its place.
     pub(super) fn peer_endpoints(&self, node: NodeId) -> Option<Arc<[PeerEndpoint]>> {
-        self.nodes
-            .get(&node)
-            .filter(|node| self.has_common_protocol(node))
-            .map(|node| node.peer_endpoints.clone())
+        let node = self.nodes.get(&node).filter(|node| self.has_common_protocol(node))?;
+        let named = |endpoint: &PeerEndpoint| match endpoint.protocol.as_str() {
+            TCP => PeerEndpoint::tcp(format!("{}@{}", node.name, endpoint.address)),
+            _ => endpoint.clone(),
+        };
+        Some(node.peer_endpoints.iter().map(named).collect())
     }
 
     /// Returns whether this node can reach another one.
@@ -170,9 +173,9 @@ mod tests {
         let mut map = map();
         map.replace(vec![info(1, 5, "new:1")]);
         map.change(info(1, 4, "old:1"), NodeChangeKind::Updated);
-        assert_eq!(address(&map, 1).as_deref(), Some("new:1"));
+        assert_eq!(address(&map, 1).as_deref(), Some("n1@new:1"));
         map.change(info(1, 6, "newest:1"), NodeChangeKind::Updated);
-        assert_eq!(address(&map, 1).as_deref(), Some("newest:1"));
+        assert_eq!(address(&map, 1).as_deref(), Some("n1@newest:1"));
     }
 
     #[test]

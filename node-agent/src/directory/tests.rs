@@ -126,9 +126,12 @@ fn added(numbers: std::ops::Range<u32>) -> Vec<ReplicaChange> {
     numbers.map(|number| change(number, Change::Added)).collect()
 }
 
-/// Returns the address of a node's TCP transport.
+/// Returns the address of a node's TCP transport, without the name of the node.
 fn address_of(agent: &Agent, node: u16) -> Option<String> {
-    Some(agent.client.peer_endpoints(NodeId(node))?[0].address.clone())
+    let endpoints = agent.client.peer_endpoints(NodeId(node))?;
+    let (name, address) = endpoints[0].address.split_once('@')?;
+    assert_eq!(name, format!("node-{node}"));
+    Some(address.to_owned())
 }
 
 fn info(node: u32, epoch: u64, address: &str) -> NodeInfo {

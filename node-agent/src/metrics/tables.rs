@@ -267,6 +267,10 @@ pub(crate) const PEER: &[MetricInfo] = &[
     counter("offers_failed", "Offers without a response"),
     counter("offers_received", "Offers received from peers"),
     counter("protocol_errors", "Connections closed because of a protocol violation of the peer"),
+    counter(
+        "handshakes_refused",
+        "Connections ended because one side refused the certificate of the other, or spoke no TLS",
+    ),
     counter("stalls", "Connections closed because the peer stalled"),
     counter("connections_opened", "Connections opened to peers"),
     counter("connections_accepted", "Connections accepted from peers"),

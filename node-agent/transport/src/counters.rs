@@ -69,6 +69,8 @@ counters! {
     offers_received,
     /// Connections that were closed because the other side violated the protocol.
     protocol_errors,
+    /// Connections that ended because one side refused the certificate of the other, or spoke no TLS.
+    handshakes_refused,
     /// Connections that were closed because the other side stalled.
     stalls,
     /// Connections opened to peers.

@@ -28,7 +28,10 @@
 //! * No method of [`Transport`] waits for the network or for a peer.
 //! * Payload bytes in flight towards a requester never exceed the credit that it announced.
 //!
-//! Not included: retries (the core decides), encryption and authentication, RDMA.
+//! * With TLS ([`TcpSettings::security`]), both sides of a connection are agents of one cluster, with the names of their
+//!   certificates. Records of 16 KiB are encrypted on the thread that sends, and decrypted on the one that receives.
+//!
+//! Not included: retries (the core decides), which tenants a node may request, RDMA.
 
 #![forbid(unsafe_code)]
 
@@ -49,4 +52,4 @@ pub use composite::{CompositeBuilder, CompositeTransport};
 pub use counters::TransportStats;
 pub use error::{ErrorKind, TransportError};
 pub use memory::{Fault, Link, MemoryHub, MemorySettings, MemoryTransport};
-pub use tcp::{Congestion, TcpSettings, TcpTransport};
+pub use tcp::{Congestion, TcpSettings, TcpTransport, record_layer};

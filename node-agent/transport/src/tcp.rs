@@ -11,7 +11,9 @@
 
 mod close;
 mod frames;
+mod handshake;
 mod incoming;
+mod kernel_tls;
 mod listener;
 mod outgoing;
 mod pool;
@@ -45,10 +47,12 @@ use pool::Pool;
 use socket::Socket;
 use threads::Threads;
 
+pub use kernel_tls::record_layer;
 pub(crate) use settings::name_congestion;
 pub use settings::{Congestion, TcpSettings};
 
-/// A [`Transport`] over TCP.
+/// A [`Transport`] over TCP. A peer is named `HOST:PORT`, or `NODE@HOST:PORT`: with TLS, it must then have the
+/// certificate of that node's agent, and otherwise that of any agent.
 pub struct TcpTransport {
     common: Arc<Common>,
     listener: Listener,

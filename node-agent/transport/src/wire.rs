@@ -113,6 +113,8 @@ pub(crate) enum ProtocolError {
     Length { length: u32, limit: u64 },
     #[error("{0}")]
     Malformed(&'static str),
+    #[error("TLS: {0}")]
+    Record(String),
 }
 
 /// The greeting, sent by both sides; the accepting side answers the connecting side.

@@ -2,12 +2,18 @@
 
 use std::io;
 
+use reprise_identity::records::RecordError;
+use reprise_identity::tls::TlsError;
+
 use super::frames::Boundary;
 use crate::counters::{Counters, add};
 use crate::wire::ProtocolError;
 
 /// Log condition of an unreachable peer or a broken connection; it ends with the next greeting.
 pub(super) const CONNECTION_LOST: &str = "peer_connection_lost";
+
+/// Log condition of a peer whose certificate is refused, or that refuses this node's; it ends with the next greeting.
+pub(super) const REFUSED: &str = "peer_refused";
 
 /// Reason for the end of a connection.
 #[derive(Debug)]
@@ -20,6 +26,8 @@ pub(super) enum Close {
     Stalled(&'static str),
     /// The other side violated the protocol.
     Protocol(ProtocolError),
+    /// One side has refused the certificate of the other one, or speaks no TLS.
+    Refused(String),
     /// The operating system reported an error.
     Io(io::Error),
 }
@@ -40,6 +48,24 @@ impl From<ProtocolError> for Close {
     }
 }
 
+impl From<TlsError> for Close {
+    fn from(error: TlsError) -> Close {
+        Close::Refused(error.to_string())
+    }
+}
+
+impl From<RecordError> for Close {
+    fn from(error: RecordError) -> Close {
+        match error {
+            // A server learns of the client's certificate after the client's handshake.
+            RecordError::Alert(_) => Close::Refused(error.to_string()),
+            RecordError::Malformed(_) | RecordError::Tls(_) => {
+                Close::Protocol(ProtocolError::Record(error.to_string()))
+            }
+        }
+    }
+}
+
 impl Close {
     /// Classifies a system error. A connection that the kernel ended for lack of acknowledgements
     /// (TCP_USER_TIMEOUT), or a send without progress, is a stall; other errors are a loss.
@@ -55,7 +81,9 @@ impl Close {
     pub(super) fn first(reading: Close, writing: Option<Close>) -> Close {
         match (reading, writing) {
             (reading, None) => reading,
-            (reading @ (Close::Stalled(_) | Close::Protocol(_)), Some(Close::Io(_))) => reading,
+            (reading @ (Close::Stalled(_) | Close::Protocol(_) | Close::Refused(_)), Some(Close::Io(_))) => {
+                reading
+            }
             (_, Some(writing)) => writing,
         }
     }
@@ -97,6 +125,18 @@ impl Ending<'_> {
             Close::Protocol(error) => {
                 add(&counters.protocol_errors, 1);
                 tracing::warn!(direction, peer, port, open, %error, "peer connection closed: protocol error");
+            }
+            Close::Refused(reason) => {
+                add(&counters.handshakes_refused, 1);
+                tracing::warn!(
+                    condition = REFUSED,
+                    direction,
+                    peer,
+                    port,
+                    open,
+                    reason,
+                    "peer connection refused: `reprise certs` issues certificates, and shows whose they are"
+                );
             }
             Close::Io(error) => {
                 tracing::warn!(

@@ -5,18 +5,37 @@
 //! cache, to its destination, and checksummed in the same pass. Receiving straight into the destination and
 //! checksumming it there was measured to be slower: the kernel's copy then misses the cache on every line,
 //! and the checksum is a separate pass.
+//!
+//! With TLS, the buffer receives encrypted records, and each is decrypted in its place when its turn comes:
+//!
+//! ```text
+//! | free | plain bytes, start..end | tag | unopened records, next..filled | free |
+//! ```
+//!
+//! The plain bytes that are left of one record when the next is opened are at most a part of a greeting or of a frame
+//! header. They move to its front.
 
 use std::io;
 
+use reprise_identity::records::{Opened, Opener, RECORD_BYTES_MAX, RECORD_HEADER_BYTES};
+
 use super::close::Close;
 use super::socket::Socket;
-use crate::wire::{FRAME_HEADER_BYTES, FrameHeader};
+use crate::wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES};
+
+/// Smallest buffer of records: the begin of a record moves to the front when the rest is received.
+const RECORDS_BYTES_MIN: usize = HELLO_BYTES + 2 * RECORD_BYTES_MAX;
 
 /// Reads the frames of one connection.
 pub(super) struct FrameReader {
     buffer: Box<[u8]>,
+    /// Plain bytes that were not read.
     start: usize,
     end: usize,
+    /// Received bytes that were not decrypted; none without TLS.
+    next: usize,
+    filled: usize,
+    opener: Option<Opener>,
 }
 
 /// Position in the stream of frames at which a reader waits or the stream ends.
@@ -31,33 +50,69 @@ pub(super) enum Boundary {
 impl FrameReader {
     /// Creates a reader that receives at most `buffer_bytes` at a time.
     pub(super) fn new(buffer_bytes: usize) -> FrameReader {
-        assert!(buffer_bytes >= FRAME_HEADER_BYTES, "a header must fit the buffer");
-        FrameReader { buffer: vec![0; buffer_bytes].into_boxed_slice(), start: 0, end: 0 }
+        assert!(buffer_bytes >= HELLO_BYTES, "a greeting must fit the buffer");
+        let buffer = vec![0; buffer_bytes].into_boxed_slice();
+        FrameReader { buffer, start: 0, end: 0, next: 0, filled: 0, opener: None }
     }
 
-    /// Reports whether a whole frame header is buffered.
-    pub(super) fn has_header(&self) -> bool {
-        self.end - self.start >= FRAME_HEADER_BYTES
+    /// Creates a reader of encrypted records, whose buffer has at least `buffer_bytes`. Some may have arrived with the
+    /// handshake.
+    pub(super) fn encrypted(
+        buffer_bytes: usize,
+        opener: Opener,
+        (plain, unopened): (&[u8], &[u8]),
+    ) -> FrameReader {
+        let end = plain.len();
+        let filled = end + unopened.len();
+        let mut buffer = vec![0; buffer_bytes.max(RECORDS_BYTES_MIN).max(filled)].into_boxed_slice();
+        buffer[..end].copy_from_slice(plain);
+        buffer[end..filled].copy_from_slice(unopened);
+        FrameReader { buffer, start: 0, end, next: end, filled, opener: Some(opener) }
+    }
+
+    /// Reports whether a whole frame header, or the next record, is buffered.
+    pub(super) fn has_more(&self) -> bool {
+        self.end - self.start >= FRAME_HEADER_BYTES || self.has_record()
+    }
+
+    fn has_record(&self) -> bool {
+        let received = &self.buffer[self.next..self.filled];
+        self.opener.is_some()
+            && matches!(Opener::record_bytes(received), Ok(Some(bytes)) if bytes <= received.len())
+    }
+
+    /// Reads the greeting of the other side.
+    pub(super) fn greeting(
+        &mut self,
+        socket: &Socket,
+        wait: impl FnMut(Boundary) -> Result<(), Close>,
+    ) -> Result<&[u8; HELLO_BYTES], Close> {
+        self.fixed(socket, wait)
     }
 
     /// Reads the next frame's header; calls `wait` when the socket has no data.
     pub(super) fn header(
         &mut self,
         socket: &Socket,
-        mut wait: impl FnMut(Boundary) -> Result<(), Close>,
+        wait: impl FnMut(Boundary) -> Result<(), Close>,
     ) -> Result<FrameHeader, Close> {
-        while !self.has_header() {
+        Ok(FrameHeader::decode(self.fixed(socket, wait)?)?)
+    }
+
+    /// Reads a fixed number of bytes.
+    fn fixed<const BYTES: usize>(
+        &mut self,
+        socket: &Socket,
+        mut wait: impl FnMut(Boundary) -> Result<(), Close>,
+    ) -> Result<&[u8; BYTES], Close> {
+        while self.end - self.start < BYTES {
             let empty = self.start == self.end;
-            self.receive(
-                socket,
-                if empty { Boundary::BetweenFrames } else { Boundary::InsideFrame },
-                &mut wait,
-            )?;
+            let boundary = if empty { Boundary::BetweenFrames } else { Boundary::InsideFrame };
+            self.receive(socket, boundary, &mut wait)?;
         }
-        let bytes = self.buffer[self.start..].first_chunk::<FRAME_HEADER_BYTES>().expect("has_header");
-        let header = FrameHeader::decode(bytes)?;
-        self.start += FRAME_HEADER_BYTES;
-        Ok(header)
+        let from = self.start;
+        self.start += BYTES;
+        Ok(self.buffer[from..].first_chunk().expect("that many bytes are buffered"))
     }
 
     /// Reads and checks the body of a frame. Its length was checked with the header.
@@ -91,26 +146,61 @@ impl FrameReader {
         Ok(&self.buffer[from..self.start])
     }
 
-    /// Receives once, behind the buffered bytes.
+    /// Decrypts the next record, or receives once, behind the buffered bytes.
     fn receive(
         &mut self,
         socket: &Socket,
         boundary: Boundary,
         wait: &mut impl FnMut(Boundary) -> Result<(), Close>,
     ) -> Result<(), Close> {
-        // At most an incomplete header is moved.
-        self.buffer.copy_within(self.start..self.end, 0);
-        self.end -= self.start;
-        self.start = 0;
-        match socket.receive(&mut self.buffer[self.end..]) {
+        if self.open_next(boundary)? {
+            return Ok(());
+        }
+        // A part of a record is not the end of the stream, or a pause, between two frames.
+        let boundary = if self.next < self.filled { Boundary::InsideFrame } else { boundary };
+        self.move_to_front();
+        match socket.receive(&mut self.buffer[self.filled..]) {
+            // The end needs no notice: the boundaries of frames show whether bytes are missing.
             Ok(0) => Err(Close::Remote(boundary)),
             Ok(bytes) => {
-                self.end += bytes;
+                self.filled += bytes;
+                if self.opener.is_none() {
+                    (self.end, self.next) = (self.filled, self.filled);
+                }
                 Ok(())
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => wait(boundary),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(Close::io(error)),
         }
+    }
+
+    /// Decrypts the next record, if it has arrived, behind the plain bytes.
+    fn open_next(&mut self, boundary: Boundary) -> Result<bool, Close> {
+        let Some(opener) = &mut self.opener else { return Ok(false) };
+        let received = &mut self.buffer[self.next..self.filled];
+        let Some(bytes) = Opener::record_bytes(received)?.filter(|bytes| *bytes <= received.len()) else {
+            return Ok(false);
+        };
+        match opener.open(&mut received[..bytes])? {
+            Opened::Data(count) => {
+                let begin = self.next + RECORD_HEADER_BYTES;
+                let left = self.end - self.start;
+                self.buffer.copy_within(self.start..self.end, begin - left);
+                (self.start, self.end) = (begin - left, begin + count);
+            }
+            Opened::NextKey => {}
+            Opened::Closed => return Err(Close::Remote(boundary)),
+        }
+        self.next += bytes;
+        Ok(true)
+    }
+
+    /// Moves the buffered bytes to the front: at most an incomplete header, and an incomplete record.
+    fn move_to_front(&mut self) {
+        let (plain, unopened) = (self.end - self.start, self.filled - self.next);
+        self.buffer.copy_within(self.start..self.end, 0);
+        self.buffer.copy_within(self.next..self.filled, plain);
+        (self.start, self.end, self.next, self.filled) = (0, plain, plain, plain + unopened);
     }
 }

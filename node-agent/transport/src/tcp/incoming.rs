@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 
 use reprise_policy::peer::{PeerEvent, PeerOffer, PeerOfferId, PeerRequest, ServeId};
 
-use super::close::{Close, Ending};
+use super::close::{Close, Ending, REFUSED};
 use super::frames::{Boundary, FrameReader};
 use super::socket::{Readiness, Socket, wait};
-use super::writer;
 use super::{AcceptedGuard, Common};
+use super::{handshake, writer};
 use crate::api::TransportEvent;
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
 use crate::outbound::{InvalidCall, Outbound};
-use crate::wire::{HELLO_BYTES, Hello, Kind, OfferBody, ProtocolError, RequestBody};
+use crate::wire::{Hello, Kind, OfferBody, ProtocolError, RequestBody};
 
 /// Maximum size of one receive in bytes: the largest request takes nine of them.
 const READ_BYTES: usize = 16 << 10;
@@ -80,10 +80,16 @@ pub(super) fn run(common: &Arc<Common>, PendingHandshake { registered, socket, a
     // log.
     let (peer, port) = (address.ip().to_string(), address.port());
     let close = match greet(&registered, &socket) {
-        Ok(hello) => {
+        Ok((hello, reader)) => {
             tracing::debug!(peer, port, node = hello.node_name, "peer connected");
+            tracing::info!(
+                recovered = REFUSED,
+                direction = "incoming",
+                peer,
+                "peer connection accepted again"
+            );
             add(&common.counters.connections_accepted, 1);
-            serve((registered, socket), &hello, (&peer, port));
+            serve((registered, socket, reader), &hello, (&peer, port));
             return;
         }
         Err(close) => close,
@@ -91,40 +97,37 @@ pub(super) fn run(common: &Arc<Common>, PendingHandshake { registered, socket, a
     Ending { direction: "incoming", peer: &peer, port: Some(port), open: 0 }.report(&close, &common.counters);
 }
 
-/// Exchanges greetings. A peer of another version gets an answer, so that it can report this version.
-fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<Hello, Close> {
+/// Exchanges greetings, after the handshake of TLS. A peer of another version gets an answer, so that it can report
+/// this version.
+fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<(Hello, FrameReader), Close> {
     let common = &registered.common;
-    let mut bytes = [0; HELLO_BYTES];
-    let mut filled = 0;
-    let deadline = std::time::Instant::now() + common.settings.stall_timeout;
-    while filled < bytes.len() {
-        match socket.receive(&mut bytes[filled..]) {
-            Ok(0) if filled == 0 => return Err(Close::Remote(Boundary::BetweenFrames)),
-            Ok(0) => return Err(Close::Remote(Boundary::InsideFrame)),
-            Ok(received) => filled += received,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                let left = deadline.saturating_duration_since(std::time::Instant::now());
-                if left.is_zero() {
-                    return Err(Close::Stalled("the peer sent no handshake within the stall timeout"));
-                }
-                wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::io)?;
-            }
-            Err(error) => return Err(Close::io(error)),
-        }
-    }
-    let hello = Hello::decode(&bytes);
-    if hello.is_ok() {
+    let security = &common.settings.security;
+    let deadline = Instant::now() + handshake::limit(security, common.settings.stall_timeout);
+    let mut wait_for_peer = |_| {
+        handshake::check_time(deadline)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        wait(Some((socket, Readiness::Readable)), None, Some(left)).map_err(Close::io)?;
+        Ok(())
+    };
+    let mut secured = handshake::accept(security, (socket, READ_BYTES), &mut wait_for_peer)?;
+    let hello = Hello::decode(secured.reader.greeting(socket, &mut wait_for_peer)?);
+    if let Ok(hello) = &hello {
+        secured.check(hello)?;
         // Before the answer: a peer that has received it must not be the first to be closed.
         registered.set_idle(socket);
     }
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
         socket.send_all(&common.hello().encode()).map_err(Close::io)?;
     }
-    Ok(hello?)
+    Ok((hello?, secured.reader))
 }
 
 /// Serves a greeted connection until it ends.
-fn serve((registered, socket): (AcceptedGuard, Arc<Socket>), hello: &Hello, (peer, port): (&str, u16)) {
+fn serve(
+    (registered, socket, reader): (AcceptedGuard, Arc<Socket>, FrameReader),
+    hello: &Hello,
+    (peer, port): (&str, u16),
+) {
     let common = Arc::clone(&registered.common);
     let incoming = Arc::new(Incoming {
         common: Arc::clone(&common),
@@ -145,7 +148,7 @@ fn serve((registered, socket): (AcceptedGuard, Arc<Socket>), hello: &Hello, (pee
             return;
         }
     };
-    let Err(read_close) = incoming.read();
+    let Err(read_close) = incoming.read(reader);
     incoming.end();
     let write_close = writer.join().unwrap_or(Some(Close::Local("the writing thread panicked")));
     let aborted = incoming.lock().outbound.abort_all();
@@ -214,8 +217,7 @@ impl Incoming {
         (self.common.sink)(PeerEvent::ServeAborted { serve: ServeId(serve) }.into());
     }
 
-    fn read(self: &Arc<Self>) -> Result<Never, Close> {
-        let mut reader = FrameReader::new(READ_BYTES);
+    fn read(self: &Arc<Self>, mut reader: FrameReader) -> Result<Never, Close> {
         let socket = Arc::clone(&self.socket);
         loop {
             let header = reader.header(&socket, |boundary| self.wait(boundary))?;
@@ -243,7 +245,16 @@ impl Incoming {
         }
     }
 
+    /// Requesters open another connection long before.
+    fn check_age(&self) -> Result<(), Close> {
+        if self.now() <= self.common.settings.age_max * 2 {
+            return Ok(());
+        }
+        Err(Close::Local("the connection is too old for another request"))
+    }
+
     fn request(self: &Arc<Self>, stream: u64, mut body: RequestBody) -> Result<(), Close> {
+        self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         // A requester that respects its deadline has cancelled by then, or its cancellation is stuck.
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
@@ -266,6 +277,7 @@ impl Incoming {
     }
 
     fn offer(self: &Arc<Self>, stream: u64, mut body: OfferBody) -> Result<(), Close> {
+        self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
         let offer = self.common.route_offer(self);

@@ -42,6 +42,7 @@ const DEADLINES_EVERY: Duration = Duration::from_millis(20);
 
 /// One connection to a peer.
 pub(super) struct Outgoing {
+    /// Address of the peer, as [`TcpTransport`](super::TcpTransport) describes it.
     pub(super) peer: String,
     pub(super) common: Arc<Common>,
     /// Wakes the receiving thread.
@@ -190,6 +191,21 @@ impl Outgoing {
             progress: AtomicU64::new(0),
             born: now,
         }))
+    }
+
+    /// `host:port` of the peer.
+    pub(super) fn address(&self) -> &str {
+        self.peer.split_once('@').map_or(&self.peer, |(_, address)| address)
+    }
+
+    /// Node whose agent the peer must be, if it is known.
+    pub(super) fn node(&self) -> Option<&str> {
+        self.peer.split_once('@').map(|(node, _)| node)
+    }
+
+    /// Reports whether the connection takes no new request.
+    pub(super) fn is_old(&self) -> bool {
+        self.born.elapsed() >= self.common.settings.age_max
     }
 
     /// Accepts a request or offer, unless the connection is closed or full.

@@ -59,11 +59,9 @@ impl Pool {
         if common.is_closing() {
             return Err(TransportError::closed());
         }
-        let open = peers.get(peer).map_or(0, Vec::len);
-        let least = peers
-            .get(peer)
-            .and_then(|connections| connections.iter().min_by_key(|connection| connection.open_blocks()))
-            .cloned();
+        let young = || peers.get(peer).into_iter().flatten().filter(|connection| !connection.is_old());
+        let open = young().count();
+        let least = young().min_by_key(|connection| connection.open_blocks()).cloned();
         if let Some(least) = least
             && (open >= common.settings.connections_per_peer || least.open_blocks() == 0)
         {

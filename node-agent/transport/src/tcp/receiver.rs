@@ -10,16 +10,15 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::close::{CONNECTION_LOST, Close, Ending};
-use super::frames::{Boundary, FrameReader};
+use super::close::{CONNECTION_LOST, Close, Ending, REFUSED};
+use super::frames::FrameReader;
+use super::handshake;
 use super::outgoing::Outgoing;
 use super::socket::{Readiness, Socket, wait};
 use crate::api::TransportEvent;
 use crate::counters::add;
 use crate::inbound::Inbound;
-use crate::wire::{
-    FrameHeader, HELLO_BYTES, Hello, Kind, OfferAnswerBody, ProtocolError, decode_block_header,
-};
+use crate::wire::{FrameHeader, Hello, Kind, OfferAnswerBody, ProtocolError, decode_block_header};
 
 /// Size of one receive and checksum step in bytes: half of a second-level cache of 512 KiB.
 const PIECE_BYTES: usize = 256 << 10;
@@ -63,10 +62,9 @@ enum Never {}
 impl Receiver<'_> {
     fn live(&mut self) -> Result<Never, Close> {
         let socket = Arc::new(self.connect()?);
-        self.greet(&socket)?;
+        let mut reader = self.greet(&socket)?;
         add(&self.connection.common.counters.connections_opened, 1);
         self.connection.opened(&socket);
-        let mut reader = FrameReader::new(PIECE_BYTES);
         loop {
             self.frame(&socket, &mut reader)?;
         }
@@ -124,11 +122,11 @@ impl Receiver<'_> {
     /// resolver has no timeout. That thread ends by itself, and only holds the connection's wake-up
     /// descriptor.
     fn resolve(&mut self) -> Result<Vec<SocketAddr>, Close> {
-        if let Ok(address) = self.connection.peer.parse() {
+        if let Ok(address) = self.connection.address().parse() {
             return Ok(vec![address]);
         }
         let (answer, answered) = mpsc::sync_channel(1);
-        let (peer, wake) = (self.connection.peer.clone(), Arc::clone(&self.connection.wake));
+        let (peer, wake) = (self.connection.address().to_owned(), Arc::clone(&self.connection.wake));
         std::thread::Builder::new()
             .name("peer-resolve".into())
             .spawn(move || {
@@ -147,21 +145,20 @@ impl Receiver<'_> {
         }
     }
 
-    fn greet(&mut self, socket: &Socket) -> Result<(), Close> {
-        socket.send_all(&self.connection.common.hello().encode()).map_err(Close::io)?;
-        let mut answer = [0; HELLO_BYTES];
-        let mut filled = 0;
-        while filled < answer.len() {
-            match socket.receive(&mut answer[filled..]) {
-                Ok(0) => return Err(Close::Remote(Boundary::InsideFrame)),
-                Ok(bytes) => filled += bytes,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait(Some((socket, Readiness::Readable)))?;
-                }
-                Err(error) => return Err(Close::io(error)),
-            }
-        }
-        let hello = Hello::decode(&answer)?;
+    /// Exchanges greetings, after the handshake of TLS.
+    fn greet(&mut self, socket: &Socket) -> Result<FrameReader, Close> {
+        let connection = self.connection;
+        let settings = &connection.common.settings;
+        let deadline = Instant::now() + handshake::limit(&settings.security, settings.stall_timeout);
+        let mut wait_for_peer = |_| {
+            handshake::check_time(deadline)?;
+            self.wait_until(Some((socket, Readiness::Readable)), Some(deadline)).map(|_| ())
+        };
+        let place = (socket, PIECE_BYTES);
+        let mut secured = handshake::dial(&settings.security, connection.node(), place, &mut wait_for_peer)?;
+        socket.send_all(&connection.common.hello().encode()).map_err(Close::io)?;
+        let hello = Hello::decode(secured.reader.greeting(socket, &mut wait_for_peer)?)?;
+        secured.check(&hello)?;
         self.connection.note_progress();
         let peer = &self.connection.peer;
         tracing::debug!(peer, node = hello.node_name, "connected to peer");
@@ -171,13 +168,14 @@ impl Receiver<'_> {
             peer,
             "connected to the peer again"
         );
-        Ok(())
+        tracing::info!(recovered = REFUSED, direction = "outgoing", peer, "the peer is accepted again");
+        Ok(secured.reader)
     }
 
     /// Receives and handles one frame.
     fn frame(&mut self, socket: &Socket, reader: &mut FrameReader) -> Result<(), Close> {
         self.execute_pending_commands()?;
-        if !reader.has_header() || self.inbound.unreported_bytes() >= REPORT_BYTES {
+        if !reader.has_more() || self.inbound.unreported_bytes() >= REPORT_BYTES {
             self.inbound.flush();
             self.emit();
         }

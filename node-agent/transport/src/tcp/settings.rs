@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use reprise_identity::Security;
+
 use super::socket::{SocketOptions, set_congestion};
 use crate::error::TransportError;
 use crate::limits::{CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, NODE_NAME_BYTES_MAX};
@@ -18,6 +20,9 @@ const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 /// Longest idle timeout: instants that far ahead are still representable, and longer means practically
 /// unlimited.
 const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// Age of connections by default. Certificates are verified when a connection opens, so at least once a day.
+const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// Congestion control of connections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,6 +48,9 @@ pub struct TcpSettings {
     pub stall_timeout: Duration,
     /// A connection without a fetch for this time is closed.
     pub idle_timeout: Duration,
+    /// A connection that is older takes no new request, and ends when it is idle: certificates are checked again by the
+    /// next one. A server tolerates twice this age.
+    pub age_max: Duration,
     /// Maximum number of opened connections, and of accepted connections.
     pub connections_max: usize,
     /// Maximum number of connections to one peer; a further one is only opened when the existing ones are
@@ -52,10 +60,12 @@ pub struct TcpSettings {
     pub socket_buffer_bytes: Option<usize>,
     /// Congestion control of all connections.
     pub congestion: Congestion,
+    /// Whether connections use TLS, and the certificates.
+    pub security: Security,
 }
 
 impl TcpSettings {
-    /// Creates settings with defaults for everything except address and name.
+    /// Creates settings with defaults for everything except address and name: without TLS.
     ///
     /// 64 MiB of credit is 10 ms of a 6 GB/s stream: enough for several round trips and disk reads. 1,024
     /// connections reach every node of a cluster of 1,000.
@@ -66,10 +76,12 @@ impl TcpSettings {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(60),
+            age_max: AGE_MAX,
             connections_max: 1024,
             connections_per_peer: 1,
             socket_buffer_bytes: None,
             congestion: Congestion::System,
+            security: Security::Plain,
         }
     }
 

@@ -1,18 +1,23 @@
 //! All system calls of the TCP transport: sockets, sends, receives, waits.
 //!
-//! User space never copies payload: a send gathers frame headers and spans ([`Gather`]). No call blocks
-//! (`MSG_DONTWAIT`): callers wait in [`wait`], so that every wait has a limit, such as a stall timeout or a
-//! deadline.
+//! User space never copies plain payload: a send gathers frame headers and spans ([`Gather`]). With TLS, it copies them
+//! into records: shared memory may change while it is encrypted. No call blocks (`MSG_DONTWAIT`): callers wait in
+//! [`wait`], so that every wait has a limit, such as a stall timeout or a deadline.
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
+use reprise_identity::records::{RecordError, SEALED_BYTES_MAX, Sealer};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, sockopt};
+
+/// Number of records that are encrypted for one system call: 256 KiB, which stay in the second-level cache.
+const RECORDS_PER_SEND: usize = 16;
 
 /// Options of a connection's socket.
 #[derive(Clone, Debug)]
@@ -31,9 +36,22 @@ pub(crate) struct SocketOptions {
 pub(crate) struct Socket {
     fd: OwnedFd,
     stall_timeout: Duration,
+    /// Set after the handshake of TLS. Only one thread at a time sends.
+    encryption: OnceLock<Mutex<Encryption>>,
 }
 
-/// A send that is not complete.
+/// Encryption of what a socket sends.
+#[derive(Debug)]
+struct Encryption {
+    sealer: Sealer,
+    /// Encrypted records; `start..end` were not sent.
+    records: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+/// A send that is not complete. One that is given up leaves a part of a frame or record on the connection, which must
+/// end then.
 pub(crate) struct PendingSend<'a> {
     gather: Gather<'a>,
     /// Time at which the socket last accepted a part, or at which the send was created.
@@ -75,13 +93,56 @@ impl<'a> PendingSend<'a> {
     }
 }
 
+impl Encryption {
+    fn new(sealer: Sealer) -> Encryption {
+        let records = vec![0; RECORDS_PER_SEND * SEALED_BYTES_MAX].into_boxed_slice();
+        Encryption { sealer, records, start: 0, end: 0 }
+    }
+
+    /// Encrypts the next records of a send, unless some wait to be sent. The bytes are copied once, to where they are
+    /// encrypted.
+    fn encrypt(&mut self, gather: &mut Gather<'_>) -> Result<(), RecordError> {
+        if self.start < self.end {
+            return Ok(());
+        }
+        (self.start, self.end) = (0, 0);
+        while !gather.is_sent() && self.records.len() - self.end >= SEALED_BYTES_MAX {
+            let into = &mut self.records[self.end..];
+            self.end += self.sealer.seal(into, |plain| gather.copy_out(plain))?;
+        }
+        Ok(())
+    }
+
+    /// Sends the next bytes of a send, encrypted. Returns whether there were any.
+    fn send(&mut self, gather: &mut Gather<'_>, socket: BorrowedFd<'_>) -> io::Result<bool> {
+        self.encrypt(gather).map_err(io::Error::other)?;
+        if self.start == self.end {
+            return Ok(false);
+        }
+        let mut records = Gather::with_capacity(1);
+        records.bytes(&self.records[self.start..self.end]);
+        self.start += records.send(socket)?;
+        Ok(true)
+    }
+}
+
 impl Socket {
+    fn new(fd: OwnedFd, options: &SocketOptions) -> Socket {
+        Socket { fd, stall_timeout: options.stall_timeout, encryption: OnceLock::new() }
+    }
+
+    /// Encrypts everything that is sent from now on. Panics if it is encrypted already.
+    pub(crate) fn encrypt(&self, sealer: Sealer) {
+        let set = self.encryption.set(Mutex::new(Encryption::new(sealer)));
+        assert!(set.is_ok(), "a connection has one handshake");
+    }
+
     /// Begins to connect. The socket becomes writable when the result is known ([`Socket::finish_connect`]).
     pub(crate) fn connect(address: &SocketAddr, options: &SocketOptions) -> io::Result<Socket> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-        let socket = Socket { fd, stall_timeout: options.stall_timeout };
+        let socket = Socket::new(fd, options);
         socket.set_options(options)?;
         match rustix::net::connect(&socket.fd, address) {
             Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
@@ -96,12 +157,12 @@ impl Socket {
 
     /// Configures an accepted connection.
     pub(crate) fn accepted(stream: std::net::TcpStream, options: &SocketOptions) -> io::Result<Socket> {
-        let socket = Socket { fd: OwnedFd::from(stream), stall_timeout: options.stall_timeout };
+        let socket = Socket::new(OwnedFd::from(stream), options);
         socket.set_options(options)?;
         Ok(socket)
     }
 
-    /// Receives the available bytes; `WouldBlock` without any, 0 at the end of the stream.
+    /// Receives the available bytes, with TLS those of records; `WouldBlock` without any, 0 at the end of the stream.
     pub(crate) fn receive(&self, into: &mut [u8]) -> io::Result<usize> {
         let (received, _) = rustix::net::recv(&self.fd, into, RecvFlags::DONTWAIT)?;
         Ok(received)
@@ -123,9 +184,10 @@ impl Socket {
         sending: &mut PendingSend<'_>,
         until: Option<Instant>,
     ) -> io::Result<SendProgress> {
-        while !sending.gather.is_sent() {
-            match sending.gather.send(self.fd.as_fd()) {
-                Ok(_) => sending.progress = Instant::now(),
+        loop {
+            match self.send_once(&mut sending.gather) {
+                Ok(false) => return Ok(SendProgress::All),
+                Ok(true) => sending.progress = Instant::now(),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let now = Instant::now();
@@ -142,7 +204,18 @@ impl Socket {
                 Err(error) => return Err(error),
             }
         }
-        Ok(SendProgress::All)
+    }
+
+    /// Sends the next bytes. Returns whether there were any.
+    fn send_once(&self, gather: &mut Gather<'_>) -> io::Result<bool> {
+        match self.encryption.get() {
+            Some(encryption) => {
+                let mut encryption = encryption.lock().unwrap_or_else(PoisonError::into_inner);
+                encryption.send(gather, self.fd.as_fd())
+            }
+            None if gather.is_sent() => Ok(false),
+            None => gather.send(self.fd.as_fd()).map(|_| true),
+        }
     }
 
     /// Ends both directions: threads that wait on the socket return.

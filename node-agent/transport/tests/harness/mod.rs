@@ -10,12 +10,48 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span, crc32c};
+use reprise_identity::authority::{Authority, CERTIFICATE_VALID, Issued};
+use reprise_identity::credentials::{Credentials, Files};
+use reprise_identity::{Identity, Security, Tls};
 use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent, PeerRequest, ServeId,
     ServeObjects,
 };
 use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
 use reprise_transport::{EventSink, Transport, TransportEvent};
+
+/// Name of the cluster in the certificates of tests.
+pub const CLUSTER: &str = "test";
+
+/// The authority of the cluster of all tests.
+pub fn authority() -> &'static Authority {
+    static AUTHORITY: OnceLock<Authority> = OnceLock::new();
+    AUTHORITY.get_or_init(|| Authority::create(CLUSTER).expect("a valid name"))
+}
+
+pub fn identity(role: &str) -> Identity {
+    Identity::new(CLUSTER, role.parse().expect("a role")).expect("valid names")
+}
+
+/// Credentials that trust the authority of the cluster.
+pub fn tls_with(issued: Issued) -> Tls {
+    let files = Files {
+        authorities: authority().certificate().as_bytes().to_vec(),
+        certificate: issued.certificate.into_bytes(),
+        key: issued.key.into_bytes(),
+    };
+    Tls::new(Credentials::parse(&files).expect("valid files"))
+}
+
+/// Credentials of a process of the cluster.
+pub fn tls(role: &str) -> Tls {
+    tls_with(authority().issue(&identity(role), CERTIFICATE_VALID).expect("a certificate"))
+}
+
+/// Certificates of the agent of a node.
+pub fn security_of(node: &str) -> Security {
+    Security::Tls(tls(&format!("agent/{node}")))
+}
 
 /// Longer than any wait of a passing test, also on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
+use reprise_identity::Security;
 use reprise_policy::peer::{Offer, PeerEvent, PeerOffer, PeerRequest, TCP};
 use reprise_policy::{ArenaSlot, TenantName};
 use reprise_transport::{
@@ -12,7 +13,9 @@ use reprise_transport::{
 };
 
 use crate::composite::{Directory, MEMORY, NamedPeers, add_memory, add_tcp, endpoint};
-use crate::harness::{PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, by_hand, recording_sink};
+use crate::harness::{
+    PATIENCE, Serve, TestFetch, Tracker, TransportHandle, arena, by_hand, recording_sink, security_of,
+};
 
 /// Small enough that a few blocks exhaust it: a frame is at most 64 KiB.
 pub(crate) const CREDIT_BYTES: u64 = 256 << 10;
@@ -41,7 +44,22 @@ pub(crate) struct Node {
 }
 
 /// Real sockets on loopback.
-pub(crate) struct TcpFixture;
+pub(crate) struct TcpFixture {
+    /// Certificates of the agent of a node.
+    security: fn(&str) -> Security,
+    /// Whether addresses name the node that is expected there.
+    named: bool,
+}
+
+impl TcpFixture {
+    pub(crate) fn plain() -> TcpFixture {
+        TcpFixture { security: |_| Security::Plain, named: false }
+    }
+
+    pub(crate) fn tls() -> TcpFixture {
+        TcpFixture { security: security_of, named: true }
+    }
+}
 
 /// A hub that is stepped whenever a test waits.
 pub(crate) struct MemoryFixture {
@@ -125,9 +143,10 @@ fn tcp_settings(name: &str) -> TcpSettings {
 
 impl Fixture for TcpFixture {
     fn join(&self, name: &str, sink: reprise_transport::EventSink) -> (Arc<dyn Transport>, String) {
-        let transport =
-            TcpTransport::bind(tcp_settings(name), arena(), sink).expect("listening on loopback works");
-        let address = transport.local_address().to_string();
+        let settings = TcpSettings { security: (self.security)(name), ..tcp_settings(name) };
+        let transport = TcpTransport::bind(settings, arena(), sink).expect("listening on loopback works");
+        let address = transport.local_address();
+        let address = if self.named { format!("{name}@{address}") } else { address.to_string() };
         (Arc::new(transport), address)
     }
 
@@ -220,7 +239,7 @@ impl Fixture for CompositeFixture {
     }
 
     fn next(&self, events: &Receiver<TransportEvent>) -> TransportEvent {
-        if self.announced == TCP { TcpFixture.next(events) } else { self.memory.next(events) }
+        if self.announced == TCP { TcpFixture::plain().next(events) } else { self.memory.next(events) }
     }
 
     fn pass(&self, time: Duration) {
@@ -230,7 +249,8 @@ impl Fixture for CompositeFixture {
     }
 
     fn nowhere(&self) -> String {
-        let address = if self.announced == TCP { TcpFixture.nowhere() } else { self.memory.nowhere() };
+        let address =
+            if self.announced == TCP { TcpFixture::plain().nowhere() } else { self.memory.nowhere() };
         self.announce("absent", &address);
         "absent".to_owned()
     }

@@ -1,4 +1,4 @@
-//! Conformance tests of `Transport`, run with TCP over loopback, with the in-memory hub, and with composites of
+//! Conformance tests of `Transport`, run with TCP over loopback without and with TLS, with the in-memory hub, and with composites of
 //! both that use the one or the other.
 
 mod blocks;
@@ -12,7 +12,10 @@ mod random;
 macro_rules! conformance {
     ($($module:ident :: $case:ident,)*) => {
         mod tcp {
-            $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::TcpFixture); })*
+            $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::TcpFixture::plain()); })*
+        }
+        mod tls {
+            $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::TcpFixture::tls()); })*
         }
         mod memory {
             $(#[test] fn $case() { crate::conformance::$module::$case(&crate::conformance::fixture::MemoryFixture::new()); })*

@@ -94,6 +94,36 @@ fn an_idle_connection_is_closed_and_opened_again_on_demand() {
 }
 
 #[test]
+fn an_old_connection_takes_no_new_request_and_ends_when_idle() {
+    let node = node(
+        TcpSettings { age_max: Duration::ZERO, idle_timeout: Duration::from_millis(50), ..tolerant() },
+        by_hand(),
+    );
+    let server = FakeServer::new();
+    let (mut tracker, _) = node.fetch(&server.address(), 1);
+    let (mut first, number) = server.accept_request();
+    let wanted = wanted(small_layout(), &[key(1)], 50, LATER);
+    tracker.expect(&wanted.request);
+    node.transport.fetch(&server.address(), wanted.request).expect("taken");
+    let (mut second, other) = server.accept_request();
+    send_absent(&mut first, number);
+    send_absent(&mut second, other);
+    node.finish(&mut tracker);
+    assert!(is_closed(&mut first) && is_closed(&mut second));
+    assert_eq!(node.transport.stats().connections_opened, 2);
+}
+
+#[test]
+fn a_server_closes_a_connection_that_is_far_too_old() {
+    let node = node(TcpSettings { age_max: Duration::ZERO, ..settings() }, by_hand());
+    let mut old = connect(node.transport.local_address(), &good_hello());
+    old.write_all(&request(1, small_layout(), &[key(0)])).expect("it is open");
+    assert!(is_closed(&mut old));
+    let stats = node.transport.stats();
+    assert_eq!((stats.requests, stats.protocol_errors), (0, 0));
+}
+
+#[test]
 fn a_busy_peer_gets_a_second_connection_where_that_is_allowed() {
     let node = node(TcpSettings { connections_per_peer: 2, ..settings() }, by_hand());
     let server = FakeServer::new();

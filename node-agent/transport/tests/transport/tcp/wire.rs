@@ -29,13 +29,18 @@ pub(crate) struct Frame {
 }
 
 pub(crate) fn hello(version: u16, credit_bytes: u64, stall_timeout_ms: u32) -> [u8; 128] {
+    hello_of("fake", version, credit_bytes, stall_timeout_ms)
+}
+
+/// Encodes a greeting with this name of a node.
+pub(crate) fn hello_of(node: &str, version: u16, credit_bytes: u64, stall_timeout_ms: u32) -> [u8; 128] {
     let mut out = [0; 128];
     out[..8].copy_from_slice(b"RPRSPEER");
     out[8..10].copy_from_slice(&version.to_le_bytes());
-    out[10..12].copy_from_slice(&4u16.to_le_bytes());
     out[12..16].copy_from_slice(&stall_timeout_ms.to_le_bytes());
     out[16..24].copy_from_slice(&credit_bytes.to_le_bytes());
-    out[24..28].copy_from_slice(b"fake");
+    out[10..12].copy_from_slice(&(node.len() as u16).to_le_bytes());
+    out[24..24 + node.len()].copy_from_slice(node.as_bytes());
     let crc = crc32c(&out[..124]);
     out[124..].copy_from_slice(&crc.to_le_bytes());
     out
