@@ -86,7 +86,7 @@ impl Authority {
         &self.certificate
     }
 
-    /// Key of the authority, in PEM. Whoever has it can be anybody in the cluster.
+    /// Key of the authority, in PEM. Its holder can be any process of the cluster.
     pub fn key(&self) -> &str {
         &self.key
     }

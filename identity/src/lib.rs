@@ -1,4 +1,4 @@
-//! Who a process is: certificates, the authority that issues them, and mutual TLS.
+//! Identities of processes: certificates, the authority that issues them, and mutual TLS.
 //!
 //! ```text
 //! Authority ── issues ──▶ ca.crt, tls.crt, tls.key in a folder ──▶ Credentials ──▶ Tls ──▶ dial, accept ──▶ Identity
@@ -8,18 +8,25 @@
 //!
 //! * [`name`]: what a certificate states, for example `reprise://prod/agent/node-7`.
 //! * [`authority`]: creates an authority, and issues certificates.
+//! * [`authority_folder`]: the authority of a cluster without Kubernetes: issues, renews, and is replaced in three steps.
+//! * [`certificate`]: facts of a certificate, for people and metrics.
 //! * [`credentials`]: the three files of a process, checked as a whole.
+//! * [`follow`]: uses changed files while the process runs, and warns before they end.
 //! * [`tls`]: TLS 1.3 with certificates on both sides.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
-//! anew, trust the new one only. Out of scope: what an identity may do.
+//! again, trust the new one only. Out of scope: what an identity may do.
 
 pub mod authority;
+pub mod authority_folder;
+pub mod certificate;
 pub mod credentials;
+pub mod follow;
 pub mod name;
 pub mod security;
 pub mod tls;
+mod write;
 
 pub use authority::Authority;
 pub use credentials::Credentials;

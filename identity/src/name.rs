@@ -37,7 +37,7 @@ pub struct Identity {
     pub role: Role,
 }
 
-/// Reason why a text is no identity.
+/// Reason why a text is not an identity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
     /// Not of the form of an identity.

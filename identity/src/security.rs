@@ -85,6 +85,7 @@ impl TlsSettings {
             (true, true) => Err(SettingsError::Both),
             (true, false) => {
                 let credentials = Credentials::read(&self.folder)?;
+                credentials.check_issuer()?;
                 let found = &credentials.identity.role;
                 if found != role {
                     return Err(SettingsError::Role { found: found.clone(), expected: role.clone() });

@@ -1,7 +1,7 @@
 //! TLS 1.3 with certificates on both sides.
 //!
 //! Both sides verify the chain of the other's certificate against their own authorities, then its identity. A server
-//! admits every identity of its cluster and returns it; what it may do is decided by the caller. A client states which
+//! admits every identity of its cluster and returns it; the caller decides its rights. A client states which
 //! identities it expects, so that an agent cannot pass for a member.
 //!
 //! Credentials are read at each handshake, so a change applies to new connections, and existing ones stay.
@@ -12,7 +12,7 @@ mod tests;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{ResolvesClientCert, verify_server_cert_signed_by_trust_anchor};
@@ -30,14 +30,12 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
 
-use crate::credentials::{Credentials, CredentialsError, Files, identity_of};
+use crate::credentials::{Credentials, CredentialsError, identity_of};
+use crate::follow::{CHECK_EVERY, Follower};
 use crate::name::{Identity, Role};
 
 /// Time limit of a handshake: a client that sends nothing is closed.
 pub const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
-
-/// Interval at which files are compared with those in use.
-const CHECK_EVERY: Duration = Duration::from_secs(10);
 
 /// Roles that a client expects of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +68,7 @@ pub enum TlsError {
     Certificate(#[from] CredentialsError),
 }
 
-/// Credentials in use.
+/// Credentials in use, shared by all connections.
 struct Current {
     credentials: RwLock<Arc<Credentials>>,
     provider: Arc<CryptoProvider>,
@@ -119,7 +117,7 @@ impl Tls {
         Tls { current, server: Arc::new(server), provider }
     }
 
-    /// Credentials in use.
+    /// Returns the credentials in use.
     pub fn credentials(&self) -> Arc<Credentials> {
         self.current.get()
     }
@@ -129,25 +127,12 @@ impl Tls {
         *self.current.credentials.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(credentials);
     }
 
-    /// Compares the files of a folder with the credentials again and again, and uses changed ones. Invalid files are
-    /// logged once for each change.
+    /// Compares the files of a folder with the credentials again and again, and uses changed ones.
     pub async fn follow(self, folder: PathBuf) {
-        let mut seen = Files::read(&folder).ok();
+        let mut follower = Follower::new(self, folder);
         loop {
             tokio::time::sleep(CHECK_EVERY).await;
-            let found = Files::read(&folder).ok();
-            if found == seen || found.is_none() {
-                continue;
-            }
-            seen = found;
-            match seen.as_ref().map(Credentials::parse) {
-                Some(Ok(credentials)) => {
-                    tracing::info!(identity = %credentials.identity, "use new certificates");
-                    self.replace(credentials);
-                }
-                Some(Err(error)) => tracing::warn!(%error, "keep the certificates before"),
-                None => {}
-            }
+            follower.check(SystemTime::now());
         }
     }
 
