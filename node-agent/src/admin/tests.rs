@@ -46,6 +46,7 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         slack: ActiveProfiles::default(),
         queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
         recorder: Arc::new(Recorder::new("test".to_owned())),
+        certificates: Certificates::default(),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })
