@@ -3,6 +3,7 @@
 
 mod admin_commands;
 mod agent;
+mod certificates;
 mod check;
 mod client_process;
 mod clocks;
