@@ -16,7 +16,7 @@ TRACE ?=
 # Path of blocks in `make demo`: `rings`, or empty for the default.
 ENGINE_PATH ?=
 
-.PHONY: help demo build check lint lint-python test test-quick soak test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
+.PHONY: help demo build check deny lint lint-python test test-quick soak test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent; ENGINE_PATH=rings: with rings"
@@ -38,9 +38,10 @@ help:
 	@echo "make gpu-check   check and measure on a machine with a GPU; needs no network and no cargo"
 	@echo "make gpu-kit     build gpu-kit/, the programs of gpu-check for such a machine"
 	@echo "make check       check structure and language of the tree, in seconds"
+	@echo "make deny        check licences, sources and advisories of all crates; installs cargo-deny; exit status 3: no current database"
 	@echo "make doctor      print the capabilities of this machine and what Reprise uses"
 	@echo "make build       build all optimised programs except those of the end-to-end tests"
-	@echo "make lint        check formatting and lints; with cargo-deny also licences and sources of dependencies"
+	@echo "make lint        check formatting and lints; with cargo-deny also as make deny, without a network from its cache"
 	@echo "make etcd        build etcd for the tests, once"
 	@echo "make kubernetes  build the Kubernetes API server, once"
 	@echo "make cluster     build Kubernetes, CoreDNS and Helm, once, and install node packages; needs root"
@@ -68,8 +69,13 @@ lint: check lint-python
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 # These tests are built only by name: `--all-targets` does not include them.
 	cargo clippy --locked --workspace --test e2e --test api_server --test cluster --test scale --test vm -- -D warnings
-	@if command -v cargo-deny > /dev/null; then cargo deny --locked check bans licenses sources; \
-	else echo "cargo-deny is not installed: licences and sources of dependencies are not checked"; fi
+# Exit status 3: there is no current database of advisories. It is printed, and the rest of the lints counts.
+	@if command -v cargo-deny > /dev/null; then xtask/deny.sh || [ $$? -eq 3 ]; \
+	else echo "cargo-deny is not installed: licences, sources and advisories of dependencies are not checked; make deny installs it"; fi
+
+# With a network it updates the database of advisories, otherwise it uses the cached one (xtask/deny.sh).
+deny:
+	xtask/deny.sh
 
 lint-python:
 	python/lint.sh

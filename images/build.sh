@@ -7,7 +7,7 @@
 # It builds the Dockerfile, with programs compiled here in place of its compile stages. Nothing is
 # downloaded, and nothing runs in a container. Two builds of one source with one toolchain have the same
 # digests. The archives' folder is named after a hash of all inputs (made-of.sh), so checkouts share equal
-# images and nothing is built twice.
+# images and nothing is built twice. Next to each archive is the bill of materials of its program, IMAGE-VERSION.cdx.json.
 set -euo pipefail
 shopt -s inherit_errexit
 # Number of the most recently used folders kept per profile.
@@ -85,6 +85,7 @@ for image in "${images[@]}"; do
         --build-context "programs=$new/programs" --build-context "etcd=$new/etcd" \
         --target "$image" --tag "$name" --file Dockerfile images > /dev/null
     "${run[@]}" push --quiet "$name" "oci-archive:$new/archives/$image-$version.tar:$name" > /dev/null
+    images/sbom.sh "$image" "$profile" "$etcd" > "$new/archives/$image-$version.cdx.json"
 done
 if [ "$(whole)" != "$of" ]; then
     echo "the inputs of the images changed during the build: build again" >&2

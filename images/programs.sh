@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Builds the programs of the images for this processor: programs.sh FOLDER [PROFILE]. PROFILE is one of
 # Cargo.toml:
-# * images (the default): statically linked with musl, so that an image needs nothing else, and without rings. They
-#   would need a C++ compiler for musl, and a static program cannot load the library of a GPU's driver;
+# * images (the default): statically linked with musl, so that an image needs nothing else (selection.sh);
 # * dev: the programs that tests run, which are already built, with this system's C library in
 #   FOLDER/libraries.
 set -euo pipefail
-[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
 folder=$1
 profile=${2:-images}
 cd "$(dirname "$0")/.."
-packages=(reprise-agent reprise-controlplane reprise-operator reprise)
+. images/selection.sh
+select_for "$profile"
 mkdir -p "$folder/libraries"
 executables() { sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'; }
 case $profile in
@@ -19,8 +19,7 @@ case $profile in
     dev) build=(cargo build --locked --workspace --bins --test protocol_document --message-format json-render-diagnostics) ;;
     *)
         . images/toolchain.sh
-        build=(cargo build --locked --profile "$profile" --target "$target" --bins "${packages[@]/#/--package=}"
-            --no-default-features --features reprise-agent/kubernetes --message-format json-render-diagnostics) ;;
+        build=(cargo build --locked --profile "$profile" --bins "${selection[@]}" --message-format json-render-diagnostics) ;;
 esac
 # Ask Cargo for the paths: a configuration may set another target.
 built=$("${build[@]}" | executables)

@@ -3,6 +3,7 @@
 //! Probes of io_uring, memory and direct I/O try the operation; the others read /sys, /proc and /dev. The
 //! command changes no setting of the machine; its advice names the setting to change.
 
+mod certificates;
 mod gpu_path;
 mod user_nvme;
 
@@ -10,6 +11,7 @@ use std::borrow::Cow;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::Context;
 use reprise_buffers::{
@@ -45,6 +47,12 @@ pub(crate) struct DoctorArgs {
     /// Also report each requirement of I/O that GPUs issue.
     #[arg(long)]
     gpu: bool,
+    /// Check the certificates in this directory; repeatable.
+    #[arg(long, value_name = "DIR")]
+    certs: Vec<PathBuf>,
+    /// Expect the certificates to be of this node's agent.
+    #[arg(long, value_name = "NODE", requires = "certs")]
+    node: Option<String>,
     /// Read /sys, /proc and /dev of NVMe controllers and GPUs below this directory.
     #[arg(long, value_name = "DIR", default_value = "/")]
     root: PathBuf,
@@ -99,6 +107,9 @@ pub(crate) fn command(args: &DoctorArgs, audience: Audience) -> anyhow::Result<(
     findings.extend(user_nvme::findings(&args.root));
     if args.gpu {
         findings.extend(gpu_path::findings(&args.root));
+    }
+    for folder in &args.certs {
+        findings.extend(certificates::findings(folder, args.node.as_deref(), SystemTime::now()));
     }
     for finding in &findings {
         audience.emit(finding);

@@ -5,6 +5,7 @@
 
 mod admin;
 mod bench;
+mod certs;
 mod check;
 mod config;
 mod demo;
@@ -108,6 +109,8 @@ enum Command {
     Forget(node_mode::ModeArgs),
     /// Save a block on this node, load other nodes' blocks, verify all bytes.
     Check(check::CheckArgs),
+    /// Create, renew and show certificates of a cluster without Kubernetes.
+    Certs(certs::CertsArgs),
     /// Report what this machine supports, and what Reprise will use.
     Doctor(doctor::DoctorArgs),
     /// Keep a copy of a file up to date; the chart runs it for seccomp.
@@ -182,6 +185,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         Some(Command::Drain(args)) => node_mode::drain(&args, &config, audience),
         Some(Command::Forget(args)) => forget::command(&args, &config, audience),
         Some(Command::Check(args)) => check::command(&args, audience),
+        Some(Command::Certs(args)) => certs::command(&args, audience),
         Some(Command::KeepFile(args)) => keep_file::command(&args, audience),
         Some(Command::Doctor(args)) => doctor::command(&args, audience),
         Some(Command::Engine { socket, layout, tenant, engine_path }) => {

@@ -9,6 +9,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus_client::registry::Registry;
+use reprise_daemon::certificates::{CertificateStatus, Certificates};
 use reprise_daemon::exposition::Format;
 use reprise_proto::controlplane::{NodeInfo, NodeMode};
 use serde::Serialize;
@@ -25,6 +26,7 @@ pub struct Admin {
     cluster: Arc<Cluster>,
     shards: Arc<Shards>,
     registry: Registry,
+    certificates: Certificates,
     /// Whether the services accept calls: set after the start, cleared at shutdown.
     ready: AtomicBool,
 }
@@ -59,6 +61,15 @@ impl From<reprise_proto::controlplane::PeerEndpoint> for PeerEndpoint {
     }
 }
 
+/// State of the process in the reply of `/status`.
+#[derive(Debug, Serialize)]
+struct StatusView {
+    version: &'static str,
+    ready: bool,
+    /// Certificates in use; `null` on plain connections.
+    tls: Option<CertificateStatus>,
+}
+
 /// Counters of the directory in the reply of `/directory`.
 #[derive(Debug, Serialize)]
 struct DirectoryView {
@@ -82,8 +93,12 @@ struct NodeReplicasView {
 
 impl Admin {
     /// Creates the state; `/readyz` fails until [`Admin::set_ready`].
-    pub fn new(cluster: Arc<Cluster>, shards: Arc<Shards>, registry: Registry) -> Arc<Admin> {
-        Arc::new(Admin { cluster, shards, registry, ready: AtomicBool::new(false) })
+    pub fn new(
+        (cluster, shards): (Arc<Cluster>, Arc<Shards>),
+        registry: Registry,
+        certificates: Certificates,
+    ) -> Arc<Admin> {
+        Arc::new(Admin { cluster, shards, registry, certificates, ready: AtomicBool::new(false) })
     }
 
     /// Makes `/readyz` succeed: the services accept calls.
@@ -103,6 +118,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         .route("/metrics", get(serve_metrics))
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readiness))
+        .route("/status", get(status))
         .route("/nodes", get(nodes))
         .route("/directory", get(directory))
         .with_state(admin)
@@ -122,6 +138,14 @@ async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "starting or shutting down\n")
     }
+}
+
+async fn status(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
+    json(&StatusView {
+        version: env!("CARGO_PKG_VERSION"),
+        ready: admin.ready.load(Ordering::Relaxed),
+        tls: admin.certificates.status(),
+    })
 }
 
 async fn nodes(State(admin): State<Arc<Admin>>) -> impl IntoResponse {

@@ -9,6 +9,7 @@ use reprise_controlplane_core::{AssignedSlots, LivenessSettings, agent_calls, me
 use reprise_controlplane_store::{
     EmbeddedStore, EtcdSettings, EtcdStore, MemoryStore, Store, StoreError, TimeToLive,
 };
+use reprise_daemon::certificates::Certificates;
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
@@ -123,9 +124,12 @@ impl ControlPlane {
         let listeners: Vec<SocketAddr> =
             [config.listen, config.admin].into_iter().chain(config.events.addresses()).collect();
         let security = config.tls.open(&Role::Member, &listeners).context("cannot use [tls]")?;
+        let certificates =
+            Certificates::start(&security, &config.tls).context("cannot spawn the certificates thread")?;
         let registry = Registry::new(store.clone(), identity.clone());
         let (known, known_at) = registry.nodes().await.context("cannot read the node records")?;
-        let (metrics, metric_registry) = Metrics::new();
+        let (metrics, mut metric_registry) = Metrics::new();
+        certificates.register(&mut metric_registry);
         let settings = LivenessSettings {
             dead_after: config.membership.dead_after.0,
             forget_after: config.membership.forget_after.0,
@@ -150,7 +154,7 @@ impl ControlPlane {
         if let StoreConfig::Embedded { .. } = config.store {
             shards.delete_former_members().await.context("cannot delete former members from the store")?;
         }
-        let admin_state = Admin::new(cluster.clone(), shards.clone(), metric_registry);
+        let admin_state = Admin::new((cluster.clone(), shards.clone()), metric_registry, certificates);
         let stop = watch::Sender::new(false);
         let admission = Admission::new(workers, config.limits.calls_at_once);
         let store_lost = watch::Sender::new(None);
@@ -184,7 +188,6 @@ impl ControlPlane {
         let routers = (0..workers).map(|_| router(&services)).collect();
         let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
         let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
-        background.spawn_finite("certificates", config.tls.clone().follow(security.clone()));
         let stopped = stop.subscribe();
         let grpc_task =
             tokio::spawn(async move { grpc_server::serve(accepted, &security, routers, stopped).await });

@@ -1,6 +1,7 @@
 //! Infrastructure that agent, control-plane member and operator share.
 //!
 //! * [`descriptors`]: the limit on open files, raised at start and divided among listeners.
+//! * [`certificates`]: certificates in use: followed files, metrics of their ends.
 //! * [`connections`]: connection limits of listeners; the longest-idle connection is closed for a new one.
 //! * [`exposition`]: formats of `/metrics`.
 //! * [`http`]: HTTP server of the admin port.
@@ -9,6 +10,7 @@
 //!
 //! The contents of pages, the metrics, and access control are the callers'.
 
+pub mod certificates;
 pub mod connections;
 pub mod descriptors;
 pub mod exposition;

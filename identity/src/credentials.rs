@@ -5,16 +5,16 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 use std::{fmt, fs, io};
 
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, crypto};
-use webpki::EndEntityCert;
-use x509_parser::parse_x509_certificate;
+use webpki::{EndEntityCert, KeyUsage};
 
+use crate::certificate::{self, CertificateFacts, Fingerprint};
 use crate::name::{Identity, NameError};
 
 /// File of the trusted authorities.
@@ -40,6 +40,10 @@ pub struct Credentials {
     pub not_before: SystemTime,
     /// End of the certificate's validity.
     pub not_after: SystemTime,
+    /// Fingerprint of the certificate.
+    pub fingerprint: Fingerprint,
+    /// Facts of the trusted authorities.
+    pub authorities: Arc<[CertificateFacts]>,
 }
 
 /// Texts of the three files.
@@ -62,7 +66,7 @@ pub enum CredentialsError {
     )]
     Read(PathBuf, io::Error),
     /// A file is far larger than certificates are.
-    #[error("{0} has more than {FILE_BYTES_MAX} bytes: expected certificates")]
+    #[error("invalid {0}: more than {FILE_BYTES_MAX} bytes; expected certificates")]
     Size(PathBuf),
     /// A file has no valid PEM of the expected kind.
     #[error("invalid {0}: {1}; expected PEM")]
@@ -75,6 +79,12 @@ pub enum CredentialsError {
     /// The certificate names no process.
     #[error("the certificate in {CERTIFICATE_FILE} has {0} URI names: expected one, reprise://CLUSTER/ROLE")]
     Names(usize),
+    /// The certificate was issued by an authority that the process does not trust.
+    #[error(
+        "no authority in {AUTHORITIES_FILE} has issued the certificate in {CERTIFICATE_FILE} ({0}): copy all three files of \
+         one folder, or renew them with `reprise certs renew`"
+    )]
+    Untrusted(webpki::Error),
     /// The certificate names something else.
     #[error("the certificate in {CERTIFICATE_FILE} names no process: {0}")]
     Name(#[from] NameError),
@@ -95,19 +105,71 @@ impl Credentials {
     /// A text is invalid, or they do not belong together.
     pub fn parse(files: &Files) -> Result<Credentials, CredentialsError> {
         let mut roots = RootCertStore::empty();
+        let mut authorities = Vec::new();
         for certificate in certificates(AUTHORITIES_FILE, &files.authorities)? {
+            authorities.push(facts(AUTHORITIES_FILE, &certificate)?);
             let added = roots.add(certificate);
             added.map_err(|error| CredentialsError::Pem(AUTHORITIES_FILE, error.to_string()))?;
         }
         let chain = certificates(CERTIFICATE_FILE, &files.certificate)?;
         let own = chain.first().expect("at least one certificate");
         let identity = identity_of(own)?;
-        let (not_before, not_after) = validity_of(own)?;
+        let CertificateFacts { not_before, not_after, fingerprint, .. } = facts(CERTIFICATE_FILE, own)?;
         let key = PrivateKeyDer::from_pem_slice(&files.key)
             .map_err(|error| CredentialsError::Pem(KEY_FILE, error.to_string()))?;
         let key = CertifiedKey::from_der(chain, key, &crypto::ring::default_provider())
             .map_err(CredentialsError::Key)?;
-        Ok(Credentials { identity, roots: Arc::new(roots), key: Arc::new(key), not_before, not_after })
+        let (roots, key) = (Arc::new(roots), Arc::new(key));
+        Ok(Credentials {
+            identity,
+            roots,
+            key,
+            not_before,
+            not_after,
+            fingerprint,
+            authorities: authorities.into(),
+        })
+    }
+
+    /// Checks that a trusted authority has issued the certificate. Otherwise every other process that has the same
+    /// authorities refuses it.
+    ///
+    /// # Errors
+    /// No trusted authority has.
+    pub fn check_issuer(&self) -> Result<(), CredentialsError> {
+        let (own, others) = self.key.cert.split_first().expect("at least one certificate");
+        let own = EndEntityCert::try_from(own)
+            .map_err(|error| CredentialsError::Pem(CERTIFICATE_FILE, error.to_string()))?;
+        // Whether the certificate is valid now is another question.
+        let middle = self.not_before + self.valid_for() / 2;
+        let time =
+            UnixTime::since_unix_epoch(middle.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default());
+        let algorithms = crypto::ring::default_provider().signature_verification_algorithms.all;
+        let verified = own.verify_for_usage(
+            algorithms,
+            &self.roots.roots,
+            others,
+            time,
+            KeyUsage::client_auth(),
+            None,
+            None,
+        );
+        verified.map(drop).map_err(CredentialsError::Untrusted)
+    }
+
+    /// Digest of the trusted authorities: equal on all processes that trust the same ones.
+    pub fn authorities_digest(&self) -> Fingerprint {
+        Fingerprint::of_set(self.authorities.iter().map(|one| one.fingerprint))
+    }
+
+    /// End of the first trusted authority that ends.
+    pub fn authorities_not_after(&self) -> SystemTime {
+        self.authorities.iter().map(|one| one.not_after).min().expect("at least one authority")
+    }
+
+    /// Whole validity of the certificate.
+    pub fn valid_for(&self) -> Duration {
+        self.not_after.duration_since(self.not_before).unwrap_or_default()
     }
 
     /// Time until the certificate ends; zero after its end.
@@ -117,8 +179,13 @@ impl Credentials {
 
     /// Whether it is time to renew the certificate: a third of its validity is left.
     pub fn is_renewal_due(&self, now: SystemTime) -> bool {
-        let valid = self.not_after.duration_since(self.not_before).unwrap_or_default();
-        self.remaining(now) <= valid / 3
+        self.remaining(now) <= self.valid_for() / 3
+    }
+
+    /// Whether the renewal is overdue: at most 0.3 of the validity is left. That is 3 of 90 days after a renewal was due,
+    /// so regular renewals log no warning.
+    pub fn is_renewal_overdue(&self, now: SystemTime) -> bool {
+        self.remaining(now) <= self.valid_for() * 3 / 10
     }
 }
 
@@ -175,20 +242,15 @@ pub(crate) fn identity_of(certificate: &CertificateDer<'_>) -> Result<Identity, 
 }
 
 fn certificates(file: &'static str, text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CredentialsError> {
-    let all = CertificateDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
-    let all = all.map_err(|error| CredentialsError::Pem(file, error.to_string()))?;
+    let all = certificate::certificates(text).map_err(|error| CredentialsError::Pem(file, error))?;
     if all.is_empty() {
         return Err(CredentialsError::Pem(file, "no certificate".to_owned()));
     }
     Ok(all)
 }
 
-fn validity_of(certificate: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), CredentialsError> {
-    let (_, parsed) = parse_x509_certificate(certificate)
-        .map_err(|error| CredentialsError::Pem(CERTIFICATE_FILE, error.to_string()))?;
-    let at = |seconds: i64| UNIX_EPOCH + Duration::from_secs(seconds.max(0).cast_unsigned());
-    let validity = parsed.validity();
-    Ok((at(validity.not_before.timestamp()), at(validity.not_after.timestamp())))
+fn facts(file: &'static str, certificate: &CertificateDer<'_>) -> Result<CertificateFacts, CredentialsError> {
+    CertificateFacts::of(certificate).map_err(|error| CredentialsError::Pem(file, error))
 }
 
 #[cfg(test)]
@@ -233,6 +295,27 @@ mod tests {
             let error = Credentials::parse(&mixed).expect_err(words).to_string();
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn certificate_of_another_authority_is_reported_also_after_its_end() {
+        let whole = Credentials::parse(&files()).expect("valid files");
+        whole.check_issuer().expect("issued by its authority");
+        let mixed = Files { authorities: files().authorities, ..files() };
+        let error =
+            Credentials::parse(&mixed).expect("valid files").check_issuer().expect_err("another authority");
+        assert!(error.to_string().contains("reprise certs renew"), "{error}");
+    }
+
+    #[test]
+    fn renewal_is_overdue_only_after_it_was_due() {
+        let credentials = Credentials::parse(&files()).expect("valid files");
+        let day = Duration::from_secs(86_400);
+        let at = |left: u32| credentials.not_after - left * day;
+        assert!(!credentials.is_renewal_due(at(31)) && credentials.is_renewal_due(at(29)));
+        assert!(!credentials.is_renewal_overdue(at(29)) && credentials.is_renewal_overdue(at(26)));
+        assert_eq!(credentials.authorities.len(), 1);
+        assert!(credentials.authorities_not_after() > credentials.not_after);
     }
 
     #[test]

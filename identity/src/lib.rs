@@ -8,7 +8,10 @@
 //!
 //! * [`name`]: what a certificate states, for example `reprise://prod/agent/node-7`.
 //! * [`authority`]: creates an authority, and issues certificates.
+//! * [`authority_folder`]: the authority of a cluster without Kubernetes: issues, renews, and is replaced in three steps.
+//! * [`certificate`]: facts of a certificate, for people and metrics.
 //! * [`credentials`]: the three files of a process, checked as a whole.
+//! * [`follow`]: uses changed files while the process runs, and warns before they end.
 //! * [`tls`]: TLS 1.3 with certificates on both sides.
 //! * [`blocking`] and [`records`]: the same for threads that wait by themselves, with each direction on its own.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
@@ -19,12 +22,16 @@
 
 pub mod access;
 pub mod authority;
+pub mod authority_folder;
 pub mod blocking;
+pub mod certificate;
 pub mod credentials;
+pub mod follow;
 pub mod name;
 pub mod records;
 pub mod security;
 pub mod tls;
+mod write;
 
 pub use authority::Authority;
 pub use credentials::Credentials;

@@ -85,6 +85,7 @@ impl TlsSettings {
             (true, true) => Err(SettingsError::Both),
             (true, false) => {
                 let credentials = Credentials::read(&self.folder)?;
+                credentials.check_issuer()?;
                 let found = &credentials.identity.role;
                 if found != role {
                     return Err(SettingsError::Role { found: found.clone(), expected: role.clone() });
@@ -103,13 +104,6 @@ impl TlsSettings {
                 tracing::warn!("connections are plain: set tls.folder to the certificates of this process");
                 Ok(Security::Plain)
             }
-        }
-    }
-
-    /// Uses changed files of the folder while the process runs. Ends at once for plain connections.
-    pub async fn follow(self, security: Security) {
-        if let Security::Tls(tls) = security {
-            tls.follow(self.folder).await;
         }
     }
 }

@@ -10,7 +10,6 @@
 mod tests;
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -31,7 +30,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
 
-use crate::credentials::{Credentials, CredentialsError, Files, identity_of};
+use crate::credentials::{Credentials, CredentialsError, identity_of};
 use crate::name::{Identity, Role};
 
 /// Time limit of a handshake: a client that sends nothing is closed.
@@ -41,9 +40,6 @@ pub const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
 const REASON_READ_WITHIN: Duration = Duration::from_millis(500);
 /// Bytes of a refused client that are read at most: its first call, which it sends without waiting for us.
 const REFUSED_BYTES_MAX: u64 = 64 << 10;
-
-/// Interval at which files are compared with those in use.
-const CHECK_EVERY: Duration = Duration::from_secs(10);
 
 /// Roles that a client expects of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,28 +171,6 @@ impl Tls {
     /// Replaces the credentials: new connections use them, existing ones stay.
     pub fn replace(&self, credentials: Credentials) {
         *self.current.credentials.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(credentials);
-    }
-
-    /// Compares the files of a folder with the credentials again and again, and uses changed ones. Invalid files are
-    /// logged once for each change.
-    pub async fn follow(self, folder: PathBuf) {
-        let mut seen = Files::read(&folder).ok();
-        loop {
-            tokio::time::sleep(CHECK_EVERY).await;
-            let found = Files::read(&folder).ok();
-            if found == seen || found.is_none() {
-                continue;
-            }
-            seen = found;
-            match seen.as_ref().map(Credentials::parse) {
-                Some(Ok(credentials)) => {
-                    tracing::info!(identity = %credentials.identity, "use new certificates");
-                    self.replace(credentials);
-                }
-                Some(Err(error)) => tracing::warn!(%error, "keep the certificates before"),
-                None => {}
-            }
-        }
     }
 
     /// Accepts a connection: returns it with the identity of the client.

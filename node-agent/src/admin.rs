@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use reprise_daemon::certificates::Certificates;
 use reprise_daemon::exposition::Format;
 use reprise_policy::slack::Computation;
 use reprise_policy::tenant::TenantRegistry;
@@ -79,6 +80,7 @@ pub(crate) struct AdminContext {
     pub(crate) slack: ActiveProfiles,
     pub(crate) queue_grants: Arc<QueueGrantService>,
     pub(crate) recorder: Arc<Recorder>,
+    pub(crate) certificates: Certificates,
     /// Set while the agent serves.
     pub(crate) ready: AtomicBool,
 }

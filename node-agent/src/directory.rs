@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 
 use reprise_agent_core::effect::{LookupId, PlaceId, ReplicaChange};
 use reprise_agent_core::event::{Grant, Move, Placement, Replica};
-use reprise_identity::{Security, TlsSettings};
+use reprise_identity::Security;
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick, Tier};
@@ -93,8 +93,6 @@ pub(crate) struct DirectorySettings {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Certificates of the agent.
     pub(crate) security: Security,
-    /// Where they come from: the link thread follows their files, for all connections of the agent.
-    pub(crate) tls: TlsSettings,
 }
 
 /// Properties that a node registers with. They are constant while the agent runs, except for the failure

@@ -29,6 +29,7 @@ use prometheus_client::registry::Registry;
 use reprise_agent_core::effect::DeviceId;
 
 use reprise_buffers::{PageCoverage, PageKind};
+use reprise_daemon::certificates::Certificates;
 use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
 
 use crate::device::DeviceInfo;
@@ -260,6 +261,11 @@ impl Metrics {
             rejected,
             snapshot,
         }
+    }
+
+    /// Adds the metrics of certificates.
+    pub(crate) fn register_certificates(&mut self, certificates: &Certificates) {
+        certificates.register(&mut self.registry);
     }
 
     /// Returns the counters of rejected connections; the transport counts those of peers.

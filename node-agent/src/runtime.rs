@@ -23,6 +23,7 @@ use reprise_agent_core::event::Event;
 use reprise_agent_core::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::{AgentCore, Settings as CoreSettings};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
+use reprise_daemon::certificates::Certificates;
 use reprise_identity::{Role, Security};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
@@ -104,6 +105,9 @@ impl Runtime {
         // First, because a startup probe waits for the response.
         let admin = AdminPort::bind(settings.admin)?;
         let security = open_security(&settings)?;
+        let certificates = Certificates::start(&security, &settings.tls).map_err(|error| {
+            AgentError::new(ErrorKind::Resource, "cannot spawn the certificates thread").with_source(error)
+        })?;
         let arena = arena_config(&settings.arena);
         // Before the descriptors: an arena that exceeds the memory needs a different remedy.
         Arena::check(&arena).map_err(arena_error)?;
@@ -112,7 +116,9 @@ impl Runtime {
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
         let (inbox, inputs) = Inbox::new();
         let arena = Arc::new(allocate_arena(&arena)?);
-        let metrics = Arc::new(Metrics::new(&settings.node.name, arena.coverage()));
+        let mut metrics = Metrics::new(&settings.node.name, arena.coverage());
+        metrics.register_certificates(&certificates);
+        let metrics = Arc::new(metrics);
         let context =
             DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
         let opened = device::open_all(&settings.pool, &context)?;
@@ -227,6 +233,7 @@ impl Runtime {
             slack,
             queue_grants,
             recorder,
+            certificates,
             settings,
             connections_max: limits.admin,
         });
@@ -439,7 +446,6 @@ fn start_directory(
         lookups_max: LOOKUPS_MAX,
         tenants,
         security: security.clone(),
-        tls: settings.tls.clone(),
     };
     DirectoryClient::start(directory, sink).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot start the control plane client").with_source(error)

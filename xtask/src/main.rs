@@ -1,4 +1,4 @@
-//! Checks and figures of the repository: `cargo xtask check`, `cargo xtask figures`.
+//! Checks and figures of the repository: `cargo xtask check`, `cargo xtask figures`. Bills of materials: `cargo xtask sbom`.
 //!
 //! Sources are parsed line by line or token by token, which suffices because `rustfmt` formats them. The crate has no
 //! dependencies, so its checks run a few seconds after a change.
@@ -10,6 +10,7 @@ mod figures;
 mod manifest;
 mod pattern;
 mod rust;
+mod sbom;
 mod toml;
 mod tree;
 mod yaml;
@@ -20,7 +21,10 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo xtask COMMAND
   check            run all checks of the repository
   figures          print figures about the structure of the sources
-  figures --check  also fail if a figure exceeds its limit";
+  figures --check  also fail if a figure exceeds its limit
+  sbom crate PACKAGE [CARGO TREE ARGUMENTS]
+                   print the bill of materials of a package's program (CycloneDX)
+  sbom go PROGRAM  print the bill of materials of a Go program";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -29,6 +33,8 @@ fn main() -> ExitCode {
         ["check"] => check::run(),
         ["figures"] => figures::run(false),
         ["figures", "--check"] => figures::run(true),
+        ["sbom", "crate", package, ref selection @ ..] => sbom::of_package(package, selection),
+        ["sbom", "go", program] => sbom::of_go_program(program),
         _ => {
             report(USAGE);
             ExitCode::from(2)

@@ -7,7 +7,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::authority::{Authority, CERTIFICATE_VALID, Issued};
+use crate::authority::{Authority, CERTIFICATE_VALID, Issued, SKEW};
+use crate::credentials::Files;
 
 fn identity(cluster: &str, role: &str) -> Identity {
     Identity::new(cluster, role.parse().expect("a role")).expect("valid names")
@@ -29,7 +30,7 @@ fn authority() -> Authority {
     Authority::create("c").expect("an authority")
 }
 
-/// What both sides of a handshake, with an echo of one byte, got.
+/// Results of both sides of a handshake, with an echo of one byte, got.
 async fn meet(
     server: &Tls,
     client: &Tls,
@@ -172,4 +173,25 @@ async fn authority_is_replaced_in_three_steps_without_a_refused_connection() {
     }
     let (seen, echo) = meet(&member, &tls(&old, "agent/n1"), expected()).await;
     assert!(seen.is_err() && echo.is_err(), "the old authority counts for nothing");
+}
+
+#[test]
+fn clocks_may_differ_by_an_hour_from_issue_to_renewal() {
+    let authority = authority();
+    let issued = authority.issue(&identity("c", "agent/n1"), CERTIFICATE_VALID).expect("a certificate");
+    let verifier = tls(&authority, "member");
+    let other = credentials(&[&authority], issued);
+    let accepts = |clock: std::time::SystemTime| {
+        let now =
+            UnixTime::since_unix_epoch(clock.duration_since(std::time::UNIX_EPOCH).expect("after 1970"));
+        let (certificate, current) = (&other.key.cert[0], &*verifier.current);
+        ClientCertVerifier::verify_client_cert(current, certificate, &[], now).is_ok()
+    };
+    let (hour, now) = (Duration::from_secs(3_600), std::time::SystemTime::now());
+    assert!(SKEW >= Span::hours(1));
+    // At the issue, by a clock that is late; at the renewal and until the end, by one that is early.
+    assert!(accepts(now - hour) && !accepts(now - 3 * hour));
+    let renewal = other.not_after - other.valid_for() / 3;
+    assert!(other.is_renewal_due(renewal) && accepts(renewal + hour));
+    assert!(accepts(other.not_after - hour - hour / 60) && !accepts(other.not_after + hour));
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use reprise_agent_core::TenantUsage;
+use reprise_daemon::certificates::CertificateStatus;
 use reprise_policy::block_command::RetentionUsage;
 use reprise_policy::{ByteSize, DevicePlace, DrainProgress, Interval, NodeMode, quota};
 use reprise_transport::Transport;
@@ -31,6 +32,8 @@ pub(super) struct Status {
     tenants: Vec<Tenant>,
     peers: Option<Peers>,
     controlplane: ControlPlane,
+    /// Certificates in use; `null` on plain connections.
+    tls: Option<CertificateStatus>,
     /// Inputs queued for the core.
     inbox_waiting: usize,
     counters: BTreeMap<&'static str, u64>,
@@ -258,6 +261,7 @@ impl Status {
             tenants: view.tenants.iter().map(|usage| tenant(context, usage)).collect(),
             peers: peers(context),
             controlplane: control_plane(&context.directory.status()),
+            tls: context.certificates.status(),
             inbox_waiting: view.inbox_waiting,
             counters: view.counters.fields().collect(),
         }

@@ -8,7 +8,7 @@ use reprise_agent_core::{BlockDescription, BlockOrigin, DramCopy, limits};
 
 use axum::Extension;
 use reprise_daemon::http::ClientAddress;
-use reprise_identity::{Security, TlsSettings};
+use reprise_identity::Security;
 use reprise_policy::eviction::Class;
 
 use super::*;
@@ -34,7 +34,6 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: limits::LOOKUPS_MAX,
         security: Security::Plain,
-        tls: TlsSettings::default(),
         tenants: Arc::default(),
     };
     Arc::new(AdminContext {
@@ -49,6 +48,7 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         slack: ActiveProfiles::default(),
         queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
         recorder: Arc::new(Recorder::new("test".to_owned())),
+        certificates: Certificates::default(),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })

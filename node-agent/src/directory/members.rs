@@ -49,9 +49,6 @@ pub(super) fn jitter() -> u32 {
 /// Runs until shutdown. Without a control plane, all lookups fail immediately.
 pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, requests: mpsc::Receiver<PlacementRequest>) {
     runtime.block_on(async {
-        let settings = &shared.settings;
-        // Ends with the runtime.
-        tokio::spawn(settings.tls.clone().follow(settings.security.clone()));
         let mut shutdown = shared.shutdown.subscribe();
         tokio::select! {
             _ = shutdown.wait_for(|shutdown| *shutdown) => {}

@@ -12,7 +12,7 @@ use std::sync::mpsc;
 
 use reprise_agent_core::effect::Change;
 use reprise_agent_core::limits::LOOKUPS_MAX;
-use reprise_identity::{Security, TlsSettings};
+use reprise_identity::Security;
 use reprise_policy::routing::LoadClass;
 use reprise_proto::controlplane::{NodeInfo, PeerEndpoint as WireEndpoint};
 
@@ -45,7 +45,6 @@ fn settings(endpoint: String) -> DirectorySettings {
         changes_queued_max: CHANGES_QUEUED_MAX,
         lookups_max: LOOKUPS_MAX,
         security: Security::Plain,
-        tls: TlsSettings::default(),
         tenants: Arc::default(),
     }
 }
