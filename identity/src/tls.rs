@@ -19,7 +19,9 @@ use rustls::client::{ResolvesClientCert, verify_server_cert_signed_by_trust_anch
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::server::{
+    ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
+};
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{
@@ -53,6 +55,8 @@ pub enum Expected {
 pub struct Tls {
     current: Arc<Current>,
     server: Arc<ServerConfig>,
+    /// As `server`, and also admits clients without a certificate.
+    open_server: Arc<ServerConfig>,
     provider: Arc<CryptoProvider>,
 }
 
@@ -111,12 +115,24 @@ impl Tls {
             credentials: RwLock::new(Arc::new(credentials)),
             provider: Arc::clone(&provider),
         });
-        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(&[&TLS13])
-            .expect("the provider has TLS 1.3")
-            .with_client_cert_verifier(Arc::clone(&current) as Arc<dyn ClientCertVerifier>)
-            .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
-        Tls { current, server: Arc::new(server), provider }
+        let server = |clients: Arc<dyn ClientCertVerifier>| {
+            let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+                .with_protocol_versions(&[&TLS13])
+                .expect("the provider has TLS 1.3")
+                .with_client_cert_verifier(clients)
+                .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
+            // A resumed session would skip the verification of the client's certificate, which may have ended.
+            server.send_tls13_tickets = 0;
+            server.session_storage = Arc::new(NoServerSessionStorage {});
+            Arc::new(server)
+        };
+        let open_server = server(Arc::new(OptionalClient(Arc::clone(&current))));
+        Tls {
+            server: server(Arc::clone(&current) as Arc<dyn ClientCertVerifier>),
+            open_server,
+            current,
+            provider,
+        }
     }
 
     /// Credentials in use.
@@ -159,11 +175,20 @@ impl Tls {
         &self,
         stream: TcpStream,
     ) -> Result<(server::TlsStream<TcpStream>, Identity), TlsError> {
-        let accepting = TlsAcceptor::from(Arc::clone(&self.server)).accept(stream);
-        let stream = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)??;
-        let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-        let identity = identity_of(certificate.expect("the verifier requires a certificate"))?;
-        Ok((stream, identity))
+        let (stream, identity) = handshake(&self.server, stream).await?;
+        Ok((stream, identity.expect("the verifier requires a certificate")))
+    }
+
+    /// Like [`accept`](Tls::accept), but a client may have no certificate: it can then only show a bearer token. An
+    /// invalid certificate is refused.
+    ///
+    /// # Errors
+    /// The client's certificate is invalid or of another cluster, or the client is too slow.
+    pub async fn accept_optional(
+        &self,
+        stream: TcpStream,
+    ) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
+        handshake(&self.open_server, stream).await
     }
 
     /// Connects over a stream to a server of the expected role.
@@ -194,6 +219,18 @@ impl Tls {
         config.enable_sni = false;
         config
     }
+}
+
+/// Completes the server's side of a handshake; returns the identity of the client if it has a certificate.
+async fn handshake(
+    config: &Arc<ServerConfig>,
+    stream: TcpStream,
+) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
+    let accepting = TlsAcceptor::from(Arc::clone(config)).accept(stream);
+    let stream = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)??;
+    let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let identity = certificate.map(identity_of).transpose()?;
+    Ok((stream, identity))
 }
 
 /// Ciphers in the order of their speed on processors with AES instructions.
@@ -275,6 +312,51 @@ impl ClientCertVerifier for Current {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Verifies a client's certificate if it has one.
+#[derive(Debug)]
+struct OptionalClient(Arc<Current>);
+
+impl ClientCertVerifier for OptionalClient {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.0.verify_client_cert(certificate, intermediates, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls12_signature(&*self.0, message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls13_signature(&*self.0, message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        ClientCertVerifier::supported_verify_schemes(&*self.0)
     }
 }
 
