@@ -23,6 +23,8 @@ use reprise_agent_core::event::Event;
 use reprise_agent_core::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::{AgentCore, Settings as CoreSettings};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
+use reprise_daemon::guard::Guard;
+use reprise_daemon::scrapers::Scrapers;
 use reprise_identity::{Role, Security};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
@@ -104,7 +106,7 @@ impl Runtime {
         // First, because a startup probe waits for the response.
         let admin = AdminPort::bind(settings.admin)?;
         let security = open_security(&settings)?;
-        tracing::debug!(?security, "connections to other processes");
+        let guard = Guard::new(security, scrapers(&settings, cluster.as_ref())?);
         let arena = arena_config(&settings.arena);
         // Before the descriptors: an arena that exceeds the memory needs a different remedy.
         Arena::check(&arena).map_err(arena_error)?;
@@ -228,6 +230,7 @@ impl Runtime {
             queue_grants,
             recorder,
             settings,
+            guard,
             connections_max: limits.admin,
         });
         let admin = admin.serve(admin_context.clone())?;
@@ -344,6 +347,16 @@ fn open_security(settings: &Settings) -> Result<Security, AgentError> {
     let listeners: Vec<SocketAddr> = [settings.admin].into_iter().chain(peers).collect();
     let opened = settings.tls.open(&role, &listeners);
     opened.map_err(|error| AgentError::new(ErrorKind::Config, "cannot use [tls]").with_source(error))
+}
+
+/// Returns the tokens that may read metrics: that of a file, or in a cluster those that the API server accepts.
+fn scrapers(settings: &Settings, cluster: Option<&ClusterSettings>) -> Result<Scrapers, AgentError> {
+    match (&settings.admin_token_file, cluster) {
+        (Some(path), _) => Scrapers::of_file(path)
+            .map_err(|error| AgentError::new(ErrorKind::Config, format!("admin.token_file: {error}"))),
+        (None, Some(cluster)) => Ok(Scrapers::reviewed(cluster.scraper_review())),
+        (None, None) => Ok(Scrapers::none()),
+    }
 }
 
 fn arena_config(settings: &ArenaSettings) -> ArenaConfig {
