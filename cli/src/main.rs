@@ -21,6 +21,7 @@ mod plan;
 #[cfg(feature = "gpu")]
 mod profile;
 mod replay;
+mod security;
 mod sim;
 mod status;
 mod tenant;
@@ -52,6 +53,9 @@ struct Arguments {
     /// Read this configuration file (TOML); flags override it.
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Connect with the certificate of this folder: ca.crt, tls.crt, tls.key.
+    #[arg(long, global = true, value_name = "FOLDER", env = "REPRISE_TLS", hide_env_values = true)]
+    tls: Option<PathBuf>,
     /// Print the default configuration with comments, and exit.
     #[arg(long)]
     print_default_config: bool,
@@ -156,6 +160,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
         return Ok(());
     }
     let config = Config::read(arguments.config.as_deref())?;
+    security::open(arguments.tls.as_deref())?;
     match arguments.command {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),
