@@ -3,6 +3,7 @@
 
 mod admin_commands;
 mod agent;
+mod attacks;
 mod check;
 mod client_process;
 mod clocks;
