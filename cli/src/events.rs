@@ -13,6 +13,7 @@
 //! never the handling of signals.
 
 mod line;
+mod proxy;
 mod snapshot;
 mod stream;
 
@@ -49,7 +50,10 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// Arguments of `reprise events`.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct EventsArgs {
+    #[command(subcommand)]
+    command: Option<EventsCommand>,
     #[command(flatten)]
     members: MembersArgs,
     /// After the snapshot, print each change until interrupted.
@@ -60,6 +64,12 @@ pub(crate) struct EventsArgs {
     /// Each printed line ends with its position, MEMBER@LOG:NUMBER. Give the option once for each member.
     #[arg(long, value_name = "POSITION")]
     from: Vec<MemberPosition>,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+enum EventsCommand {
+    /// Give routers of this machine plain ZeroMQ sockets of members.
+    Proxy(proxy::ProxyArgs),
 }
 
 /// Open streams, by the name of the member.
@@ -80,6 +90,9 @@ struct OpenStream {
 }
 
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    if let Some(EventsCommand::Proxy(proxy)) = &args.command {
+        return proxy::command(proxy, audience);
+    }
     let asked = args.members.find(config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let ended = runtime.block_on(async {

@@ -22,6 +22,7 @@ mod plan;
 #[cfg(feature = "gpu")]
 mod profile;
 mod replay;
+mod security;
 mod sim;
 mod status;
 mod tenant;
@@ -166,6 +167,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     let mut config = Config::read(arguments.config.as_deref())?;
     let folder = arguments.tls.or_else(|| std::env::var_os("REPRISE_TLS").map(PathBuf::from));
     config.tls.folder = folder.or(config.tls.folder);
+    security::open(config.tls.folder.as_deref())?;
     match arguments.command {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),

@@ -23,8 +23,9 @@ use tokio::task::JoinHandle;
 use crate::config::Config;
 use crate::members::{Members, MembersArgs, endpoint, first_answer, runtime};
 use crate::node_mode::{Drain, drain_text, mode_name};
+use crate::security;
 use reprise_testkit::cluster::ClusterFile;
-use reprise_testkit::http;
+use reprise_testkit::http::Client;
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Timeout of connecting to the control plane and listing members and nodes.
@@ -236,9 +237,10 @@ async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
         .iter()
         .map(|node| {
             let (permits, address) = (permits.clone(), node.admin_address.clone());
+            let client = security::agent_client(&node.name);
             tokio::spawn(async move {
                 let _permit = permits.acquire().await.expect("the semaphore is never closed");
-                ask_agent(&address).await.map_err(|error| format!("{error:#}"))
+                ask_agent(&client, &address).await.map_err(|error| format!("{error:#}"))
             })
         })
         .collect();
@@ -249,8 +251,8 @@ async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
     Ok(agents)
 }
 
-async fn ask_agent(address: &str) -> anyhow::Result<serde_json::Value> {
-    let body = tokio::time::timeout(NODE_ANSWERS_WITHIN, http::get_async(address, "/status"));
+async fn ask_agent(client: &Client, address: &str) -> anyhow::Result<serde_json::Value> {
+    let body = tokio::time::timeout(NODE_ANSWERS_WITHIN, client.get_async(address, "/status"));
     let body = body
         .await
         .with_context(|| format!("{address} has not answered within {NODE_ANSWERS_WITHIN:?}"))??;

@@ -1,4 +1,5 @@
-//! The admin endpoint: metrics, health, and state as JSON.
+//! The admin endpoint: metrics, health, and state as JSON. With certificates, only probes are open
+//! ([`reprise_daemon::guard`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -136,7 +137,7 @@ async fn readiness(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     if admin.ready.load(Ordering::Relaxed) {
         (StatusCode::OK, "ready\n")
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "starting or shutting down\n")
+        (StatusCode::SERVICE_UNAVAILABLE, "unavailable\n")
     }
 }
 

@@ -1,6 +1,7 @@
 //! Configuration of the control plane: a TOML file parsed into types with units. Unknown fields are errors.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use reprise_controlplane_store::TimeToLive;
@@ -37,6 +38,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Address of the admin endpoint.
     pub admin: SocketAddr,
+    /// File with a bearer token that may read `/metrics` without a client certificate.
+    pub admin_token_file: Option<PathBuf>,
     /// Where node numbers and epochs are stored.
     pub store: StoreConfig,
     /// This process among the members that share the store.
@@ -174,6 +177,7 @@ impl Default for Config {
         Config {
             listen: SocketAddr::from(([127, 0, 0, 1], 7400)),
             admin: SocketAddr::from(([127, 0, 0, 1], 7401)),
+            admin_token_file: None,
             store: StoreConfig::default(),
             member: MemberConfig::default(),
             membership: MembershipConfig::default(),

@@ -11,8 +11,10 @@ use reprise_controlplane_store::{
 };
 use reprise_daemon::certificates::Certificates;
 use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
+use reprise_daemon::scrapers::Scrapers;
 use reprise_identity::Role;
 use reprise_policy::Amounts;
 use reprise_policy::shards::MemberName;
@@ -149,7 +151,7 @@ impl ControlPlane {
         let (grpc, admin) = (grpc_listener.local_addr()?, admin_listener.local_addr()?);
         let mut background = Background::default();
         let events = EventsConfig { subscribers: limits.events, ..config.events.clone() };
-        let publisher = Publisher::start(cluster.clone(), &events, &mut background).await?;
+        let publisher = Publisher::start(cluster.clone(), (&events, &security), &mut background).await?;
         let shards = Arc::new(shards(&config, (store.clone(), identity.clone()), grpc)?);
         if let StoreConfig::Embedded { .. } = config.store {
             shards.delete_former_members().await.context("cannot delete former members from the store")?;
@@ -195,8 +197,9 @@ impl ControlPlane {
         admin_state.set_ready();
         let routes = admin::router(admin_state.clone());
         let stopped = wait(stop.subscribe());
-        let limit = limit(Listener::Admin, limits.admin);
-        let admin_task = tokio::spawn(http::serve(admin_listener, routes, limit, stopped));
+        let guard = Guard::new(security, scrapers(&config)?);
+        let limit = guard.limit(limits.admin, cluster.metrics.rejected.clone());
+        let admin_task = tokio::spawn(http::serve(admin_listener, (routes, guard), limit, stopped));
         background.spawn_permanent("node expiry", expire_nodes(cluster.clone(), settings.dead_after));
         background.spawn_permanent("directory sweeps", sweep_directory(cluster.clone()));
         background.spawn_permanent("members", follow_members(shards.clone()));
@@ -307,6 +310,14 @@ async fn bind(field: &'static str, address: SocketAddr) -> anyhow::Result<TcpLis
     TcpListener::bind(address)
         .await
         .with_context(|| format!("cannot listen on {address}: change '{field}' or free it"))
+}
+
+/// Tokens of scrapers that have no client certificate.
+fn scrapers(config: &Config) -> anyhow::Result<Scrapers> {
+    match &config.admin_token_file {
+        None => Ok(Scrapers::none()),
+        Some(path) => Scrapers::of_file(path).map_err(anyhow::Error::msg).context("admin_token_file"),
+    }
 }
 
 async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {

@@ -3,12 +3,17 @@
 //! The policy is that of [`ConnectionTable`]: a full listener closes its longest-idle connection for a new
 //! one, and rejects the new one only if all are busy. A connection learns from its [`Permit`] that it must
 //! close.
+//!
+//! A limit with shares counts each connection against the address of its client, and against the client's identity once
+//! it has shown one: no client takes the connections of others.
 
 use std::io;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
+use reprise_identity::Identity;
+use reprise_policy::connection_table::{Admission, Assignment, ConnectionId, ConnectionTable};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
@@ -33,9 +38,20 @@ pub struct ConnectionLimit {
 struct Shared {
     listener: Listener,
     rejected: RejectedConnections,
-    table: Mutex<ConnectionTable<Arc<Notify>>>,
+    table: Mutex<ConnectionTable<Arc<Notify>, Owner>>,
+    /// Whether clients have shares: connections of all clients look the same without certificates on loopback.
+    shared_out: bool,
     /// Notified when a connection has ended.
     ended: Notify,
+}
+
+/// Client that connections are counted against.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    /// A client that has not shown an identity.
+    Address(IpAddr),
+    /// A client with a certificate.
+    Identity(Identity),
 }
 
 /// Permission for one connection; released on drop.
@@ -49,16 +65,28 @@ pub struct Permit {
 impl ConnectionLimit {
     /// Creates a limit of `connections_max` connections.
     pub fn new(listener: Listener, connections_max: usize, rejected: RejectedConnections) -> ConnectionLimit {
-        let table = Mutex::new(ConnectionTable::new(connections_max));
-        ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, ended: Notify::new() }) }
+        let table = Mutex::new(ConnectionTable::with_share(connections_max, connections_max));
+        let (ended, shared_out) = (Notify::new(), false);
+        ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, shared_out, ended }) }
+    }
+
+    /// Creates a limit of `connections_max` connections, of which one client has at most `share_max`.
+    pub fn with_share(
+        listener: Listener,
+        (connections_max, share_max): (usize, usize),
+        rejected: RejectedConnections,
+    ) -> ConnectionLimit {
+        let table = Mutex::new(ConnectionTable::with_share(connections_max, share_max));
+        let (ended, shared_out) = (Notify::new(), true);
+        ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, shared_out, ended }) }
     }
 
     /// Accepts the next admitted connection. Rejected connections are closed; errors are logged and retried.
     pub async fn accept(&self, listener: &TcpListener) -> (TcpStream, Permit) {
         loop {
             self.wait_for_closing().await;
-            let stream = match listener.accept().await {
-                Ok((stream, _)) => stream,
+            let (stream, client) = match listener.accept().await {
+                Ok((stream, client)) => (stream, client),
                 // The client closed it before it was accepted.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => {
@@ -69,7 +97,8 @@ impl ConnectionLimit {
                     continue;
                 }
             };
-            if let Some(permit) = self.admit().await {
+            let address = self.shared.shared_out.then(|| Owner::Address(client.ip().to_canonical()));
+            if let Some(permit) = self.admit_from(address) {
                 return (stream, permit);
             }
         }
@@ -86,10 +115,14 @@ impl ConnectionLimit {
         let _ = timeout(CLOSED_WITHIN, all_ended).await;
     }
 
-    /// Admits an accepted connection; `None` if all connections are busy.
+    /// Admits an accepted connection without an owner; `None` if all connections are busy.
     pub async fn admit(&self) -> Option<Permit> {
+        self.admit_from(None)
+    }
+
+    fn admit_from(&self, owner: Option<Owner>) -> Option<Permit> {
         let close = Arc::new(Notify::new());
-        let admission = self.table().admit(Arc::clone(&close));
+        let admission = self.table().admit_from(owner, Arc::clone(&close));
         let id = match admission {
             Admission::Admitted(id) => id,
             Admission::Replaced { id, closed } => {
@@ -118,7 +151,7 @@ impl ConnectionLimit {
     }
 
     /// Locks the table. A poisoned lock is usable, because a panic cannot leave a change half applied.
-    fn table(&self) -> MutexGuard<'_, ConnectionTable<Arc<Notify>>> {
+    fn table(&self) -> MutexGuard<'_, ConnectionTable<Arc<Notify>, Owner>> {
         self.shared.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -134,6 +167,30 @@ impl Permit {
     /// Marks the connection as idle, so that it may be closed.
     pub fn set_idle(&self) {
         self.limit.table().set_known(self.id, Arc::clone(&self.close));
+    }
+
+    /// Counts the connection against the identity of its client, and marks it as idle: other clients close it only if
+    /// no connection without a request is left. Returns false if the connection must end, because all connections of
+    /// this identity are busy or this one was already closed to make room.
+    pub fn set_identity(&self, identity: &Identity) -> bool {
+        if self.limit.shared.shared_out {
+            let assigned = self.limit.table().assign(self.id, Owner::Identity(identity.clone()));
+            match assigned {
+                Assignment::Assigned => {}
+                Assignment::Replaced(closed) => {
+                    self.limit.count(Reason::Idle);
+                    closed.notify_one();
+                }
+                Assignment::Refused => {
+                    self.limit.count(Reason::Full);
+                    let listener = self.limit.listener().as_str();
+                    tracing::warn!(listener, %identity, "rejected a connection: this client uses its whole share");
+                    return false;
+                }
+            }
+        }
+        self.set_idle();
+        true
     }
 
     /// Waits until the connection must close to make room.

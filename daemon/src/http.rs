@@ -4,6 +4,10 @@
 //! new one, so that probes are answered despite any number of idle connections. A connection is closed if it
 //! does not send a complete request header within [`REQUEST_WITHIN`], for its first and every later request.
 //! A connection whose client does not read the response counts as idle.
+//!
+//! With certificates, the [`Guard`] decides which pages a client sees. Handshakes run in the task of their connection,
+//! so a slow one delays no other, and connections without a finished handshake are the first to be closed. One client
+//! has at most a share of the connections; each holds at most 16 KiB of a request, and no body.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -12,17 +16,20 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::Request;
+use axum::http::StatusCode;
 use axum::response::Response;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use reprise_identity::tls::TlsError;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::connections::{ConnectionLimit, Permit};
+use crate::guard::{Caller, Guard};
 use crate::rejected_connections::Reason;
 
 /// Time limit for a request header, and between two requests. Scrapers keep connections for intervals of up
@@ -35,6 +42,9 @@ const BACKLOG: i32 = 4096;
 
 /// Maximum size of a request header, and of the buffers of a connection, in bytes.
 const BUFFER_BYTES: usize = 16 << 10;
+
+/// Longest path in the log.
+const PAGE_CHARS_LOGGED: usize = 80;
 
 /// Addresses of a request's connection, in the request's extensions.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +67,7 @@ impl ClientAddress {
 /// Serves pages until `stop` completes, then until the running requests are answered.
 pub async fn serve(
     listener: TcpListener,
-    pages: Router,
+    (pages, guard): (Router, Guard),
     limit: ConnectionLimit,
     stop: impl Future<Output = ()>,
 ) {
@@ -71,7 +81,8 @@ pub async fn serve(
         tokio::select! {
             (stream, permit) = limit.accept(&listener) => {
                 while connections.try_join_next().is_some() {}
-                connections.spawn(serve_connection(stream, pages.clone(), permit, is_stopping.clone()));
+                let site = (pages.clone(), guard.clone());
+                connections.spawn(serve_connection(stream, site, permit, is_stopping.clone()));
             }
             () = &mut stop => break,
         }
@@ -83,29 +94,51 @@ pub async fn serve(
 
 async fn serve_connection(
     stream: TcpStream,
-    pages: Router,
+    (pages, guard): (Router, Guard),
     permit: Permit,
     mut stopping: watch::Receiver<bool>,
 ) {
-    let client = stream.peer_addr().ok().zip(stream.local_addr().ok());
-    let client = client.map(|(client, server)| ClientAddress { client, server });
+    let address = stream.peer_addr().ok().zip(stream.local_addr().ok());
+    let address = address.map(|(client, server)| ClientAddress { client, server });
+    let accepted = tokio::select! {
+        accepted = guard.accept(stream) => accepted,
+        () = permit.closed() => return,
+        _ = stopping.wait_for(|stopping| *stopping) => return,
+    };
+    let (stream, caller) = match accepted {
+        Ok(accepted) => accepted,
+        Err(error) => return log_refused(&permit, address, &error),
+    };
+    if let Caller::Identity(identity) = &caller
+        && !permit.set_identity(identity)
+    {
+        return;
+    }
     let permit = Arc::new(permit);
     let pages = TowerToHyperService::new(pages);
     let service = service_fn(|mut request: Request<Incoming>| {
-        if let Some(client) = client {
-            request.extensions_mut().insert(client);
+        if let Some(address) = address {
+            request.extensions_mut().insert(address);
         }
-        let (permit, answer) = (Arc::clone(&permit), hyper::service::Service::call(&pages, request));
+        request.extensions_mut().insert(caller.clone());
+        let (permit, pages, guard, caller) = (Arc::clone(&permit), &pages, &guard, &caller);
         async move {
             permit.set_busy();
-            let answer: Result<Response, Infallible> = answer.await;
+            let answer: Result<Response, Infallible> = match guard.refuse(caller, &request).await {
+                None => hyper::service::Service::call(pages, request).await,
+                Some(refused) => {
+                    permit.limit().count(Reason::Refused);
+                    log_request(address, caller, request.uri().path(), refused.status());
+                    Ok(refused)
+                }
+            };
             permit.set_idle();
             answer
         }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(REQUEST_WITHIN)
+        .header_read_timeout(caller.request_within())
         .max_buf_size(BUFFER_BYTES)
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
@@ -116,6 +149,7 @@ async fn serve_connection(
     let served = tokio::select! {
         served = &mut connection => served,
         () = permit.closed() => return,
+        () = expired(&caller) => return permit.limit().count(Reason::Timeout),
         () = stopped => {
             connection.as_mut().graceful_shutdown();
             connection.await
@@ -130,6 +164,31 @@ async fn serve_connection(
             permit.limit().count(Reason::Protocol);
         }
     }
+}
+
+/// Ends when a client without a certificate has been connected for too long.
+async fn expired(caller: &Caller) {
+    match caller.connected_for() {
+        Some(limit) => tokio::time::sleep(limit).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Logs and counts a connection without a valid handshake.
+fn log_refused(permit: &Permit, address: Option<ClientAddress>, error: &TlsError) {
+    let listener = permit.limit().listener().as_str();
+    let client = address.map(|address| address.client);
+    let reason = if matches!(error, TlsError::Timeout) { Reason::Timeout } else { Reason::Refused };
+    permit.limit().count(reason);
+    tracing::warn!(listener, client = client.map(tracing::field::display), %error, "refused a connection");
+}
+
+/// Logs a refused request.
+fn log_request(address: Option<ClientAddress>, caller: &Caller, page: &str, status: StatusCode) {
+    let client = address.map(|address| address.client).map(tracing::field::display);
+    let status = status.as_u16();
+    let page: String = page.chars().take(PAGE_CHARS_LOGGED).collect();
+    tracing::warn!(listener = "admin", client, %caller, page, status, "refused a request");
 }
 
 #[cfg(test)]
@@ -147,7 +206,7 @@ mod tests {
         let address = listener.local_addr().expect("bound");
         let rejected = RejectedConnections::default();
         let limit = ConnectionLimit::new(Listener::Admin, CONNECTIONS_MAX, rejected.clone());
-        tokio::spawn(serve(listener, pages, limit, std::future::pending()));
+        tokio::spawn(serve(listener, (pages, Guard::plain()), limit, std::future::pending()));
         (address, rejected)
     }
 

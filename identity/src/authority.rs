@@ -10,7 +10,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
-use crate::name::Identity;
+use crate::name::{Identity, Role};
 
 /// Difference of clocks that certificates tolerate: twice the promised hour, for an authority that is early and a
 /// process that is late.
@@ -53,6 +53,19 @@ pub enum AuthorityError {
         "cannot use the authority's certificate and key: {0}; create another authority or restore its files"
     )]
     Invalid(#[from] rcgen::Error),
+}
+
+/// Name for clients that verify host names only, like scrapers: `agent.reprise`, `member.reprise`. Our own clients verify
+/// the identity.
+pub fn server_name(role: &Role) -> String {
+    let kind = match role {
+        Role::Agent(_) => "agent",
+        Role::Member => "member",
+        Role::Operator => "operator",
+        Role::Admin => "admin",
+        Role::Console => "console",
+    };
+    format!("{kind}.reprise")
 }
 
 impl Authority {
@@ -116,7 +129,10 @@ impl Authority {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, identity.role.to_string());
-        params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(identity.to_string())?)];
+        params.subject_alt_names = vec![
+            SanType::URI(Ia5String::try_from(identity.to_string())?),
+            SanType::DnsName(Ia5String::try_from(server_name(&identity.role))?),
+        ];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];

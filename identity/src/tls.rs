@@ -18,7 +18,9 @@ use rustls::client::{ResolvesClientCert, verify_server_cert_signed_by_trust_anch
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::server::{
+    ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
+};
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{
@@ -57,6 +59,8 @@ pub struct Tls {
     server: Arc<ServerConfig>,
     /// Like `server`, with access to the keys for [`crate::records`].
     extracting_server: Arc<ServerConfig>,
+    /// As `server`, and also admits clients without a certificate.
+    open_server: Arc<ServerConfig>,
     provider: Arc<CryptoProvider>,
 }
 
@@ -145,17 +149,23 @@ impl Tls {
             credentials: RwLock::new(Arc::new(credentials)),
             provider: Arc::clone(&provider),
         });
-        let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(&[&TLS13])
-            .expect("the provider has TLS 1.3")
-            .with_client_cert_verifier(Arc::clone(&current) as Arc<dyn ClientCertVerifier>)
-            .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
-        // A resumed session would outlive the certificate that it was opened with.
-        server.send_tls13_tickets = 0;
+        let server = |clients: Arc<dyn ClientCertVerifier>| {
+            let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+                .with_protocol_versions(&[&TLS13])
+                .expect("the provider has TLS 1.3")
+                .with_client_cert_verifier(clients)
+                .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
+            // A resumed session would skip the verification of the client's certificate, which may have ended.
+            server.send_tls13_tickets = 0;
+            server.session_storage = Arc::new(NoServerSessionStorage {});
+            server
+        };
+        let open_server = Arc::new(server(Arc::new(OptionalClient(Arc::clone(&current)))));
+        let server = server(Arc::clone(&current) as Arc<dyn ClientCertVerifier>);
         let mut extracting_server = server.clone();
         extracting_server.enable_secret_extraction = true;
         let (server, extracting_server) = (Arc::new(server), Arc::new(extracting_server));
-        Tls { current, server, extracting_server, provider }
+        Tls { current, server, extracting_server, open_server, provider }
     }
 
     /// Configuration of servers that encrypt records themselves.
@@ -181,19 +191,20 @@ impl Tls {
         &self,
         stream: TcpStream,
     ) -> Result<(server::TlsStream<TcpStream>, Identity), TlsError> {
-        let accepting = TlsAcceptor::from(Arc::clone(&self.server)).accept(stream).into_fallible();
-        let accepted = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)?;
-        let stream = match accepted {
-            Ok(stream) => stream,
-            Err((error, stream)) => {
-                // The result is irrelevant: the connection is closed in any case.
-                let _ = timeout(REASON_READ_WITHIN, let_client_read(stream)).await;
-                return Err(error.into());
-            }
-        };
-        let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-        let identity = identity_of(certificate.expect("the verifier requires a certificate"))?;
-        Ok((stream, identity))
+        let (stream, identity) = handshake(&self.server, stream).await?;
+        Ok((stream, identity.expect("the verifier requires a certificate")))
+    }
+
+    /// Like [`accept`](Tls::accept), but a client may have no certificate: it can then only show a bearer token. An
+    /// invalid certificate is refused.
+    ///
+    /// # Errors
+    /// The client's certificate is invalid or of another cluster, or the client is too slow.
+    pub async fn accept_optional(
+        &self,
+        stream: TcpStream,
+    ) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
+        handshake(&self.open_server, stream).await
     }
 
     /// Connects over a stream to a server of the expected role.
@@ -224,6 +235,26 @@ impl Tls {
         config.enable_sni = false;
         config
     }
+}
+
+/// Completes the server's side of a handshake; returns the identity of the client if it has a certificate.
+async fn handshake(
+    config: &Arc<ServerConfig>,
+    stream: TcpStream,
+) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
+    let accepting = TlsAcceptor::from(Arc::clone(config)).accept(stream).into_fallible();
+    let accepted = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)?;
+    let stream = match accepted {
+        Ok(stream) => stream,
+        Err((error, stream)) => {
+            // The result is irrelevant: the connection is closed in any case.
+            let _ = timeout(REASON_READ_WITHIN, let_client_read(stream)).await;
+            return Err(error.into());
+        }
+    };
+    let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let identity = certificate.map(identity_of).transpose()?;
+    Ok((stream, identity))
 }
 
 /// Ends our side, and reads what the client sends meanwhile: closing with unread bytes would discard the alert that
@@ -312,6 +343,51 @@ impl ClientCertVerifier for Current {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Verifies a client's certificate if it has one.
+#[derive(Debug)]
+struct OptionalClient(Arc<Current>);
+
+impl ClientCertVerifier for OptionalClient {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.0.verify_client_cert(certificate, intermediates, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls12_signature(&*self.0, message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        ClientCertVerifier::verify_tls13_signature(&*self.0, message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        ClientCertVerifier::supported_verify_schemes(&*self.0)
     }
 }
 

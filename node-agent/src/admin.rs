@@ -4,8 +4,8 @@
 //! One thread with its own runtime, so a slow scraper does not affect the data path; idle clients cannot
 //! exhaust the bounded connections ([`reprise_daemon::http`]). `/healthz` fails if the core's thread has
 //! not completed a pass for too long ([`Liveness`]); a busy core is healthy. Pages with core state query
-//! the core and fail if it does not respond within [`CORE_PATIENCE`]. The port is not authenticated and
-//! listens on loopback by default; no page changes state.
+//! the core and fail if it does not respond within [`CORE_PATIENCE`]. With certificates, only probes are open
+//! ([`reprise_daemon::guard`]); no page changes state.
 
 mod block;
 mod slack;
@@ -33,9 +33,8 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use crossbeam_channel::{Sender, bounded};
-use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
-use reprise_daemon::rejected_connections::Listener;
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, oneshot};
@@ -74,6 +73,8 @@ pub(crate) struct AdminContext {
     pub(crate) peers: Option<Arc<CompositeTransport>>,
     pub(crate) arena: ArenaInfo,
     pub(crate) settings: Settings,
+    /// Which clients see which pages.
+    pub(crate) guard: Guard,
     /// Maximum number of connections.
     pub(crate) connections_max: usize,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
@@ -140,7 +141,9 @@ impl AdminPort {
         let (stop, stopped) = oneshot::channel();
         let AdminPort { listener, address } = self;
         let rejected = context.metrics.rejected().clone();
-        let limit = ConnectionLimit::new(Listener::Admin, context.connections_max, rejected);
+        let guard = context.guard.clone();
+        let (tls, security) = (context.settings.tls.clone(), guard.security().clone());
+        let limit = guard.limit(context.connections_max, rejected);
         let router = Router::new()
             .route("/metrics", get(metrics))
             .route("/healthz", get(healthz))
@@ -157,8 +160,9 @@ impl AdminPort {
         };
         let body = move || {
             runtime.block_on(async {
+                tokio::spawn(tls.follow(security));
                 tokio::select! {
-                    () = http::serve(listener, router, limit, std::future::pending()) => {}
+                    () = http::serve(listener, (router, guard), limit, std::future::pending()) => {}
                     // Open connections end with the runtime, as the agent is about to exit.
                     _ = stopped => {}
                 }
@@ -233,17 +237,17 @@ async fn metrics(State(context): State<Arc<AdminContext>>, headers: HeaderMap) -
 }
 
 async fn healthz(State(context): State<Arc<AdminContext>>) -> Response {
-    if context.liveness.is_alive() { "ok\n".into_response() } else { unavailable("the core is stuck\n") }
+    if context.liveness.is_alive() { "ok\n".into_response() } else { unavailable("stuck\n") }
 }
 
 async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
-    if context.ready.load(Ordering::Acquire) { "ready\n".into_response() } else { unavailable("not ready\n") }
+    if context.ready.load(Ordering::Acquire) { "ready\n".into_response() } else { unavailable("starting\n") }
 }
 
 /// Responds once the agent is ready, so the kubelet's probe does not fail during a normal start.
 async fn startz(State(context): State<Arc<AdminContext>>) -> Response {
     // Waiting callers occupy connections; more of them could exclude probes.
-    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("too many callers are waiting\n") };
+    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("busy\n") };
     let begun = Instant::now();
     while !context.ready.load(Ordering::Acquire) && begun.elapsed() < STARTS_WITHIN {
         tokio::time::sleep(CHECK_EVERY).await;

@@ -255,6 +255,8 @@ pub(crate) enum Addresses {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct AdminSection {
     pub(crate) listen: String,
+    /// File with a bearer token that may read `/metrics` without a client certificate.
+    pub(crate) token_file: Option<PathBuf>,
     pub(crate) trace: bool,
 }
 
@@ -422,8 +424,9 @@ hot_window = "{hot_window}"
 
 {ahead}
 [admin]
-listen = "{admin}"         # /metrics /healthz /readyz /status, not authenticated; port 0: any free port
-# trace = true             # /trace for clients of the node: keys, tenants, sizes and times of all blocks; default: off
+listen = "{admin}"         # /metrics /healthz /readyz /startz /status; port 0: any free port
+# token_file = "/path"     # a bearer token that may read /metrics without a client certificate; default: none
+# trace = true             # /trace for admins: keys, tenants, sizes and times of all blocks; default: off
 
 [tls]
 folder = ""      # ca.crt, tls.crt and tls.key of this agent (identity agent/<node>); changed files are used at once
@@ -566,7 +569,7 @@ impl Default for ControlPlaneSection {
 
 impl Default for AdminSection {
     fn default() -> Self {
-        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned(), trace: false }
+        AdminSection { listen: defaults::ADMIN_LISTEN.to_owned(), token_file: None, trace: false }
     }
 }
 

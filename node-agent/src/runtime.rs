@@ -24,6 +24,8 @@ use reprise_agent_core::limits::{DEVICES_MAX, LOOKUPS_MAX};
 use reprise_agent_core::{AgentCore, Settings as CoreSettings};
 use reprise_buffers::{Arena, ArenaConfig, BufferError, HugePolicy};
 use reprise_daemon::certificates::Certificates;
+use reprise_daemon::guard::Guard;
+use reprise_daemon::scrapers::Scrapers;
 use reprise_identity::{Role, Security};
 use reprise_policy::peer::{PeerEndpoint, TCP};
 use reprise_policy::tenant::TenantRegistry;
@@ -108,6 +110,7 @@ impl Runtime {
         let certificates = Certificates::start(&security, &settings.tls).map_err(|error| {
             AgentError::new(ErrorKind::Resource, "cannot spawn the certificates thread").with_source(error)
         })?;
+        let guard = Guard::new(security.clone(), scrapers(&settings, cluster.as_ref())?);
         let arena = arena_config(&settings.arena);
         // Before the descriptors: an arena that exceeds the memory needs a different remedy.
         Arena::check(&arena).map_err(arena_error)?;
@@ -235,6 +238,7 @@ impl Runtime {
             recorder,
             certificates,
             settings,
+            guard,
             connections_max: limits.admin,
         });
         let admin = admin.serve(admin_context.clone())?;
@@ -351,6 +355,16 @@ fn open_security(settings: &Settings) -> Result<Security, AgentError> {
     let listeners: Vec<SocketAddr> = [settings.admin].into_iter().chain(peers).collect();
     let opened = settings.tls.open(&role, &listeners);
     opened.map_err(|error| AgentError::new(ErrorKind::Config, "cannot use [tls]").with_source(error))
+}
+
+/// Returns the tokens that may read metrics: that of a file, or in a cluster those that the API server accepts.
+fn scrapers(settings: &Settings, cluster: Option<&ClusterSettings>) -> Result<Scrapers, AgentError> {
+    match (&settings.admin_token_file, cluster) {
+        (Some(path), _) => Scrapers::of_file(path)
+            .map_err(|error| AgentError::new(ErrorKind::Config, format!("admin.token_file: {error}"))),
+        (None, Some(cluster)) => Ok(Scrapers::reviewed(cluster.scraper_review())),
+        (None, None) => Ok(Scrapers::none()),
+    }
 }
 
 fn arena_config(settings: &ArenaSettings) -> ArenaConfig {

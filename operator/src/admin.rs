@@ -1,5 +1,5 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. It is read-only and not authenticated. Idle
-//! clients cannot block probes ([`reprise_daemon::http`]).
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. It is read-only. With certificates, only probes are
+//! open ([`reprise_daemon::guard`]). Idle clients cannot block probes ([`reprise_daemon::http`]).
 //!
 //! * `/healthz` fails if reconciliation is stuck ([`crate::watchdog`]). A replica that waits for the lease is
 //!   healthy.
@@ -19,8 +19,9 @@ use axum::routing::get;
 use reprise_daemon::connections::ConnectionLimit;
 use reprise_daemon::descriptors::{Part, TooFewDescriptors, divide, limit};
 use reprise_daemon::exposition::Format;
+use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
-use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
+use reprise_daemon::rejected_connections::RejectedConnections;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
@@ -51,16 +52,19 @@ const CONNECTIONS: Part = Part { each: 1, min: 8, max: 64 };
 ///
 /// # Errors
 /// The limit on open files is too low.
-pub fn connection_limit(rejected: &RejectedConnections) -> Result<ConnectionLimit, TooFewDescriptors> {
+pub fn connection_limit(
+    guard: &Guard,
+    rejected: &RejectedConnections,
+) -> Result<ConnectionLimit, TooFewDescriptors> {
     let [max] = divide(limit(), RESERVE, [CONNECTIONS])?;
     let max = usize::try_from(max).expect("at most 64");
-    Ok(ConnectionLimit::new(Listener::Admin, max, rejected.clone()))
+    Ok(guard.limit(max, rejected.clone()))
 }
 
 /// Serves the admin port until the task is aborted.
 pub async fn serve(
     listener: TcpListener,
-    limit: ConnectionLimit,
+    (guard, limit): (Guard, ConnectionLimit),
     context: Arc<Context>,
     ready: watch::Receiver<bool>,
 ) {
@@ -70,7 +74,7 @@ pub async fn serve(
         .route("/readyz", get(readyz))
         .route("/startz", get(startz))
         .with_state(Pages { context, ready });
-    http::serve(listener, pages, limit, std::future::pending()).await;
+    http::serve(listener, (pages, guard), limit, std::future::pending()).await;
 }
 
 async fn metrics(State(pages): State<Pages>, headers: HeaderMap) -> Response {
@@ -88,7 +92,7 @@ async fn healthz(State(pages): State<Pages>) -> Response {
                 what,
                 "reconciliation is stuck; failing /healthz so that the kubelet restarts the operator"
             );
-            (StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")).into_response()
+            (StatusCode::SERVICE_UNAVAILABLE, "stuck\n").into_response()
         }
     }
 }
@@ -97,14 +101,14 @@ async fn readyz(State(pages): State<Pages>) -> Response {
     if *pages.ready.borrow() {
         (StatusCode::OK, "ok\n").into_response()
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "the API server has not answered yet\n").into_response()
+        (StatusCode::SERVICE_UNAVAILABLE, "starting\n").into_response()
     }
 }
 
 async fn startz(State(pages): State<Pages>) -> Response {
     // Waiting callers keep their connections. Without a bound they would leave none for probes.
     let Ok(_waits) = WAITING.try_acquire() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, "too many requests wait for the start\n").into_response();
+        return (StatusCode::SERVICE_UNAVAILABLE, "busy\n").into_response();
     };
     let mut ready = pages.ready.clone();
     // An error means a timeout or a process that is ending: answer with the health in both cases.

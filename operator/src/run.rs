@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
+use reprise_daemon::guard::Guard;
 use tokio::net::TcpListener;
 use tokio::sync::watch as flag;
 
@@ -64,8 +65,9 @@ pub async fn run(
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
-    let limit = admin::connection_limit(&context.metrics.rejected)?;
-    let serving = tokio::spawn(admin::serve(listener, limit, Arc::clone(&context), is_ready));
+    let guard = Guard::plain();
+    let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
+    let serving = tokio::spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
     let mut watches = watch::start(&client, &stores, writers, &triggers);
     listening(ListenAddresses { admin })?;
     let mut stop = std::pin::pin!(stop);

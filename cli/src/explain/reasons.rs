@@ -9,7 +9,9 @@ use reprise_proto::controlplane::NodeInfo;
 use serde::Deserialize;
 use tokio::task::JoinSet;
 
-use reprise_testkit::http::{self, Response};
+use reprise_testkit::http::Response;
+
+use crate::security;
 
 /// Timeout of one request to an agent. A live agent answers within a second.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
@@ -63,7 +65,7 @@ async fn ask_node(
     for key in keys {
         let reason = match &failure {
             Some(error) => Err(error.clone()),
-            None => match ask_for(&node.admin_address, &key, timeout).await {
+            None => match ask_for(&node, &key, timeout).await {
                 Ok(response) => parse_reason(&node.name, &response),
                 Err(error) => Err(failure.insert(format!("the node does not answer: {error:#}")).clone()),
             },
@@ -73,10 +75,11 @@ async fn ask_node(
     reasons
 }
 
-async fn ask_for(address: &str, key: &BlockKey, timeout: Duration) -> anyhow::Result<Response> {
-    let (address, path) = (address.to_owned(), format!("/blocks/{key}"));
+async fn ask_for(node: &NodeInfo, key: &BlockKey, timeout: Duration) -> anyhow::Result<Response> {
+    let (address, path) = (node.admin_address.clone(), format!("/blocks/{key}"));
+    let client = security::agent_client(&node.name);
     // Name resolution and reading have no overall timeout; after ours, the blocking thread continues alone.
-    let asked = tokio::task::spawn_blocking(move || http::ask(&address, &path, timeout));
+    let asked = tokio::task::spawn_blocking(move || client.ask(&address, &path, timeout));
     let answered = tokio::time::timeout(timeout, asked).await;
     answered.with_context(|| format!("no answer within {timeout:?}"))?.context("asking")?
 }

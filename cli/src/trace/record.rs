@@ -10,7 +10,6 @@ use anyhow::{Context, ensure};
 use reprise_policy::Interval;
 use reprise_policy::trace::Line;
 use reprise_testkit::cluster::ClusterFile;
-use reprise_testkit::http;
 use reprise_testkit::output::Audience;
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,6 +17,7 @@ use tokio::task::JoinSet;
 
 use crate::config::Config;
 use crate::members::runtime;
+use crate::security;
 
 /// Time after the end of a recording in which an agent must have sent its last line.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
@@ -121,7 +121,8 @@ async fn record(agents: Vec<String>, seconds: u64, sink: &Arc<Mutex<Sink>>) -> a
         recordings.spawn(async move {
             let mut has_ended = false;
             let path = format!("/trace/{seconds}");
-            let followed = http::follow_lines(&agent, &path, |line| {
+            let client = security::any_agent_client();
+            let followed = client.follow_lines(&agent, &path, |line| {
                 let mut sink = sink.lock().unwrap_or_else(PoisonError::into_inner);
                 has_ended |= sink.write(line)?;
                 Ok(())

@@ -27,6 +27,7 @@ use anyhow::Context;
 use bytes::Bytes;
 use reprise_controlplane_core::{FollowerMessage, LiveNodes, Run};
 use reprise_daemon::connections::ConnectionLimit;
+use reprise_identity::Security;
 use reprise_policy::NodeId;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -89,7 +90,7 @@ impl Publisher {
     /// Starts to publish in the background, if configured. Errors name the setting to change.
     pub async fn start(
         cluster: Arc<Cluster>,
-        config: &EventsConfig,
+        (config, security): (&EventsConfig, &Security),
         background: &mut Background,
     ) -> anyhow::Result<Option<Publisher>> {
         let Some(publish) = config.publish else { return Ok(None) };
@@ -100,8 +101,15 @@ impl Publisher {
                 .with_context(|| format!("cannot listen on {address}: change '{field}' or free it"))?;
             let address = listener.local_addr()?;
             let (of, rejected) = (role.listener(), hub.cluster.metrics.rejected.clone());
-            let limit = ConnectionLimit::new(of, config.subscribers, rejected);
-            background.spawn_permanent(field, sockets::serve(listener, role, hub.clone(), limit));
+            let limit = match security {
+                Security::Plain => ConnectionLimit::new(of, config.subscribers, rejected),
+                Security::Tls(_) => {
+                    let shares = (config.subscribers, config.subscribers.div_ceil(2));
+                    ConnectionLimit::with_share(of, shares, rejected)
+                }
+            };
+            let listening = (listener, security.clone());
+            background.spawn_permanent(field, sockets::serve(listening, role, hub.clone(), limit));
             Ok(address)
         };
         let publish = serve("events.publish", publish, Role::Publisher).await?;

@@ -8,6 +8,10 @@
 //! longest-idle connection for a new one. Idle are connections without a greeting, without a subscription, or
 //! without a running replay. An idle connection is closed after [`SILENT_MAX`]; ZeroMQ reconnects when its
 //! user has something to send.
+//!
+//! ZeroMQ's protocol has no TLS. With certificates, it is spoken inside our TLS, to readers that may follow events;
+//! `reprise events proxy` gives routers a plain socket on loopback. One reader has at most half of a socket's
+//! connections.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -15,6 +19,9 @@ use std::time::Duration;
 
 use reprise_daemon::connections::{ConnectionLimit, Permit};
 use reprise_daemon::rejected_connections::Reason;
+use reprise_identity::access::{Call, authorise};
+use reprise_identity::tls::TlsError;
+use reprise_identity::{Security, Stream};
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -58,15 +65,20 @@ pub(super) struct PeerWriter<W> {
 struct Subscriptions(Vec<Vec<u8>>);
 
 /// Accepts connections until it is dropped, which ends them.
-pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limit: ConnectionLimit) {
+pub(super) async fn serve(
+    (listener, security): (TcpListener, Security),
+    role: Role,
+    hub: Arc<Hub>,
+    limit: ConnectionLimit,
+) {
     let mut connections = JoinSet::new();
     loop {
         let (stream, permit) = limit.accept(&listener).await;
         while connections.try_join_next().is_some() {}
-        let hub = hub.clone();
+        let (hub, security) = (hub.clone(), security.clone());
         connections.spawn(async move {
             tokio::select! {
-                ended = serve_connection(stream, role, &hub, &permit) => {
+                ended = serve_connection((stream, &security), role, &hub, &permit) => {
                     let Err(error) = ended;
                     tracing::debug!(?role, %error, "KV event connection closed");
                 }
@@ -78,19 +90,20 @@ pub(super) async fn serve(listener: TcpListener, role: Role, hub: Arc<Hub>, limi
 
 /// Serves a connection until either side ends it.
 async fn serve_connection(
-    mut stream: TcpStream,
+    (stream, security): (TcpStream, &Security),
     role: Role,
     hub: &Hub,
     permit: &Permit,
 ) -> Result<Infallible, ZmtpError> {
     keep_alive(&stream)?;
+    let mut stream = identify(stream, security, permit).await?;
     let greeted = timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role)).await.map_err(|_| {
         permit.limit().count(Reason::Timeout);
         ZmtpError::Peer("sent no greeting in time")
     })?;
     greeted.inspect_err(|_| permit.limit().count(Reason::Protocol))?;
     permit.set_idle();
-    let (read, write) = stream.into_split();
+    let (read, write) = tokio::io::split(stream);
     let (sender, received) = mpsc::channel(RECEIVED_MAX);
     let out = PeerWriter { write, pending: Vec::new() };
     tokio::select! {
@@ -101,6 +114,33 @@ async fn serve_connection(
                 Role::Router => answer((hub, permit), received, out).await,
             }
         } => ended,
+    }
+}
+
+/// Completes the handshake of a reader, and checks whether it may follow events.
+async fn identify(stream: TcpStream, security: &Security, permit: &Permit) -> Result<Stream, ZmtpError> {
+    let listener = permit.limit().listener().as_str();
+    let client = stream.peer_addr().ok().map(tracing::field::display);
+    let refuse = |reason| permit.limit().count(reason);
+    match security.accept(stream).await {
+        Ok((stream, None)) => Ok(stream),
+        Ok((stream, Some(identity))) => {
+            if let Err(refusal) = authorise(Some(&identity), Call::SubscribeEvents) {
+                refuse(Reason::Refused);
+                tracing::warn!(listener, client, %refusal, "refused a reader of events");
+                return Err(ZmtpError::Peer("may not follow events"));
+            }
+            if permit.set_identity(&identity) {
+                Ok(stream)
+            } else {
+                Err(ZmtpError::Peer("has its share of the connections"))
+            }
+        }
+        Err(error) => {
+            refuse(if matches!(error, TlsError::Timeout) { Reason::Timeout } else { Reason::Refused });
+            tracing::warn!(listener, client, %error, "refused a connection");
+            Err(ZmtpError::Peer("has no valid certificate"))
+        }
     }
 }
 
@@ -231,6 +271,9 @@ impl<W: AsyncWrite + Unpin> PeerWriter<W> {
             let written = written.map_err(|_| ZmtpError::Peer("accepts no data"))??;
             rest = &rest[written..];
         }
+        // TLS keeps a part of a record that the socket had no room for.
+        let flushed = timeout(STALLED_AFTER, self.write.flush()).await;
+        flushed.map_err(|_| ZmtpError::Peer("accepts no data"))??;
         self.pending.clear();
         Ok(())
     }

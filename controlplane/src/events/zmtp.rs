@@ -92,6 +92,7 @@ pub(super) async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
     (ours[0], ours[9], ours[10]) = (0xff, 0x7f, 3);
     ours[MECHANISM][..4].copy_from_slice(b"NULL");
     stream.write_all(&ours).await?;
+    stream.flush().await?;
     let mut theirs = [0; GREETING_BYTES];
     stream.read_exact(&mut theirs).await?;
     if (theirs[0], theirs[9]) != (0xff, 0x7f) {
@@ -106,6 +107,7 @@ pub(super) async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
     let mut ready = Vec::new();
     command(&ready_body(role.socket_type()), &mut ready);
     stream.write_all(&ready).await?;
+    stream.flush().await?;
     match receive(stream).await? {
         PeerMessage::Command(body) if socket_type(&body).is_some_and(|peer| role.accepts(peer)) => Ok(()),
         _ => Err(ZmtpError::Peer("has a socket type that cannot connect to this socket")),

@@ -18,6 +18,7 @@ mod pools;
 mod profiles;
 mod queue_claims;
 mod queues;
+mod scrapers;
 
 /// Runs the tests of this module.
 pub(crate) fn run(arguments: &Arguments) -> Conclusion {
@@ -37,6 +38,7 @@ pub(crate) fn run(arguments: &Arguments) -> Conclusion {
         failure_domains::the_second_replica_of_a_hot_block_goes_to_another_zone,
         io_engines::an_unavailable_io_engine_keeps_a_pool_closed_without_a_fallback,
         identities::only_the_pods_of_a_bound_tenant_may_use_it,
+        scrapers::only_accounts_that_may_get_metrics_read_those_of_an_agent_with_certificates,
         modes::a_node_applies_the_mode_of_its_spec,
         modes::a_node_is_drained_by_its_spec,
         modes::the_free_share_of_a_pool_changes_without_a_restart,

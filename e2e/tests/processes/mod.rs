@@ -4,6 +4,7 @@
 mod access;
 mod admin_commands;
 mod agent;
+mod attacks;
 mod certificates;
 mod check;
 mod client_process;

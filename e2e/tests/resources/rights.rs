@@ -52,6 +52,20 @@ pub(crate) fn allow_reviews(server: &ApiServer, account: PodAccount<'_>) {
     );
 }
 
+/// Grants an account the right to ask what others may do.
+#[allow(dead_code, reason = "the agents' tests use it")]
+pub(crate) fn allow_access_reviews(server: &ApiServer, account: PodAccount<'_>) {
+    let (group, resource) = ("authorization.k8s.io", "subjectaccessreviews");
+    let rule = json!({ "apiGroups": [group], "resources": [resource], "verbs": ["create"] });
+    grant(server, account, resource, &rule);
+}
+
+/// Grants an account to read metrics of agents.
+#[allow(dead_code, reason = "the agents' tests use it")]
+pub(crate) fn allow_metrics(server: &ApiServer, account: PodAccount<'_>) {
+    grant(server, account, "metrics", &json!({ "nonResourceURLs": ["/metrics"], "verbs": ["get"] }));
+}
+
 /// Grants an account a rule by a ClusterRole with a binding.
 fn grant(server: &ApiServer, account: PodAccount<'_>, what: &str, rule: &Value) {
     let name = format!("{}-{what}", account.name);

@@ -112,6 +112,40 @@ impl ResolvesClientCert for NoCertificate {
     }
 }
 
+/// What an open server learns of a client that shows this.
+async fn seen_by_open_server(server: &Tls, config: ClientConfig) -> Result<Option<Identity>, String> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let accepting = async {
+        let (stream, _) = listener.accept().await.expect("a client");
+        let accepted = server.accept_optional(stream).await;
+        accepted.map(|(_, identity)| identity).map_err(|error| error.to_string())
+    };
+    let connecting = async {
+        let stream = TcpStream::connect(address).await.expect("listening");
+        let name = ServerName::try_from("reprise").expect("a valid name");
+        TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| error.to_string())
+    };
+    // The client's side must stay until the server has read its last message.
+    let (seen, _client) = tokio::join!(accepting, connecting);
+    seen
+}
+
+#[tokio::test]
+async fn open_server_admits_clients_without_a_certificate_and_refuses_invalid_ones() {
+    let (own, foreign) = (authority(), authority());
+    let server = tls(&own, "member");
+    let config = |authority: &Authority| tls(authority, "admin").client_config(Expected::Role(Role::Member));
+    assert_eq!(seen_by_open_server(&server, config(&own)).await, Ok(Some(identity("c", "admin"))));
+    let mut anonymous = config(&own);
+    anonymous.client_auth_cert_resolver = Arc::new(NoCertificate);
+    assert_eq!(seen_by_open_server(&server, anonymous).await, Ok(None));
+    let mut invalid = config(&own);
+    invalid.client_auth_cert_resolver = config(&foreign).client_auth_cert_resolver;
+    let refused = seen_by_open_server(&server, invalid).await;
+    assert!(refused.is_err(), "{refused:?}");
+}
+
 #[tokio::test]
 async fn client_without_a_certificate_is_refused() {
     let authority = authority();

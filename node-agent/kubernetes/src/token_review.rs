@@ -10,6 +10,8 @@
 //! Signatures are not verified locally: that would ignore deleted pods, and require another copy of the
 //! keys.
 
+mod scraper;
+
 use std::collections::HashMap;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +22,7 @@ use kube::Client;
 use kube::api::{Api, PostParams};
 use reprise_policy::identity::ReviewOutcome;
 use sha2::{Digest, Sha256};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
 use crate::connect::Access;
@@ -64,7 +66,14 @@ pub struct TokenReviewService {
 #[derive(Debug)]
 struct ReviewRequest {
     token: String,
-    answer: SyncSender<ReviewOutcome>,
+    answer: Answer,
+}
+
+/// Requester that waits for a review.
+#[derive(Debug)]
+enum Answer {
+    Session(SyncSender<ReviewOutcome>),
+    Scraper(oneshot::Sender<ReviewOutcome>),
 }
 
 /// Users of valid tokens, by the tokens' digests.
@@ -87,7 +96,7 @@ impl TokenReviewer {
             return ReviewOutcome::Rejected("not a service account token".to_owned());
         }
         let (answer, answered) = sync_channel(1);
-        let request = ReviewRequest { token: token.to_owned(), answer };
+        let request = ReviewRequest { token: token.to_owned(), answer: Answer::Session(answer) };
         let words = match self.requests.try_send(request) {
             Ok(()) => match answered.recv_timeout(ANSWER_TIMEOUT) {
                 Ok(reviewed) => return reviewed,
@@ -96,6 +105,20 @@ impl TokenReviewer {
             Err(error) => format!("cannot queue the review: {error}"),
         };
         ReviewOutcome::Unreachable(words)
+    }
+
+    /// Reviews a token of any audience of the API server, whose account must be permitted to `get` the path
+    /// `/metrics`.
+    pub async fn review_scraper(&self, token: &str) -> ReviewOutcome {
+        let (answer, answered) = oneshot::channel();
+        let request = ReviewRequest { token: token.to_owned(), answer: Answer::Scraper(answer) };
+        if let Err(error) = self.requests.try_send(request) {
+            return ReviewOutcome::Unreachable(format!("cannot queue the review: {error}"));
+        }
+        match timeout(ANSWER_TIMEOUT, answered).await {
+            Ok(Ok(reviewed)) => reviewed,
+            Ok(Err(_)) | Err(_) => ReviewOutcome::Unreachable(format!("timed out after {ANSWER_TIMEOUT:?}")),
+        }
     }
 }
 
@@ -114,13 +137,18 @@ impl TokenReviewService {
                     let (client, cache) = (client.clone(), Arc::clone(&cache));
                     tokio::spawn(async move {
                         let _place = permit;
-                        let outcome = send_review(client, &token, audience).await;
-                        let lock = || cache.lock().unwrap_or_else(PoisonError::into_inner);
-                        // The requester may have timed out.
-                        let _ = answer.send(lock().update_cache(&token, outcome, Instant::now()));
+                        let outcome = match &answer {
+                            Answer::Session(_) => {
+                                let outcome = send_review(client, &token, audience).await;
+                                let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+                                cache.update_cache(&token, outcome, Instant::now())
+                            }
+                            Answer::Scraper(_) => scraper::review(&client, &token).await,
+                        };
+                        answer.send(outcome);
                     });
                 }
-                Err(error) => drop(answer.send(ReviewOutcome::Unreachable(error.to_string()))),
+                Err(error) => answer.send(ReviewOutcome::Unreachable(error.to_string())),
             }
         }
     }
@@ -149,6 +177,16 @@ fn interpret(answer: TokenReview, audience: &str) -> ReviewOutcome {
         _ => ReviewOutcome::Rejected(
             status.error.unwrap_or_else(|| format!("the token does not have the audience {audience}")),
         ),
+    }
+}
+
+impl Answer {
+    /// Sends an answer; the requester may have timed out.
+    fn send(self, outcome: ReviewOutcome) {
+        match self {
+            Answer::Session(answer) => drop(answer.send(outcome)),
+            Answer::Scraper(answer) => drop(answer.send(outcome)),
+        }
     }
 }
 

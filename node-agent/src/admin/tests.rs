@@ -49,6 +49,7 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
         recorder: Arc::new(Recorder::new("test".to_owned())),
         certificates: Certificates::default(),
+        guard: reprise_daemon::guard::Guard::plain(),
         connections_max: 8,
         ready: AtomicBool::new(true),
     })
@@ -186,7 +187,7 @@ fn traces_are_off_until_the_configuration_allows_them() {
     let context = context(inbox, Liveness::new(Clock::start()));
     let local = SocketAddr::from(([127, 0, 0, 1], 1));
     let client = Some(Extension(ClientAddress { client: local, server: local }));
-    let (status, body) = run(response(trace::page(State(context), client, Path(1))));
+    let (status, body) = run(response(trace::page(State(context), (client, None), Path(1))));
     assert_eq!(status, StatusCode::FORBIDDEN);
     assert!(body.contains("admin.trace = true"), "{body}");
 }
@@ -200,7 +201,7 @@ fn traces_are_for_clients_of_the_node_and_bounded() {
     let ask = async |address: Option<&str>, seconds| {
         let address = address.map(|address| SocketAddr::new(address.parse().expect("an address"), 1));
         let client = address.map(|client| Extension(ClientAddress { client, server }));
-        trace::page(State(context.clone()), client, Path(seconds)).await
+        trace::page(State(context.clone()), (client, None), Path(seconds)).await
     };
     run(async {
         for address in [None, Some("10.0.0.2"), Some("::ffff:10.0.0.2"), Some("2001:db8::1")] {

@@ -1,8 +1,8 @@
 //! `/trace/<seconds>`: the calls of sessions from now on, as lines of [`reprise_policy::trace`].
 //!
-//! The lines have the keys of all tenants' blocks, and the port is not authenticated. So traces are recorded only if the
-//! configuration allows it (`admin.trace`), for clients of the node itself. Every process in the node's network namespace
-//! is such a client, `kubectl port-forward` too, and behind a proxy on the node also the proxy's clients.
+//! The lines have the keys of all tenants' blocks. So traces are recorded only if the configuration allows it
+//! (`admin.trace`), for admins (their certificates). An agent without certificates records for clients of the node
+//! itself. Every process in the node's network namespace is such a client, and behind a proxy also the proxy's clients.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use reprise_daemon::guard::Caller;
 use reprise_daemon::http::ClientAddress;
 use reprise_policy::trace::{Line, VERSION};
 use tokio::sync::mpsc;
@@ -34,7 +35,7 @@ const LINES_QUEUED_MAX: usize = 16;
 
 pub(super) async fn page(
     State(context): State<Arc<AdminContext>>,
-    client: Option<Extension<ClientAddress>>,
+    (client, caller): (Option<Extension<ClientAddress>>, Option<Extension<Caller>>),
     Path(seconds): Path<u64>,
 ) -> Response {
     if !context.settings.admin_trace {
@@ -42,9 +43,10 @@ pub(super) async fn page(
                     set admin.trace = true in its configuration while you record\n";
         return (StatusCode::FORBIDDEN, text).into_response();
     }
-    if !client.is_some_and(|Extension(address)| address.is_local()) {
-        let text = "a trace has the keys of all tenants' blocks: connect from the node itself, in Kubernetes with \
-                    `kubectl port-forward`\n";
+    let is_admin = caller.is_some_and(|Extension(caller)| caller.is_admin());
+    if !is_admin && !client.is_some_and(|Extension(address)| address.is_local()) {
+        let text = "a trace has the keys of all tenants' blocks: use a certificate of an admin, or connect from \
+                    the node itself\n";
         return (StatusCode::FORBIDDEN, text).into_response();
     }
     if !(1..=SECONDS_MAX).contains(&seconds) {

@@ -83,6 +83,8 @@ pub(crate) struct Settings {
     pub(crate) prefetch: PrefetchSettings,
     pub(crate) retention: RetentionSettings,
     pub(crate) admin: SocketAddr,
+    /// File with the bearer token of scrapers.
+    pub(crate) admin_token_file: Option<PathBuf>,
     /// Whether the admin port records traces.
     pub(crate) admin_trace: bool,
     pub(crate) tls: TlsSettings,
@@ -230,6 +232,7 @@ impl Config {
             prefetch: self.prefetch.validate()?,
             retention: self.retention.validate()?,
             admin: address("admin.listen", &self.admin.listen)?,
+            admin_token_file: self.admin.token_file.clone(),
             admin_trace: self.admin.trace,
             tls: self.tls.clone(),
             kubernetes: self.kubernetes.validate()?,

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use reprise_agent_kubernetes::{
     Access, Desired, NodeSettings, StateDirectory, TokenReviewService, TokenReviewer, token_review_channel,
 };
-use reprise_policy::identity::TOKEN_AUDIENCE;
+use reprise_daemon::scrapers::{Review as ScraperReview, Verdict};
+use reprise_policy::identity::{ReviewOutcome, TOKEN_AUDIENCE};
 use tokio::sync::watch;
 
 use crate::bindings::BindingsFile;
@@ -77,6 +78,21 @@ impl ClusterSettings {
     pub(crate) fn token_review(&self) -> Box<Review> {
         let reviewer = self.reviewer.clone();
         Box::new(move |token| reviewer.review(token))
+    }
+
+    /// Returns the review of scrapers' tokens by the API server.
+    pub(crate) fn scraper_review(&self) -> Box<ScraperReview> {
+        let reviewer = self.reviewer.clone();
+        Box::new(move |token| {
+            let reviewer = reviewer.clone();
+            Box::pin(async move {
+                match reviewer.review_scraper(&token).await {
+                    ReviewOutcome::User(_) => Verdict::Accepted,
+                    ReviewOutcome::Rejected(reason) => Verdict::Rejected(reason),
+                    ReviewOutcome::Unreachable(reason) => Verdict::Unavailable(reason),
+                }
+            })
+        })
     }
 }
 

@@ -3,6 +3,8 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
+use reprise_daemon::scrapers::Review as ScraperReview;
+
 use crate::bindings::BindingsFile;
 use crate::config::Settings;
 use crate::error::{AgentError, ErrorKind};
@@ -37,6 +39,10 @@ impl ClusterSettings {
     }
 
     pub(crate) fn bindings(&self) -> Result<Option<BindingsFile>, AgentError> {
+        match *self {}
+    }
+
+    pub(crate) fn scraper_review(&self) -> Box<ScraperReview> {
         match *self {}
     }
 
