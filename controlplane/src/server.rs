@@ -191,8 +191,9 @@ impl ControlPlane {
         let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
         let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
         let stopped = stop.subscribe();
+        let secured = security.clone();
         let grpc_task =
-            tokio::spawn(async move { grpc_server::serve(accepted, &security, routers, stopped).await });
+            tokio::spawn(async move { grpc_server::serve(accepted, &secured, routers, stopped).await });
         // Set before the admin server runs: a start-up probe may already wait on the port.
         admin_state.set_ready();
         let routes = admin::router(admin_state.clone());

@@ -142,7 +142,6 @@ impl AdminPort {
         let AdminPort { listener, address } = self;
         let rejected = context.metrics.rejected().clone();
         let guard = context.guard.clone();
-        let (tls, security) = (context.settings.tls.clone(), guard.security().clone());
         let limit = guard.limit(context.connections_max, rejected);
         let router = Router::new()
             .route("/metrics", get(metrics))
@@ -160,7 +159,6 @@ impl AdminPort {
         };
         let body = move || {
             runtime.block_on(async {
-                tokio::spawn(tls.follow(security));
                 tokio::select! {
                     () = http::serve(listener, (router, guard), limit, std::future::pending()) => {}
                     // Open connections end with the runtime, as the agent is about to exit.
