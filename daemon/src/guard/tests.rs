@@ -62,13 +62,19 @@ async fn ask(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), path: &str, fie
     if stream.write_all(request.as_bytes()).await.is_err() || stream.flush().await.is_err() {
         return 0;
     }
-    while !head.ends_with(b"\n") {
+    while !head.ends_with(b"\r\n\r\n") {
         match stream.read_u8().await {
             Ok(byte) => head.push(byte),
             Err(_) => return 0,
         }
     }
-    let head = String::from_utf8(head).expect("text");
+    let head = String::from_utf8(head).expect("text").to_ascii_lowercase();
+    // The connection may serve another request, so the body is read.
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+    let mut body = vec![0; length.and_then(|length| length.parse().ok()).expect("a length")];
+    if stream.read_exact(&mut body).await.is_err() {
+        return 0;
+    }
     head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
 }
 

@@ -59,7 +59,7 @@ pub(crate) fn only_accounts_that_may_get_metrics_read_those_of_an_agent_with_cer
     });
     assert_eq!(scrape("/status", &token), "HTTP/1.1 401 Unauthorized", "tokens are for metrics only");
     let other = server.token_for(PodAccount { namespace: "monitoring", name: "other" }, None);
-    for refused in [&other, "a.b.c", &token[..token.len() - 8]] {
+    for refused in [other.as_str(), "a.b.c", &token[..token.len() - 8]] {
         assert_eq!(scrape("/metrics", refused), "HTTP/1.1 403 Forbidden");
     }
 }
