@@ -16,8 +16,8 @@ use std::time::Instant;
 use anyhow::Context;
 use reprise_policy::Interval;
 use reprise_simulator::plan::{
-    Budget, ColdStore, Configuration, Curves, Estimator, Goal, Guidance, Limits, Load, Machine, Plan, Timed,
-    plan,
+    Budget, ColdStore, Curves, Estimator, Goal, Guidance, Limits, Load, Machine, Plan, Randomness, Replayed,
+    Run, Shortlist, Timed, choose, shortlist,
 };
 use reprise_simulator::replay::{IdScope, ReadOptions};
 use reprise_testkit::output::Audience;
@@ -53,7 +53,7 @@ pub(crate) struct PlanArgs {
     /// Let the plan include a cold store, which agents do not use yet.
     #[arg(long)]
     cold: bool,
-    /// Prefer the cheapest plan with at most this mean TTFT, by estimate [default: nearly the shortest].
+    /// Prefer the cheapest plan with at most this mean TTFT in replays [default: nearly the shortest].
     #[arg(long, value_name = "TIME")]
     ttft: Option<Interval>,
     /// Write plots to this folder, each as SVG and PNG.
@@ -113,13 +113,13 @@ pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()>
     let curves = Curves::collect(capacities, measured);
     let replay_seconds = began.elapsed().as_secs_f64();
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let plan = plan(&estimator, args.budget, args.goal())?;
-    let plan_seconds = began.elapsed().as_secs_f64();
-    let report = Report::new(args, &estimator, plan, audience);
+    let shortlist = shortlist(&estimator, args.budget, args.goal())?;
+    let estimate_seconds = began.elapsed().as_secs_f64();
+    let report = Report::new(args, &estimator, shortlist, audience);
     tracing::debug!(
         read_seconds,
         replay_seconds,
-        plan_seconds,
+        estimate_seconds,
         seconds = began.elapsed().as_secs_f64(),
         "planned"
     );
@@ -141,30 +141,32 @@ impl PlanArgs {
 }
 
 impl<'a> Report<'a> {
-    /// Replays the plan, its steps and its alternatives with time.
-    fn new(args: &PlanArgs, estimator: &'a Estimator<'a>, mut plan: Plan, audience: Audience) -> Report<'a> {
-        let chosen = plan.chosen.configuration;
-        // The plan is the best one of its own kinds of hardware.
-        plan.alternatives.retain(|(_, one)| kinds(&one.configuration) != kinds(&chosen));
-        let steps = plan.steps.iter().map(|step| step.changed.configuration);
-        let alternatives = plan.alternatives.iter().map(|(_, one)| one.configuration);
-        let all: Vec<Configuration> = std::iter::once(chosen).chain(steps).chain(alternatives).collect();
-        let progress = audience.progress(all.len() as u64, "replays with time");
-        let mut timed = in_parallel(&all, |configuration| {
-            let timed = (!configuration.cold).then(|| Timed::new(estimator, configuration));
-            progress.inc(1);
-            timed
-        });
+    /// Chooses a plan by replays with time.
+    fn new(
+        args: &PlanArgs,
+        estimator: &'a Estimator<'a>,
+        shortlist: Shortlist,
+        audience: Audience,
+    ) -> Report<'a> {
+        let progress = audience.progress(0, "replays with time");
+        let replay = |runs: &[Run]| {
+            progress.inc_length(runs.len() as u64);
+            in_parallel(runs, |(configuration, sample)| {
+                let timed = Timed::new(estimator, configuration, *sample);
+                progress.inc(1);
+                timed
+            })
+        };
+        let replayed = choose(estimator, (args.budget, args.goal()), shortlist, replay);
         progress.finish_and_clear();
-        let alternatives = timed.split_off(1 + plan.steps.len());
-        let steps = timed.split_off(1);
+        let Replayed { plan, chosen, steps, alternatives } = replayed;
         let name = args.trace.file_name().unwrap_or(args.trace.as_os_str());
         Report {
             trace: name.to_string_lossy().into_owned(),
             seed: args.seed,
             budget: args.budget,
-            guidance: Guidance::new(estimator, &chosen),
-            chosen: timed.pop().flatten(),
+            guidance: Guidance::new(estimator, &plan.chosen.configuration),
+            chosen,
             estimator,
             plan,
             steps,
@@ -173,12 +175,7 @@ impl<'a> Report<'a> {
     }
 }
 
-/// Kinds of hardware of a configuration: DRAM, SSDs, a cold store.
-fn kinds(configuration: &Configuration) -> (bool, bool, bool) {
-    (configuration.dram_gb > 0, configuration.ssds.is_some(), configuration.cold)
-}
-
-/// Reads the trace; sessions of an archive get their times.
+/// Reads the trace and measures its load.
 fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<Load> {
     let options = ReadOptions {
         scope: if args.local_ids { IdScope::Session } else { IdScope::Trace },
@@ -186,12 +183,10 @@ fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<L
         allow_gaps: args.allow_gaps,
         sort: args.sort,
     };
-    let mut trace = reading::read(&Source { path: &args.trace, options, sessions: None }, audience)?;
+    let trace = reading::read(&Source { path: &args.trace, options, sessions: None }, audience)?;
     let spread_ms = u64::try_from(args.spread.0.as_millis()).context("--spread is too long")?;
-    if trace.has_session_times() {
-        trace = trace.started_at_random(spread_ms, args.seed);
-    }
-    Load::new(trace, limits, args.seed).with_context(|| args.trace.display().to_string())
+    let random = Randomness { seed: args.seed, spread_ms };
+    Load::new(trace, limits, random).with_context(|| args.trace.display().to_string())
 }
 
 /// Applies a function to all items on all processors; results are in the order of the items.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! trace ─▶ Curves: hits of each policy by capacity ─┐
-//! model, hardware ─▶ Machine: times, prices, SSDs ──┼─▶ Estimate of each Configuration ─▶ choose ─▶ Plan
+//! model, hardware ─▶ Machine: times, prices, SSDs ──┼─▶ Estimate of each Configuration ─▶ Shortlist ─▶ replays ─▶ Plan
 //! budget ───────────────────────────────────────────┘                         guidance: tiers, bubbles, decoding
 //! ```
 //!
@@ -11,8 +11,8 @@
 //! inputs give equal plans.
 //!
 //! Simplifications of the search: nodes share one cache of their summed size, blocks in DRAM are on NVMe too, and the HBM
-//! of accelerators keeps nothing between requests. None of them applies to the plan and its neighbours: they are
-//! replayed with time, with their nodes and tiers ([`Timed`]).
+//! of accelerators keeps nothing between requests. So estimates select candidates only. These and their neighbours are
+//! replayed with time, with their nodes and tiers ([`Timed`]), and the replays decide ([`choose`]).
 
 mod budget;
 mod choice;
@@ -22,19 +22,21 @@ mod estimate;
 mod guidance;
 mod load;
 mod machine;
+mod search;
 #[cfg(test)]
 mod tests;
 mod timed;
 
 pub use budget::{Budget, HOURS_PER_MONTH, HOURS_PER_YEAR};
-pub use choice::{ColdStore, Evaluated, Goal, Plan, Rejected, Step, plan};
+pub use choice::{ColdStore, Evaluated, Goal, Plan, Rejected, Shortlist, Step, shortlist};
 pub use configuration::{Configuration, Ssds};
 pub use curves::{Curves, Point};
 pub use estimate::{BUSY_MAX, Estimate, Estimator};
 pub use guidance::{Bubble, DecodeOverhead, Guidance, Interval, TierSequences};
-pub use load::{Limits, Load};
+pub use load::{Limits, Load, Randomness, Recorded};
 pub use machine::{Machine, SsdClass};
-pub use timed::{Part, Timed};
+pub use search::{Replayed, Run, choose};
+pub use timed::{Mean, Part, Timed};
 
 /// Reason why no plan is made; the message names the remedy.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -6,7 +6,7 @@ use reprise_testkit::output::Audience;
 use serde::Serialize;
 
 use super::Report;
-use super::text::saved;
+use super::text::{is_gain, saved};
 
 /// Line of the output.
 #[derive(Debug, Serialize)]
@@ -20,7 +20,9 @@ enum Line<'a> {
         references: u64,
         distinct_blocks: u64,
         block_tokens: u64,
-        block_bytes: u64,
+        /// Tokens and bytes of a block that is replayed: several of the trace's, if it is large.
+        replayed_block_tokens: u64,
+        replayed_block_bytes: u64,
         requests_per_second: f64,
         replayed_share: f64,
         refused_requests: u64,
@@ -43,10 +45,18 @@ enum Line<'a> {
         choice: Choice<'a>,
         added_usd_per_month: f64,
         ttft_saved_seconds: Option<f64>,
+        /// Half of the interval of 95 % around it.
+        ttft_saved_half_width_seconds: Option<f64>,
         usd_per_month_per_ms: Option<f64>,
     },
     /// Numbers of configurations.
-    Compared { configurations: usize, worn_out: usize, slow_ssds: usize, slow_cold_store: usize },
+    Compared {
+        configurations: usize,
+        replayed: usize,
+        worn_out: usize,
+        slow_ssds: usize,
+        slow_cold_store: usize,
+    },
     /// Sequences of median length on a node.
     Sequences { tier: &'a str, tokens: u64, bytes: u64, sequences: u64 },
     /// Interval between uses within which a tier is cheaper.
@@ -72,6 +82,8 @@ struct Choice<'a> {
     admission: &'static str,
     usd_per_month: f64,
     served: f64,
+    busy: f64,
+    busy_peak: f64,
     usd_per_million_tokens: f64,
     estimated_ttft_mean_seconds: Option<f64>,
     estimated_hit_ratio: f64,
@@ -87,6 +99,9 @@ struct Times {
     hits_dram: f64,
     hits_ssd: f64,
     ttft_mean_seconds: f64,
+    /// Half of the interval of 95 % around the mean of the samples; `null` with one sample.
+    ttft_mean_half_width_seconds: Option<f64>,
+    samples: usize,
     ttft_p50_seconds: f64,
     ttft_p95_seconds: f64,
     ttft_p99_seconds: f64,
@@ -109,6 +124,9 @@ impl Times {
             hits_dram: timed.dram_ratio,
             hits_ssd: timed.ssd_ratio,
             ttft_mean_seconds: timed.ttft_mean(),
+            ttft_mean_half_width_seconds: Some(timed.ttft_interval().half_width)
+                .filter(|width| width.is_finite()),
+            samples: timed.ttft_means.len(),
             ttft_p50_seconds: timed.ttft(0.5),
             ttft_p95_seconds: timed.ttft(0.95),
             ttft_p99_seconds: timed.ttft(0.99),
@@ -127,7 +145,9 @@ impl Times {
 fn choice<'a>(machine: &'a Machine, name: &'a str, one: &Evaluated, timed: Option<&Timed>) -> Choice<'a> {
     let Evaluated { configuration, estimate } = one;
     let Configuration { nodes, dram_gb, cold, policy, admission, .. } = *configuration;
-    let Estimate { usd_per_hour, served, usd_per_million_tokens, ttft_mean, hit_ratio, .. } = *estimate;
+    let Estimate {
+        usd_per_hour, served, busy, busy_peak, usd_per_million_tokens, ttft_mean, hit_ratio, ..
+    } = *estimate;
     let drives = configuration.drives(machine);
     Choice {
         name,
@@ -140,6 +160,8 @@ fn choice<'a>(machine: &'a Machine, name: &'a str, one: &Evaluated, timed: Optio
         admission: admission.name(),
         usd_per_month: usd_per_hour * HOURS_PER_MONTH,
         served,
+        busy,
+        busy_peak,
         usd_per_million_tokens,
         estimated_ttft_mean_seconds: ttft_mean,
         estimated_hit_ratio: hit_ratio,
@@ -161,14 +183,16 @@ pub(super) fn emit(report: &Report<'_>, audience: Audience) {
         audience.emit(&Line::Step {
             choice: choice(machine, step.name, &step.changed, timed.as_ref()),
             added_usd_per_month: step.usd_per_month,
-            ttft_saved_seconds: saved,
-            usd_per_month_per_ms: saved
-                .filter(|saved| *saved >= 0.000_5)
-                .map(|saved| step.usd_per_month / (saved * 1e3)),
+            ttft_saved_seconds: saved.map(|saved| saved.mean),
+            ttft_saved_half_width_seconds: saved
+                .map(|saved| saved.half_width)
+                .filter(|width| width.is_finite()),
+            usd_per_month_per_ms: saved.filter(is_gain).map(|saved| step.usd_per_month / (saved.mean * 1e3)),
         });
     }
     audience.emit(&Line::Compared {
         configurations: plan.compared,
+        replayed: plan.replayed,
         worn_out: plan.rejected.wear,
         slow_ssds: plan.rejected.ssd_bandwidth,
         slow_cold_store: plan.rejected.cold_bandwidth,
@@ -183,10 +207,11 @@ fn subject<'a>(report: &'a Report<'_>) -> Line<'a> {
         trace: &report.trace,
         requests: load.requests,
         sessions: load.sessions,
-        references: load.references,
-        distinct_blocks: load.distinct,
-        block_tokens: load.block_tokens(),
-        block_bytes: report.estimator.block_bytes as u64,
+        references: load.recorded.references,
+        distinct_blocks: load.recorded.distinct,
+        block_tokens: load.recorded.block_tokens,
+        replayed_block_tokens: load.block_tokens(),
+        replayed_block_bytes: report.estimator.block_bytes as u64,
         requests_per_second: load.requests_per_second,
         replayed_share: load.share,
         refused_requests: report.plan.refused_requests,

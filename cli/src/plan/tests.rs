@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use clap::Parser;
+use reprise_simulator::plan::{Configuration, Evaluated};
 
 use super::*;
 
@@ -27,24 +28,24 @@ fn error_of(options: &[&str]) -> String {
 
 /// Text and plots of a plan.
 fn output(args: &PlanArgs, limits: Limits, folder: &Path) -> (String, Vec<Vec<u8>>) {
-    output_of(args, limits, folder, |_| ())
+    output_of(args, limits, folder, |_, _| ())
 }
 
-/// Text and plots of a plan that is changed.
+/// Text and plots of a plan whose candidates are changed.
 fn output_of(
     args: &PlanArgs,
     limits: Limits,
     folder: &Path,
-    change: impl Fn(&mut Plan),
+    change: impl Fn(&Estimator<'_>, &mut Shortlist),
 ) -> (String, Vec<Vec<u8>>) {
     let machine = Machine::new(&args.hardware, &args.model).expect("valid");
     let load = read(args, limits, Audience::Program).expect("valid");
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let curves = Curves::new(&load, block_bytes);
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let mut plan = plan(&estimator, args.budget, args.goal()).expect("affordable");
-    change(&mut plan);
-    let report = Report::new(args, &estimator, plan, Audience::Program);
+    let mut list = shortlist(&estimator, args.budget, args.goal()).expect("affordable");
+    change(&estimator, &mut list);
+    let report = Report::new(args, &estimator, list, Audience::Program);
     let written = plots::write(&report, folder).expect("writable");
     let files = written.iter().map(|path| std::fs::read(path).expect("written")).collect();
     (text::render(&report), files)
@@ -89,24 +90,31 @@ fn sessions_of_an_archive_are_sampled_and_the_output_states_it() {
     args.trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../testkit/data/agentic_sample.tar.xz").into();
     let whole = read(&args, Limits::default(), Audience::Program).expect("valid");
     assert!(whole.share >= 1.0 && whole.sessions_replayed == whole.sessions, "{}", whole.share);
-    let limits = Limits { references: whole.references / 2, timed_references: whole.references / 8 };
+    let limits =
+        Limits { references: whole.references / 8, timed_references: whole.references / 32, samples: 2 };
     let load = read(&args, limits, Audience::Program).expect("valid");
     assert!(load.share < 0.9 && load.sessions_replayed < whole.sessions, "{}", load.share);
-    assert_eq!((load.sessions, load.references), (whole.sessions, whole.references));
-    assert!(load.trace().references() < load.whole().references());
+    assert_eq!((load.sessions, load.recorded), (whole.sessions, whole.recorded));
+    assert!(load.references < whole.references && load.trace().references() < load.references);
     let (text, _) = output(&args, limits, folder.path());
     let sampled =
         format!("Hits by capacity are from {} of {} sessions", load.sessions_replayed, load.sessions);
     assert!(text.contains(&sampled), "{text}");
+    let joined = format!("to one of {} tokens", load.block_tokens());
+    assert!(
+        text.contains(&joined) && text.contains("from 2 replays with the same sessions at other times"),
+        "{text}"
+    );
     assert!(text.contains("Replays with time have a part") && text.contains("in the first"), "{text}");
 }
 
 #[test]
 fn a_plan_with_a_cold_store_shows_estimates_and_what_its_price_includes() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (text, _) = output_of(&args(&OPTIONS), Limits::default(), folder.path(), |plan| {
-        let step = plan.steps.iter().find(|step| step.name == "a cold store").expect("it can be added");
-        plan.chosen = step.changed.clone();
+    let (text, _) = output_of(&args(&OPTIONS), Limits::default(), folder.path(), |estimator, list| {
+        let one = list.candidates.iter().find(|one| one.configuration.dram_gb > 0).expect("a cache");
+        let configuration = Configuration { cold: true, ..one.configuration };
+        list.best = Evaluated { estimate: estimator.estimate(&configuration), configuration };
     });
     let head = text.split("WHY").next().expect("a first section");
     assert!(head.contains("and a cold store") && head.contains("in the cold store"), "{text}");

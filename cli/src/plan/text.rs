@@ -2,7 +2,7 @@
 
 use reprise_policy::admission::AdmissionMode;
 use reprise_simulator::plan::{
-    Configuration, Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Machine, Step, Timed,
+    BUSY_MAX, Configuration, Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Machine, Mean, Step, Timed,
 };
 use reprise_testkit::output::Table;
 
@@ -10,6 +10,12 @@ use super::Report;
 
 /// Percent of a whole.
 const PERCENT: f64 = 100.0;
+
+/// Seconds of the shortest window whose load is stated: shorter ones are bursts.
+const PEAK_SECONDS_MIN: f64 = 60.0;
+
+/// Seconds of a gain that counts.
+const GAIN_MIN: f64 = 0.000_5;
 
 /// Returns the text of a plan.
 pub(super) fn render(report: &Report<'_>) -> String {
@@ -106,6 +112,7 @@ fn recommendation(report: &Report<'_>) -> String {
         load.requests_per_second,
         percent(estimate.busy.min(1.0))
     );
+    text += &peak(report);
     let refused = report.plan.refused_requests;
     if refused > 0 {
         text += &format!(
@@ -119,6 +126,22 @@ fn recommendation(report: &Report<'_>) -> String {
         text += "\n  The budget does not serve the whole load: queues grow without bound, and the TTFT is that of this trace\n  only. WHAT THE NEXT DOLLAR BUYS has the price of one more node.\n";
     }
     text
+}
+
+/// What the busiest window needs, if it has more work than the nodes can do.
+fn peak(report: &Report<'_>) -> String {
+    let Evaluated { configuration, estimate } = &report.plan.chosen;
+    let is_burst = report.estimator.load.window_seconds < PEAK_SECONDS_MIN;
+    if is_burst || estimate.busy_peak <= BUSY_MAX {
+        return String::new();
+    }
+    format!(
+        "            the busiest {} have {} of the work that the nodes can do: requests queue, and the\n            TTFT \
+         is mostly wait; by estimate, about {:.0} such nodes have no queues\n",
+        time(report.estimator.load.window_seconds),
+        percent(estimate.busy_peak),
+        (f64::from(configuration.nodes) * estimate.busy_peak / BUSY_MAX).ceil()
+    )
 }
 
 /// TTFT and hits of the plan: with time, or estimates.
@@ -137,9 +160,10 @@ fn results(report: &Report<'_>) -> String {
         );
     };
     format!(
-        "  TTFT      {} mean, {} median, {} p95, {} p99; {} for an output token\n  hits      {} of the prompts' blocks: {} in \
+        "  TTFT      {} mean{}, {} median, {} p95, {} p99; {} for an output token\n  hits      {} of the prompts' blocks: {} in \
          HBM, {} in DRAM, {} on SSDs\n",
         time(timed.ttft_mean()),
+        interval(timed.ttft_interval()),
         time(timed.ttft(0.5)),
         time(timed.ttft(0.95)),
         time(timed.ttft(0.99)),
@@ -149,6 +173,11 @@ fn results(report: &Report<'_>) -> String {
         percent(timed.dram_ratio),
         percent(timed.ssd_ratio)
     )
+}
+
+/// Half of an interval, in brackets.
+fn interval(mean: Mean) -> String {
+    if mean.half_width.is_finite() { format!(" (± {})", time(mean.half_width)) } else { String::new() }
 }
 
 fn hits_text(one: &Evaluated, timed: Option<&Timed>) -> String {
@@ -185,9 +214,10 @@ fn reasons(report: &Report<'_>) -> String {
     }
     row("the plan", &plan.chosen, report.chosen.as_ref());
     let mut text = format!(
-        "WHY\n\n  {} configurations cost at most the budget. The plan is the cheapest one that serves the load with a\n  mean TTFT \
-         within 10 % of the shortest estimate, or of at most --ttft.\n\n{}",
+        "WHY\n\n  {} configurations cost at most the budget, and {} candidates and changes were replayed. The plan is the\n  cheapest one \
+         with a mean TTFT within 10 % of the shortest replayed one, or of at most --ttft.\n\n{}",
         plan.compared,
+        plan.replayed,
         table.render()
     );
     text += "  DRAM and SSDs are those of each node. ~ is an estimate: the replay with time has no cold store, and agents use\n  none yet.\n";
@@ -210,18 +240,29 @@ fn mean_text(one: &Evaluated, timed: Option<&Timed>) -> String {
     }
 }
 
-/// Mean TTFT that a step saves, in seconds: with time if both were replayed.
-pub(super) fn saved(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<f64> {
+/// Mean TTFT that a step saves, in seconds: with time if both were replayed, otherwise the estimate.
+pub(super) fn saved(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<Mean> {
     match (&report.chosen, timed) {
-        (Some(chosen), Some(timed)) => Some(chosen.ttft_mean() - timed.ttft_mean()),
-        _ => step.ttft_seconds.map(|seconds| -seconds),
+        (Some(chosen), Some(timed)) => Some(chosen.difference(timed)),
+        _ => step.ttft_seconds.map(|seconds| Mean { mean: -seconds, half_width: 0.0 }),
     }
 }
 
-/// Change of the mean TTFT by a step.
-fn change_text(report: &Report<'_>, timed: Option<&Timed>, saved: Option<f64>) -> String {
-    let mark = if report.chosen.is_some() && timed.is_some() { "" } else { "~" };
-    saved.map_or("-".to_owned(), |saved| format!("{mark}{}", signed(-saved, time(-saved))))
+/// Whether a step saves time, and more than samples differ by chance.
+pub(super) fn is_gain(saved: &Mean) -> bool {
+    saved.mean >= GAIN_MIN && saved.is_clear()
+}
+
+/// Change of the mean TTFT by a step, with its interval.
+fn change_text(report: &Report<'_>, timed: Option<&Timed>, saved: Option<Mean>) -> String {
+    let is_replayed = report.chosen.is_some() && timed.is_some();
+    saved.map_or("-".to_owned(), |saved| {
+        let text = signed(-saved.mean, time(-saved.mean));
+        match is_replayed && saved.half_width.is_finite() {
+            true => format!("{text} ± {}", time(saved.half_width)),
+            false => format!("~{text}"),
+        }
+    })
 }
 
 fn signed(amount: f64, text: String) -> String {
@@ -242,14 +283,14 @@ fn next_dollar(report: &Report<'_>) -> String {
     let mut best: Option<(f64, &Step, f64)> = None;
     for (step, timed) in report.plan.steps.iter().zip(&report.steps) {
         let saved = saved(report, step, timed.as_ref());
-        let per_ms = saved.filter(|saved| *saved >= 0.000_5).map(|saved| step.usd_per_month / (saved * 1e3));
+        let per_ms = saved.filter(is_gain).map(|saved| step.usd_per_month / (saved.mean * 1e3));
         let worn = worn_years(report, step, timed.as_ref());
         let is_usable = worn.is_none() && step.name != "a cold store";
         let is_bought = is_usable && step.usd_per_month > 0.0;
         if let Some((per_ms, saved)) = per_ms.zip(saved).filter(|_| is_bought)
             && best.as_ref().is_none_or(|(least, _, _)| per_ms < *least)
         {
-            best = Some((per_ms, step, saved));
+            best = Some((per_ms, step, saved.mean));
         }
         table.row(vec![
             format!("  {}", step.name),
@@ -262,6 +303,7 @@ fn next_dollar(report: &Report<'_>) -> String {
             match worn {
                 Some(years) => format!("SSDs wear out in {years:.1} years"),
                 None if step.name == "a cold store" => "agents use none yet".to_owned(),
+                None if saved.is_some_and(|saved| !saved.is_clear()) => "not above noise".to_owned(),
                 None => String::new(),
             },
         ]);
@@ -275,7 +317,9 @@ fn next_dollar(report: &Report<'_>) -> String {
             usd(per_ms)
         ),
         None => {
-            "The next dollar buys nothing: no usable change shortens the TTFT by a millisecond.".to_owned()
+            "The next dollar buys nothing that is above the noise: no usable change to more hardware shortens the TTFT\n  by more \
+             than the samples differ (±)."
+                .to_owned()
         }
     };
     let spare = report.budget.usd_per_month() - report.plan.chosen.estimate.usd_per_hour * HOURS_PER_MONTH;
@@ -355,14 +399,7 @@ fn endurance(report: &Report<'_>) -> String {
                 bytes / class.bytes as f64,
                 years_text(years)
             );
-            if years.is_some_and(|years| years < report.estimator.years) {
-                text += &format!(
-                    "  WARNING: that is less than {} years. The estimate over all nodes was {} years, but the load is uneven.\n  \
-                     Use more SSDs, or admission second_use.\n",
-                    report.estimator.years,
-                    years_text(estimate.ssd_years)
-                );
-            } else if configuration.admission == AdmissionMode::SecondUse {
+            if configuration.admission == AdmissionMode::SecondUse {
                 text += "  Admission second_use writes a block only when it is used a second time.\n";
             }
         }
@@ -391,10 +428,11 @@ fn assumptions(report: &Report<'_>) -> String {
          hardware profiles, with a month of 730 hours.\n  Steps of engines are a lower bound: no kernel launches, no collectives.\n",
         report.trace,
         load.requests,
-        load.references,
-        load.distinct,
-        load.block_tokens()
+        load.recorded.references,
+        load.recorded.distinct,
+        load.recorded.block_tokens
     );
+    text += &samples(report);
     if load.share < 1.0 {
         text += &format!(
             "  Hits by capacity are from {} of {} sessions, {} of the references (seed {}), with caches scaled alike.\n",
@@ -421,6 +459,28 @@ fn assumptions(report: &Report<'_>) -> String {
              storage: requests and transfers are not included.\n",
             time(load.cold_seconds()),
             load.cold_blocks() * report.estimator.block_bytes / 1e12
+        );
+    }
+    text
+}
+
+/// Blocks and samples of the replays.
+fn samples(report: &Report<'_>) -> String {
+    let load = report.estimator.load;
+    let mut text = String::new();
+    let joined = load.block_tokens() / load.recorded.block_tokens;
+    if joined > 1 {
+        text += &format!(
+            "  Replays join {joined} blocks of the trace to one of {} tokens; the rest of a prompt is computed.\n",
+            load.block_tokens()
+        );
+    }
+    let samples = report.chosen.iter().chain(report.alternatives.iter().flatten());
+    let samples = samples.map(|timed| timed.ttft_means.len()).max().unwrap_or(0);
+    if samples > 1 {
+        text += &format!(
+            "  ± is the interval of 95 % of a mean, from {samples} replays with the same sessions {}on other nodes.\n",
+            if load.has_random_starts { "at other times " } else { "" }
         );
     }
     text

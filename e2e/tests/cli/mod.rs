@@ -2,6 +2,7 @@
 
 mod admin;
 mod generated_pages;
+mod plan;
 mod sim_cores;
 mod sim_replay;
 mod trace;

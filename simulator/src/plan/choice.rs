@@ -1,11 +1,11 @@
-//! Choice of a configuration, and the effect of changes to it.
+//! Candidates of a plan by estimate, and the effect of changes to a configuration.
 //!
-//! The plan is the cheapest configuration within [`TOLERANCE`] of the shortest mean TTFT that the budget allows, or with
-//! the TTFT of the [`Goal`]. If no
-//! configuration serves the load, it is the one that serves most of it.
+//! The best of some candidates is the cheapest one within [`TOLERANCE`] of the shortest mean TTFT, or with the TTFT of the
+//! [`Goal`]. If no configuration serves the load, it is the one that serves most of it. [`super::search`] replays the
+//! candidates of the [`Shortlist`] with time, and chooses.
 //!
 //! A larger budget adds configurations and removes none. The bound of the tolerance therefore never rises, and neither
-//! does the TTFT of the plan.
+//! does the estimated TTFT of the best one.
 
 use super::PlanError;
 use super::budget::{Budget, HOURS_PER_MONTH};
@@ -13,18 +13,38 @@ use super::configuration::Configuration;
 use super::estimate::{Estimate, Estimator, Unusable};
 
 /// Part by which the mean TTFT of a plan may exceed the shortest one.
-const TOLERANCE: f64 = 0.1;
+pub(super) const TOLERANCE: f64 = 0.1;
 
 /// Part of the load by which the most is exceeded at most, if no configuration serves all.
 const SERVED_TOLERANCE: f64 = 1e-9;
 
-/// Configuration with its results.
+/// Numbers of nodes whose best configurations are candidates.
+const NODE_COUNTS_MAX: usize = 6;
+
+/// Configuration with its estimate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluated {
     /// The configuration.
     pub configuration: Configuration,
-    /// Its results.
+    /// Its results by estimate.
     pub estimate: Estimate,
+}
+
+/// Configurations that are the best ones by estimate.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shortlist {
+    /// The best one of all.
+    pub best: Evaluated,
+    /// Those that are replayed with time: the best ones of their kinds and of their numbers of nodes.
+    pub candidates: Vec<Evaluated>,
+    /// The best one with a cold store.
+    pub cold: Option<Evaluated>,
+    /// Configurations that are not usable.
+    pub rejected: Rejected,
+    /// Number of configurations within the budget.
+    pub compared: usize,
+    /// Requests of the trace that are larger than the memory of a node's accelerators, and are not served.
+    pub refused_requests: u64,
 }
 
 /// Numbers of configurations that are not usable.
@@ -36,7 +56,7 @@ pub struct Rejected {
     pub ssd_bandwidth: usize,
     /// Those whose cold store is too slow.
     pub cold_bandwidth: usize,
-    /// The one of those that wear out which would be chosen otherwise.
+    /// The best one of those that wear out, if it is better than the plan by estimate.
     pub worn: Option<Evaluated>,
 }
 
@@ -66,6 +86,8 @@ pub struct Plan {
     pub rejected: Rejected,
     /// Number of configurations within the budget.
     pub compared: usize,
+    /// Number of configurations that were replayed with time.
+    pub replayed: usize,
     /// Requests of the trace that are larger than the memory of a node's accelerators, and are not served.
     pub refused_requests: u64,
 }
@@ -88,8 +110,8 @@ pub struct Goal {
     pub ttft_seconds: f64,
 }
 
-/// Makes a plan for a budget.
-pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Plan, PlanError> {
+/// Estimates all configurations within a budget, and returns the best ones.
+pub fn shortlist(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Shortlist, PlanError> {
     let (machine, load) = (estimator.machine, estimator.load);
     let memory_tokens = machine.memory_tokens();
     let (tokens, refused_requests) = load.memory_tokens(memory_tokens);
@@ -108,24 +130,22 @@ pub fn plan(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Pla
     let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
         all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
     let is_eligible = |one: &&Evaluated| goal.cold == ColdStore::Allowed || !one.configuration.cold;
-    let chosen =
+    let found =
         best(usable.iter().filter(is_eligible), goal).ok_or_else(|| too_small(estimator, budget))?.clone();
     let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
     let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
-    let worn = best(refused.iter().filter(is_eligible).filter(is_worn), goal);
-    let rejected = Rejected {
-        wear: count(Unusable::Wear),
-        ssd_bandwidth: count(Unusable::SsdBandwidth),
-        cold_bandwidth: count(Unusable::ColdBandwidth),
-        worn: worn.filter(|worn| is_better(worn, &chosen)).cloned(),
-    };
-    Ok(Plan {
-        alternatives: alternatives(&usable, goal),
-        steps: steps(estimator, &chosen),
-        rejected,
+    Ok(Shortlist {
+        candidates: candidates(&usable, &found, goal),
+        cold: best(usable.iter().filter(|one| one.configuration.cold), goal).cloned(),
+        rejected: Rejected {
+            wear: count(Unusable::Wear),
+            ssd_bandwidth: count(Unusable::SsdBandwidth),
+            cold_bandwidth: count(Unusable::ColdBandwidth),
+            worn: best(refused.iter().filter(is_eligible).filter(is_worn), goal).cloned(),
+        },
         compared,
         refused_requests,
-        chosen,
+        best: found,
     })
 }
 
@@ -161,29 +181,50 @@ fn best<'a>(candidates: impl Iterator<Item = &'a Evaluated> + Clone, goal: Goal)
 }
 
 /// Whether a configuration serves more, or has a shorter TTFT, or is cheaper with the same TTFT.
-fn is_better(one: &Evaluated, other: &Evaluated) -> bool {
+pub(super) fn is_better(one: &Evaluated, other: &Evaluated) -> bool {
     match (one.estimate.ttft_mean, other.estimate.ttft_mean) {
         (Some(one), Some(other)) => one < other,
         (one, other) => one.is_some() && other.is_none(),
     }
 }
 
-/// The best configurations without a cache, with DRAM, and with SSDs, of the same budget.
-fn alternatives(usable: &[Evaluated], goal: Goal) -> Vec<(&'static str, Evaluated)> {
-    type Family = (&'static str, fn(&Configuration) -> bool);
-    let families: [Family; 4] = [
-        ("no cache", |one| one.dram_gb == 0),
-        ("DRAM", |one| one.dram_gb > 0 && one.ssds.is_none() && !one.cold),
-        ("DRAM, SSD", |one| one.ssds.is_some() && !one.cold),
-        ("with a cold store", |one| one.cold),
-    ];
-    let of = |(name, is_member): Family| {
-        Some((name, best(usable.iter().filter(move |one| is_member(&one.configuration)), goal)?.clone()))
-    };
-    families.into_iter().filter_map(of).collect()
+/// Kinds of hardware: names, and their configurations.
+pub(super) const FAMILIES: [Family; 3] = [
+    ("no cache", |one| one.dram_gb == 0 && !one.cold),
+    ("DRAM", |one| one.dram_gb > 0 && one.ssds.is_none() && !one.cold),
+    ("DRAM, SSD", |one| one.ssds.is_some() && !one.cold),
+];
+
+/// Name of a kind of hardware, and which configurations are of the kind.
+pub(super) type Family = (&'static str, fn(&Configuration) -> bool);
+
+/// The best configuration of all, of each kind, and of the best numbers of nodes: none with a cold store.
+fn candidates(usable: &[Evaluated], found: &Evaluated, goal: Goal) -> Vec<Evaluated> {
+    let usable = || usable.iter().filter(|one| !one.configuration.cold);
+    let mut counts: Vec<u32> = usable().map(|one| one.configuration.nodes).collect();
+    counts.dedup();
+    let of_count = |nodes: u32| best(usable().filter(move |one| one.configuration.nodes == nodes), goal);
+    let mut by_nodes: Vec<&Evaluated> = counts.into_iter().filter_map(of_count).collect();
+    let rank = |one: &Evaluated| (one.estimate.ttft_mean.unwrap_or(f64::INFINITY), -one.estimate.served);
+    by_nodes.sort_by(|one, other| {
+        let (one, other) = (rank(one), rank(other));
+        one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1))
+    });
+    by_nodes.truncate(NODE_COUNTS_MAX);
+    let of_kind =
+        |(_, is_member): Family| best(usable().filter(move |one| is_member(&one.configuration)), goal);
+    let kinds = FAMILIES.into_iter().filter_map(of_kind);
+    let mut all: Vec<Evaluated> = Vec::new();
+    for one in std::iter::once(found).filter(|one| !one.configuration.cold).chain(kinds).chain(by_nodes) {
+        if !all.contains(one) {
+            all.push(one.clone());
+        }
+    }
+    all
 }
 
-fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
+/// Changes of a configuration by one size of a kind of hardware, or by the policy.
+pub(super) fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> {
     let now = chosen.configuration;
     let mut changes: Vec<(&'static str, Configuration)> = Vec::new();
     let mut push =

@@ -4,9 +4,13 @@
 //! c    = computing the prompt's tokens that are not cached
 //! l    = latency + the slowest of: cached bytes over the link, those on SSDs, at peers and in the cold store
 //! t    = max(c + l / layers, l + c / layers)                     layers are loaded while earlier ones are computed
-//! S    = t + outputs · (decode step of a full batch / batch)     time of a node for a request
-//! TTFT = t + wait,  mean wait = λ · E[S²] / (2 · (1 − λ · E[S]))  Pollaczek and Khinchine, for each node
+//! S    = t + outputs · decode step of a full batch · m           time of a node for a request
+//! m    = tokens of the request / tokens of the accelerators' memory, at least 1 / batch
+//! TTFT = t + λ · E[S²] / (2 · (1 − λ · E[S])) + b                Pollaczek and Khinchine, for each node and window
+//! b    = work of earlier windows that is not done yet            as of a fluid
 //! ```
+//!
+//! The load of a window is that of the trace in it, so the estimate has the queues of the busiest hours.
 //!
 //! Cached blocks are loaded only if that is faster than computing them, tier by tier, as `LoadPolicy` decides. A node is
 //! overloaded if it is busy for more than [`BUSY_MAX`] of the time.
@@ -26,6 +30,9 @@ pub const BUSY_MAX: f64 = 0.85;
 
 /// Part of a channel's bandwidth that a plan uses at most.
 const CHANNEL_MAX: f64 = 0.85;
+
+/// Part of the time that a node is busy at most in the formula for the wait: more work is a backlog.
+const STEADY_MAX: f64 = 0.95;
 
 /// Seconds of a day.
 const DAY: f64 = 86_400.0;
@@ -56,6 +63,8 @@ pub struct Estimate {
     pub cold_ratio: f64,
     /// Part of the time that a node is busy.
     pub busy: f64,
+    /// The same in the busiest window of the load; above 1, a backlog grows.
+    pub busy_peak: f64,
     /// Part of the load that the cluster serves.
     pub served: f64,
     /// Requests a second of which nodes are always busy.
@@ -87,9 +96,18 @@ pub struct Estimator<'a> {
     pub years: f64,
     /// Bytes of a block.
     pub block_bytes: f64,
-    /// Seconds of a node for an output token.
-    pub seconds_per_output: f64,
     compute: Vec<f64>,
+    /// Seconds of a node for the output of each request.
+    decode: Vec<f64>,
+}
+
+/// Load of the nodes in a window.
+#[derive(Clone, Copy, Debug, Default)]
+struct Window {
+    requests: f64,
+    /// Sum of the times of a node for the requests, and of their squares.
+    seconds: f64,
+    squares: f64,
 }
 
 /// Blocks of a request by tier, from the fastest on.
@@ -119,24 +137,25 @@ impl<'a> Estimator<'a> {
         let context = u32::try_from(load.tokens_median).unwrap_or(u32::MAX);
         let decode = machine.costs.decode(context);
         let step = machine.costs.seconds((0..batch).fold(machine.costs.weights(), |work, _| work + decode));
-        let seconds_per_output = step / batch as f64;
+        let memory = machine.memory_tokens().max(1) as f64;
+        let decode = |shape: &Shape| {
+            let part = (f64::from(shape.input) + f64::from(shape.output)) / memory;
+            f64::from(shape.output) * step * part.clamp(1.0 / BATCH_MAX as f64, 1.0)
+        };
         let compute = load.shapes.iter().map(|shape| prefill(machine, shape, 0.0)).collect();
-        Estimator { machine, load, curves, years, block_bytes, seconds_per_output, compute }
+        let decode = load.shapes.iter().map(decode).collect();
+        Estimator { machine, load, curves, years, block_bytes, compute, decode }
     }
 
     /// Estimates the results of a configuration.
     pub fn estimate(&self, configuration: &Configuration) -> Estimate {
         let times = self.times(configuration);
-        let shapes = &self.load.shapes;
-        let busy_seconds = |at: usize| times[at] + f64::from(shapes[at].output) * self.seconds_per_output;
         let count = times.len().max(1) as f64;
         let mean = |of: &dyn Fn(usize) -> f64| (0..times.len()).map(of).sum::<f64>() / count;
-        let busy_mean = mean(&busy_seconds);
-        let square_mean = mean(&|at| busy_seconds(at).powi(2));
-        let per_node = self.load.requests_per_second / f64::from(configuration.nodes);
-        let busy = per_node * busy_mean;
+        let busy_mean = mean(&|at| times[at] + self.decode[at]);
+        let busy = self.load.requests_per_second / f64::from(configuration.nodes) * busy_mean;
         let alone_mean = mean(&|at| times[at]);
-        let wait = per_node * square_mean / (2.0 * (1.0 - busy));
+        let (wait, busy_peak) = self.wait(&times, f64::from(configuration.nodes));
         let served = (BUSY_MAX / busy).min(1.0);
         let usd_per_hour = configuration.usd_per_hour(self.machine, self.load);
         let (input, output) = self.load.tokens_mean;
@@ -149,6 +168,7 @@ impl<'a> Estimator<'a> {
             ssd_ratio: ratios.ssd,
             cold_ratio: ratios.cold,
             busy,
+            busy_peak,
             served,
             requests_per_second_max: f64::from(configuration.nodes) / busy_mean,
             ttft_mean: (busy <= BUSY_MAX).then_some(alone_mean + wait),
@@ -160,6 +180,33 @@ impl<'a> Estimator<'a> {
         };
         self.wear(configuration, &mut estimate);
         estimate
+    }
+
+    /// Mean wait of requests, and the largest part of a window in which nodes are busy.
+    fn wait(&self, times: &[f64], nodes: f64) -> (f64, f64) {
+        let shapes = &self.load.shapes;
+        let last = shapes.iter().map(|shape| shape.window).max().unwrap_or(0);
+        let mut windows = vec![Window::default(); last as usize + 1];
+        // Each request stands for so many on a node.
+        let weight = self.load.requests as f64 / shapes.len().max(1) as f64 / nodes;
+        for ((shape, time), decode) in shapes.iter().zip(times).zip(&self.decode) {
+            let (window, seconds) = (&mut windows[shape.window as usize], time + decode);
+            window.requests += weight;
+            window.seconds += weight * seconds;
+            window.squares += weight * seconds * seconds;
+        }
+        let length = self.load.window_seconds;
+        let (mut backlog, mut waits, mut requests, mut peak) = (0.0, 0.0, 0.0, 0.0_f64);
+        for window in windows {
+            let busy = window.seconds / length;
+            let before = backlog;
+            backlog = f64::max(before + window.seconds - length, 0.0);
+            let steady = window.squares / length / (2.0 * (1.0 - busy.min(STEADY_MAX)));
+            waits += window.requests * (steady + f64::midpoint(before, backlog));
+            requests += window.requests;
+            peak = peak.max(busy);
+        }
+        (if requests > 0.0 { waits / requests } else { 0.0 }, peak)
     }
 
     /// Price of a million tokens at the largest load that nodes bear ([`BUSY_MAX`]); `None` if SSDs or the cold store
@@ -236,7 +283,7 @@ impl<'a> Estimator<'a> {
             cold: hardware.cold.bytes_per_second as f64,
             network: hardware.network.bytes_per_second as f64,
             // A session stays on its node, with its blocks; other requests are divided at random.
-            peers: if self.load.whole().has_session_ids() { 0.0 } else { (nodes - 1.0) / nodes },
+            peers: if self.load.has_session_ids() { 0.0 } else { (nodes - 1.0) / nodes },
         }
     }
 

@@ -233,7 +233,7 @@ fn bubble(estimator: &Estimator<'_>, tiers: &[Tier], hit_percent: f64) -> Bubble
     let machine = estimator.machine;
     let input = u32::try_from(estimator.load.tokens_median).unwrap_or(u32::MAX).max(2);
     let cached = (f64::from(input) * hit_percent / 100.0).floor();
-    let compute = prefill(machine, &Shape { input, output: 0 }, cached);
+    let compute = prefill(machine, &Shape { input, output: 0, window: 0 }, cached);
     let bytes = cached * machine.model.kv_bytes_per_token() as f64;
     let wait = |tier: &Tier| {
         let load = if bytes > 0.0 { tier.latency + bytes / tier.bytes_per_second } else { 0.0 };

@@ -1,13 +1,28 @@
 //! Load of a trace: rates, lengths and intervals between uses.
 
 use super::PlanError;
-use crate::replay::Trace;
+use crate::replay::{Request, Trace};
 
 /// References that are replayed for each size and policy; beyond it, sessions are sampled.
-const REFERENCES_MAX: u64 = 2_500_000;
+const REFERENCES_MAX: u64 = 1_500_000;
 
-/// References of each replay with time; beyond it, nodes are sampled with their sessions.
-const TIMED_REFERENCES_MAX: u64 = 4_000_000;
+/// References of each replay with time; beyond it, blocks are joined, and then nodes are sampled with their sessions.
+const TIMED_REFERENCES_MAX: u64 = 8_000_000;
+
+/// Replays of each compared configuration that are averaged. An interval needs several.
+const SAMPLES: u32 = 4;
+
+/// Tokens of a joined block at most.
+const JOINED_TOKENS_MAX: u64 = 1_024;
+
+/// Joined blocks of a prompt of mean length at least: the rest behind the last block is never cached.
+const JOINED_BLOCKS_MIN: u64 = 32;
+
+/// Windows in which the load changes, at least and at most.
+const WINDOWS: (u64, u64) = (16, 1_024);
+
+/// Milliseconds of a window, unless there would be too few or too many.
+const WINDOW_MS: u64 = 3_600_000;
 
 /// Seconds for which a cold store keeps a block at least.
 const COLD_SECONDS_MIN: f64 = 86_400.0;
@@ -22,6 +37,28 @@ pub struct Shape {
     pub input: u32,
     /// Output in tokens.
     pub output: u32,
+    /// Window of [`Load::window_seconds`] in which the request arrives.
+    pub window: u32,
+}
+
+/// Trace as it was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// Blocks of all prompts.
+    pub references: u64,
+    /// Distinct blocks.
+    pub distinct: u64,
+    /// Tokens of a block.
+    pub block_tokens: u64,
+}
+
+/// Seed of a plan, and the random starts of sessions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Randomness {
+    /// Seed of starts, placements and samples of sessions.
+    pub seed: u64,
+    /// Milliseconds within which sessions start, if the times of a trace count from these starts.
+    pub spread_ms: u64,
 }
 
 /// Limits of replays, in references to blocks.
@@ -31,19 +68,27 @@ pub struct Limits {
     pub references: u64,
     /// References of a replay with time. Samples with few sessions may have twice as many.
     pub timed_references: u64,
+    /// Replays with time of each configuration, with other starts and placements of sessions; at least 1.
+    pub samples: u32,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { references: REFERENCES_MAX, timed_references: TIMED_REFERENCES_MAX }
+        Limits { references: REFERENCES_MAX, timed_references: TIMED_REFERENCES_MAX, samples: SAMPLES }
     }
 }
 
 /// Load that a plan is made for.
 #[derive(Clone, Debug)]
 pub struct Load {
-    whole: Trace,
-    sample: Option<Trace>,
+    /// The trace with different starts and placements of its sessions. The first one has those of the seed itself.
+    samples: Vec<Trace>,
+    /// Part of the sessions of the first one.
+    part: Option<Trace>,
+    /// Tokens of memory that the requests need, ascending.
+    needs: Vec<u64>,
+    /// The trace before blocks were joined. All other counts of blocks are of joined ones.
+    pub recorded: Recorded,
     /// Limits of replays.
     pub limits: Limits,
     /// Part of the references that replays without time have.
@@ -76,93 +121,101 @@ pub struct Load {
     pub stride: usize,
     /// Seed of samples.
     pub seed: u64,
+    /// Whether samples have other starts of sessions.
+    pub has_random_starts: bool,
+    /// Seconds of each window in which the load is taken as constant; the last one may be longer than its requests.
+    pub window_seconds: f64,
     /// Number of uses of blocks at most `2^n` ms after the use before.
     pub reuse_intervals: [u64; 48],
 }
 
 impl Load {
-    /// Measures the load of a trace; large traces of sessions are sampled by a seed.
-    pub fn new(trace: Trace, limits: Limits, seed: u64) -> Result<Load, PlanError> {
-        let all = trace.requests();
-        let requests = all.len();
-        let references = trace.references();
-        if references == 0 {
+    /// Measures the load of a trace. Blocks of large traces are joined, and sessions are sampled by the seed.
+    pub fn new(trace: Trace, limits: Limits, random: Randomness) -> Result<Load, PlanError> {
+        let requests = trace.requests().len();
+        let recorded = Recorded {
+            references: trace.references(),
+            distinct: trace.distinct(),
+            block_tokens: trace.block_tokens(),
+        };
+        if recorded.references == 0 {
             return Err(PlanError::NoBlocks(trace.block_tokens()));
         }
-        let at = |share: f64| all[((requests - 1) as f64 * share) as usize].at_ms;
-        let (middle, span) = (at(0.95) - at(0.05), trace.span_ms());
+        let needs = needs(&trace);
+        let has_random_starts = trace.has_session_times();
+        let samples = samples(&trace.coarsened(joined(&trace, limits)), limits, random);
+        let first = &samples[0];
+        let (references, span) = (first.references(), first.span_ms());
+        let at = |share: f64| first.requests()[((requests - 1) as f64 * share) as usize].at_ms;
+        let middle = at(0.95) - at(0.05);
         if span == 0 {
             return Err(PlanError::NoDuration { requests, at_ms: at(0.0) });
         }
         // A few requests have no middle: their whole span counts.
         let seconds = if middle > 0 { middle as f64 / 900.0 } else { span as f64 / 1_000.0 };
         let requests_per_second = requests as f64 / seconds;
-        let mut lengths: Vec<u64> = all.iter().map(|one| one.input_tokens + one.output_tokens).collect();
+        let mut lengths: Vec<u64> =
+            first.requests().iter().map(|one| one.input_tokens + one.output_tokens).collect();
         lengths.sort_unstable();
-        let sum = |tokens: fn(&crate::replay::Request) -> u64| all.iter().map(tokens).sum::<u64>() as f64;
-        let tokens_mean =
-            (sum(|one| one.input_tokens) / requests as f64, sum(|one| one.output_tokens) / requests as f64);
-        let reuse_intervals = trace.reuse_intervals();
-        let (distinct, sessions) = (trace.distinct(), trace.sessions());
-        let is_sampled = trace.has_session_ids() && references > limits.references;
-        let sample = is_sampled.then(|| trace.sampled(limits.references as f64 / references as f64, seed));
-        let whole = trace;
-        let trace = sample.as_ref().unwrap_or(&whole);
-        let stride = trace.requests().len().div_ceil(REQUESTS_MAX).max(1);
-        let token = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
-        let shapes = trace.requests().iter().step_by(stride).map(|request| Shape {
-            input: token(request.input_tokens).max(1),
-            output: token(request.output_tokens),
-        });
+        let is_sampled = first.has_session_ids() && references > limits.references;
+        let part =
+            is_sampled.then(|| first.sampled(limits.references as f64 / references as f64, random.seed));
+        let replayed = part.as_ref().unwrap_or(first);
+        let stride = replayed.requests().len().div_ceil(REQUESTS_MAX).max(1);
+        let window_ms = WINDOW_MS.min(span / WINDOWS.0).max(span / WINDOWS.1).max(1);
         Ok(Load {
-            share: trace.references() as f64 / references as f64,
+            share: replayed.references() as f64 / references as f64,
             requests: requests as u64,
             references,
-            distinct,
-            sessions,
-            sessions_replayed: trace.sessions_used(),
+            distinct: first.distinct(),
+            sessions: first.sessions(),
+            sessions_replayed: replayed.sessions_used(),
             span_ms: span,
             limits,
-            seed,
+            seed: random.seed,
+            has_random_starts,
+            window_seconds: window_ms as f64 / 1_000.0,
             requests_per_second,
             references_per_second: requests_per_second * references as f64 / requests as f64,
-            tokens_mean,
+            tokens_mean: tokens_mean(first),
             tokens_median: lengths[requests / 2].max(1),
             tokens_max: lengths[requests - 1],
-            shapes: shapes.collect(),
+            shapes: shapes(replayed, stride, (at(0.0), window_ms)),
             stride,
-            reuse_intervals,
-            whole,
-            sample,
+            reuse_intervals: first.reuse_intervals(),
+            needs,
+            recorded,
+            part,
+            samples,
         })
     }
 
     /// Trace that is replayed without time: the whole one, or a sample of its sessions.
     pub fn trace(&self) -> &Trace {
-        self.sample.as_ref().unwrap_or(&self.whole)
+        self.part.as_ref().unwrap_or(&self.samples[0])
     }
 
-    /// The whole trace, without a sample.
-    pub fn whole(&self) -> &Trace {
-        &self.whole
+    /// All sessions with the starts and placements of a sample.
+    pub fn sample(&self, sample: usize) -> &Trace {
+        &self.samples[sample]
     }
 
-    /// Tokens of a block.
+    /// Whether sessions share no blocks, so that they can be sampled.
+    pub fn has_session_ids(&self) -> bool {
+        self.samples[0].has_session_ids()
+    }
+
+    /// Tokens of a block that is replayed.
     pub fn block_tokens(&self) -> u64 {
-        self.whole.block_tokens()
+        self.samples[0].block_tokens()
     }
 
     /// Tokens of an engine's memory that requests need at least: the least one, and how many need more than `tokens`.
     ///
     /// A request needs whole blocks for its prompt, and a block in reserve, as in the replay with time.
     pub fn memory_tokens(&self, tokens: u64) -> (u64, u64) {
-        let needs = self.whole.requests().iter().map(|request| {
-            let in_blocks = self.whole.len_of(request) as u64 * self.block_tokens();
-            let own = request.input_tokens.saturating_add(request.output_tokens);
-            in_blocks.max(own).saturating_add(self.block_tokens())
-        });
-        let least = needs.clone().min().unwrap_or(0);
-        (least, needs.filter(|need| *need > tokens).count() as u64)
+        let least = self.needs.first().copied().unwrap_or(0);
+        (least, (self.needs.len() - self.needs.partition_point(|need| *need <= tokens)) as u64)
     }
 
     /// Seconds for which a cold store keeps a block: as long as the trace, whose blocks all stay in it, or a day.
@@ -187,4 +240,62 @@ impl Load {
         }
         if all == 0 { 0.0 } else { within / all as f64 }
     }
+}
+
+/// Number of blocks that are joined, a power of two: as few as the limit allows.
+fn joined(trace: &Trace, limits: Limits) -> u32 {
+    let (input, _) = tokens_mean(trace);
+    let tokens_max = JOINED_TOKENS_MAX.min(input as u64 / JOINED_BLOCKS_MIN);
+    let mut factor = 1;
+    while trace.references() / factor > limits.timed_references
+        && 2 * factor * trace.block_tokens() <= tokens_max
+    {
+        factor *= 2;
+    }
+    factor as u32
+}
+
+/// The trace with starts and placements of its sessions: of the seed, then others.
+fn samples(trace: &Trace, limits: Limits, random: Randomness) -> Vec<Trace> {
+    let sample = |number: u32| {
+        let seed = random.seed.wrapping_add(u64::from(number) << 32);
+        let mut sample = trace.clone();
+        if sample.has_session_times() {
+            sample = sample.started_at_random(random.spread_ms, seed);
+        }
+        if number == 0 { sample } else { sample.placed(seed) }
+    };
+    (0..limits.samples.max(1)).map(sample).collect()
+}
+
+/// Tokens of an engine's memory that each request needs, ascending.
+fn needs(trace: &Trace) -> Vec<u64> {
+    let need = |request: &Request| {
+        let in_blocks = trace.len_of(request) as u64 * trace.block_tokens();
+        let own = request.input_tokens.saturating_add(request.output_tokens);
+        in_blocks.max(own).saturating_add(trace.block_tokens())
+    };
+    let mut needs: Vec<u64> = trace.requests().iter().map(need).collect();
+    needs.sort_unstable();
+    needs
+}
+
+/// Mean tokens of a prompt and of an output.
+fn tokens_mean(trace: &Trace) -> (f64, f64) {
+    let requests = trace.requests();
+    let mean = |tokens: fn(&Request) -> u64| {
+        requests.iter().map(tokens).sum::<u64>() as f64 / requests.len().max(1) as f64
+    };
+    (mean(|one| one.input_tokens), mean(|one| one.output_tokens))
+}
+
+/// Every `stride`-th request, with its window since a begin.
+fn shapes(trace: &Trace, stride: usize, (begin_ms, window_ms): (u64, u64)) -> Vec<Shape> {
+    let token = |tokens: u64| u32::try_from(tokens).unwrap_or(u32::MAX);
+    let shape = |request: &Request| Shape {
+        input: token(request.input_tokens).max(1),
+        output: token(request.output_tokens),
+        window: token((request.at_ms - begin_ms) / window_ms),
+    };
+    trace.requests().iter().step_by(stride).map(shape).collect()
 }

@@ -22,6 +22,8 @@ fn trace(users: u64, turns: u64, gap_ms: u64) -> Trace {
     builder.finish("trace").expect("valid")
 }
 
+const RANDOM: Randomness = Randomness { seed: 3, spread_ms: 600_000 };
+
 const FASTEST: Goal = Goal { cold: ColdStore::Compared, ttft_seconds: 0.0 };
 
 struct World {
@@ -32,7 +34,7 @@ struct World {
 
 fn world(hardware: &str, trace: Trace) -> World {
     let machine = Machine::new(hardware, "llama-3-8b").expect("valid");
-    let load = Load::new(trace, Limits::default(), 0).expect("valid");
+    let load = Load::new(trace, Limits::default(), RANDOM).expect("valid");
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let curves = Curves::new(&load, block_bytes);
     World { machine, load, curves }
@@ -52,32 +54,32 @@ fn budget(text: &str) -> Budget {
 fn a_larger_budget_never_gives_a_worse_plan() {
     let world = world("h100", trace(300, 6, 400));
     let estimator = world.estimator(3.0);
-    let mut before: Option<Plan> = None;
+    let mut before: Option<Shortlist> = None;
     for usd in [4_000, 5_000, 6_000, 8_000, 11_000, 15_000, 20_000, 30_000, 50_000, 90_000] {
-        let plan = plan(&estimator, budget(&usd.to_string()), FASTEST).expect("affordable");
-        let now = &plan.chosen.estimate;
+        let list = shortlist(&estimator, budget(&usd.to_string()), FASTEST).expect("affordable");
+        let now = &list.best.estimate;
         assert!(now.usd_per_hour * HOURS_PER_MONTH <= f64::from(usd), "{now:?}");
         if let Some(before) = &before {
-            let before = &before.chosen.estimate;
+            let before = &before.best.estimate;
             assert!(now.served >= before.served, "{before:?} {now:?}");
             match (before.ttft_mean, now.ttft_mean) {
                 (Some(before), Some(now)) => assert!(now <= before, "{now} after {before} at {usd}"),
                 (before, now) => assert!(before.is_none(), "{now:?} after {before:?}"),
             }
         }
-        before = Some(plan);
+        before = Some(list);
     }
     let last = before.expect("plans");
-    assert!(last.chosen.estimate.ttft_mean.is_some() && last.chosen.configuration.dram_gb > 0, "{last:?}");
+    assert!(last.best.estimate.ttft_mean.is_some() && last.best.configuration.dram_gb > 0, "{last:?}");
 }
 
 #[test]
 fn a_ttft_that_is_short_enough_is_not_bought_shorter() {
     let world = world("h100", trace(300, 6, 400));
     let estimator = world.estimator(3.0);
-    let fastest = plan(&estimator, budget("90000"), FASTEST).expect("affordable").chosen.estimate;
+    let fastest = shortlist(&estimator, budget("90000"), FASTEST).expect("affordable").best.estimate;
     let goal = Goal { ttft_seconds: fastest.ttft_mean.expect("served") * 2.0, ..FASTEST };
-    let enough = plan(&estimator, budget("90000"), goal).expect("affordable").chosen.estimate;
+    let enough = shortlist(&estimator, budget("90000"), goal).expect("affordable").best.estimate;
     assert!(enough.usd_per_hour < fastest.usd_per_hour, "{enough:?} {fastest:?}");
     assert!(enough.ttft_mean.expect("served") <= goal.ttft_seconds);
 }
@@ -85,11 +87,14 @@ fn a_ttft_that_is_short_enough_is_not_bought_shorter() {
 #[test]
 fn equal_inputs_give_equal_plans() {
     let make = || {
-        let world = world("h100", trace(100, 5, 500));
+        let world = world("h100", trace(40, 4, 500));
         let estimator = world.estimator(3.0);
-        let plan = plan(&estimator, budget("40000"), FASTEST).expect("affordable");
-        let guidance = Guidance::new(&estimator, &plan.chosen.configuration);
-        format!("{plan:?} {guidance:?} {:?}", Timed::new(&estimator, &plan.chosen.configuration))
+        let list = shortlist(&estimator, budget("40000"), FASTEST).expect("affordable");
+        let replayed = choose(&estimator, (budget("40000"), FASTEST), list, |runs| {
+            runs.iter().map(|(one, sample)| Timed::new(&estimator, one, *sample)).collect()
+        });
+        let guidance = Guidance::new(&estimator, &replayed.plan.chosen.configuration);
+        format!("{replayed:?} {guidance:?}")
     };
     assert_eq!(make(), make());
 }
@@ -97,7 +102,7 @@ fn equal_inputs_give_equal_plans() {
 #[test]
 fn a_budget_below_the_price_of_a_node_names_the_price() {
     let world = world("h100", trace(10, 3, 1_000));
-    let error = plan(&world.estimator(3.0), budget("10"), FASTEST).expect_err("too small").to_string();
+    let error = shortlist(&world.estimator(3.0), budget("10"), FASTEST).expect_err("too small").to_string();
     // 5 USD an hour for 730 hours.
     assert!(
         error.contains("buys nothing") && error.contains("3650.00") && error.contains("--budget 3650"),
@@ -108,13 +113,13 @@ fn a_budget_below_the_price_of_a_node_names_the_price() {
 #[test]
 fn plans_do_not_wear_out_ssds_unless_the_life_is_short() {
     let world = world("h100", trace(400, 8, 100));
-    let long = plan(&world.estimator(5.0), budget("200000"), FASTEST).expect("affordable");
-    let years = |plan: &Plan| plan.chosen.estimate.ssd_years;
+    let long = shortlist(&world.estimator(5.0), budget("200000"), FASTEST).expect("affordable");
+    let years = |list: &Shortlist| list.best.estimate.ssd_years;
     assert!(years(&long).is_none_or(|years| years >= 5.0), "{long:?}");
     assert!(long.rejected.wear > 0);
-    let short = plan(&world.estimator(0.01), budget("200000"), FASTEST).expect("affordable");
+    let short = shortlist(&world.estimator(0.01), budget("200000"), FASTEST).expect("affordable");
     assert_eq!(short.rejected.wear, 0);
-    let ttft = |plan: &Plan| plan.chosen.estimate.ttft_mean.expect("served");
+    let ttft = |list: &Shortlist| list.best.estimate.ttft_mean.expect("served");
     // Both are within the tolerance of their shortest one.
     assert!(ttft(&short) <= ttft(&long) * 1.1, "{short:?} {long:?}");
 }
@@ -159,7 +164,7 @@ fn requests_that_no_node_can_hold_are_counted_or_refused_with_the_remedy() {
     let mut world = world("h100", trace(10, 3, 1_000));
     let block = world.load.block_tokens();
     let refused = |world: &World| {
-        plan(&world.estimator(3.0), budget("90000"), FASTEST).map(|plan| plan.refused_requests)
+        shortlist(&world.estimator(3.0), budget("90000"), FASTEST).map(|list| list.refused_requests)
     };
     assert_eq!(refused(&world), Ok(0));
     // Prompts of 8, 16 and 24 blocks, outputs of 200 tokens within a block, and a block in reserve.
@@ -169,6 +174,10 @@ fn requests_that_no_node_can_hold_are_counted_or_refused_with_the_remedy() {
     world.machine.kv_bytes = 8 * block * per_token;
     let error = refused(&world).expect_err("none fits").to_string();
     assert!(error.contains("shortest of 30") && error.contains("--hardware"), "{error}");
+}
+
+fn limits(timed_references: u64) -> Limits {
+    Limits { references: 1 << 40, timed_references, samples: 2 }
 }
 
 /// Sessions that share no blocks, with some turns a minute apart.
@@ -200,25 +209,23 @@ fn sessions(count: u32) -> Trace {
 #[test]
 fn nodes_of_a_sample_have_their_part_of_the_sessions_and_their_real_size() {
     // 400 sessions of 120 references.
-    let load = |timed_references| {
-        Load::new(sessions(400), Limits { references: 1 << 40, timed_references }, 3).expect("valid")
-    };
+    let load = |timed_references| Load::new(sessions(400), limits(timed_references), RANDOM).expect("valid");
     let (part, trace) = {
         let load = load(48_000);
-        let (part, trace) = Part::new(&load, 10);
+        let (part, trace) = Part::new(&load, 10, 0);
         (part, trace.into_owned())
     };
     assert!(part.is_whole() && trace.references() == 48_000, "{part:?}");
     let large = load(12_000);
-    let (part, _) = Part::new(&large, 10);
+    let (part, _) = Part::new(&large, 10, 0);
     assert_eq!((part.nodes, part.sessions, part.references), (2, 80, 9_600));
     assert!(part.of_time >= 1.0 && !part.is_whole(), "{part:?}");
     // At least 32 sessions: one node of ten has 40, although the limit allows less than a node.
     let small = load(3_000);
-    let (part, _) = Part::new(&small, 10);
+    let (part, _) = Part::new(&small, 10, 0);
     assert_eq!((part.nodes, part.sessions, part.references, part.of_time), (1, 40, 4_800, 1.0));
     // One node has all sessions, so the replay ends after twice the limit.
-    let (part, trace) = Part::new(&small, 1);
+    let (part, trace) = Part::new(&small, 1, 0);
     assert!(part.nodes == 1 && part.references <= 6_000 && part.references > 5_900, "{part:?}");
     assert!(part.of_time < 0.5 && trace.requests().len() as u64 == part.requests, "{part:?}");
 }
@@ -227,18 +234,135 @@ fn nodes_of_a_sample_have_their_part_of_the_sessions_and_their_real_size() {
 fn a_part_of_the_nodes_has_the_results_of_all() {
     let timed = |timed_references| {
         let machine = Machine::new("h100", "llama-3-8b").expect("valid");
-        let limits = Limits { references: 1 << 40, timed_references };
-        let load = Load::new(sessions(400), limits, 3).expect("valid");
+        let load = Load::new(sessions(400), limits(timed_references), RANDOM).expect("valid");
         let curves = Curves::new(&load, machine.model.kv_bytes_per_token() * load.block_tokens());
         let estimator = Estimator::new(&machine, &load, &curves, 3.0);
         let one = Configuration { dram_gb: 32, ..Configuration::without_cache(10) };
-        Timed::new(&estimator, &one)
+        Timed::new(&estimator, &one, 0)
     };
     let (all, part) = (timed(48_000), timed(16_000));
     assert_eq!((all.part.nodes, part.part.nodes), (10, 3));
     assert!((all.hit_ratio - part.hit_ratio).abs() < 0.05, "{} {}", all.hit_ratio, part.hit_ratio);
     assert!((all.hbm_ratio - part.hbm_ratio).abs() < 0.1, "{} {}", all.hbm_ratio, part.hbm_ratio);
     assert!((part.ttft(0.5) / all.ttft(0.5) - 1.0).abs() < 0.2, "{} {}", all.ttft(0.5), part.ttft(0.5));
+}
+
+#[test]
+fn blocks_of_a_large_trace_are_joined_and_its_samples_have_other_starts() {
+    let mut builder = TraceBuilder::new(ReadOptions::default());
+    let hash_ids: Vec<u64> = (0..1_000).collect();
+    let request = |t: u64| format!("{{\"t\": {t}, \"in\": 64000, \"out\": 9, \"hash_ids\": {hash_ids:?}}}");
+    let session = format!(
+        "{{\"block_size\": 64, \"hash_id_scope\": \"local\", \"requests\": [{}, {}]}}",
+        request(0),
+        request(5)
+    );
+    for number in 0..10 {
+        let name = number.to_string();
+        crate::replay::read_session(&name, session.as_bytes(), &mut builder).expect("valid");
+    }
+    let trace = builder.finish("trace").expect("valid");
+    let load = Load::new(trace, limits(6_000), RANDOM).expect("valid");
+    // 20,000 references of 64 tokens: a quarter is within the limit.
+    assert_eq!((load.recorded.references, load.recorded.block_tokens), (20_000, 64));
+    assert_eq!((load.references, load.distinct, load.block_tokens()), (5_000, 2_500, 256));
+    let memory = load.memory_tokens(64_000);
+    assert_eq!(memory, (64_009 + 64, 20), "in blocks of the trace");
+    let numbers = |sample| load.sample(sample).requests().iter().map(|one| one.session).collect::<Vec<_>>();
+    assert_ne!(numbers(0), numbers(1));
+    assert_eq!(load.sample(0).references(), load.sample(1).references());
+}
+
+#[test]
+fn a_backlog_of_the_busiest_windows_is_in_the_estimate() {
+    let of = |bursts: u64| {
+        let mut builder =
+            TraceBuilder::new(ReadOptions { block_tokens: Some(512), ..ReadOptions::default() });
+        for number in 0..3_200_u64 {
+            let hash_ids: Vec<u64> = (0..16).map(|block| number * 100 + block).collect();
+            let second = if bursts > 1 { number / 200 * 200 + number % 200 / bursts } else { number };
+            let request = TraceRequest {
+                at_ms: second * 1_000,
+                input_tokens: 16 * 512,
+                output_tokens: 10,
+                hash_ids: &hash_ids,
+                ..TraceRequest::default()
+            };
+            builder.add("here", &request).expect("valid");
+        }
+        let world = world("h100", builder.finish("trace").expect("valid"));
+        let estimate = world.estimator(3.0).estimate(&Configuration::without_cache(1));
+        (estimate.busy_peak, estimate.ttft_mean.expect("served"))
+    };
+    let (even, bursts) = (of(1), of(200));
+    assert!(even.0 < 0.9 && bursts.1 > even.1, "{even:?} {bursts:?}");
+}
+
+#[test]
+fn a_mean_is_clear_if_its_interval_has_one_sign() {
+    let mean = Mean::new(&[1.0, 2.0, 3.0, 4.0]);
+    // Deviation 1.29, and 3.182 for three degrees of freedom.
+    assert!((mean.mean - 2.5).abs() < 1e-12 && (mean.half_width - 2.054).abs() < 1e-3, "{mean:?}");
+    assert!(mean.is_clear() && !Mean::new(&[-1.0, 2.0, 3.0, 4.0]).is_clear());
+    assert!(!Mean::new(&[1.0]).is_clear() && !Mean::new(&[0.0, 0.0]).is_clear());
+}
+
+/// Result of a replay with a TTFT.
+fn timed(ttft: f64) -> Timed {
+    Timed {
+        hit_ratio: 0.0,
+        hbm_ratio: 0.0,
+        dram_ratio: 0.0,
+        ssd_ratio: 0.0,
+        ttft_seconds: vec![ttft],
+        ttft_means: vec![ttft],
+        tpot_seconds: 0.0,
+        ssd_bytes_per_day: None,
+        ssd_years: None,
+        part: Part { nodes: 1, of_nodes: 1, sessions: 1, requests: 1, references: 1, of_time: 1.0 },
+    }
+}
+
+/// Plan whose replays have the TTFT of a function.
+fn chosen_by(usd: &str, goal: Goal, ttft: impl Fn(&Configuration, usize) -> f64) -> Replayed {
+    let world = world("h100", trace(60, 4, 400));
+    let estimator = world.estimator(3.0);
+    let list = shortlist(&estimator, budget(usd), goal).expect("affordable");
+    choose(&estimator, (budget(usd), goal), list, |runs| {
+        runs.iter().map(|(one, sample)| timed(ttft(one, *sample))).collect()
+    })
+}
+
+#[test]
+fn replays_decide_and_no_affordable_change_is_better_than_the_plan() {
+    // Nodes help, and DRAM makes it worse: estimates have the opposite.
+    let ttft = |one: &Configuration| {
+        100.0 / f64::from(one.nodes) + one.dram_gb as f64 / 10.0 + f64::from(one.ssds.is_some())
+    };
+    let replayed = chosen_by("60000", FASTEST, |one, sample| ttft(one) + sample as f64 / 100.0);
+    let chosen = replayed.plan.chosen.configuration;
+    assert!(chosen.dram_gb == 0 && chosen.nodes >= 13, "{chosen:?}");
+    let plan = replayed.chosen.expect("replayed");
+    assert_eq!(plan.ttft_means.len(), 4);
+    for (step, timed) in replayed.plan.steps.iter().zip(&replayed.steps) {
+        let usd = step.changed.estimate.usd_per_hour * HOURS_PER_MONTH;
+        let timed = timed.as_ref().filter(|_| usd <= 60_000.0);
+        assert!(timed.is_none_or(|timed| timed.ttft_mean() > plan.ttft_mean() / 1.11), "{step:?}");
+    }
+    // The cheapest one that is short enough.
+    let goal = Goal { ttft_seconds: 26.0, ..FASTEST };
+    let enough = chosen_by("60000", goal, |one, _| ttft(one)).plan.chosen.configuration;
+    assert_eq!((enough.nodes, enough.dram_gb), (4, 0));
+}
+
+#[test]
+fn differences_of_samples_are_in_pairs() {
+    let offsets = [5.0, 50.0, 20.0, 90.0];
+    let replayed = chosen_by("60000", FASTEST, |one, sample| offsets[sample] + 40.0 / f64::from(one.nodes));
+    let plan = replayed.chosen.expect("replayed");
+    let place = replayed.plan.steps.iter().position(|step| step.name == "one node less").expect("a change");
+    let less = replayed.steps[place].as_ref().expect("replayed");
+    assert!(plan.ttft_interval().half_width > 40.0 && less.difference(&plan).is_clear());
 }
 
 #[test]
@@ -277,11 +401,11 @@ fn break_even_intervals_follow_the_prices() {
 
 #[test]
 fn traces_without_duration_or_blocks_are_refused() {
-    let error = Load::new(trace(5, 1, 0), Limits::default(), 0).expect_err("no duration").to_string();
+    let error = Load::new(trace(5, 1, 0), Limits::default(), RANDOM).expect_err("no duration").to_string();
     assert!(error.contains("all 5 requests arrive at 0 ms"), "{error}");
     let mut builder = TraceBuilder::new(ReadOptions { block_tokens: Some(512), ..ReadOptions::default() });
     builder.add("here", &TraceRequest { input_tokens: 9, ..TraceRequest::default() }).expect("valid");
-    let error = Load::new(builder.finish("trace").expect("valid"), Limits::default(), 0)
+    let error = Load::new(builder.finish("trace").expect("valid"), Limits::default(), RANDOM)
         .expect_err("no blocks")
         .to_string();
     assert!(error.contains("512 tokens"), "{error}");

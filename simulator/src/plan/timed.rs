@@ -1,4 +1,7 @@
-//! Replay of one configuration with time, with its nodes and tiers.
+//! Replays of one configuration with time, with its nodes and tiers.
+//!
+//! Samples differ in the starts of sessions and in their nodes, and are the same for all configurations. So two
+//! configurations are compared in pairs: [`Timed::difference`] has the interval of the mean difference.
 //!
 //! Sessions with ids of their own share no block, and stay on a node. So `m` of `n` nodes with the part `m / n` of the
 //! sessions are replayed as they are: memory, tiers, steps and arrivals have their real sizes ([`Part`]). The part is as
@@ -15,9 +18,22 @@ use super::estimate::Estimator;
 use super::load::Load;
 use crate::replay::{NodeSettings, Trace};
 use crate::serving::fleet::{BATCH_MAX, FleetResults, FleetSetup, STEP_TOKENS_MAX, WAIT_BOUND, replay_timed};
+use crate::serving::statistics::mean;
 
 /// Sessions of a replay with time at least, if the trace has so many.
 const SESSIONS_MIN: f64 = 32.0;
+
+/// Quantiles of 97.5 % of Student's distribution with 1 to 10 degrees of freedom.
+const STUDENT: [f64; 10] = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228];
+
+/// Mean with the interval that contains it with a confidence of 95 %.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mean {
+    /// Mean of the samples.
+    pub mean: f64,
+    /// Half of the width of the interval; infinite with one sample.
+    pub half_width: f64,
+}
 
 /// Part of a trace that is replayed with time.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,7 +52,7 @@ pub struct Part {
     pub of_time: f64,
 }
 
-/// Results of a replay with time.
+/// Results of a replay with time, or means of several.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timed {
     /// Hits in any tier, of all references.
@@ -47,8 +63,10 @@ pub struct Timed {
     pub dram_ratio: f64,
     /// Hits on SSDs, of the node and of peers.
     pub ssd_ratio: f64,
-    /// Times to the first token in seconds, ascending.
+    /// Times to the first token in seconds of all samples, ascending.
     pub ttft_seconds: Vec<f64>,
+    /// Mean time to the first token of each sample, in their order.
+    pub ttft_means: Vec<f64>,
     /// Median time of an output token in seconds.
     pub tpot_seconds: f64,
     /// Bytes written a day to each SSD of the node that writes most.
@@ -60,10 +78,10 @@ pub struct Timed {
 }
 
 impl Timed {
-    /// Replays the trace with time on a configuration, without its cold store.
-    pub fn new(estimator: &Estimator<'_>, configuration: &Configuration) -> Timed {
+    /// Replays a sample of the trace with time on a configuration, without its cold store.
+    pub fn new(estimator: &Estimator<'_>, configuration: &Configuration, sample: usize) -> Timed {
         let load = estimator.load;
-        let (part, trace) = Part::new(load, configuration.nodes);
+        let (part, trace) = Part::new(load, configuration.nodes, sample);
         let results = replay_timed(&setup(estimator, configuration, part.nodes), &trace);
         let counts = results.counts;
         let of = |blocks: u64| blocks as f64 / counts.references.max(1) as f64;
@@ -83,6 +101,7 @@ impl Timed {
             hbm_ratio: of(counts.hits_hbm),
             dram_ratio: of(counts.hits_dram + counts.hits_peer_dram),
             ssd_ratio: of(counts.hits_nvme + counts.hits_peer_nvme),
+            ttft_means: vec![mean(&ttft_seconds)],
             ttft_seconds,
             tpot_seconds: FleetResults::percentile(&results.tpot_ns, 0.5) as f64 * 1e-9,
             ssd_bytes_per_day,
@@ -91,9 +110,46 @@ impl Timed {
         }
     }
 
-    /// Mean time to the first token in seconds.
+    /// Joins the results of samples of one configuration; `None` without a sample.
+    pub fn joined(samples: &[Timed]) -> Option<Timed> {
+        let mean_of = |of: fn(&Timed) -> f64| mean(&samples.iter().map(of).collect::<Vec<_>>());
+        let mut ttft_seconds: Vec<f64> =
+            samples.iter().flat_map(|one| one.ttft_seconds.iter().copied()).collect();
+        ttft_seconds.sort_by(f64::total_cmp);
+        let first = samples.first()?;
+        Some(Timed {
+            hit_ratio: mean_of(|one| one.hit_ratio),
+            hbm_ratio: mean_of(|one| one.hbm_ratio),
+            dram_ratio: mean_of(|one| one.dram_ratio),
+            ssd_ratio: mean_of(|one| one.ssd_ratio),
+            ttft_seconds,
+            ttft_means: samples.iter().flat_map(|one| one.ttft_means.iter().copied()).collect(),
+            tpot_seconds: mean_of(|one| one.tpot_seconds),
+            ssd_bytes_per_day: first
+                .ssd_bytes_per_day
+                .map(|_| mean_of(|one| one.ssd_bytes_per_day.unwrap_or(0.0))),
+            // Of the mean bytes, which are the reciprocal of the years.
+            ssd_years: first
+                .ssd_years
+                .map(|_| 1.0 / mean_of(|one| 1.0 / one.ssd_years.unwrap_or(f64::INFINITY))),
+            part: first.part,
+        })
+    }
+
+    /// Mean time to the first token in seconds: the mean of the samples.
     pub fn ttft_mean(&self) -> f64 {
-        crate::serving::statistics::mean(&self.ttft_seconds)
+        mean(&self.ttft_means)
+    }
+
+    /// Mean time to the first token in seconds with its interval.
+    pub fn ttft_interval(&self) -> Mean {
+        Mean::new(&self.ttft_means)
+    }
+
+    /// Mean time to the first token less that of another configuration, from the samples that both have.
+    pub fn difference(&self, other: &Timed) -> Mean {
+        let pairs = self.ttft_means.iter().zip(&other.ttft_means);
+        Mean::new(&pairs.map(|(one, other)| one - other).collect::<Vec<_>>())
     }
 
     /// Time to the first token below which a share of the requests lies.
@@ -103,10 +159,28 @@ impl Timed {
     }
 }
 
+impl Mean {
+    /// Mean of some samples.
+    pub fn new(samples: &[f64]) -> Mean {
+        let (count, mean) = (samples.len() as f64, mean(samples));
+        let Some(freedom) = samples.len().checked_sub(2) else {
+            return Mean { mean, half_width: f64::INFINITY };
+        };
+        let squares: f64 = samples.iter().map(|sample| (sample - mean).powi(2)).sum();
+        let quantile = STUDENT[freedom.min(STUDENT.len() - 1)];
+        Mean { mean, half_width: quantile * (squares / (count - 1.0) / count).sqrt() }
+    }
+
+    /// Whether the interval has values of one sign only: the samples do not differ by chance.
+    pub fn is_clear(&self) -> bool {
+        self.mean.abs() > self.half_width
+    }
+}
+
 impl Part {
     /// Selects the part of a load for some nodes, and returns it with its trace.
-    pub fn new(load: &Load, of_nodes: u32) -> (Part, Cow<'_, Trace>) {
-        let (whole, limit) = (load.whole(), load.limits.timed_references);
+    pub fn new(load: &Load, of_nodes: u32, sample: usize) -> (Part, Cow<'_, Trace>) {
+        let (whole, limit) = (load.sample(sample), load.limits.timed_references);
         let all = f64::from(of_nodes);
         let nodes = if whole.has_session_ids() && load.references > limit {
             let affordable = (all * limit as f64 / load.references as f64).floor();
@@ -117,7 +191,7 @@ impl Part {
         };
         let mut trace = Cow::Borrowed(whole);
         if nodes < all {
-            trace = Cow::Owned(whole.sampled(nodes / all, load.seed));
+            trace = Cow::Owned(whole.sampled(nodes / all, load.seed.wrapping_add(sample as u64)));
         }
         let span = trace.span_ms();
         // A little more than the limit is better than a part of the time.

@@ -1,4 +1,4 @@
-//! Samples of sessions, and the times between uses of blocks.
+//! Samples of sessions, larger blocks, and the times between uses of blocks.
 //!
 //! Sessions with ids of their own share no block. So a cache of size `C` that serves all sessions hits as often as one of
 //! size `f · C` that serves a random share `f` of them, up to the error of the sample.
@@ -47,6 +47,45 @@ impl Trace {
         };
         let count = self.requests.iter().take_while(is_within).count().max(1).min(self.requests.len());
         self.with_requests(self.requests[..count].to_vec())
+    }
+
+    /// Joins each `factor` consecutive blocks of a prompt to one; at least 1. Tokens behind the last one have no block.
+    ///
+    /// Two prompts share a joined block if they share its last block, because a block has one chain of blocks before it.
+    #[must_use]
+    pub fn coarsened(&self, factor: u32) -> Trace {
+        let factor = factor.max(1);
+        let mut blocks = Vec::new();
+        // For each block, the last joined block that is complete with it. A block comes after its parent.
+        let mut complete: Vec<u32> = Vec::with_capacity(self.blocks.len());
+        for place in &self.blocks {
+            let before = complete.get(place.parent as usize).copied().unwrap_or(NO_BLOCK);
+            if (place.depth + 1).is_multiple_of(factor) {
+                complete.push(blocks.len() as u32);
+                blocks.push(Place { parent: before, depth: (place.depth + 1) / factor - 1 });
+            } else {
+                complete.push(before);
+            }
+        }
+        let mut requests = self.requests.clone();
+        for request in &mut requests {
+            request.end = complete.get(request.end as usize).copied().unwrap_or(NO_BLOCK);
+        }
+        let block_tokens = self.block_tokens * u64::from(factor);
+        let mut joined = Trace { blocks, requests, block_tokens, ..self.clone_without_content() };
+        joined.references = joined.requests.iter().map(|request| joined.len_of(request) as u64).sum();
+        joined
+    }
+
+    /// Gives all sessions other numbers, which a seed selects. Clusters select nodes by these numbers.
+    #[must_use]
+    pub fn placed(mut self, seed: u64) -> Trace {
+        // An odd factor is invertible, so sessions keep different numbers.
+        let (factor, offset) = (mix(seed) as u32 | 1, mix(!seed) as u32);
+        for request in &mut self.requests {
+            request.session = request.session.wrapping_mul(factor).wrapping_add(offset);
+        }
+        self
     }
 
     /// Trace of some requests with the blocks that they use.
@@ -155,6 +194,33 @@ mod tests {
         }
         assert_eq!(all.sampled(1.0, 7).distinct(), all.distinct());
         assert!(!all.sampled(0.0, 7).requests().is_empty());
+    }
+
+    #[test]
+    fn joined_blocks_are_shared_where_their_last_blocks_are() {
+        // Prompts of 1 to 4 blocks of 10 tokens in each of 50 sessions.
+        let joined = trace().coarsened(2);
+        assert_eq!((joined.block_tokens(), joined.references(), joined.distinct()), (20, 50 * 4, 50 * 2));
+        let mut chain = Vec::new();
+        for request in joined.requests() {
+            joined.chain(request, &mut chain);
+            assert_eq!(chain.len() as u64, request.input_tokens / 20);
+        }
+        let (first, last) = (joined.requests()[50], joined.requests()[150]);
+        joined.chain(&first, &mut chain);
+        let begin = chain.clone();
+        joined.chain(&last, &mut chain);
+        assert_eq!((first.session, &chain[..1]), (last.session, &begin[..]));
+        assert_eq!(trace().coarsened(1).references(), trace().references());
+    }
+
+    #[test]
+    fn placed_sessions_have_other_numbers_and_the_same_requests() {
+        let placed = trace().placed(3);
+        assert_eq!((placed.sessions_used(), placed.references()), (50, trace().references()));
+        let numbers = |trace: &Trace| trace.requests().iter().map(|one| one.session).collect::<Vec<_>>();
+        assert_ne!(numbers(&placed), numbers(&trace()));
+        assert_ne!(numbers(&placed), numbers(&trace().placed(4)));
     }
 
     #[test]
