@@ -146,8 +146,8 @@ async fn identify(stream: TcpStream, security: &Security, permit: &Permit) -> Re
 /// Roles that may follow events: routers are consoles. Agents and members learn changes otherwise.
 fn may_follow(role: &identity::Role) -> bool {
     match role {
-        identity::Role::Admin | identity::Role::Console | identity::Role::Operator => true,
-        identity::Role::Agent(_) | identity::Role::Member => false,
+        identity::Role::Admin | identity::Role::Console => true,
+        identity::Role::Agent(_) | identity::Role::Member | identity::Role::Operator => false,
     }
 }
 
