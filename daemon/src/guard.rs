@@ -1,4 +1,4 @@
-//! Who sees which page of an admin port.
+//! Rules for the pages of an admin port: which clients see which.
 //!
 //! | connection | probes | `/metrics` | other pages |
 //! |---|---|---|---|
@@ -74,7 +74,7 @@ impl Guard {
         Guard { security, scrapers }
     }
 
-    /// Protects nothing.
+    /// Protects no page: the process has no certificates.
     pub fn plain() -> Guard {
         Guard::new(Security::Plain, Scrapers::none())
     }
@@ -84,7 +84,7 @@ impl Guard {
         &self.security
     }
 
-    /// Limit of the connections of an admin port, of which a client that can be told apart has at most a share.
+    /// Limit of the connections of an admin port, of which a client with an identity or address has at most a share.
     pub fn limit(&self, connections_max: usize, rejected: RejectedConnections) -> ConnectionLimit {
         match self.security {
             Security::Plain => ConnectionLimit::new(Listener::Admin, connections_max, rejected),

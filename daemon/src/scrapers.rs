@@ -47,13 +47,13 @@ pub enum Verdict {
     Unavailable(String),
 }
 
-/// A running review.
+/// A running review of a token.
 pub type Reviewing = Pin<Box<dyn Future<Output = Verdict> + Send>>;
 
 /// Starts the review of a token.
 pub type Review = dyn Fn(String) -> Reviewing + Send + Sync;
 
-/// Tokens that are accepted. Clones share what is remembered.
+/// Tokens that are accepted. Clones share the remembered ones.
 #[derive(Clone, Debug, Default)]
 pub struct Scrapers(Source);
 
@@ -98,7 +98,7 @@ impl Scrapers {
         Scrapers(Source::Review(Arc::new(Reviewed { review, reviews, remembered: Mutex::default() })))
     }
 
-    /// Checks a token.
+    /// Checks whether a token may read metrics.
     pub async fn check(&self, token: &str) -> Verdict {
         match &self.0 {
             _ if token.len() > TOKEN_BYTES_MAX => Verdict::Rejected("the token is too long".to_owned()),

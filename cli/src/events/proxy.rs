@@ -63,7 +63,7 @@ fn forward(text: &str) -> Result<Forward, String> {
     }
     if !listen.ip().to_canonical().is_loopback() {
         return Err(format!(
-            "{listen} is not a loopback address: the proxy has no protection of its own, so listen on 127.0.0.1"
+            "{listen} is not a loopback address: the proxy admits all clients, so listen on 127.0.0.1"
         ));
     }
     Ok(Forward { listen, member: member.to_owned() })

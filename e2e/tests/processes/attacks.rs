@@ -27,7 +27,7 @@ const PROBE_WITHIN: Duration = Duration::from_secs(2);
 /// Attempts of [`Secured::attack_admin_port`] that are refused with a status or in the handshake.
 const REFUSED_ATTEMPTS: usize = 11;
 
-/// Clients of [`Secured::assert_slow_clients_are_closed`].
+/// Number of clients of [`Secured::assert_slow_clients_are_closed`].
 const SLOW_CLIENTS: usize = 4;
 
 /// Answer to a request of a client: the status, or 0 if the connection is refused or closed.
@@ -134,7 +134,7 @@ impl<P> Secured<P> {
         });
     }
 
-    /// Attempts on an admin port: who asks, for which page, and the status.
+    /// Attempts on an admin port: the client, the page and the status.
     fn attack_admin_port(&self) {
         let console = self.certificates.client(&Role::Console);
         assert_eq!(self.ask(console.clone(), "/metrics"), 200, "a valid client");

@@ -1,7 +1,7 @@
 //! Verifies the token of a scraper: a TokenReview names its account, and a SubjectAccessReview whether the account may
 //! `get` the path `/metrics` (as of the kubelet and of kube-rbac-proxy).
 //!
-//! The token needs no audience of ours: scrapers have the token of their pod. Results are not kept here; the caller
+//! The token needs no special audience: scrapers have the token of their pod. Results are not kept here; the caller
 //! keeps accepted ones for a short time.
 
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
