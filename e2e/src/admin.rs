@@ -1,10 +1,12 @@
 //! Client of the admin port of a process: status pages, counters and metrics.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ::http::{HeaderName, HeaderValue};
-use reprise_testkit::http::{self, Request};
+use reprise_identity::{Expected, Security};
+use reprise_testkit::http::{Client, Request};
 use serde_json::Value;
 
 use crate::wait::wait_until;
@@ -16,12 +18,20 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct Admin {
     address: String,
+    /// Certificates of the client, read for each request, and the role of the process; none without TLS.
+    certificates: Option<(PathBuf, Expected)>,
 }
 
 impl Admin {
     /// Returns the admin port at `host:port`.
     pub fn at(address: &str) -> Admin {
-        Admin { address: address.to_owned() }
+        Admin { address: address.to_owned(), certificates: None }
+    }
+
+    /// Returns the same port for a client with the certificates in a folder.
+    #[must_use]
+    pub fn with_certificates(&self, folder: PathBuf, expected: Expected) -> Admin {
+        Admin { address: self.address.clone(), certificates: Some((folder, expected)) }
     }
 
     /// Sends one GET and returns the status code and the body.
@@ -39,7 +49,13 @@ impl Admin {
     pub fn get_as(&self, path: &str, accept: &str) -> io::Result<(u16, String, String)> {
         let request =
             Request::get(path).header("accept", accept).body(String::new()).map_err(io::Error::other)?;
-        let answer = http::send(&self.address, request, ANSWER_WITHIN).map_err(io::Error::other)?;
+        let client = match &self.certificates {
+            Some((folder, expected)) => {
+                Client::new(Security::read(folder).map_err(io::Error::other)?, expected.clone())
+            }
+            None => Client::plain(),
+        };
+        let answer = client.send(&self.address, request, ANSWER_WITHIN).map_err(io::Error::other)?;
         let line = |(name, value): (&HeaderName, &HeaderValue)| {
             format!("{name}: {}\n", String::from_utf8_lossy(value.as_bytes()))
         };

@@ -11,7 +11,7 @@ use reprise_e2e::process::binary;
 use reprise_e2e::{
     Admin, AgentConfig, ChildProcess, PATIENCE, StartingProcess, TestEnv, control_plane, wait_until,
 };
-use reprise_identity::{Authority, Credentials};
+use reprise_identity::{Authority, Credentials, Expected, Role};
 use serde_json::Value;
 use time::{Duration, OffsetDateTime};
 
@@ -99,7 +99,8 @@ impl Machine {
         let (process, ready) =
             started.unwrap_or_else(|refused| panic!("the member does not start: {refused:?}"));
         let address = |field: &str| ready[field].as_str().expect("the ready line names its ports").to_owned();
-        (process, address("grpc"), Admin::at(&address("admin")))
+        let admin = Admin::at(&address("admin"));
+        (process, address("grpc"), admin.with_certificates(self.certs("admin"), Expected::Role(Role::Member)))
     }
 }
 
@@ -195,7 +196,7 @@ fn processes_follow_renewals_and_the_replacement_of_the_authority_and_warn_befor
     machine.follow_guide("certs issue");
     let (mut member, address, member_admin) = machine.start_member(&env);
     let agent = env.agent(&machine.agent_config("node-1", &[address]));
-    let admin = agent.admin();
+    let admin = &agent.admin().with_certificates(machine.certs("admin"), Expected::AnyAgent);
     let is_registered = || {
         let nodes = member_admin.json("/nodes");
         let is_alive = |node: &Value| node["name"] == "node-1" && node["alive"] == true;
