@@ -91,7 +91,7 @@ fn sessions_of_an_archive_are_sampled_and_the_output_states_it() {
     let whole = read(&args, Limits::default(), Audience::Program).expect("valid");
     assert!(whole.share >= 1.0 && whole.sessions_replayed == whole.sessions, "{}", whole.share);
     let limits =
-        Limits { references: whole.references / 8, timed_references: whole.references / 32, samples: 2 };
+        Limits { references: whole.references / 64, timed_references: whole.references / 128, samples: 2 };
     let load = read(&args, limits, Audience::Program).expect("valid");
     assert!(load.share < 0.9 && load.sessions_replayed < whole.sessions, "{}", load.share);
     assert_eq!((load.sessions, load.recorded), (whole.sessions, whole.recorded));
