@@ -186,7 +186,7 @@ fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<L
     let trace = reading::read(&Source { path: &args.trace, options, sessions: None }, audience)?;
     let spread_ms = u64::try_from(args.spread.0.as_millis()).context("--spread is too long")?;
     let random = Randomness { seed: args.seed, spread_ms };
-    Load::new(trace, limits, random).with_context(|| args.trace.display().to_string())
+    Load::new(&trace, limits, random).with_context(|| args.trace.display().to_string())
 }
 
 /// Applies a function to all items on all processors; results are in the order of the items.

@@ -131,7 +131,7 @@ pub struct Load {
 
 impl Load {
     /// Measures the load of a trace. Blocks of large traces are joined, and sessions are sampled by the seed.
-    pub fn new(trace: Trace, limits: Limits, random: Randomness) -> Result<Load, PlanError> {
+    pub fn new(trace: &Trace, limits: Limits, random: Randomness) -> Result<Load, PlanError> {
         let requests = trace.requests().len();
         let recorded = Recorded {
             references: trace.references(),
@@ -141,9 +141,9 @@ impl Load {
         if recorded.references == 0 {
             return Err(PlanError::NoBlocks(trace.block_tokens()));
         }
-        let needs = needs(&trace);
+        let needs = needs(trace);
         let has_random_starts = trace.has_session_times();
-        let samples = samples(&trace.coarsened(joined(&trace, limits)), limits, random);
+        let samples = samples(&trace.coarsened(joined(trace, limits)), limits, random);
         let first = &samples[0];
         let (references, span) = (first.references(), first.span_ms());
         let at = |share: f64| first.requests()[((requests - 1) as f64 * share) as usize].at_ms;

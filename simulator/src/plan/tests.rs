@@ -32,7 +32,7 @@ struct World {
     curves: Curves,
 }
 
-fn world(hardware: &str, trace: Trace) -> World {
+fn world(hardware: &str, trace: &Trace) -> World {
     let machine = Machine::new(hardware, "llama-3-8b").expect("valid");
     let load = Load::new(trace, Limits::default(), RANDOM).expect("valid");
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
@@ -52,7 +52,7 @@ fn budget(text: &str) -> Budget {
 
 #[test]
 fn a_larger_budget_never_gives_a_worse_plan() {
-    let world = world("h100", trace(300, 6, 400));
+    let world = world("h100", &trace(300, 6, 400));
     let estimator = world.estimator(3.0);
     let mut before: Option<Shortlist> = None;
     for usd in [4_000, 5_000, 6_000, 8_000, 11_000, 15_000, 20_000, 30_000, 50_000, 90_000] {
@@ -75,7 +75,7 @@ fn a_larger_budget_never_gives_a_worse_plan() {
 
 #[test]
 fn a_ttft_that_is_short_enough_is_not_bought_shorter() {
-    let world = world("h100", trace(300, 6, 400));
+    let world = world("h100", &trace(300, 6, 400));
     let estimator = world.estimator(3.0);
     let fastest = shortlist(&estimator, budget("90000"), FASTEST).expect("affordable").best.estimate;
     let goal = Goal { ttft_seconds: fastest.ttft_mean.expect("served") * 2.0, ..FASTEST };
@@ -87,7 +87,7 @@ fn a_ttft_that_is_short_enough_is_not_bought_shorter() {
 #[test]
 fn equal_inputs_give_equal_plans() {
     let make = || {
-        let world = world("h100", trace(40, 4, 500));
+        let world = world("h100", &trace(40, 4, 500));
         let estimator = world.estimator(3.0);
         let list = shortlist(&estimator, budget("40000"), FASTEST).expect("affordable");
         let replayed = choose(&estimator, (budget("40000"), FASTEST), list, |runs| {
@@ -101,7 +101,7 @@ fn equal_inputs_give_equal_plans() {
 
 #[test]
 fn a_budget_below_the_price_of_a_node_names_the_price() {
-    let world = world("h100", trace(10, 3, 1_000));
+    let world = world("h100", &trace(10, 3, 1_000));
     let error = shortlist(&world.estimator(3.0), budget("10"), FASTEST).expect_err("too small").to_string();
     // 5 USD an hour for 730 hours.
     assert!(
@@ -112,7 +112,7 @@ fn a_budget_below_the_price_of_a_node_names_the_price() {
 
 #[test]
 fn plans_do_not_wear_out_ssds_unless_the_life_is_short() {
-    let world = world("h100", trace(400, 8, 100));
+    let world = world("h100", &trace(400, 8, 100));
     let long = shortlist(&world.estimator(5.0), budget("200000"), FASTEST).expect("affordable");
     let years = |list: &Shortlist| list.best.estimate.ssd_years;
     assert!(years(&long).is_none_or(|years| years >= 5.0), "{long:?}");
@@ -126,7 +126,7 @@ fn plans_do_not_wear_out_ssds_unless_the_life_is_short() {
 
 #[test]
 fn the_step_to_more_ssds_is_usable_if_a_class_and_an_admission_last() {
-    let world = world("h100", trace(400, 8, 100));
+    let world = world("h100", &trace(400, 8, 100));
     let now = Configuration { dram_gb: 32, ..Configuration::without_cache(6) };
     let candidates = now.next_ssds(&world.machine);
     let estimator = world.estimator(3.0);
@@ -143,7 +143,7 @@ fn the_step_to_more_ssds_is_usable_if_a_class_and_an_admission_last() {
 
 #[test]
 fn the_price_at_full_load_is_of_configurations_that_bear_it() {
-    let world = world("h100", trace(400, 8, 100));
+    let world = world("h100", &trace(400, 8, 100));
     let one = Configuration {
         dram_gb: 32,
         ssds: Some(Ssds { class: 0, count: 1 }),
@@ -161,7 +161,7 @@ fn the_price_at_full_load_is_of_configurations_that_bear_it() {
 
 #[test]
 fn requests_that_no_node_can_hold_are_counted_or_refused_with_the_remedy() {
-    let mut world = world("h100", trace(10, 3, 1_000));
+    let mut world = world("h100", &trace(10, 3, 1_000));
     let block = world.load.block_tokens();
     let refused = |world: &World| {
         shortlist(&world.estimator(3.0), budget("90000"), FASTEST).map(|list| list.refused_requests)
@@ -209,7 +209,7 @@ fn sessions(count: u32) -> Trace {
 #[test]
 fn nodes_of_a_sample_have_their_part_of_the_sessions_and_their_real_size() {
     // 400 sessions of 120 references.
-    let load = |timed_references| Load::new(sessions(400), limits(timed_references), RANDOM).expect("valid");
+    let load = |timed_references| Load::new(&sessions(400), limits(timed_references), RANDOM).expect("valid");
     let (part, trace) = {
         let load = load(48_000);
         let (part, trace) = Part::new(&load, 10, 0);
@@ -234,7 +234,7 @@ fn nodes_of_a_sample_have_their_part_of_the_sessions_and_their_real_size() {
 fn a_part_of_the_nodes_has_the_results_of_all() {
     let timed = |timed_references| {
         let machine = Machine::new("h100", "llama-3-8b").expect("valid");
-        let load = Load::new(sessions(400), limits(timed_references), RANDOM).expect("valid");
+        let load = Load::new(&sessions(400), limits(timed_references), RANDOM).expect("valid");
         let curves = Curves::new(&load, machine.model.kv_bytes_per_token() * load.block_tokens());
         let estimator = Estimator::new(&machine, &load, &curves, 3.0);
         let one = Configuration { dram_gb: 32, ..Configuration::without_cache(10) };
@@ -262,7 +262,7 @@ fn blocks_of_a_large_trace_are_joined_and_its_samples_have_other_starts() {
         crate::replay::read_session(&name, session.as_bytes(), &mut builder).expect("valid");
     }
     let trace = builder.finish("trace").expect("valid");
-    let load = Load::new(trace, limits(6_000), RANDOM).expect("valid");
+    let load = Load::new(&trace, limits(6_000), RANDOM).expect("valid");
     // 20,000 references of 64 tokens: a quarter is within the limit.
     assert_eq!((load.recorded.references, load.recorded.block_tokens), (20_000, 64));
     assert_eq!((load.references, load.distinct, load.block_tokens()), (5_000, 2_500, 256));
@@ -290,7 +290,7 @@ fn a_backlog_of_the_busiest_windows_is_in_the_estimate() {
             };
             builder.add("here", &request).expect("valid");
         }
-        let world = world("h100", builder.finish("trace").expect("valid"));
+        let world = world("h100", &builder.finish("trace").expect("valid"));
         let estimate = world.estimator(3.0).estimate(&Configuration::without_cache(1));
         (estimate.busy_peak, estimate.ttft_mean.expect("served"))
     };
@@ -325,7 +325,7 @@ fn timed(ttft: f64) -> Timed {
 
 /// Plan whose replays have the TTFT of a function.
 fn chosen_by(usd: &str, goal: Goal, ttft: impl Fn(&Configuration, usize) -> f64) -> Replayed {
-    let world = world("h100", trace(60, 4, 400));
+    let world = world("h100", &trace(60, 4, 400));
     let estimator = world.estimator(3.0);
     let list = shortlist(&estimator, budget(usd), goal).expect("affordable");
     choose(&estimator, (budget(usd), goal), list, |runs| {
@@ -367,7 +367,7 @@ fn differences_of_samples_are_in_pairs() {
 
 #[test]
 fn hits_grow_with_capacity_and_end_at_the_unlimited_cache() {
-    let world = world("h100", trace(200, 5, 500));
+    let world = world("h100", &trace(200, 5, 500));
     let ratios = world.curves.ratios(reprise_policy::eviction::EvictionKind::Lru);
     assert!(ratios.windows(2).all(|pair| pair[0] <= pair[1]), "{ratios:?}");
     let unlimited = world.curves.unlimited_ratio();
@@ -383,7 +383,7 @@ fn hits_grow_with_capacity_and_end_at_the_unlimited_cache() {
 
 #[test]
 fn break_even_intervals_follow_the_prices() {
-    let world = world("h100", trace(100, 5, 500));
+    let world = world("h100", &trace(100, 5, 500));
     let estimator = world.estimator(3.0);
     let chosen = Configuration { dram_gb: 256, ..Configuration::without_cache(1) };
     let guidance = Guidance::new(&estimator, &chosen);
@@ -401,11 +401,11 @@ fn break_even_intervals_follow_the_prices() {
 
 #[test]
 fn traces_without_duration_or_blocks_are_refused() {
-    let error = Load::new(trace(5, 1, 0), Limits::default(), RANDOM).expect_err("no duration").to_string();
+    let error = Load::new(&trace(5, 1, 0), Limits::default(), RANDOM).expect_err("no duration").to_string();
     assert!(error.contains("all 5 requests arrive at 0 ms"), "{error}");
     let mut builder = TraceBuilder::new(ReadOptions { block_tokens: Some(512), ..ReadOptions::default() });
     builder.add("here", &TraceRequest { input_tokens: 9, ..TraceRequest::default() }).expect("valid");
-    let error = Load::new(builder.finish("trace").expect("valid"), Limits::default(), RANDOM)
+    let error = Load::new(&builder.finish("trace").expect("valid"), Limits::default(), RANDOM)
         .expect_err("no blocks")
         .to_string();
     assert!(error.contains("512 tokens"), "{error}");
