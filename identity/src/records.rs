@@ -79,6 +79,8 @@ pub struct Opener {
     decrypter: Box<dyn MessageDecrypter>,
     /// Number of the next record of the key.
     sequence: u64,
+    /// Whether the last record was a change of the key.
+    is_after_change: bool,
     keys: Arc<Keys>,
 }
 
@@ -109,8 +111,12 @@ pub(crate) fn split(secrets: ExtractedSecrets, schedule: Schedule) -> Result<(Se
     let algorithm = suite.aead_alg;
     let ExtractedSecrets { tx: (sent, sending), rx: (received, receiving) } = secrets;
     let keys = Arc::new(Keys { connection: Mutex::new(schedule), algorithm });
-    let opener =
-        Opener { decrypter: decrypter(algorithm, receiving)?, sequence: received, keys: Arc::clone(&keys) };
+    let opener = Opener {
+        decrypter: decrypter(algorithm, receiving)?,
+        sequence: received,
+        is_after_change: false,
+        keys: Arc::clone(&keys),
+    };
     let key = SealingKey::new(sending)?;
     let sealer = Sealer { key, sequence: sent, records_per_key: RECORDS_PER_KEY, keys };
     Ok((sealer, opener))
@@ -234,6 +240,7 @@ impl Opener {
         let plain = self.decrypter.decrypt(message, self.sequence)?;
         // 2⁶⁴ records take longer than any connection lives.
         self.sequence += 1;
+        let is_after_change = std::mem::take(&mut self.is_after_change);
         match (plain.typ, plain.payload) {
             (ContentType::ApplicationData, []) => Err(RecordError::Malformed("an empty record")),
             (ContentType::ApplicationData, bytes) => Ok(Opened::Data(bytes.len())),
@@ -241,7 +248,12 @@ impl Opener {
                 AlertDescription::CloseNotify => Ok(Opened::Closed),
                 other => Err(RecordError::Alert(other)),
             },
+            // One that sends only these would keep the reader busy without a byte for it.
+            (ContentType::Handshake, bytes) if *bytes == KEY_UPDATE && is_after_change => {
+                Err(RecordError::Malformed("a second change of the key without data"))
+            }
             (ContentType::Handshake, bytes) if *bytes == KEY_UPDATE => {
+                self.is_after_change = true;
                 (self.sequence, self.decrypter) = self.keys.next_receiving()?;
                 Ok(Opened::NextKey)
             }

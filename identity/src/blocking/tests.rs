@@ -121,6 +121,18 @@ fn keys_change_in_both_directions_while_records_flow() {
 }
 
 #[test]
+fn changes_of_the_key_without_data_between_them_are_refused() {
+    let ((client, _near), (mut server, _far)) = connected();
+    let mut sealer = client.sealer.with_records_per_key(0);
+    for record in seal(&mut sealer, b"block") {
+        open(&mut server.opener, &record).expect("a change, and data");
+    }
+    let changes = [(); 2].map(|()| seal(&mut sealer, &[]).remove(0));
+    open(&mut server.opener, &changes[0]).expect("a change behind data");
+    assert!(matches!(open(&mut server.opener, &changes[1]), Err(RecordError::Malformed(_))));
+}
+
+#[test]
 fn changed_repeated_and_foreign_records_are_refused() {
     let ((mut client, _near), (mut server, _far)) = connected();
     let records = seal(&mut client.sealer, b"block");
