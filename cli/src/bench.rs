@@ -147,10 +147,10 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Recompute { hits: 10_000 },
         Benchmark::Local,
         Benchmark::Peer,
-        Benchmark::Secure,
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
+        Benchmark::Secure,
         // Ten million blocks take over a minute, for all policies.
         Benchmark::Policy { entries: 1_000_000 },
         Benchmark::Nvme(nvme::NvmeArgs::default()),

@@ -371,6 +371,7 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
             "match",
             "directory",
             "recovery",
+            "secure",
             "policy",
             "nvme",
             "gpu",
