@@ -22,7 +22,6 @@ mod recovery;
 #[cfg(feature = "gpu")]
 mod ring;
 mod secure;
-mod secure_lookups;
 mod slack;
 mod store;
 
@@ -147,10 +146,10 @@ pub(crate) fn command(args: &BenchArgs, config: &Config, audience: Audience) -> 
         Benchmark::Recompute { hits: 10_000 },
         Benchmark::Local,
         Benchmark::Peer,
+        Benchmark::Secure,
         Benchmark::Match,
         Benchmark::Directory { entries: 10_000_000 },
         Benchmark::Recovery { entries: 1_000_000 },
-        Benchmark::Secure,
         // Ten million blocks take over a minute, for all policies.
         Benchmark::Policy { entries: 1_000_000 },
         Benchmark::Nvme(nvme::NvmeArgs::default()),
@@ -191,7 +190,6 @@ impl Benchmark {
             Benchmark::Directory { entries } => {
                 let mut figures = directory::run(*entries, settings)?;
                 figures.extend(grpc_directory::run((*entries).min(ENTRIES_MAX), settings)?);
-                figures.extend(secure_lookups::run(settings)?);
                 Ok(figures)
             }
             Benchmark::Policy { entries } => policy::run(*entries, settings),
@@ -251,7 +249,7 @@ impl Benchmark {
                 ..cluster
             },
             Benchmark::Secure => {
-                Requirements { name: "secure", memory_bytes: secure::MEMORY_BYTES, ..Requirements::default() }
+                Requirements { name: "secure", memory_bytes: secure::MEMORY_BYTES, ..cluster }
             }
             Benchmark::Match => Requirements {
                 name: "match",

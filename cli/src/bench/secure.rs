@@ -4,9 +4,11 @@
 //! |---|---|---|
 //! | [`records`] | encryption and decryption of records on one core | – |
 //! | [`peer_load`] | loads from a peer over TLS, on loopback | the same loads without TLS |
+//! | [`look_ups`] | look-ups at a member with TLS | the same look-ups at a member without TLS |
 //!
-//! All of it runs in this process. The first line states the machine, its load, and where records are encrypted.
+//! Only the look-ups need other processes. The first line states the machine, its load, and where records are encrypted.
 
+mod look_ups;
 mod peer_load;
 mod records;
 
@@ -58,6 +60,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     for case in cases {
         figures.push(peer_load::run(case, settings)?);
     }
+    figures.extend(look_ups::run(settings)?);
     Ok(figures)
 }
 

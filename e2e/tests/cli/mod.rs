@@ -368,10 +368,10 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
             "recompute",
             "local",
             "peer",
+            "secure",
             "match",
             "directory",
             "recovery",
-            "secure",
             "policy",
             "nvme",
             "gpu",
@@ -379,7 +379,7 @@ fn bench_all_lists_missing_requirements_before_it_starts_anything() {
         ]
     );
     assert!(!figures.is_empty() && !figures.iter().any(is_part), "the list precedes all figures: {lines:?}");
-    let (of_agents, others) = parts.split_at(9);
+    let (of_agents, others) = parts.split_at(10);
     assert!(others.iter().all(|part| part["runs"] == true), "{others:?}");
     for part in of_agents {
         assert_eq!(part["runs"], false, "{part}");
