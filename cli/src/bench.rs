@@ -81,7 +81,7 @@ enum Benchmark {
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
     Peer,
-    /// Measure the cost of TLS between peers, against loads without it.
+    /// Measure the cost of TLS, against loads and look-ups without it.
     ///
     /// Loads over loopback in this process, paired, and encryption of records on one core.
     Secure,
