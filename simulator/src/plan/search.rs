@@ -151,11 +151,11 @@ impl<F: Fn(&[Run]) -> Vec<Timed>> Search<'_, F> {
     /// Places, mean TTFT and prices of the configurations that can be chosen and have some samples.
     fn compared(&self, samples: usize, is_member: impl Fn(&Configuration) -> bool) -> Vec<(usize, f64, f64)> {
         let years = self.estimator.years;
-        let is_worn = |timed: Timed| timed.ssd_years.is_some_and(|life| life < years);
+        let is_worn = |some: &[Timed]| Timed::years_of(some).is_some_and(|life| life < years);
         let mut compared = Vec::new();
         for (at, Trial { one, is_eligible, samples: all }) in self.trials.iter().enumerate() {
             let Some(some) = all.get(..samples) else { continue };
-            if *is_eligible && is_member(&one.configuration) && !Timed::joined(some).is_some_and(is_worn) {
+            if *is_eligible && is_member(&one.configuration) && !is_worn(some) {
                 let mean = some.iter().map(Timed::ttft_mean).sum::<f64>() / samples.max(1) as f64;
                 compared.push((at, mean, one.estimate.usd_per_hour));
             }

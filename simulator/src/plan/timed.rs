@@ -128,12 +128,17 @@ impl Timed {
             ssd_bytes_per_day: first
                 .ssd_bytes_per_day
                 .map(|_| mean_of(|one| one.ssd_bytes_per_day.unwrap_or(0.0))),
-            // Of the mean bytes, which are the reciprocal of the years.
-            ssd_years: first
-                .ssd_years
-                .map(|_| 1.0 / mean_of(|one| 1.0 / one.ssd_years.unwrap_or(f64::INFINITY))),
+            ssd_years: Timed::years_of(samples),
             part: first.part,
         })
+    }
+
+    /// Years until SSDs have their rated writes, from the mean writes of samples; `None` without SSDs.
+    pub fn years_of(samples: &[Timed]) -> Option<f64> {
+        // Writes are the reciprocal of the years.
+        let writes: Option<Vec<f64>> =
+            samples.iter().map(|one| one.ssd_years.map(|years| 1.0 / years)).collect();
+        writes.filter(|writes| !writes.is_empty()).map(|writes| 1.0 / mean(&writes))
     }
 
     /// Mean time to the first token in seconds: the mean of the samples.
