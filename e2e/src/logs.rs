@@ -12,7 +12,7 @@ pub use reprise_testkit::process::read_log as read;
 const BAD: [&str; 3] = [" WARN ", " ERROR ", "panicked at"];
 
 /// Warning of a process without certificates. Most tests use plain connections, within one machine.
-const PLAIN: &str = "connections are plain";
+pub const PLAIN: &str = "connections are plain";
 
 /// Number of lines of each log that are printed when a test fails.
 const TAIL_LINES: usize = 20;
