@@ -16,7 +16,7 @@ use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, DevicePool, OpToken, PoolUsage};
 use reprise_agent_core::{AgentCore, BlockDescription, Counters, TenantUsage};
 use reprise_buffers::ProgressWriter;
-use reprise_policy::peer::PeerOffer;
+use reprise_policy::peer::{PeerOffer, PeerRequest};
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, TenantName, Tick};
 
 use crate::device::Device;
@@ -57,6 +57,11 @@ pub(crate) enum Input {
     Event(Event),
     /// Completions of a device since its previous report.
     Device(DeviceReport),
+    /// A request of a peer, named by its greeting.
+    PeerRequest {
+        from: String,
+        request: PeerRequest<TenantName>,
+    },
     /// An offer of blocks by a peer.
     PeerOffer(Box<PeerOffer<String, TenantName>>),
     /// A request, with the time at which it was received.
@@ -281,6 +286,11 @@ impl CoreLoop {
                 }
                 for (fill, update) in fills {
                     self.apply(Event::Fill { fill, update });
+                }
+            }
+            Input::PeerRequest { from, request } => {
+                if let Some(request) = self.executor.resolve_request(&from, request) {
+                    self.apply(Event::PeerRequest(request));
                 }
             }
             Input::PeerOffer(offer) => {

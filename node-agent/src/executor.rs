@@ -26,7 +26,7 @@ use reprise_agent_core::effect::{
     ProgressUpdate, QuotaResource, Reply,
 };
 use reprise_agent_core::event::{
-    Event, FillError, FillUpdate, Integrity, PeerEvent, PeerOffer, Request, RequestId,
+    Event, FillError, FillUpdate, Integrity, PeerEvent, PeerOffer, PeerRequest, Request, RequestId,
 };
 use reprise_agent_core::limits::OFFER_RETRY_MAX;
 use reprise_agent_core::pool::DeviceError;
@@ -490,13 +490,19 @@ impl Executor {
     fn fetch(&mut self, NodeId(node): NodeId, request: FetchRequest) {
         let (fetch, layers) = (request.fetch.0, request.layout.layers());
         let fills: Vec<FillId> = request.blocks.iter().map(|block| block.fill).collect();
+        let tenant = request.tenant;
+        let name = lock(&self.parts.tenants).name(tenant).cloned();
         let endpoints = self.parts.directory.peer_endpoints(NodeId(node));
-        let pending = match (&self.parts.peers, endpoints) {
-            (Some(peers), Some(endpoints)) => {
-                peers.fetch(&endpoints[..], request).map_err(|error| error.to_string())
+        let pending = match (&self.parts.peers, endpoints, name) {
+            (Some(peers), Some(endpoints), Some(name)) => {
+                peers.fetch(&endpoints[..], request.of_tenant(name)).map_err(|error| error.to_string())
             }
-            (None, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
+            (None, _, _) => Err("this agent has no peer transport".to_owned()),
+            (_, None, _) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
+            (_, _, None) => {
+                self.log_unnamed(tenant);
+                Err("the name of the tenant is unknown".to_owned())
+            }
         };
         match pending {
             Ok(()) => {
@@ -565,6 +571,23 @@ impl Executor {
         let name = lock(&self.parts.tenants).name(tenant).cloned()?;
         self.named.insert(tenant);
         Some(name)
+    }
+
+    /// Converts a peer's request for the core. Reports its blocks as absent if another tenant has its tenant's number here.
+    pub(crate) fn resolve_request(
+        &mut self,
+        from: &str,
+        request: peer::PeerRequest<TenantName>,
+    ) -> Option<PeerRequest> {
+        if let Some(tenant) = lock(&self.parts.tenants).number_of(&request.tenant) {
+            return Some(request.of_tenant(tenant));
+        }
+        tracing::debug!(node = from, tenant = %request.tenant, "another tenant has the number of the tenant of a peer's request");
+        let serve = request.serve;
+        self.with_peers(|peers| {
+            (0..).zip(&request.keys).for_each(|(block, _)| peers.serve_absent(serve, block));
+        });
+        None
     }
 
     /// Converts a peer's offer for the core. Rejects it if the node or the tenant has no number here.

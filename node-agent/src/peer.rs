@@ -13,7 +13,8 @@ pub(crate) fn sink(inbox: Inbox) -> EventSink {
     Arc::new(move |event| {
         let input = match event {
             TransportEvent::Peer(event) => Input::Event(Event::Peer(event)),
-            // Its names of nodes and tenants are resolved where effects are executed.
+            // Names of nodes and tenants are resolved where effects are executed.
+            TransportEvent::Request { from, request } => Input::PeerRequest { from, request },
             TransportEvent::Offer(offer) => Input::PeerOffer(Box::new(offer)),
         };
         // Fails only if the core has stopped.

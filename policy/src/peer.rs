@@ -1,7 +1,8 @@
 //! Messages between the core of an agent and its transport: fetches, serves and offers of blocks.
 //!
 //! Memory is named by its place in the arena. Nodes and tenants have numbers in the core and names in the
-//! transport; [`Offer`] and [`PeerOffer`] are generic over them. All other messages are the same for both.
+//! transport; [`FetchRequest`], [`PeerRequest`], [`Offer`] and [`PeerOffer`] are generic over them. All other messages
+//! are the same for both.
 //!
 //! A node announces one [`PeerEndpoint`] for each protocol of its transport.
 
@@ -62,15 +63,25 @@ impl PeerEndpoint {
 
 /// A request for blocks of one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FetchRequest {
+pub struct FetchRequest<Tenant> {
     /// Number of the fetch, for log lines.
     pub fetch: FetchId,
+    /// Tenant that owns the blocks.
+    pub tenant: Tenant,
     /// Layout of all blocks.
     pub layout: Layout,
     /// Time from now on after which unfinished blocks end in [`FillError::PeerLost`].
     pub deadline: Duration,
     /// Requested blocks and their destinations.
     pub blocks: Vec<FetchBlock>,
+}
+
+impl<Tenant> FetchRequest<Tenant> {
+    /// Names the tenant in another way.
+    pub fn of_tenant<Other>(self, tenant: Other) -> FetchRequest<Other> {
+        let FetchRequest { fetch, layout, deadline, blocks, .. } = self;
+        FetchRequest { fetch, tenant, layout, deadline, blocks }
+    }
 }
 
 /// One block of a [`FetchRequest`].
@@ -155,15 +166,25 @@ pub enum FillError {
 
 /// Request of a peer for blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerRequest {
+pub struct PeerRequest<Tenant> {
     /// Number chosen by the transport, unique on this node.
     pub serve: ServeId,
-    /// Keys of the requested blocks; other messages use their index.
-    pub keys: Vec<BlockKey>,
+    /// Tenant that the peer acts for; blocks of other tenants are reported as absent.
+    pub tenant: Tenant,
     /// Layout that the peer expects; blocks of other layouts are reported as absent.
     pub layout: Layout,
+    /// Keys of the requested blocks; other messages use their index.
+    pub keys: Vec<BlockKey>,
     /// Time after which the peer gives up.
     pub deadline: Duration,
+}
+
+impl<Tenant> PeerRequest<Tenant> {
+    /// Names the tenant in another way.
+    pub fn of_tenant<Other>(self, tenant: Other) -> PeerRequest<Other> {
+        let PeerRequest { serve, layout, keys, deadline, .. } = self;
+        PeerRequest { serve, tenant, layout, keys, deadline }
+    }
 }
 
 /// Offer of blocks to a peer.
@@ -204,7 +225,8 @@ pub struct PeerOffer<Node, Tenant> {
     pub keys: Vec<BlockKey>,
 }
 
-/// Event of a transport, except for the offers of peers: those name nodes and tenants ([`PeerOffer`]).
+/// Event of a transport, except for the requests and offers of peers: those name nodes and tenants ([`PeerRequest`],
+/// [`PeerOffer`]).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PeerEvent {
     /// A block of a fetch made progress or failed. After its last layer or its failure, the transport no
@@ -215,8 +237,6 @@ pub enum PeerEvent {
         /// Verified layers, or the failure.
         update: FillUpdate,
     },
-    /// A peer requests blocks: answer each with a header and objects, or as absent.
-    Request(PeerRequest),
     /// All queued pieces of a block are in the socket or dropped, and its memory is no longer read. Sent once
     /// for every block of a request (absent ones too), unless `ServeAborted` is sent instead.
     ServeDone {

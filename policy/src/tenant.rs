@@ -249,6 +249,13 @@ impl TenantRegistry {
         Ok(id)
     }
 
+    /// Returns the number of the tenant that a peer names; `None` if another tenant has it here. The tenant need not be
+    /// registered: a node may have recovered blocks of it without their tenant's name.
+    pub fn number_of(&self, name: &TenantName) -> Option<TenantId> {
+        let id = self.numbers.get(name).copied().unwrap_or_else(|| name.number());
+        self.by_number.get(&id).is_none_or(|known| known == name).then_some(id)
+    }
+
     /// Returns the name of a registered tenant.
     pub fn name(&self, tenant: TenantId) -> Option<&TenantName> {
         self.by_number.get(&tenant)
@@ -310,6 +317,9 @@ mod tests {
         assert_eq!(registry.bind(&name("a"), &namespace(1)).ok(), set, "an explicit number is kept");
         assert!(registry.enter(&name("b"), Some(TenantId(7))).is_ok());
         assert_eq!(registry.bind(&name("b"), &namespace(2)), Ok(TenantId(7)));
+        assert_eq!(registry.number_of(&name("b")), Some(TenantId(7)));
+        assert_eq!(registry.number_of(&name("a")), set);
+        assert_eq!(registry.number_of(&name("c")), Some(name("c").number()), "it is free");
         assert!(registry.enter(&name("c"), Some(TenantId::DEFAULT)).is_err(), "0 is the default tenant's");
     }
 

@@ -185,7 +185,7 @@ pub(crate) enum StoreReply {
 /// on all nodes.
 #[derive(Clone, Debug)]
 pub(crate) enum PeerMessage {
-    Fetch { fetch: FetchId, keys: Vec<BlockKey>, layout: Layout, deadline: Duration },
+    Fetch { fetch: FetchId, tenant: TenantId, keys: Vec<BlockKey>, layout: Layout, deadline: Duration },
     Cancel { fetch: FetchId },
     Header { fetch: FetchId, block: u32, tier: Tier, checksums: Box<[u32]> },
     Layers { fetch: FetchId, block: u32, first: u32, tags: Vec<Tag> },

@@ -151,7 +151,7 @@ impl Peers {
 
     /// Sends a fetch over a connection.
     pub(crate) fn fetch(&mut self, env: &mut Environment, line: LineId, request: FetchRequest) {
-        let FetchRequest { fetch: id, layout, blocks, deadline } = request;
+        let FetchRequest { fetch: id, tenant, layout, blocks, deadline } = request;
         let keys = blocks.iter().map(|block| block.key).collect();
         let waiting = blocks.iter().map(|block| FetchBlock {
             fill: block.fill,
@@ -163,7 +163,7 @@ impl Peers {
         });
         self.fetches.insert(id, Fetch { line, layout, blocks: waiting.collect() });
         env.count("fetches");
-        env.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, keys, layout, deadline }));
+        env.send(line, 1, Message::Peer(PeerMessage::Fetch { fetch: id, tenant, keys, layout, deadline }));
         env.later(self.node, deadline, AgentStep::FetchDeadline(id));
     }
 
@@ -221,8 +221,8 @@ impl Peers {
         out: &mut Outcomes,
     ) {
         match message {
-            PeerMessage::Fetch { fetch, keys, layout, deadline } => {
-                let request = PeerRequest { serve: ServeId(0), keys, layout, deadline };
+            PeerMessage::Fetch { fetch, tenant, keys, layout, deadline } => {
+                let request = PeerRequest { serve: ServeId(0), tenant, layout, keys, deadline };
                 self.serve(env, (line, fetch), request, out);
             }
             PeerMessage::Cancel { fetch } => {
@@ -304,7 +304,7 @@ impl Peers {
         let blocks = request.keys.iter().map(|_| ServeBlock::default()).collect();
         self.serves.insert(id, Serve { line, fetch, layout: request.layout, blocks });
         env.count("serves");
-        out.event(Event::Peer(PeerEvent::Request(PeerRequest { serve: id, ..request })));
+        out.event(Event::PeerRequest(PeerRequest { serve: id, ..request }));
         out.next.push(Follow::EndServe(id));
     }
 

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use reprise_client::{Scope, Source};
+use reprise_e2e::cluster::load_from_peer;
 use reprise_e2e::content::{device_slot_bytes, large};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
@@ -158,4 +159,30 @@ fn a_cluster_budget_follows_the_load_and_is_never_exceeded() {
     assert!(
         tenant(&member, &["remove", "team-a"]).expect_err("the budget was removed").contains("no budget")
     );
+}
+
+#[test]
+fn a_tenant_cannot_load_blocks_of_another_one_from_a_peer_even_with_their_keys() {
+    let env = TestEnv::new();
+    let member = env.control_plane(Store::Memory);
+    let config = |name: &str| AgentConfig {
+        arena: ByteSize(32 << 20),
+        pool: Some(ByteSize(160 << 20)),
+        control_plane: vec![member.address().to_owned()],
+        ..AgentConfig::named(name)
+    };
+    let (first, second) = (env.agent(&config("first")), env.agent(&config("second")));
+    let numbers: Vec<u64> = (0..6).collect();
+    let owner = first.engine_of(large(), "team-a");
+    owner.save_durably(&numbers);
+    // Three of them are on NVMe only.
+    owner.trim();
+    owner.load_all(&numbers[..3], &LoadParams::LOCAL);
+    let (thief, colleague) = (second.engine_of(large(), "team-b"), second.engine_of(large(), "team-a"));
+    wait_until("the directory has all blocks", PATIENCE, || {
+        (colleague.matches(&numbers, Scope::Cluster).len() == numbers.len()).then_some(())
+    });
+    let outcomes = thief.load(&numbers, &LoadParams::CLUSTER).expect("the load ends");
+    assert!(outcomes.iter().all(|outcome| !outcome.is_verified()), "{outcomes:?}");
+    load_from_peer(&colleague, &numbers);
 }

@@ -386,6 +386,7 @@ impl AgentCore {
             Event::PlaceFailed { place } => {
                 self.replicate.place_failed(&mut self.cache, context!(self), SlabId(place.0));
             }
+            Event::PeerRequest(request) => self.serve.begin(context!(self), request),
             Event::PeerOffer(offer) => self.replicate.peer_offer(&mut self.cache, context!(self), &offer),
             Event::Mode { mode, revision } => self.replicate.set_mode(self.now, mode, revision),
             Event::Move(directive) => self.replicate.set_move(&self.cache, self.now, directive),
@@ -402,7 +403,6 @@ impl AgentCore {
     fn peer_event(&mut self, event: PeerEvent) {
         match event {
             PeerEvent::Fill { fill, update } => self.fill(fill, update),
-            PeerEvent::Request(request) => self.serve.begin(context!(self), request),
             PeerEvent::ServeDone { serve, block } => self.serve.done(&mut self.cache, serve, block),
             PeerEvent::ServeAborted { serve } => self.serve.aborted(&mut self.cache, serve),
             PeerEvent::OfferAnswered { offer, taken, retry_after } => {

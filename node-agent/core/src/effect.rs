@@ -9,9 +9,7 @@ mod place;
 
 pub use place::{LeaseId, Place, PlaceKind};
 pub use reprise_policy::block_command::{BlockCounts, BlockReport, RetentionUsage};
-pub use reprise_policy::peer::{
-    FetchBlock, FetchId, FetchRequest, FillId, OfferId, PeerOfferId, ServeId, ServeObjects,
-};
+pub use reprise_policy::peer::{FetchBlock, FetchId, FillId, OfferId, PeerOfferId, ServeId, ServeObjects};
 pub use reprise_policy::placement::PlacementReason;
 pub use reprise_policy::prefetch::LookaheadReport;
 pub use reprise_policy::session::{CommitStatus, Source, Ticket};
@@ -206,6 +204,9 @@ pub enum Effect {
     /// Reports a problem to the operator; the runtime logs it once.
     Diagnostic(Diagnostic),
 }
+
+/// Request for blocks of a peer, with the number of their tenant.
+pub type FetchRequest = reprise_policy::peer::FetchRequest<TenantId>;
 
 /// Offer of blocks to a peer, with the number of the tenant on this node.
 pub type Offer = reprise_policy::peer::Offer<TenantId>;

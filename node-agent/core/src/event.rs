@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 pub use reprise_policy::block_command::{BlockAction, BlockCommand, BlockSelection};
-pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent, PeerRequest};
+pub use reprise_policy::peer::{FillError, FillUpdate, PeerEvent};
 pub use reprise_policy::prefetch::Lookahead;
 use reprise_policy::quota::Quota;
 pub use reprise_policy::routing::Replica;
@@ -146,6 +146,10 @@ pub enum Event {
     /// A peer offers blocks; the core answers with
     /// [`Effect::AnswerOffer`](crate::effect::Effect::AnswerOffer).
     PeerOffer(PeerOffer),
+    /// A peer requests blocks of a tenant. Answered block by block with
+    /// [`Effect::ServeHeader`](crate::effect::Effect::ServeHeader) or
+    /// [`Effect::ServeAbsent`](crate::effect::Effect::ServeAbsent).
+    PeerRequest(PeerRequest),
     /// The control plane set the mode of this node. The mode with the highest revision wins.
     Mode {
         /// Mode of this node.
@@ -214,6 +218,9 @@ pub struct Move {
 
 /// Blocks that a peer offers, with the numbers of the peer and of the tenant on this node.
 pub type PeerOffer = reprise_policy::peer::PeerOffer<NodeId, TenantId>;
+
+/// Request of a peer, with the number of its tenant.
+pub type PeerRequest = reprise_policy::peer::PeerRequest<TenantId>;
 
 /// Parameters of a new session.
 #[derive(Clone, Debug)]

@@ -241,7 +241,7 @@ impl Serves {
         let layout = serve.layout;
         let keys = serve.keys[blocks.start as usize..blocks.end as usize].to_vec();
         let wanted: Vec<(u32, BlockKey)> = blocks.zip(keys).collect();
-        let local = self.partition(cache, cx, id, (&layout, &wanted));
+        let local = self.partition(cache, cx, id, &wanted);
         if local.is_empty() {
             return self.started(cache, cx, id.0);
         }
@@ -262,11 +262,12 @@ impl Serves {
         cache: &mut Cache,
         cx: &mut Context,
         id: ServeId,
-        (layout, wanted): (&Layout, &[(u32, BlockKey)]),
+        wanted: &[(u32, BlockKey)],
     ) -> Vec<(u32, LocalBlock)> {
         let (mut local, mut in_dram, mut entries) = (Vec::new(), Vec::new(), Vec::new());
+        let Some(&Serve { tenant, layout, .. }) = self.serves.get(&id) else { return local };
         for (block, key) in wanted.iter().copied() {
-            let Some((entry, copy)) = cache.acquire_layout(&key, layout) else {
+            let Some((entry, copy)) = cache.acquire_of(&key, (tenant, &layout)) else {
                 self.lose(cx, id, block);
                 continue;
             };

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, PeerEvent, ServeObjects};
-use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
+use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, TenantName, Tier};
 use reprise_transport::bare::stream_loop;
 use reprise_transport::{Congestion, EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
 
@@ -150,6 +150,7 @@ impl Pair {
             .collect();
         let request = FetchRequest {
             fetch: FetchId(number),
+            tenant: TenantName::default_tenant(),
             layout: self.layout,
             deadline: Duration::from_secs(20),
             blocks,
@@ -180,7 +181,7 @@ fn serve_all(settings: TcpSettings, layout: Layout) -> Result<Arc<TcpTransport>,
     let own: Arc<OnceLock<Weak<TcpTransport>>> = Arc::default();
     let serving = Arc::clone(&own);
     let sink: EventSink = Arc::new(move |event| {
-        let TransportEvent::Peer(PeerEvent::Request(request)) = event else { return };
+        let TransportEvent::Request { request, .. } = event else { return };
         let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
         let serve = request.serve;
         let steps = if request.keys[0].0[1] == Pieces::Objects as u8 { layout.objects() } else { 1 };

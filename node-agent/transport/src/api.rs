@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, Span};
 use reprise_policy::peer::{
-    FetchBlock, FetchRequest, FillId, Offer, PeerEvent, PeerOffer, PeerOfferId, ServeId, ServeObjects,
+    FetchBlock, FetchRequest, FillId, Offer, PeerEvent, PeerOffer, PeerOfferId, PeerRequest, ServeId,
+    ServeObjects,
 };
 use reprise_policy::{ArenaSlot, BlockKey, TenantName, Tier};
 
@@ -33,7 +34,7 @@ pub trait Transport<Peer: ?Sized = str>: Send + Sync {
     /// or blocks in flight are at their limits. `Invalid`: no blocks, too many, or a destination that is
     /// outside the arena or has the wrong length. `NoProtocol`: no transport of this node can reach the peer.
     /// `Closed`: after `shutdown`. `Os`: cannot spawn a thread.
-    fn fetch(&self, peer: &Peer, request: FetchRequest) -> Result<(), TransportError>;
+    fn fetch(&self, peer: &Peer, request: FetchRequest<TenantName>) -> Result<(), TransportError>;
 
     /// Sends the header of a block of an incoming request: its tier and the CRC32C of each object, in order.
     /// Must precede the block's objects. Ignored for a serve that has ended.
@@ -69,8 +70,15 @@ pub trait Transport<Peer: ?Sized = str>: Send + Sync {
 /// Event of a transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TransportEvent {
-    /// Progress of fetches, serves and offers, or a request of a peer.
+    /// Progress of fetches, serves and offers.
     Peer(PeerEvent),
+    /// A peer requests blocks: answer each with a header and objects, or as absent.
+    Request {
+        /// Name of the peer, from its greeting.
+        from: String,
+        /// What it requests.
+        request: PeerRequest<TenantName>,
+    },
     /// A peer, named by its greeting, offers blocks: answer with [`Transport::answer_offer`]. No event reports
     /// that the peer no longer waits for the answer.
     Offer(PeerOffer<String, TenantName>),
@@ -101,7 +109,10 @@ pub(crate) fn check_offer(offer: &Offer<TenantName>) -> Result<(), TransportErro
 }
 
 /// Checks that every implementation makes before it accepts a request. Returns the destinations.
-pub(crate) fn check_fetch(request: &FetchRequest, arena: &Arena) -> Result<Vec<Destination>, TransportError> {
+pub(crate) fn check_fetch<Tenant>(
+    request: &FetchRequest<Tenant>,
+    arena: &Arena,
+) -> Result<Vec<Destination>, TransportError> {
     if request.blocks.is_empty() || request.blocks.len() > BLOCKS_PER_REQUEST_MAX {
         return Err(TransportError::invalid(format!(
             "invalid fetch: expected 1 to {BLOCKS_PER_REQUEST_MAX} blocks, found {}",

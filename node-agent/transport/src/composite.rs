@@ -131,15 +131,16 @@ fn numbering_sink(position: u64, sink: EventSink) -> EventSink {
     Arc::new(move |event| {
         let event = match event {
             TransportEvent::Peer(event) => event,
+            TransportEvent::Request { from, request } => {
+                let request = PeerRequest { serve: serve(request.serve), ..request };
+                return sink(TransportEvent::Request { from, request });
+            }
             TransportEvent::Offer(offer) => {
                 let id = PeerOfferId(number(offer.offer.0));
                 return sink(TransportEvent::Offer(PeerOffer { offer: id, ..offer }));
             }
         };
         sink(TransportEvent::Peer(match event {
-            PeerEvent::Request(request) => {
-                PeerEvent::Request(PeerRequest { serve: serve(request.serve), ..request })
-            }
             PeerEvent::ServeDone { serve: done, block } => PeerEvent::ServeDone { serve: serve(done), block },
             PeerEvent::ServeAborted { serve: aborted } => PeerEvent::ServeAborted { serve: serve(aborted) },
             event @ (PeerEvent::Fill { .. }
@@ -150,7 +151,7 @@ fn numbering_sink(position: u64, sink: EventSink) -> EventSink {
 }
 
 impl Transport<[PeerEndpoint]> for CompositeTransport {
-    fn fetch(&self, peer: &[PeerEndpoint], request: FetchRequest) -> Result<(), TransportError> {
+    fn fetch(&self, peer: &[PeerEndpoint], request: FetchRequest<TenantName>) -> Result<(), TransportError> {
         let (transport, address) = self.choose(peer)?;
         transport.fetch(address, request)
     }

@@ -25,7 +25,7 @@ use crate::counters::{Counters, TransportStats, add};
 use crate::error::TransportError;
 use crate::inbound::NewFetch;
 use crate::outbound::{InvalidCall, Outbound};
-use crate::wire::{OfferBody, RequestBody};
+use crate::wire::BlocksBody;
 use channel::{Channel, DeliveryOutcome, Ends, Line};
 
 /// Settings of the channels of a hub.
@@ -226,11 +226,11 @@ impl MemoryHub {
 }
 
 impl Transport for MemoryTransport {
-    fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
+    fn fetch(&self, peer: &str, request: FetchRequest<TenantName>) -> Result<(), TransportError> {
         let blocks = check_fetch(&request, &self.arena)?;
-        let FetchRequest { layout, deadline, .. } = request;
+        let FetchRequest { tenant, layout, deadline, .. } = request;
         let fetch = NewFetch { layout, blocks };
-        self.hub.begin(self, peer, |channel, now| channel.begin(now, fetch, deadline))?;
+        self.hub.begin(self, peer, |channel, now| channel.begin(now, fetch, (tenant, deadline)))?;
         add(&self.counters.fetches, 1);
         Ok(())
     }
@@ -348,9 +348,10 @@ impl HubState {
                     .expect("a requester in memory respects the limits");
                 self.routes.insert(serve, link.clone());
                 add(&server.counters.requests, 1);
-                let RequestBody { layout, deadline, keys } = body;
-                let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
-                outbox.push((Arc::clone(&server.sink), PeerEvent::Request(request).into()));
+                let BlocksBody { layout, deadline, tenant, keys } = body;
+                let request = PeerRequest { serve: ServeId(serve), tenant, layout, keys, deadline };
+                let from = link.requester.clone();
+                outbox.push((Arc::clone(&server.sink), TransportEvent::Request { from, request }));
             }
             DeliveryOutcome::Offer { stream, body } => {
                 let offer = self.next_serve;
@@ -361,7 +362,7 @@ impl HubState {
                 opened.expect("a requester in memory respects the limits");
                 self.offer_routes.insert(offer, link.clone());
                 add(&server.counters.offers_received, 1);
-                let OfferBody { layout, tenant, keys, .. } = body;
+                let BlocksBody { layout, tenant, keys, .. } = body;
                 let from = link.requester.clone();
                 let offer = PeerOffer { offer: PeerOfferId(offer), from, tenant, layout, keys };
                 outbox.push((Arc::clone(&server.sink), TransportEvent::Offer(offer)));

@@ -26,9 +26,7 @@ use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, DATA_FRAME_BYTES_MAX, QUEUED_PIECES_MAX,
     REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK,
 };
-use crate::wire::{
-    FrameHeader, Kind, OfferAnswerBody, OfferBody, ProtocolError, RequestBody, encode_block_header,
-};
+use crate::wire::{BlocksBody, FrameHeader, Kind, OfferAnswerBody, ProtocolError, encode_block_header};
 
 /// State of all requests and offers of a connection's server.
 pub(crate) struct Outbound {
@@ -163,7 +161,7 @@ impl Outbound {
     pub(crate) fn open(
         &mut self,
         (serve, stream): (u64, u64),
-        body: &RequestBody,
+        body: &BlocksBody,
         until: Duration,
     ) -> Result<(), ProtocolError> {
         let blocks = body.keys.len();
@@ -177,7 +175,7 @@ impl Outbound {
     pub(crate) fn open_offer(
         &mut self,
         (offer, stream): (u64, u64),
-        body: &OfferBody,
+        body: &BlocksBody,
         until: Duration,
     ) -> Result<(), ProtocolError> {
         self.open_stream((offer, stream), 1, until)?;

@@ -141,10 +141,10 @@ impl TcpTransport {
 }
 
 impl Transport for TcpTransport {
-    fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
+    fn fetch(&self, peer: &str, request: FetchRequest<TenantName>) -> Result<(), TransportError> {
         let blocks = check_fetch(&request, &self.common.arena)?;
-        let FetchRequest { layout, deadline, .. } = request;
-        let request = OutgoingRequest::Fetch { fetch: NewFetch { layout, blocks }, deadline };
+        let FetchRequest { tenant, layout, deadline, .. } = request;
+        let request = OutgoingRequest::Fetch { fetch: NewFetch { layout, blocks }, tenant, deadline };
         self.common.pool.ask(&self.common, peer, request)?;
         add(&self.common.counters.fetches, 1);
         Ok(())

@@ -25,7 +25,7 @@ use crate::limits::{
 };
 
 /// Version of the protocol; both sides of a connection must have the same.
-pub(crate) const PROTOCOL_VERSION: u16 = 1;
+pub(crate) const PROTOCOL_VERSION: u16 = 2;
 
 /// Size of a frame header in bytes.
 pub(crate) const FRAME_HEADER_BYTES: usize = 32;
@@ -34,11 +34,10 @@ pub(crate) const FRAME_HEADER_BYTES: usize = 32;
 pub(crate) const HELLO_BYTES: usize = 128;
 
 /// Maximum size of a request's body in bytes: fixed part and keys.
-pub(crate) const REQUEST_BODY_BYTES_MAX: usize =
-    REQUEST_FIXED_BYTES + BLOCKS_PER_REQUEST_MAX * BlockKey::SIZE;
+pub(crate) const REQUEST_BODY_BYTES_MAX: usize = BLOCKS_FIXED_BYTES + BLOCKS_PER_REQUEST_MAX * BlockKey::SIZE;
 
 /// Maximum size of an offer's body in bytes: fixed part and keys.
-pub(crate) const OFFER_BODY_BYTES_MAX: usize = OFFER_FIXED_BYTES + KEYS_PER_OFFER_MAX * BlockKey::SIZE;
+pub(crate) const OFFER_BODY_BYTES_MAX: usize = BLOCKS_FIXED_BYTES + KEYS_PER_OFFER_MAX * BlockKey::SIZE;
 
 /// Maximum size of the body of an offer's answer in bytes: fixed part and a bit for each key.
 pub(crate) const OFFER_ANSWER_BODY_BYTES_MAX: usize =
@@ -50,28 +49,27 @@ pub(crate) const BLOCK_HEADER_BODY_BYTES_MAX: usize = BLOCK_HEADER_FIXED_BYTES +
 const FRAME_MAGIC: [u8; 4] = *b"RPRF";
 const FRAME_VERSION: u8 = 1;
 const HELLO_MAGIC: [u8; 8] = *b"RPRSPEER";
-const REQUEST_FIXED_BYTES: usize = 32;
 const BLOCK_HEADER_FIXED_BYTES: usize = 4;
 /// Layout, deadline, number of keys, bytes of the name, three zero bytes, name.
-const OFFER_FIXED_BYTES: usize = 16 + 8 + 4 + 4 + 64;
+const BLOCKS_FIXED_BYTES: usize = 16 + 8 + 4 + 4 + 64;
 /// Time to wait, number of keys, zero.
 const OFFER_ANSWER_FIXED_BYTES: usize = 8 + 4 + 4;
 
 const _: () = assert!(BLOCK_BYTES_MAX <= u32::MAX as u64, "offsets in a payload are 32 bits on the wire");
-const _: () = assert!(TENANT_NAME_BYTES_MAX <= 64, "a tenant's name has 64 bytes in an offer");
+const _: () = assert!(TENANT_NAME_BYTES_MAX <= 64, "a tenant's name has 64 bytes in requests and offers");
 const _: () = assert!(24 + NODE_NAME_BYTES_MAX <= HELLO_BYTES - 4);
 
 /// Kind of a frame. Requester to server below 16, server to requester from 16 on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Requests blocks; body: [`RequestBody`].
+    /// Requests blocks; body: [`BlocksBody`].
     Request = 1,
     /// `stream` more bytes may be in flight.
     Credit = 2,
     /// The requester has cancelled `stream`, a request or an offer.
     Cancel = 3,
-    /// Offers blocks; body: [`OfferBody`].
+    /// Offers blocks; body: [`BlocksBody`].
     Offer = 4,
     /// Tier and checksums of a block; body: [`encode_block_header`].
     BlockHeader = 16,
@@ -127,11 +125,12 @@ pub(crate) struct Hello {
     pub(crate) stall_timeout: Duration,
 }
 
-/// Body of a request.
+/// Body of a request or an offer: blocks of one tenant and layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RequestBody {
+pub(crate) struct BlocksBody {
     pub(crate) layout: Layout,
     pub(crate) deadline: Duration,
+    pub(crate) tenant: TenantName,
     pub(crate) keys: Vec<BlockKey>,
 }
 
@@ -266,44 +265,6 @@ impl Hello {
     }
 }
 
-impl RequestBody {
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(REQUEST_FIXED_BYTES + self.keys.len() * BlockKey::SIZE);
-        out.extend_from_slice(&self.layout.encode());
-        out.extend_from_slice(&micros(self.deadline).to_le_bytes());
-        let count = u32::try_from(self.keys.len()).expect("bounded by BLOCKS_PER_REQUEST_MAX");
-        out.extend_from_slice(&count.to_le_bytes());
-        out.extend_from_slice(&[0; 4]);
-        out.extend_from_slice(&BlockKey::pack(&self.keys));
-        out
-    }
-
-    pub(crate) fn decode(body: &[u8]) -> Result<RequestBody, ProtocolError> {
-        let (fixed, packed) = body
-            .split_first_chunk::<REQUEST_FIXED_BYTES>()
-            .ok_or(ProtocolError::Malformed("request: too short"))?;
-        let layout = fixed
-            .first_chunk::<16>()
-            .and_then(Layout::decode)
-            .ok_or(ProtocolError::Malformed("request: invalid layout"))?;
-        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("request: incomplete key"))?;
-        let count = u32_at(fixed, 24) as usize;
-        if keys.is_empty() || keys.len() != count {
-            return Err(ProtocolError::Malformed("request: number of keys does not match"));
-        }
-        Ok(RequestBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), keys })
-    }
-}
-
-/// Body of an offer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct OfferBody {
-    pub(crate) layout: Layout,
-    pub(crate) deadline: Duration,
-    pub(crate) tenant: TenantName,
-    pub(crate) keys: Vec<BlockKey>,
-}
-
 /// Body of the answer to an offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct OfferAnswerBody {
@@ -314,37 +275,40 @@ pub(crate) struct OfferAnswerBody {
     pub(crate) taken: Vec<u32>,
 }
 
-impl OfferBody {
+impl BlocksBody {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = vec![0; OFFER_FIXED_BYTES];
         let name = self.tenant.as_str().as_bytes();
-        out[..16].copy_from_slice(&self.layout.encode());
-        out[16..24].copy_from_slice(&micros(self.deadline).to_le_bytes());
-        let count = u32::try_from(self.keys.len()).expect("bounded by KEYS_PER_OFFER_MAX");
-        out[24..28].copy_from_slice(&count.to_le_bytes());
-        out[28] = u8::try_from(name.len()).expect("a tenant's name has at most 63 bytes");
-        out[32..32 + name.len()].copy_from_slice(name);
+        let mut out = Vec::with_capacity(BLOCKS_FIXED_BYTES + self.keys.len() * BlockKey::SIZE);
+        out.extend_from_slice(&self.layout.encode());
+        out.extend_from_slice(&micros(self.deadline).to_le_bytes());
+        let count = u32::try_from(self.keys.len()).expect("bounded by BLOCKS_PER_REQUEST_MAX");
+        out.extend_from_slice(&count.to_le_bytes());
+        out.push(u8::try_from(name.len()).expect("a tenant's name has at most 63 bytes"));
+        out.extend_from_slice(&[0; 3]);
+        out.extend_from_slice(name);
+        out.resize(BLOCKS_FIXED_BYTES, 0);
         out.extend_from_slice(&BlockKey::pack(&self.keys));
         out
     }
 
-    pub(crate) fn decode(body: &[u8]) -> Result<OfferBody, ProtocolError> {
+    pub(crate) fn decode(body: &[u8]) -> Result<BlocksBody, ProtocolError> {
         let (fixed, packed) = body
-            .split_first_chunk::<OFFER_FIXED_BYTES>()
-            .ok_or(ProtocolError::Malformed("offer: too short"))?;
+            .split_first_chunk::<BLOCKS_FIXED_BYTES>()
+            .ok_or(ProtocolError::Malformed("list of blocks: too short"))?;
         let layout = fixed
             .first_chunk::<16>()
             .and_then(Layout::decode)
-            .ok_or(ProtocolError::Malformed("offer: invalid layout"))?;
-        let keys = BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("offer: incomplete key"))?;
+            .ok_or(ProtocolError::Malformed("list of blocks: invalid layout"))?;
+        let keys =
+            BlockKey::unpack(packed).ok_or(ProtocolError::Malformed("list of blocks: incomplete key"))?;
         if keys.is_empty() || keys.len() != u32_at(fixed, 24) as usize {
-            return Err(ProtocolError::Malformed("offer: number of keys does not match"));
+            return Err(ProtocolError::Malformed("list of blocks: number of keys does not match"));
         }
         let name = fixed[32..].get(..usize::from(fixed[28])).filter(|name| !name.is_empty());
         let tenant = name
             .and_then(|name| std::str::from_utf8(name).ok()?.parse().ok())
-            .ok_or(ProtocolError::Malformed("offer: invalid tenant name"))?;
-        Ok(OfferBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), tenant, keys })
+            .ok_or(ProtocolError::Malformed("list of blocks: invalid tenant name"))?;
+        Ok(BlocksBody { layout, deadline: Duration::from_micros(u64_at(fixed, 16)), tenant, keys })
     }
 }
 

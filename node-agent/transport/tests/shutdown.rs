@@ -66,7 +66,7 @@ fn shutdown_joins_all_waiting_threads() {
     let mut half = TcpStream::connect(transport.local_address()).expect("connected");
     half.write_all(b"RPRSP").expect("sent");
     let request = events.recv_timeout(PATIENCE).expect("our own request arrives");
-    assert!(matches!(request, reprise_transport::TransportEvent::Peer(PeerEvent::Request(_))), "{request:?}");
+    assert!(matches!(request, reprise_transport::TransportEvent::Request { .. }), "{request:?}");
     assert!(!transport_threads().is_empty());
 
     let started = Instant::now();

@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow, ensure};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_identity::{Security, Tls};
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, FillUpdate, PeerEvent, ServeObjects};
-use reprise_policy::{ArenaSlot, BlockKey, Layout, RegionId, Tier};
+use reprise_policy::{ArenaSlot, BlockKey, Layout, RegionId, TenantName, Tier};
 use reprise_testkit::bench::report::{Figure, Target, paired};
 use reprise_testkit::bench::{Settings, llama_3_8b};
 use reprise_transport::{EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
@@ -210,6 +210,7 @@ impl Pair {
             };
             let request = FetchRequest {
                 fetch: FetchId(first as u64),
+                tenant: TenantName::default_tenant(),
                 layout: destinations.layout,
                 deadline: LOADED_WITHIN,
                 blocks: (first..first + REQUEST_BLOCKS).map(block).collect(),
@@ -237,7 +238,7 @@ fn serve_all(settings: TcpSettings, sources: &Memory) -> anyhow::Result<Arc<TcpT
     let own: Arc<OnceLock<Weak<TcpTransport>>> = Arc::default();
     let serving = Arc::clone(&own);
     let sink: EventSink = Arc::new(move |event| {
-        let TransportEvent::Peer(PeerEvent::Request(request)) = event else { return };
+        let TransportEvent::Request { request, .. } = event else { return };
         let Some(transport) = serving.get().and_then(Weak::upgrade) else { return };
         let serve = request.serve;
         for (block, key) in (0..).zip(&request.keys) {

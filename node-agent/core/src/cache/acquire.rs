@@ -1,13 +1,13 @@
 //! Search for the copies of blocks on this node.
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Layout};
+use reprise_policy::{BlockKey, Layout, TenantId};
 
 use crate::cache::Cache;
 use crate::cache::frames::{FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::lease::{Lease, Read};
-use crate::cache::sizes::SizeClassId;
+use crate::cache::sizes::{SizeClass, SizeClassId};
 use crate::effect::Source;
 
 /// State of a block on this node.
@@ -59,14 +59,15 @@ impl Cache {
     }
 
     /// Finds a block of a layout, under any tenant, and leases it if it is in DRAM.
-    pub(crate) fn acquire_layout(
+    pub(crate) fn acquire_of(
         &mut self,
         key: &BlockKey,
-        layout: &Layout,
+        (tenant, layout): (TenantId, &Layout),
     ) -> Option<(EntryIndex, LocalCopy)> {
         let entry = self.index.find(key)?;
         let size_class = self.index.entry(entry).size_class();
-        let fits = self.sizes.get(size_class).layout == *layout;
+        let SizeClass { tenant: owner, layout: of_block, .. } = self.sizes.get(size_class);
+        let fits = *owner == tenant && of_block == layout;
         fits.then(|| (entry, self.acquire_entry(entry, size_class)))
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use reprise_policy::{BlockKey, Layout, Tick, Tier};
+use reprise_policy::{BlockKey, Layout, TenantId, Tick, Tier};
 
 use crate::cache::{Cache, FrameIndex, Lease, Read};
 use crate::context::Context;
@@ -16,6 +16,7 @@ use crate::waiter::{WaitId, WaiterId, WaiterOwner};
 #[derive(Debug)]
 pub(super) struct Serve {
     pub(super) keys: Box<[BlockKey]>,
+    pub(super) tenant: TenantId,
     pub(super) layout: Layout,
     pub(super) blocks: Box<[ServeBlock]>,
     /// First block that was not started.
@@ -58,6 +59,7 @@ impl Serve {
         let count = request.keys.len() as u32;
         Serve {
             keys: request.keys.into_boxed_slice(),
+            tenant: request.tenant,
             layout: request.layout,
             blocks: (0..count).map(|_| ServeBlock::Due).collect(),
             next: 0,

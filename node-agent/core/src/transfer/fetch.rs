@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
-use reprise_policy::{BlockKey, Layout, NodeId, Tick};
+use reprise_policy::{BlockKey, NodeId, Tick};
 
-use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
+use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClass, SizeClassId};
 use crate::context::Context;
 use crate::effect::{
     BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, FillId, LossReason, ReadBatch, ReadClass,
@@ -47,7 +47,7 @@ impl Transfer {
         let (owner, object) = request.object;
         self.read(cache, cx, &request);
         if let Some(remote) = request.remote {
-            self.fetch(cache, cx, (request.object, request.layout), remote);
+            self.fetch(cache, cx, request.object, remote);
         }
         self.send_promotions(cx);
         self.outcomes.push(TransferOutcome::Started { owner, object });
@@ -67,11 +67,11 @@ impl Transfer {
         Ok(())
     }
 
-    /// Sends the requests of [`Transfer::pull`], one for each peer and layout.
+    /// Sends the requests of [`Transfer::pull`], one for each peer, tenant and layout.
     pub(crate) fn send_fetches(&mut self, cache: &Cache, cx: &mut Context) {
         for ((node, size_class), blocks) in std::mem::take(&mut self.pulls) {
-            let layout = cache.size_class(size_class).layout;
-            self.send_fetch(cx, (node, blocks), layout, cx.settings.load_deadline_default);
+            let deadline = cx.settings.load_deadline_default;
+            self.send_fetch(cache, cx, (node, blocks), (size_class, deadline));
         }
     }
 
@@ -129,7 +129,7 @@ impl Transfer {
         &mut self,
         cache: &mut Cache,
         cx: &mut Context,
-        ((owner, object), layout): ((WaiterOwner, u64), Layout),
+        (owner, object): (WaiterOwner, u64),
         remote: RemoteBlocks,
     ) {
         let RemoteBlocks { size_class, deadline, otherwise, blocks } = remote;
@@ -169,7 +169,7 @@ impl Transfer {
             }
         }
         for (node, blocks) in groups {
-            self.send_fetch(cx, (node, blocks), layout, deadline);
+            self.send_fetch(cache, cx, (node, blocks), (size_class, deadline));
         }
     }
 
@@ -190,13 +190,14 @@ impl Transfer {
     /// Requests blocks from a peer.
     fn send_fetch(
         &mut self,
+        cache: &Cache,
         cx: &mut Context,
         (node, blocks): (NodeId, Vec<FetchBlock>),
-        layout: Layout,
-        deadline: Duration,
+        (size_class, deadline): (SizeClassId, Duration),
     ) {
         self.fetches += 1;
-        let request = FetchRequest { fetch: FetchId(self.fetches), layout, deadline, blocks };
+        let &SizeClass { tenant, layout, .. } = cache.size_class(size_class);
+        let request = FetchRequest { fetch: FetchId(self.fetches), tenant, layout, deadline, blocks };
         cx.emit(Effect::PeerFetch { node, request });
     }
 

@@ -386,11 +386,22 @@ impl Harness {
         self.request(session, RequestKind::Other, Request::Suspect { load, blocks });
     }
 
+    /// Requests blocks of the default tenant.
     pub(crate) fn peer_request(&mut self, keys: &[BlockKey], layout: Layout, deadline: Duration) -> ServeId {
+        self.peer_request_of(TenantId::DEFAULT, keys, layout, deadline)
+    }
+
+    pub(crate) fn peer_request_of(
+        &mut self,
+        tenant: TenantId,
+        keys: &[BlockKey],
+        layout: Layout,
+        deadline: Duration,
+    ) -> ServeId {
         let serve = self.serve_ids.next();
         self.serves.insert(serve, PeerServe::new(keys.to_vec(), layout));
         let keys = keys.to_vec();
-        self.apply(Event::Peer(PeerEvent::Request(PeerRequest { serve, keys, layout, deadline })));
+        self.apply(Event::PeerRequest(PeerRequest { serve, tenant, layout, keys, deadline }));
         self.remove_ended_serves();
         serve
     }

@@ -247,7 +247,7 @@ fn peer_acts(harness: &mut Harness) {
         let keys = some_keys(&mut harness.rng, tenant, small);
         let layout = if small { small_layout() } else { large_layout() };
         let deadline = Duration::from_micros(harness.rng.below(30_000) as u64);
-        harness.peer_request(&keys, layout, deadline);
+        harness.peer_request_of(tenant, &keys, layout, deadline);
         return;
     }
     for serve in serves {

@@ -354,6 +354,19 @@ fn serves_blocks_from_dram_layer_by_layer_and_releases_them_when_sent() {
 }
 
 #[test]
+fn a_peer_that_acts_for_another_tenant_finds_no_block() {
+    let (mut harness, session) = harness();
+    let resident = harness.peer_request_of(TenantId(7), &keys(0..2), large_layout(), LATER);
+    assert!(!harness.serves.contains_key(&resident), "all blocks in DRAM are absent at once");
+    trim(&mut harness, session);
+    let stored = harness.peer_request_of(TenantId(7), &keys(0..2), large_layout(), LATER);
+    assert!(!harness.serves.contains_key(&stored), "all blocks on NVMe are absent at once");
+    assert!(harness.jobs.is_empty(), "nothing is read for another tenant");
+    let counters = harness.core.counters();
+    assert_eq!((counters.serve_blocks_absent, counters.serve_bytes, counters.read_leases), (4, 0, 0));
+}
+
+#[test]
 fn serves_blocks_from_nvme_as_their_layers_are_verified() {
     let (mut harness, session) = harness();
     trim(&mut harness, session);

@@ -14,7 +14,7 @@ use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
 use crate::outbound::{BlockCompletion, BlockDone, Body, OutFrame, Outbound, Step};
-use crate::wire::{Kind, OfferAnswerBody, OfferBody, RequestBody, decode_block_header};
+use crate::wire::{BlocksBody, Kind, OfferAnswerBody, decode_block_header};
 
 /// Counters of both ends.
 pub(super) struct Ends<'a> {
@@ -33,8 +33,8 @@ pub(super) enum Line {
 /// Effect of one step on the server.
 pub(super) enum DeliveryOutcome {
     Nothing,
-    Request { stream: u64, body: RequestBody },
-    Offer { stream: u64, body: OfferBody },
+    Request { stream: u64, body: BlocksBody },
+    Offer { stream: u64, body: BlocksBody },
     Served { done: BlockDone, ended: bool },
     Aborted { serve: u64 },
 }
@@ -57,8 +57,8 @@ pub(super) struct Channel {
 
 /// A frame from requester to server.
 enum UpFrame {
-    Request { stream: u64, body: RequestBody },
-    Offer { stream: u64, body: OfferBody },
+    Request { stream: u64, body: BlocksBody },
+    Offer { stream: u64, body: BlocksBody },
     Credit(u64),
     Cancel { stream: u64 },
 }
@@ -96,12 +96,13 @@ impl Channel {
         &mut self,
         now: Duration,
         fetch: NewFetch,
-        deadline: Duration,
+        (tenant, deadline): (TenantName, Duration),
     ) -> Result<(), TransportError> {
         let layout = fetch.layout;
         let (stream, deadline) = self.begin_stream(now, fetch.blocks.len(), deadline)?;
         let keys = fetch.blocks.iter().map(|block| block.key).collect();
-        self.upward.push_back(UpFrame::Request { stream, body: RequestBody { layout, deadline, keys } });
+        let body = BlocksBody { layout, deadline, tenant, keys };
+        self.upward.push_back(UpFrame::Request { stream, body });
         self.inbound.begin_stream(stream, NewStream::Fetch(fetch));
         Ok(())
     }
@@ -114,7 +115,7 @@ impl Channel {
         let Offer { offer, layout, tenant, deadline, keys } = offer;
         let (stream, deadline) = self.begin_stream(now, 1, deadline)?;
         self.inbound.begin_stream(stream, NewStream::Offer(NewOffer { offer, keys: keys.len() }));
-        self.upward.push_back(UpFrame::Offer { stream, body: OfferBody { layout, deadline, tenant, keys } });
+        self.upward.push_back(UpFrame::Offer { stream, body: BlocksBody { layout, deadline, tenant, keys } });
         Ok(())
     }
 

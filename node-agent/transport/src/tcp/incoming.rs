@@ -20,7 +20,7 @@ use crate::api::TransportEvent;
 use crate::counters::add;
 use crate::limits::REQUEST_DEADLINE_MAX;
 use crate::outbound::{InvalidCall, Outbound};
-use crate::wire::{Hello, Kind, OfferBody, ProtocolError, RequestBody};
+use crate::wire::{BlocksBody, Hello, Kind, ProtocolError};
 
 /// Maximum size of one receive in bytes: the largest request takes nine of them.
 const READ_BYTES: usize = 16 << 10;
@@ -224,11 +224,11 @@ impl Incoming {
             match header.kind {
                 Kind::Request => {
                     let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
-                    self.request(header.stream, RequestBody::decode(&body)?)?;
+                    self.request(header.stream, BlocksBody::decode(&body)?)?;
                 }
                 Kind::Offer => {
                     let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
-                    self.offer(header.stream, OfferBody::decode(&body)?)?;
+                    self.offer(header.stream, BlocksBody::decode(&body)?)?;
                 }
                 Kind::Credit => {
                     self.lock().outbound.add_credit(header.stream)?;
@@ -253,7 +253,7 @@ impl Incoming {
         Err(Close::Local("the connection is too old for another request"))
     }
 
-    fn request(self: &Arc<Self>, stream: u64, mut body: RequestBody) -> Result<(), Close> {
+    fn request(self: &Arc<Self>, stream: u64, mut body: BlocksBody) -> Result<(), Close> {
         self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         // A requester that respects its deadline has cancelled by then, or its cancellation is stuck.
@@ -270,13 +270,13 @@ impl Incoming {
         // From now on the peer expects frames from this side.
         self.changed.notify_one();
         add(&self.common.counters.requests, 1);
-        let RequestBody { layout, deadline, keys } = body;
-        let request = PeerRequest { serve: ServeId(serve), keys, layout, deadline };
-        (self.common.sink)(PeerEvent::Request(request).into());
+        let BlocksBody { layout, deadline, tenant, keys } = body;
+        let request = PeerRequest { serve: ServeId(serve), tenant, layout, keys, deadline };
+        (self.common.sink)(TransportEvent::Request { from: self.node.clone(), request });
         Ok(())
     }
 
-    fn offer(self: &Arc<Self>, stream: u64, mut body: OfferBody) -> Result<(), Close> {
+    fn offer(self: &Arc<Self>, stream: u64, mut body: BlocksBody) -> Result<(), Close> {
         self.check_age()?;
         body.deadline = body.deadline.min(REQUEST_DEADLINE_MAX);
         let until = self.now() + body.deadline + self.common.settings.stall_timeout;
@@ -287,7 +287,7 @@ impl Incoming {
         drop(state);
         self.changed.notify_one();
         add(&self.common.counters.offers_received, 1);
-        let OfferBody { layout, tenant, keys, .. } = body;
+        let BlocksBody { layout, tenant, keys, .. } = body;
         let from = self.node.clone();
         let offer = PeerOffer { offer: PeerOfferId(offer), from, tenant, layout, keys };
         (self.common.sink)(TransportEvent::Offer(offer));

@@ -32,7 +32,7 @@ use crate::inbound::{EndedStreams, NewFetch, NewOffer, NewStream};
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, REQUEST_DEADLINE_MAX, REQUESTS_PER_CONNECTION_MAX,
 };
-use crate::wire::{FrameHeader, Kind, OfferBody, RequestBody};
+use crate::wire::{BlocksBody, FrameHeader, Kind};
 
 /// Value of `progress` while the receiving thread does not wait for the peer.
 const SUSPENDED: u64 = u64::MAX;
@@ -61,7 +61,7 @@ pub(super) struct Outgoing {
 
 /// A fetch or an offer.
 pub(super) enum OutgoingRequest {
-    Fetch { fetch: NewFetch, deadline: Duration },
+    Fetch { fetch: NewFetch, tenant: TenantName, deadline: Duration },
     Offer(Offer<TenantName>),
 }
 
@@ -110,16 +110,23 @@ enum Closing {
 }
 
 enum Send {
-    Request { stream: u64, layout: Layout, deadline: Instant, keys: Vec<BlockKey> },
-    Offer { stream: u64, layout: Layout, deadline: Instant, tenant: TenantName, keys: Vec<BlockKey> },
-    Cancel { stream: u64 },
+    /// A request or an offer. The time that its body states is computed when it is sent.
+    Blocks {
+        kind: Kind,
+        stream: u64,
+        deadline: Instant,
+        body: BlocksBody,
+    },
+    Cancel {
+        stream: u64,
+    },
 }
 
 impl Send {
     /// Reports whether the frame starts a stream on the peer.
     fn begins(&self, stream: u64) -> bool {
         match self {
-            Send::Request { stream: queued, .. } | Send::Offer { stream: queued, .. } => *queued == stream,
+            Send::Blocks { stream: queued, .. } => *queued == stream,
             Send::Cancel { .. } => false,
         }
     }
@@ -144,14 +151,15 @@ impl OutgoingRequest {
     /// Splits the request into the frame to send and the stream that waits for the answer.
     fn split(self, stream: u64, deadline: Instant) -> (Send, NewStream) {
         match self {
-            OutgoingRequest::Fetch { fetch, .. } => {
+            OutgoingRequest::Fetch { fetch, tenant, deadline: limit } => {
                 let keys = fetch.blocks.iter().map(|block| block.key).collect();
-                let send = Send::Request { stream, layout: fetch.layout, deadline, keys };
-                (send, NewStream::Fetch(fetch))
+                let body = BlocksBody { layout: fetch.layout, deadline: limit, tenant, keys };
+                (Send::Blocks { kind: Kind::Request, stream, deadline, body }, NewStream::Fetch(fetch))
             }
-            OutgoingRequest::Offer(Offer { offer, layout, tenant, keys, .. }) => {
+            OutgoingRequest::Offer(Offer { offer, layout, tenant, keys, deadline: limit }) => {
                 let begun = NewStream::Offer(NewOffer { offer, keys: keys.len() });
-                (Send::Offer { stream, layout, deadline, tenant, keys }, begun)
+                let body = BlocksBody { layout, deadline: limit, tenant, keys };
+                (Send::Blocks { kind: Kind::Offer, stream, deadline, body }, begun)
             }
         }
     }
@@ -455,16 +463,10 @@ fn take_frames(state: &mut State, now: Instant) -> Vec<u8> {
             Send::Cancel { stream } => {
                 frames.extend_from_slice(&FrameHeader::bare(Kind::Cancel, stream, 0).encode());
             }
-            Send::Offer { stream, layout, deadline, tenant, keys } => {
+            Send::Blocks { kind, stream, deadline, body } => {
                 let deadline = deadline.saturating_duration_since(now);
-                let body = OfferBody { layout, deadline, tenant, keys }.encode();
-                frames.extend_from_slice(&FrameHeader::with_body(Kind::Offer, stream, 0, &body).encode());
-                frames.extend_from_slice(&body);
-            }
-            Send::Request { stream, layout, deadline, keys } => {
-                let deadline = deadline.saturating_duration_since(now);
-                let body = RequestBody { layout, deadline, keys }.encode();
-                frames.extend_from_slice(&FrameHeader::with_body(Kind::Request, stream, 0, &body).encode());
+                let body = BlocksBody { deadline, ..body }.encode();
+                frames.extend_from_slice(&FrameHeader::with_body(kind, stream, 0, &body).encode());
                 frames.extend_from_slice(&body);
             }
         }

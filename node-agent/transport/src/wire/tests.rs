@@ -32,18 +32,18 @@ fn hello() -> Hello {
 }
 
 #[test]
-fn a_greeting_has_the_bytes_of_version_1() {
+fn a_greeting_has_the_bytes_of_version_2() {
     let bytes = hello().encode();
-    assert_eq!(hex(&bytes[..32]), "525052535045455201000600d007000000000004000000006e6f64652d610000");
+    assert_eq!(hex(&bytes[..32]), "525052535045455202000600d007000000000004000000006e6f64652d610000");
     assert!(bytes[32..124].iter().all(|byte| *byte == 0));
-    assert_eq!(hex(&bytes[124..]), "c261d1d8");
+    assert_eq!(hex(&bytes[124..]), "18f66de3");
     assert_documented(&bytes[..32]);
     assert_documented(&bytes[124..]);
     assert_eq!(Hello::decode(&bytes), Ok(hello()));
 }
 
 #[test]
-fn frame_headers_have_the_bytes_of_version_1() {
+fn frame_headers_have_the_bytes_of_version_2() {
     let header = FrameHeader { kind: Kind::Data, stream: 7, block: 3, argument: 65_536, length: 32_768 };
     assert_eq!(hex(&header.encode()), "525052460111000007000000000000000300000000000100008000009ac51c2d");
     assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
@@ -54,24 +54,25 @@ fn frame_headers_have_the_bytes_of_version_1() {
 }
 
 #[test]
-fn a_request_has_the_bytes_of_version_1() {
+fn a_request_has_the_bytes_of_version_2() {
     let keys = vec![BlockKey([0x11; 16]), BlockKey([0x22; 16])];
-    let request = RequestBody { layout: layout(), deadline: Duration::from_millis(1500), keys };
+    let tenant = "team-a".parse().expect("a name");
+    let request = BlocksBody { layout: layout(), deadline: Duration::from_millis(1500), tenant, keys };
     let body = request.encode();
     assert_eq!(
         hex(&body),
-        "2000020108008000100000000100000060e316000000000002000000000000001111111111111111111111111111111122222222222222222222222222222222"
+        "2000020108008000100000000100000060e316000000000002000000060000007465616d2d61000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000001111111111111111111111111111111122222222222222222222222222222222"
     );
-    assert_eq!(RequestBody::decode(&body), Ok(request));
+    assert_eq!(BlocksBody::decode(&body), Ok(request));
     assert_documented(&body);
     let header = FrameHeader::with_body(Kind::Request, 1, 0, &body);
-    assert_eq!(hex(&header.encode()), "5250524601010000010000000000000000000000bd1b7b6f400000006b8fbde5");
+    assert_eq!(hex(&header.encode()), "5250524601010000010000000000000000000000f8864f8880000000f6d84199");
     assert_eq!(header.check_body(&body), Ok(()));
     assert_documented(&header.encode());
 }
 
 #[test]
-fn a_block_header_has_the_bytes_of_version_1() {
+fn a_block_header_has_the_bytes_of_version_2() {
     let body = encode_block_header(Tier::Nvme, &[0x0102_0304, 0xffff_fffe]);
     assert_eq!(hex(&body), "0200000004030201feffffff");
     assert_documented(&body);
@@ -80,21 +81,21 @@ fn a_block_header_has_the_bytes_of_version_1() {
 }
 
 #[test]
-fn an_offer_has_the_bytes_of_version_1() {
+fn an_offer_has_the_bytes_of_version_2() {
     let keys = vec![BlockKey([0x11; 16]), BlockKey([0x22; 16])];
     let tenant = "team-a".parse().expect("a name");
-    let offer = OfferBody { layout: layout(), deadline: Duration::from_secs(5), tenant, keys };
+    let offer = BlocksBody { layout: layout(), deadline: Duration::from_secs(5), tenant, keys };
     let body = offer.encode();
     assert_eq!(hex(&body), OFFER);
     assert_documented(&body);
-    assert_eq!(OfferBody::decode(&body), Ok(offer));
+    assert_eq!(BlocksBody::decode(&body), Ok(offer));
     let header = FrameHeader::with_body(Kind::Offer, 2, 0, &body).encode();
     assert_eq!(hex(&header), OFFER_HEADER);
     assert_documented(&header);
 }
 
 #[test]
-fn an_answer_to_an_offer_has_the_bytes_of_version_1() {
+fn an_answer_to_an_offer_has_the_bytes_of_version_2() {
     let answer = OfferAnswerBody { retry_after: Duration::from_millis(250), keys: 10, taken: vec![0, 3, 9] };
     let body = answer.encode();
     assert_eq!(hex(&body), OFFER_ANSWER);
@@ -106,15 +107,15 @@ fn an_answer_to_an_offer_has_the_bytes_of_version_1() {
 fn an_offer_without_a_name_or_with_a_wrong_key_count_is_malformed() {
     let keys = vec![BlockKey([0x11; 16])];
     let offer =
-        OfferBody { layout: layout(), deadline: Duration::ZERO, tenant: TenantName::default_tenant(), keys };
+        BlocksBody { layout: layout(), deadline: Duration::ZERO, tenant: TenantName::default_tenant(), keys };
     let sound = offer.encode();
-    assert!(OfferBody::decode(&sound).is_ok());
+    assert!(BlocksBody::decode(&sound).is_ok());
     for (at, byte) in [(28, 0), (28, 200), (32, b'A'), (24, 2), (2, 9)] {
         let mut body = sound.clone();
         body[at] = byte;
-        assert!(matches!(OfferBody::decode(&body), Err(ProtocolError::Malformed(_))), "byte {at}");
+        assert!(matches!(BlocksBody::decode(&body), Err(ProtocolError::Malformed(_))), "byte {at}");
     }
-    assert!(OfferBody::decode(&sound[..sound.len() - 1]).is_err());
+    assert!(BlocksBody::decode(&sound[..sound.len() - 1]).is_err());
     for body in [&[0; 15][..], &[0; 16], &[0, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 1]] {
         assert!(matches!(OfferAnswerBody::decode(body), Err(ProtocolError::Malformed(_))));
     }
@@ -123,11 +124,11 @@ fn an_offer_without_a_name_or_with_a_wrong_key_count_is_malformed() {
 #[test]
 fn a_newer_version_is_reported_despite_other_changes() {
     let mut bytes = hello().encode();
-    bytes[8] = 2;
+    bytes[8] = 3;
     bytes[100] = 1;
     let error = Hello::decode(&bytes).expect_err("refused");
-    assert_eq!(error, ProtocolError::Version { found: 2 });
-    assert!(error.to_string().contains("version 2") && error.to_string().contains("speaks 1"), "{error}");
+    assert_eq!(error, ProtocolError::Version { found: 3 });
+    assert!(error.to_string().contains("version 3") && error.to_string().contains("speaks 2"), "{error}");
 }
 
 proptest! {
@@ -137,9 +138,8 @@ proptest! {
         flip in 0usize..32 * 8,
     ) {
         // Decoding accepts any input; its result for random bytes does not matter here.
-        let _ = RequestBody::decode(&bytes);
+        let _ = BlocksBody::decode(&bytes);
         let _ = decode_block_header(&bytes);
-        let _ = OfferBody::decode(&bytes);
         let _ = OfferAnswerBody::decode(&bytes);
         if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
             prop_assert!(Hello::decode(hello).is_err());

@@ -17,7 +17,7 @@ use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent, PeerRequest, ServeId,
     ServeObjects,
 };
-use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, Tier};
+use reprise_policy::{ArenaSlot, BlockKey, Layout, LayoutSpec, RegionId, TenantName, Tier};
 use reprise_transport::{EventSink, Transport, TransportEvent};
 
 /// Name of the cluster in the certificates of tests.
@@ -190,7 +190,7 @@ pub fn is_untouched(place: &ArenaSlot) -> bool {
 }
 
 /// Automatic handling of requests; every event is recorded in any case.
-pub type Serve = Arc<dyn Fn(&dyn Transport, &PeerRequest) + Send + Sync>;
+pub type Serve = Arc<dyn Fn(&dyn Transport, &PeerRequest<TenantName>) + Send + Sync>;
 
 /// The test answers the requests.
 pub fn by_hand() -> Serve {
@@ -244,7 +244,7 @@ pub fn recording_sink(handle: &TransportHandle, serve: Serve) -> (EventSink, Rec
     let handle = handle.clone();
     let sink: EventSink = Arc::new(move |event| {
         let request = match &event {
-            TransportEvent::Peer(PeerEvent::Request(request)) => Some(request.clone()),
+            TransportEvent::Request { request, .. } => Some(request.clone()),
             _ => None,
         };
         // Recorded before it is served, because the serve may end on another thread at once. The test may
@@ -259,7 +259,7 @@ pub fn recording_sink(handle: &TransportHandle, serve: Serve) -> (EventSink, Rec
 
 /// A fetch of blocks by number, with fill = `fill_base` + position.
 pub struct TestFetch {
-    pub request: FetchRequest,
+    pub request: FetchRequest<TenantName>,
     pub places: Vec<ArenaSlot>,
 }
 
@@ -270,7 +270,8 @@ pub fn wanted(layout: Layout, keys: &[BlockKey], fill_base: u64, deadline: Durat
         .zip(&places)
         .map(|((fill, key), into)| FetchBlock { fill: FillId(fill), key: *key, into: *into })
         .collect();
-    TestFetch { request: FetchRequest { fetch: FetchId(fill_base), layout, deadline, blocks }, places }
+    let (fetch, tenant) = (FetchId(fill_base), TenantName::default_tenant());
+    TestFetch { request: FetchRequest { fetch, tenant, layout, deadline, blocks }, places }
 }
 
 /// Result of a fill.
@@ -294,7 +295,7 @@ pub struct Tracker {
 }
 
 impl Tracker {
-    pub fn expect(&mut self, request: &FetchRequest) {
+    pub fn expect(&mut self, request: &FetchRequest<TenantName>) {
         for block in &request.blocks {
             assert!(
                 self.layouts.insert(block.fill.0, request.layout).is_none(),

@@ -245,7 +245,7 @@ fn requests_and_offers_of_two_transports_have_different_numbers() {
     let (mut serves, mut offers) = (Vec::new(), BTreeMap::new());
     while serves.len() < 2 || offers.len() < 2 {
         match cluster.next(&c) {
-            TransportEvent::Peer(PeerEvent::Request(request)) => serves.push(request.serve),
+            TransportEvent::Request { request, .. } => serves.push(request.serve),
             TransportEvent::Offer(offer) => {
                 offers.insert(offer.from, offer.offer);
             }

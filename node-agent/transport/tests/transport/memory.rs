@@ -132,7 +132,7 @@ fn a_serve_whose_requester_cannot_cancel_ends_a_stall_timeout_after_its_deadline
     let wanted = wanted(small_layout(), &[blocks[0].key], 0, deadline);
     requester.transport.fetch("server", wanted.request).expect("accepted");
     hub.run();
-    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Peer(PeerEvent::Request(_)))));
+    assert!(matches!(server.events.try_recv(), Ok(TransportEvent::Request { .. })));
     hub.set_fault(&link(), Some(Fault::Stall));
     hub.advance(deadline + STALL_TIMEOUT - Duration::from_millis(1));
     assert!(matches!(

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use reprise_policy::Tier;
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillError, FillId, PeerEvent, ServeId};
 use reprise_policy::{ArenaSlot, RegionId};
+use reprise_policy::{TenantName, Tier};
 use reprise_transport::ErrorKind;
 use reprise_transport::limits::BLOCKS_PER_REQUEST_MAX;
 
@@ -196,7 +196,13 @@ pub(crate) fn rejects_an_invalid_call(fixture: &dyn Fixture) {
         vec![block(ArenaSlot { offset: REGION_BYTES - 4096, ..one.into })],
         vec![block(ArenaSlot { offset: u64::MAX, ..one.into })],
     ] {
-        let request = FetchRequest { fetch: FetchId(0), layout, deadline: LATER, blocks };
+        let request = FetchRequest {
+            fetch: FetchId(0),
+            tenant: TenantName::default_tenant(),
+            layout,
+            deadline: LATER,
+            blocks,
+        };
         let error = requester.transport.fetch(&server.address, request).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }

@@ -112,9 +112,9 @@ impl Node {
     }
 
     /// Waits for the next request of a peer.
-    pub(crate) fn request(&self, fixture: &dyn Fixture) -> PeerRequest {
+    pub(crate) fn request(&self, fixture: &dyn Fixture) -> PeerRequest<TenantName> {
         match fixture.next(&self.events) {
-            TransportEvent::Peer(PeerEvent::Request(request)) => request,
+            TransportEvent::Request { request, .. } => request,
             other => panic!("{other:?} instead of a request"),
         }
     }

@@ -103,9 +103,6 @@ fn play(fixture: &dyn Fixture, scene: &Scene) {
 }
 
 fn is_served(event: &reprise_transport::TransportEvent) -> bool {
-    use reprise_transport::TransportEvent::Peer;
-    matches!(
-        event,
-        Peer(PeerEvent::Request(_) | PeerEvent::ServeDone { .. } | PeerEvent::ServeAborted { .. })
-    )
+    use reprise_transport::TransportEvent::{Peer, Request};
+    matches!(event, Request { .. } | Peer(PeerEvent::ServeDone { .. } | PeerEvent::ServeAborted { .. }))
 }

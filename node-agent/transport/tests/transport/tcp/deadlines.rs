@@ -5,8 +5,8 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use reprise_buffers::crc32c;
-use reprise_policy::Tier;
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillId, PeerEvent, ServeId};
+use reprise_policy::{TenantName, Tier};
 use reprise_transport::{TcpSettings, Transport, TransportEvent, limits::BLOCKS_PER_REQUEST_MAX};
 
 use crate::harness::{
@@ -151,8 +151,13 @@ fn a_fetch_ends_at_its_deadline_while_requests_cannot_be_sent() {
     for fetch in 1..4 {
         let fills = (0..BLOCKS_PER_REQUEST_MAX as u64 - 1).map(|index| fetch * 10_000 + index);
         let blocks = fills.map(|fill| FetchBlock { fill: FillId(fill), key: key(0), into }).collect();
-        let request =
-            FetchRequest { fetch: FetchId(fetch), layout: small_layout(), deadline: DEADLINE, blocks };
+        let request = FetchRequest {
+            fetch: FetchId(fetch),
+            tenant: TenantName::default_tenant(),
+            layout: small_layout(),
+            deadline: DEADLINE,
+            blocks,
+        };
         tracker.expect(&request);
         node.transport.fetch(&server.address(), request).expect("taken");
     }

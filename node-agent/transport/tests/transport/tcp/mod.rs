@@ -80,7 +80,7 @@ impl Node {
 
     pub(crate) fn serve_number(&self) -> ServeId {
         match self.next() {
-            TransportEvent::Peer(PeerEvent::Request(request)) => request.serve,
+            TransportEvent::Request { request, .. } => request.serve,
             other => panic!("{other:?} instead of a request"),
         }
     }

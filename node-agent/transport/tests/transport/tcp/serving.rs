@@ -77,7 +77,7 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     let mut aborted = false;
     loop {
         match node.next() {
-            TransportEvent::Peer(PeerEvent::Request(request)) => {
+            TransportEvent::Request { request, .. } => {
                 node.serve_block(request.serve, 0, &small);
                 requester.finish(&mut tracker);
             }
