@@ -16,6 +16,7 @@ mod info;
 pub(crate) mod node_selection;
 mod parts;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
@@ -25,7 +26,7 @@ use reprise_controlplane_core::{
     Directory, HeartbeatResult, KnownNode, LiveNodes, LivenessSettings, Modes, NodeLiveness, NodeRecord,
     NodeReport, NodeTable, RebalanceRound, RegistrationError, Scope, SlotStatus, member_parts,
 };
-use reprise_policy::{Amounts, Epoch, NodeId, SlotSet, Tick};
+use reprise_policy::{Amounts, Epoch, NodeId, SlotSet, TenantName, Tick};
 use reprise_proto::controlplane::{NodeChange, NodeInfo};
 use tokio::sync::broadcast;
 use tonic::Status;
@@ -210,6 +211,17 @@ impl Cluster {
             self.refresh_peers(&table);
         }
         known
+    }
+
+    /// Stores the tenants that a node acts for. Watchers of nodes learn of a change.
+    pub fn set_tenants(&self, node: NodeId, epoch: Epoch, tenants: BTreeSet<TenantName>) {
+        let mut table = self.table();
+        if !table.set_tenants(node, epoch, tenants) {
+            return;
+        }
+        if let Some((record, state)) = table.iter().find(|(record, _)| record.node == node) {
+            self.notify_node_changed(&table, record, state);
+        }
     }
 
     /// Sum of the capacities that live nodes have reported.

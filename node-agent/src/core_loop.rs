@@ -7,7 +7,7 @@
 
 mod liveness;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
@@ -20,7 +20,7 @@ use reprise_policy::peer::{PeerOffer, PeerRequest};
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, TenantName, Tick};
 
 use crate::device::Device;
-use crate::directory::OwnState;
+use crate::directory::{OwnState, StrangerRequest};
 use crate::executor::{DeviceView, Executor, SessionView};
 use crate::session::Session;
 use liveness::BEAT_EVERY;
@@ -61,6 +61,11 @@ pub(crate) enum Input {
     PeerRequest {
         from: String,
         request: PeerRequest<TenantName>,
+    },
+    /// A request whose node was not known to act for the tenant, and whether it does.
+    StrangerDecided {
+        request: StrangerRequest,
+        acts_for: bool,
     },
     /// An offer of blocks by a peer.
     PeerOffer(Box<PeerOffer<String, TenantName>>),
@@ -148,6 +153,8 @@ pub(crate) struct CoreLoop {
     await_durable: Option<Sender<()>>,
     /// When the state for the control plane was last updated.
     reported_at: Instant,
+    /// Tenants of sessions in that update.
+    reported_session_tenants: BTreeSet<TenantName>,
 }
 
 /// Whether the loop continues.
@@ -213,8 +220,17 @@ impl CoreLoop {
         inbox: Receiver<Input>,
         executor: Executor,
     ) -> CoreLoop {
-        let reported_at = Instant::now();
-        CoreLoop { core, clock, liveness, inbox, executor, effects, await_durable: None, reported_at }
+        CoreLoop {
+            core,
+            clock,
+            liveness,
+            inbox,
+            executor,
+            effects,
+            await_durable: None,
+            reported_at: Instant::now(),
+            reported_session_tenants: BTreeSet::new(),
+        }
     }
 
     /// Runs until it is stopped. Returns the executor, whose devices the caller stops.
@@ -289,7 +305,12 @@ impl CoreLoop {
                 }
             }
             Input::PeerRequest { from, request } => {
-                if let Some(request) = self.executor.resolve_request(&from, request) {
+                if let Some(request) = self.executor.resolve_request(from, request) {
+                    self.apply(Event::PeerRequest(request));
+                }
+            }
+            Input::StrangerDecided { request, acts_for } => {
+                if let Some(request) = self.executor.decided(request, acts_for) {
                     self.apply(Event::PeerRequest(request));
                 }
             }
@@ -309,6 +330,9 @@ impl CoreLoop {
                 self.executor.session_opened(session, opened.namespace, progress);
                 self.pass_tenant_name(opened.tenant);
                 self.apply(Event::SessionOpened(opened));
+                if self.executor.session_tenants() != self.reported_session_tenants {
+                    self.report_state();
+                }
             }
             Input::Inspect(answer) => {
                 // The requester may have timed out.
@@ -388,7 +412,14 @@ impl CoreLoop {
         self.reported_at = Instant::now();
         let tenants = self.core.tenant_usage().collect();
         let drain = self.core.drain_progress();
-        self.executor.report_state(OwnState { usage: self.core.node_usage(), drain, tenants });
+        let session_tenants = self.executor.session_tenants();
+        self.reported_session_tenants.clone_from(&session_tenants);
+        self.executor.report_state(OwnState {
+            usage: self.core.node_usage(),
+            drain,
+            tenants,
+            session_tenants,
+        });
     }
 
     fn view(&self) -> CoreView {

@@ -37,6 +37,7 @@ mod nodes;
 mod owner_query;
 mod placement;
 mod reporting;
+mod strangers;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -52,8 +53,9 @@ use reprise_agent_core::event::{Grant, Move, Placement, Replica};
 use reprise_identity::Security;
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, Tick, Tier};
+use reprise_policy::{BlockKey, Epoch, NodeId, SlotSet, TenantName, Tick, Tier};
 use reprise_proto::controlplane::NodeMode;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc, watch};
 use tonic::transport::Endpoint;
 
@@ -65,6 +67,7 @@ pub(crate) use nodes::PeerNode;
 pub(crate) use placement::PlacementRequest;
 pub(crate) use reporting::OwnState;
 use reporting::Reporting;
+pub(crate) use strangers::StrangerRequest;
 
 /// Maximum number of announcements queued for one member. 2^20 × 18 bytes = 18 MiB: a minute of a busy node
 /// (64 write-backs of 64 MiB a second in 2 MiB blocks are 4,096 changes a second, with evictions twice
@@ -127,6 +130,8 @@ pub(crate) enum DirectoryEvent {
     PlacementCompleted { place: PlaceId, answers: Vec<Placement> },
     /// The placement request timed out.
     PlacementFailed { place: PlaceId },
+    /// A node that requests blocks acts for their tenant, or still does not.
+    StrangerDecided { request: StrangerRequest, acts_for: bool },
     /// A tenant's new limits on this node.
     Budget(Grant),
     /// The node's mode; `number` increases with each event.
@@ -191,10 +196,17 @@ pub(crate) enum DirectoryError {
 /// The control plane client; see the module.
 pub(crate) struct DirectoryClient {
     shared: Arc<Shared>,
-    requests: mpsc::Sender<PlacementRequest>,
+    placements: mpsc::Sender<PlacementRequest>,
+    strangers: mpsc::Sender<StrangerRequest>,
     /// Every thread holds the sender and drops it when it ends.
     ended: Mutex<Receiver<()>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// Queues of the link thread.
+struct Queues {
+    placements: mpsc::Receiver<PlacementRequest>,
+    strangers: mpsc::Receiver<StrangerRequest>,
 }
 
 /// State shared by the methods, the link thread and the heartbeat thread. No lock is held across a call of
@@ -211,7 +223,11 @@ struct Shared {
     /// State to report; `None` before the core's first report.
     own: watch::Sender<Option<Arc<OwnState>>>,
     reporting: Reporting,
+    /// A report must be sent before its time.
+    urgent_reports: watch::Sender<()>,
     nodes: RwLock<NodeMap>,
+    /// Increases with each change of `nodes`.
+    nodes_version: watch::Sender<u64>,
     connected: watch::Sender<bool>,
     /// Failure domain of the node, for its next registration.
     failure_domain: watch::Sender<String>,
@@ -247,15 +263,23 @@ impl DirectoryClient {
         let stand_alone = settings.endpoints.is_empty();
         let shared = Arc::new(Shared::new(settings, sink));
         let (alive, ended) = sync_channel(0);
-        let (requests, asked) = mpsc::channel(placement::PLACES_QUEUED_MAX);
+        let (placements, placing) = mpsc::channel(placement::PLACES_QUEUED_MAX);
+        let (strangers, waiting) = mpsc::channel(strangers::WAITING_MAX);
+        let queues = Queues { placements: placing, strangers: waiting };
         let mut threads = Vec::with_capacity(2);
         if !stand_alone {
             let (shared, alive) = (shared.clone(), alive.clone());
             threads.push(spawn("heartbeat", alive, move |runtime| heartbeat::run(&runtime, &shared))?);
         }
         let link = shared.clone();
-        threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link, asked))?);
-        Ok(DirectoryClient { shared, requests, ended: Mutex::new(ended), threads: Mutex::new(threads) })
+        threads.push(spawn("directory", alive, move |runtime| members::run(&runtime, &link, queues))?);
+        Ok(DirectoryClient {
+            shared,
+            placements,
+            strangers,
+            ended: Mutex::new(ended),
+            threads: Mutex::new(threads),
+        })
     }
 
     /// Announces changes on this node, in order. The module describes when changes are superseded.
@@ -284,7 +308,21 @@ impl DirectoryClient {
     /// Returns the id of the request if too many are queued; no event follows.
     pub(crate) fn place(&self, question: PlacementRequest) -> Result<(), PlaceId> {
         let place = question.place;
-        self.requests.try_send(question).map_err(|_| place)
+        self.placements.try_send(question).map_err(|_| place)
+    }
+
+    /// Reports whether a node acts for a tenant, according to the control plane.
+    pub(crate) fn acts_for(&self, node: &str, tenant: &TenantName) -> bool {
+        self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).acts_for(node, tenant)
+    }
+
+    /// Waits for the control plane to report that a node acts for the tenant of its request; one
+    /// `StrangerDecided` follows, unless the client is shut down first.
+    ///
+    /// # Errors
+    /// Returns the request if too many wait; no event follows.
+    pub(crate) fn await_tenant(&self, request: StrangerRequest) -> Result<(), StrangerRequest> {
+        self.strangers.try_send(request).map_err(TrySendError::into_inner)
     }
 
     /// Returns the node with this name, if it is known.
@@ -292,9 +330,19 @@ impl DirectoryClient {
         self.shared.nodes.read().unwrap_or_else(PoisonError::into_inner).node_of(name)
     }
 
-    /// Sets the node's state for the next report to each member.
+    /// Sets the node's state for the next report to each member, which is sent at once if the tenants of sessions have
+    /// changed.
     pub(crate) fn set_own_state(&self, state: OwnState) {
+        let is_urgent = self
+            .shared
+            .own
+            .borrow()
+            .as_ref()
+            .is_none_or(|before| before.session_tenants != state.session_tenants);
         self.shared.own.send_replace(Some(Arc::new(state)));
+        if is_urgent {
+            self.shared.urgent_reports.send_replace(());
+        }
     }
 
     /// Sets the node's failure domain, empty if unknown. After a change the node registers again with each
@@ -366,6 +414,8 @@ impl Shared {
             lookups_changed: Notify::new(),
             own: watch::Sender::new(None),
             reporting: Reporting::default(),
+            urgent_reports: watch::Sender::new(()),
+            nodes_version: watch::Sender::new(0),
             nodes: RwLock::new(NodeMap::new(&settings.registration.peer_endpoints)),
             connected: watch::Sender::new(false),
             failure_domain: watch::Sender::new(settings.registration.failure_domain.clone()),

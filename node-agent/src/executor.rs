@@ -42,8 +42,10 @@ use crate::metrics::{BlockPath, Metrics, Phase};
 use crate::queue_grants::QueueGrantService;
 use crate::session::{Peer, Session};
 use extents::SharedDevices;
+use peers::{OfferedTenants, PendingFetch};
 
 mod extents;
+mod peers;
 
 /// Executes effects on devices, sessions, peers and the directory.
 pub(crate) struct Executor {
@@ -55,6 +57,7 @@ pub(crate) struct Executor {
     /// Blocks being fetched, with start time and layers; bounded by the core's fills in flight.
     fetches: HashMap<FillId, PendingFetch>,
     extents: SharedDevices,
+    offered: OfferedTenants,
     /// Tenants that were logged as unnamed; bounded by the core's tenants.
     unnamed: BTreeSet<TenantId>,
     /// Tenants whose names the core has; bounded by the registry.
@@ -145,13 +148,6 @@ struct TimedSpan {
     _span: tracing::Span,
 }
 
-struct PendingFetch {
-    since: Instant,
-    layers: u32,
-    /// Span shared by the blocks of one fetch.
-    _span: tracing::Span,
-}
-
 impl Executor {
     /// Reports the node's state to the control plane. Until all its blocks are known, the node is not
     /// reported as drained, and tenants are reported without their grants, as their usage is incomplete.
@@ -170,8 +166,9 @@ impl Executor {
         let entry = |device| Some(DeviceEntry { device, lost: None, read_only: None });
         let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
-        let extents = SharedDevices::default();
-        let executor = Executor { parts, devices, sessions, feedback, fetches, extents, unnamed, named };
+        let (extents, offered) = (SharedDevices::default(), OfferedTenants::default());
+        let executor =
+            Executor { parts, devices, sessions, feedback, fetches, extents, offered, unnamed, named };
         executor.lend_all_queues();
         executor
     }
@@ -280,6 +277,11 @@ impl Executor {
                 self.parts.metrics.phase(Phase::PeerFetch, fetching.since.elapsed());
             }
         }
+    }
+
+    /// Tenants with sessions.
+    pub(crate) fn session_tenants(&self) -> BTreeSet<TenantName> {
+        self.sessions.values().map(|connected| connected.session.peer().tenant.clone()).collect()
     }
 
     pub(crate) fn session_views(&self) -> Vec<SessionView> {
@@ -487,39 +489,6 @@ impl Executor {
         entry.read_only = Some(reason);
     }
 
-    fn fetch(&mut self, NodeId(node): NodeId, request: FetchRequest) {
-        let (fetch, layers) = (request.fetch.0, request.layout.layers());
-        let fills: Vec<FillId> = request.blocks.iter().map(|block| block.fill).collect();
-        let tenant = request.tenant;
-        let name = lock(&self.parts.tenants).name(tenant).cloned();
-        let endpoints = self.parts.directory.peer_endpoints(NodeId(node));
-        let pending = match (&self.parts.peers, endpoints, name) {
-            (Some(peers), Some(endpoints), Some(name)) => {
-                peers.fetch(&endpoints[..], request.of_tenant(name)).map_err(|error| error.to_string())
-            }
-            (None, _, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None, _) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
-            (_, _, None) => {
-                self.log_unnamed(tenant);
-                Err("the name of the tenant is unknown".to_owned())
-            }
-        };
-        match pending {
-            Ok(()) => {
-                let since = Instant::now();
-                let span = tracing::debug_span!("fetch", fetch, node, blocks = fills.len());
-                let pending = |fill| (fill, PendingFetch { since, layers, _span: span.clone() });
-                self.fetches.extend(fills.into_iter().map(pending));
-            }
-            Err(reason) => {
-                tracing::warn!(node, blocks = fills.len(), reason, "cannot fetch blocks from a peer");
-                let update = FillUpdate::Failed(FillError::PeerLost);
-                let lost = |fill| Event::Peer(PeerEvent::Fill { fill, update: update.clone() });
-                self.feedback.extend(fills.into_iter().map(lost));
-            }
-        }
-    }
-
     fn place(&mut self, question: PlacementRequest) {
         let place = question.place;
         let pending = match self.parts.deployment {
@@ -528,37 +497,6 @@ impl Executor {
         };
         if let Err(place) = pending {
             self.feedback.push_back(Event::PlaceFailed { place });
-        }
-    }
-
-    fn offer(&mut self, NodeId(node): NodeId, offer: Offer) {
-        let (id, tenant) = (offer.offer, offer.tenant);
-        let name = lock(&self.parts.tenants).name(tenant).cloned();
-        let endpoints = self.parts.directory.peer_endpoints(NodeId(node));
-        let sent = match (&self.parts.peers, endpoints, name) {
-            (Some(peers), Some(endpoints), Some(name)) => {
-                peers.offer(&endpoints[..], offer.of_tenant(name)).map_err(|error| error.to_string())
-            }
-            (None, _, _) => Err("this agent has no peer transport".to_owned()),
-            (_, None, _) => Err("it has no known endpoint of a protocol of this agent".to_owned()),
-            (_, _, None) => {
-                self.log_unnamed(tenant);
-                Err("the name of the tenant is unknown".to_owned())
-            }
-        };
-        if let Err(reason) = sent {
-            tracing::debug!(node, reason, "cannot offer blocks to a peer");
-            self.feedback.push_back(Event::Peer(PeerEvent::OfferFailed { offer: id }));
-        }
-    }
-
-    /// Logs once per tenant that its blocks cannot be copied to other nodes.
-    fn log_unnamed(&mut self, tenant: TenantId) {
-        if self.unnamed.insert(tenant) {
-            tracing::warn!(
-                number = tenant.0,
-                "blocks of a tenant without a known name cannot be copied to other nodes; add the tenant to [[tenants]] in the agent's configuration, or connect one of its engines"
-            );
         }
     }
 
@@ -571,46 +509,6 @@ impl Executor {
         let name = lock(&self.parts.tenants).name(tenant).cloned()?;
         self.named.insert(tenant);
         Some(name)
-    }
-
-    /// Converts a peer's request for the core. Reports its blocks as absent if another tenant has its tenant's number here.
-    pub(crate) fn resolve_request(
-        &mut self,
-        from: &str,
-        request: peer::PeerRequest<TenantName>,
-    ) -> Option<PeerRequest> {
-        if let Some(tenant) = lock(&self.parts.tenants).number_of(&request.tenant) {
-            return Some(request.of_tenant(tenant));
-        }
-        tracing::debug!(node = from, tenant = %request.tenant, "another tenant has the number of the tenant of a peer's request");
-        let serve = request.serve;
-        self.with_peers(|peers| {
-            (0..).zip(&request.keys).for_each(|(block, _)| peers.serve_absent(serve, block));
-        });
-        None
-    }
-
-    /// Converts a peer's offer for the core. Rejects it if the node or the tenant has no number here.
-    pub(crate) fn resolve_offer(&mut self, offer: peer::PeerOffer<String, TenantName>) -> Option<PeerOffer> {
-        let peer::PeerOffer { offer, from, tenant, layout, keys } = offer;
-        let node = self.parts.directory.node_of(&from);
-        // Only nodes of the cluster may register tenant names here.
-        let tenant = node.map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));
-        let reason = match tenant {
-            Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
-            Some((_, Err(error))) => error.to_string(),
-            None => "the peer is not a known node".to_owned(),
-        };
-        tracing::debug!(node = from, reason, "rejected an offer of a peer");
-        self.with_peers(|peers| peers.answer_offer(offer, &[], OFFER_RETRY_MAX));
-        None
-    }
-
-    /// Serving requires the transport, which received the peer's request.
-    fn with_peers(&self, serve: impl FnOnce(&CompositeTransport)) {
-        if let Some(peers) = &self.parts.peers {
-            serve(peers);
-        }
     }
 }
 

@@ -499,6 +499,10 @@ fn directory_sink(inbox: Inbox, modes: Arc<Mutex<Modes>>) -> DirectorySink {
             DirectoryEvent::LookupFailed { lookup } => Event::LookupFailed { lookup },
             DirectoryEvent::PlacementCompleted { place, answers } => Event::PlaceAnswered { place, answers },
             DirectoryEvent::PlacementFailed { place } => Event::PlaceFailed { place },
+            DirectoryEvent::StrangerDecided { request, acts_for } => {
+                let _ = inbox.send(Input::StrangerDecided { request, acts_for });
+                return;
+            }
             DirectoryEvent::Registered { member, node, epoch } => {
                 tracing::info!(member, node = node.0, epoch = epoch.0, "registered with the control plane");
                 return;

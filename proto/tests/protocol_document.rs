@@ -381,6 +381,7 @@ fn membership_rows() -> Vec<String> {
         mode: cluster::NodeMode::Draining.into(),
         usage: Some(placement::usage()),
         drain: Some(placement::drain()),
+        tenants: Some(cluster::NodeTenants { names: vec!["t".to_owned()] }),
     };
     let register = cluster::RegisterRequest { name, peer_endpoints, admin_address, failure_domain, version };
     let registered =
@@ -398,7 +399,8 @@ fn membership_rows() -> Vec<String> {
         row(
             "`ListNodesReply`",
             &format!(
-                "node 7, epoch 3, alive, {words}; draining; uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7"
+                "node 7, epoch 3, alive, {words}; draining; uses 1 and 2 bytes, 3 queued; drained, 4, 5, 6, 7; \
+                 acts for \"t\""
             ),
             &cluster::ListNodesReply { nodes: vec![node] },
         ),
@@ -568,8 +570,16 @@ fn every_message_with_fields_appears_in_an_example() {
         "BegunRequest",
     ];
     let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue", "RetentionUsage"];
-    let also_carried =
-        ["LoadedBlock", "Stat", "NodeInfo", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Position"];
+    let also_carried = [
+        "LoadedBlock",
+        "Stat",
+        "NodeInfo",
+        "NodeTenants",
+        "NodeReplicas",
+        "MemberInfo",
+        "PeerEndpoint",
+        "Position",
+    ];
     let carried: BTreeSet<&str> =
         carried.into_iter().chain(of_extents).chain(also_carried).chain(placement::CARRIED).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {

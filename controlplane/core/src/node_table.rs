@@ -24,12 +24,12 @@
 //!
 //! Heartbeats are O(1). [`NodeTable::expire`] is O(1) before the next deadline, and O(nodes) at a deadline.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use reprise_policy::peer::PeerEndpoint;
-use reprise_policy::{DrainProgress, Epoch, NodeId, Tick};
+use reprise_policy::{DrainProgress, Epoch, NodeId, TenantName, Tick};
 
 use crate::ledgers::{KnownNode, Presence};
 use crate::live_nodes::LiveNodes;
@@ -146,6 +146,8 @@ struct NodeEntry {
     last_heartbeat: Tick,
     /// Last report in the current registration.
     report: Option<NodeReport>,
+    /// Tenants of the last report.
+    tenants: Option<Arc<BTreeSet<TenantName>>>,
     /// Bytes placed on the node since its last report.
     placed: u64,
     /// Revision of the mode last sent to the node, and of the mode it knew at its last report.
@@ -283,6 +285,22 @@ impl NodeTable {
         true
     }
 
+    /// Stores the tenants that a node acts for; returns whether they have changed. Does nothing if the report is not of
+    /// the current registration.
+    pub fn set_tenants(&mut self, node: NodeId, epoch: Epoch, tenants: BTreeSet<TenantName>) -> bool {
+        let entry = self.nodes.get_mut(&node).filter(|entry| entry.record.epoch == epoch);
+        let Some(entry) = entry.filter(|entry| entry.tenants.as_deref() != Some(&tenants)) else {
+            return false;
+        };
+        entry.tenants = Some(Arc::new(tenants));
+        true
+    }
+
+    /// Tenants that a node acts for, from its last report to this member.
+    pub fn tenants_of(&self, node: NodeId) -> Option<&Arc<BTreeSet<TenantName>>> {
+        self.nodes.get(&node)?.tenants.as_ref()
+    }
+
     /// Records that a mode of this store revision was sent to a node.
     pub fn record_sent_mode(&mut self, node: NodeId, revision: u64) {
         if let Some(entry) = self.nodes.get_mut(&node) {
@@ -392,6 +410,7 @@ impl NodeEntry {
             state,
             last_heartbeat,
             report: None,
+            tenants: None,
             placed: 0,
             sent_mode: 0,
             reported_mode: 0,

@@ -3,7 +3,7 @@
 use reprise_controlplane_core::{NodeLiveness, NodeRecord, NodeReport, NodeTable};
 use reprise_policy::peer::PeerEndpoint;
 use reprise_policy::{DrainProgress, NodeMode};
-use reprise_proto::controlplane::{self as wire, NodeInfo, NodeUsage};
+use reprise_proto::controlplane::{self as wire, NodeInfo, NodeTenants, NodeUsage};
 
 use super::Cluster;
 use super::node_selection::wire_mode;
@@ -30,6 +30,9 @@ impl Cluster {
             mode: wire_mode(set.mode).into(),
             usage: table.report_of(record.node).map(usage),
             drain: drain.filter(|_| set.mode == NodeMode::Draining).map(progress),
+            tenants: table
+                .tenants_of(record.node)
+                .map(|set| NodeTenants { names: set.iter().map(ToString::to_string).collect() }),
         }
     }
 }

@@ -3,11 +3,13 @@
 //! Ledgers and usage table accept only reports made under the member list that they are kept by. Digests of the
 //! lists are compared, because two members may know one list under two epochs.
 
+use std::collections::BTreeSet;
+
 use reprise_controlplane_core::agent_calls::{self, ReportCall};
 use reprise_controlplane_core::{
     NodeReport, QuotaGrant, ReportedTenant, ReportedUsage, TenantReport, UsageAmounts,
 };
-use reprise_policy::tenant::TENANTS_MAX;
+use reprise_policy::tenant::{TENANTS_MAX, TenantError};
 use reprise_policy::{Amounts, DrainProgress, Epoch, TenantName};
 use reprise_proto::controlplane::{self as wire, ReportReply, ReportRequest, TenantOrder};
 use tonic::Status;
@@ -19,12 +21,14 @@ use crate::membership::node_number;
 /// Handles a `Report` request; replies with grants, mode and moves for the node.
 pub(super) fn handle(service: &PlacementService, request: ReportRequest) -> Result<ReportReply, Status> {
     let (node, epoch) = (node_number(request.node)?, Epoch(request.epoch));
+    let acts_for = parse_acts_for(&request)?;
     let (tenants, usage) = parse_tenants(request.tenants)?.into_iter().unzip();
     let report = node_report(request.usage.unwrap_or_default(), request.drain.unwrap_or_default());
     let call = ReportCall { node: (node, epoch), report, tenants, usage, map_digest: request.map_digest };
     let Some(answer) = agent_calls::report(&mut service.answers(), service.cluster.now(), call) else {
         return Ok(ReportReply { fenced: true, ..ReportReply::default() });
     };
+    service.cluster.set_tenants(node, epoch, acts_for);
     Ok(ReportReply {
         fenced: false,
         orders: answer.grants.iter().map(tenant_order).collect(),
@@ -51,6 +55,23 @@ fn node_report(usage: wire::NodeUsage, drain: wire::DrainProgress) -> NodeReport
     }
 }
 
+/// Returns the tenants that the node acts for: those with sessions, and all others that the report names.
+fn parse_acts_for(request: &ReportRequest) -> Result<BTreeSet<TenantName>, Status> {
+    if request.session_tenants.len() > TENANTS_MAX {
+        return Err(Status::invalid_argument(format!(
+            "invalid report with {} tenants of sessions: expected at most {TENANTS_MAX}",
+            request.session_tenants.len()
+        )));
+    }
+    let reported = request.tenants.iter().map(|report| &report.tenant);
+    let names = request.session_tenants.iter().chain(reported);
+    names.map(|name| name.parse().map_err(invalid)).collect()
+}
+
+fn invalid(error: TenantError) -> Status {
+    Status::invalid_argument(error.to_string())
+}
+
 /// Decodes the tenants of a report, once for the ledgers and once for the usage table.
 fn parse_tenants(reports: Vec<wire::TenantReport>) -> Result<Vec<(ReportedTenant, ReportedUsage)>, Status> {
     if reports.len() > TENANTS_MAX {
@@ -60,10 +81,7 @@ fn parse_tenants(reports: Vec<wire::TenantReport>) -> Result<Vec<(ReportedTenant
         )));
     }
     let read = |report: wire::TenantReport| {
-        let tenant: TenantName =
-            report.tenant.parse().map_err(|error: reprise_policy::tenant::TenantError| {
-                Status::invalid_argument(error.to_string())
-            })?;
+        let tenant: TenantName = report.tenant.parse().map_err(invalid)?;
         if report.elsewhere {
             return Ok((ReportedTenant::Elsewhere(tenant.clone()), ReportedUsage::Elsewhere(tenant)));
         }

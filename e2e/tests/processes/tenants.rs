@@ -2,15 +2,20 @@
 //! and to its budget in the cluster.
 
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
 use reprise_client::{Scope, Source};
 use reprise_e2e::cluster::load_from_peer;
-use reprise_e2e::content::{device_slot_bytes, large};
+use reprise_e2e::content::{device_slot_bytes, key, large};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, LoadParams, PATIENCE, TestEnv, wait_until};
-use reprise_policy::ByteSize;
+use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent};
+use reprise_policy::{ArenaSlot, ByteSize, RegionId};
+use reprise_transport::{EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
 use serde_json::Value;
 
 /// Four regions of 8 MiB. `team-a` may use 8 blocks of DRAM and 16 of NVMe, out of about 60; `team-b`
@@ -185,4 +190,61 @@ fn a_tenant_cannot_load_blocks_of_another_one_from_a_peer_even_with_their_keys()
     let outcomes = thief.load(&numbers, &LoadParams::CLUSTER).expect("the load ends");
     assert!(outcomes.iter().all(|outcome| !outcome.is_verified()), "{outcomes:?}");
     load_from_peer(&colleague, &numbers);
+}
+
+/// Requests a block from an agent as a node of this name; returns its last update.
+fn fetch(name: &str, from: &str, tenant: &str) -> FillUpdate {
+    let bytes = large().slot_bytes();
+    let config = ArenaConfig { bytes, region_bytes: bytes, huge: HugePolicy::Never };
+    let arena = Arc::new(Arena::new(&config).expect("memory for a block"));
+    let (sender, updates) = channel();
+    let sink: EventSink = Arc::new(move |event| {
+        if let TransportEvent::Peer(PeerEvent::Fill { update, .. }) = event {
+            // The test may have ended.
+            let _ = sender.send(update);
+        }
+    });
+    let settings = TcpSettings::new(([127, 0, 0, 1], 0).into(), name);
+    let transport = TcpTransport::bind(settings, arena, sink).expect("a port of loopback is free");
+    let into = ArenaSlot { region: RegionId(0), offset: 0, bytes };
+    let request = FetchRequest {
+        fetch: FetchId(1),
+        tenant: tenant.parse().expect("a name"),
+        layout: large(),
+        deadline: PATIENCE,
+        blocks: vec![FetchBlock { fill: FillId(1), key: key(1), into }],
+    };
+    transport.fetch(from, request).expect("the request is valid");
+    loop {
+        match updates.recv_timeout(PATIENCE).expect("the request ends") {
+            FillUpdate::Layers { layers, .. } if layers < large().layers() => {}
+            last => return last,
+        }
+    }
+}
+
+#[test]
+fn a_node_gets_blocks_of_the_tenants_that_it_acts_for_only() {
+    let env = TestEnv::new();
+    let member = env.control_plane(Store::Memory);
+    let config = |name: &str| AgentConfig {
+        arena: ByteSize(32 << 20),
+        control_plane: vec![member.address().to_owned()],
+        ..AgentConfig::named(name)
+    };
+    let (first, second) = (env.agent(&config("first")), env.agent(&config("second")));
+    first.engine_of(large(), "team-a").save(&[1]).expect("the block is saved");
+    let address = wait_until("the agents to know each other", PATIENCE, || {
+        let page = second.admin().json("/status");
+        let peer = page["peers"]["nodes"].as_array()?.iter().find(|peer| peer["name"] == "first")?.clone();
+        peer["endpoints"][0]["address"].as_str().map(str::to_owned)
+    });
+    let refused = FillUpdate::Failed(FillError::Absent);
+    assert_eq!(fetch("second", &address, "team-a"), refused, "it has no session of the tenant");
+    assert_eq!(fetch("unknown", &address, "team-a"), refused, "it is not in the cluster");
+    let session = second.engine_of(large(), "team-a");
+    let whole = fetch("second", &address, "team-a");
+    assert!(matches!(whole, FillUpdate::Layers { .. }), "{whole:?}");
+    assert_eq!(fetch("second", &address, "team-b"), refused, "the block is not of this tenant");
+    drop(session);
 }

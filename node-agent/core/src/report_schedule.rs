@@ -1,7 +1,8 @@
 //! When a node reports to one member of the control plane.
 //!
-//! A report is due once a period. Without a registration it waits for one. The next period begins when the
-//! report was due, so a report that takes longer delays the next one. Pure: the caller sends the reports.
+//! A report is due once a period, and earlier after an urgent change. Without a registration it waits for one. The next
+//! period begins when the report was due, so a report that takes longer delays the next one. Pure: the caller sends the
+//! reports.
 
 use std::time::Duration;
 
@@ -11,6 +12,8 @@ use crate::registrar::Granted;
 
 /// Interval between two reports to a member.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
+/// Minimum time between two reports to a member, however urgent.
+const URGENT_AFTER: Duration = Duration::from_millis(20);
 /// Time limit of a report, well below the two seconds in which a tenant's budget can get another owner.
 pub const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -27,6 +30,11 @@ impl ReportSchedule {
     /// Returns the time until the next report is due.
     pub fn wait(&self, now: Tick) -> Duration {
         self.due.map_or(Duration::ZERO, |due| due.after(REPORT_EVERY).since(now))
+    }
+
+    /// Returns the time until an urgent report is due.
+    pub fn wait_urgent(&self, now: Tick) -> Duration {
+        self.due.map_or(Duration::ZERO, |due| due.after(URGENT_AFTER).since(now))
     }
 
     /// Records that a report is due.
@@ -61,6 +69,8 @@ mod tests {
         assert_eq!(schedule.send(Some(granted)), Some(granted));
         assert_eq!(schedule.send(Some(granted)), None);
         assert_eq!(schedule.wait(at(405)), Duration::from_millis(600));
+        assert_eq!(schedule.wait_urgent(at(10)), Duration::from_millis(15));
+        assert_eq!(schedule.wait_urgent(at(405)), Duration::ZERO);
         assert_eq!(schedule.wait(at(2005)), Duration::ZERO, "a slow report delays the next one");
     }
 }

@@ -29,8 +29,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::link::{HeartbeatState, Link, connect, within};
 use super::nodes::NodeChangeKind;
-use super::placement::{self, PlacementRequest};
-use super::{Shared, lookup, parse_endpoint};
+use super::{Queues, Shared, lookup, parse_endpoint, placement, strangers};
 
 /// Log condition for a member of another version of the protocol.
 const OTHER_PROTOCOL: &str = "other_protocol";
@@ -47,13 +46,15 @@ pub(super) fn jitter() -> u32 {
 }
 
 /// Runs until shutdown. Without a control plane, all lookups fail immediately.
-pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, requests: mpsc::Receiver<PlacementRequest>) {
+pub(super) fn run(runtime: &Runtime, shared: &Arc<Shared>, queues: Queues) {
+    let Queues { placements, strangers } = queues;
     runtime.block_on(async {
         let mut shutdown = shared.shutdown.subscribe();
         tokio::select! {
             _ = shutdown.wait_for(|shutdown| *shutdown) => {}
             () = lookup::run_lookups(shared) => {}
-            () = placement::place(shared, requests) => {}
+            () = placement::place(shared, placements) => {}
+            () = strangers::decide(shared, strangers) => {}
             () = follow(shared) => {}
             () = for_each_link(shared, |link| {
                 let shared = shared.clone();
@@ -217,6 +218,7 @@ async fn follow_nodes(
 
 fn write_nodes(shared: &Shared, write: impl FnOnce(&mut super::nodes::NodeMap)) {
     write(&mut shared.nodes.write().unwrap_or_else(PoisonError::into_inner));
+    shared.nodes_version.send_modify(|version| *version += 1);
 }
 
 fn source(list: &MemberList) -> MemberListSource {

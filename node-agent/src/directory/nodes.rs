@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use reprise_policy::peer::{PeerEndpoint, TCP};
-use reprise_policy::{Epoch, NodeId};
+use reprise_policy::{Epoch, NodeId, TenantName};
 use reprise_proto::controlplane::NodeInfo;
 
 /// A node of the cluster, possibly this one.
@@ -24,6 +24,8 @@ pub(crate) struct PeerNode {
     pub(crate) epoch: Epoch,
     /// Whether its heartbeats arrive.
     pub(crate) alive: bool,
+    /// Tenants that it acts for; `None` if the member has no report of it.
+    tenants: Option<Arc<BTreeSet<TenantName>>>,
 }
 
 /// All nodes by number.
@@ -85,6 +87,12 @@ impl NodeMap {
         }
     }
 
+    /// Reports whether a node acts for a tenant, according to the control plane.
+    pub(super) fn acts_for(&self, name: &str, tenant: &TenantName) -> bool {
+        let node = self.nodes.values().find(|node| node.name == name);
+        node.and_then(|node| node.tenants.as_ref()).is_some_and(|tenants| tenants.contains(tenant))
+    }
+
     pub(super) fn node_of(&self, name: &str) -> Option<NodeId> {
         self.nodes.values().find(|node| node.name == name).map(|node| node.node)
     }
@@ -93,9 +101,18 @@ impl NodeMap {
         self.nodes.values().cloned().collect()
     }
 
+    /// A member that has no report of the node yet does not change the tenants that are known.
+    fn with_known_tenants(&self, mut node: PeerNode) -> PeerNode {
+        let known = self.nodes.get(&node.node).filter(|known| known.name == node.name);
+        node.tenants = node.tenants.or_else(|| known?.tenants.clone());
+        node
+    }
+
     /// Replaces the whole list.
     pub(super) fn replace(&mut self, nodes: Vec<NodeInfo>) {
-        self.nodes = nodes.into_iter().filter_map(from_wire).map(|node| (node.node, node)).collect();
+        let listed =
+            nodes.into_iter().filter_map(from_wire).map(|node| (node.node, self.with_known_tenants(node)));
+        self.nodes = listed.collect();
         for node in self.nodes.keys().copied().collect::<Vec<_>>() {
             self.check_protocols(node);
         }
@@ -109,7 +126,10 @@ impl NodeMap {
         let known = self.nodes.get(&node.node).filter(|known| known.name == node.name);
         match kind {
             NodeChangeKind::Updated if known.is_some_and(|known| known.epoch > node.epoch) => {}
-            NodeChangeKind::Updated => drop(self.nodes.insert(node.node, node)),
+            NodeChangeKind::Updated => {
+                let node = self.with_known_tenants(node);
+                self.nodes.insert(node.node, node);
+            }
             NodeChangeKind::Removed if known.is_some() => drop(self.nodes.remove(&node.node)),
             NodeChangeKind::Removed => {}
         }
@@ -140,6 +160,10 @@ fn from_wire(node: NodeInfo) -> Option<PeerNode> {
         failure_domain: node.failure_domain,
         epoch: Epoch(node.epoch),
         alive: node.alive,
+        // A member checks the names of reports.
+        tenants: node
+            .tenants
+            .map(|tenants| Arc::new(tenants.names.iter().filter_map(|name| name.parse().ok()).collect())),
     })
 }
 

@@ -6,6 +6,7 @@
 //!
 //! [`reprise_agent_core::quota_grants`] selects the reported usage of tenants and the orders to apply.
 
+use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 
 use reprise_agent_core::directives::{Directives, NewDirectives, REBALANCER_SLOT, ReplyDirectives};
@@ -35,6 +36,8 @@ pub(crate) struct OwnState {
     pub(crate) drain: DrainProgress,
     /// All tenants that the core knows.
     pub(crate) tenants: Vec<TenantUsage>,
+    /// Tenants with sessions. A change is reported at once, since peers serve this node the blocks of its tenants only.
+    pub(crate) session_tenants: BTreeSet<TenantName>,
 }
 
 /// State of the reports, shared by the links.
@@ -54,10 +57,14 @@ pub(super) async fn report(shared: &Shared, link: &Link) {
     let mut client = PlacementClient::new(link.channel.clone());
     let mut granted = link.granted.subscribe();
     let mut states = shared.own.subscribe();
+    let mut urgent = shared.urgent_reports.subscribe();
     let mut schedule = ReportSchedule::default();
     let mut failed = None;
     loop {
-        sleep(schedule.wait(shared.now())).await;
+        tokio::select! {
+            () = sleep(schedule.wait(shared.now())) => {}
+            Ok(()) = urgent.changed() => sleep(schedule.wait_urgent(shared.now())).await,
+        }
         schedule.open(shared.now());
         // The senders outlive this task: they are owned by the link and by the shared state.
         let Ok(now) = granted.wait_for(Option::is_some).await.map(|granted| *granted) else { return };
@@ -113,6 +120,7 @@ fn request(
         tenants,
         // For tenants that are not listed, only this digest shows which owners the report assumed.
         map_digest: routes.map_or(0, Routes::digest),
+        session_tenants: state.session_tenants.iter().map(ToString::to_string).collect(),
     };
     (request, number)
 }

@@ -116,6 +116,8 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-identity",
             "reprise-policy",
             "reprise-proto",
+            "reprise-buffers",
+            "reprise-transport",
             "reprise-client",
             "reprise-crds",
             "reprise-testkit",

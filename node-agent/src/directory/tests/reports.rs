@@ -1,5 +1,7 @@
 //! Contents of a node's reports, and which replies it applies.
 
+use std::collections::BTreeSet;
+
 use reprise_agent_core::event::Move as Given;
 use reprise_agent_core::{NodeUsage, TenantBlocks, TenantCounts, TenantUsage};
 use reprise_policy::block_command::RetentionUsage;
@@ -32,7 +34,7 @@ fn own_state(agent: &Agent, grant: Option<Grant>) -> OwnState {
     };
     let room = NodeUsage { dram_capacity: 100, nvme_capacity: 1000, ..NodeUsage::default() };
     let drain = DrainProgress { walked_blocks: 3, nowhere_blocks: 1, ..DrainProgress::default() };
-    OwnState { usage: room, drain, tenants: vec![usage] }
+    OwnState { usage: room, drain, tenants: vec![usage], session_tenants: BTreeSet::from([tenant()]) }
 }
 
 fn order(version: u64) -> ReportReply {
