@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Layout, Tick};
+use reprise_policy::{BlockKey, Tick};
 
 use crate::cache::{Cache, LocalBlock, LocalCopy};
 use crate::context::Context;

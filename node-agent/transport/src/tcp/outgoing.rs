@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
 use reprise_policy::peer::Offer;
-use reprise_policy::{BlockKey, Layout, TenantName};
+use reprise_policy::TenantName;
 
 use super::Common;
 use super::close::Close;
