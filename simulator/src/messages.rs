@@ -7,7 +7,7 @@ use reprise_agent_core::effect::{FetchId, Offer, OfferId, PlacementReason};
 use reprise_agent_core::event::{Move, Placement, Replica};
 use reprise_agent_core::outbox::{Answer, Batch};
 use reprise_controlplane_core::{ModeRecord, NodeReport, QuotaGrant, ReportedTenant, SlotStatus};
-use reprise_policy::{BlockKey, Epoch, Layout, NodeId, Tier};
+use reprise_policy::{BlockKey, Epoch, Layout, NodeId, TenantId, Tier};
 
 use crate::memory::Tag;
 use crate::store::{Change, Condition, Entry, Key, LeaseId, Prefix, Revision, TransactionError, Write};

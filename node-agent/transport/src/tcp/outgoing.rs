@@ -20,8 +20,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
-use reprise_policy::peer::Offer;
 use reprise_policy::TenantName;
+use reprise_policy::peer::Offer;
 
 use super::Common;
 use super::close::Close;
