@@ -16,6 +16,7 @@ use webpki::{EndEntityCert, KeyUsage};
 
 use crate::certificate::{self, CertificateFacts, Fingerprint};
 use crate::name::{Identity, NameError};
+use crate::write;
 
 /// File of the trusted authorities.
 pub const AUTHORITIES_FILE: &str = "ca.crt";
@@ -225,6 +226,15 @@ impl Files {
             key: read(KEY_FILE)?,
         })
     }
+
+    /// Writes the files into a folder, which is created if it is absent. Each file is replaced in one step.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn write(&self, folder: &Path) -> io::Result<()> {
+        write::create_folder(folder)?;
+        write::replace_files(folder, self)
+    }
 }
 
 /// Returns the identity that a certificate states.
@@ -263,11 +273,7 @@ mod tests {
         let authority = Authority::create("c").expect("an authority");
         let identity = Identity::new("c", Role::Agent("node-1".to_owned())).expect("valid names");
         let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a certificate");
-        Files {
-            authorities: authority.certificate().as_bytes().to_vec(),
-            certificate: issued.certificate.into_bytes(),
-            key: issued.key.into_bytes(),
-        }
+        issued.into_files(authority.certificate())
     }
 
     #[test]

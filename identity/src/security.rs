@@ -178,6 +178,52 @@ impl AsyncRead for Stream {
     }
 }
 
+/// Implements [`AsyncWrite`] for a connection whose field `stream` is a [`Stream`]: bytes pass unchanged.
+#[macro_export]
+macro_rules! write_to_stream {
+    ($connection:ty) => {
+        impl ::tokio::io::AsyncWrite for $connection {
+            fn poll_write(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+                bytes: &[u8],
+            ) -> ::std::task::Poll<::std::io::Result<usize>> {
+                ::tokio::io::AsyncWrite::poll_write(::std::pin::Pin::new(&mut self.stream), context, bytes)
+            }
+
+            fn poll_write_vectored(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+                slices: &[::std::io::IoSlice<'_>],
+            ) -> ::std::task::Poll<::std::io::Result<usize>> {
+                ::tokio::io::AsyncWrite::poll_write_vectored(
+                    ::std::pin::Pin::new(&mut self.stream),
+                    context,
+                    slices,
+                )
+            }
+
+            fn is_write_vectored(&self) -> bool {
+                ::tokio::io::AsyncWrite::is_write_vectored(&self.stream)
+            }
+
+            fn poll_flush(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+            ) -> ::std::task::Poll<::std::io::Result<()>> {
+                ::tokio::io::AsyncWrite::poll_flush(::std::pin::Pin::new(&mut self.stream), context)
+            }
+
+            fn poll_shutdown(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+            ) -> ::std::task::Poll<::std::io::Result<()>> {
+                ::tokio::io::AsyncWrite::poll_shutdown(::std::pin::Pin::new(&mut self.stream), context)
+            }
+        }
+    };
+}
+
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         on_stream!(self, stream => Pin::new(stream).poll_write(context, bytes))
@@ -222,9 +268,7 @@ mod tests {
         let authority = Authority::create("test").expect("a valid name");
         let identity = Identity::new("test", role).expect("a valid name");
         let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a valid period");
-        std::fs::write(folder.path().join("ca.crt"), authority.certificate()).expect("the folder exists");
-        std::fs::write(folder.path().join("tls.crt"), issued.certificate).expect("the folder exists");
-        std::fs::write(folder.path().join("tls.key"), issued.key).expect("the folder exists");
+        issued.into_files(authority.certificate()).write(folder.path()).expect("the folder exists");
         TlsSettings { folder: folder.path().to_owned(), plain: false }
     }
 
