@@ -28,6 +28,10 @@ pub const KEY_FILE: &str = "tls.key";
 /// Largest file: some authorities, or a chain.
 const FILE_BYTES_MAX: u64 = 256 << 10;
 
+/// Number of reads of files that do not belong together, and the pause between two: three renames take microseconds.
+const REPLACED_READS: usize = 5;
+const REPLACED_PAUSE: Duration = Duration::from_millis(20);
+
 /// Credentials of a process.
 #[derive(Clone)]
 pub struct Credentials {
@@ -92,12 +96,25 @@ pub enum CredentialsError {
 }
 
 impl Credentials {
-    /// Reads the files of a folder.
+    /// Reads the files of a folder, again for some time if they do not belong together: they may be replaced at this
+    /// moment.
     ///
     /// # Errors
     /// A file is absent or invalid, or they do not belong together.
     pub fn read(folder: &Path) -> Result<Credentials, CredentialsError> {
-        Credentials::parse(&Files::read(folder)?)
+        Credentials::read_with(folder, || std::thread::sleep(REPLACED_PAUSE))
+    }
+
+    fn read_with(folder: &Path, pause: impl Fn()) -> Result<Credentials, CredentialsError> {
+        let read = || Credentials::parse(&Files::read(folder)?);
+        for _ in 0..REPLACED_READS {
+            let checked = read().and_then(|credentials| credentials.check_issuer().map(|()| credentials));
+            match checked {
+                Err(CredentialsError::Key(_) | CredentialsError::Untrusted(_)) => pause(),
+                outcome => return outcome,
+            }
+        }
+        read()
     }
 
     /// Checks the texts of the files.
@@ -274,6 +291,20 @@ mod tests {
         let identity = Identity::new("c", Role::Agent("node-1".to_owned())).expect("valid names");
         let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a certificate");
         issued.into_files(authority.certificate())
+    }
+
+    #[test]
+    fn files_are_read_again_while_they_are_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (old, new) = (files(), files());
+        Files { key: new.key.clone(), ..old.clone() }.write(folder.path()).expect("an own folder");
+        let read = Credentials::read_with(folder.path(), || new.write(folder.path()).expect("an own folder"));
+        let expected = Credentials::parse(&new).expect("valid files").fingerprint;
+        assert_eq!(read.expect("the replacement is complete").fingerprint, expected);
+
+        Files { key: old.key, ..new }.write(folder.path()).expect("an own folder");
+        let error = Credentials::read_with(folder.path(), || {}).expect_err("it stays a mix").to_string();
+        assert!(error.contains("replace both together"), "{error}");
     }
 
     #[test]
