@@ -81,7 +81,7 @@ impl Machine {
         AgentConfig {
             pool: None,
             control_plane: members.to_vec(),
-            extra: format!("[tls]\nfolder = \"{}\"", self.certs(certs).display()),
+            tls: Some(self.certs(certs)),
             ..AgentConfig::named("node-1")
         }
     }
@@ -120,7 +120,7 @@ fn is_used(admin: &Admin, folder: &Path) -> bool {
 }
 
 /// Waits until all processes use the files of their folders.
-fn wait_until_used(processes: &[(&Admin, PathBuf)]) {
+pub(crate) fn wait_until_used(processes: &[(&Admin, PathBuf)]) {
     for (admin, folder) in processes {
         wait_until("the process uses the new files", PATIENCE, || is_used(admin, folder).then_some(()));
     }

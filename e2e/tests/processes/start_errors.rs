@@ -96,7 +96,7 @@ fn the_control_plane_rejects_invalid_configurations_and_a_port_in_use() {
     let log = env.folder().join("plane.log");
     let occupied = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let occupied = occupied.local_addr().expect("a bound port").to_string();
-    let memory = "[store]\nkind = \"memory\"\n";
+    let memory = "tls.plain = true\n[store]\nkind = \"memory\"\n";
     for (text, words) in [
         (format!("lisen = \"127.0.0.1:0\"\n{memory}"), ["lisen", "unknown field"]),
         (format!("{memory}[membership]\ndead_after = \"1500\"\n"), ["1500", "50ms"]),
