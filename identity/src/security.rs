@@ -31,6 +31,12 @@ pub struct TlsSettings {
 /// Reason why the settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
+    /// None is set.
+    #[error(
+        "neither tls.folder nor tls.plain is set: set tls.folder to certificates of {0} (`reprise certs init` and `reprise \
+         certs issue {0}` create them), or tls.plain = true if it serves loopback addresses only"
+    )]
+    Neither(Role),
     /// Both are set.
     #[error("tls.folder and tls.plain exclude each other: remove one")]
     Both,
@@ -78,7 +84,7 @@ impl TlsSettings {
     /// the process serves.
     ///
     /// # Errors
-    /// Plain connections on another address than loopback, unusable files, or those of another role.
+    /// No setting, plain connections on another address than loopback, unusable files, or those of another role.
     pub fn open(&self, role: &Role, listeners: &[SocketAddr]) -> Result<Security, SettingsError> {
         let has_folder = !self.folder.as_os_str().is_empty();
         match (has_folder, self.plain) {
@@ -100,10 +106,7 @@ impl TlsSettings {
                     Ok(Security::Plain)
                 }
             },
-            (false, false) => {
-                tracing::warn!("connections are plain: set tls.folder to the certificates of this process");
-                Ok(Security::Plain)
-            }
+            (false, false) => Err(SettingsError::Neither(role.clone())),
         }
     }
 }
@@ -285,6 +288,21 @@ mod tests {
             let listeners = [loopback.clone(), addresses(&[other])].concat();
             let error = plain.open(&Role::Member, &listeners).expect_err("another address").to_string();
             assert!(error.contains(other) && error.contains("tls.folder"), "{error}");
+        }
+    }
+
+    #[test]
+    fn refuses_to_choose_plain_connections_by_itself() {
+        let role = Role::Agent("node-1".to_owned());
+        let unset = TlsSettings::default();
+        for listeners in [addresses(&["127.0.0.1:7410"]), addresses(&["0.0.0.0:7410"]), Vec::new()] {
+            let error = unset.open(&role, &listeners).expect_err("no setting").to_string();
+            assert!(
+                ["tls.folder", "reprise certs issue agent/node-1", "tls.plain = true", "loopback"]
+                    .iter()
+                    .all(|words| error.contains(words)),
+                "{error}"
+            );
         }
     }
 
