@@ -9,7 +9,7 @@ use reprise_policy::ByteSize;
 use serde::Deserialize;
 
 use reprise_testkit::bench::REPETITIONS;
-use reprise_testkit::cluster::cache_directory;
+use reprise_testkit::cluster::{ClusterFile, cache_directory};
 use reprise_testkit::model::SCALE_DEFAULT;
 
 /// Output of `--print-default-config`, equal to [`Config::default`] by a test.
@@ -85,14 +85,24 @@ impl ClusterConfig {
 }
 
 impl TlsConfig {
-    /// Reads the certificates of the command; none without a folder.
+    /// Reads the certificates of the command; returns `default` without a folder.
     ///
     /// # Errors
     /// The files are unusable.
-    pub(crate) fn security(&self) -> anyhow::Result<Option<Security>> {
-        let Some(folder) = &self.folder else { return Ok(None) };
-        let security = Security::read(folder);
-        security.map(Some).with_context(|| format!("cannot use the certificates in {}", folder.display()))
+    pub(crate) fn security_or(&self, default: Security) -> anyhow::Result<Security> {
+        let Some(folder) = &self.folder else { return Ok(default) };
+        Security::read(folder).with_context(|| format!("cannot use the certificates in {}", folder.display()))
+    }
+
+    /// Reads the certificates of the command; without a folder, those of the administrator of a local cluster.
+    ///
+    /// # Errors
+    /// The files are unusable.
+    pub(crate) fn security_for(&self, cluster: &ClusterFile) -> anyhow::Result<Security> {
+        match self.folder {
+            Some(_) => self.security_or(Security::Plain),
+            None => cluster.security(),
+        }
     }
 }
 

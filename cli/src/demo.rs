@@ -1,5 +1,6 @@
 //! `reprise demo`: a local cluster replays a real trace and verifies every byte, then loses and restarts one
 //! agent. Then requests of the trace wait in a queue, with and without hints about it, and load their blocks from NVMe.
+//! All ports of agents and control plane use TLS, with an authority and certificates in the cluster's directory.
 //!
 //! With `--etcd` the control plane has several members. The demo kills one of them during the replay and
 //! restarts it afterwards. The demo succeeds only if the directory finally equals the blocks that the agents
@@ -29,9 +30,10 @@ use completeness::{ReplicaTotals, await_complete};
 use engine_path::RingReport;
 use faults::{KillOutcome, LostMember, demand_durable, kill_and_restart};
 use prefetch::PrefetchReport;
-use reprise_testkit::cluster::{AgentAddresses, AgentSizes, Cluster, ControlPlanes};
+use reprise_testkit::cluster::{
+    AgentAddresses, AgentSizes, Cluster, ClusterFile, Connections, ControlPlanes,
+};
 use reprise_testkit::engine::{EnginePath, EngineSettings};
-use reprise_testkit::http;
 use reprise_testkit::interrupt;
 use reprise_testkit::model::llama_3_8b_scaled;
 use reprise_testkit::output::{Audience, bytes_text};
@@ -155,6 +157,13 @@ struct DemoSummary {
     rings: Option<RingReport>,
 }
 
+/// Line of `reprise demo --hold --json` after the summary, while the cluster runs.
+#[derive(Debug, Serialize)]
+struct Held {
+    /// Commands that work until the demo ends.
+    commands: Vec<String>,
+}
+
 /// Copies of blocks that agents have dropped, for space or because the blocks were moved.
 #[derive(Clone, Copy, Debug, Default)]
 struct Evictions {
@@ -246,7 +255,7 @@ pub(crate) fn command(args: &DemoArgs, config: &Config, audience: Audience) -> a
     serve(again, &mut engines, &mut after, (&cluster, audience))?;
     audience.print_line(after.table());
     let waiting = prefetch::Subject {
-        agent: &cluster.file().agents[0],
+        cluster: &cluster.file(),
         requests,
         layout: &layout,
         tenant: &args.tenant,
@@ -337,16 +346,23 @@ fn start_cluster(
         ),
     });
     let sizes = AgentSizes { arena: chosen.arena, pool: chosen.pool, moves: None };
-    let mut cluster = Cluster::start_controlplane(directory, control)?;
+    let mut cluster = Cluster::start_connected(directory, control, Connections::Tls)?;
     cluster.start_agents_on(engine_path::device(args.engine_path), nodes, sizes)?;
     for agent in cluster.file().agents {
-        audience.print_line(format!(
-            "  {}: status at http://{admin}/status, metrics at http://{admin}/metrics",
-            agent.node,
-            admin = agent.admin
-        ));
+        audience.print_line(format!("  {}: admin port {}", agent.node, agent.admin));
     }
+    audience.print_line(format!(
+        "All ports of agents and control plane use TLS 1.3, with certificates of the demo's own authority; those of an \
+         administrator are in {}.",
+        administrator(&cluster)?.display()
+    ));
     Ok(cluster)
+}
+
+/// Returns the folder of the administrator's certificates, for commands in any working directory.
+fn administrator(cluster: &Cluster) -> anyhow::Result<PathBuf> {
+    let folder = cluster.file().tls.context("the cluster has no certificates")?;
+    folder.canonicalize().with_context(|| format!("cannot read {}", folder.display()))
 }
 
 /// Starts an engine for each agent.
@@ -463,8 +479,9 @@ impl DemoArgs {
 
 fn evictions(cluster: &Cluster) -> anyhow::Result<Evictions> {
     let mut sum = Evictions::default();
-    for agent in cluster.file().agents {
-        let of_agent = evictions_of(&agent)?;
+    let file = cluster.file();
+    for agent in &file.agents {
+        let of_agent = evictions_of(&file, agent)?;
         sum.dram += of_agent.dram;
         sum.nvme += of_agent.nvme;
         sum.moved += of_agent.moved;
@@ -472,8 +489,8 @@ fn evictions(cluster: &Cluster) -> anyhow::Result<Evictions> {
     Ok(sum)
 }
 
-fn evictions_of(agent: &AgentAddresses) -> anyhow::Result<Evictions> {
-    let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
+fn evictions_of(cluster: &ClusterFile, agent: &AgentAddresses) -> anyhow::Result<Evictions> {
+    let status: serde_json::Value = serde_json::from_str(&cluster.page(agent, "/status")?)?;
     let counter = |name: &str| {
         status["counters"][name]
             .as_u64()
@@ -493,11 +510,26 @@ fn hold(cluster: &Cluster, audience: Audience) -> anyhow::Result<()> {
     for agent in cluster.file().agents {
         audience.print_line(format!("{}: engines connect to {}.", agent.node, agent.socket.display()));
     }
-    audience.print_line(
-        "The cluster is running: try `reprise status`, `reprise replay`, `reprise admin demote --trace-line 1` and \
-         `reprise trace record --for 1m --out recorded.jsonl`. Press Ctrl-C to stop it.",
-    );
+    let commands = commands(cluster.path(), &administrator(cluster)?);
+    audience.print_line(format!(
+        "The cluster is running. Press Ctrl-C to stop it, or try in another terminal:\n  {}",
+        commands.join("\n  ")
+    ));
+    audience.emit(&Held { commands });
     interrupted.recv().context("waiting for Ctrl-C")
+}
+
+/// Returns commands that the user may try. `admin` and `replay` use unix sockets, which need no certificate.
+fn commands(directory: &Path, administrator: &Path) -> Vec<String> {
+    let cluster = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
+    let (cluster, tls) = (cluster.display(), administrator.display());
+    vec![
+        format!("reprise status --cluster {cluster} --tls {tls}"),
+        format!("reprise explain 1 --cluster {cluster} --tls {tls}"),
+        format!("reprise trace record --for 10s --out recorded.jsonl --cluster {cluster} --tls {tls}"),
+        format!("reprise replay --requests 100 --cluster {cluster}"),
+        format!("reprise admin demote --trace-line 1 --cluster {cluster}"),
+    ]
 }
 
 #[cfg(test)]

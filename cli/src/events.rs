@@ -91,7 +91,7 @@ struct OpenStream {
 
 pub(crate) fn command(args: &EventsArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
     if let Some(EventsCommand::Proxy(proxy)) = &args.command {
-        return proxy::command(proxy, audience);
+        return proxy::command(proxy, config, audience);
     }
     let asked = args.members.find(config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;

@@ -189,7 +189,7 @@ async fn explain(
         .iter()
         .zip(&known)
         .flat_map(|(key, known)| known.nodes().into_iter().map(move |node| (node, *key)));
-    let reasons = reasons::ask(nodes, replicas, reasons::ANSWERED_WITHIN).await;
+    let reasons = reasons::ask(asked, nodes, replicas, reasons::ANSWERED_WITHIN).await;
     let blocks = keys.iter().zip(&known).enumerate().map(|(block, (key, known))| BlockExplanation {
         block,
         key: hex(&key.0),

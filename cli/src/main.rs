@@ -22,7 +22,6 @@ mod plan;
 #[cfg(feature = "gpu")]
 mod profile;
 mod replay;
-mod security;
 mod sim;
 mod status;
 mod tenant;
@@ -158,14 +157,6 @@ fn main() -> ExitCode {
     }
 }
 
-impl Command {
-    /// Whether the command connects to admin ports or to sockets of events. Members read the certificates themselves,
-    /// and other commands must work while they are missing or damaged: `certs renew` repairs them.
-    fn asks_agents(&self) -> bool {
-        matches!(self, Command::Status(_) | Command::Explain(_) | Command::Events(_) | Command::Trace(_))
-    }
-}
-
 fn run(arguments: Arguments) -> anyhow::Result<()> {
     let audience = Audience::of(JsonFlag(arguments.json));
     if arguments.print_default_config {
@@ -175,9 +166,6 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     let mut config = Config::read(arguments.config.as_deref())?;
     let folder = arguments.tls.or_else(|| std::env::var_os("REPRISE_TLS").map(PathBuf::from));
     config.tls.folder = folder.or(config.tls.folder);
-    if arguments.command.as_ref().is_some_and(Command::asks_agents) {
-        security::open(config.tls.folder.as_deref())?;
-    }
     match arguments.command {
         Some(Command::Demo(args)) => demo::command(&args, &config, audience),
         Some(Command::Replay(args)) => replay::command(&args, &config, audience),

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use reprise_identity::Security;
+use reprise_identity::{Expected, Role, Security};
 use reprise_proto::dial;
 use reprise_testkit::cluster::ClusterFile;
+use reprise_testkit::http::Client;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::config::Config;
@@ -34,7 +35,7 @@ pub(crate) struct MembersArgs {
 pub(crate) struct Members {
     /// Their gRPC addresses, `host:port`.
     pub(crate) addresses: Vec<String>,
-    /// Certificates of the command.
+    /// Certificates of the command, also for agents.
     pub(crate) security: Security,
 }
 
@@ -43,12 +44,11 @@ impl MembersArgs {
     /// cluster directory.
     pub(crate) fn find(&self, config: &Config) -> anyhow::Result<Members> {
         if let Some(address) = &self.controlplane {
-            let security = config.tls.security()?.unwrap_or(Security::Plain);
+            let security = config.tls.security_or(Security::Plain)?;
             return Ok(Members { addresses: vec![address.clone()], security });
         }
         let cluster = ClusterFile::read(&config.cluster.directory(self.cluster.as_deref()))?;
-        let members = Members::of_cluster(&cluster)?;
-        Ok(Members { security: config.tls.security()?.unwrap_or(members.security), ..members })
+        Ok(Members { addresses: cluster.grpc_addresses(), security: config.tls.security_for(&cluster)? })
     }
 }
 
@@ -56,6 +56,11 @@ impl Members {
     /// Returns the members of a local cluster, with its administrator's certificates.
     pub(crate) fn of_cluster(cluster: &ClusterFile) -> anyhow::Result<Members> {
         Ok(Members { addresses: cluster.grpc_addresses(), security: cluster.security()? })
+    }
+
+    /// Returns a client of the admin port of a node's agent.
+    pub(crate) fn agent_client(&self, node: &str) -> Client {
+        Client::new(self.security.clone(), Expected::Role(Role::Agent(node.to_owned())))
     }
 
     /// Connects to a member.

@@ -23,7 +23,6 @@ use tokio::task::JoinHandle;
 use crate::config::Config;
 use crate::members::{Members, MembersArgs, endpoint, first_answer, runtime};
 use crate::node_mode::{Drain, drain_text, mode_name};
-use crate::security;
 use reprise_testkit::cluster::ClusterFile;
 use reprise_testkit::http::Client;
 use reprise_testkit::output::{Audience, Table, bytes_text};
@@ -141,7 +140,7 @@ pub(crate) fn command(args: &StatusArgs, config: &Config, audience: Audience) ->
     let runtime = runtime()?;
     let (ClusterView { address, members, nodes, directories }, agents) = runtime.block_on(async {
         let view = ask_any(&asked).await?;
-        let agents = ask_agents(&view.nodes).await?;
+        let agents = ask_agents(&asked, &view.nodes).await?;
         anyhow::Ok((view, agents))
     })?;
     // A pending name resolution blocks a runtime thread; it must not delay the exit.
@@ -231,21 +230,21 @@ async fn describe(asked: &Members, address: &str) -> anyhow::Result<DescribeRepl
 }
 
 /// Reads the status pages of the agents, in the order of the nodes.
-async fn ask_agents(nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
+async fn ask_agents(asked: &Members, nodes: &[NodeInfo]) -> anyhow::Result<Vec<AgentStatus>> {
     let permits = Arc::new(Semaphore::new(NODES_ASKED_AT_ONCE));
-    let asked: Vec<JoinHandle<AgentStatus>> = nodes
+    let answers: Vec<JoinHandle<AgentStatus>> = nodes
         .iter()
         .map(|node| {
             let (permits, address) = (permits.clone(), node.admin_address.clone());
-            let client = security::agent_client(&node.name);
+            let client = asked.agent_client(&node.name);
             tokio::spawn(async move {
                 let _permit = permits.acquire().await.expect("the semaphore is never closed");
                 ask_agent(&client, &address).await.map_err(|error| format!("{error:#}"))
             })
         })
         .collect();
-    let mut agents = Vec::with_capacity(asked.len());
-    for agent in asked {
+    let mut agents = Vec::with_capacity(answers.len());
+    for agent in answers {
         agents.push(agent.await?);
     }
     Ok(agents)
@@ -378,6 +377,7 @@ fn text(status: &Status) -> String {
 mod tests {
     use std::time::Instant;
 
+    use reprise_identity::Security;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
@@ -407,8 +407,9 @@ mod tests {
         });
         let mut nodes = vec![node_at(hanging); NODES_ASKED_AT_ONCE - 2];
         nodes.extend([node_at(answering), node_at(String::new())]);
+        let members = Members { addresses: Vec::new(), security: Security::Plain };
         let asked = Instant::now();
-        let agents = ask_agents(&nodes).await.expect("every task ends");
+        let agents = ask_agents(&members, &nodes).await.expect("every task ends");
         // One after another, they would take twice as long.
         let concurrently = NODE_ANSWERS_WITHIN * (NODES_ASKED_AT_ONCE as u32 - 2) / 2;
         assert!(asked.elapsed() < concurrently, "{:?}", asked.elapsed());

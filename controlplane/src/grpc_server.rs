@@ -227,8 +227,7 @@ async fn establish(
 mod tests {
     use reprise_daemon::rejected_connections::{Listener, RejectedConnections};
     use reprise_identity::authority::{Authority, CERTIFICATE_VALID};
-    use reprise_identity::credentials::Files;
-    use reprise_identity::{Credentials, Identity, Role, Tls};
+    use reprise_identity::{Identity, Role, Tls};
     use tokio::io::AsyncWriteExt;
 
     use super::*;
@@ -237,12 +236,7 @@ mod tests {
         let authority = Authority::create("test").expect("a valid name");
         let member = Identity::new("test", Role::Member).expect("a valid name");
         let issued = authority.issue(&member, CERTIFICATE_VALID).expect("a valid period");
-        let files = Files {
-            authorities: authority.certificate().into(),
-            certificate: issued.certificate.into(),
-            key: issued.key.into(),
-        };
-        Security::Tls(Tls::new(Credentials::parse(&files).expect("valid files")))
+        Security::Tls(Tls::new(issued.into_credentials(authority.certificate()).expect("valid files")))
     }
 
     #[tokio::test]

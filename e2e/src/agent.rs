@@ -3,6 +3,7 @@
 use std::process::{Command, ExitStatus};
 
 use reprise_client::ClientError;
+use reprise_identity::Expected;
 use reprise_policy::Layout;
 pub use rustix::process::Signal;
 
@@ -35,6 +36,10 @@ impl Agent {
     pub fn when_ready(files: AgentFiles, starting: StartingProcess) -> Result<Agent, StartError> {
         let (running, ready) = starting.ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names the admin port"));
+        let admin = match &files.client_tls {
+            Some(folder) => admin.with_certificates(folder.clone(), Expected::AnyAgent),
+            None => admin,
+        };
         assert_eq!(ready["socket"].as_str(), files.socket.to_str(), "the ready line names the socket");
         Ok(Agent { files, running: Some(running), admin })
     }

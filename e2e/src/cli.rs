@@ -19,6 +19,9 @@ use crate::wait::PATIENCE;
 pub fn reprise(member: &ControlPlane, arguments: &[&str]) -> Vec<Value> {
     let mut command = Command::new(binary("reprise"));
     command.arg("--json").args(arguments).args(["--controlplane", member.address()]);
+    if let Some(folder) = member.client_tls() {
+        command.arg("--tls").arg(folder);
+    }
     let output = command.output().expect("reprise can be run");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{arguments:?} failed: {stderr}");

@@ -33,6 +33,8 @@ pub struct AgentConfig {
     pub stall_timeout: Duration,
     /// Members of the control plane, `host:port`; empty: stand-alone.
     pub control_plane: Vec<String>,
+    /// Folder with its certificates; `None`: plain connections on loopback, and certificates of the test on other hosts.
+    pub tls: Option<PathBuf>,
     /// Host on which the agent runs.
     pub host: Host,
     /// Further lines of the `[session]` section.
@@ -54,6 +56,8 @@ pub struct AgentFiles {
     pub log: PathBuf,
     /// Host on which the agent runs.
     pub host: Host,
+    /// Certificates with which the test asks the admin port; `None`: plain.
+    pub client_tls: Option<PathBuf>,
     /// Further options of the start.
     pub start: LaunchOptions,
 }
@@ -71,6 +75,7 @@ impl AgentConfig {
             slack_delay: Duration::from_secs(1),
             stall_timeout: Duration::from_secs(2),
             control_plane: Vec::new(),
+            tls: None,
             host: Host::LOOPBACK,
             session: String::new(),
             extra: String::new(),
@@ -87,6 +92,7 @@ impl AgentConfig {
             region: self.region,
             pool: self.pool.map(|bytes| (files.pool.as_path(), bytes)),
             control_plane: self.control_plane.clone(),
+            tls: self.tls.as_deref(),
         };
         config.text(&format!(
             "writeback.delay = \"{delay}\"\nwriteback.slack_delay = \"{slack}\"\npeers.stall_timeout = \"{stall}\"\n[pool]\nsegment_bytes = \"2MiB\"\n\
@@ -109,6 +115,7 @@ impl AgentFiles {
             pool: folder.join(format!("{node}.pool")),
             log: folder.join(format!("{node}.log")),
             host: Host::LOOPBACK,
+            client_tls: None,
             start: LaunchOptions::default(),
         }
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use reprise_testkit::certificates;
+use reprise_identity::{Expected, Role};
 use reprise_testkit::configuration::{MemberConfig, StoreChoice};
 use rustix::process::Signal;
 
@@ -35,6 +35,16 @@ pub struct ControlPlane {
     running: Option<ChildProcess>,
     grpc: String,
     admin: Admin,
+    tls: Connections,
+}
+
+/// Certificates of a member and of the test's clients.
+#[derive(Clone, Debug, Default)]
+pub struct Connections {
+    /// Folder of the member; `None`: it serves plain connections.
+    pub own: Option<PathBuf>,
+    /// Folder of the clients of its ports; `None`: the test's default clients are plain.
+    pub client: Option<PathBuf>,
 }
 
 /// Returns the command that runs a control plane with a configuration.
@@ -54,7 +64,7 @@ impl ControlPlane {
             Store::Embedded => StoreChoice::Embedded(folder.join("controlplane.store")),
             Store::Memory => StoreChoice::Memory,
         };
-        ControlPlane::start(folder, &Host::LOOPBACK, started, None, (&store, ""))
+        ControlPlane::start(folder, (&Host::LOOPBACK, started), None, &store, Connections::default())
     }
 
     /// Starts a control plane with its store in memory and the certificates in `tls`.
@@ -62,8 +72,9 @@ impl ControlPlane {
     /// # Panics
     /// If it does not start.
     pub fn start_with_tls(folder: &Path, tls: &Path) -> ControlPlane {
-        let (store, more) = (StoreChoice::Memory, certificates::settings(Some(tls)));
-        ControlPlane::start(folder, &Host::LOOPBACK, LaunchOptions::default(), None, (&store, &more))
+        let tls = Connections { own: Some(tls.to_owned()), client: None };
+        let launch = (&Host::LOOPBACK, LaunchOptions::default());
+        ControlPlane::start(folder, launch, None, &StoreChoice::Memory, tls)
     }
 
     /// Starts a member on a host, with launch options, its files in `folder`, and an etcd as its store.
@@ -72,38 +83,49 @@ impl ControlPlane {
     /// If it does not start.
     pub fn member(
         folder: &Path,
-        host: &Host,
-        started: LaunchOptions,
+        launch: (&Host, LaunchOptions),
         name: &str,
         etcd: &str,
+        tls: Connections,
     ) -> ControlPlane {
-        ControlPlane::start(folder, host, started, Some(name), (&StoreChoice::Etcd(etcd.to_owned()), ""))
+        ControlPlane::start(folder, launch, Some(name), &StoreChoice::Etcd(etcd.to_owned()), tls)
     }
 
     /// Starts a member of this name with its files in `folder`.
     fn start(
         folder: &Path,
-        host: &Host,
-        started: LaunchOptions,
+        (host, started): (&Host, LaunchOptions),
         name: Option<&str>,
-        (store, more): (&StoreChoice, &str),
+        store: &StoreChoice,
+        tls: Connections,
     ) -> ControlPlane {
         let file = name.unwrap_or("controlplane");
         let (config, log) = (folder.join(format!("{file}.toml")), folder.join(format!("{file}.log")));
-        let text = |listen: &str, admin: &str| MemberConfig { listen, admin, store, name }.text(more);
+        let text = |listen: &str, admin: &str| {
+            MemberConfig { listen, admin, store, name, tls: tls.own.as_deref() }.text("")
+        };
         let any_port = format!("{}:0", host.address());
         fs::write(&config, text(&any_port, &any_port)).expect("a configuration can be written");
         let (running, grpc, admin) = start(host, &started, &config, &log)
             .unwrap_or_else(|refused| panic!("the control plane does not start: {refused:?}"));
         // Fixes the ports, so that clients find the member again after a restart.
         fs::write(&config, text(&grpc, &admin)).expect("a configuration can be written");
-        let (host, admin) = (host.clone(), Admin::at(&admin));
-        ControlPlane { host, started, config, log, running: Some(running), grpc, admin }
+        let admin = Admin::at(&admin);
+        let admin = match &tls.client {
+            Some(folder) => admin.with_certificates(folder.clone(), Expected::Role(Role::Member)),
+            None => admin,
+        };
+        ControlPlane { host: host.clone(), started, config, log, running: Some(running), grpc, admin, tls }
     }
 
     /// Returns `host:port` of the gRPC services.
     pub fn address(&self) -> &str {
         &self.grpc
+    }
+
+    /// Returns the folder of certificates with which a command asks the member; `None`: plain connections.
+    pub fn client_tls(&self) -> Option<&Path> {
+        self.tls.client.as_deref()
     }
 
     /// Returns the member's admin port.

@@ -65,6 +65,11 @@ impl Host {
         self.address
     }
 
+    /// Returns whether processes need certificates: other hosts than loopback have no plain connections.
+    pub fn needs_certificates(&self) -> bool {
+        !self.address.is_loopback()
+    }
+
     /// Returns the same launch options, for a process on this host.
     pub fn launch(&self, mut options: LaunchOptions) -> LaunchOptions {
         if let Some(namespace) = &self.namespace {

@@ -22,7 +22,6 @@ use std::process::{Command, Stdio};
 
 pub mod admin;
 pub mod agent;
-pub mod certificates;
 pub mod cli;
 pub mod clock;
 pub mod cluster;

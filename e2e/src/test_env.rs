@@ -7,15 +7,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use reprise_identity::Role;
+use reprise_testkit::certificates::Certificates;
 use reprise_testkit::cluster::cache_directory;
 use reprise_testkit::etcd::{self, Etcd, Setup};
 use tempfile::TempDir;
 
 use crate::agent::{self, Agent};
 use crate::config::{AgentConfig, AgentFiles};
-use crate::control_plane::{ControlPlane, Store};
+use crate::control_plane::{Connections, ControlPlane, Store};
 use crate::failure_report;
 use crate::fault_proxy::FaultProxy;
 use crate::host::Host;
@@ -30,6 +32,8 @@ use crate::seed::print_line;
 pub struct TestEnv {
     folder: TempDir,
     logs: Mutex<Logs>,
+    /// Certificates of processes on other hosts than loopback.
+    certificates: OnceLock<Certificates>,
 }
 
 /// Starts an etcd of a test on a host, with its files in `folder`.
@@ -64,7 +68,7 @@ impl TestEnv {
         failure_report::remember_panics();
         fs::create_dir_all(parent).expect("a folder can be created");
         let folder = tempfile::Builder::new().prefix("w").tempdir_in(parent).expect("a folder for a test");
-        TestEnv { folder, logs: Mutex::default() }
+        TestEnv { folder, logs: Mutex::default(), certificates: OnceLock::new() }
     }
 
     /// Returns the path of the folder.
@@ -89,8 +93,19 @@ impl TestEnv {
         if let Some(folder) = &config.pool_folder {
             files.pool = folder.join(format!("{}.pool", config.node));
         }
+        let mut config = config.clone();
+        if config.host.needs_certificates() && config.tls.is_none() {
+            config.tls = Some(self.issue(&Role::Agent(config.node.clone())));
+            files.client_tls = Some(self.issue(&Role::Admin));
+        }
         fs::write(&files.config, config.text(&files)).expect("the folder is writable");
         files
+    }
+
+    /// Issues a certificate for a process on another host than loopback, or for a client of it.
+    fn issue(&self, role: &Role) -> PathBuf {
+        let created = || Certificates::create(&self.folder().join("hosts")).expect("an authority");
+        self.certificates.get_or_init(created).issue(role).expect("the folder is writable")
     }
 
     /// Starts an agent, which must become ready.
@@ -179,7 +194,10 @@ impl TestEnv {
 
     fn start_member(&self, host: &Host, launch: LaunchOptions, name: &str, endpoint: &str) -> ControlPlane {
         self.logs().add(self.folder().join(format!("{name}.log")));
-        ControlPlane::member(self.folder(), host, launch, name, endpoint)
+        let tls =
+            host.needs_certificates().then(|| [&Role::Member, &Role::Admin].map(|role| self.issue(role)));
+        let [own, client] = tls.map_or([None, None], |folders| folders.map(Some));
+        ControlPlane::member(self.folder(), (host, launch), name, endpoint, Connections { own, client })
     }
 
     /// Starts an API server of Kubernetes with its own etcd.

@@ -10,6 +10,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
+use crate::credentials::{Credentials, CredentialsError, Files};
 use crate::name::{Identity, Role};
 
 /// Difference of clocks that certificates tolerate: twice the promised hour, for an authority that is early and a
@@ -40,6 +41,25 @@ pub struct Issued {
     pub certificate: String,
     /// Its key.
     pub key: String,
+}
+
+impl Issued {
+    /// Returns the files of the process, which trusts these authorities.
+    pub fn into_files(self, authorities: &str) -> Files {
+        Files {
+            authorities: authorities.as_bytes().to_vec(),
+            certificate: self.certificate.into_bytes(),
+            key: self.key.into_bytes(),
+        }
+    }
+
+    /// Returns the credentials of the process, which trusts these authorities.
+    ///
+    /// # Errors
+    /// The text of the authorities has none.
+    pub fn into_credentials(self, authorities: &str) -> Result<Credentials, CredentialsError> {
+        Credentials::parse(&self.into_files(authorities))
+    }
 }
 
 /// Reason why an authority cannot be used or cannot issue.

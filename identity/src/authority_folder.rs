@@ -377,12 +377,7 @@ impl AuthorityFolder {
         if bounded <= AUTHORITY_VALID && valid > left {
             return Err(FolderError::Outlives { asked: days(valid), left: days(left) });
         }
-        let issued = self.issuer.issue(identity, bounded)?;
-        let files = Files {
-            authorities: self.trusted.clone().into_bytes(),
-            certificate: issued.certificate.into_bytes(),
-            key: issued.key.into_bytes(),
-        };
+        let files = self.issuer.issue(identity, bounded)?.into_files(&self.trusted);
         let invalid = |error| FolderError::Credentials(into.to_owned(), error);
         let credentials = Credentials::parse(&files).map_err(invalid)?;
         credentials.check_issuer().map_err(invalid)?;

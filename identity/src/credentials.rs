@@ -16,6 +16,7 @@ use webpki::{EndEntityCert, KeyUsage};
 
 use crate::certificate::{self, CertificateFacts, Fingerprint};
 use crate::name::{Identity, NameError};
+use crate::write;
 
 /// File of the trusted authorities.
 pub const AUTHORITIES_FILE: &str = "ca.crt";
@@ -26,6 +27,10 @@ pub const KEY_FILE: &str = "tls.key";
 
 /// Largest file: some authorities, or a chain.
 const FILE_BYTES_MAX: u64 = 256 << 10;
+
+/// Number of reads of files that do not belong together, and the pause between two: three renames take microseconds.
+const REPLACED_READS: usize = 5;
+const REPLACED_PAUSE: Duration = Duration::from_millis(20);
 
 /// Credentials of a process.
 #[derive(Clone)]
@@ -91,12 +96,25 @@ pub enum CredentialsError {
 }
 
 impl Credentials {
-    /// Reads the files of a folder.
+    /// Reads the files of a folder, again for some time if they do not belong together: they may be replaced at this
+    /// moment.
     ///
     /// # Errors
     /// A file is absent or invalid, or they do not belong together.
     pub fn read(folder: &Path) -> Result<Credentials, CredentialsError> {
-        Credentials::parse(&Files::read(folder)?)
+        Credentials::read_with(folder, || std::thread::sleep(REPLACED_PAUSE))
+    }
+
+    fn read_with(folder: &Path, pause: impl Fn()) -> Result<Credentials, CredentialsError> {
+        let read = || Credentials::parse(&Files::read(folder)?);
+        for _ in 0..REPLACED_READS {
+            let checked = read().and_then(|credentials| credentials.check_issuer().map(|()| credentials));
+            match checked {
+                Err(CredentialsError::Key(_) | CredentialsError::Untrusted(_)) => pause(),
+                outcome => return outcome,
+            }
+        }
+        read()
     }
 
     /// Checks the texts of the files.
@@ -225,6 +243,15 @@ impl Files {
             key: read(KEY_FILE)?,
         })
     }
+
+    /// Writes the files into a folder, which is created if it is absent. Each file is replaced in one step.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn write(&self, folder: &Path) -> io::Result<()> {
+        write::create_folder(folder)?;
+        write::replace_files(folder, self)
+    }
 }
 
 /// Returns the identity that a certificate states.
@@ -263,11 +290,21 @@ mod tests {
         let authority = Authority::create("c").expect("an authority");
         let identity = Identity::new("c", Role::Agent("node-1".to_owned())).expect("valid names");
         let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a certificate");
-        Files {
-            authorities: authority.certificate().as_bytes().to_vec(),
-            certificate: issued.certificate.into_bytes(),
-            key: issued.key.into_bytes(),
-        }
+        issued.into_files(authority.certificate())
+    }
+
+    #[test]
+    fn files_are_read_again_while_they_are_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (old, new) = (files(), files());
+        Files { key: new.key.clone(), ..old.clone() }.write(folder.path()).expect("an own folder");
+        let read = Credentials::read_with(folder.path(), || new.write(folder.path()).expect("an own folder"));
+        let expected = Credentials::parse(&new).expect("valid files").fingerprint;
+        assert_eq!(read.expect("the replacement is complete").fingerprint, expected);
+
+        Files { key: old.key, ..new }.write(folder.path()).expect("an own folder");
+        let error = Credentials::read_with(folder.path(), || {}).expect_err("it stays a mix").to_string();
+        assert!(error.contains("replace both together"), "{error}");
     }
 
     #[test]

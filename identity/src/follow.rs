@@ -160,7 +160,7 @@ mod tests {
     use time::{Duration as Span, OffsetDateTime};
 
     use super::*;
-    use crate::authority::{Authority, Issued};
+    use crate::authority::Authority;
     use crate::name::Identity;
     use crate::write;
 
@@ -170,9 +170,7 @@ mod tests {
         let identity = Identity::new("c", role.parse().expect("a role")).expect("a name");
         let now = OffsetDateTime::now_utc();
         let issued = authority.issue_between(&identity, now, now + Span::days(90)).expect("a certificate");
-        let Issued { certificate, key } = issued;
-        let authorities = authority.certificate().as_bytes().to_vec();
-        Files { authorities, certificate: certificate.into_bytes(), key: key.into_bytes() }
+        issued.into_files(authority.certificate())
     }
 
     fn follower(folder: &Path, files: &Files) -> Follower {

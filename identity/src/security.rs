@@ -31,6 +31,12 @@ pub struct TlsSettings {
 /// Reason why the settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
+    /// None is set.
+    #[error(
+        "neither tls.folder nor tls.plain is set: set tls.folder to certificates of {0} (`reprise certs init` and `reprise \
+         certs issue {0}` create them), or tls.plain = true if it serves loopback addresses only"
+    )]
+    Neither(Role),
     /// Both are set.
     #[error("tls.folder and tls.plain exclude each other: remove one")]
     Both,
@@ -78,7 +84,7 @@ impl TlsSettings {
     /// the process serves.
     ///
     /// # Errors
-    /// Plain connections on another address than loopback, unusable files, or those of another role.
+    /// No setting, plain connections on another address than loopback, unusable files, or those of another role.
     pub fn open(&self, role: &Role, listeners: &[SocketAddr]) -> Result<Security, SettingsError> {
         let has_folder = !self.folder.as_os_str().is_empty();
         match (has_folder, self.plain) {
@@ -100,10 +106,7 @@ impl TlsSettings {
                     Ok(Security::Plain)
                 }
             },
-            (false, false) => {
-                tracing::warn!("connections are plain: set tls.folder to the certificates of this process");
-                Ok(Security::Plain)
-            }
+            (false, false) => Err(SettingsError::Neither(role.clone())),
         }
     }
 }
@@ -178,6 +181,52 @@ impl AsyncRead for Stream {
     }
 }
 
+/// Implements [`AsyncWrite`] for a connection whose field `stream` is a [`Stream`]: bytes pass unchanged.
+#[macro_export]
+macro_rules! write_to_stream {
+    ($connection:ty) => {
+        impl ::tokio::io::AsyncWrite for $connection {
+            fn poll_write(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+                bytes: &[u8],
+            ) -> ::std::task::Poll<::std::io::Result<usize>> {
+                ::tokio::io::AsyncWrite::poll_write(::std::pin::Pin::new(&mut self.stream), context, bytes)
+            }
+
+            fn poll_write_vectored(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+                slices: &[::std::io::IoSlice<'_>],
+            ) -> ::std::task::Poll<::std::io::Result<usize>> {
+                ::tokio::io::AsyncWrite::poll_write_vectored(
+                    ::std::pin::Pin::new(&mut self.stream),
+                    context,
+                    slices,
+                )
+            }
+
+            fn is_write_vectored(&self) -> bool {
+                ::tokio::io::AsyncWrite::is_write_vectored(&self.stream)
+            }
+
+            fn poll_flush(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+            ) -> ::std::task::Poll<::std::io::Result<()>> {
+                ::tokio::io::AsyncWrite::poll_flush(::std::pin::Pin::new(&mut self.stream), context)
+            }
+
+            fn poll_shutdown(
+                mut self: ::std::pin::Pin<&mut Self>,
+                context: &mut ::std::task::Context<'_>,
+            ) -> ::std::task::Poll<::std::io::Result<()>> {
+                ::tokio::io::AsyncWrite::poll_shutdown(::std::pin::Pin::new(&mut self.stream), context)
+            }
+        }
+    };
+}
+
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         on_stream!(self, stream => Pin::new(stream).poll_write(context, bytes))
@@ -222,9 +271,7 @@ mod tests {
         let authority = Authority::create("test").expect("a valid name");
         let identity = Identity::new("test", role).expect("a valid name");
         let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a valid period");
-        std::fs::write(folder.path().join("ca.crt"), authority.certificate()).expect("the folder exists");
-        std::fs::write(folder.path().join("tls.crt"), issued.certificate).expect("the folder exists");
-        std::fs::write(folder.path().join("tls.key"), issued.key).expect("the folder exists");
+        issued.into_files(authority.certificate()).write(folder.path()).expect("the folder exists");
         TlsSettings { folder: folder.path().to_owned(), plain: false }
     }
 
@@ -241,6 +288,21 @@ mod tests {
             let listeners = [loopback.clone(), addresses(&[other])].concat();
             let error = plain.open(&Role::Member, &listeners).expect_err("another address").to_string();
             assert!(error.contains(other) && error.contains("tls.folder"), "{error}");
+        }
+    }
+
+    #[test]
+    fn refuses_to_choose_plain_connections_by_itself() {
+        let role = Role::Agent("node-1".to_owned());
+        let unset = TlsSettings::default();
+        for listeners in [addresses(&["127.0.0.1:7410"]), addresses(&["0.0.0.0:7410"]), Vec::new()] {
+            let error = unset.open(&role, &listeners).expect_err("no setting").to_string();
+            assert!(
+                ["tls.folder", "reprise certs issue agent/node-1", "tls.plain = true", "loopback"]
+                    .iter()
+                    .all(|words| error.contains(words)),
+                "{error}"
+            );
         }
     }
 

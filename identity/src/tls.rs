@@ -14,7 +14,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{ResolvesClientCert, verify_server_cert_signed_by_trust_anchor};
+use rustls::client::{ResolvesClientCert, WantsClientCert, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
@@ -24,8 +24,8 @@ use rustls::server::{
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{
-    CertificateError, CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, Error,
-    ServerConfig, SignatureScheme,
+    CertificateError, CipherSuite, ClientConfig, ConfigBuilder, DigitallySignedStruct, DistinguishedName,
+    Error, ServerConfig, SignatureScheme,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -225,15 +225,26 @@ impl Tls {
 
     /// Configuration of a client that connects to servers of the expected role.
     pub fn client_config(&self, expected: Expected) -> ClientConfig {
+        let resolver = Arc::clone(&self.current) as Arc<dyn ResolvesClientCert>;
+        let mut config = self.client_builder(expected).with_client_cert_resolver(resolver);
+        config.enable_sni = false;
+        config
+    }
+
+    /// Configuration of a client that shows no certificate, as scrapers with a bearer token do.
+    pub fn anonymous_client_config(&self, expected: Expected) -> ClientConfig {
+        let mut config = self.client_builder(expected).with_no_client_auth();
+        config.enable_sni = false;
+        config
+    }
+
+    fn client_builder(&self, expected: Expected) -> ConfigBuilder<ClientConfig, WantsClientCert> {
         let verifier = ServerIdentity { current: Arc::clone(&self.current), expected };
-        let mut config = ClientConfig::builder_with_provider(Arc::clone(&self.provider))
+        ClientConfig::builder_with_provider(Arc::clone(&self.provider))
             .with_protocol_versions(&[&TLS13])
             .expect("the provider has TLS 1.3")
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(verifier))
-            .with_client_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesClientCert>);
-        config.enable_sni = false;
-        config
     }
 }
 

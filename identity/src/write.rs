@@ -7,7 +7,7 @@
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE};
 
@@ -29,6 +29,13 @@ pub(crate) fn create_folder(folder: &Path) -> io::Result<()> {
 
 /// Writes a file of a folder, replacing it in one step.
 pub(crate) fn replace(folder: &Path, name: &str, mode: u32, content: &[u8]) -> io::Result<()> {
+    let new = prepare(folder, name, mode, content)?;
+    fs::rename(&new, folder.join(name))?;
+    File::open(folder)?.sync_all()
+}
+
+/// Writes a file under another name; returns its path.
+fn prepare(folder: &Path, name: &str, mode: u32, content: &[u8]) -> io::Result<PathBuf> {
     let new = folder.join(format!(".{name}.new"));
     match fs::remove_file(&new) {
         // Left behind by a process that was killed.
@@ -39,14 +46,20 @@ pub(crate) fn replace(folder: &Path, name: &str, mode: u32, content: &[u8]) -> i
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
     file.write_all(content)?;
     file.sync_all()?;
-    fs::rename(&new, folder.join(name))?;
-    File::open(folder)?.sync_all()
+    Ok(new)
 }
 
 /// Writes the three files of a process.
 pub(crate) fn replace_files(folder: &Path, files: &Files) -> io::Result<()> {
-    // Before its certificate, so that the authorities always trust it.
-    replace(folder, AUTHORITIES_FILE, PUBLIC, &files.authorities)?;
-    replace(folder, KEY_FILE, SECRET, &files.key)?;
-    replace(folder, CERTIFICATE_FILE, PUBLIC, &files.certificate)
+    let prepared = [
+        // Before its certificate, so that the authorities always trust it.
+        (AUTHORITIES_FILE, prepare(folder, AUTHORITIES_FILE, PUBLIC, &files.authorities)?),
+        (KEY_FILE, prepare(folder, KEY_FILE, SECRET, &files.key)?),
+        (CERTIFICATE_FILE, prepare(folder, CERTIFICATE_FILE, PUBLIC, &files.certificate)?),
+    ];
+    // One after another without a write in between: a reader rarely sees a mix of old and new files.
+    for (name, new) in prepared {
+        fs::rename(new, folder.join(name))?;
+    }
+    File::open(folder)?.sync_all()
 }

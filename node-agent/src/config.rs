@@ -428,7 +428,7 @@ listen = "{admin}"         # /metrics /healthz /readyz /startz /status; port 0: 
 # token_file = "/path"     # a bearer token that may read /metrics without a client certificate; default: none
 # trace = true             # /trace for admins: keys, tenants, sizes and times of all blocks; default: off
 
-[tls]
+[tls]            # one of both must be set
 folder = ""      # ca.crt, tls.crt and tls.key of this agent (identity agent/<node>); changed files are used at once
 plain = false    # true: no TLS, all callers may do all; loopback addresses only
 

@@ -140,7 +140,7 @@ def agent_of(home: Path, server: ApiServer) -> Agent:
     socket, config = home / "agent.sock", home / "agent.toml"
     config.write_text(
         f'[session]\nsocket = {quoted(socket)}\n[arena]\nbytes = "{16 * MIB}"\nregion_bytes = "{8 * MIB}"\n'
-        '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
+        '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n[tls]\nplain = true\n'
         f'[kubernetes]\nstate_directory = {quoted(home / "state")}\nstatus_every = "1s"\n'
     )
     (home / "root").mkdir()

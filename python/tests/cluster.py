@@ -107,7 +107,7 @@ class Cluster:
         events = '[events]\npublish = "127.0.0.1:0"\nreplay = "127.0.0.1:0"\n' if publish else ""
         config = home / "controlplane.toml"
         config.write_text(
-            'listen = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\n'
+            'listen = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\ntls.plain = true\n'
             f'[store]\nkind = "embedded"\npath = {quoted(home / "controlplane.redb")}\n' + events
         )
         self.member = Process(
@@ -129,7 +129,7 @@ class Cluster:
             f'[pool]\nreserve_bytes = "1MiB"\ndevices = [{{ {kind} = {quoted(device)}, bytes = "{pool}" }}]\n'
             "[cache]\narena_session_permille = 1000\n"
             '[peers]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
-            f'[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'
+            f'[tls]\nplain = true\n[controlplane]\naddress = "{self.member.ready["grpc"]}"\n'
             # No placement, which would move blocks to the NVMe of another node.
             '[placement]\nbandwidth = "0"\n'
         )

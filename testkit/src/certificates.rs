@@ -1,17 +1,23 @@
-//! Certificates of a cluster under test: an authority in memory, and a folder for each process.
+//! Certificates of a local cluster: an authority as `reprise certs` keeps it, a folder for each process, and clients that
+//! attack.
+//!
+//! The folder of the authority is next to those of the processes, so `reprise certs renew` works on them.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 use reprise_identity::authority::{Authority, CERTIFICATE_VALID, Issued};
-use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
-use reprise_identity::{Identity, Role};
+use reprise_identity::authority_folder::{AUTHORITY_KEY_FILE, AuthorityFolder};
+use reprise_identity::credentials::AUTHORITIES_FILE;
+use reprise_identity::{Expected, Identity, Role, Security, Tls};
+use rustls::pki_types::ServerName;
 use time::{Duration, OffsetDateTime};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsConnector, client::TlsStream};
 
 /// Name of the cluster in the certificates.
-pub const CLUSTER: &str = "test";
+pub const CLUSTER: &str = "local";
 
 /// Issues the certificates of a cluster into folders.
 #[derive(Debug)]
@@ -21,12 +27,22 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Creates an authority whose certificates are written below `folder`.
+    /// Creates an authority in `folder`, below which the folders of processes are. Former content is deleted.
     ///
     /// # Errors
-    /// No key can be generated.
+    /// No key can be generated, or files cannot be written.
     pub fn create(folder: &Path) -> anyhow::Result<Certificates> {
-        let authority = Authority::create(CLUSTER).context("cannot create an authority")?;
+        let created = || format!("cannot create certificates in {}", folder.display());
+        match std::fs::remove_dir_all(folder) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).with_context(created);
+            }
+            _ => {}
+        }
+        let own = folder.join("authority");
+        AuthorityFolder::create(&own, CLUSTER).with_context(created)?;
+        let text = |name: &str| std::fs::read_to_string(own.join(name)).with_context(created);
+        let authority = Authority::load(&text(AUTHORITIES_FILE)?, &text(AUTHORITY_KEY_FILE)?)?;
         Ok(Certificates { authority, folder: folder.to_owned() })
     }
 
@@ -35,76 +51,89 @@ impl Certificates {
         &self.authority
     }
 
-    /// Issues a certificate, and returns its folder, which is named after the role: `agent-node-1`, `member`.
-    ///
-    /// # Errors
-    /// The folder cannot be written.
-    pub fn issue(&self, role: &Role) -> anyhow::Result<PathBuf> {
-        let folder = self.folder_of(role);
-        let issued = self.authority.issue(&identity(role)?, CERTIFICATE_VALID)?;
-        write(&folder, self.authority.certificate(), &issued)?;
-        Ok(folder)
+    /// Returns the folder of the authority, for `reprise certs`.
+    pub fn authority_folder(&self) -> PathBuf {
+        self.folder.join("authority")
     }
 
-    /// Issues a certificate that has ended a day ago.
-    ///
-    /// # Errors
-    /// As [`issue`](Certificates::issue).
-    pub fn issue_ended(&self, role: &Role) -> anyhow::Result<PathBuf> {
-        let folder = self.folder.join("ended").join(role.to_string().replace('/', "-"));
-        let now = OffsetDateTime::now_utc();
-        let (from, until) = (now - Duration::days(3), now - Duration::days(1));
-        let issued = self.authority.issue_between(&identity(role)?, from, until)?;
-        write(&folder, self.authority.certificate(), &issued)?;
-        Ok(folder)
-    }
-
-    /// Returns the folder of a role.
+    /// Returns the folder of a role, which is named after it: `agent-node-1`, `member`.
     pub fn folder_of(&self, role: &Role) -> PathBuf {
         self.folder.join(role.to_string().replace('/', "-"))
     }
 
-    /// Issues a certificate for an agent.
+    /// Issues a certificate, and returns its folder.
     ///
     /// # Errors
-    /// As [`issue`](Certificates::issue).
-    pub fn agent(&self, node: &str) -> anyhow::Result<PathBuf> {
-        self.issue(&Role::Agent(node.to_owned()))
+    /// The name of a node is invalid, or the folder cannot be written.
+    pub fn issue(&self, role: &Role) -> anyhow::Result<PathBuf> {
+        let folder = self.folder_of(role);
+        let valid = CERTIFICATE_VALID.unsigned_abs();
+        AuthorityFolder::open(&self.authority_folder())?.issue(role.clone(), valid, &folder)?;
+        Ok(folder)
+    }
+
+    /// Returns a client with a valid certificate.
+    ///
+    /// # Panics
+    /// If the system has no randomness.
+    pub fn client(&self, role: &Role) -> Security {
+        self.client_of(self.valid(role))
+    }
+
+    /// Returns a client whose certificate is of another authority with the same names. It trusts the authority of the
+    /// cluster.
+    ///
+    /// # Panics
+    /// If the system has no randomness.
+    pub fn foreign_client(&self, role: &Role) -> Security {
+        let foreign = Authority::create(CLUSTER).expect("a valid name");
+        self.client_of(foreign.issue(&identity(role), CERTIFICATE_VALID).expect("a valid period"))
+    }
+
+    /// Returns a client whose certificate ended yesterday.
+    ///
+    /// # Panics
+    /// If the system has no randomness.
+    pub fn expired_client(&self, role: &Role) -> Security {
+        let (now, day) = (OffsetDateTime::now_utc(), Duration::DAY);
+        let issued = self.authority.issue_between(&identity(role), now - 2 * day, now - day);
+        self.client_of(issued.expect("a valid period"))
+    }
+
+    /// Connects with TLS to a server of the expected role, and shows no certificate.
+    ///
+    /// # Errors
+    /// The server is unreachable, or refuses such clients during the handshake.
+    ///
+    /// # Panics
+    /// If the system has no randomness.
+    pub async fn connect_anonymously(
+        &self,
+        address: &str,
+        expected: Expected,
+    ) -> std::io::Result<TlsStream<TcpStream>> {
+        let config = self.tls_of(self.valid(&Role::Console)).anonymous_client_config(expected);
+        let name = ServerName::try_from("reprise").expect("a valid name");
+        TlsConnector::from(Arc::new(config)).connect(name, TcpStream::connect(address).await?).await
+    }
+
+    fn valid(&self, role: &Role) -> Issued {
+        self.authority.issue(&identity(role), CERTIFICATE_VALID).expect("a valid period")
+    }
+
+    fn client_of(&self, issued: Issued) -> Security {
+        Security::Tls(self.tls_of(issued))
+    }
+
+    fn tls_of(&self, issued: Issued) -> Tls {
+        Tls::new(issued.into_credentials(self.authority.certificate()).expect("valid files"))
     }
 }
 
-/// Returns the identity of a role in the cluster under test.
+/// Returns the identity of a role in a local cluster.
 ///
-/// # Errors
-/// The name of the node is invalid.
-pub fn identity(role: &Role) -> anyhow::Result<Identity> {
-    Ok(Identity::new(CLUSTER, role.clone())?)
-}
-
-/// Writes the three files of a process; `authorities` may have several certificates. Each file is replaced at once.
-///
-/// # Errors
-/// A file cannot be written.
-pub fn write(folder: &Path, authorities: &str, issued: &Issued) -> anyhow::Result<()> {
-    let cannot = || format!("cannot write certificates into {}", folder.display());
-    fs::create_dir_all(folder).with_context(cannot)?;
-    let files =
-        [(AUTHORITIES_FILE, authorities), (CERTIFICATE_FILE, &issued.certificate), (KEY_FILE, &issued.key)];
-    for (name, text) in files {
-        let new = folder.join(format!("{name}.new"));
-        fs::write(&new, text).with_context(cannot)?;
-        fs::set_permissions(&new, fs::Permissions::from_mode(0o600)).with_context(cannot)?;
-        fs::rename(&new, folder.join(name)).with_context(cannot)?;
-    }
-    Ok(())
-}
-
-/// Returns the setting of an agent or a member that uses these certificates; `None`: plain connections.
-pub fn settings(folder: Option<&Path>) -> String {
-    match folder {
-        Some(folder) => {
-            format!("tls.folder = {}\n", toml::Value::from(folder.to_string_lossy().into_owned()))
-        }
-        None => "tls.plain = true\n".to_owned(),
-    }
+/// # Panics
+/// If the name of the node is invalid.
+pub fn identity(role: &Role) -> Identity {
+    Identity::new(CLUSTER, role.clone()).expect("valid names")
 }

@@ -17,13 +17,14 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::Context;
-use reprise_identity::{Role, Security};
+use reprise_identity::{Expected, Role, Security};
 use reprise_policy::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use crate::certificates::{self, Certificates};
+use crate::certificates::Certificates;
 use crate::configuration::{AgentConfig, StoreChoice};
 use crate::etcd::{self, Etcd};
+use crate::http::Client;
 use crate::interrupt;
 use crate::process::ChildProcess;
 pub use member::MemberAddresses;
@@ -161,6 +162,12 @@ impl ClusterFile {
         let Some(folder) = &self.tls else { return Ok(Security::Plain) };
         Security::read(folder).with_context(|| format!("cannot use the certificates in {}", folder.display()))
     }
+
+    /// Fetches a page of an agent, as an administrator if the processes have certificates.
+    pub fn page(&self, agent: &AgentAddresses, path: &str) -> anyhow::Result<String> {
+        let expected = Expected::Role(Role::Agent(agent.node.clone()));
+        Client::new(self.security()?, expected).get(&agent.admin, path)
+    }
 }
 
 impl Cluster {
@@ -196,7 +203,6 @@ impl Cluster {
             directory: claimed,
         };
         if let Some(certificates) = &cluster.certificates {
-            certificates.issue(&Role::Member)?;
             certificates.issue(&Role::Admin)?;
         }
         match control {
@@ -337,8 +343,8 @@ impl Cluster {
     }
 
     fn start_member(&mut self, name: &str, store: &StoreChoice) -> anyhow::Result<()> {
-        let tls = self.tls_settings(&Role::Member)?;
-        let member = Member::start(name, (store, &tls), &mut self.directory)?;
+        let tls = self.certificates_of(&Role::Member)?;
+        let member = Member::start(name, (store, tls.as_deref()), &mut self.directory)?;
         self.members.push(member);
         Ok(())
     }
@@ -367,6 +373,7 @@ impl Cluster {
         let pool = self.directory.path().join(node).join(POOL_FILE);
         let socket = self.directory.path().join(node).join("agent.sock");
         let moves = sizes.moves.map(|bytes| format!("placement.bandwidth = \"{bytes}\"\n"));
+        let tls = self.certificates_of(&Role::Agent(node.to_owned()))?;
         let config = AgentConfig {
             node,
             socket: &socket,
@@ -375,11 +382,11 @@ impl Cluster {
             region: ByteSize(sizes.arena.0.min(REGION_BYTES_MAX)),
             pool: Some((&pool, sizes.pool)),
             control_plane: self.members.iter().map(|member| member.addresses().grpc).collect(),
+            tls: tls.as_deref(),
         };
         let (moves, more) = (moves.unwrap_or_default(), &self.agent_settings);
         let device = device.settings(&pool, sizes.pool);
-        let tls = self.tls_settings(&Role::Agent(node.to_owned()))?;
-        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{tls}{device}{moves}{more}"));
+        let text = config.text(&format!("pool.reserve_bytes = \"64MiB\"\n{device}{moves}{more}"));
         let path = self.directory.path().join(format!("{node}.toml"));
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
@@ -387,14 +394,13 @@ impl Cluster {
 
     /// Returns the certificates of a role that the caller simulates.
     pub fn security_of(&self, role: &Role) -> anyhow::Result<Security> {
-        let Some(certificates) = &self.certificates else { return Ok(Security::Plain) };
-        Ok(Security::read(&certificates.issue(role)?)?)
+        let Some(folder) = self.certificates_of(role)? else { return Ok(Security::Plain) };
+        Ok(Security::read(&folder)?)
     }
 
-    /// Issues a certificate, if connections have them; returns the settings of the process.
-    fn tls_settings(&self, role: &Role) -> anyhow::Result<String> {
-        let folder = self.certificates.as_ref().map(|certificates| certificates.issue(role)).transpose()?;
-        Ok(certificates::settings(folder.as_deref()))
+    /// Issues a certificate, if connections have them; returns its folder.
+    fn certificates_of(&self, role: &Role) -> anyhow::Result<Option<PathBuf>> {
+        self.certificates.as_ref().map(|certificates| certificates.issue(role)).transpose()
     }
 
     fn write_file(&self) -> anyhow::Result<()> {

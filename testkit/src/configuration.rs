@@ -24,6 +24,8 @@ pub struct AgentConfig<'a> {
     pub pool: Option<(&'a Path, ByteSize)>,
     /// Members of the control plane, `host:port`; empty: stand-alone.
     pub control_plane: Vec<String>,
+    /// Folder with its certificates; `None`: plain connections, which need a loopback address.
+    pub tls: Option<&'a Path>,
 }
 
 /// Settings of a member of the control plane.
@@ -37,6 +39,8 @@ pub struct MemberConfig<'a> {
     pub store: &'a StoreChoice,
     /// Name of the member, if it is not the default.
     pub name: Option<&'a str>,
+    /// Folder with its certificates; `None`: plain connections, which need loopback addresses.
+    pub tls: Option<&'a Path>,
 }
 
 /// Store of the members' durable state.
@@ -72,6 +76,7 @@ impl AgentConfig<'_> {
             "peers": { "listen": listen },
             "controlplane": { "address": self.control_plane },
             "admin": { "listen": listen, "trace": true },
+            "tls": connections(self.tls),
         });
         render(&settings, more)
     }
@@ -88,11 +93,20 @@ impl MemberConfig<'_> {
             StoreChoice::Embedded(path) => json!({ "kind": "embedded", "path": path }),
             StoreChoice::Etcd(endpoint) => json!({ "kind": "etcd", "endpoints": [endpoint] }),
         };
-        let mut settings = json!({ "listen": self.listen, "admin": self.admin, "store": store });
+        let tls = connections(self.tls);
+        let mut settings = json!({ "listen": self.listen, "admin": self.admin, "store": store, "tls": tls });
         if let Some(name) = self.name {
             settings["member"] = json!({ "name": name });
         }
         render(&settings, more)
+    }
+}
+
+/// Returns the section `[tls]`: the folder of the certificates, or plain connections.
+fn connections(tls: Option<&Path>) -> Value {
+    match tls {
+        Some(folder) => json!({ "folder": folder }),
+        None => json!({ "plain": true }),
     }
 }
 
@@ -123,10 +137,11 @@ mod tests {
     #[test]
     fn member_configuration_has_name_and_store() {
         let of = |listen, store, name| {
-            parse(&MemberConfig { listen, admin: "127.0.0.1:0", store: &store, name }.text(""))
+            parse(&MemberConfig { listen, admin: "127.0.0.1:0", store: &store, name, tls: None }.text(""))
         };
         let config = of("127.0.0.1:7", StoreChoice::Etcd("http://127.0.0.1:2379".to_owned()), Some("a"));
         assert_eq!(config["listen"].as_str(), Some("127.0.0.1:7"));
+        assert_eq!(config["tls"]["plain"].as_bool(), Some(true));
         assert_eq!(config["member"]["name"].as_str(), Some("a"));
         assert_eq!(config["store"]["endpoints"][0].as_str(), Some("http://127.0.0.1:2379"));
         let config = of("127.0.0.1:0", StoreChoice::Embedded("a \"b\"".into()), None);
@@ -143,6 +158,7 @@ mod tests {
             region: ByteSize(64 << 20),
             pool: Some((Path::new("/pool"), ByteSize(3 << 30))),
             control_plane: vec!["a:1".to_owned(), "b:2".to_owned()],
+            tls: Some(Path::new("/certificates")),
         };
         let config = parse(&config.text("[placement]\nbandwidth = \"0\"\n[peers]\nstall_timeout = \"1s\""));
         assert_eq!(config["controlplane"]["address"], toml::Value::from(vec!["a:1", "b:2"]));
@@ -150,5 +166,7 @@ mod tests {
         assert_eq!(config["placement"]["bandwidth"].as_str(), Some("0"));
         assert_eq!(config["peers"]["listen"].as_str(), Some("127.0.0.1:0"));
         assert_eq!(config["peers"]["stall_timeout"].as_str(), Some("1s"));
+        assert_eq!(config["tls"]["folder"].as_str(), Some("/certificates"));
+        assert!(config["tls"].get("plain").is_none(), "{config}");
     }
 }

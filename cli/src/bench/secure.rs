@@ -14,7 +14,6 @@ mod records;
 
 use anyhow::{Context, ensure};
 use reprise_identity::authority::{Authority, CERTIFICATE_VALID};
-use reprise_identity::credentials::{Credentials, Files};
 use reprise_identity::{Identity, Role, Tls};
 use reprise_testkit::bench::Settings;
 use reprise_testkit::bench::report::Figure;
@@ -78,12 +77,7 @@ fn agents<const COUNT: usize>(nodes: [&str; COUNT]) -> anyhow::Result<[Tls; COUN
     let tls = |node: &str| {
         let identity = Identity::new(CLUSTER, Role::Agent(node.to_owned()))?;
         let issued = authority.issue(&identity, CERTIFICATE_VALID)?;
-        let files = Files {
-            authorities: authority.certificate().as_bytes().to_vec(),
-            certificate: issued.certificate.into_bytes(),
-            key: issued.key.into_bytes(),
-        };
-        anyhow::Ok(Tls::new(Credentials::parse(&files)?))
+        anyhow::Ok(Tls::new(issued.into_credentials(authority.certificate())?))
     };
     let made: Vec<Tls> = nodes.into_iter().map(tls).collect::<Result<_, _>>()?;
     ensure!(made.len() == COUNT, "one certificate for each node");

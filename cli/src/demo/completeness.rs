@@ -23,7 +23,6 @@ use crate::events::{Replicas, snapshot};
 use crate::members::Members;
 use crate::status::whole_directory;
 use reprise_testkit::cluster::{AgentAddresses, ClusterFile};
-use reprise_testkit::http;
 
 /// Time limit for the directory to become complete. A restarted member is complete only after agents
 /// announced their blocks again.
@@ -67,7 +66,11 @@ pub(super) fn await_complete(
     let runtime = crate::members::runtime()?;
     let deadline = Instant::now() + COMPLETE_WITHIN;
     loop {
-        let counts = cluster.agents.iter().map(agent_counts).collect::<anyhow::Result<Vec<_>>>()?;
+        let counts = cluster
+            .agents
+            .iter()
+            .map(|agent| agent_counts(cluster, agent))
+            .collect::<anyhow::Result<Vec<_>>>()?;
         let mut compared = compare_counts(cluster, &counts);
         if compared.is_ok() {
             let listed = runtime.block_on(snapshot(&Members::of_cluster(cluster)?))?;
@@ -125,8 +128,8 @@ fn compare_keys(
 }
 
 /// Reads the number of blocks that an agent holds.
-fn agent_counts(agent: &AgentAddresses) -> anyhow::Result<NodeCounts> {
-    let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
+fn agent_counts(cluster: &ClusterFile, agent: &AgentAddresses) -> anyhow::Result<NodeCounts> {
+    let status: serde_json::Value = serde_json::from_str(&cluster.page(agent, "/status")?)?;
     let gauge = |name: &str| {
         status["counters"][name]
             .as_u64()

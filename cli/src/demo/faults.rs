@@ -76,7 +76,7 @@ pub(super) fn kill_and_restart(
 ) -> anyhow::Result<KillOutcome> {
     engines[VICTIM].await_durable()?;
     let before = engines[VICTIM].check_durable().context("checking durable blocks before the kill")?;
-    let left_before = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
+    let left_before = evictions_of_victim(cluster)?.left_nvme();
     demand_durable(&before, left_before)?;
     let state = match before.missed {
         0 => format!("all {} are present", before.present),
@@ -98,9 +98,14 @@ pub(super) fn kill_and_restart(
         "… ready again after {restart_seconds:.2} s: {} of {} durable blocks recovered, every byte verified.",
         after.present, before.present
     ));
-    let left_after = evictions_of(&cluster.file().agents[VICTIM])?.left_nvme();
+    let left_after = evictions_of_victim(cluster)?.left_nvme();
     let left = left_before - before.missed + left_after;
     Ok(KillOutcome { before, after, left, restart_seconds })
+}
+
+fn evictions_of_victim(cluster: &Cluster) -> anyhow::Result<Evictions> {
+    let file = cluster.file();
+    evictions_of(&file, &file.agents[VICTIM])
 }
 
 impl Evictions {

@@ -12,9 +12,8 @@ use anyhow::Context;
 use reprise_client::{Client, ConnectOptions, Scope, Source};
 use reprise_policy::{BlockKey, Layout, TenantName};
 use reprise_testkit::bench::report::median;
-use reprise_testkit::cluster::AgentAddresses;
+use reprise_testkit::cluster::{AgentAddresses, ClusterFile};
 use reprise_testkit::engine::{self, EnginePath};
-use reprise_testkit::http;
 use reprise_testkit::output::{Table, bytes_text, latency_text};
 use reprise_testkit::trace::TraceRequest;
 use serde::Serialize;
@@ -47,10 +46,11 @@ const SESSION_PART: u64 = 8;
 /// Ratio that `reprise bench prefetch` demands for prefixes of 16 MiB.
 const BENCH_RATIO: f64 = 3.0;
 
-/// Blocks to measure, and the node that holds them.
+/// Blocks to measure, and the cluster.
 #[derive(Clone, Copy)]
 pub(super) struct Subject<'a> {
-    pub(super) agent: &'a AgentAddresses,
+    /// Cluster whose first node holds the blocks.
+    pub(super) cluster: &'a ClusterFile,
     pub(super) requests: &'a [TraceRequest],
     pub(super) layout: &'a Layout,
     pub(super) tenant: &'a TenantName,
@@ -113,7 +113,7 @@ impl Subject<'_> {
         }
         let started = Instant::now();
         let namespace = engine::namespace(self.layout, self.tenant);
-        let options = ConnectOptions::new(&self.agent.socket, namespace, *self.layout)
+        let options = ConnectOptions::new(&self.agent().socket, namespace, *self.layout)
             .client_name("demo")
             .tenant(self.tenant.clone());
         let client = Client::connect(options).context("connecting for the prefetch phase")?;
@@ -123,7 +123,7 @@ impl Subject<'_> {
                 "only {} requests have {PREFIX_BLOCKS_MIN} blocks on NVMe of {} that fit into the reserve for reads \
                  ahead: use more --requests, a smaller --arena with a larger --pool, or a larger --scale",
                 chosen.len(),
-                self.agent.node
+                self.agent().node
             );
             return Ok(PrefetchReport::Skipped { skipped });
         }
@@ -138,6 +138,10 @@ impl Subject<'_> {
         Ok(PrefetchReport::Measured(self.report(comparison, (prefixes.len(), blocks), started)?))
     }
 
+    fn agent(&self) -> &AgentAddresses {
+        &self.cluster.agents[0]
+    }
+
     fn report(
         self,
         comparison: Comparison,
@@ -148,7 +152,7 @@ impl Subject<'_> {
         let pairs = comparison.on.len();
         let (off, on) = (median(comparison.off), median(comparison.on));
         Ok(Measured {
-            node: self.agent.node.clone(),
+            node: self.agent().node.clone(),
             requests,
             blocks,
             block_bytes: self.layout.block_bytes(),
@@ -162,7 +166,7 @@ impl Subject<'_> {
             bytes_read_ahead: counted.read_bytes,
             wasted_bytes: counted.wasted_bytes,
             missed_windows: counted.missed_windows,
-            direct: is_direct(self.agent)?,
+            direct: is_direct(self.cluster, self.agent())?,
             seconds: started.elapsed().as_secs_f64(),
         })
     }
@@ -250,8 +254,8 @@ fn micros(millis: f64) -> u64 {
 }
 
 /// Returns whether all pools of an agent bypass the page cache.
-fn is_direct(agent: &AgentAddresses) -> anyhow::Result<bool> {
-    let status: serde_json::Value = serde_json::from_str(&http::get(&agent.admin, "/status")?)?;
+fn is_direct(cluster: &ClusterFile, agent: &AgentAddresses) -> anyhow::Result<bool> {
+    let status: serde_json::Value = serde_json::from_str(&cluster.page(agent, "/status")?)?;
     let devices = status["devices"].as_array().context("an agent's status lists no devices")?;
     Ok(devices.iter().all(|device| device["direct"] == true))
 }

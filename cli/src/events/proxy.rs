@@ -18,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 
-use crate::security;
+use crate::config::Config;
 
 /// Connections of all routers to one address.
 const CONNECTIONS_MAX: usize = 256;
@@ -69,8 +69,8 @@ fn forward(text: &str) -> Result<Forward, String> {
     Ok(Forward { listen, member: member.to_owned() })
 }
 
-pub(super) fn command(args: &ProxyArgs, audience: Audience) -> anyhow::Result<()> {
-    let security = security::current();
+pub(super) fn command(args: &ProxyArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    let security = config.tls.security_or(Security::Plain)?;
     ensure!(
         matches!(security, Security::Tls(_)),
         "the proxy needs a certificate of a console: name its folder with --tls (`reprise certs issue` writes it)"

@@ -9,9 +9,9 @@ use reprise_proto::controlplane::NodeInfo;
 use serde::Deserialize;
 use tokio::task::JoinSet;
 
-use reprise_testkit::http::Response;
+use reprise_testkit::http::{Client, Response};
 
-use crate::security;
+use crate::members::Members;
 
 /// Timeout of one request to an agent. A live agent answers within a second.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
@@ -31,6 +31,7 @@ struct Page {
 
 /// Asks nodes about blocks: all nodes concurrently, and each node for one block after the other.
 pub(super) async fn ask(
+    asked: &Members,
     nodes: &[NodeInfo],
     blocks: impl IntoIterator<Item = (u32, BlockKey)>,
     timeout: Duration,
@@ -42,7 +43,7 @@ pub(super) async fn ask(
     let mut asking = JoinSet::new();
     for node in nodes {
         if let Some(keys) = of_nodes.remove(&node.node) {
-            asking.spawn(ask_node(node.clone(), keys, timeout));
+            asking.spawn(ask_node(asked.agent_client(&node.name), node.clone(), keys, timeout));
         }
     }
     let mut reasons: Reasons = asking.join_all().await.into_iter().flatten().collect();
@@ -56,6 +57,7 @@ pub(super) async fn ask(
 /// Asks one node. After the first timeout or error it is not asked again, so that a hanging node costs one
 /// timeout.
 async fn ask_node(
+    client: Client,
     node: NodeInfo,
     keys: BTreeSet<BlockKey>,
     timeout: Duration,
@@ -65,7 +67,7 @@ async fn ask_node(
     for key in keys {
         let reason = match &failure {
             Some(error) => Err(error.clone()),
-            None => match ask_for(&node, &key, timeout).await {
+            None => match ask_for(&client, &node, &key, timeout).await {
                 Ok(response) => parse_reason(&node.name, &response),
                 Err(error) => Err(failure.insert(format!("the node does not answer: {error:#}")).clone()),
             },
@@ -75,9 +77,13 @@ async fn ask_node(
     reasons
 }
 
-async fn ask_for(node: &NodeInfo, key: &BlockKey, timeout: Duration) -> anyhow::Result<Response> {
-    let (address, path) = (node.admin_address.clone(), format!("/blocks/{key}"));
-    let client = security::agent_client(&node.name);
+async fn ask_for(
+    client: &Client,
+    node: &NodeInfo,
+    key: &BlockKey,
+    timeout: Duration,
+) -> anyhow::Result<Response> {
+    let (client, address, path) = (client.clone(), node.admin_address.clone(), format!("/blocks/{key}"));
     // Name resolution and reading have no overall timeout; after ours, the blocking thread continues alone.
     let asked = tokio::task::spawn_blocking(move || client.ask(&address, &path, timeout));
     let answered = tokio::time::timeout(timeout, asked).await;
@@ -115,6 +121,8 @@ fn reason_text(origin: &str) -> Option<&'static str> {
 mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::net::TcpListener;
+
+    use reprise_identity::Security;
 
     use super::*;
 
@@ -185,7 +193,8 @@ mod tests {
         let asked = serve(talking, 1, r#"{"node": "n2", "origin": "saved"}"#);
         let of_silent = (0..100).map(|number| (1, BlockKey([number; 16])));
         let blocks = of_silent.chain([(2, KEY), (3, KEY)]);
-        let reasons = run(ask(&nodes, blocks, Duration::from_secs(3)));
+        let members = Members { addresses: Vec::new(), security: Security::Plain };
+        let reasons = run(ask(&members, &nodes, blocks, Duration::from_secs(3)));
         assert_eq!(reasons.len(), 102);
         let unanswered =
             |reason: &Reason| reason.as_ref().is_err_and(|error| error.contains("does not answer"));

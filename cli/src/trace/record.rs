@@ -7,9 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use reprise_identity::{Expected, Security};
 use reprise_policy::Interval;
 use reprise_policy::trace::Line;
 use reprise_testkit::cluster::ClusterFile;
+use reprise_testkit::http::Client;
 use reprise_testkit::output::Audience;
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
@@ -17,7 +19,6 @@ use tokio::task::JoinSet;
 
 use crate::config::Config;
 use crate::members::runtime;
-use crate::security;
 
 /// Time after the end of a recording in which an agent must have sent its last line.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
@@ -74,17 +75,22 @@ struct Started {
 }
 
 pub(super) fn command(args: &RecordArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    let agents = match &args.agent[..] {
-        [] => addresses(&ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?),
-        named => named.to_vec(),
+    let (agents, security) = match &args.agent[..] {
+        [] => {
+            let cluster = ClusterFile::read(&config.cluster.directory(args.cluster.as_deref()))?;
+            (addresses(&cluster), config.tls.security_for(&cluster)?)
+        }
+        named => (named.to_vec(), config.tls.security_or(Security::Plain)?),
     };
+    // The nodes of named agents are not known.
+    let client = Client::new(security, Expected::AnyAgent);
     ensure!(!agents.is_empty(), "the cluster has no agents: name one with --agent");
     let seconds = args.duration.0.as_secs();
     ensure!(seconds > 0, "invalid --for {}: expected at least 1s", args.duration);
     let writer = super::create(&args.out)?;
     let recorded = Recorded { agents: agents.len(), dropped: Some(0), ..Recorded::default() };
     let sink = Arc::new(Mutex::new(Sink { writer, recorded, waiting_for: agents.len(), audience }));
-    let outcome = runtime()?.block_on(record(agents, seconds, &sink));
+    let outcome = runtime()?.block_on(record(agents, &client, seconds, &sink));
     let mut sink = sink.lock().unwrap_or_else(PoisonError::into_inner);
     sink.writer.flush().with_context(|| format!("cannot write {}", args.out.display()))?;
     if outcome.is_err() && sink.recorded.calls == 0 {
@@ -114,14 +120,18 @@ fn addresses(cluster: &ClusterFile) -> Vec<String> {
 }
 
 /// Records all agents; returns whether a signal ended it. If one fails, the others are recorded to the end.
-async fn record(agents: Vec<String>, seconds: u64, sink: &Arc<Mutex<Sink>>) -> anyhow::Result<bool> {
+async fn record(
+    agents: Vec<String>,
+    client: &Client,
+    seconds: u64,
+    sink: &Arc<Mutex<Sink>>,
+) -> anyhow::Result<bool> {
     let mut recordings = JoinSet::new();
     for agent in agents {
-        let sink = Arc::clone(sink);
+        let (client, sink) = (client.clone(), Arc::clone(sink));
         recordings.spawn(async move {
             let mut has_ended = false;
             let path = format!("/trace/{seconds}");
-            let client = security::any_agent_client();
             let followed = client.follow_lines(&agent, &path, |line| {
                 let mut sink = sink.lock().unwrap_or_else(PoisonError::into_inner);
                 has_ended |= sink.write(line)?;

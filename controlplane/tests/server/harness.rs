@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use reprise_controlplane::config::{Config, StoreConfig};
 use reprise_controlplane::server::ControlPlane;
+use reprise_identity::TlsSettings;
 use reprise_policy::{BlockKey, Interval, SlotSet};
 use reprise_proto::controlplane::directory_client::DirectoryClient;
 use reprise_proto::controlplane::events_client::EventsClient;
@@ -36,6 +37,7 @@ pub(crate) fn config_of_expiring_nodes() -> Config {
         listen: "127.0.0.1:0".parse().expect("an address"),
         admin: "127.0.0.1:0".parse().expect("an address"),
         store: StoreConfig::Memory {},
+        tls: TlsSettings { plain: true, ..TlsSettings::default() },
         ..Config::default()
     }
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::routing::get;
-use reprise_identity::credentials::Files;
-use reprise_identity::{Authority, Credentials, Expected, Tls, authority};
+use reprise_identity::{Authority, Expected, Tls, authority};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -27,10 +26,7 @@ struct Port {
 fn tls(authority: &Authority, role: Role) -> Security {
     let identity = Identity::new("c", role).expect("a valid name");
     let issued = authority.issue(&identity, authority::CERTIFICATE_VALID).expect("a certificate");
-    let (certificate, key) = (issued.certificate.into_bytes(), issued.key.into_bytes());
-    let authorities = authority.certificate().as_bytes().to_vec();
-    let files = Files { authorities, certificate, key };
-    Security::Tls(Tls::new(Credentials::parse(&files).expect("valid files")))
+    Security::Tls(Tls::new(issued.into_credentials(authority.certificate()).expect("valid files")))
 }
 
 /// Serves the pages with the certificate of a member.
@@ -91,25 +87,10 @@ impl Port {
     /// Connects with TLS, and shows no certificate.
     async fn connect_anonymously(&self) -> impl AsyncRead + AsyncWrite + Unpin {
         let Security::Tls(tls) = tls(&self.authority, Role::Console) else { unreachable!("it has one") };
-        let mut config = tls.client_config(Expected::Role(Role::Member));
-        config.client_auth_cert_resolver = Arc::new(NoCertificate);
+        let config = tls.anonymous_client_config(Expected::Role(Role::Member));
         let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
         let name = rustls::pki_types::ServerName::try_from("reprise").expect("a valid name");
         connector.connect(name, self.connect().await).await.expect("a valid server")
-    }
-}
-
-/// A client that shows nothing.
-#[derive(Debug)]
-struct NoCertificate;
-
-impl rustls::client::ResolvesClientCert for NoCertificate {
-    fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
-        None
-    }
-
-    fn has_certs(&self) -> bool {
-        false
     }
 }
 

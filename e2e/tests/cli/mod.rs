@@ -5,6 +5,7 @@ mod generated_pages;
 mod plan;
 mod sim_cores;
 mod sim_replay;
+mod tls;
 mod trace;
 mod user_nvme;
 
@@ -124,9 +125,10 @@ impl RunningDemo {
         RunningDemo { child, lines }
     }
 
-    fn summary(&mut self) -> Value {
-        let line = self.lines.recv_timeout(PATIENCE).expect("the demo prints a summary");
-        serde_json::from_str(&line).expect("the summary is an object")
+    /// Returns the next line: the summary, then the commands that the user may try.
+    fn line(&mut self) -> Value {
+        let line = self.lines.recv_timeout(PATIENCE).expect("the demo prints a line");
+        serde_json::from_str(&line).expect("each line is an object")
     }
 
     fn end(mut self) {
@@ -147,7 +149,8 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_other_commands() {
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
     let mut demo = RunningDemo::start(folder);
-    assert_demo(&demo.summary());
+    assert_demo(&demo.line());
+    tls::assert_all_ports_use_tls(folder);
 
     let replayed = objects(&["replay", "--requests", "100", "--cluster", folder, "--json"]);
     let summary = replayed.last().expect("a replay prints a summary");
@@ -165,6 +168,7 @@ fn the_demo_hits_every_tier_loses_nothing_and_serves_other_commands() {
     trace::assert_a_recording_replays(folder);
     trace::assert_a_recording_ends_by_itself(folder);
     assert_modes_are_set(folder);
+    tls::assert_printed_commands_succeed(&demo.line(), folder);
 
     let refused = run(&["bench", "match", "--repetitions", "1", "--dir", folder]);
     let stderr = String::from_utf8_lossy(&refused.stderr);
@@ -266,7 +270,8 @@ fn assert_frozen_control_plane_is_reported(folder: &str) {
     let output = run(&["status", "--cluster", folder]);
     kill_process(frozen, Signal::CONT).expect("a process of this user");
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && stderr.contains("did not answer within 5s"), "{stderr}");
+    // The handshake and the whole answer have the same time limit.
+    assert!(!output.status.success() && stderr.contains("within 5s"), "{stderr}");
 }
 
 #[test]
@@ -274,7 +279,7 @@ fn a_command_ends_the_processes_that_a_killed_command_left_in_its_directory() {
     let env = TestEnv::new();
     let folder = env.folder().to_str().expect("our folders have plain names");
     let mut demo = RunningDemo::start(folder);
-    demo.summary();
+    demo.line();
     let running = processes(folder);
     assert_eq!(running.len(), 3);
     demo.child.kill();

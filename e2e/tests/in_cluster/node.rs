@@ -61,6 +61,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) control_plane: Vec<String>,
     /// Further lines of its configuration file.
     pub(crate) extra: String,
+    /// Folder with certificates of the agent; `None`: plain connections.
+    pub(crate) tls: Option<std::path::PathBuf>,
     /// A command that executes the agent, put in front of it.
     pub(crate) launcher: Vec<String>,
     /// Further environment variables of its pod.
@@ -75,6 +77,7 @@ impl<'a> Setup<'a> {
             token_of: name,
             control_plane: Vec::new(),
             extra: String::new(),
+            tls: None,
             launcher: Vec::new(),
             environment: Vec::new(),
         }
@@ -101,6 +104,7 @@ impl<'a> Node<'a> {
         let config = AgentConfig {
             pool: None,
             control_plane: setup.control_plane.clone(),
+            tls: setup.tls.clone(),
             extra: format!(
                 "{}[kubernetes]\nstate_directory = \"{}\"\nstatus_every = \"1s\"\n",
                 setup.extra,

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use reprise_e2e::certificates::Certificates;
 use reprise_e2e::kubernetes::PodAccount;
 use reprise_e2e::{ApiServer, TestEnv, wait_until};
 use reprise_identity::{Expected, Role};
+use reprise_testkit::certificates::Certificates;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::in_cluster::node::{self, Node, REPORTED_WITHIN, Setup};
@@ -44,9 +44,10 @@ pub(crate) fn only_accounts_that_may_get_metrics_read_those_of_an_agent_with_cer
     let env = TestEnv::new();
     env.allow("refused a request");
     env.require("refused the bearer token of a scraper");
-    let certificates = Certificates::new(env.folder());
+    let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
     let role = Role::Agent("scraped".to_owned());
-    let setup = Setup { extra: certificates.section(&role), ..Setup::of("scraped") };
+    let tls = Some(certificates.issue(&role).expect("issued"));
+    let setup = Setup { tls, ..Setup::of("scraped") };
     let node = Node::launch(server, env, &setup);
     let scrape = |page: &str, token: &str| scrape(&node, &certificates, &role, page, token);
 

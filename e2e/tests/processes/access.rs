@@ -26,10 +26,8 @@ use reprise_proto::controlplane::{
 };
 use reprise_proto::dial;
 use reprise_testkit::certificates::{self, Certificates};
-use rustls::client::ResolvesClientCert;
 use rustls::pki_types::ServerName;
-use rustls::sign::CertifiedKey;
-use rustls::{ClientConnection, SignatureScheme, StreamOwned};
+use rustls::{ClientConnection, StreamOwned};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -48,20 +46,6 @@ struct Secured {
     runtime: Runtime,
     /// Last: it checks the logs of the processes that have ended.
     env: TestEnv,
-}
-
-/// A client that has no certificate.
-#[derive(Debug)]
-struct NoCertificate;
-
-impl ResolvesClientCert for NoCertificate {
-    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        None
-    }
-
-    fn has_certs(&self) -> bool {
-        false
-    }
 }
 
 impl Secured {
@@ -135,19 +119,12 @@ fn reprise(address: &str, tls: Option<&Path>, arguments: &[&str]) -> (bool, Stri
 fn refuses_callers_without_a_valid_certificate() {
     let secured = Secured::start();
     secured.env.require(CLOSED);
-    let other = Certificates::create(&secured.env.folder().join("other")).expect("an authority");
-    let mixed = secured.env.folder().join("mixed");
-    // The client trusts the member's authority, and has a certificate of another one.
-    let foreign =
-        other.authority().issue(&certificates::identity(&agent("node-1")).expect("valid"), CERTIFICATE_VALID);
-    certificates::write(&mixed, secured.certificates.authority().certificate(), &foreign.expect("issued"))
-        .expect("written");
-    let ended = secured.certificates.issue_ended(&agent("node-1")).expect("issued");
-    let attacks = [("another authority", mixed), ("an ended certificate", ended)];
-    for (attack, folder) in attacks {
+    // Both clients trust the member's authority.
+    let foreign = secured.certificates.foreign_client(&agent("node-1"));
+    let ended = secured.certificates.expired_client(&agent("node-1"));
+    for (attack, client) in [("another authority", foreign), ("an ended certificate", ended)] {
         let began = Instant::now();
-        let refused =
-            secured.register(&secured.channel_with(&security(&folder)), "node-1").expect_err(attack);
+        let refused = secured.register(&secured.channel_with(&client), "node-1").expect_err(attack);
         assert!(began.elapsed() < HANDSHAKE_WITHIN, "{attack}: {:?}", began.elapsed());
         let cause = dial::cause(&refused);
         // The reason, unless the client notices the end of the connection first.
@@ -168,8 +145,7 @@ fn refuses_callers_without_a_valid_certificate() {
 /// A client that speaks TLS and has no certificate is closed before its first call is read.
 fn refuses_no_certificate(secured: &Secured) {
     let credentials = Credentials::read(&secured.issue(&Role::Admin)).expect("valid files");
-    let mut config = Tls::new(credentials).client_config(Expected::Role(Role::Member));
-    config.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let config = Tls::new(credentials).anonymous_client_config(Expected::Role(Role::Member));
     let name = ServerName::try_from("reprise").expect("a name");
     let client = ClientConnection::new(Arc::new(config), name).expect("a valid configuration");
     let socket = TcpStream::connect(secured.member.address()).expect("the member listens");
@@ -286,10 +262,7 @@ fn agent_registers_with_its_certificate_and_not_with_a_plain_connection() {
     let control_plane = vec![secured.member.address().to_owned()];
     let configure = |node: &str, tls: Option<&Path>| AgentConfig {
         control_plane: control_plane.clone(),
-        extra: match tls {
-            Some(folder) => format!("[tls]\nfolder = {folder:?}"),
-            None => "[tls]\nplain = true".to_owned(),
-        },
+        tls: tls.map(Path::to_owned),
         pool: None,
         ..AgentConfig::named(node)
     };
@@ -311,8 +284,8 @@ fn replaced_certificates_fail_no_look_up() {
     let next = Certificates::create(&secured.env.folder().join("next")).expect("an authority");
     let both = [secured.certificates.authority().certificate(), next.authority().certificate()].concat();
     let write = |folder: &Path, role: &Role, authorities: &str, from: &Certificates| {
-        let issued = from.authority().issue(&certificates::identity(role).expect("valid"), CERTIFICATE_VALID);
-        certificates::write(folder, authorities, &issued.expect("issued")).expect("written");
+        let issued = from.authority().issue(&certificates::identity(role), CERTIFICATE_VALID);
+        issued.expect("issued").into_files(authorities).write(folder).expect("written");
     };
     // All processes trust both authorities before the next one issues.
     write(&member, &Role::Member, &both, &secured.certificates);

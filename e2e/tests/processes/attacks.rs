@@ -7,7 +7,6 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use reprise_e2e::certificates::Certificates;
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane;
 use reprise_e2e::flood::idle;
@@ -15,6 +14,7 @@ use reprise_e2e::logs;
 use reprise_e2e::process::{ChildProcess, StartingProcess, binary};
 use reprise_e2e::{Admin, Agent, AgentConfig, LoadParams, TestEnv, fast_call};
 use reprise_identity::{Expected, Role, Security};
+use reprise_testkit::certificates::Certificates;
 use reprise_testkit::http::Client;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -56,14 +56,15 @@ fn environment() -> (TestEnv, Certificates) {
     env.allow("refused a request");
     env.allow("refused a reader of events");
     env.allow("refused the bearer token");
-    let certificates = Certificates::new(env.folder());
+    let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
     (env, certificates)
 }
 
 fn agent() -> Secured<Agent> {
     let (env, certificates) = environment();
     let role = Role::Agent("node".to_owned());
-    let config = AgentConfig { extra: certificates.section(&role), ..AgentConfig::named("node") };
+    let tls = Some(certificates.issue(&role).expect("issued"));
+    let config = AgentConfig { tls, ..AgentConfig::named("node") };
     let agent = env.agent(&config);
     let (admin, log) = (agent.admin().address().to_owned(), agent.files().log.clone());
     Secured { process: agent, admin, role, log, certificates, env }
@@ -82,8 +83,8 @@ fn member() -> Secured<Member> {
     fs::write(&token, TOKEN).expect("the folder is writable");
     let text = format!(
         "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nadmin_token_file = {token:?}\n[store]\nkind = \"memory\"\n\
-         [events]\npublish = \"{publish}\"\nreplay = \"{replay}\"\n{}",
-        certificates.section(&Role::Member)
+         [events]\npublish = \"{publish}\"\nreplay = \"{replay}\"\n[tls]\nfolder = {:?}",
+        certificates.issue(&Role::Member).expect("issued")
     );
     fs::write(&config, text).expect("the folder is writable");
     let started = StartingProcess::spawn(control_plane::command(&config), &log).ready();
@@ -354,7 +355,7 @@ fn attacks_on_sockets_of_events_are_refused() {
 #[test]
 fn proxy_gives_routers_a_plain_socket_of_a_member_with_certificates() {
     let secured = member();
-    let folder = secured.certificates.issue(&Role::Console);
+    let folder = secured.certificates.issue(&Role::Console).expect("issued");
     let forward = format!("127.0.0.1:0={}", secured.process.replay);
     let mut command = std::process::Command::new(binary("reprise"));
     command.arg("--json").arg("--tls").arg(&folder).args(["events", "proxy", "--forward", &forward]);

@@ -81,7 +81,7 @@ impl Machine {
         AgentConfig {
             pool: None,
             control_plane: members.to_vec(),
-            extra: format!("[tls]\nfolder = \"{}\"", self.certs(certs).display()),
+            tls: Some(self.certs(certs)),
             ..AgentConfig::named("node-1")
         }
     }
@@ -120,7 +120,7 @@ fn is_used(admin: &Admin, folder: &Path) -> bool {
 }
 
 /// Waits until all processes use the files of their folders.
-fn wait_until_used(processes: &[(&Admin, PathBuf)]) {
+pub(crate) fn wait_until_used(processes: &[(&Admin, PathBuf)]) {
     for (admin, folder) in processes {
         wait_until("the process uses the new files", PATIENCE, || is_used(admin, folder).then_some(()));
     }
@@ -195,7 +195,7 @@ fn processes_follow_renewals_and_the_replacement_of_the_authority_and_warn_befor
     machine.follow_guide("certs init");
     machine.follow_guide("certs issue");
     let (mut member, address, member_admin) = machine.start_member(&env);
-    let agent = env.agent(&machine.agent_config("node-1", &[address]));
+    let mut agent = env.agent(&machine.agent_config("node-1", &[address]));
     let admin = &agent.admin().with_certificates(machine.certs("admin"), Expected::AnyAgent);
     let is_registered = || {
         let nodes = member_admin.json("/nodes");
@@ -255,5 +255,7 @@ fn processes_follow_renewals_and_the_replacement_of_the_authority_and_warn_befor
     }
     assert_ne!(tls(admin, "authorities_digest"), first);
     assert_eq!(admin.metric("reprise_agent_tls_reloads_refused_total", ""), 1.0);
+    // First, because it warns of a member that ends.
+    agent.stop();
     assert!(member.terminate().success());
 }

@@ -84,7 +84,8 @@ fn rejects_too_low_hard_limit_and_reports_required_limit() {
     use_agent(&agent.expect("the required limit is enough"), 1);
 
     let (config, log) = (env.folder().join("member.toml"), env.folder().join("member.log"));
-    let ports = "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n";
+    let ports =
+        "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntls.plain = true\n[store]\nkind = \"memory\"\n";
     fs::write(&config, ports).expect("the folder is writable");
     let command = control_plane::command(&config);
     let mut limited = under_limits(64, 100).command(command.get_program().as_ref());

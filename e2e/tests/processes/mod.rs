@@ -31,6 +31,7 @@ mod placement;
 mod prefix_chains;
 mod pressure;
 mod rings;
+mod rotation;
 mod sessions;
 mod shard_owners;
 mod slack;

@@ -70,6 +70,12 @@ fn rejects_an_invalid_configuration_with_field_value_and_remedy() {
         ("segment_bytes = \"2MiB\"", "segment_bytes = \"1MiB\"", ["pool.segment_bytes", "1MiB", "2MiB"]),
         ("bytes = \"64MiB\"", "bytes = \"64\"", ["pool.devices.bytes", "64", "1MiB"]),
         ("[node]", "this is not toml [", ["node.toml", "configuration", "1"]),
+        ("plain = true", "", ["neither tls.folder", "reprise certs issue agent/node", "tls.plain = true"]),
+        (
+            "[admin]\nlisten = \"127.0.0.1:0\"",
+            "[admin]\nlisten = \"0.0.0.0:0\"",
+            ["tls.plain = true serves 0.0.0.0:0", "loopback", "tls.folder"],
+        ),
     ] {
         let files = AgentFiles::within(env.folder(), "node");
         assert!(text.contains(from), "the default configuration contains {from}");
@@ -96,7 +102,7 @@ fn the_control_plane_rejects_invalid_configurations_and_a_port_in_use() {
     let log = env.folder().join("plane.log");
     let occupied = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let occupied = occupied.local_addr().expect("a bound port").to_string();
-    let memory = "[store]\nkind = \"memory\"\n";
+    let memory = "tls.plain = true\n[store]\nkind = \"memory\"\n";
     for (text, words) in [
         (format!("lisen = \"127.0.0.1:0\"\n{memory}"), ["lisen", "unknown field"]),
         (format!("{memory}[membership]\ndead_after = \"1500\"\n"), ["1500", "50ms"]),
@@ -106,6 +112,10 @@ fn the_control_plane_rejects_invalid_configurations_and_a_port_in_use() {
         ),
         ("[store]\nkind = \"consul\"\n".to_owned(), ["etcd", "memory"]),
         ("[store]\nkind = \"etcd\"\n".to_owned(), ["endpoints", "missing"]),
+        (
+            "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n".to_owned(),
+            ["neither tls.folder nor tls.plain", "reprise certs issue member"],
+        ),
         (format!("listen = \"{occupied}\"\nadmin = \"127.0.0.1:0\"\n{memory}"), [&occupied, "in use"]),
     ] {
         fs::write(&config, text).expect("the folder is writable");

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use super::*;
 use crate::authority::{Authority, CERTIFICATE_VALID};
-use crate::credentials::{Credentials, Files};
 use crate::name::Role;
 use crate::records::{Opened, RECORD_HEADER_BYTES, RECORD_PLAIN_BYTES_MAX, RecordError, SEALED_BYTES_MAX};
 
@@ -43,12 +42,7 @@ fn authority() -> Authority {
 fn tls(authority: &Authority, role: &str) -> Tls {
     let identity = Identity::new("c", role.parse().expect("a role")).expect("valid names");
     let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a certificate");
-    let files = Files {
-        authorities: authority.certificate().as_bytes().to_vec(),
-        certificate: issued.certificate.into_bytes(),
-        key: issued.key.into_bytes(),
-    };
-    Tls::new(Credentials::parse(&files).expect("valid files"))
+    Tls::new(issued.into_credentials(authority.certificate()).expect("valid files"))
 }
 
 /// Both sides of a connection, the client first.

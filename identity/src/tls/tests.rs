@@ -8,7 +8,6 @@ use tokio::net::TcpListener;
 
 use super::*;
 use crate::authority::{Authority, CERTIFICATE_VALID, Issued, SKEW};
-use crate::credentials::Files;
 
 fn identity(cluster: &str, role: &str) -> Identity {
     Identity::new(cluster, role.parse().expect("a role")).expect("valid names")
@@ -16,9 +15,7 @@ fn identity(cluster: &str, role: &str) -> Identity {
 
 fn credentials(trusted: &[&Authority], issued: Issued) -> Credentials {
     let authorities = trusted.iter().map(|authority| authority.certificate()).collect::<String>();
-    let (certificate, key) = (issued.certificate.into_bytes(), issued.key.into_bytes());
-    Credentials::parse(&Files { authorities: authorities.into_bytes(), certificate, key })
-        .expect("valid files")
+    issued.into_credentials(&authorities).expect("valid files")
 }
 
 fn tls(authority: &Authority, role: &str) -> Tls {
@@ -98,20 +95,6 @@ async fn certificates_of_others_are_refused_by_the_server() {
     }
 }
 
-/// A client that shows nothing.
-#[derive(Debug)]
-struct NoCertificate;
-
-impl ResolvesClientCert for NoCertificate {
-    fn resolve(&self, _hints: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        None
-    }
-
-    fn has_certs(&self) -> bool {
-        false
-    }
-}
-
 /// What an open server learns of a client that shows this.
 async fn seen_by_open_server(server: &Tls, config: ClientConfig) -> Result<Option<Identity>, String> {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -137,8 +120,7 @@ async fn open_server_admits_clients_without_a_certificate_and_refuses_invalid_on
     let server = tls(&own, "member");
     let config = |authority: &Authority| tls(authority, "admin").client_config(Expected::Role(Role::Member));
     assert_eq!(seen_by_open_server(&server, config(&own)).await, Ok(Some(identity("c", "admin"))));
-    let mut anonymous = config(&own);
-    anonymous.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let anonymous = tls(&own, "admin").anonymous_client_config(Expected::Role(Role::Member));
     assert_eq!(seen_by_open_server(&server, anonymous).await, Ok(None));
     let mut invalid = config(&own);
     invalid.client_auth_cert_resolver = config(&foreign).client_auth_cert_resolver;
@@ -152,8 +134,7 @@ async fn client_without_a_certificate_is_refused() {
     let server = tls(&authority, "member");
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("an address");
-    let mut config = tls(&authority, "agent/n1").client_config(Expected::Role(Role::Member));
-    config.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let config = tls(&authority, "agent/n1").anonymous_client_config(Expected::Role(Role::Member));
     let accepting = async {
         let (stream, _) = listener.accept().await.expect("a client");
         server.accept(stream).await.map(|_| ())

@@ -1,7 +1,7 @@
 //! Members of the control plane as processes.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -50,14 +50,14 @@ impl Member {
     /// Starts a member on a free port, which it keeps across restarts.
     pub(super) fn start(
         name: &str,
-        (store, tls): (&StoreChoice, &str),
+        (store, tls): (&StoreChoice, Option<&Path>),
         directory: &mut WorkDirectory,
     ) -> anyhow::Result<Member> {
         let config = directory.path().join(format!("{name}.toml"));
         let log = directory.path().join(format!("{name}.log"));
         let write = |listen: &str| {
-            let text = MemberConfig { listen, admin: "127.0.0.1:0", store, name: Some(name) };
-            fs::write(&config, text.text(&format!("{tls}{TIME_TO_LIVE}")))
+            let text = MemberConfig { listen, admin: "127.0.0.1:0", store, name: Some(name), tls };
+            fs::write(&config, text.text(TIME_TO_LIVE))
                 .with_context(|| format!("cannot write {}", config.display()))
         };
         write("127.0.0.1:0")?;

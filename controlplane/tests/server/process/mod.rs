@@ -51,7 +51,7 @@ pub(crate) fn command(config: &Path) -> Command {
 /// Writes a configuration with this `[store]`, on free ports.
 pub(crate) fn write_config(directory: &Path, store: &str) -> std::path::PathBuf {
     let path = directory.join("config.toml");
-    let text = format!("listen = '127.0.0.1:0'\nadmin = '127.0.0.1:0'\n[store]\n{store}\n");
+    let text = format!("listen = '127.0.0.1:0'\nadmin = '127.0.0.1:0'\ntls.plain = true\n[store]\n{store}\n");
     std::fs::write(&path, text).expect("written");
     path
 }

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span, crc32c};
 use reprise_identity::authority::{Authority, CERTIFICATE_VALID, Issued};
-use reprise_identity::credentials::{Credentials, Files};
 use reprise_identity::{Identity, Security, Tls};
 use reprise_policy::peer::{
     FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent, PeerRequest, ServeId,
@@ -35,12 +34,7 @@ pub fn identity(role: &str) -> Identity {
 
 /// Credentials that trust the authority of the cluster.
 pub fn tls_with(issued: Issued) -> Tls {
-    let files = Files {
-        authorities: authority().certificate().as_bytes().to_vec(),
-        certificate: issued.certificate.into_bytes(),
-        key: issued.key.into_bytes(),
-    };
-    Tls::new(Credentials::parse(&files).expect("valid files"))
+    Tls::new(issued.into_credentials(authority().certificate()).expect("valid files"))
 }
 
 /// Credentials of a process of the cluster.

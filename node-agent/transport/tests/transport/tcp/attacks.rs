@@ -154,24 +154,6 @@ fn certificates_of_others_are_refused_and_counted() {
     assert!(greet(&mut raw, &mut channel, "other"), "the same client with its own name");
 }
 
-/// A client that shows nothing.
-#[derive(Debug)]
-struct NoCertificate;
-
-impl rustls::client::ResolvesClientCert for NoCertificate {
-    fn resolve(
-        &self,
-        _hints: &[&[u8]],
-        _schemes: &[rustls::SignatureScheme],
-    ) -> Option<Arc<rustls::sign::CertifiedKey>> {
-        None
-    }
-
-    fn has_certs(&self) -> bool {
-        false
-    }
-}
-
 /// Connects with a plain client of rustls.
 fn rustls_client(target: &Target, config: rustls::ClientConfig) -> StreamOwned<ClientConnection, TcpStream> {
     let name = ServerName::try_from("reprise").expect("a valid name");
@@ -182,9 +164,9 @@ fn rustls_client(target: &Target, config: rustls::ClientConfig) -> StreamOwned<C
 #[test]
 fn a_client_needs_a_certificate() {
     let mut target = Target::new();
-    let with = tls("agent/other").client_config(Expected::AnyAgent);
-    let mut without = with.clone();
-    without.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let other = tls("agent/other");
+    let with = other.client_config(Expected::AnyAgent);
+    let without = other.anonymous_client_config(Expected::AnyAgent);
     let greet = |mut stream: StreamOwned<ClientConnection, TcpStream>| {
         let mut answer = [0; 128];
         stream.write_all(&hello_of("other", 1, 1 << 20, 2000)).and_then(|()| stream.read_exact(&mut answer))
