@@ -28,7 +28,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::connections::ConnectionLimit;
-use crate::http::REQUEST_WITHIN;
+use crate::http::{ClientAddress, REQUEST_WITHIN};
 use crate::rejected_connections::{Listener, RejectedConnections};
 use crate::scrapers::{Scrapers, Verdict};
 
@@ -164,15 +164,30 @@ impl Guard {
             refused.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             return Some(refused);
         };
-        match self.scrapers.check(token.trim()).await {
+        let address = request.extensions().get::<ClientAddress>();
+        let ip = address.map(|address| address.client.ip().to_canonical());
+        let client = ip.map(tracing::field::display);
+        match self.scrapers.check(token.trim(), ip).await {
             Verdict::Accepted => None,
             Verdict::Rejected(reason) => {
-                tracing::warn!(listener = "admin", reason, "refused the bearer token of a scraper");
+                tracing::warn!(listener = "admin", client, reason, "refused the bearer token of a scraper");
                 Some(answer(StatusCode::FORBIDDEN, "this bearer token may not read /metrics\n"))
             }
             Verdict::Unavailable(reason) => {
-                tracing::warn!(listener = "admin", reason, "cannot check the bearer token of a scraper");
+                tracing::warn!(
+                    listener = "admin",
+                    client,
+                    reason,
+                    "cannot check the bearer token of a scraper"
+                );
                 Some(answer(StatusCode::SERVICE_UNAVAILABLE, "the bearer token cannot be checked now\n"))
+            }
+            Verdict::Busy => {
+                tracing::warn!(listener = "admin", client, "too many bearer tokens of scrapers at once");
+                let text = "too many bearer tokens are being checked: try again in a second\n";
+                let mut refused = answer(StatusCode::TOO_MANY_REQUESTS, text);
+                refused.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+                Some(refused)
             }
         }
     }
