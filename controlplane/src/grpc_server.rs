@@ -17,8 +17,8 @@
 //! Connections never move to another thread.
 //!
 //! Each handshake is a task on the connection's thread, so a client that stalls delays no other. It takes
-//! 0.3 ms of the thread and at most [`HANDSHAKE_WITHIN`]. Its connection counts against the limit as an idle one: a
-//! flood of handshakes closes its own longest-waiting connections first.
+//! 0.3 ms of the thread and at most [`HANDSHAKE_WITHIN`]. Its connection counts against the share of its address, and then
+//! of its identity: a flood of handshakes closes its own longest-waiting connections first.
 //!
 //! [`HANDSHAKE_WITHIN`]: reprise_identity::tls::HANDSHAKE_WITHIN
 
@@ -28,6 +28,7 @@ mod connection;
 use reprise_daemon::connections::{ConnectionLimit, Permit};
 use reprise_daemon::rejected_connections::Reason;
 use reprise_identity::Security;
+use reprise_identity::limits::Client;
 use reprise_identity::tls::TlsError;
 use std::future::poll_fn;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -209,16 +210,18 @@ async fn establish(
         () = permit.closed() => return,
     };
     match accepted {
+        // It uses its whole share, which the limit has counted.
+        Ok((_, Some(client))) if !permit.set_identity(&client.identity) => {}
         // Fails only if the thread ends.
-        Ok((stream, identity)) => {
-            let _ = established.send(Connection::new(stream, identity, permit)).await;
+        Ok((stream, client)) => {
+            let _ = established.send(Connection::new(stream, client, permit)).await;
         }
         Err(error) => {
             let reason = if let TlsError::Timeout = error { Reason::Timeout } else { Reason::Certificate };
             permit.limit().count(reason);
-            let peer = address.map(|address| address.ip().to_string()).ok();
+            let client = address.ok().map(|address| tracing::field::display(Client::at(address.ip())));
             let (condition, listener) = (error.kind(), permit.limit().listener().as_str());
-            tracing::warn!(condition, listener, peer, %error, "closed a connection without a valid certificate");
+            tracing::warn!(condition, listener, client, %error, "closed a connection without a valid certificate");
         }
     }
 }

@@ -15,7 +15,8 @@ use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::Listener;
 use reprise_daemon::scrapers::Scrapers;
-use reprise_identity::Role;
+use reprise_identity::limits::{CONNECTION_AGE_MAX, CONNECTION_GRACE, Validity};
+use reprise_identity::{Role, Security};
 use reprise_policy::Amounts;
 use reprise_policy::shards::MemberName;
 use reprise_proto::controlplane::directory_server::DirectoryServer;
@@ -63,10 +64,6 @@ pub(crate) const STREAMS_MAX: u32 = 1024;
 /// HTTP/2 keep-alive: a peer that vanished without closing is detected within the sum of both.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_ANSWER: Duration = Duration::from_secs(5);
-/// Age at which a connection is replaced, so that none outlives its certificate for long. The client opens another
-/// one; calls in progress have the grace to end, and streams are opened again.
-const CONNECTION_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
-const CONNECTION_GRACE: Duration = Duration::from_secs(60);
 /// Interval between sweeps of the directory, and between checks whether a sweep is needed.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Time to wait for etcd at start, so that etcd and members may start together. After it the start fails.
@@ -187,9 +184,11 @@ impl ControlPlane {
             directory: DirectoryServer::from_arc(directory),
             events: EventsServer::new(EventsService::new(cluster.clone())),
         };
-        let routers = (0..workers).map(|_| router(&services)).collect();
-        let limit = |listener, max| ConnectionLimit::new(listener, max, cluster.metrics.rejected.clone());
-        let accepted = (grpc_listener, limit(Listener::Grpc, limits.grpc));
+        let age_max = connection_age_max(&security);
+        let routers = (0..workers).map(|_| router(&services, age_max)).collect();
+        let rejected = cluster.metrics.rejected.clone();
+        let limit = ConnectionLimit::of(&security, Listener::Grpc, limits.grpc, rejected);
+        let accepted = (grpc_listener, limit);
         let stopped = stop.subscribe();
         let secured = security.clone();
         let grpc_task =
@@ -283,14 +282,23 @@ struct Services {
     events: EventsServer<EventsService>,
 }
 
-fn router(services: &Services) -> Router {
+/// Age at which a connection is replaced, so that clients with certificates of the same validity never keep one until its
+/// end. The client opens another one; calls in progress have the grace to end, and streams are opened again.
+fn connection_age_max(security: &Security) -> Duration {
+    match security {
+        Security::Plain => CONNECTION_AGE_MAX,
+        Security::Tls(tls) => Validity::from(&*tls.credentials()).replaced_within(),
+    }
+}
+
+fn router(services: &Services, age_max: Duration) -> Router {
     Server::builder()
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(STREAMS_MAX)
         .http2_keepalive_interval(Some(KEEP_ALIVE_EVERY))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_ANSWER))
-        .max_connection_age(CONNECTION_AGE_MAX)
+        .max_connection_age(age_max)
         .max_connection_age_grace(CONNECTION_GRACE)
         .add_service(Authorised(services.membership.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))
         .add_service(Authorised(services.directory.clone().max_decoding_message_size(MESSAGE_BYTES_MAX)))

@@ -8,11 +8,11 @@
 //! it has shown one: no client takes the connections of others.
 
 use std::io;
-use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reprise_identity::Identity;
+use reprise_identity::limits::{Client, share_of};
+use reprise_identity::{Identity, Security};
 use reprise_policy::connection_table::{Admission, Assignment, ConnectionId, ConnectionTable};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
@@ -38,20 +38,11 @@ pub struct ConnectionLimit {
 struct Shared {
     listener: Listener,
     rejected: RejectedConnections,
-    table: Mutex<ConnectionTable<Arc<Notify>, Owner>>,
+    table: Mutex<ConnectionTable<Arc<Notify>, Client>>,
     /// Whether clients have shares: connections of all clients look the same without certificates on loopback.
     shared_out: bool,
     /// Notified when a connection has ended.
     ended: Notify,
-}
-
-/// Client that connections are counted against.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Owner {
-    /// A client that has not shown an identity.
-    Address(IpAddr),
-    /// A client with a certificate.
-    Identity(Identity),
 }
 
 /// Permission for one connection; released on drop.
@@ -68,6 +59,23 @@ impl ConnectionLimit {
         let table = Mutex::new(ConnectionTable::with_share(connections_max, connections_max));
         let (ended, shared_out) = (Notify::new(), false);
         ConnectionLimit { shared: Arc::new(Shared { listener, rejected, table, shared_out, ended }) }
+    }
+
+    /// Creates a limit of `connections_max` connections, of which one client has at most a share with certificates.
+    /// Without them, all clients look the same on loopback.
+    pub fn of(
+        security: &Security,
+        listener: Listener,
+        connections_max: usize,
+        rejected: RejectedConnections,
+    ) -> ConnectionLimit {
+        match security {
+            Security::Plain => ConnectionLimit::new(listener, connections_max, rejected),
+            Security::Tls(_) => {
+                let shares = (connections_max, share_of(connections_max));
+                ConnectionLimit::with_share(listener, shares, rejected)
+            }
+        }
     }
 
     /// Creates a limit of `connections_max` connections, of which one client has at most `share_max`.
@@ -97,7 +105,7 @@ impl ConnectionLimit {
                     continue;
                 }
             };
-            let address = self.shared.shared_out.then(|| Owner::Address(client.ip().to_canonical()));
+            let address = self.shared.shared_out.then(|| Client::at(client.ip()));
             if let Some(permit) = self.admit_from(address) {
                 return (stream, permit);
             }
@@ -116,13 +124,13 @@ impl ConnectionLimit {
     }
 
     /// Admits an accepted connection without an owner; `None` if all connections are busy.
-    pub async fn admit(&self) -> Option<Permit> {
+    pub fn admit(&self) -> Option<Permit> {
         self.admit_from(None)
     }
 
-    fn admit_from(&self, owner: Option<Owner>) -> Option<Permit> {
+    fn admit_from(&self, client: Option<Client>) -> Option<Permit> {
         let close = Arc::new(Notify::new());
-        let admission = self.table().admit_from(owner, Arc::clone(&close));
+        let admission = self.table().admit_from(client.clone(), Arc::clone(&close));
         let id = match admission {
             Admission::Admitted(id) => id,
             Admission::Replaced { id, closed } => {
@@ -132,8 +140,8 @@ impl ConnectionLimit {
             }
             Admission::Full(_) => {
                 self.count(Reason::Full);
-                let listener = self.shared.listener.as_str();
-                tracing::warn!(listener, "rejected a connection: all connections are in use");
+                let (listener, client) = (self.shared.listener.as_str(), client.map(tracing::field::display));
+                tracing::warn!(listener, client, "rejected a connection: all connections are in use");
                 return None;
             }
         };
@@ -151,7 +159,7 @@ impl ConnectionLimit {
     }
 
     /// Locks the table. A poisoned lock is usable, because a panic cannot leave a change half applied.
-    fn table(&self) -> MutexGuard<'_, ConnectionTable<Arc<Notify>, Owner>> {
+    fn table(&self) -> MutexGuard<'_, ConnectionTable<Arc<Notify>, Client>> {
         self.shared.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -174,7 +182,7 @@ impl Permit {
     /// this identity are busy or this one was already closed to make room.
     pub fn set_identity(&self, identity: &Identity) -> bool {
         if self.limit.shared.shared_out {
-            let assigned = self.limit.table().assign(self.id, Owner::Identity(identity.clone()));
+            let assigned = self.limit.table().assign(self.id, Client::Identity(identity.clone()));
             match assigned {
                 Assignment::Assigned => {}
                 Assignment::Replaced(closed) => {
@@ -184,7 +192,7 @@ impl Permit {
                 Assignment::Refused => {
                     self.limit.count(Reason::Full);
                     let listener = self.limit.listener().as_str();
-                    tracing::warn!(listener, %identity, "rejected a connection: this client uses its whole share");
+                    tracing::warn!(listener, client = %identity, "rejected a connection: this client uses its whole share");
                     return false;
                 }
             }

@@ -21,13 +21,14 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use hyper::body::Body;
 use reprise_identity::access::{Call, authorise_for};
+use reprise_identity::limits::{CONNECTION_AGE_MAX, VerifiedIdentity};
 use reprise_identity::tls::{HANDSHAKE_WITHIN, TlsError};
 use reprise_identity::{Identity, Role, Security, Stream};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::connections::ConnectionLimit;
-use crate::http::REQUEST_WITHIN;
+use crate::http::{ClientAddress, REQUEST_WITHIN};
 use crate::rejected_connections::{Listener, RejectedConnections};
 use crate::scrapers::{Scrapers, Verdict};
 
@@ -44,9 +45,14 @@ const UNKNOWN_REQUEST_WITHIN: Duration = Duration::from_secs(10);
 /// Longest connection of a client without a certificate. A start-up probe takes a minute.
 const UNKNOWN_CLIENT_FOR: Duration = Duration::from_secs(120);
 
-/// Smallest share of one client. A client has a quarter of the connections, and at least enough for a person and a
-/// scraper.
-const SHARE_MIN: usize = 4;
+/// An accepted connection after its handshake.
+#[derive(Debug)]
+pub(crate) struct Accepted {
+    pub(crate) stream: Stream,
+    pub(crate) caller: Caller,
+    /// Age at which the connection is replaced.
+    pub(crate) age_max: Duration,
+}
 
 /// Certificates of the process, and tokens of its scrapers.
 #[derive(Clone, Debug)]
@@ -86,28 +92,29 @@ impl Guard {
 
     /// Limit of the connections of an admin port, of which a client with an identity or address has at most a share.
     pub fn limit(&self, connections_max: usize, rejected: RejectedConnections) -> ConnectionLimit {
-        match self.security {
-            Security::Plain => ConnectionLimit::new(Listener::Admin, connections_max, rejected),
-            Security::Tls(_) => {
-                let share_max = (connections_max / 4).max(SHARE_MIN);
-                ConnectionLimit::with_share(Listener::Admin, (connections_max, share_max), rejected)
-            }
-        }
+        ConnectionLimit::of(&self.security, Listener::Admin, connections_max, rejected)
     }
 
     /// Completes an accepted connection: the handshake, if the client begins one.
-    pub(crate) async fn accept(&self, stream: TcpStream) -> Result<(Stream, Caller), TlsError> {
+    pub(crate) async fn accept(&self, stream: TcpStream) -> Result<Accepted, TlsError> {
+        let plain = |stream, caller, age_max| Accepted { stream: Stream::Plain(stream), caller, age_max };
         let Security::Tls(tls) = &self.security else {
-            return Ok((Stream::Plain(stream), Caller::Unchecked));
+            return Ok(plain(stream, Caller::Unchecked, CONNECTION_AGE_MAX));
         };
         let mut first = [0];
         let peeked = timeout(HANDSHAKE_WITHIN, stream.peek(&mut first)).await;
         let length = peeked.map_err(|_| TlsError::Timeout)??;
         if length == 0 || first != [TLS_HANDSHAKE] {
-            return Ok((Stream::Plain(stream), Caller::Plain));
+            return Ok(plain(stream, Caller::Plain, UNKNOWN_CLIENT_FOR));
         }
-        let (stream, identity) = tls.accept_optional(stream).await?;
-        Ok((Stream::Accepted(Box::new(stream)), identity.map_or(Caller::Anonymous, Caller::Identity)))
+        let (stream, client) = tls.accept_optional(stream).await?;
+        let (caller, age_max) = match client {
+            None => (Caller::Anonymous, UNKNOWN_CLIENT_FOR),
+            Some(VerifiedIdentity { identity, validity }) => {
+                (Caller::Identity(identity), validity.replaced_after())
+            }
+        };
+        Ok(Accepted { stream: Stream::Accepted(Box::new(stream)), caller, age_max })
     }
 
     /// Returns the answer to a request that the caller may not send; `None` if it may.
@@ -116,7 +123,7 @@ impl Guard {
             return Some(answer(StatusCode::PAYLOAD_TOO_LARGE, "no page reads a body: send none\n"));
         }
         let path = request.uri().path();
-        if PROBES.contains(&path) {
+        if is_probe(path) {
             return None;
         }
         match caller {
@@ -141,10 +148,7 @@ impl Guard {
     /// Node of this process; empty for one that is not an agent.
     fn own_node(&self) -> String {
         match &self.security {
-            Security::Tls(tls) => match &tls.credentials().identity.role {
-                Role::Agent(node) => node.clone(),
-                _ => String::new(),
-            },
+            Security::Tls(tls) => tls.credentials().identity.role.node().unwrap_or_default().to_owned(),
             Security::Plain => String::new(),
         }
     }
@@ -160,15 +164,30 @@ impl Guard {
             refused.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             return Some(refused);
         };
-        match self.scrapers.check(token.trim()).await {
+        let address = request.extensions().get::<ClientAddress>();
+        let ip = address.map(|address| address.client.ip().to_canonical());
+        let client = ip.map(tracing::field::display);
+        match self.scrapers.check(token.trim(), ip).await {
             Verdict::Accepted => None,
             Verdict::Rejected(reason) => {
-                tracing::warn!(listener = "admin", reason, "refused the bearer token of a scraper");
+                tracing::warn!(listener = "admin", client, reason, "refused the bearer token of a scraper");
                 Some(answer(StatusCode::FORBIDDEN, "this bearer token may not read /metrics\n"))
             }
             Verdict::Unavailable(reason) => {
-                tracing::warn!(listener = "admin", reason, "cannot check the bearer token of a scraper");
+                tracing::warn!(
+                    listener = "admin",
+                    client,
+                    reason,
+                    "cannot check the bearer token of a scraper"
+                );
                 Some(answer(StatusCode::SERVICE_UNAVAILABLE, "the bearer token cannot be checked now\n"))
+            }
+            Verdict::Busy => {
+                tracing::warn!(listener = "admin", client, "too many bearer tokens of scrapers at once");
+                let text = "too many bearer tokens are being checked: try again in a second\n";
+                let mut refused = answer(StatusCode::TOO_MANY_REQUESTS, text);
+                refused.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+                Some(refused)
             }
         }
     }
@@ -199,13 +218,26 @@ impl Caller {
         }
     }
 
-    /// Longest connection; `None` for clients that are known.
-    pub(crate) fn connected_for(&self) -> Option<Duration> {
+    /// Whether a connection is kept for the client after a request that it may send: others close it only if no connection
+    /// without such a request is left. Clients without an identity get no hold on connections, except scrapers with a
+    /// valid token.
+    pub(crate) fn keeps_connection(&self, path: &str) -> bool {
         match self {
-            Caller::Unchecked | Caller::Identity(_) => None,
-            Caller::Plain | Caller::Anonymous => Some(UNKNOWN_CLIENT_FOR),
+            Caller::Unchecked | Caller::Identity(_) => true,
+            Caller::Plain => false,
+            Caller::Anonymous => !is_probe(path),
         }
     }
+
+    /// Whether the client is unknown on a process with certificates.
+    pub(crate) fn is_unknown(&self) -> bool {
+        matches!(self, Caller::Plain | Caller::Anonymous)
+    }
+}
+
+/// Whether a page is a probe. Probes may wait for a minute, and all clients may see them.
+pub(crate) fn is_probe(path: &str) -> bool {
+    PROBES.contains(&path)
 }
 
 /// The row of the table of calls that a page belongs to.

@@ -8,6 +8,12 @@
 //! With certificates, the [`Guard`] decides which pages a client sees. Handshakes run in the task of their connection,
 //! so a slow one delays no other, and connections without a finished handshake are the first to be closed. One client
 //! has at most a share of the connections; each holds at most 16 KiB of a request, and no body.
+//!
+//! A request protects its connection from being closed while it is answered, if the client may see the page. Probes never
+//! do: all clients may send them, and some wait for a minute. So a new probe is answered, however many connections others have opened.
+//!
+//! A connection is replaced after a day, and before its client's certificate has ended: a running request is answered
+//! first.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -23,13 +29,15 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use reprise_identity::limits::{CONNECTION_GRACE, Client};
 use reprise_identity::tls::TlsError;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::sleep;
 
 use crate::connections::{ConnectionLimit, Permit};
-use crate::guard::{Caller, Guard};
+use crate::guard::{Accepted, Caller, Guard, is_probe};
 use crate::rejected_connections::Reason;
 
 /// Time limit for a request header, and between two requests. Scrapers keep connections for intervals of up
@@ -105,7 +113,7 @@ async fn serve_connection(
         () = permit.closed() => return,
         _ = stopping.wait_for(|stopping| *stopping) => return,
     };
-    let (stream, caller) = match accepted {
+    let Accepted { stream, caller, age_max } = match accepted {
         Ok(accepted) => accepted,
         Err(error) => return log_refused(&permit, address, &error),
     };
@@ -123,16 +131,20 @@ async fn serve_connection(
         request.extensions_mut().insert(caller.clone());
         let (permit, pages, guard, caller) = (Arc::clone(&permit), &pages, &guard, &caller);
         async move {
-            permit.set_busy();
-            let answer: Result<Response, Infallible> = match guard.refuse(caller, &request).await {
-                None => hyper::service::Service::call(pages, request).await,
-                Some(refused) => {
-                    permit.limit().count(Reason::Refused);
-                    log_request(address, caller, request.uri().path(), refused.status());
-                    Ok(refused)
-                }
-            };
-            permit.set_idle();
+            if let Some(refused) = guard.refuse(caller, &request).await {
+                permit.limit().count(Reason::Refused);
+                log_request(address, caller, request.uri().path(), refused.status());
+                return Ok::<Response, Infallible>(refused);
+            }
+            let path = request.uri().path();
+            let is_kept = caller.keeps_connection(path);
+            if is_kept && !is_probe(path) {
+                permit.set_busy();
+            }
+            let answer = hyper::service::Service::call(pages, request).await;
+            if is_kept {
+                permit.set_idle();
+            }
             answer
         }
     });
@@ -149,7 +161,17 @@ async fn serve_connection(
     let served = tokio::select! {
         served = &mut connection => served,
         () = permit.closed() => return,
-        () = expired(&caller) => return permit.limit().count(Reason::Timeout),
+        () = sleep(age_max) => {
+            if caller.is_unknown() {
+                return permit.limit().count(Reason::Timeout);
+            }
+            connection.as_mut().graceful_shutdown();
+            tokio::select! {
+                served = connection => served,
+                () = permit.closed() => return,
+                () = sleep(CONNECTION_GRACE) => return permit.limit().count(Reason::Timeout),
+            }
+        }
         () = stopped => {
             connection.as_mut().graceful_shutdown();
             connection.await
@@ -166,35 +188,40 @@ async fn serve_connection(
     }
 }
 
-/// Ends when a client without a certificate has been connected for too long.
-async fn expired(caller: &Caller) {
-    match caller.connected_for() {
-        Some(limit) => tokio::time::sleep(limit).await,
-        None => std::future::pending().await,
-    }
-}
-
 /// Logs and counts a connection without a valid handshake.
 fn log_refused(permit: &Permit, address: Option<ClientAddress>, error: &TlsError) {
     let listener = permit.limit().listener().as_str();
-    let client = address.map(|address| address.client);
+    let client = address.map(|address| tracing::field::display(Client::at(address.client.ip())));
     let reason = if matches!(error, TlsError::Timeout) { Reason::Timeout } else { Reason::Refused };
     permit.limit().count(reason);
-    tracing::warn!(listener, client = client.map(tracing::field::display), %error, "refused a connection");
+    let condition = error.kind();
+    tracing::warn!(condition, listener, client, %error, "refused a connection");
 }
 
 /// Logs a refused request.
 fn log_request(address: Option<ClientAddress>, caller: &Caller, page: &str, status: StatusCode) {
-    let client = address.map(|address| address.client).map(tracing::field::display);
-    let status = status.as_u16();
+    let client = client(address, caller).map(tracing::field::display);
+    let (socket, status) = (address.map(|address| tracing::field::display(address.client)), status.as_u16());
     let page: String = page.chars().take(PAGE_CHARS_LOGGED).collect();
-    tracing::warn!(listener = "admin", client, %caller, page, status, "refused a request");
+    tracing::warn!(listener = "admin", client, socket, %caller, page, status, "refused a request");
+}
+
+/// Subject of log lines: the identity of a client, or its address.
+pub(crate) fn client(address: Option<ClientAddress>, caller: &Caller) -> Option<Client> {
+    match caller {
+        Caller::Identity(identity) => Some(Client::Identity(identity.clone())),
+        Caller::Unchecked | Caller::Plain | Caller::Anonymous => {
+            address.map(|address| Client::at(address.client.ip()))
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use axum::routing::get;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use reprise_identity::limits::CONNECTION_AGE_MAX;
 
     use super::*;
     use crate::rejected_connections::{Listener, RejectedConnections};
@@ -215,7 +242,12 @@ mod tests {
     }
 
     async fn ask(stream: &mut TcpStream) -> String {
-        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").await.expect("open");
+        ask_for(stream, "/healthz").await
+    }
+
+    async fn ask_for(stream: &mut TcpStream, page: &str) -> String {
+        let request = format!("GET {page} HTTP/1.1\r\nHost: a\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("open");
         let mut answer = vec![0; 1024];
         let length = stream.read(&mut answer).await.expect("open");
         String::from_utf8_lossy(&answer[..length]).into_owned()
@@ -257,11 +289,11 @@ mod tests {
                 "ok\n"
             }
         };
-        let (address, rejected) = server(Router::new().route("/healthz", get(page))).await;
+        let (address, rejected) = server(health().route("/page", get(page))).await;
         let mut busy = Vec::new();
         for _ in 0..CONNECTIONS_MAX {
             let mut stream = TcpStream::connect(address).await.expect("listening");
-            busy.push(tokio::spawn(async move { ask(&mut stream).await }));
+            busy.push(tokio::spawn(async move { ask_for(&mut stream, "/page").await }));
         }
         // All requests must be running: otherwise the new connection would replace an idle one.
         while release.receiver_count() < CONNECTIONS_MAX {
@@ -276,6 +308,50 @@ mod tests {
         }
         let mut again = TcpStream::connect(address).await.expect("listening");
         assert!(ask(&mut again).await.contains("200 OK"));
+    }
+
+    #[tokio::test]
+    async fn answers_a_probe_while_waiting_probes_fill_the_server() {
+        let (waits, _) = watch::channel(());
+        let page = {
+            let waits = waits.clone();
+            async move || {
+                let _ = waits.subscribe().changed().await;
+                "ok\n"
+            }
+        };
+        let (address, _) = server(health().route("/startz", get(page))).await;
+        let mut waiting = Vec::new();
+        for _ in 0..2 * CONNECTIONS_MAX {
+            let mut stream = TcpStream::connect(address).await.expect("listening");
+            waiting.push(tokio::spawn(async move { ask_for(&mut stream, "/startz").await }));
+            while waits.receiver_count() < waiting.len().min(CONNECTIONS_MAX) {
+                tokio::task::yield_now().await;
+            }
+        }
+        let mut probe = TcpStream::connect(address).await.expect("listening");
+        assert!(ask(&mut probe).await.contains("200 OK"));
+        waiting.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_is_replaced_after_a_day_behind_its_running_request() {
+        let page = async || {
+            sleep(CONNECTION_GRACE / 2).await;
+            "ok\n"
+        };
+        let (address, _) = server(health().route("/page", get(page))).await;
+        let begun = tokio::time::Instant::now();
+        let mut used = TcpStream::connect(address).await.expect("listening");
+        // Scrapes keep it open until shortly before.
+        let last = CONNECTION_AGE_MAX - CONNECTION_GRACE / 4;
+        while begun.elapsed() < last {
+            assert!(ask(&mut used).await.contains("200 OK"));
+            tokio::time::advance((last - begun.elapsed()).min(CONNECTION_GRACE)).await;
+        }
+        assert!(ask_for(&mut used, "/page").await.contains("200 OK"), "answered after a day");
+        assert!(begun.elapsed() >= CONNECTION_AGE_MAX);
+        assert_eq!(used.read(&mut [0]).await.unwrap_or(0), 0);
     }
 
     #[tokio::test]

@@ -37,11 +37,13 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 /// Fields that identify the subject of a condition. Configuration or connections limit the number of their
 /// values; otherwise the limit of [`LogRate`] applies.
-pub const SUBJECT_FIELDS: [&str; 18] = [
+pub const SUBJECT_FIELDS: [&str; 19] = [
     // Fields of libraries that use the crate `log`, whose events all have the same name.
     "log.target",
     "log.line",
     "peer",
+    // Identity of a client, or its address if it has shown none.
+    "client",
     "device",
     "path",
     "listener",

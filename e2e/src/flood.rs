@@ -1,11 +1,12 @@
 //! Abusive clients: connections that are idle, and connections that send garbage.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::net::TcpSocket;
 
 use crate::process::LaunchOptions;
 use crate::wait::PATIENCE;
@@ -37,6 +38,29 @@ pub fn under_limits(soft: u64, hard: u64) -> LaunchOptions {
 /// If the process does not listen.
 pub fn idle(address: &str, count: usize) -> Vec<TcpStream> {
     (0..count).map(|_| TcpStream::connect(address).expect("the process listens")).collect()
+}
+
+/// Opens a TCP connection from an address of loopback, such as 127.0.0.2: another client than the other addresses.
+///
+/// # Errors
+/// The process does not accept the connection.
+pub fn connect_from(source: Ipv4Addr, address: &str) -> io::Result<TcpStream> {
+    let address = address.parse().map_err(io::Error::other)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let stream = runtime.block_on(async {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((source, 0).into())?;
+        socket.connect(address).await?.into_std()
+    })?;
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// Sends a startup probe from an address of loopback to an admin port, and keeps the connection; `None` if it is closed.
+pub fn startup_probe(source: Ipv4Addr, address: &str) -> Option<TcpStream> {
+    let mut stream = connect_from(source, address).ok()?;
+    stream.write_all(b"GET /startz HTTP/1.1\r\nhost: a\r\n\r\n").ok()?;
+    Some(stream)
 }
 
 /// Opens connections to a unix socket that send nothing.

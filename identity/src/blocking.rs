@@ -12,10 +12,11 @@ use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{ConnectionState, EncodeError, EncodeTlsData, UnbufferedStatus};
 use rustls::{Error, InvalidMessage};
 
-use crate::credentials::identity_of;
+use crate::credentials::verified_identity_of;
+use crate::limits::{Validity, VerifiedIdentity};
 use crate::name::Identity;
 use crate::records::{Opener, Schedule, Sealer, split};
-use crate::tls::{Expected, Tls, TlsError};
+use crate::tls::{Accepting, Claim, ClientCertificate, Expected, Tls, TlsError};
 
 /// Maximum number of received bytes that wait for the rest of a handshake message: a chain of certificates.
 const WAITING_BYTES_MAX: usize = 64 << 10;
@@ -49,6 +50,8 @@ pub trait Wire {
 pub struct Channel {
     /// Identity of the other side.
     pub identity: Identity,
+    /// Validity of its certificate.
+    pub validity: Validity,
     /// Encrypts the bytes that this side sends.
     pub sealer: Sealer,
     /// Decrypts the records of the other side, from `unopened` on.
@@ -65,13 +68,15 @@ impl Tls {
     /// # Errors
     /// The client has no valid certificate of this cluster, or the stream fails.
     pub fn accept_blocking<W: Wire>(&self, wire: &mut W) -> Result<Channel, W::Error> {
-        let connection = UnbufferedServerConnection::new(self.extracting_server());
+        let Accepting { mut config, claim } = self.accepting(ClientCertificate::Required);
+        config.enable_secret_extraction = true;
+        let connection = UnbufferedServerConnection::new(Arc::new(config));
         let mut connection = connection.map_err(handshake)?;
-        let received = shake_hands(&mut connection, wire)?;
-        let identity = other_side(connection.peer_certificates())?;
+        let received = shake_hands(&mut connection, wire, &claim)?;
+        let VerifiedIdentity { identity, validity } = other_side(connection.peer_certificates())?;
         let (secrets, kept) = connection.dangerous_into_kernel_connection().map_err(handshake)?;
         let (sealer, opener) = split(secrets, Schedule::Server(kept)).map_err(handshake)?;
-        Ok(Channel { identity, sealer, opener, plain: received.plain, unopened: received.waiting })
+        Ok(Channel { identity, validity, sealer, opener, plain: received.plain, unopened: received.waiting })
     }
 
     /// Connects over a stream to a server of the expected role.
@@ -84,11 +89,11 @@ impl Tls {
         // The name is not verified: the identity is.
         let name = ServerName::try_from("reprise").expect("a valid name");
         let mut connection = UnbufferedClientConnection::new(Arc::new(config), name).map_err(handshake)?;
-        let received = shake_hands(&mut connection, wire)?;
-        let identity = other_side(connection.peer_certificates())?;
+        let received = shake_hands(&mut connection, wire, &Claim::default())?;
+        let VerifiedIdentity { identity, validity } = other_side(connection.peer_certificates())?;
         let (secrets, kept) = connection.dangerous_into_kernel_connection().map_err(handshake)?;
         let (sealer, opener) = split(secrets, Schedule::Client(kept)).map_err(handshake)?;
-        Ok(Channel { identity, sealer, opener, plain: received.plain, unopened: received.waiting })
+        Ok(Channel { identity, validity, sealer, opener, plain: received.plain, unopened: received.waiting })
     }
 }
 
@@ -96,10 +101,10 @@ fn handshake(error: Error) -> TlsError {
     TlsError::Handshake(io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-fn other_side(certificates: Option<&[CertificateDer<'static>]>) -> Result<Identity, TlsError> {
+fn other_side(certificates: Option<&[CertificateDer<'static>]>) -> Result<VerifiedIdentity, TlsError> {
     let certificate =
         certificates.and_then(<[_]>::first).ok_or_else(|| handshake(Error::NoCertificatesPresented))?;
-    Ok(identity_of(certificate)?)
+    Ok(verified_identity_of(certificate)?)
 }
 
 /// Side of a handshake.
@@ -140,7 +145,11 @@ enum Step {
     Done,
 }
 
-fn shake_hands<C: Handshaking, W: Wire>(connection: &mut C, wire: &mut W) -> Result<Received, W::Error> {
+fn shake_hands<C: Handshaking, W: Wire>(
+    connection: &mut C,
+    wire: &mut W,
+    claim: &Claim,
+) -> Result<Received, W::Error> {
     let mut received = Received::default();
     let (mut outgoing, mut total) = (Vec::new(), 0);
     loop {
@@ -150,7 +159,7 @@ fn shake_hands<C: Handshaking, W: Wire>(connection: &mut C, wire: &mut W) -> Res
             Ok(step) => step,
             Err(error) => {
                 send_alert(connection, &mut received.waiting, wire);
-                return Err(handshake(error).into());
+                return Err(claim.explain(handshake(error)).into());
             }
         };
         received.waiting.drain(..discard);

@@ -15,6 +15,7 @@ use rustls::{RootCertStore, crypto};
 use webpki::{EndEntityCert, KeyUsage};
 
 use crate::certificate::{self, CertificateFacts, Fingerprint};
+use crate::limits::{Validity, VerifiedIdentity};
 use crate::name::{Identity, NameError};
 use crate::write;
 
@@ -266,6 +267,18 @@ pub(crate) fn identity_of(certificate: &CertificateDer<'_>) -> Result<Identity, 
         (Some(name), 0) => Ok(name.parse()?),
         (first, more) => Err(CredentialsError::Names(usize::from(first.is_some()) + more)),
     }
+}
+
+/// Returns the identity in a verified certificate, and its validity.
+///
+/// # Errors
+/// As [`identity_of`].
+pub(crate) fn verified_identity_of(
+    certificate: &CertificateDer<'_>,
+) -> Result<VerifiedIdentity, CredentialsError> {
+    let identity = identity_of(certificate)?;
+    let validity = Validity::from(&facts(CERTIFICATE_FILE, certificate)?);
+    Ok(VerifiedIdentity { identity, validity })
 }
 
 fn certificates(file: &'static str, text: &[u8]) -> Result<Vec<CertificateDer<'static>>, CredentialsError> {

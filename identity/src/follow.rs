@@ -2,6 +2,9 @@
 //!
 //! Files that are invalid, or those of another process, are refused: the credentials before stay in use. They are refused
 //! only if they are still the same at the next check, because a copy of three files from another machine takes a while.
+//!
+//! A certificate that has ended is refused as well, and one that is not valid yet is used as soon as it is: other processes
+//! would refuse both, and the credentials before are at least as good.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,6 +63,8 @@ pub struct Follower {
     seen: Result<Files, String>,
     /// Invalid files at the check before.
     doubtful: Option<Result<Files, String>>,
+    /// Begin of the validity of the files that were refused last, if that was the reason.
+    valid_from: Option<SystemTime>,
     warned: Option<SystemTime>,
     reloads: Arc<Reloads>,
 }
@@ -68,7 +73,8 @@ impl Follower {
     /// Follows a folder whose files are in use.
     pub fn new(tls: Tls, folder: PathBuf) -> Follower {
         let seen = read(&folder);
-        Follower { tls, folder, seen, doubtful: None, warned: None, reloads: Arc::default() }
+        let reloads = Arc::default();
+        Follower { tls, folder, seen, doubtful: None, valid_from: None, warned: None, reloads }
     }
 
     /// Counters, which this follower keeps up to date.
@@ -78,7 +84,7 @@ impl Follower {
 
     /// Uses changed files, and warns at most once a day of credentials that end soon.
     pub fn check(&mut self, now: SystemTime) {
-        self.check_files();
+        self.check_files(now);
         if self.warned.is_none_or(|at| now.duration_since(at).is_ok_and(|since| since >= WARN_EVERY))
             && warn_of_end(&self.tls.credentials(), now)
         {
@@ -86,13 +92,17 @@ impl Follower {
         }
     }
 
-    fn check_files(&mut self) {
+    fn check_files(&mut self, now: SystemTime) {
         let found = read(&self.folder);
-        if found == self.seen {
+        let has_become_valid = self.valid_from.is_some_and(|from| from <= now);
+        if found == self.seen && !has_become_valid {
             self.doubtful = None;
             return;
         }
-        match found.as_ref().map_err(Clone::clone).and_then(|files| self.validate(files)) {
+        let credentials = found.as_ref().map_err(Clone::clone).and_then(|files| self.validate(files));
+        let begin = credentials.as_ref().map(|credentials| credentials.not_before);
+        self.valid_from = begin.ok().filter(|from| *from > now);
+        match credentials.and_then(|credentials| check_time(credentials, now)) {
             Ok(credentials) => {
                 tracing::info!(
                     identity = %credentials.identity,
@@ -131,6 +141,21 @@ impl Follower {
     }
 }
 
+/// Returns credentials whose certificate is valid now.
+fn check_time(credentials: Credentials, now: SystemTime) -> Result<Credentials, String> {
+    let remedy = "check the clocks, or issue another one";
+    let seconds = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default().as_secs();
+    if now >= credentials.not_after {
+        let ago = seconds(credentials.not_after, now);
+        return Err(format!("the certificate ended {ago} s ago: {remedy}"));
+    }
+    if now < credentials.not_before {
+        let left = seconds(now, credentials.not_before);
+        return Err(format!("the certificate is not valid before {left} s from now: {remedy}"));
+    }
+    Ok(credentials)
+}
+
 fn read(folder: &std::path::Path) -> Result<Files, String> {
     Files::read(folder).map_err(|error| error.to_string())
 }
@@ -166,10 +191,16 @@ mod tests {
 
     const DAY: Duration = Duration::from_secs(86_400);
 
+    /// Files with a certificate for 90 days.
     fn files(authority: &Authority, role: &str) -> Files {
+        files_from(authority, role, -Span::minutes(1))
+    }
+
+    /// The same, from so long after now.
+    fn files_from(authority: &Authority, role: &str, from: Span) -> Files {
         let identity = Identity::new("c", role.parse().expect("a role")).expect("a name");
-        let now = OffsetDateTime::now_utc();
-        let issued = authority.issue_between(&identity, now, now + Span::days(90)).expect("a certificate");
+        let from = OffsetDateTime::now_utc() + from;
+        let issued = authority.issue_between(&identity, from, from + Span::days(90)).expect("a certificate");
         issued.into_files(authority.certificate())
     }
 
@@ -220,6 +251,31 @@ mod tests {
         write::replace_files(folder.path(), &first).expect("the folder exists");
         follower.check(now);
         assert!(in_use(&follower) == before && reloads.problem().is_none() && reloads.accepted() == 2);
+    }
+
+    #[test]
+    fn certificates_that_are_not_valid_now_replace_no_valid_one() {
+        let (folder, authority) =
+            (tempfile::tempdir().expect("a folder"), Authority::create("c").expect("a name"));
+        let mut follower = follower(folder.path(), &files(&authority, "member"));
+        let (reloads, now) = (follower.reloads(), SystemTime::now());
+        let in_use = |follower: &Follower| follower.tls.credentials().fingerprint;
+        let before = in_use(&follower);
+        for (number, from, words) in [(1, -Span::days(91), "ended"), (2, Span::days(1), "not valid before")] {
+            let wrong = files_from(&authority, "member", from);
+            write::replace_files(folder.path(), &wrong).expect("the folder exists");
+            for _ in 0..4 {
+                follower.check(now);
+            }
+            assert_eq!((reloads.refused(), reloads.accepted()), (number, 0), "counted once: {words}");
+            assert!(reloads.problem().is_some_and(|problem| problem.contains(words)), "{words}");
+            assert_eq!(in_use(&follower), before);
+        }
+        follower.check(now + DAY + Duration::from_secs(60));
+        assert_eq!(reloads.accepted(), 1, "it has become valid");
+        assert!(in_use(&follower) != before && reloads.problem().is_none());
+        follower.check(now + 2 * DAY);
+        assert_eq!((reloads.refused(), reloads.accepted()), (2, 1));
     }
 
     #[test]

@@ -16,6 +16,7 @@
 //! * [`blocking`] and [`records`]: the same for threads that wait by themselves, with each direction on its own.
 //! * [`security`]: the `[tls]` section of configurations, and the accept and dial functions of all connections.
 //! * [`access`]: the table of what an identity may do.
+//! * [`limits`]: which client a connection counts against, and how long it may stay.
 //!
 //! A process trusts all authorities in `ca.crt`, so an authority is replaced in three steps: trust both, issue
 //! with the new one, trust the new one only.
@@ -27,6 +28,7 @@ pub mod blocking;
 pub mod certificate;
 pub mod credentials;
 pub mod follow;
+pub mod limits;
 pub mod name;
 pub mod records;
 pub mod security;

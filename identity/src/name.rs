@@ -69,6 +69,16 @@ impl Identity {
     }
 }
 
+impl Role {
+    /// Node of an agent; `None` for other roles.
+    pub fn node(&self) -> Option<&str> {
+        match self {
+            Role::Agent(node) => Some(node),
+            Role::Member | Role::Operator | Role::Admin | Role::Console => None,
+        }
+    }
+}
+
 fn check(part: &str) -> Result<(), NameError> {
     let is_end = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
     let is_inner =

@@ -15,7 +15,8 @@ use tokio::net::TcpStream;
 use tokio_rustls::{client, server};
 
 use crate::credentials::{Credentials, CredentialsError};
-use crate::name::{Identity, Role};
+use crate::limits::VerifiedIdentity;
+use crate::name::Role;
 use crate::tls::{Expected, Tls, TlsError};
 
 /// Section `[tls]` of a configuration file.
@@ -125,7 +126,7 @@ impl Security {
     ///
     /// # Errors
     /// The client has no valid certificate of this cluster, or is too slow.
-    pub async fn accept(&self, stream: TcpStream) -> Result<(Stream, Option<Identity>), TlsError> {
+    pub async fn accept(&self, stream: TcpStream) -> Result<(Stream, Option<VerifiedIdentity>), TlsError> {
         match self {
             Security::Plain => Ok((Stream::Plain(stream), None)),
             Security::Tls(tls) => {
@@ -265,7 +266,7 @@ mod tests {
 
     use super::*;
     use crate::authority::{Authority, CERTIFICATE_VALID};
-    use crate::name::Role;
+    use crate::name::Identity;
 
     fn settings(folder: &TempDir, role: Role) -> TlsSettings {
         let authority = Authority::create("test").expect("a valid name");
@@ -347,7 +348,7 @@ mod tests {
             let (server_side, identity) = accepted.await.expect("the task ends");
             assert_eq!(&received, b"hello");
             assert_eq!(
-                identity.map(|one| one.role),
+                identity.map(|one| one.identity.role),
                 matches!(security, Security::Tls(_)).then_some(Role::Member)
             );
             assert_eq!(

@@ -10,7 +10,7 @@
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -32,7 +32,8 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
 
-use crate::credentials::{Credentials, CredentialsError, identity_of};
+use crate::credentials::{Credentials, CredentialsError, identity_of, verified_identity_of};
+use crate::limits::VerifiedIdentity;
 use crate::name::{Identity, Role};
 
 /// Time limit of a handshake: a client that sends nothing is closed.
@@ -56,12 +57,25 @@ pub enum Expected {
 #[derive(Clone)]
 pub struct Tls {
     current: Arc<Current>,
-    server: Arc<ServerConfig>,
-    /// Like `server`, with access to the keys for [`crate::records`].
-    extracting_server: Arc<ServerConfig>,
-    /// As `server`, and also admits clients without a certificate.
-    open_server: Arc<ServerConfig>,
     provider: Arc<CryptoProvider>,
+}
+
+/// Configuration of one accepted connection.
+pub(crate) struct Accepting {
+    pub(crate) config: ServerConfig,
+    pub(crate) claim: Claim,
+}
+
+/// Identity in a certificate that a handshake has refused: not verified, so only for the log.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Claim(Arc<OnceLock<Identity>>);
+
+/// Whether a client needs a certificate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ClientCertificate {
+    Required,
+    /// An invalid one is refused.
+    Optional,
 }
 
 /// Reason why a connection was not established.
@@ -84,6 +98,14 @@ pub enum TlsError {
     /// The certificate of the other side states no identity.
     #[error("the other side has an invalid certificate: {0}")]
     Certificate(#[from] CredentialsError),
+    /// The certificate of a client is refused.
+    #[error("{error}; the refused certificate names {claimed}")]
+    Client {
+        /// Identity in the certificate, which is not verified.
+        claimed: Identity,
+        /// Reason of the refusal.
+        error: Box<TlsError>,
+    },
 }
 
 /// Credentials that are in use.
@@ -92,9 +114,25 @@ struct Current {
     provider: Arc<CryptoProvider>,
 }
 
+/// Error of rustls in an error of a stream.
+fn inner(error: &std::io::Error) -> Option<&Error> {
+    error.get_ref().and_then(|inner| inner.downcast_ref::<Error>())
+}
+
+fn kind_of_certificate(invalid: &CertificateError) -> &'static str {
+    match invalid {
+        CertificateError::Expired
+        | CertificateError::ExpiredContext { .. }
+        | CertificateError::NotValidYet
+        | CertificateError::NotValidYetContext { .. } => "certificate_not_valid_now",
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => "certificate_untrusted",
+        _ => "certificate_invalid",
+    }
+}
+
 impl From<std::io::Error> for TlsError {
     fn from(error: std::io::Error) -> TlsError {
-        match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
+        match inner(&error) {
             Some(Error::InvalidMessage(_)) => TlsError::NotTls,
             Some(Error::AlertReceived(alert)) => TlsError::Refused(format!("{alert:?}")),
             _ => TlsError::Handshake(error),
@@ -103,13 +141,19 @@ impl From<std::io::Error> for TlsError {
 }
 
 impl TlsError {
-    /// Name of the kind of error, for the log.
+    /// Name of the kind of error, for the log: each kind is one condition.
     pub fn kind(&self) -> &'static str {
         match self {
             TlsError::Timeout => "handshake_timeout",
             TlsError::NotTls => "handshake_plain",
             TlsError::Refused(_) => "handshake_refused",
-            TlsError::Handshake(_) | TlsError::Certificate(_) => "handshake_failed",
+            TlsError::Certificate(_) => "certificate_unnamed",
+            TlsError::Client { error, .. } => error.kind(),
+            TlsError::Handshake(error) => match inner(error) {
+                Some(Error::NoCertificatesPresented) => "certificate_absent",
+                Some(Error::InvalidCertificate(invalid)) => kind_of_certificate(invalid),
+                _ => "handshake_failed",
+            },
         }
     }
 }
@@ -149,28 +193,23 @@ impl Tls {
             credentials: RwLock::new(Arc::new(credentials)),
             provider: Arc::clone(&provider),
         });
-        let server = |clients: Arc<dyn ClientCertVerifier>| {
-            let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
-                .with_protocol_versions(&[&TLS13])
-                .expect("the provider has TLS 1.3")
-                .with_client_cert_verifier(clients)
-                .with_cert_resolver(Arc::clone(&current) as Arc<dyn ResolvesServerCert>);
-            // A resumed session would skip the verification of the client's certificate, which may have ended.
-            server.send_tls13_tickets = 0;
-            server.session_storage = Arc::new(NoServerSessionStorage {});
-            server
-        };
-        let open_server = Arc::new(server(Arc::new(OptionalClient(Arc::clone(&current)))));
-        let server = server(Arc::clone(&current) as Arc<dyn ClientCertVerifier>);
-        let mut extracting_server = server.clone();
-        extracting_server.enable_secret_extraction = true;
-        let (server, extracting_server) = (Arc::new(server), Arc::new(extracting_server));
-        Tls { current, server, extracting_server, open_server, provider }
+        Tls { current, provider }
     }
 
-    /// Configuration of servers that encrypt records themselves.
-    pub(crate) fn extracting_server(&self) -> Arc<ServerConfig> {
-        Arc::clone(&self.extracting_server)
+    /// Configuration of a server for one connection.
+    pub(crate) fn accepting(&self, certificate: ClientCertificate) -> Accepting {
+        let claim = Claim::default();
+        let clients =
+            ClientVerifier { current: Arc::clone(&self.current), certificate, claim: claim.clone() };
+        let mut config = ServerConfig::builder_with_provider(Arc::clone(&self.provider))
+            .with_protocol_versions(&[&TLS13])
+            .expect("the provider has TLS 1.3")
+            .with_client_cert_verifier(Arc::new(clients))
+            .with_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesServerCert>);
+        // A resumed session would skip the verification of the client's certificate, which may have ended.
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Accepting { config, claim }
     }
 
     /// Credentials that are in use.
@@ -190,8 +229,8 @@ impl Tls {
     pub async fn accept(
         &self,
         stream: TcpStream,
-    ) -> Result<(server::TlsStream<TcpStream>, Identity), TlsError> {
-        let (stream, identity) = handshake(&self.server, stream).await?;
+    ) -> Result<(server::TlsStream<TcpStream>, VerifiedIdentity), TlsError> {
+        let (stream, identity) = handshake(self.accepting(ClientCertificate::Required), stream).await?;
         Ok((stream, identity.expect("the verifier requires a certificate")))
     }
 
@@ -203,8 +242,8 @@ impl Tls {
     pub async fn accept_optional(
         &self,
         stream: TcpStream,
-    ) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
-        handshake(&self.open_server, stream).await
+    ) -> Result<(server::TlsStream<TcpStream>, Option<VerifiedIdentity>), TlsError> {
+        handshake(self.accepting(ClientCertificate::Optional), stream).await
     }
 
     /// Connects over a stream to a server of the expected role.
@@ -250,22 +289,32 @@ impl Tls {
 
 /// Completes the server's side of a handshake; returns the identity of the client if it has a certificate.
 async fn handshake(
-    config: &Arc<ServerConfig>,
+    Accepting { config, claim }: Accepting,
     stream: TcpStream,
-) -> Result<(server::TlsStream<TcpStream>, Option<Identity>), TlsError> {
-    let accepting = TlsAcceptor::from(Arc::clone(config)).accept(stream).into_fallible();
+) -> Result<(server::TlsStream<TcpStream>, Option<VerifiedIdentity>), TlsError> {
+    let accepting = TlsAcceptor::from(Arc::new(config)).accept(stream).into_fallible();
     let accepted = timeout(HANDSHAKE_WITHIN, accepting).await.map_err(|_| TlsError::Timeout)?;
     let stream = match accepted {
         Ok(stream) => stream,
         Err((error, stream)) => {
             // The result is irrelevant: the connection is closed in any case.
             let _ = timeout(REASON_READ_WITHIN, let_client_read(stream)).await;
-            return Err(error.into());
+            return Err(claim.explain(error.into()));
         }
     };
     let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-    let identity = certificate.map(identity_of).transpose()?;
+    let identity = certificate.map(verified_identity_of).transpose()?;
     Ok((stream, identity))
+}
+
+impl Claim {
+    /// Adds the identity in a refused certificate to the error.
+    pub(crate) fn explain(&self, error: TlsError) -> TlsError {
+        match self.0.get() {
+            Some(claimed) => TlsError::Client { claimed: claimed.clone(), error: Box::new(error) },
+            None => error,
+        }
+    }
 }
 
 /// Ends our side, and reads what the client sends meanwhile: closing with unread bytes would discard the alert that
@@ -357,13 +406,17 @@ impl ClientCertVerifier for Current {
     }
 }
 
-/// Verifies a client's certificate if it has one.
+/// Verifies the client of one connection.
 #[derive(Debug)]
-struct OptionalClient(Arc<Current>);
+struct ClientVerifier {
+    current: Arc<Current>,
+    certificate: ClientCertificate,
+    claim: Claim,
+}
 
-impl ClientCertVerifier for OptionalClient {
+impl ClientCertVerifier for ClientVerifier {
     fn client_auth_mandatory(&self) -> bool {
-        false
+        self.certificate == ClientCertificate::Required
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
@@ -376,7 +429,12 @@ impl ClientCertVerifier for OptionalClient {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.0.verify_client_cert(certificate, intermediates, now)
+        self.current.verify_client_cert(certificate, intermediates, now).inspect_err(|_| {
+            if let Ok(claimed) = identity_of(certificate) {
+                // A client shows one certificate.
+                let _ = self.claim.0.set(claimed);
+            }
+        })
     }
 
     fn verify_tls12_signature(
@@ -385,7 +443,7 @@ impl ClientCertVerifier for OptionalClient {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        ClientCertVerifier::verify_tls12_signature(&*self.0, message, certificate, signed)
+        ClientCertVerifier::verify_tls12_signature(&*self.current, message, certificate, signed)
     }
 
     fn verify_tls13_signature(
@@ -394,11 +452,11 @@ impl ClientCertVerifier for OptionalClient {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        ClientCertVerifier::verify_tls13_signature(&*self.0, message, certificate, signed)
+        ClientCertVerifier::verify_tls13_signature(&*self.current, message, certificate, signed)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        ClientCertVerifier::supported_verify_schemes(&*self.0)
+        ClientCertVerifier::supported_verify_schemes(&*self.current)
     }
 }
 

@@ -37,7 +37,7 @@ use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
 use serde::Serialize;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 
 use crate::config::Settings;
 use crate::core_loop::{Inbox, Input, Liveness};
@@ -54,9 +54,6 @@ const CORE_PATIENCE: Duration = Duration::from_secs(1);
 /// `/startz` responds after this time even if the agent is not ready; from then on failing readiness probes
 /// report it.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
-
-/// Concurrent callers of `/startz`; the kubelet is one.
-static WAITING: Semaphore = Semaphore::const_new(4);
 
 /// Interval at which `/startz` checks whether the agent is ready.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
@@ -244,8 +241,6 @@ async fn readyz(State(context): State<Arc<AdminContext>>) -> Response {
 
 /// Responds once the agent is ready, so the kubelet's probe does not fail during a normal start.
 async fn startz(State(context): State<Arc<AdminContext>>) -> Response {
-    // Waiting callers occupy connections; more of them could exclude probes.
-    let Ok(_waits) = WAITING.try_acquire() else { return unavailable("busy\n") };
     let begun = Instant::now();
     while !context.ready.load(Ordering::Acquire) && begun.elapsed() < STARTS_WITHIN {
         tokio::time::sleep(CHECK_EVERY).await;

@@ -23,16 +23,13 @@ use reprise_daemon::guard::Guard;
 use reprise_daemon::http;
 use reprise_daemon::rejected_connections::RejectedConnections;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::context::Context;
 
 /// Longest wait of `/startz`. Then it answers although the replica is not ready, and readiness probes report
 /// that.
 const STARTS_WITHIN: Duration = Duration::from_secs(50);
-
-/// Callers of `/startz` that may wait at the same time. The kubelet is one.
-static WAITING: Semaphore = Semaphore::const_new(4);
 
 /// State shared by the request handlers.
 #[derive(Clone)]
@@ -106,10 +103,6 @@ async fn readyz(State(pages): State<Pages>) -> Response {
 }
 
 async fn startz(State(pages): State<Pages>) -> Response {
-    // Waiting callers keep their connections. Without a bound they would leave none for probes.
-    let Ok(_waits) = WAITING.try_acquire() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, "busy\n").into_response();
-    };
     let mut ready = pages.ready.clone();
     // An error means a timeout or a process that is ending: answer with the health in both cases.
     let _ = tokio::time::timeout(STARTS_WITHIN, ready.wait_for(|ready| *ready)).await;

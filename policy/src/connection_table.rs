@@ -5,9 +5,9 @@
 //! the time until `connections_max - 1` further ones arrive to send its first request.
 //!
 //! ```text
-//!   admit ──► Fresh ──set_known──► Known ──set_busy──► Busy
-//!               │                    │ ▲───set_known──────┘
-//!               └── closed first     └── closed when no connection is fresh; a busy one is never closed
+//!   admit ──► Fresh, Returning ──set_known──► Known ──set_busy──► Busy
+//!               │                               │ ▲───set_known──────┘
+//!               └── closed first                └── closed when no connection is fresh; a busy one is never closed
 //! ```
 //!
 //! Within a phase, the connection that entered it first is closed first. The table counts events instead of
@@ -21,6 +21,9 @@ use std::collections::BTreeMap;
 /// Maximum open connections beyond the table's: closed to make room, and not ended yet.
 pub const CLOSING_MAX: usize = 8;
 
+/// Maximum number of remembered owners that have shown an identity: the nodes of a cluster. Less than 64 bytes each.
+pub const PROVEN_MAX: usize = 4096;
+
 /// Identifier of a connection in a [`ConnectionTable`]; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(u64);
@@ -30,6 +33,8 @@ pub struct ConnectionId(u64);
 enum Phase {
     /// The connection has not sent a valid greeting or request.
     Fresh,
+    /// The same, but its owner has shown an identity on an earlier connection.
+    Returning,
     /// The connection has sent one, and is idle.
     Known,
 }
@@ -46,6 +51,8 @@ pub struct ConnectionTable<C, O = ()> {
     connections: BTreeMap<ConnectionId, Connection<O>>,
     /// Number of connections of each owner that has any.
     owned: BTreeMap<O, usize>,
+    /// Owners whose connections were assigned to an identity, with the time of the last one.
+    proven: BTreeMap<O, u64>,
     /// Number of connections that were closed to make room and have not ended.
     closing: usize,
 }
@@ -102,6 +109,7 @@ impl<C, O: Ord + Clone> ConnectionTable<C, O> {
             idle: BTreeMap::new(),
             connections: BTreeMap::new(),
             owned: BTreeMap::new(),
+            proven: BTreeMap::new(),
             closing: 0,
         }
     }
@@ -126,7 +134,8 @@ impl<C, O: Ord + Clone> ConnectionTable<C, O> {
             return Admission::Full(close);
         }
         let id = ConnectionId(self.tick());
-        let place = (Phase::Fresh, self.tick());
+        let is_proven = owner.as_ref().is_some_and(|owner| self.proven.contains_key(owner));
+        let place = (if is_proven { Phase::Returning } else { Phase::Fresh }, self.tick());
         self.idle.insert(place, (id, close));
         self.count(owner.as_ref());
         self.connections.insert(id, Connection { place: Some(place), owner });
@@ -150,7 +159,10 @@ impl<C, O: Ord + Clone> ConnectionTable<C, O> {
         };
         self.count(Some(&owner));
         let former = self.connections.get_mut(&id).and_then(|connection| connection.owner.replace(owner));
-        self.discount(former);
+        if let Some(former) = former {
+            self.remember(&former);
+            self.discount(Some(former));
+        }
         closed.map_or(Assignment::Assigned, Assignment::Replaced)
     }
 
@@ -205,6 +217,20 @@ impl<C, O: Ord + Clone> ConnectionTable<C, O> {
     fn tick(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+
+    /// Remembers an owner whose client has shown an identity; forgets the one that did so least recently.
+    fn remember(&mut self, owner: &O) {
+        let now = self.tick();
+        if let Some(last) = self.proven.get_mut(owner) {
+            *last = now;
+            return;
+        }
+        if self.proven.len() >= PROVEN_MAX {
+            let oldest = self.proven.iter().min_by_key(|(_, last)| **last).map(|(owner, _)| owner.clone());
+            oldest.map(|oldest| self.proven.remove(&oldest));
+        }
+        self.proven.insert(owner.clone(), now);
     }
 
     fn has_share(&self, owner: &O) -> bool {
@@ -355,6 +381,48 @@ mod tests {
         };
         assert_eq!(table.assign(third, "a"), Assignment::Refused);
         assert_eq!(table.assign(first, "b"), Assignment::Refused, "it was closed to make room");
+    }
+
+    #[test]
+    fn new_connections_of_a_proven_address_outlast_a_flood_of_others() {
+        let mut table = ConnectionTable::with_share(8, 4);
+        let Admission::Admitted(first) = table.admit_from(Some(1), 0) else { panic!("there is room") };
+        assert_eq!(table.assign(first, 1000), Assignment::Assigned);
+        table.remove(first);
+        let Admission::Admitted(again) = table.admit_from(Some(1), 1) else { panic!("there is room") };
+        for flood in 2..200 {
+            match table.admit_from(Some(flood), flood) {
+                Admission::Admitted(_) => {}
+                Admission::Replaced { closed, .. } => {
+                    assert_ne!(closed, 1, "connection of the proven address")
+                }
+                Admission::Full(_) => panic!("fresh connections make room"),
+            }
+        }
+        // It is still there, and a connection without an earlier one is not.
+        assert_eq!(table.assign(again, 1000), Assignment::Assigned);
+        let Admission::Replaced { id: unknown, .. } = table.admit_from(Some(200), 200) else {
+            panic!("the table is full")
+        };
+        for flood in 201..220 {
+            table.admit_from(Some(flood), flood);
+        }
+        assert_eq!(table.assign(unknown, 1001), Assignment::Refused, "it made room");
+    }
+
+    #[test]
+    fn remembered_addresses_are_bounded() {
+        let mut table = ConnectionTable::with_share(8, 8);
+        let most = u32::try_from(PROVEN_MAX).expect("small");
+        for address in 0..most + 10 {
+            let Admission::Admitted(id) = table.admit_from(Some(address), address) else {
+                panic!("there is room")
+            };
+            assert_eq!(table.assign(id, u32::MAX), Assignment::Assigned);
+            table.remove(id);
+        }
+        assert_eq!(table.proven.len(), PROVEN_MAX);
+        assert!(!table.proven.contains_key(&9) && table.proven.contains_key(&10), "the oldest are forgotten");
     }
 
     proptest! {

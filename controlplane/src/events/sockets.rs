@@ -12,6 +12,9 @@
 //! ZeroMQ's protocol has no TLS. With certificates, it is spoken inside our TLS, to readers that may follow events;
 //! `reprise events proxy` gives routers a plain socket on loopback. One reader has at most half of a socket's
 //! connections.
+//!
+//! A connection ends after a day, and before its reader's certificate has ended: between two batches or replays, so
+//! ZeroMQ connects again, and a router misses at most batches that it can have replayed.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,6 +23,7 @@ use std::time::Duration;
 use reprise_daemon::connections::{ConnectionLimit, Permit};
 use reprise_daemon::rejected_connections::Reason;
 use reprise_identity::access::{Call, authorise};
+use reprise_identity::limits::{CONNECTION_AGE_MAX, Client, VerifiedIdentity};
 use reprise_identity::tls::TlsError;
 use reprise_identity::{Security, Stream};
 use rustix::net::sockopt;
@@ -27,7 +31,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::publisher::{Batch, Hub};
 use super::replay;
@@ -52,6 +56,9 @@ const WRITE_BYTES: usize = 64 << 10;
 const RECEIVED_MAX: usize = 8;
 /// Maximum number of subscriptions per subscriber; there is only one topic.
 const SUBSCRIPTIONS_MAX: usize = 64;
+
+/// End of a connection that is replaced.
+const TOO_OLD: ZmtpError = ZmtpError::Peer("has an old connection, and opens another one");
 
 /// Buffered output of a connection.
 #[derive(Debug)]
@@ -96,7 +103,8 @@ async fn serve_connection(
     permit: &Permit,
 ) -> Result<Infallible, ZmtpError> {
     keep_alive(&stream)?;
-    let mut stream = identify(stream, security, permit).await?;
+    let (mut stream, age_max) = identify(stream, security, permit).await?;
+    let end = Instant::now() + age_max;
     let greeted = timeout(GREETED_WITHIN, zmtp::greet(&mut stream, role)).await.map_err(|_| {
         permit.limit().count(Reason::Timeout);
         ZmtpError::Peer("sent no greeting in time")
@@ -110,35 +118,42 @@ async fn serve_connection(
         ended = listen(BufReader::new(read), sender) => ended,
         ended = async {
             match role {
-                Role::Publisher => publish((hub, permit), received, out).await,
-                Role::Router => answer((hub, permit), received, out).await,
+                Role::Publisher => publish((hub, permit), received, out, end).await,
+                Role::Router => answer((hub, permit), received, out, end).await,
             }
         } => ended,
     }
 }
 
-/// Completes the handshake of a reader, and checks whether it may follow events.
-async fn identify(stream: TcpStream, security: &Security, permit: &Permit) -> Result<Stream, ZmtpError> {
+/// Completes the handshake of a reader, and checks whether it may follow events. Returns the age at which the
+/// connection is replaced.
+async fn identify(
+    stream: TcpStream,
+    security: &Security,
+    permit: &Permit,
+) -> Result<(Stream, Duration), ZmtpError> {
     let listener = permit.limit().listener().as_str();
-    let client = stream.peer_addr().ok().map(tracing::field::display);
+    let address = stream.peer_addr().ok();
     let refuse = |reason| permit.limit().count(reason);
     match security.accept(stream).await {
-        Ok((stream, None)) => Ok(stream),
-        Ok((stream, Some(identity))) => {
+        Ok((stream, None)) => Ok((stream, CONNECTION_AGE_MAX)),
+        Ok((stream, Some(VerifiedIdentity { identity, validity }))) => {
             if let Err(refusal) = authorise(Some(&identity), Call::SubscribeEvents) {
                 refuse(Reason::Refused);
-                tracing::warn!(listener, client, %refusal, "refused a reader of events");
+                tracing::warn!(listener, client = %identity, %refusal, "refused a reader of events");
                 return Err(ZmtpError::Peer("may not follow events"));
             }
             if permit.set_identity(&identity) {
-                Ok(stream)
+                Ok((stream, validity.replaced_after()))
             } else {
                 Err(ZmtpError::Peer("has its share of the connections"))
             }
         }
         Err(error) => {
             refuse(if matches!(error, TlsError::Timeout) { Reason::Timeout } else { Reason::Refused });
-            tracing::warn!(listener, client, %error, "refused a connection");
+            let client = address.map(|address| tracing::field::display(Client::at(address.ip())));
+            let condition = error.kind();
+            tracing::warn!(condition, listener, client, %error, "refused a connection");
             Err(ZmtpError::Peer("has no valid certificate"))
         }
     }
@@ -170,6 +185,7 @@ async fn publish<W: AsyncWrite + Unpin>(
     (hub, permit): (&Hub, &Permit),
     mut received: mpsc::Receiver<PeerMessage>,
     mut out: PeerWriter<W>,
+    end: Instant,
 ) -> Result<Infallible, ZmtpError> {
     let mut subscriptions = Subscriptions::default();
     let mut published = hub.published();
@@ -183,9 +199,10 @@ async fn publish<W: AsyncWrite + Unpin>(
                 None => return Err(ZmtpError::Peer("disconnected")),
             },
             _ = published.changed(), if wanted => {
-                next = send_published(hub, next, &mut out).await?;
+                next = send_published((hub, end), next, &mut out).await?;
             }
             () = sleep(SILENT_MAX), if !wanted => return Err(ZmtpError::Peer("has no subscription")),
+            () = sleep_until(end) => return Err(TOO_OLD),
         }
         match (wanted, subscriptions.matches(&hub.topic)) {
             (false, true) => {
@@ -203,11 +220,15 @@ async fn publish<W: AsyncWrite + Unpin>(
 
 /// Sends all published batches from `next` on; returns the number of the first unpublished one.
 async fn send_published<W: AsyncWrite + Unpin>(
-    hub: &Hub,
+    (hub, end): (&Hub, Instant),
     mut next: u64,
     out: &mut PeerWriter<W>,
 ) -> Result<u64, ZmtpError> {
     loop {
+        // A slow subscriber may never reach the last batch.
+        if Instant::now() >= end {
+            return Err(TOO_OLD);
+        }
         match hub.batch(next) {
             Batch::Available(payload) => {
                 out.message(&[hub.topic.as_bytes(), &next.to_be_bytes(), &payload]).await?;
@@ -230,9 +251,13 @@ async fn answer<W: AsyncWrite + Unpin>(
     (hub, permit): (&Hub, &Permit),
     mut received: mpsc::Receiver<PeerMessage>,
     mut out: PeerWriter<W>,
+    end: Instant,
 ) -> Result<Infallible, ZmtpError> {
     loop {
-        let request = timeout(SILENT_MAX, received.recv()).await;
+        let request = tokio::select! {
+            request = timeout(SILENT_MAX, received.recv()) => request,
+            () = sleep_until(end) => return Err(TOO_OLD),
+        };
         match request.map_err(|_| ZmtpError::Peer("requested no replay"))? {
             Some(PeerMessage::Message(frames)) => {
                 let start = start(&frames).ok_or(ZmtpError::Peer(
@@ -311,8 +336,6 @@ impl Subscriptions {
 
 #[cfg(test)]
 mod tests {
-    use tokio::time::Instant;
-
     use reprise_daemon::rejected_connections::RejectedConnections;
 
     use super::*;
@@ -323,13 +346,18 @@ mod tests {
         Hub::new(cluster(), &EventsConfig::default())
     }
 
+    /// An end that no test reaches.
+    fn late() -> Instant {
+        Instant::now() + CONNECTION_AGE_MAX
+    }
+
     fn out() -> PeerWriter<tokio::io::Sink> {
         PeerWriter { write: tokio::io::sink(), pending: Vec::new() }
     }
 
-    async fn permit() -> Permit {
+    fn permit() -> Permit {
         let limit = ConnectionLimit::new(Role::Router.listener(), 1, RejectedConnections::default());
-        limit.admit().await.expect("there is room")
+        limit.admit().expect("there is room")
     }
 
     /// A message from a peer with these frames.
@@ -339,7 +367,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn closes_a_replay_connection_some_time_after_its_last_request() {
-        let (hub, permit, began) = (hub(), permit().await, Instant::now());
+        let (hub, permit, began) = (hub(), permit(), Instant::now());
         let (sender, received) = mpsc::channel(1);
         let replay = request(&[b"", &0u64.to_be_bytes()]);
         let asking = async {
@@ -348,7 +376,7 @@ mod tests {
             std::future::pending::<()>().await;
         };
         let ended = tokio::select! {
-            ended = answer((&hub, &permit), received, out()) => ended,
+            ended = answer((&hub, &permit), received, out(), late()) => ended,
             () = asking => unreachable!("pending forever"),
         };
         assert!(matches!(ended, Err(ZmtpError::Peer("requested no replay"))), "{ended:?}");
@@ -357,13 +385,30 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn closes_a_connection_without_subscription_but_not_a_silent_subscriber() {
-        let (hub, permit) = (hub(), permit().await);
+        let (hub, permit) = (hub(), permit());
         let (_sender, received) = mpsc::channel(1);
-        let ended = publish((&hub, &permit), received, out()).await;
+        let ended = publish((&hub, &permit), received, out(), late()).await;
         assert!(matches!(ended, Err(ZmtpError::Peer("has no subscription"))), "{ended:?}");
         let (sender, received) = mpsc::channel(1);
         sender.send(request(&[b"\x01"])).await.expect("there is room");
-        let ended = timeout(10 * SILENT_MAX, publish((&hub, &permit), received, out())).await;
+        let ended = timeout(10 * SILENT_MAX, publish((&hub, &permit), received, out(), late())).await;
         assert!(ended.is_err(), "{ended:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn old_connections_end_between_batches_and_behind_replays() {
+        let (hub, permit, began) = (hub(), permit(), Instant::now());
+        let end = began + CONNECTION_AGE_MAX;
+        let (subscriber, received) = mpsc::channel(1);
+        subscriber.send(request(&[b"\x01"])).await.expect("there is room");
+        let ended = publish((&hub, &permit), received, out(), end).await;
+        assert!(matches!(ended, Err(ZmtpError::Peer(reason)) if reason.contains("old")), "{ended:?}");
+        assert!(began.elapsed() >= CONNECTION_AGE_MAX && began.elapsed() < CONNECTION_AGE_MAX + SILENT_MAX);
+        let (router, received) = mpsc::channel(1);
+        let (began, end) = (Instant::now(), Instant::now() + SILENT_MAX / 2);
+        router.send(request(&[b"", &0u64.to_be_bytes()])).await.expect("there is room");
+        let ended = answer((&hub, &permit), received, out(), end).await;
+        assert!(matches!(ended, Err(ZmtpError::Peer(reason)) if reason.contains("old")), "{ended:?}");
+        assert!(began.elapsed() >= SILENT_MAX / 2 && began.elapsed() < SILENT_MAX);
     }
 }

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! [`Authorised`] wraps every service, so a method that the table does not have is refused. Services check the node
-//! that a request acts for, because only they decode it.
+//! that a request acts for, because only they decode it. A connection is kept from its first permitted call on: one whose
+//! caller may do nothing is closed in time, and for others.
 
 use std::convert::Infallible;
 use std::future::ready;
@@ -14,10 +15,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
-use reprise_daemon::connections::ConnectionLimit;
+use reprise_daemon::connections::{ConnectionLimit, Permit};
 use reprise_daemon::rejected_connections::Reason;
 use reprise_identity::Identity;
 use reprise_identity::access::{Call, Grant, Refusal, authorise, authorise_for};
+use reprise_identity::limits::Client;
 use reprise_policy::NodeId;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
@@ -39,7 +41,9 @@ struct CallerState {
     identity: Option<Identity>,
     /// Whether a refusal of this connection has been logged and counted.
     is_refused: AtomicBool,
-    limit: ConnectionLimit,
+    /// Whether the caller has made a call that it may make.
+    has_called: AtomicBool,
+    permit: Permit,
 }
 
 /// A service whose calls are authorised by the caller's role.
@@ -47,13 +51,30 @@ struct CallerState {
 pub(crate) struct Authorised<S>(pub(crate) S);
 
 impl Caller {
-    pub(crate) fn new(
-        address: Option<SocketAddr>,
-        identity: Option<Identity>,
-        limit: ConnectionLimit,
-    ) -> Caller {
-        let is_refused = AtomicBool::new(false);
-        Caller { state: Arc::new(CallerState { address, identity, is_refused, limit }) }
+    pub(crate) fn new(address: Option<SocketAddr>, identity: Option<Identity>, permit: Permit) -> Caller {
+        let (is_refused, has_called) = (AtomicBool::new(false), AtomicBool::new(false));
+        Caller { state: Arc::new(CallerState { address, identity, is_refused, has_called, permit }) }
+    }
+
+    /// Limit of the listener.
+    pub(super) fn limit(&self) -> &ConnectionLimit {
+        self.state.permit.limit()
+    }
+
+    /// Whether the caller has made a call that it may make.
+    pub(super) fn has_called(&self) -> bool {
+        self.state.has_called.load(Ordering::Relaxed)
+    }
+
+    /// Subject of log lines.
+    fn client(&self) -> Option<Client> {
+        let identity = self.state.identity.clone().map(Client::Identity);
+        identity.or_else(|| self.state.address.map(|address| Client::at(address.ip())))
+    }
+
+    pub(super) fn log_end_of_certificate(&self) {
+        let client = self.client().map(tracing::field::display);
+        tracing::info!(client, "closed a connection: the certificate of the client has ended");
     }
 
     /// Checks that the caller acts for its own node. The node of a request may not be known yet: the service then
@@ -85,22 +106,37 @@ impl Caller {
     }
 
     fn authorise_method(&self, path: &str) -> Result<(), Status> {
-        let Some(identity) = self.state.identity.as_ref() else { return Ok(()) };
-        let Some(call) = Call::of_grpc(path) else {
-            let refusal = Refusal::Unknown(path.to_owned());
-            self.refuse(&refusal);
-            return Err(Status::unimplemented(refusal.to_string()));
-        };
-        authorise(Some(identity), call).map(drop).map_err(|refusal| self.refuse(&refusal))
+        if let Some(identity) = self.state.identity.as_ref() {
+            let Some(call) = Call::of_grpc(path) else {
+                let refusal = Refusal::Unknown(path.to_owned());
+                self.refuse(&refusal);
+                return Err(Status::unimplemented(refusal.to_string()));
+            };
+            authorise(Some(identity), call).map_err(|refusal| self.refuse(&refusal))?;
+        }
+        self.keep_connection()
+    }
+
+    /// Keeps the connection from being closed for others, from the first permitted call on.
+    fn keep_connection(&self) -> Result<(), Status> {
+        if self.has_called() {
+            return Ok(());
+        }
+        if !self.state.permit.set_busy() {
+            return Err(Status::unavailable("the connection was closed to make room for another one"));
+        }
+        self.state.has_called.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Logs and counts the first refusal of the connection.
     fn refuse(&self, refusal: &Refusal) -> Status {
         let state = &self.state;
         if !state.is_refused.swap(true, Ordering::Relaxed) {
-            state.limit.count(Reason::Refused);
-            let peer = state.address.map(|address| address.ip().to_string());
-            tracing::warn!(condition = "call_refused", peer, %refusal, "refused a call");
+            self.limit().count(Reason::Refused);
+            let client = self.client().map(tracing::field::display);
+            let socket = state.address.map(tracing::field::display);
+            tracing::warn!(condition = "call_refused", client, socket, %refusal, "refused a call");
         }
         Status::permission_denied(refusal.to_string())
     }
@@ -155,7 +191,8 @@ mod tests {
         let rejected = RejectedConnections::default();
         let identity = role.map(|role| Identity::new("test", role).expect("a valid name"));
         let limit = ConnectionLimit::new(Listener::Grpc, 1, rejected.clone());
-        (Caller::new(None, identity, limit), rejected)
+        let permit = limit.admit().expect("there is room");
+        (Caller::new(None, identity, permit), rejected)
     }
 
     fn node_1() -> Option<Role> {
@@ -175,6 +212,27 @@ mod tests {
         let unknown = caller.authorise_method(&path("Membership/Later")).expect_err("not in the table");
         assert_eq!(unknown.code(), Code::Unimplemented);
         assert_eq!(rejected.get(Listener::Grpc, Reason::Refused), 1);
+    }
+
+    #[test]
+    fn connection_is_kept_from_the_first_permitted_call_on() {
+        let rejected = RejectedConnections::default();
+        let limit = ConnectionLimit::new(Listener::Grpc, 1, rejected.clone());
+        let identity = |role: Role| Some(Identity::new("test", role).expect("a valid name"));
+        let path = "/reprise.controlplane.v2.Membership/Register";
+        let console = Caller::new(None, identity(Role::Console), limit.admit().expect("there is room"));
+        console.authorise_method(path).expect_err("consoles do not register");
+        assert!(!console.has_called());
+        // The refused call keeps no connection: another one replaces it.
+        let permit = limit.admit().expect("there is room");
+        let agent = Caller::new(None, identity(Role::Agent("node-1".to_owned())), permit);
+        agent.authorise_method(path).expect("agents register");
+        assert!(agent.has_called());
+        assert!(limit.admit().is_none(), "its connection is kept");
+        let path = "/reprise.controlplane.v2.Directory/Lookup";
+        let closed = console.authorise_method(path).expect_err("its connection was closed");
+        assert_eq!(closed.code(), Code::Unavailable);
+        assert_eq!(rejected.get(Listener::Grpc, Reason::Full), 1);
     }
 
     #[test]

@@ -1,26 +1,27 @@
-//! A gRPC connection that is closed unless it is used: it must send a preface and a first call in time.
+//! A gRPC connection that is closed unless it is used: it must send a preface and a permitted call in time.
 //!
 //! ```text
-//!   accepted ──preface──► greeted ──first HEADERS frame──► calling
-//!      │ GREETED_WITHIN       │ CALLED_WITHIN                 kept until it ends
+//!   accepted ──preface──► greeted ──first permitted call──► calling
+//!      │ GREETED_WITHIN       │ CALLED_WITHIN                  kept until it ends
 //!      └───────► closed ◄─────┘ also when another connection needs room
 //! ```
 //!
-//! After its first call a connection stays open: agents keep one idle for hours. HTTP/2 pings of the server
-//! detect vanished peers.
+//! After its first permitted call ([`Caller::has_called`]) a connection stays open: agents keep one idle for hours. HTTP/2
+//! pings of the server detect vanished peers. Calls that the caller's role may not make keep no connection. No connection
+//! outlives the certificate of its client.
 //!
-//! Until the first call, received (and decrypted) bytes are scanned for the preface (RFC 9113 §3.4) and for frame headers
-//! (§4.1).
+//! Received (and decrypted) bytes are compared with the preface (RFC 9113 §3.4).
 
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use reprise_daemon::connections::Permit;
 use reprise_daemon::rejected_connections::Reason;
-use reprise_identity::{Identity, Stream};
+use reprise_identity::Stream;
+use reprise_identity::limits::VerifiedIdentity;
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Instant, Sleep, sleep};
@@ -35,79 +36,81 @@ const CALLED_WITHIN: Duration = Duration::from_secs(60);
 
 /// Connection preface, RFC 9113 §3.4.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Size of a frame header, RFC 9113 §4.1: length (24 bits), type, flags, stream.
-const FRAME_HEADER_BYTES: usize = 9;
-/// Type of a HEADERS frame, RFC 9113 §6.2.
-const HEADERS: u8 = 1;
-
-/// A connection with its permit and, until the first call, its time limit.
+/// A connection with its caller, which has its permit, and its time limits.
 pub(super) struct Connection {
     stream: Stream,
-    permit: Permit,
     caller: Caller,
-    /// Time limit and scanner; `None` after the first call.
+    /// Time limit and preface; `None` after the first permitted call.
     unused: Option<UnusedTimeout>,
+    /// End of the client's certificate; `None` without one.
+    certificate_end: Option<Pin<Box<Sleep>>>,
 }
 
-/// State of a connection without a call.
+/// State of a connection without a permitted call.
 struct UnusedTimeout {
-    scan: FrameScanner,
+    preface: Preface,
     deadline: Pin<Box<Sleep>>,
     closed: Pin<Box<OwnedNotified>>,
 }
 
-/// Scanner position in the bytes of a client.
-#[derive(Debug, Default)]
-struct FrameScanner {
-    preface: usize,
-    header: [u8; FRAME_HEADER_BYTES],
-    header_bytes: usize,
-    /// Remaining payload bytes of the current frame; `usize::MAX` after invalid data.
-    payload: usize,
-}
-
-/// Progress that the scanned bytes show.
+/// Progress in the first bytes of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ScanResult {
-    Nothing,
-    Preface,
-    Call,
-    NotHttp2,
+enum Preface {
+    /// So many bytes of it have arrived.
+    Partial(usize),
+    Complete,
+    /// The bytes differ from it.
+    Invalid,
 }
 
 impl Connection {
     /// Wraps a stream after its handshake; must run on the runtime that serves the connection.
-    pub(super) fn new(stream: Stream, identity: Option<Identity>, permit: Permit) -> Connection {
+    pub(super) fn new(stream: Stream, client: Option<VerifiedIdentity>, permit: Permit) -> Connection {
         let address = stream.socket().peer_addr().ok();
-        let caller = Caller::new(address, identity, permit.limit().clone());
         let deadline = Box::pin(sleep(GREETED_WITHIN));
-        let unused = UnusedTimeout {
-            scan: FrameScanner::default(),
-            deadline,
-            closed: Box::pin(permit.closed_owned()),
-        };
-        Connection { stream, permit, caller, unused: Some(unused) }
+        let closed = Box::pin(permit.closed_owned());
+        let unused = UnusedTimeout { preface: Preface::Partial(0), deadline, closed };
+        let ends_within = client.as_ref().map(|client| client.validity.closed_after());
+        let certificate_end = ends_within.map(|left| Box::pin(sleep(left)));
+        let caller = Caller::new(address, client.map(|client| client.identity), permit);
+        Connection { stream, caller, unused: Some(unused), certificate_end }
     }
 
-    /// Scans received bytes. Fails for a first call on a connection that was closed to make room.
-    fn scan(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let Some(unused) = &mut self.unused else { return Ok(()) };
-        match unused.scan.feed(bytes) {
-            ScanResult::Nothing => {}
-            ScanResult::Preface => unused.deadline.as_mut().reset(Instant::now() + CALLED_WITHIN),
-            ScanResult::Call => {
-                if !self.permit.set_busy() {
-                    return Err(io::ErrorKind::ConnectionAborted.into());
-                }
-                self.unused = None;
+    /// Returns ready when the connection must be closed.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.caller.has_called() {
+            self.unused = None;
+        }
+        if let Some(unused) = &mut self.unused
+            && let Poll::Ready(reason) = unused.poll_expiry(context)
+        {
+            if let Some(reason) = reason {
+                self.caller.limit().count(reason);
+            }
+            return Poll::Ready(());
+        }
+        if let Some(end) = &mut self.certificate_end
+            && end.as_mut().poll(context).is_ready()
+        {
+            self.caller.log_end_of_certificate();
+            return Poll::Ready(());
+        }
+        Poll::Pending
+    }
+
+    /// Compares received bytes with the preface.
+    fn scan(&mut self, bytes: &[u8]) {
+        let Some(unused) = &mut self.unused else { return };
+        let before = unused.preface;
+        unused.preface = before.after(bytes);
+        match unused.preface {
+            Preface::Complete if before != Preface::Complete => {
+                unused.deadline.as_mut().reset(Instant::now() + CALLED_WITHIN);
             }
             // The server replies with an error and closes the connection.
-            ScanResult::NotHttp2 => {
-                self.permit.limit().count(Reason::Protocol);
-                unused.scan.payload = usize::MAX;
-            }
+            Preface::Invalid if before != Preface::Invalid => self.caller.limit().count(Reason::Protocol),
+            _ => {}
         }
-        Ok(())
     }
 }
 
@@ -121,44 +124,19 @@ impl UnusedTimeout {
     }
 }
 
-impl FrameScanner {
-    /// Scans bytes and returns the furthest progress.
-    fn feed(&mut self, mut bytes: &[u8]) -> ScanResult {
-        let mut result = ScanResult::Nothing;
-        if self.payload == usize::MAX {
-            return result;
+impl Preface {
+    /// State after further bytes.
+    fn after(self, bytes: &[u8]) -> Preface {
+        let Preface::Partial(count) = self else { return self };
+        let rest = &PREFACE[count..];
+        let length = bytes.len().min(rest.len());
+        if bytes[..length] != rest[..length] {
+            Preface::Invalid
+        } else if length == rest.len() {
+            Preface::Complete
+        } else {
+            Preface::Partial(count + length)
         }
-        if self.preface < PREFACE.len() {
-            let length = bytes.len().min(PREFACE.len() - self.preface);
-            let (preface, rest) = bytes.split_at(length);
-            if preface != &PREFACE[self.preface..self.preface + length] {
-                return ScanResult::NotHttp2;
-            }
-            self.preface += length;
-            bytes = rest;
-            if self.preface == PREFACE.len() {
-                result = ScanResult::Preface;
-            }
-        }
-        while !bytes.is_empty() {
-            let skipped = self.payload.min(bytes.len());
-            self.payload -= skipped;
-            bytes = &bytes[skipped..];
-            let length = bytes.len().min(FRAME_HEADER_BYTES - self.header_bytes);
-            let (header, rest) = bytes.split_at(length);
-            self.header[self.header_bytes..self.header_bytes + length].copy_from_slice(header);
-            self.header_bytes += length;
-            bytes = rest;
-            if self.header_bytes == FRAME_HEADER_BYTES {
-                let [high, middle, low, kind, ..] = self.header;
-                if kind == HEADERS {
-                    return ScanResult::Call;
-                }
-                self.payload = usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low);
-                self.header_bytes = 0;
-            }
-        }
-        result
     }
 }
 
@@ -168,16 +146,16 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // First, so that a client that sends without a pause is closed as well.
+        if self.poll_end(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
         let before = buffer.filled().len();
-        if let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(context, buffer) {
-            read?;
-            return Poll::Ready(self.scan(&buffer.filled()[before..]));
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if let Poll::Ready(Ok(())) = read {
+            self.scan(&buffer.filled()[before..]);
         }
-        let Some(unused) = &mut self.unused else { return Poll::Pending };
-        if let Some(reason) = ready!(unused.poll_expiry(context)) {
-            self.permit.limit().count(reason);
-        }
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        read
     }
 }
 
@@ -197,48 +175,28 @@ mod tests {
 
     use super::*;
 
-    /// Preface, SETTINGS with one entry, WINDOW_UPDATE, SETTINGS acknowledged, PING acknowledged.
-    fn greeting() -> Vec<u8> {
-        let mut bytes = PREFACE.to_vec();
-        bytes.extend([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 1, 0]);
-        bytes.extend([0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff]);
-        bytes.extend([0, 0, 0, 4, 1, 0, 0, 0, 0]);
-        bytes.extend([0, 0, 8, 6, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]);
-        bytes
-    }
-
-    fn call() -> Vec<u8> {
-        vec![0, 0, 3, HEADERS, 4, 0, 0, 0, 1, 0x82, 0x86, 0x84]
-    }
-
     #[test]
     fn detects_an_invalid_preface() {
         for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 40], b"PRI * HTTP/2.1"] {
-            assert_eq!(FrameScanner::default().feed(garbage), ScanResult::NotHttp2);
+            assert_eq!(Preface::Partial(0).after(garbage), Preface::Invalid);
         }
     }
 
     proptest! {
         #[test]
-        fn detects_the_first_call_for_any_split_of_the_bytes(
-            cuts in prop::collection::vec(1usize..20, 1..100),
-        ) {
-            let (greeting, call) = (greeting(), call());
-            let bytes = [greeting.as_slice(), &call].concat();
-            let (mut scan, mut at, mut greeted) = (FrameScanner::default(), 0, false);
+        fn detects_the_preface_for_any_split_of_the_bytes(cuts in prop::collection::vec(1usize..20, 1..40)) {
+            let bytes = [PREFACE, &[0, 0, 6, 4, 0]].concat();
+            let (mut preface, mut at) = (Preface::Partial(0), 0);
             for cut in cuts.into_iter().chain(std::iter::repeat(7)) {
                 let end = (at + cut).min(bytes.len());
-                let result = scan.feed(&bytes[at..end]);
+                preface = preface.after(&bytes[at..end]);
                 at = end;
-                greeted |= result == ScanResult::Preface;
-                if result == ScanResult::Call {
+                let expected = if at < PREFACE.len() { Preface::Partial(at) } else { Preface::Complete };
+                prop_assert_eq!(preface, expected);
+                if at == bytes.len() {
                     break;
                 }
-                prop_assert!(result != ScanResult::NotHttp2);
-                prop_assert!(at < greeting.len() + FRAME_HEADER_BYTES, "the call was not detected");
             }
-            prop_assert!(at >= greeting.len() + FRAME_HEADER_BYTES);
-            prop_assert!(greeted || at >= PREFACE.len());
         }
     }
 }

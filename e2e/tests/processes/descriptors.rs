@@ -5,11 +5,12 @@
 //! * Idle connections use up neither the descriptors nor the connections of other clients.
 
 use std::fs;
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use reprise_e2e::content::small;
 use reprise_e2e::control_plane::{self, Store};
-use reprise_e2e::flood::{idle, idle_at, raise_own_limit, under_limits};
+use reprise_e2e::flood::{idle, idle_at, raise_own_limit, startup_probe, under_limits};
 use reprise_e2e::process::{StartingProcess, binary};
 use reprise_e2e::{Admin, Agent, AgentConfig, LoadParams, PATIENCE, TestEnv, fast_call, wait_until};
 
@@ -201,6 +202,10 @@ fn idle_connections_do_not_block_probes_of_an_operator() {
     let _idle = idle(admin.address(), IDLE);
     assert_healthy(&admin);
     let _more = idle(admin.address(), 2000);
+    assert_healthy(&admin);
+    // The operator is not ready, so startup probes wait: more of them than it has connections keep out no other probe.
+    let waiting = (0..100).filter_map(|_| startup_probe(Ipv4Addr::LOCALHOST, admin.address()));
+    let _waiting: Vec<_> = waiting.collect();
     assert_healthy(&admin);
     let labels = "listener=\"admin\",reason=\"idle\"";
     assert!(admin.metric("reprise_operator_connections_rejected_total", labels) >= 2200.0);

@@ -1,6 +1,7 @@
 //! Agents, members and engines as processes on one machine: their services, the faults they survive, and
 //! their errors.
 
+mod abuse;
 mod access;
 mod admin_commands;
 mod agent;
@@ -21,6 +22,7 @@ mod extents;
 mod failure_report;
 mod floods;
 mod kill;
+mod listeners;
 mod members;
 mod node_removal;
 mod nodes;

@@ -127,6 +127,25 @@ fn changes_of_the_key_without_data_between_them_are_refused() {
 }
 
 #[test]
+fn early_changes_of_the_key_are_bounded() {
+    let ((client, _near), (mut server, _far)) = connected();
+    let mut sealer = client.sealer.with_records_per_key(0);
+    let mut opened = 0;
+    let refused = loop {
+        let records = seal(&mut sealer, b"block");
+        let result: Result<Vec<_>, _> =
+            records.iter().map(|record| open(&mut server.opener, record)).collect();
+        match result {
+            Ok(_) => opened += 1,
+            Err(error) => break error,
+        }
+        assert!(opened < 1_000, "changes without a bound");
+    };
+    assert!(matches!(refused, RecordError::Malformed("too many changes of the key")), "{refused}");
+    assert_eq!(opened, 16, "a sender may change its key early a few times");
+}
+
+#[test]
 fn changed_repeated_and_foreign_records_are_refused() {
     let ((mut client, _near), (mut server, _far)) = connected();
     let records = seal(&mut client.sealer, b"block");

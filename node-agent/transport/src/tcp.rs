@@ -30,7 +30,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use reprise_buffers::Arena;
-use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable};
+use reprise_identity::limits::{Client, share_of};
+use reprise_identity::{Identity, Security};
+use reprise_policy::connection_table::{Admission, Assignment, ConnectionId, ConnectionTable};
 use reprise_policy::peer::{FetchRequest, Offer, PeerOfferId, ServeId, ServeObjects};
 use reprise_policy::{TenantName, Tier};
 
@@ -83,7 +85,7 @@ struct Common {
 }
 
 struct Accepted {
-    table: ConnectionTable<Arc<Socket>>,
+    table: ConnectionTable<Arc<Socket>, Client>,
     sockets: HashMap<ConnectionId, Arc<Socket>>,
 }
 
@@ -105,7 +107,12 @@ impl TcpTransport {
         sink: EventSink,
     ) -> Result<TcpTransport, TransportError> {
         settings.validate()?;
-        let table = ConnectionTable::new(settings.connections_max);
+        let share_max = match settings.security {
+            // All clients look the same without certificates on loopback.
+            Security::Plain => settings.connections_max,
+            Security::Tls(_) => share_of(settings.connections_max),
+        };
+        let table = ConnectionTable::with_share(settings.connections_max, share_max);
         let accepted = Mutex::new(Accepted { table, sockets: HashMap::new() });
         let common = Arc::new(Common {
             settings,
@@ -246,16 +253,26 @@ impl Common {
         drop(self.accepted_ended.wait_timeout_while(accepted, CLOSED_WITHIN, waits));
     }
 
-    /// Registers an accepted connection. When there are too many, it replaces the connection that is idle for
-    /// longest. `None` when all connections have requests, or the transport shuts down.
-    fn register_incoming(self: &Arc<Self>, socket: &Arc<Socket>) -> Option<AcceptedGuard> {
+    /// Registers an accepted connection of a client at `address`. When there are too many, of all clients or of this
+    /// one, it replaces the connection that is idle for longest. `None` when all of them have requests, or the transport
+    /// shuts down.
+    fn register_incoming(
+        self: &Arc<Self>,
+        socket: &Arc<Socket>,
+        address: SocketAddr,
+    ) -> Option<AcceptedGuard> {
         let mut accepted = lock(&self.accepted);
         // Read under the lock that `shutdown` acquires afterwards: a socket is either rejected here or shut
         // down there.
         if self.is_closing() {
             return None;
         }
-        let id = match accepted.table.admit(Arc::clone(socket)) {
+        // Without certificates, a connection never gets an identity and has no share.
+        let client = match self.settings.security {
+            Security::Plain => None,
+            Security::Tls(_) => Some(Client::at(address.ip())),
+        };
+        let id = match accepted.table.admit_from(client, Arc::clone(socket)) {
             Admission::Admitted(id) => id,
             Admission::Replaced { id, closed } => {
                 add(&self.counters.connections_evicted, 1);
@@ -265,7 +282,8 @@ impl Common {
             Admission::Full(_) => {
                 add(&self.counters.connections_refused, 1);
                 let limit = self.settings.connections_max;
-                tracing::warn!(limit, "peer connection rejected: all connections have requests");
+                let client = address.ip();
+                tracing::warn!(limit, %client, "peer connection rejected: all connections have requests");
                 return None;
             }
         };
@@ -275,6 +293,25 @@ impl Common {
 }
 
 impl AcceptedGuard {
+    /// Counts the connection against the agent in its certificate. Returns an error if all connections of this agent have
+    /// requests, or this one was closed to make room.
+    fn set_identity(&self, identity: &Identity) -> Result<(), &'static str> {
+        let assigned = lock(&self.common.accepted).table.assign(self.id, Client::Identity(identity.clone()));
+        match assigned {
+            Assignment::Assigned => Ok(()),
+            Assignment::Replaced(closed) => {
+                add(&self.common.counters.connections_evicted, 1);
+                closed.shutdown();
+                Ok(())
+            }
+            Assignment::Refused => {
+                add(&self.common.counters.connections_refused, 1);
+                tracing::warn!(client = %identity, "peer connection rejected: this agent uses its whole share");
+                Err("this agent uses its whole share of the connections")
+            }
+        }
+    }
+
     /// Marks the connection as having a request: it is not closed for another one.
     fn set_busy(&self) {
         lock(&self.common.accepted).table.set_busy(self.id);

@@ -21,10 +21,13 @@ use reprise_identity::records::{Opened, Opener, RECORD_BYTES_MAX, RECORD_HEADER_
 
 use super::close::Close;
 use super::socket::Socket;
-use crate::wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES};
+use crate::wire::{FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, ProtocolError};
 
 /// Smallest buffer of records: the begin of a record moves to the front when the rest is received.
 const RECORDS_BYTES_MIN: usize = HELLO_BYTES + 2 * RECORD_BYTES_MAX;
+
+/// Maximum number of records of a greeting: our senders need one.
+const GREETING_RECORDS_MAX: usize = 4;
 
 /// Reads the frames of one connection.
 pub(super) struct FrameReader {
@@ -36,6 +39,8 @@ pub(super) struct FrameReader {
     next: usize,
     filled: usize,
     opener: Option<Opener>,
+    /// Number of records so far, until the greeting is read: then `None`.
+    greeting_records: Option<usize>,
 }
 
 /// Position in the stream of frames at which a reader waits or the stream ends.
@@ -52,7 +57,7 @@ impl FrameReader {
     pub(super) fn new(buffer_bytes: usize) -> FrameReader {
         assert!(buffer_bytes >= HELLO_BYTES, "a greeting must fit the buffer");
         let buffer = vec![0; buffer_bytes].into_boxed_slice();
-        FrameReader { buffer, start: 0, end: 0, next: 0, filled: 0, opener: None }
+        FrameReader { buffer, start: 0, end: 0, next: 0, filled: 0, opener: None, greeting_records: Some(0) }
     }
 
     /// Creates a reader of encrypted records, whose buffer has at least `buffer_bytes`. Some may have arrived with the
@@ -67,7 +72,8 @@ impl FrameReader {
         let mut buffer = vec![0; buffer_bytes.max(RECORDS_BYTES_MIN).max(filled)].into_boxed_slice();
         buffer[..end].copy_from_slice(plain);
         buffer[end..filled].copy_from_slice(unopened);
-        FrameReader { buffer, start: 0, end, next: end, filled, opener: Some(opener) }
+        let opener = Some(opener);
+        FrameReader { buffer, start: 0, end, next: end, filled, opener, greeting_records: Some(0) }
     }
 
     /// Reports whether a whole frame header, or the next record, is buffered.
@@ -81,13 +87,15 @@ impl FrameReader {
             && matches!(Opener::record_bytes(received), Ok(Some(bytes)) if bytes <= received.len())
     }
 
-    /// Reads the greeting of the other side.
+    /// Reads the greeting of the other side, which is in its first records, before any change of the key.
     pub(super) fn greeting(
         &mut self,
         socket: &Socket,
         wait: impl FnMut(Boundary) -> Result<(), Close>,
-    ) -> Result<&[u8; HELLO_BYTES], Close> {
-        self.fixed(socket, wait)
+    ) -> Result<[u8; HELLO_BYTES], Close> {
+        let greeting = *self.fixed(socket, wait)?;
+        self.greeting_records = None;
+        Ok(greeting)
     }
 
     /// Reads the next frame's header; calls `wait` when the socket has no data.
@@ -182,7 +190,14 @@ impl FrameReader {
         let Some(bytes) = Opener::record_bytes(received)?.filter(|bytes| *bytes <= received.len()) else {
             return Ok(false);
         };
-        match opener.open(&mut received[..bytes])? {
+        let opened = opener.open(&mut received[..bytes])?;
+        if let Some(records) = &mut self.greeting_records {
+            *records += 1;
+            if *records > GREETING_RECORDS_MAX || opened == Opened::NextKey {
+                return Err(ProtocolError::Record("a greeting in too many records".to_owned()).into());
+            }
+        }
+        match opened {
             Opened::Data(count) => {
                 let begin = self.next + RECORD_HEADER_BYTES;
                 let left = self.end - self.start;

@@ -6,6 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use reprise_identity::blocking::{Channel, Wire};
+use reprise_identity::limits::VerifiedIdentity;
 use reprise_identity::tls::HANDSHAKE_WITHIN;
 use reprise_identity::{Expected, Identity, Role, Security};
 
@@ -17,8 +18,8 @@ use crate::wire::Hello;
 /// A connection whose greetings may begin.
 pub(super) struct Secured {
     pub(super) reader: FrameReader,
-    /// Node in the certificate of the other side; `None` without TLS.
-    node: Option<String>,
+    /// Identity in the certificate of the other side, which is an agent; `None` without TLS.
+    pub(super) client: Option<VerifiedIdentity>,
 }
 
 /// Time limit of handshake and greeting.
@@ -37,7 +38,7 @@ pub(super) fn accept(
     wait: impl FnMut(Boundary) -> Result<(), Close>,
 ) -> Result<Secured, Close> {
     match security {
-        Security::Plain => Ok(Secured { reader: FrameReader::new(read_bytes), node: None }),
+        Security::Plain => Ok(Secured { reader: FrameReader::new(read_bytes), client: None }),
         Security::Tls(tls) => {
             let mut wire = SocketWire { socket, wait, received: false };
             Secured::new((socket, read_bytes), tls.accept_blocking(&mut wire)?)
@@ -53,7 +54,7 @@ pub(super) fn dial(
     wait: impl FnMut(Boundary) -> Result<(), Close>,
 ) -> Result<Secured, Close> {
     match security {
-        Security::Plain => Ok(Secured { reader: FrameReader::new(read_bytes), node: None }),
+        Security::Plain => Ok(Secured { reader: FrameReader::new(read_bytes), client: None }),
         Security::Tls(tls) => {
             let expected =
                 node.map_or(Expected::AnyAgent, |node| Expected::Role(Role::Agent(node.to_owned())));
@@ -73,17 +74,18 @@ pub(super) fn check_time(until: Instant) -> Result<(), Close> {
 
 impl Secured {
     fn new((socket, read_bytes): (&Socket, usize), channel: Channel) -> Result<Secured, Close> {
-        let Channel { identity, sealer, opener, plain, unopened } = channel;
-        let node = agent(identity)?;
+        let Channel { identity, validity, sealer, opener, plain, unopened } = channel;
+        check_role(&identity)?;
         socket.encrypt(sealer);
         let reader = FrameReader::encrypted(read_bytes, opener, (&plain, &unopened));
-        Ok(Secured { reader, node: Some(node) })
+        Ok(Secured { reader, client: Some(VerifiedIdentity { identity, validity }) })
     }
 
     /// Checks that the other side greets with the name of its certificate.
     pub(super) fn check(&self, hello: &Hello) -> Result<(), Close> {
-        match &self.node {
-            Some(node) if *node != hello.node_name => Err(Close::Refused(format!(
+        let node = self.client.as_ref().and_then(|client| client.identity.role.node());
+        match node {
+            Some(node) if node != hello.node_name => Err(Close::Refused(format!(
                 "the certificate is of node {node}, and the greeting of node {:?}",
                 hello.node_name
             ))),
@@ -92,10 +94,10 @@ impl Secured {
     }
 }
 
-/// Node of an agent: others have nothing to do on the ports of peers.
-fn agent(identity: Identity) -> Result<String, Close> {
+/// Refuses others than agents: they have nothing to do on the ports of peers.
+fn check_role(identity: &Identity) -> Result<(), Close> {
     match identity.role {
-        Role::Agent(node) => Ok(node),
+        Role::Agent(_) => Ok(()),
         Role::Member | Role::Operator | Role::Admin | Role::Console => {
             Err(Close::Refused(format!("the certificate is of {identity}, and not of an agent")))
         }

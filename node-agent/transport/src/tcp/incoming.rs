@@ -25,6 +25,9 @@ use crate::wire::{BlocksBody, Hello, Kind, ProtocolError};
 /// Maximum size of one receive in bytes: the largest request takes nine of them.
 const READ_BYTES: usize = 16 << 10;
 
+/// Stall timeouts in which a whole frame must arrive, however steadily its bytes do.
+const STALLS_PER_FRAME: u32 = 4;
+
 /// A connection whose requester has greeted.
 pub(super) struct Incoming {
     pub(super) common: Arc<Common>,
@@ -37,6 +40,8 @@ pub(super) struct Incoming {
     node: String,
     /// Time zero of the deadlines of requests.
     born: Instant,
+    /// Age from which on the connection takes no request.
+    age_max: Duration,
     state: Mutex<State>,
     /// Wakes the writing thread.
     pub(super) changed: Condvar,
@@ -48,6 +53,8 @@ pub(super) struct State {
     pub(super) over: bool,
     /// Registered as busy, so that the connection is not closed for another one.
     busy: bool,
+    /// Since when it is not busy. Frames other than requests do not count.
+    idle_since: Instant,
 }
 
 /// A connection that counts against the limit and has not greeted.
@@ -55,6 +62,14 @@ pub(super) struct PendingHandshake {
     registered: AcceptedGuard,
     socket: Arc<Socket>,
     address: SocketAddr,
+}
+
+/// A connection after both greetings.
+struct Greeted {
+    hello: Hello,
+    reader: FrameReader,
+    /// Age from which on the connection takes no request.
+    age_max: Duration,
 }
 
 /// Registers an accepted connection; `None` when it was closed at once.
@@ -70,26 +85,29 @@ pub(super) fn enter(
             return None;
         }
     };
-    let registered = common.register_incoming(&socket)?;
+    let registered = common.register_incoming(&socket, address)?;
     Some(PendingHandshake { registered, socket, address })
 }
 
 /// Body of the reading thread.
 pub(super) fn run(common: &Arc<Common>, PendingHandshake { registered, socket, address }: PendingHandshake) {
     // Log the peer without the port, which differs for each connection: one peer is then one subject in the
-    // log.
-    let (peer, port) = (address.ip().to_string(), address.port());
-    let close = match greet(&registered, &socket) {
-        Ok((hello, reader)) => {
-            tracing::debug!(peer, port, node = hello.node_name, "peer connected");
-            tracing::info!(
-                recovered = REFUSED,
-                direction = "incoming",
-                peer,
-                "peer connection accepted again"
-            );
+    // log. After the handshake, the peer is the identity in its certificate.
+    let (ip, port) = (address.ip().to_string(), address.port());
+    let mut peer = ip.clone();
+    let close = match greet(&registered, &socket, &mut peer) {
+        Ok(greeted) => {
+            tracing::debug!(peer, port, node = greeted.hello.node_name, "peer connected");
+            for peer in [&ip, &peer] {
+                tracing::info!(
+                    recovered = REFUSED,
+                    direction = "incoming",
+                    peer,
+                    "peer connection accepted again"
+                );
+            }
             add(&common.counters.connections_accepted, 1);
-            serve((registered, socket, reader), &hello, (&peer, port));
+            serve((registered, socket), greeted, (&peer, port));
             return;
         }
         Err(close) => close,
@@ -99,7 +117,7 @@ pub(super) fn run(common: &Arc<Common>, PendingHandshake { registered, socket, a
 
 /// Exchanges greetings, after the handshake of TLS. A peer of another version gets an answer, so that it can report
 /// this version.
-fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<(Hello, FrameReader), Close> {
+fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>, peer: &mut String) -> Result<Greeted, Close> {
     let common = &registered.common;
     let security = &common.settings.security;
     let deadline = Instant::now() + handshake::limit(security, common.settings.stall_timeout);
@@ -110,7 +128,14 @@ fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<(Hello, Fra
         Ok(())
     };
     let mut secured = handshake::accept(security, (socket, READ_BYTES), &mut wait_for_peer)?;
-    let hello = Hello::decode(secured.reader.greeting(socket, &mut wait_for_peer)?);
+    let mut age_max = common.settings.age_max * 2;
+    if let Some(client) = &secured.client {
+        *peer = client.identity.to_string();
+        registered.set_identity(&client.identity).map_err(Close::Local)?;
+        age_max = age_max.min(client.validity.closed_after());
+    }
+    let hello = Hello::decode(&secured.reader.greeting(socket, &mut wait_for_peer)?);
+    handshake::check_time(deadline)?;
     if let Ok(hello) = &hello {
         secured.check(hello)?;
         // Before the answer: a peer that has received it must not be the first to be closed.
@@ -119,24 +144,27 @@ fn greet(registered: &AcceptedGuard, socket: &Arc<Socket>) -> Result<(Hello, Fra
     if matches!(hello, Ok(_) | Err(ProtocolError::Version { .. })) {
         socket.send_all(&common.hello().encode()).map_err(Close::io)?;
     }
-    Ok((hello?, secured.reader))
+    Ok(Greeted { hello: hello?, reader: secured.reader, age_max })
 }
 
 /// Serves a greeted connection until it ends.
 fn serve(
-    (registered, socket, reader): (AcceptedGuard, Arc<Socket>, FrameReader),
-    hello: &Hello,
+    (registered, socket): (AcceptedGuard, Arc<Socket>),
+    Greeted { hello, reader, age_max }: Greeted,
     (peer, port): (&str, u16),
 ) {
     let common = Arc::clone(&registered.common);
+    let born = Instant::now();
+    let outbound = Outbound::new(hello.credit_bytes);
     let incoming = Arc::new(Incoming {
         common: Arc::clone(&common),
         socket,
         registered,
         alive_every: (hello.stall_timeout / writer::ALIVE_PER_STALL_TIMEOUT).max(writer::ALIVE_EVERY_MIN),
-        node: hello.node_name.clone(),
-        born: Instant::now(),
-        state: Mutex::new(State { outbound: Outbound::new(hello.credit_bytes), over: false, busy: false }),
+        node: hello.node_name,
+        born,
+        age_max,
+        state: Mutex::new(State { outbound, over: false, busy: false, idle_since: born }),
         changed: Condvar::new(),
     });
     let writing = Arc::clone(&incoming);
@@ -207,6 +235,7 @@ impl Incoming {
     /// Marks the connection as idle: no request is open and no frame is being sent.
     pub(super) fn set_idle(&self, state: &mut State) {
         if std::mem::take(&mut state.busy) {
+            state.idle_since = Instant::now();
             self.registered.set_idle(&self.socket);
         }
     }
@@ -220,14 +249,17 @@ impl Incoming {
     fn read(self: &Arc<Self>, mut reader: FrameReader) -> Result<Never, Close> {
         let socket = Arc::clone(&self.socket);
         loop {
-            let header = reader.header(&socket, |boundary| self.wait(boundary))?;
+            // Here as well, because a peer that sends without a pause never makes the thread wait.
+            self.silence_left()?;
+            let mut begun = None;
+            let header = reader.header(&socket, |boundary| self.wait(boundary, &mut begun))?;
             match header.kind {
                 Kind::Request => {
-                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
+                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary, &mut begun))?;
                     self.request(header.stream, BlocksBody::decode(&body)?)?;
                 }
                 Kind::Offer => {
-                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary))?;
+                    let body = reader.body(&socket, &header, |boundary| self.wait(boundary, &mut begun))?;
                     self.offer(header.stream, BlocksBody::decode(&body)?)?;
                 }
                 Kind::Credit => {
@@ -247,10 +279,27 @@ impl Incoming {
 
     /// Requesters open another connection long before.
     fn check_age(&self) -> Result<(), Close> {
-        if self.now() <= self.common.settings.age_max * 2 {
+        if self.now() < self.age_max {
             return Ok(());
         }
         Err(Close::Local("the connection is too old for another request"))
+    }
+
+    /// Time for which the requester may be silent between two frames. Returns an error when it has made no request for
+    /// too long, also if it has sent other frames, or when the connection is idle and too old.
+    fn silence_left(&self) -> Result<Duration, Close> {
+        let limit = self.common.settings.idle_timeout * 2;
+        let state = self.lock();
+        if state.busy {
+            return Ok(limit);
+        }
+        let idle = state.idle_since.elapsed();
+        drop(state);
+        self.check_age()?;
+        if idle >= limit {
+            return Err(Close::Local("the requester is idle"));
+        }
+        Ok((limit - idle).min(self.age_max.saturating_sub(self.now())))
     }
 
     fn request(self: &Arc<Self>, stream: u64, mut body: BlocksBody) -> Result<(), Close> {
@@ -294,23 +343,27 @@ impl Incoming {
         Ok(())
     }
 
-    /// Waits for the requester. Between frames it may be silent for as long as it keeps idle connections.
-    fn wait(&self, boundary: Boundary) -> Result<(), Close> {
-        let settings = &self.common.settings;
+    /// Waits for the requester. Between frames it may be silent for as long as it keeps idle connections. `begun` is the
+    /// time of the first wait inside the current frame.
+    fn wait(&self, boundary: Boundary, begun: &mut Option<Instant>) -> Result<(), Close> {
+        let incomplete = Close::Stalled("the peer sent an incomplete frame");
         let limit = match boundary {
-            Boundary::BetweenFrames => settings.idle_timeout * 2,
-            Boundary::InsideFrame => settings.stall_timeout,
+            Boundary::BetweenFrames => self.silence_left()?,
+            Boundary::InsideFrame => {
+                let stall = self.common.settings.stall_timeout;
+                let since = begun.get_or_insert_with(Instant::now).elapsed();
+                let left = (stall * STALLS_PER_FRAME).saturating_sub(since);
+                if left.is_zero() {
+                    return Err(incomplete);
+                }
+                left.min(stall)
+            }
         };
         let ready = wait(Some((&self.socket, Readiness::Readable)), None, Some(limit)).map_err(Close::io)?;
-        if ready.socket {
-            return Ok(());
-        }
         match boundary {
-            Boundary::InsideFrame => Err(Close::Stalled("the peer sent an incomplete frame")),
-            Boundary::BetweenFrames if self.lock().outbound.open_requests() == 0 => {
-                Err(Close::Local("the requester is idle"))
-            }
-            Boundary::BetweenFrames => Ok(()),
+            Boundary::InsideFrame if !ready.socket => Err(incomplete),
+            // Between frames, the next wait checks whether the requester is idle.
+            _ => Ok(()),
         }
     }
 }

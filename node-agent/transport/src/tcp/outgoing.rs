@@ -16,15 +16,18 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use reprise_buffers::Gather;
+use reprise_identity::Security;
+use reprise_identity::limits::{Validity, VerifiedIdentity};
 use reprise_policy::TenantName;
 use reprise_policy::peer::Offer;
 
 use super::Common;
 use super::close::Close;
+use super::settings::TcpSettings;
 use super::socket::{PendingSend, SendProgress, Socket, Wake};
 use crate::counters::add;
 use crate::error::TransportError;
@@ -57,6 +60,10 @@ pub(super) struct Outgoing {
     /// [`SUSPENDED`].
     progress: AtomicU64,
     born: Instant,
+    /// Age from which on the connection takes no new request.
+    age_max: Duration,
+    /// The same, by the certificate of the peer.
+    peer_age_max: OnceLock<Duration>,
 }
 
 /// A fetch or an offer.
@@ -165,6 +172,18 @@ impl OutgoingRequest {
     }
 }
 
+/// Age from which on a connection that opens now takes no new request, by the certificate of this process. The peer
+/// closes it later.
+fn own_age_max(settings: &TcpSettings) -> Duration {
+    match &settings.security {
+        Security::Plain => settings.age_max,
+        Security::Tls(tls) => {
+            let own = Validity::from(&*tls.credentials());
+            settings.age_max.min(own.replaced_after())
+        }
+    }
+}
+
 /// Next action of the sending thread.
 enum Work {
     Send { socket: Arc<Socket>, frames: Vec<u8> },
@@ -198,6 +217,8 @@ impl Outgoing {
             changed: Condvar::new(),
             progress: AtomicU64::new(0),
             born: now,
+            age_max: own_age_max(&common.settings),
+            peer_age_max: OnceLock::new(),
         }))
     }
 
@@ -213,7 +234,16 @@ impl Outgoing {
 
     /// Reports whether the connection takes no new request.
     pub(super) fn is_old(&self) -> bool {
-        self.born.elapsed() >= self.common.settings.age_max
+        let age_max = self.peer_age_max.get().map_or(self.age_max, |by_peer| self.age_max.min(*by_peer));
+        self.born.elapsed() >= age_max
+    }
+
+    /// Limits the age by the certificate of the peer, after its handshake.
+    pub(super) fn limit_age(&self, peer: Option<&VerifiedIdentity>) {
+        if let Some(peer) = peer {
+            // A connection has one handshake.
+            let _ = self.peer_age_max.set(peer.validity.replaced_after());
+        }
     }
 
     /// Accepts a request or offer, unless the connection is closed or full.

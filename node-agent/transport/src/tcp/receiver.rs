@@ -157,8 +157,9 @@ impl Receiver<'_> {
         let place = (socket, PIECE_BYTES);
         let mut secured = handshake::dial(&settings.security, connection.node(), place, &mut wait_for_peer)?;
         socket.send_all(&connection.common.hello().encode()).map_err(Close::io)?;
-        let hello = Hello::decode(secured.reader.greeting(socket, &mut wait_for_peer)?)?;
+        let hello = Hello::decode(&secured.reader.greeting(socket, &mut wait_for_peer)?)?;
         secured.check(&hello)?;
+        self.connection.limit_age(secured.client.as_ref());
         self.connection.note_progress();
         let peer = &self.connection.peer;
         tracing::debug!(peer, node = hello.node_name, "connected to peer");

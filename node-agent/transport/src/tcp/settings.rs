@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use reprise_identity::Security;
+use reprise_identity::limits::CONNECTION_AGE_MAX;
 
 use super::socket::{SocketOptions, set_congestion};
 use crate::error::TransportError;
@@ -20,9 +21,6 @@ const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(3600);
 /// Longest idle timeout: instants that far ahead are still representable, and longer means practically
 /// unlimited.
 const IDLE_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 3600);
-
-/// Age of connections by default. Certificates are verified when a connection opens, so at least once a day.
-const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// Congestion control of connections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -49,7 +47,8 @@ pub struct TcpSettings {
     /// A connection without a fetch for this time is closed.
     pub idle_timeout: Duration,
     /// A connection that is older takes no new request, and ends when it is idle: certificates are checked again by the
-    /// next one. A server tolerates twice this age.
+    /// next one. Certificates that end earlier shorten it. A server closes an idle connection of twice this age, or whose
+    /// client's certificate has ended.
     pub age_max: Duration,
     /// Maximum number of opened connections, and of accepted connections.
     pub connections_max: usize,
@@ -76,7 +75,7 @@ impl TcpSettings {
             credit_bytes: 64 << 20,
             stall_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(60),
-            age_max: AGE_MAX,
+            age_max: CONNECTION_AGE_MAX,
             connections_max: 1024,
             connections_per_peer: 1,
             socket_buffer_bytes: None,

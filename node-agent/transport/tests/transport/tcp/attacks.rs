@@ -83,7 +83,7 @@ impl Target {
 }
 
 /// A socket below a handshake of the test.
-struct Raw(TcpStream);
+pub(crate) struct Raw(pub(crate) TcpStream);
 
 impl Wire for Raw {
     type Error = TlsError;
@@ -98,15 +98,15 @@ impl Wire for Raw {
 }
 
 impl Raw {
-    /// Sends bytes in one record; the other side may have closed the connection.
-    fn seal(&mut self, channel: &mut Channel, bytes: &[u8]) {
+    /// Sends bytes in one record; returns whether the connection is open.
+    pub(crate) fn seal(&mut self, channel: &mut Channel, bytes: &[u8]) -> bool {
         let mut record = [0; SEALED_BYTES_MAX];
         let fill = |into: &mut [u8]| {
             into[..bytes.len()].copy_from_slice(bytes);
             bytes.len()
         };
         let written = channel.sealer.seal(&mut record, fill).expect("a valid size");
-        drop(self.0.write_all(&record[..written]));
+        self.0.write_all(&record[..written]).is_ok()
     }
 }
 
@@ -215,7 +215,7 @@ fn slow_and_silent_clients_are_closed_in_time() {
 }
 
 /// Greets as the agent of this node; returns whether the greeting is answered.
-fn greet(raw: &mut Raw, channel: &mut Channel, name: &str) -> bool {
+pub(crate) fn greet(raw: &mut Raw, channel: &mut Channel, name: &str) -> bool {
     raw.seal(channel, &hello_of(name, 1, 1 << 20, 2000));
     let mut record = [0; RECORD_HEADER_BYTES + 128 + 17];
     raw.0.read_exact(&mut record).is_ok() && matches!(channel.opener.open(&mut record), Ok(Opened::Data(128)))

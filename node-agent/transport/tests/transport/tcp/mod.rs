@@ -3,6 +3,7 @@
 //! Times are bounds, not measurements, because a busy machine delays everything. What must not wait for a timeout is
 //! tested with a timeout that is longer than the patience of the test.
 
+mod abuse;
 mod attacks;
 mod deadlines;
 mod limits;
