@@ -21,6 +21,7 @@ mod node_mode;
 mod plan;
 #[cfg(feature = "gpu")]
 mod profile;
+mod profile_files;
 mod replay;
 mod sim;
 mod status;

@@ -22,6 +22,7 @@ use reprise_simulator::plan::{
 use reprise_simulator::replay::{IdScope, ReadOptions};
 use reprise_testkit::output::Audience;
 
+use crate::profile_files;
 use crate::sim::replay::reading::{self, Source};
 
 /// Arguments of `reprise plan`.
@@ -33,12 +34,13 @@ pub(crate) struct PlanArgs {
     /// an archive of sessions (.tar, .tar.xz).
     #[arg(long, value_name = "FILE")]
     trace: PathBuf,
-    /// Serve this model. The error of an unknown name lists the known ones.
+    /// Serve this model: a name, or the path of a file. The error of an unknown name lists the known ones.
     #[arg(long)]
     model: String,
     /// Use nodes of this hardware: h100, h200, a100 or cpu, and parts, as `h100+cxl`.
     ///
-    /// All classes of SSDs are compared, unless the expression names one.
+    /// All classes of SSDs are compared, unless the expression names one. A path names a file, as `./node.toml` or
+    /// `h100+./ssd.toml`; `reprise profile --vllm` writes such a file.
     #[arg(long)]
     hardware: String,
     /// Spend at most this much: USD a month, or with /hour, /month, /year.
@@ -53,7 +55,9 @@ pub(crate) struct PlanArgs {
     /// Let the plan include a cold store, which agents do not use yet.
     #[arg(long)]
     cold: bool,
-    /// Prefer the cheapest plan with at most this mean TTFT in replays [default: nearly the shortest].
+    /// Choose the cheapest plan with at most this mean TTFT in replays [default: nearly the shortest].
+    ///
+    /// If no configuration within the budget reaches it, the output states the shortest one and a budget that is enough.
     #[arg(long, value_name = "TIME")]
     ttft: Option<Interval>,
     /// Write plots to this folder, each as SVG and PNG.
@@ -88,17 +92,18 @@ struct Report<'a> {
     estimator: &'a Estimator<'a>,
     plan: Plan,
     guidance: Guidance,
-    /// Results with time of the plan, in this order of its steps, and of its alternatives. Cold stores have none.
-    chosen: Option<Timed>,
-    steps: Vec<Option<Timed>>,
-    alternatives: Vec<Option<Timed>>,
+    /// Results with time of the plan, in this order of its steps, and of its alternatives.
+    chosen: Timed,
+    steps: Vec<Timed>,
+    alternatives: Vec<Timed>,
 }
 
 /// Runs the command `reprise plan`.
 pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()> {
     let began = Instant::now();
-    let machine = Machine::new(&args.hardware, &args.model)?;
-    let load = read(args, Limits::default(), audience)?;
+    let files = profile_files::read(&[&args.hardware, &args.model])?;
+    let machine = Machine::with_files(&args.hardware, &args.model, &files)?;
+    let load = read(args, &machine, Limits::default(), audience)?;
     let read_seconds = began.elapsed().as_secs_f64();
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let capacities = Curves::capacities(&load, block_bytes);
@@ -135,7 +140,7 @@ pub(crate) fn command(args: &PlanArgs, audience: Audience) -> anyhow::Result<()>
 impl PlanArgs {
     fn goal(&self) -> Goal {
         let cold = if self.cold { ColdStore::Allowed } else { ColdStore::Compared };
-        let ttft_seconds = self.ttft.map_or(0.0, |interval| interval.0.as_secs_f64());
+        let ttft_seconds = self.ttft.map(|interval| interval.0.as_secs_f64());
         Goal { cold, ttft_seconds }
     }
 }
@@ -176,7 +181,7 @@ impl<'a> Report<'a> {
 }
 
 /// Reads the trace and measures its load.
-fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<Load> {
+fn read(args: &PlanArgs, machine: &Machine, limits: Limits, audience: Audience) -> anyhow::Result<Load> {
     let options = ReadOptions {
         scope: if args.local_ids { IdScope::Session } else { IdScope::Trace },
         block_tokens: args.block_tokens,
@@ -186,7 +191,7 @@ fn read(args: &PlanArgs, limits: Limits, audience: Audience) -> anyhow::Result<L
     let trace = reading::read(&Source { path: &args.trace, options, sessions: None }, audience)?;
     let spread_ms = u64::try_from(args.spread.0.as_millis()).context("--spread is too long")?;
     let random = Randomness { seed: args.seed, spread_ms };
-    Load::new(&trace, limits, random).with_context(|| args.trace.display().to_string())
+    Load::new(&trace, machine, limits, random).with_context(|| args.trace.display().to_string())
 }
 
 /// Applies a function to all items on all processors; results are in the order of the items.

@@ -12,10 +12,12 @@
 //!
 //! Simplifications of the search: nodes share one cache of their summed size, blocks in DRAM are on NVMe too, and the HBM
 //! of accelerators keeps nothing between requests. So estimates select candidates only. These and their neighbours are
-//! replayed with time, with their nodes and tiers ([`Timed`]), and the replays decide ([`choose`]).
+//! replayed with time, with their nodes and tiers ([`Timed`]), and the replays decide ([`choose`]). The load that a plan
+//! serves, the price of a token and the traffic of a cold store are those of its replays too.
 
 mod budget;
 mod choice;
+mod cold;
 mod configuration;
 mod curves;
 mod estimate;
@@ -28,12 +30,13 @@ mod tests;
 mod timed;
 
 pub use budget::{Budget, HOURS_PER_MONTH, HOURS_PER_YEAR};
-pub use choice::{ColdStore, Evaluated, Goal, Plan, Rejected, Shortlist, Step, shortlist};
+pub use choice::{ColdStore, Evaluated, Goal, Plan, Reached, Rejected, Shortlist, Step, shortlist};
+pub use cold::ColdTraffic;
 pub use configuration::{Configuration, Ssds};
 pub use curves::{Curves, Point};
-pub use estimate::{BUSY_MAX, Estimate, Estimator};
+pub use estimate::{BUSY_MAX, Estimate, Estimator, Utilisation};
 pub use guidance::{Bubble, DecodeOverhead, Guidance, Interval, TierSequences};
-pub use load::{Limits, Load, Randomness, Recorded};
+pub use load::{Limits, Load, Randomness, Recorded, Refused};
 pub use machine::{Machine, SsdClass};
 pub use search::{Replayed, Run, choose};
 pub use timed::{Mean, Part, Timed};
@@ -98,16 +101,18 @@ pub enum PlanError {
         "the trace has no blocks: no prompt is as long as a block of {0} tokens, so nothing can be cached"
     )]
     NoBlocks(u64),
-    /// No request fits into the memory of a node's accelerators.
+    /// No request fits into the context of the model and the memory of a node's accelerators.
     #[error(
-        "no request is served: the shortest of {requests} needs {tokens} tokens of KV cache, but {node} has memory for \
-         {memory_tokens} next to {model}; pass --hardware with more memory, or a smaller --model"
+        "no request is served: the shortest of {requests} has {tokens} tokens, but {model} has a context of {context}, and \
+         {node} has memory for {memory_tokens} next to it; pass --hardware with more memory, or another --model"
     )]
     AllRefused {
         /// Number of requests.
         requests: u64,
-        /// Tokens of the shortest request, with a block in reserve.
+        /// Tokens of the shortest request.
         tokens: u64,
+        /// Tokens of the model's context.
+        context: u64,
         /// Description of the node.
         node: String,
         /// Tokens for which the node has memory.

@@ -1,12 +1,14 @@
 //! Lines of `reprise plan --json`.
 
 use reprise_policy::eviction::EvictionKind;
-use reprise_simulator::plan::{Configuration, Estimate, Evaluated, HOURS_PER_MONTH, Machine, Timed};
+use reprise_simulator::plan::{
+    Configuration, Estimate, Evaluated, HOURS_PER_MONTH, Reached, Refused, Timed, Utilisation,
+};
 use reprise_testkit::output::Audience;
 use serde::Serialize;
 
 use super::Report;
-use super::text::{is_gain, saved};
+use super::text::is_gain;
 
 /// Line of the output.
 #[derive(Debug, Serialize)]
@@ -25,9 +27,12 @@ enum Line<'a> {
         replayed_block_bytes: u64,
         requests_per_second: f64,
         replayed_share: f64,
+        /// Requests that engines refuse. The other figures are without them.
         refused_requests: u64,
-        cold_store_seconds: f64,
-        cold_store_blocks: u64,
+        refused_beyond_context: u64,
+        refused_beyond_memory: u64,
+        refused_tokens: u64,
+        refused_token_share: f64,
         seed: u64,
         model: &'a str,
         hardware: &'a str,
@@ -37,14 +42,23 @@ enum Line<'a> {
     },
     /// The plan.
     Recommendation(Choice<'a>),
-    /// The best configuration with less kinds of hardware.
+    /// The mean TTFT that `--ttft` asks for; the fields of the larger budget are `null` if the goal is met or none is known.
+    Goal {
+        ttft_goal_seconds: f64,
+        is_met: bool,
+        ttft_mean_seconds: f64,
+        sufficient_budget_usd_per_month: Option<f64>,
+        sufficient_nodes: Option<u32>,
+        sufficient_ttft_mean_seconds: Option<f64>,
+    },
+    /// The best configuration with other kinds of hardware.
     Alternative(Choice<'a>),
     /// A change of the plan.
     Step {
         #[serde(flatten)]
         choice: Choice<'a>,
         added_usd_per_month: f64,
-        ttft_saved_seconds: Option<f64>,
+        ttft_saved_seconds: f64,
         /// Half of the interval of 95 % around it.
         ttft_saved_half_width_seconds: Option<f64>,
         usd_per_month_per_ms: Option<f64>,
@@ -81,14 +95,14 @@ struct Choice<'a> {
     policy: &'static str,
     admission: &'static str,
     usd_per_month: f64,
+    /// Load of the nodes by closed formulas, with the hits of the replays.
     served: f64,
     busy: f64,
     busy_peak: f64,
     usd_per_million_tokens: f64,
     estimated_ttft_mean_seconds: Option<f64>,
     estimated_hit_ratio: f64,
-    /// `null` with a cold store, which the world with time does not have.
-    timed: Option<Times>,
+    timed: Times,
 }
 
 /// Results of a replay with time.
@@ -98,6 +112,7 @@ struct Times {
     hits_hbm: f64,
     hits_dram: f64,
     hits_ssd: f64,
+    hits_cold: f64,
     ttft_mean_seconds: f64,
     /// Half of the interval of 95 % around the mean of the samples; `null` with one sample.
     ttft_mean_half_width_seconds: Option<f64>,
@@ -108,6 +123,10 @@ struct Times {
     tpot_p50_seconds: f64,
     ssd_written_bytes_per_day: Option<f64>,
     ssd_years: Option<f64>,
+    /// Bytes of the cold store: held at the end of the trace, and moved a day; `null` without one.
+    cold_stored_bytes: Option<f64>,
+    cold_written_bytes_per_day: Option<f64>,
+    cold_read_bytes_per_day: Option<f64>,
     /// Part of the trace that was replayed: nodes of the configuration, their sessions, and the first part of the time.
     nodes_replayed: u32,
     sessions_replayed: u32,
@@ -123,6 +142,7 @@ impl Times {
             hits_hbm: timed.hbm_ratio,
             hits_dram: timed.dram_ratio,
             hits_ssd: timed.ssd_ratio,
+            hits_cold: timed.cold_ratio,
             ttft_mean_seconds: timed.ttft_mean(),
             ttft_mean_half_width_seconds: Some(timed.ttft_interval().half_width)
                 .filter(|width| width.is_finite()),
@@ -133,6 +153,9 @@ impl Times {
             tpot_p50_seconds: timed.tpot_seconds,
             ssd_written_bytes_per_day: timed.ssd_bytes_per_day,
             ssd_years: timed.ssd_years,
+            cold_stored_bytes: timed.cold.map(|cold| cold.stored_bytes),
+            cold_written_bytes_per_day: timed.cold.map(|cold| cold.written_bytes_per_day),
+            cold_read_bytes_per_day: timed.cold.map(|cold| cold.read_bytes_per_day),
             nodes_replayed: timed.part.nodes,
             sessions_replayed: timed.part.sessions,
             requests_replayed: timed.part.requests,
@@ -142,12 +165,12 @@ impl Times {
     }
 }
 
-fn choice<'a>(machine: &'a Machine, name: &'a str, one: &Evaluated, timed: Option<&Timed>) -> Choice<'a> {
+fn choice<'a>(report: &'a Report<'_>, name: &'a str, one: &Evaluated, timed: &Timed) -> Choice<'a> {
+    let machine = report.estimator.machine;
     let Evaluated { configuration, estimate } = one;
     let Configuration { nodes, dram_gb, cold, policy, admission, .. } = *configuration;
-    let Estimate {
-        usd_per_hour, served, busy, busy_peak, usd_per_million_tokens, ttft_mean, hit_ratio, ..
-    } = *estimate;
+    let Estimate { usd_per_hour, ttft_mean, hit_ratio, .. } = *estimate;
+    let Utilisation { busy, busy_peak, served } = timed.utilisation;
     let drives = configuration.drives(machine);
     Choice {
         name,
@@ -162,32 +185,32 @@ fn choice<'a>(machine: &'a Machine, name: &'a str, one: &Evaluated, timed: Optio
         served,
         busy,
         busy_peak,
-        usd_per_million_tokens,
+        usd_per_million_tokens: timed.usd_per_million_tokens(report.estimator, configuration),
         estimated_ttft_mean_seconds: ttft_mean,
         estimated_hit_ratio: hit_ratio,
-        timed: timed.map(Times::new),
+        timed: Times::new(timed),
     }
 }
 
 /// Prints all lines; nothing for people.
 pub(super) fn emit(report: &Report<'_>, audience: Audience) {
-    let machine = report.estimator.machine;
     let plan = &report.plan;
     audience.emit(&subject(report));
-    audience.emit(&Line::Recommendation(choice(machine, "plan", &plan.chosen, report.chosen.as_ref())));
+    audience.emit(&Line::Recommendation(choice(report, "plan", &plan.chosen, &report.chosen)));
+    if let Some(reached) = &plan.reached {
+        audience.emit(&goal(reached));
+    }
     for ((name, one), timed) in plan.alternatives.iter().zip(&report.alternatives) {
-        audience.emit(&Line::Alternative(choice(machine, name, one, timed.as_ref())));
+        audience.emit(&Line::Alternative(choice(report, name, one, timed)));
     }
     for (step, timed) in plan.steps.iter().zip(&report.steps) {
-        let saved = saved(report, step, timed.as_ref());
+        let saved = report.chosen.difference(timed);
         audience.emit(&Line::Step {
-            choice: choice(machine, step.name, &step.changed, timed.as_ref()),
+            choice: choice(report, step.name, &step.changed, timed),
             added_usd_per_month: step.usd_per_month,
-            ttft_saved_seconds: saved.map(|saved| saved.mean),
-            ttft_saved_half_width_seconds: saved
-                .map(|saved| saved.half_width)
-                .filter(|width| width.is_finite()),
-            usd_per_month_per_ms: saved.filter(is_gain).map(|saved| step.usd_per_month / (saved.mean * 1e3)),
+            ttft_saved_seconds: saved.mean,
+            ttft_saved_half_width_seconds: Some(saved.half_width).filter(|width| width.is_finite()),
+            usd_per_month_per_ms: is_gain(&saved).then(|| step.usd_per_month / (saved.mean * 1e3)),
         });
     }
     audience.emit(&Line::Compared {
@@ -201,11 +224,25 @@ pub(super) fn emit(report: &Report<'_>, audience: Audience) {
     emit_hit_rates(report, audience);
 }
 
+/// Line of the TTFT that was asked for.
+pub(super) fn goal(reached: &Reached) -> impl Serialize + use<> {
+    let beyond = reached.beyond_budget.as_ref();
+    Line::Goal {
+        ttft_goal_seconds: reached.goal_seconds,
+        is_met: reached.is_met(),
+        ttft_mean_seconds: reached.ttft_seconds,
+        sufficient_budget_usd_per_month: beyond.map(|(one, _)| one.estimate.usd_per_hour * HOURS_PER_MONTH),
+        sufficient_nodes: beyond.map(|(one, _)| one.configuration.nodes),
+        sufficient_ttft_mean_seconds: beyond.map(|(_, ttft)| *ttft),
+    }
+}
+
 fn subject<'a>(report: &'a Report<'_>) -> Line<'a> {
     let (machine, load) = (report.estimator.machine, report.estimator.load);
+    let Refused { beyond_context, beyond_memory, tokens } = load.refused;
     Line::Subject {
         trace: &report.trace,
-        requests: load.requests,
+        requests: load.recorded.requests,
         sessions: load.sessions,
         references: load.recorded.references,
         distinct_blocks: load.recorded.distinct,
@@ -214,9 +251,11 @@ fn subject<'a>(report: &'a Report<'_>) -> Line<'a> {
         replayed_block_bytes: report.estimator.block_bytes as u64,
         requests_per_second: load.requests_per_second,
         replayed_share: load.share,
-        refused_requests: report.plan.refused_requests,
-        cold_store_seconds: load.cold_seconds(),
-        cold_store_blocks: load.cold_blocks() as u64,
+        refused_requests: beyond_context + beyond_memory,
+        refused_beyond_context: beyond_context,
+        refused_beyond_memory: beyond_memory,
+        refused_tokens: tokens,
+        refused_token_share: tokens as f64 / load.recorded.tokens.max(1) as f64,
         seed: report.seed,
         model: &machine.model.name,
         hardware: &machine.hardware.name,

@@ -72,19 +72,16 @@ fn ttft(report: &Report<'_>) -> Plot {
         let value = |share: f64| timed.ttft(share).max(1e-4).log2();
         (0..count).map(|at| (value(place(at)), place(at) * 100.0)).collect::<Vec<_>>()
     };
-    // With a cold store, the plan has no replay with time.
-    let mut series: Vec<Series> =
-        report.chosen.iter().map(|timed| Series::new("the plan", distribution(timed))).collect();
+    let mut series = vec![Series::new("the plan", distribution(&report.chosen))];
     for (step, timed) in report.plan.steps.iter().zip(&report.steps) {
-        let is_shown = matches!(step.name, "more DRAM" | "more SSDs" | "one more node");
-        series.extend(
-            timed.iter().filter(|_| is_shown).map(|timed| Series::new(step.name, distribution(timed))),
-        );
+        if matches!(step.name, "more DRAM" | "more SSDs" | "one more node") {
+            series.push(Series::new(step.name, distribution(timed)));
+        }
     }
     for ((name, _), timed) in report.plan.alternatives.iter().zip(&report.alternatives) {
-        let name = format!("best with {name}");
-        let is_shown = name != "best with DRAM, SSD";
-        series.extend(timed.iter().filter(|_| is_shown).map(|timed| Series::new(&name, distribution(timed))));
+        if matches!(*name, "no cache" | "DRAM") {
+            series.push(Series::new(&format!("best with {name}"), distribution(timed)));
+        }
     }
     Plot {
         title: format!("{}: time to the first token, replayed with time", report.trace),

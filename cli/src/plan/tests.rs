@@ -2,10 +2,8 @@
 
 use std::path::Path;
 
-use clap::Parser;
-use reprise_simulator::plan::{Configuration, Evaluated};
-
 use super::*;
+use clap::Parser;
 
 #[derive(Debug, Parser)]
 struct Command {
@@ -22,29 +20,22 @@ fn args(options: &[&str]) -> PlanArgs {
 
 const OPTIONS: [&str; 6] = ["--model", "llama-3-8b", "--hardware", "h100", "--budget", "50000"];
 
+fn machine(args: &PlanArgs) -> Machine {
+    Machine::new(&args.hardware, &args.model).expect("valid")
+}
+
 fn error_of(options: &[&str]) -> String {
     format!("{:#}", command(&args(options), Audience::Program).expect_err("refused"))
 }
 
 /// Text and plots of a plan.
 fn output(args: &PlanArgs, limits: Limits, folder: &Path) -> (String, Vec<Vec<u8>>) {
-    output_of(args, limits, folder, |_, _| ())
-}
-
-/// Text and plots of a plan whose candidates are changed.
-fn output_of(
-    args: &PlanArgs,
-    limits: Limits,
-    folder: &Path,
-    change: impl Fn(&Estimator<'_>, &mut Shortlist),
-) -> (String, Vec<Vec<u8>>) {
-    let machine = Machine::new(&args.hardware, &args.model).expect("valid");
-    let load = read(args, limits, Audience::Program).expect("valid");
+    let machine = machine(args);
+    let load = read(args, &machine, limits, Audience::Program).expect("valid");
     let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
     let curves = Curves::new(&load, block_bytes);
     let estimator = Estimator::new(&machine, &load, &curves, args.years);
-    let mut list = shortlist(&estimator, args.budget, args.goal()).expect("affordable");
-    change(&estimator, &mut list);
+    let list = shortlist(&estimator, args.budget, args.goal()).expect("affordable");
     let report = Report::new(args, &estimator, list, Audience::Program);
     let written = plots::write(&report, folder).expect("writable");
     let files = written.iter().map(|path| std::fs::read(path).expect("written")).collect();
@@ -88,11 +79,12 @@ fn sessions_of_an_archive_are_sampled_and_the_output_states_it() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut args = args(&OPTIONS);
     args.trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../testkit/data/agentic_sample.tar.xz").into();
-    let whole = read(&args, Limits::default(), Audience::Program).expect("valid");
+    let machine = machine(&args);
+    let whole = read(&args, &machine, Limits::default(), Audience::Program).expect("valid");
     assert!(whole.share >= 1.0 && whole.sessions_replayed == whole.sessions, "{}", whole.share);
     let limits =
         Limits { references: whole.references / 64, timed_references: whole.references / 128, samples: 2 };
-    let load = read(&args, limits, Audience::Program).expect("valid");
+    let load = read(&args, &machine, limits, Audience::Program).expect("valid");
     assert!(load.share < 0.9 && load.sessions_replayed < whole.sessions, "{}", load.share);
     assert_eq!((load.sessions, load.recorded), (whole.sessions, whole.recorded));
     assert!(load.references < whole.references && load.trace().references() < load.references);
@@ -109,19 +101,103 @@ fn sessions_of_an_archive_are_sampled_and_the_output_states_it() {
 }
 
 #[test]
-fn a_plan_with_a_cold_store_shows_estimates_and_what_its_price_includes() {
+fn a_cold_store_is_replayed_and_the_output_states_its_bytes_and_its_estimates() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (text, _) = output_of(&args(&OPTIONS), Limits::default(), folder.path(), |estimator, list| {
-        let one = list.candidates.iter().find(|one| one.configuration.dram_gb > 0).expect("a cache");
-        let configuration = Configuration { cold: true, ..one.configuration };
-        list.best = Evaluated { estimate: estimator.estimate(&configuration), configuration };
-    });
-    let head = text.split("WHY").next().expect("a first section");
-    assert!(head.contains("and a cold store") && head.contains("in the cold store"), "{text}");
-    let line =
-        |name: &str| head.lines().find(|line| line.trim().starts_with(name)).expect("a line").to_owned();
-    assert!(line("TTFT").contains('~') && line("hits").matches('~').count() == 4, "{text}");
-    assert!(text.contains("keeps each block for 24.0 hours") && text.contains("not included"), "{text}");
+    let (text, _) = output(&args(&OPTIONS), Limits::default(), folder.path());
+    assert!(text.contains("The cold store holds") && text.contains("are estimates"), "{text}");
+    let alternative = text.lines().find(|line| line.trim().starts_with("with a cold store"));
+    assert!(alternative.is_some_and(|line| !line.contains('~')), "{text}");
+    assert!(!text.split("WHY").next().expect("a first section").contains("a cold store"), "{text}");
+}
+
+#[test]
+fn a_ttft_that_the_budget_does_not_reach_is_reported_with_a_remedy() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let limits = Limits { samples: 1, ..Limits::default() };
+    let with = |ttft: &str| {
+        let args = args(&[&OPTIONS[..], &["--ttft", ttft][..]].concat());
+        let (text, _) = output(&args, limits, folder.path());
+        text
+    };
+    let text = with("1ms");
+    assert!(text.contains("NOT MET: a mean TTFT of at most 1 ms"), "{text}");
+    assert!(text.contains("pass a longer --ttft"), "{text}");
+    assert!(text.contains("because none within the budget has at most 1 ms"), "{text}");
+    let text = with("30s");
+    assert!(text.contains("met: a mean TTFT of at most 30.00 s") && !text.contains("NOT MET"), "{text}");
+}
+
+#[test]
+fn the_line_of_a_goal_has_the_shortest_ttft_and_the_budget_that_is_enough() {
+    use reprise_simulator::plan::{Configuration, Evaluated, Reached};
+    let args = args(&OPTIONS);
+    let machine = machine(&args);
+    let load = read(&args, &machine, Limits::default(), Audience::Program).expect("valid");
+    let curves = Curves::new(&load, machine.model.kv_bytes_per_token() * load.block_tokens());
+    let configuration = Configuration::without_cache(20);
+    let estimate = Estimator::new(&machine, &load, &curves, 3.0).estimate(&configuration);
+    let beyond_budget = Some((Evaluated { configuration, estimate }, 0.9));
+    let reached = Reached { goal_seconds: 1.0, ttft_seconds: 1.2, beyond_budget };
+    let line = serde_json::to_value(lines::goal(&reached)).expect("a line");
+    assert_eq!((&line["is_met"], &line["ttft_mean_seconds"]), (&false.into(), &1.2.into()));
+    let enough = line["sufficient_budget_usd_per_month"].as_f64().expect("known");
+    assert_eq!((enough.round(), &line["sufficient_nodes"]), (73_000.0, &20.into()));
+}
+
+#[test]
+fn refused_requests_are_stated_with_their_share() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("long.jsonl");
+    let line = |at: u64, blocks: u64| {
+        let ids: Vec<u64> = (0..blocks).map(|block| at * 1_000 + block).collect();
+        let tokens = blocks * 512;
+        format!(
+            "{{\"timestamp\": {at}, \"input_length\": {tokens}, \"output_length\": 0, \"hash_ids\": {ids:?}}}\n"
+        )
+    };
+    // One of five requests has 300 of 340 blocks, more than the context of 131,072 tokens.
+    let lines: String = (0..5).map(|at| line(at * 1_000, if at == 2 { 300 } else { 10 })).collect();
+    std::fs::write(&path, lines).expect("writable");
+    let mut args = args(&OPTIONS);
+    args.trace = path;
+    let (text, _) = output(&args, Limits { samples: 1, ..Limits::default() }, folder.path());
+    assert!(text.contains("without 1 of 5 requests (20.0 %, with 88.2 % of the tokens)"), "{text}");
+    assert!(text.contains("1 are longer than the context of 131072 tokens"), "{text}");
+}
+
+#[test]
+fn hardware_and_model_can_be_files_whose_errors_name_the_line() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("writable");
+        path.display().to_string()
+    };
+    let ssd = "[device]\nname = \"mine\"\ntitle = \"Mine\"\n[device.figures]\n\
+        capacity_tb = { value = 1.6, source = \"s\" }\nread_gb_per_s = { value = 7, source = \"s\" }\n\
+        write_gb_per_s = { value = 3, source = \"s\" }\nlatency_us = { value = 80, source = \"s\" }\n\
+        drive_writes_per_day = { value = 3, source = \"s\" }\nusd_per_gb_hour = { value = 0.0001, source = \"s\" }\n";
+    let model = include_str!("../../../simulator/profiles/models/llama-3-8b.toml");
+    let hardware = format!("h100+{}", write("ssd.toml", ssd));
+    let own = write("model.toml", &model.replace("Llama 3 8B", "My model"));
+    let files = profile_files::read(&[&hardware, &own]).expect("readable");
+    let machine = Machine::with_files(&hardware, &own, &files).expect("valid");
+    assert_eq!((machine.ssds.len(), machine.ssds[0].bytes), (1, 1_600_000_000_000));
+    assert_eq!((machine.ssds[0].name.as_str(), machine.model.title.as_str()), ("mine", "My model"));
+    let error = |hardware: &str, model: &str| {
+        error_of(&["--model", model, "--hardware", hardware, "--budget", "50000"])
+    };
+    let bad = format!("h100+{}", write("bad.toml", &ssd.replace("value = 7", "value = 7000")));
+    let text = error(&bad, "llama-3-8b");
+    assert!(text.contains("bad.toml: line 6: impossible read_gb_per_s 7000"), "{text}");
+    let cut = write("cut.toml", &model[..model.find("[layout]").expect("a layout")]);
+    let text = error("h100", &cut);
+    assert!(
+        text.contains("cut.toml: model without a known layout") && text.contains("config.json"),
+        "{text}"
+    );
+    let text = error("h100", "./none.toml");
+    assert!(text.contains("cannot read the profile ./none.toml: name a file"), "{text}");
 }
 
 #[test]

@@ -2,7 +2,8 @@
 
 use reprise_policy::admission::AdmissionMode;
 use reprise_simulator::plan::{
-    BUSY_MAX, Configuration, Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Machine, Mean, Step, Timed,
+    BUSY_MAX, Configuration, Evaluated, HOURS_PER_MONTH, HOURS_PER_YEAR, Interval, Machine, Mean, Refused,
+    Step, Timed,
 };
 use reprise_testkit::output::Table;
 
@@ -81,9 +82,8 @@ fn short(configuration: &Configuration, machine: &Machine) -> String {
 }
 
 /// Years until SSDs wear out, if that is before the end of the plan.
-fn worn_years(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<f64> {
-    let years = timed.map_or(step.changed.estimate.ssd_years, |timed| timed.ssd_years);
-    years.filter(|years| *years < report.estimator.years)
+fn worn_years(report: &Report<'_>, timed: &Timed) -> Option<f64> {
+    timed.ssd_years.filter(|years| *years < report.estimator.years)
 }
 
 fn recommendation(report: &Report<'_>) -> String {
@@ -106,23 +106,22 @@ fn recommendation(report: &Report<'_>) -> String {
         usd(estimate.usd_per_hour * HOURS_PER_YEAR * report.estimator.years),
         report.estimator.years
     );
+    let load_of_nodes = report.chosen.utilisation;
     text += &format!(
         "  serves    {} of {:.2} requests a second; nodes are busy for {} of the time\n",
-        if estimate.served >= 1.0 { "all".to_owned() } else { percent(estimate.served) },
+        if load_of_nodes.served >= 1.0 { "all".to_owned() } else { percent(load_of_nodes.served) },
         load.requests_per_second,
-        percent(estimate.busy.min(1.0))
+        percent(load_of_nodes.busy.min(1.0))
     );
     text += &peak(report);
-    let refused = report.plan.refused_requests;
-    if refused > 0 {
-        text += &format!(
-            "            without {refused} of {} requests, which exceed the memory of a node's accelerators\n",
-            load.requests
-        );
-    }
+    text += &refused(report);
+    text += &goal(report);
     text += &results(report);
-    text += &format!("  price     {:.3} USD for a million tokens\n", estimate.usd_per_million_tokens);
-    if estimate.ttft_mean.is_none() {
+    text += &format!(
+        "  price     {:.3} USD for a million tokens\n",
+        report.chosen.usd_per_million_tokens(report.estimator, configuration)
+    );
+    if load_of_nodes.served < 1.0 {
         text += "\n  The budget does not serve the whole load: queues grow without bound, and the TTFT is that of this trace\n  only. WHAT THE NEXT DOLLAR BUYS has the price of one more node.\n";
     }
     text
@@ -130,38 +129,79 @@ fn recommendation(report: &Report<'_>) -> String {
 
 /// What the busiest window needs, if it has more work than the nodes can do.
 fn peak(report: &Report<'_>) -> String {
-    let Evaluated { configuration, estimate } = &report.plan.chosen;
+    let busy_peak = report.chosen.utilisation.busy_peak;
     let is_burst = report.estimator.load.window_seconds < PEAK_SECONDS_MIN;
-    if is_burst || estimate.busy_peak <= BUSY_MAX {
+    if is_burst || busy_peak <= BUSY_MAX {
         return String::new();
     }
     format!(
         "            the busiest {} have {} of the work that the nodes can do: requests queue, and the\n            TTFT \
          is mostly wait; by estimate, about {:.0} such nodes have no queues\n",
         time(report.estimator.load.window_seconds),
-        percent(estimate.busy_peak),
-        (f64::from(configuration.nodes) * estimate.busy_peak / BUSY_MAX).ceil()
+        percent(busy_peak),
+        (f64::from(report.plan.chosen.configuration.nodes) * busy_peak / BUSY_MAX).ceil()
     )
 }
 
-/// TTFT and hits of the plan: with time, or estimates.
+/// Requests that are not part of the load.
+fn refused(report: &Report<'_>) -> String {
+    let (machine, load) = (report.estimator.machine, report.estimator.load);
+    let Refused { beyond_context, beyond_memory, tokens } = load.refused;
+    let requests = beyond_context + beyond_memory;
+    if requests == 0 {
+        return String::new();
+    }
+    let part = |count: u64, all: u64| percent(count as f64 / all.max(1) as f64);
+    let mut reasons = Vec::new();
+    if beyond_context > 0 {
+        let (context, model) = (machine.model.context, &machine.model.title);
+        reasons.push(format!("{beyond_context} are longer than the context of {context} tokens of {model}"));
+    }
+    if beyond_memory > 0 {
+        reasons.push(format!("{beyond_memory} exceed the memory of a node's accelerators"));
+    }
+    format!(
+        "            without {requests} of {} requests ({}, with {} of the tokens), which engines refuse:\n            {}\n",
+        load.recorded.requests,
+        part(requests, load.recorded.requests),
+        part(tokens, load.recorded.tokens),
+        reasons.join(",\n            ")
+    )
+}
+
+/// The TTFT that was asked for, and its price if the budget is too small.
+fn goal(report: &Report<'_>) -> String {
+    let Some(reached) = &report.plan.reached else { return String::new() };
+    let asked = time(reached.goal_seconds);
+    if reached.is_met() {
+        return format!("  goal      met: a mean TTFT of at most {asked}\n");
+    }
+    let shortest = time(reached.ttft_seconds);
+    let remedy = match &reached.beyond_budget {
+        Some((one, ttft)) => format!(
+            "{} has {} in replays: pass --budget {:.0}",
+            one.configuration.hardware_text(report.estimator.machine),
+            time(*ttft),
+            (one.estimate.usd_per_hour * HOURS_PER_MONTH).ceil()
+        ),
+        None => "No larger budget is known to meet it: pass a longer --ttft, or other --hardware".to_owned(),
+    };
+    format!(
+        "  goal      NOT MET: a mean TTFT of at most {asked}. The shortest one within the budget is {shortest}.\n            \
+         {remedy}.\n"
+    )
+}
+
+/// TTFT and hits of the plan.
 fn results(report: &Report<'_>) -> String {
-    let estimate = &report.plan.chosen.estimate;
-    let Some(timed) = &report.chosen else {
-        let ratio = |ratio: f64| format!("~{}", percent(ratio));
-        return format!(
-            "  TTFT      {} mean; an estimate (~), because the replay with time has no cold store\n  hits      {} of the \
-             prompts' blocks: {} in DRAM, {} on SSDs, {} in the cold store\n",
-            mean_text(&report.plan.chosen, None),
-            ratio(estimate.hit_ratio),
-            ratio(estimate.dram_ratio),
-            ratio(estimate.ssd_ratio),
-            ratio(estimate.cold_ratio)
-        );
+    let timed = &report.chosen;
+    let cold = match timed.cold {
+        Some(_) => format!(", {} in the cold store", percent(timed.cold_ratio)),
+        None => String::new(),
     };
     format!(
         "  TTFT      {} mean{}, {} median, {} p95, {} p99; {} for an output token\n  hits      {} of the prompts' blocks: {} in \
-         HBM, {} in DRAM, {} on SSDs\n",
+         HBM, {} in DRAM, {} on SSDs{cold}\n",
         time(timed.ttft_mean()),
         interval(timed.ttft_interval()),
         time(timed.ttft(0.5)),
@@ -180,10 +220,6 @@ fn interval(mean: Mean) -> String {
     if mean.half_width.is_finite() { format!(" (± {})", time(mean.half_width)) } else { String::new() }
 }
 
-fn hits_text(one: &Evaluated, timed: Option<&Timed>) -> String {
-    timed.map_or_else(|| format!("~{}", percent(one.estimate.hit_ratio)), |timed| percent(timed.hit_ratio))
-}
-
 fn reasons(report: &Report<'_>) -> String {
     let machine = report.estimator.machine;
     let plan = &report.plan;
@@ -197,30 +233,42 @@ fn reasons(report: &Report<'_>) -> String {
         "p95",
         "USD/1M",
     ]);
-    let mut row = |name: &str, one: &Evaluated, timed: Option<&Timed>| {
+    let mut row = |name: &str, one: &Evaluated, timed: &Timed| {
         table.row(vec![
             format!("  {name}"),
             short(&one.configuration, machine),
             usd(one.estimate.usd_per_hour * HOURS_PER_MONTH),
-            percent(one.estimate.served),
-            hits_text(one, timed),
-            mean_text(one, timed),
-            timed.map_or("-".to_owned(), |timed| time(timed.ttft(0.95))),
-            format!("{:.3}", one.estimate.usd_per_million_tokens),
+            percent(timed.utilisation.served),
+            percent(timed.hit_ratio),
+            time(timed.ttft_mean()),
+            time(timed.ttft(0.95)),
+            format!("{:.3}", timed.usd_per_million_tokens(report.estimator, &one.configuration)),
         ]);
     };
     for ((name, one), timed) in plan.alternatives.iter().zip(&report.alternatives) {
-        row(name, one, timed.as_ref());
+        row(name, one, timed);
     }
-    row("the plan", &plan.chosen, report.chosen.as_ref());
+    row("the plan", &plan.chosen, &report.chosen);
+    let rule = match &plan.reached {
+        None => "is the\n  cheapest one with a mean TTFT within 10 % of the shortest replayed one".to_owned(),
+        Some(reached) if reached.is_met() => {
+            format!(
+                "is the\n  cheapest one with a replayed mean TTFT of at most {}",
+                time(reached.goal_seconds)
+            )
+        }
+        Some(reached) => format!(
+            "has the\n  shortest replayed mean TTFT, because none within the budget has at most {}",
+            time(reached.goal_seconds)
+        ),
+    };
     let mut text = format!(
-        "WHY\n\n  {} configurations cost at most the budget, and {} candidates and changes were replayed. The plan is the\n  cheapest one \
-         with a mean TTFT within 10 % of the shortest replayed one, or of at most --ttft.\n\n{}",
+        "WHY\n\n  {} configurations cost at most the budget, and {} candidates and changes were replayed. The plan {rule}.\n\n{}",
         plan.compared,
         plan.replayed,
         table.render()
     );
-    text += "  DRAM and SSDs are those of each node. ~ is an estimate: the replay with time has no cold store, and agents use\n  none yet.\n";
+    text += "  DRAM and SSDs are those of each node. Agents use no cold store yet.\n";
     if let Some(worn) = &plan.rejected.worn {
         text += &format!(
             "\n  Faster by estimate but refused, because its SSDs wear out in {:.1} years:\n  {}, admission {}.\n",
@@ -232,37 +280,15 @@ fn reasons(report: &Report<'_>) -> String {
     text
 }
 
-fn mean_text(one: &Evaluated, timed: Option<&Timed>) -> String {
-    match (timed, one.estimate.ttft_mean) {
-        (Some(timed), _) => time(timed.ttft_mean()),
-        (None, Some(mean)) => format!("~{}", time(mean)),
-        (None, None) => "overloaded".to_owned(),
-    }
-}
-
-/// Mean TTFT that a step saves, in seconds: with time if both were replayed, otherwise the estimate.
-pub(super) fn saved(report: &Report<'_>, step: &Step, timed: Option<&Timed>) -> Option<Mean> {
-    match (&report.chosen, timed) {
-        (Some(chosen), Some(timed)) => Some(chosen.difference(timed)),
-        _ => step.ttft_seconds.map(|seconds| Mean { mean: -seconds, half_width: 0.0 }),
-    }
-}
-
 /// Whether a step saves time, and more than samples differ by chance.
 pub(super) fn is_gain(saved: &Mean) -> bool {
     saved.mean >= GAIN_MIN && saved.is_clear()
 }
 
 /// Change of the mean TTFT by a step, with its interval.
-fn change_text(report: &Report<'_>, timed: Option<&Timed>, saved: Option<Mean>) -> String {
-    let is_replayed = report.chosen.is_some() && timed.is_some();
-    saved.map_or("-".to_owned(), |saved| {
-        let text = signed(-saved.mean, time(-saved.mean));
-        match is_replayed && saved.half_width.is_finite() {
-            true => format!("{text} ± {}", time(saved.half_width)),
-            false => format!("~{text}"),
-        }
-    })
+fn change_text(saved: Mean) -> String {
+    let text = signed(-saved.mean, time(-saved.mean));
+    if saved.half_width.is_finite() { format!("{text} ± {}", time(saved.half_width)) } else { text }
 }
 
 fn signed(amount: f64, text: String) -> String {
@@ -282,28 +308,28 @@ fn next_dollar(report: &Report<'_>) -> String {
     ]);
     let mut best: Option<(f64, &Step, f64)> = None;
     for (step, timed) in report.plan.steps.iter().zip(&report.steps) {
-        let saved = saved(report, step, timed.as_ref());
-        let per_ms = saved.filter(is_gain).map(|saved| step.usd_per_month / (saved.mean * 1e3));
-        let worn = worn_years(report, step, timed.as_ref());
+        let saved = report.chosen.difference(timed);
+        let per_ms = is_gain(&saved).then(|| step.usd_per_month / (saved.mean * 1e3));
+        let worn = worn_years(report, timed);
         let is_usable = worn.is_none() && step.name != "a cold store";
         let is_bought = is_usable && step.usd_per_month > 0.0;
-        if let Some((per_ms, saved)) = per_ms.zip(saved).filter(|_| is_bought)
+        if let Some(per_ms) = per_ms.filter(|_| is_bought)
             && best.as_ref().is_none_or(|(least, _, _)| per_ms < *least)
         {
             best = Some((per_ms, step, saved.mean));
         }
         table.row(vec![
             format!("  {}", step.name),
-            target(report, step),
+            target(report, step, timed),
             signed(step.usd_per_month, usd(step.usd_per_month)),
-            hits_text(&step.changed, timed.as_ref()),
-            mean_text(&step.changed, timed.as_ref()),
-            change_text(report, timed.as_ref(), saved),
+            percent(timed.hit_ratio),
+            time(timed.ttft_mean()),
+            change_text(saved),
             per_ms.filter(|_| is_bought).map_or("-".to_owned(), usd),
             match worn {
                 Some(years) => format!("SSDs wear out in {years:.1} years"),
                 None if step.name == "a cold store" => "agents use none yet".to_owned(),
-                None if saved.is_some_and(|saved| !saved.is_clear()) => "not above noise".to_owned(),
+                None if !saved.is_clear() => "not above noise".to_owned(),
                 None => String::new(),
             },
         ]);
@@ -330,7 +356,7 @@ fn next_dollar(report: &Report<'_>) -> String {
     )
 }
 
-fn target(report: &Report<'_>, step: &Step) -> String {
+fn target(report: &Report<'_>, step: &Step, timed: &Timed) -> String {
     let machine = report.estimator.machine;
     let changed = &step.changed.configuration;
     let has_other_admission = changed.admission != report.plan.chosen.configuration.admission;
@@ -343,7 +369,9 @@ fn target(report: &Report<'_>, step: &Step) -> String {
         }),
         "one more node" | "one node less" => format!("{} nodes", changed.nodes),
         "another policy" => changed.policy.name().to_owned(),
-        "a cold store" => format!("blocks of {}", time(report.estimator.load.cold_seconds())),
+        "a cold store" => {
+            format!("{:.1} TB stored", timed.cold.unwrap_or_default().stored_bytes / 1e12)
+        }
         name => name.to_owned(),
     }
 }
@@ -380,21 +408,18 @@ fn tiers(report: &Report<'_>) -> String {
 }
 
 fn endurance(report: &Report<'_>) -> String {
-    let Evaluated { configuration, estimate } = &report.plan.chosen;
+    let configuration = &report.plan.chosen.configuration;
     let rejected = &report.plan.rejected;
     let mut text = "ENDURANCE\n\n".to_owned();
-    let timed = report.chosen.as_ref();
-    let bytes = timed.map_or(estimate.ssd_bytes_per_day, |timed| timed.ssd_bytes_per_day);
-    let years = timed.map_or(estimate.ssd_years, |timed| timed.ssd_years);
+    let (bytes, years) = (report.chosen.ssd_bytes_per_day, report.chosen.ssd_years);
     match (configuration.drives(report.estimator.machine), bytes) {
         (Some((class, count)), Some(bytes)) => {
             text += &format!(
-                "  {count} × {} in each node, rated for {} drive writes a day over 5 years ({:.0} TB written).\n  {} \
-                 writes {:.2} TB a day to each drive: {:.2} drive writes a day, {} years of life.\n",
+                "  {count} × {} in each node, rated for {} drive writes a day over 5 years ({:.0} TB written).\n  The busiest \
+                 node writes {:.2} TB a day to each drive: {:.2} drive writes a day, {} years of life.\n",
                 class.name,
                 class.drive_writes_per_day,
                 class.rated_bytes() / 1e12,
-                if timed.is_some() { "The busiest node" } else { "By estimate, a node" },
                 bytes / 1e12,
                 bytes / class.bytes as f64,
                 years_text(years)
@@ -422,12 +447,12 @@ fn years_text(years: Option<f64>) -> String {
 
 fn assumptions(report: &Report<'_>) -> String {
     let load = report.estimator.load;
-    let machine = report.estimator.machine;
     let mut text = format!(
         "ASSUMPTIONS\n\n  {}: {} requests, {} references to {} blocks of {} tokens.\n  Prices are those of an hour in the \
-         hardware profiles, with a month of 730 hours.\n  Steps of engines are a lower bound: no kernel launches, no collectives.\n",
+         hardware profiles, with a month of 730 hours.\n  Steps of engines are a lower bound: no kernel launches, no collectives.\n  Load and price of tokens are closed formulas with the hits of the replays. \
+         Blocks in HBM need no computation\n  and no load.\n",
         report.trace,
-        load.requests,
+        load.recorded.requests,
         load.recorded.references,
         load.recorded.distinct,
         load.recorded.block_tokens
@@ -442,26 +467,26 @@ fn assumptions(report: &Report<'_>) -> String {
             report.seed
         );
     }
-    if load.tokens_max > u64::from(machine.model.context) {
-        text += &format!(
-            "  The longest request has {} tokens, more than the context of {} of {}: it is planned as if it were served.\n",
-            load.tokens_max, machine.model.context, machine.model.title
-        );
-    }
     text += &replayed_part(report);
-    let cold = |one: &Evaluated| one.configuration.cold;
-    let plan = &report.plan;
-    let compared =
-        plan.alternatives.iter().map(|(_, one)| one).chain(plan.steps.iter().map(|step| &step.changed));
-    if compared.chain([&plan.chosen]).any(cold) {
-        text += &format!(
-            "  A cold store keeps each block for {}: {:.1} TB at the rate of the trace's new blocks. Its price is that of\n  \
-             storage: requests and transfers are not included.\n",
-            time(load.cold_seconds()),
-            load.cold_blocks() * report.estimator.block_bytes / 1e12
-        );
-    }
+    text += &cold_store(report);
     text
+}
+
+/// Bytes and price of the cold store in the plan, or in an alternative.
+fn cold_store(report: &Report<'_>) -> String {
+    let shown = [&report.chosen].into_iter().chain(&report.alternatives).chain(&report.steps);
+    let Some(cold) = shown.filter_map(|timed| timed.cold).next() else { return String::new() };
+    let (machine, load) = (report.estimator.machine, report.estimator.load);
+    let month = cold.usd_per_hour(machine, load) * HOURS_PER_MONTH;
+    format!(
+        "  The cold store holds {:.1} TB at the end of the replays, and moves {:.1} TB (written) and {:.1} TB (read) a day: {} \
+         USD\n  a month for storage, bundles written and blocks read. Agents use none yet, so its bandwidth, its latency \
+         and the\n  choice between load and computation are estimates.\n",
+        cold.stored_bytes / 1e12,
+        cold.written_bytes_per_day / 1e12,
+        cold.read_bytes_per_day / 1e12,
+        usd(month)
+    )
 }
 
 /// Blocks and samples of the replays.
@@ -475,8 +500,7 @@ fn samples(report: &Report<'_>) -> String {
             load.block_tokens()
         );
     }
-    let samples = report.chosen.iter().chain(report.alternatives.iter().flatten());
-    let samples = samples.map(|timed| timed.ttft_means.len()).max().unwrap_or(0);
+    let samples = report.chosen.ttft_means.len();
     if samples > 1 {
         text += &format!(
             "  ± is the interval of 95 % of a mean, from {samples} replays with the same sessions {}on other nodes.\n",
@@ -489,9 +513,10 @@ fn samples(report: &Report<'_>) -> String {
 /// Which part of the trace was replayed with time, unless it is the whole one.
 fn replayed_part(report: &Report<'_>) -> String {
     let load = report.estimator.load;
-    let all =
-        report.chosen.iter().chain(report.steps.iter().flatten()).chain(report.alternatives.iter().flatten());
-    let Some(part) = all.map(|timed| timed.part).find(|part| !part.is_whole()) else { return String::new() };
+    let mut all = [&report.chosen].into_iter().chain(&report.steps).chain(&report.alternatives);
+    let Some(part) = all.find_map(|timed| Some(timed.part).filter(|part| !part.is_whole())) else {
+        return String::new();
+    };
     let time_text = if part.of_time < 1.0 {
         let span = load.span_ms as f64 / 1e3;
         format!(", in the first {} of {}: caches begin empty", time(span * part.of_time), time(span))

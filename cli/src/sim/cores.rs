@@ -15,10 +15,10 @@ use reprise_policy::ByteSize;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 use reprise_simulator::replay::{Cluster, NodeSettings, ReadOptions, Trace, TraceBuilder, read_lines};
-use reprise_simulator::serving::profiles::{Hardware, Model};
 use reprise_simulator::timed::{CoreReplay, CoreSettings, CoresError, replay_cores};
 use reprise_testkit::output::Audience;
 
+use crate::profile_files;
 use report::{Comparison, Outcome};
 
 /// Arguments of `reprise sim cores`.
@@ -36,10 +36,10 @@ pub(super) struct CoresArgs {
     /// Simulate this many control-plane members.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
     members: u16,
-    /// Hardware of a node: an accelerator, and parts that replace its usual ones, as in h100+cxl.
+    /// Hardware of a node: an accelerator, and parts that replace its usual ones, as in h100+cxl; or files.
     #[arg(long, value_name = "EXPRESSION", default_value = "h100")]
     hardware: String,
-    /// Model of all engines.
+    /// Model of all engines: a name, or a file.
     #[arg(long, value_name = "NAME", default_value = "llama-3-8b")]
     model: String,
     /// DRAM of a node in blocks, rounded up to whole regions [default: that of the hardware].
@@ -129,8 +129,8 @@ fn read(args: &CoresArgs) -> anyhow::Result<Trace> {
 }
 
 fn settings(args: &CoresArgs, trace: &Trace) -> anyhow::Result<CoreSettings> {
-    let hardware = Hardware::named(&args.hardware)?;
-    let model = Model::named(&args.model)?;
+    let files = profile_files::read(&[&args.hardware, &args.model])?;
+    let (hardware, model) = (files.hardware(&args.hardware)?, files.model(&args.model)?);
     let block_bytes = trace.block_tokens().saturating_mul(model.kv_bytes_per_token()).max(1);
     let blocks = |wanted: Option<u64>, bytes: u64| wanted.unwrap_or(bytes / block_bytes);
     let dram_blocks = blocks(args.dram, hardware.dram_bytes);

@@ -77,3 +77,41 @@ fn bad_arguments_are_refused_with_the_remedy() {
         assert!(words.iter().all(|word| error.contains(word)), "{words:?} in {error}");
     }
 }
+
+#[test]
+fn a_ttft_that_no_budget_reaches_is_reported_for_programs() {
+    let trace = sample();
+    let output = run(&[&["--json", "plan", "--trace", &trace][..], &OPTIONS, &["--ttft", "1ms"]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines = text.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+    let lines: Vec<serde_json::Value> = lines.collect();
+    let of_kind = |kind: &str| lines.iter().find(|line| line["kind"] == kind).expect("a line of the kind");
+    let (goal, plan) = (of_kind("goal"), of_kind("recommendation"));
+    assert_eq!((&goal["is_met"], &goal["ttft_goal_seconds"]), (&false.into(), &0.001.into()));
+    assert_eq!(goal["ttft_mean_seconds"], plan["timed"]["ttft_mean_seconds"]);
+    assert!(goal["sufficient_budget_usd_per_month"].is_null(), "{goal}");
+    assert_eq!(of_kind("subject")["refused_requests"], 0);
+}
+
+#[test]
+fn profiles_of_users_are_files_and_their_errors_name_the_line() {
+    let env = TestEnv::new();
+    let path = env.folder().join("link.toml");
+    let name = path.to_str().expect("our folders have plain names");
+    let text = "[link]\nname = \"mine\"\ntitle = \"Mine\"\n[link.figures]\n\
+        gb_per_s = { value = 25, source = \"data sheet\" }\nlatency_us = { value = 5, source = \"data sheet\" }\n";
+    let (trace, hardware) = (sample(), format!("h100+{name}"));
+    let planned = |text: &str| {
+        std::fs::write(&path, text).expect("writable");
+        let options = ["plan", "--trace", &trace, "--model", "llama-3-8b", "--hardware", &hardware];
+        run(&[&options[..], &["--budget", "20000"]].concat())
+    };
+    let output = planned(text);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = planned(&text.replace("value = 25", "value = 25000"));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("link.toml: line 5: impossible gb_per_s"), "{error}");
+    assert!(error.contains("expected 0.01 to 1000, check the unit"), "{error}");
+}

@@ -1,8 +1,9 @@
 //! Candidates of a plan by estimate, and the effect of changes to a configuration.
 //!
-//! The best of some candidates is the cheapest one within [`TOLERANCE`] of the shortest mean TTFT, or with the TTFT of the
-//! [`Goal`]. If no configuration serves the load, it is the one that serves most of it. [`super::search`] replays the
-//! candidates of the [`Shortlist`] with time, and chooses.
+//! The best of some candidates is the cheapest one within [`TOLERANCE`] of the shortest mean TTFT. With a [`Goal`], it is
+//! the cheapest one with the TTFT of the goal, or the one with the shortest TTFT if none has it. If no configuration serves
+//! the load, it is the one that serves most of it. [`super::search`] replays the candidates of the [`Shortlist`] with time,
+//! and chooses.
 //!
 //! A larger budget adds configurations and removes none. The bound of the tolerance therefore never rises, and neither
 //! does the estimated TTFT of the best one.
@@ -10,6 +11,7 @@
 use super::PlanError;
 use super::budget::{Budget, HOURS_PER_MONTH};
 use super::configuration::Configuration;
+use super::curves::POLICIES;
 use super::estimate::{Estimate, Estimator, Unusable};
 
 /// Part by which the mean TTFT of a plan may exceed the shortest one.
@@ -37,14 +39,10 @@ pub struct Shortlist {
     pub best: Evaluated,
     /// Those that are replayed with time: the best ones of their kinds and of their numbers of nodes.
     pub candidates: Vec<Evaluated>,
-    /// The best one with a cold store.
-    pub cold: Option<Evaluated>,
     /// Configurations that are not usable.
     pub rejected: Rejected,
     /// Number of configurations within the budget.
     pub compared: usize,
-    /// Requests of the trace that are larger than the memory of a node's accelerators, and are not served.
-    pub refused_requests: u64,
 }
 
 /// Numbers of configurations that are not usable.
@@ -69,8 +67,6 @@ pub struct Step {
     pub changed: Evaluated,
     /// Additional price in USD a month; negative: saved.
     pub usd_per_month: f64,
-    /// Change of the mean TTFT in seconds; negative: shorter.
-    pub ttft_seconds: Option<f64>,
 }
 
 /// Recommended configuration with its alternatives.
@@ -88,14 +84,32 @@ pub struct Plan {
     pub compared: usize,
     /// Number of configurations that were replayed with time.
     pub replayed: usize,
-    /// Requests of the trace that are larger than the memory of a node's accelerators, and are not served.
-    pub refused_requests: u64,
+    /// Result for the TTFT that the goal asks for, if it asks for one.
+    pub reached: Option<Reached>,
+}
+
+/// TTFT of a plan next to the one that was asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reached {
+    /// Mean TTFT that was asked for, in seconds.
+    pub goal_seconds: f64,
+    /// Mean TTFT of the plan in its replays, in seconds: the shortest one of all replays if the goal is not met.
+    pub ttft_seconds: f64,
+    /// The cheapest replayed configuration beyond the budget that meets the goal, and its mean TTFT, if the plan does not.
+    pub beyond_budget: Option<(Evaluated, f64)>,
+}
+
+impl Reached {
+    /// Whether the plan has the TTFT.
+    pub fn is_met(&self) -> bool {
+        self.ttft_seconds <= self.goal_seconds
+    }
 }
 
 /// Whether a plan may have a cold store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ColdStore {
-    /// It is shown as an alternative only.
+    /// It is an alternative only.
     Compared,
     /// The plan may recommend it.
     Allowed,
@@ -106,37 +120,42 @@ pub enum ColdStore {
 pub struct Goal {
     /// Whether the plan may have a cold store.
     pub cold: ColdStore,
-    /// Mean TTFT in seconds that is short enough: a cheaper configuration that reaches it is preferred.
-    pub ttft_seconds: f64,
+    /// Mean TTFT in seconds that is short enough; `None`: nearly the shortest one.
+    pub ttft_seconds: Option<f64>,
+}
+
+impl Goal {
+    /// Largest mean TTFT of a plan, if the shortest one is known.
+    pub(super) fn bound(&self, shortest: f64) -> f64 {
+        match self.ttft_seconds {
+            None => shortest * (1.0 + TOLERANCE),
+            Some(goal) => goal.max(shortest),
+        }
+    }
+
+    /// Whether a plan may be this configuration.
+    pub(super) fn permits(&self, configuration: &Configuration) -> bool {
+        self.cold == ColdStore::Allowed || !configuration.cold
+    }
 }
 
 /// Estimates all configurations within a budget, and returns the best ones.
 pub fn shortlist(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Result<Shortlist, PlanError> {
-    let (machine, load) = (estimator.machine, estimator.load);
-    let memory_tokens = machine.memory_tokens();
-    let (tokens, refused_requests) = load.memory_tokens(memory_tokens);
-    if refused_requests == load.requests {
-        return Err(PlanError::AllRefused {
-            requests: refused_requests,
-            tokens,
-            node: machine.title(),
-            memory_tokens,
-            model: machine.model.title.clone(),
-        });
-    }
-    let all = Configuration::all(machine, load, budget.usd_per_hour);
-    let compared = all.len();
+    let all = Configuration::all(estimator.machine, budget.usd_per_hour);
     let evaluate = |configuration| Evaluated { estimate: estimator.estimate(&configuration), configuration };
+    let mut all: Vec<Evaluated> = all.into_iter().map(evaluate).collect();
+    // A cold store is not part of the price of the nodes.
+    all.retain(|one| one.estimate.usd_per_hour <= budget.usd_per_hour);
+    let compared = all.len();
     let (usable, refused): (Vec<Evaluated>, Vec<Evaluated>) =
-        all.into_iter().map(evaluate).partition(|one| one.estimate.unusable.is_none());
-    let is_eligible = |one: &&Evaluated| goal.cold == ColdStore::Allowed || !one.configuration.cold;
+        all.into_iter().partition(|one| one.estimate.unusable.is_none());
+    let is_eligible = |one: &&Evaluated| goal.permits(&one.configuration);
     let found =
         best(usable.iter().filter(is_eligible), goal).ok_or_else(|| too_small(estimator, budget))?.clone();
     let count = |reason| refused.iter().filter(|one| one.estimate.unusable == Some(reason)).count();
     let is_worn = |one: &&Evaluated| one.estimate.unusable == Some(Unusable::Wear);
     Ok(Shortlist {
         candidates: candidates(&usable, &found, goal),
-        cold: best(usable.iter().filter(|one| one.configuration.cold), goal).cloned(),
         rejected: Rejected {
             wear: count(Unusable::Wear),
             ssd_bandwidth: count(Unusable::SsdBandwidth),
@@ -144,14 +163,13 @@ pub fn shortlist(estimator: &Estimator<'_>, budget: Budget, goal: Goal) -> Resul
             worn: best(refused.iter().filter(is_eligible).filter(is_worn), goal).cloned(),
         },
         compared,
-        refused_requests,
         best: found,
     })
 }
 
 fn too_small(estimator: &Estimator<'_>, budget: Budget) -> PlanError {
     let least = Configuration::without_cache(1);
-    let needed = least.usd_per_hour(estimator.machine, estimator.load) * HOURS_PER_MONTH;
+    let needed = least.usd_per_hour(estimator.machine) * HOURS_PER_MONTH;
     PlanError::BudgetTooSmall {
         budget: budget.usd_per_month(),
         least: estimator.machine.title(),
@@ -172,7 +190,7 @@ fn best<'a>(candidates: impl Iterator<Item = &'a Evaluated> + Clone, goal: Goal)
         one.usd_per_hour.total_cmp(&other.usd_per_hour).then(by_ttft)
     };
     if let Some(shortest) = shortest(candidates.clone()) {
-        let bound = (shortest * (1.0 + TOLERANCE)).max(goal.ttft_seconds);
+        let bound = goal.bound(shortest);
         let is_within = |one: &&Evaluated| one.estimate.ttft_mean.is_some_and(|ttft| ttft <= bound);
         return candidates.filter(is_within).min_by(cheapest);
     }
@@ -189,21 +207,24 @@ pub(super) fn is_better(one: &Evaluated, other: &Evaluated) -> bool {
 }
 
 /// Kinds of hardware: names, and their configurations.
-pub(super) const FAMILIES: [Family; 3] = [
+pub(super) const FAMILIES: [Family; 4] = [
     ("no cache", |one| one.dram_gb == 0 && !one.cold),
     ("DRAM", |one| one.dram_gb > 0 && one.ssds.is_none() && !one.cold),
     ("DRAM, SSD", |one| one.ssds.is_some() && !one.cold),
+    ("with a cold store", |one| one.cold),
 ];
 
 /// Name of a kind of hardware, and which configurations are of the kind.
 pub(super) type Family = (&'static str, fn(&Configuration) -> bool);
 
-/// The best configuration of all, of each kind, and of the best numbers of nodes: none with a cold store.
+/// The best configuration of all, of each kind, and of the best numbers of nodes. With a TTFT as the goal, also the best one
+/// without: replays may be slower than the estimates.
 fn candidates(usable: &[Evaluated], found: &Evaluated, goal: Goal) -> Vec<Evaluated> {
-    let usable = || usable.iter().filter(|one| !one.configuration.cold);
-    let mut counts: Vec<u32> = usable().map(|one| one.configuration.nodes).collect();
+    let eligible = || usable.iter().filter(|one| goal.permits(&one.configuration));
+    let mut counts: Vec<u32> = eligible().map(|one| one.configuration.nodes).collect();
+    counts.sort_unstable();
     counts.dedup();
-    let of_count = |nodes: u32| best(usable().filter(move |one| one.configuration.nodes == nodes), goal);
+    let of_count = |nodes: u32| best(eligible().filter(move |one| one.configuration.nodes == nodes), goal);
     let mut by_nodes: Vec<&Evaluated> = counts.into_iter().filter_map(of_count).collect();
     let rank = |one: &Evaluated| (one.estimate.ttft_mean.unwrap_or(f64::INFINITY), -one.estimate.served);
     by_nodes.sort_by(|one, other| {
@@ -212,10 +233,11 @@ fn candidates(usable: &[Evaluated], found: &Evaluated, goal: Goal) -> Vec<Evalua
     });
     by_nodes.truncate(NODE_COUNTS_MAX);
     let of_kind =
-        |(_, is_member): Family| best(usable().filter(move |one| is_member(&one.configuration)), goal);
+        |(_, is_member): Family| best(usable.iter().filter(move |one| is_member(&one.configuration)), goal);
     let kinds = FAMILIES.into_iter().filter_map(of_kind);
     let mut all: Vec<Evaluated> = Vec::new();
-    for one in std::iter::once(found).filter(|one| !one.configuration.cold).chain(kinds).chain(by_nodes) {
+    let fast = best(eligible(), Goal { ttft_seconds: None, ..goal });
+    for one in std::iter::once(found).chain(kinds).chain(fast).chain(by_nodes) {
         if !all.contains(one) {
             all.push(one.clone());
         }
@@ -243,11 +265,6 @@ pub(super) fn steps(estimator: &Estimator<'_>, chosen: &Evaluated) -> Vec<Step> 
         Step {
             name,
             usd_per_month: (changed.estimate.usd_per_hour - chosen.estimate.usd_per_hour) * HOURS_PER_MONTH,
-            ttft_seconds: changed
-                .estimate
-                .ttft_mean
-                .zip(chosen.estimate.ttft_mean)
-                .map(|(then, now)| then - now),
             changed,
         }
     };
@@ -280,16 +297,13 @@ pub(super) fn more_ssds(estimator: &Estimator<'_>, chosen: &Evaluated) -> Option
     best.map(|(_, configuration)| configuration)
 }
 
-/// The other policy with the shortest TTFT on the same hardware. Traces have no priorities, so `priority_lru` is `lru`.
+/// The other policy with the shortest TTFT on the same hardware.
 fn other_policy(estimator: &Estimator<'_>, now: &Configuration) -> Option<Configuration> {
-    use reprise_policy::eviction::EvictionKind;
     if now.dram_gb == 0 {
         return None;
     }
-    let others = EvictionKind::ALL
-        .into_iter()
-        .filter(|policy| *policy != now.policy && *policy != EvictionKind::PriorityLru);
-    let time = |policy: EvictionKind| {
+    let others = POLICIES.into_iter().filter(|policy| *policy != now.policy);
+    let time = |policy| {
         let other = Configuration { policy, ..*now };
         (estimator.estimate(&other).alone_mean, other)
     };

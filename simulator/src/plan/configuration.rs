@@ -3,7 +3,7 @@
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 
-use super::load::Load;
+use super::curves::POLICIES;
 use super::machine::{Machine, SsdClass};
 use crate::serving::profiles::GB;
 
@@ -34,7 +34,7 @@ pub struct Configuration {
     pub dram_gb: u64,
     /// SSDs of each node.
     pub ssds: Option<Ssds>,
-    /// Whether blocks that leave the nodes are kept in a cold store.
+    /// Whether a cold store keeps the blocks that leave the nodes.
     pub cold: bool,
     /// Policy of eviction.
     pub policy: EvictionKind,
@@ -43,15 +43,15 @@ pub struct Configuration {
 }
 
 impl Configuration {
-    /// All configurations that cost at most so much an hour, in a fixed order.
+    /// All configurations whose nodes cost at most so much an hour, in a fixed order.
     ///
     /// Those with a cold store are last, so that the others are preferred where both are equal.
-    pub fn all(machine: &Machine, load: &Load, usd_per_hour: f64) -> Vec<Configuration> {
+    pub fn all(machine: &Machine, usd_per_hour: f64) -> Vec<Configuration> {
         let mut all = Vec::new();
         let hardware: Vec<Configuration> =
             NODES.into_iter().flat_map(|nodes| Configuration::of_nodes(machine, nodes)).collect();
         for one in hardware {
-            if one.usd_per_hour(machine, load) > usd_per_hour {
+            if one.usd_per_hour(machine) > usd_per_hour {
                 continue;
             }
             all.extend(one.with_policies());
@@ -62,7 +62,7 @@ impl Configuration {
 
     /// The configuration without a cache, on some nodes.
     pub fn without_cache(nodes: u32) -> Configuration {
-        let (policy, admission) = (EvictionKind::default(), AdmissionMode::Always);
+        let (policy, admission) = (EvictionKind::Lru, AdmissionMode::Always);
         Configuration { nodes, dram_gb: 0, ssds: None, cold: false, policy, admission }
     }
 
@@ -90,8 +90,8 @@ impl Configuration {
             Some(_) => &[AdmissionMode::Always, AdmissionMode::SecondUse],
             None => &[AdmissionMode::Always],
         };
-        let kinds = EvictionKind::ALL.into_iter();
-        kinds
+        POLICIES
+            .into_iter()
             .flat_map(|policy| admissions.iter().map(move |admission| (policy, *admission)))
             .map(|(policy, admission)| Configuration { policy, admission, ..self })
             .collect()
@@ -107,16 +107,15 @@ impl Configuration {
         self.ssds.map(|ssds| (&machine.ssds[ssds.class], ssds.count))
     }
 
-    /// Price of an hour of the cluster: nodes, DRAM, SSDs and the bytes of the cold store, but not its requests.
-    pub fn usd_per_hour(&self, machine: &Machine, load: &Load) -> f64 {
+    /// Price of an hour of the nodes with their DRAM and SSDs. A cold store has its own price
+    /// ([`ColdTraffic::usd_per_hour`](super::ColdTraffic::usd_per_hour)).
+    pub fn usd_per_hour(&self, machine: &Machine) -> f64 {
         let hardware = &machine.hardware;
         let ssds = self
             .drives(machine)
             .map_or(0.0, |(class, count)| class.bytes as f64 / GB * f64::from(count) * class.usd_per_gb_hour);
         let node = hardware.usd_per_node_hour(machine.accelerators, self.dram_gb * GB as u64, 0) + ssds;
-        let block_bytes = machine.model.kv_bytes_per_token() * load.block_tokens();
-        let cold_bytes = if self.cold { load.cold_blocks() * block_bytes as f64 } else { 0.0 };
-        f64::from(self.nodes) * node + cold_bytes / GB * hardware.cold_usd_per_gb_hour
+        f64::from(self.nodes) * node
     }
 
     /// Next larger size of DRAM.
@@ -160,6 +159,14 @@ impl Configuration {
     /// The configuration with one more node.
     pub fn next_node(&self) -> Configuration {
         Configuration { nodes: self.nodes + 1, ..*self }
+    }
+
+    /// The configuration with each larger number of nodes.
+    pub(super) fn with_more_nodes(self) -> impl Iterator<Item = Configuration> {
+        NODES
+            .into_iter()
+            .filter(move |nodes| *nodes > self.nodes)
+            .map(move |nodes| Configuration { nodes, ..self })
     }
 
     /// Name of the hardware, without the policy.

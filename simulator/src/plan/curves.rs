@@ -10,6 +10,12 @@ use crate::serving::profiles::GB;
 /// Smallest capacity that is replayed, in bytes. The next ones double.
 const BYTES_MIN: f64 = 32.0 * GB;
 
+/// Policies of agents with different results: traces have no priorities, so `priority_lru` is `lru`.
+pub(super) const POLICIES: [EvictionKind; EvictionKind::ALL.len() - 1] = {
+    use EvictionKind::{CostAware, Lfu, Lru, S3Fifo, Semantic};
+    [Lru, Lfu, Semantic, S3Fifo, CostAware]
+};
+
 /// Replay of a size and a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
@@ -39,7 +45,7 @@ pub struct Measured {
 pub struct Curves {
     /// Capacities of a cluster in blocks, each twice the one before; the last one holds all blocks.
     pub capacities: Vec<u64>,
-    /// For each policy of agents, results by capacity.
+    /// For each one of [`POLICIES`], results by capacity.
     policies: Vec<Vec<Measured>>,
     /// Hits of Belady's bound by capacity, of all references.
     pub bound: Vec<f64>,
@@ -61,7 +67,7 @@ impl Curves {
     /// All replays of a plan, in a fixed order. They do not depend on each other.
     pub fn points(capacities: &[u64]) -> Vec<Point> {
         let sizes = || 0..capacities.len();
-        let policies = EvictionKind::ALL.into_iter();
+        let policies = POLICIES.into_iter();
         let mut points: Vec<Point> =
             policies.flat_map(|kind| sizes().map(move |size| Point::Policy(kind, size))).collect();
         points.extend(sizes().map(Point::SecondUse));
@@ -116,7 +122,7 @@ impl Curves {
         let sizes = capacities.len();
         let mut results = results.into_iter();
         let mut take = |count: usize| results.by_ref().take(count).collect::<Vec<_>>();
-        let policies = EvictionKind::ALL.iter().map(|_| take(sizes)).collect();
+        let policies = POLICIES.iter().map(|_| take(sizes)).collect();
         let second_use = take(sizes).into_iter().map(|measured| measured.second_use).collect();
         let bound = take(sizes).into_iter().map(|measured| measured.hit_ratio).collect();
         let unlimited = take(1).pop().unwrap_or_default();
@@ -189,8 +195,9 @@ impl Curves {
     }
 }
 
+/// Place of a policy in [`POLICIES`]; that of `lru` for `priority_lru`.
 fn index(kind: EvictionKind) -> usize {
-    EvictionKind::ALL.iter().position(|other| *other == kind).expect("a kind is in the list of all")
+    POLICIES.iter().position(|other| *other == kind).unwrap_or(0)
 }
 
 fn measure_hits(load: &Load, settings: NodeSettings) -> Measured {

@@ -10,6 +10,9 @@
 //! b    = work of earlier windows that is not done yet            as of a fluid
 //! ```
 //!
+//! Blocks in HBM are cached without a load. Estimates that select candidates know none; after a replay, its hits of all
+//! tiers give the load that the nodes bear ([`Estimator::utilisation`]).
+//!
 //! The load of a window is that of the trace in it, so the estimate has the queues of the busiest hours.
 //!
 //! Cached blocks are loaded only if that is faster than computing them, tier by tier, as `LoadPolicy` decides. A node is
@@ -17,6 +20,7 @@
 
 use reprise_policy::admission::AdmissionMode;
 
+use super::cold::ColdTraffic;
 use super::configuration::Configuration;
 use super::curves::Curves;
 use super::load::{Load, Shape};
@@ -51,7 +55,7 @@ pub enum Unusable {
 /// Results of a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
-    /// Price of the cluster.
+    /// Price of the cluster. That of a cold store is an upper bound until a replay has its traffic.
     pub usd_per_hour: f64,
     /// Hits in any tier, of all references.
     pub hit_ratio: f64,
@@ -83,6 +87,17 @@ pub struct Estimate {
     pub unusable: Option<Unusable>,
 }
 
+/// Load of the nodes of a configuration.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Utilisation {
+    /// Part of the time that a node is busy.
+    pub busy: f64,
+    /// The same in the busiest window of the load; above 1, a backlog grows.
+    pub busy_peak: f64,
+    /// Part of the load that the cluster serves.
+    pub served: f64,
+}
+
 /// Estimates configurations for a load.
 #[derive(Debug)]
 pub struct Estimator<'a> {
@@ -110,12 +125,24 @@ struct Window {
     squares: f64,
 }
 
-/// Blocks of a request by tier, from the fastest on.
+/// Blocks of a request by tier, or their part of all references, from the fastest on.
 #[derive(Clone, Copy, Debug, Default)]
-struct Hits {
-    dram: f64,
-    ssd: f64,
-    cold: f64,
+pub(super) struct Hits {
+    pub(super) hbm: f64,
+    pub(super) dram: f64,
+    pub(super) ssd: f64,
+    pub(super) cold: f64,
+}
+
+impl Hits {
+    fn all(self) -> f64 {
+        self.hbm + self.dram + self.ssd + self.cold
+    }
+
+    fn times(self, factor: f64) -> Hits {
+        let Hits { hbm, dram, ssd, cold } = self;
+        Hits { hbm: hbm * factor, dram: dram * factor, ssd: ssd * factor, cold: cold * factor }
+    }
 }
 
 /// Rates of the paths of a configuration, in bytes a second.
@@ -150,20 +177,22 @@ impl<'a> Estimator<'a> {
     /// Estimates the results of a configuration.
     pub fn estimate(&self, configuration: &Configuration) -> Estimate {
         let times = self.times(configuration);
-        let count = times.len().max(1) as f64;
-        let mean = |of: &dyn Fn(usize) -> f64| (0..times.len()).map(of).sum::<f64>() / count;
-        let busy_mean = mean(&|at| times[at] + self.decode[at]);
-        let busy = self.load.requests_per_second / f64::from(configuration.nodes) * busy_mean;
-        let alone_mean = mean(&|at| times[at]);
-        let (wait, busy_peak) = self.wait(&times, f64::from(configuration.nodes));
-        let served = (BUSY_MAX / busy).min(1.0);
-        let usd_per_hour = configuration.usd_per_hour(self.machine, self.load);
-        let (input, output) = self.load.tokens_mean;
-        let tokens_per_hour = self.load.requests_per_second * served * (input + output) * 3_600.0;
+        let alone_mean = times.iter().sum::<f64>() / times.len().max(1) as f64;
+        let (Utilisation { busy, busy_peak, served }, wait, busy_mean) =
+            self.load_of(&times, configuration.nodes);
         let ratios = self.ratios(configuration);
+        let bytes_per_day = self.load.references_per_second * self.block_bytes * served * DAY;
+        let cold = ColdTraffic {
+            // All blocks of the trace leave the nodes at most.
+            stored_bytes: self.load.distinct as f64 * self.block_bytes,
+            written_bytes_per_day: bytes_per_day * (1.0 - ratios.all()),
+            read_bytes_per_day: bytes_per_day * ratios.cold,
+        };
+        let cold_usd = if configuration.cold { cold.usd_per_hour(self.machine, self.load) } else { 0.0 };
+        let usd_per_hour = configuration.usd_per_hour(self.machine) + cold_usd;
         let mut estimate = Estimate {
             usd_per_hour,
-            hit_ratio: ratios.dram + ratios.ssd + ratios.cold,
+            hit_ratio: ratios.all(),
             dram_ratio: ratios.dram,
             ssd_ratio: ratios.ssd,
             cold_ratio: ratios.cold,
@@ -173,13 +202,54 @@ impl<'a> Estimator<'a> {
             requests_per_second_max: f64::from(configuration.nodes) / busy_mean,
             ttft_mean: (busy <= BUSY_MAX).then_some(alone_mean + wait),
             alone_mean,
-            usd_per_million_tokens: usd_per_hour / tokens_per_hour * 1e6,
+            usd_per_million_tokens: self.usd_per_million_tokens(usd_per_hour, served),
             ssd_bytes_per_day: None,
             ssd_years: None,
             unusable: None,
         };
         self.wear(configuration, &mut estimate);
         estimate
+    }
+
+    /// Load of the nodes if requests have these hits in all, by tier as parts of the references: those of a replay.
+    ///
+    /// Which requests hit is between the replay without time for the capacity of the configuration, and the one for an
+    /// unlimited cache.
+    pub(super) fn utilisation(&self, configuration: &Configuration, replayed: Hits) -> Utilisation {
+        let (policy, blocks) = (configuration.policy, Some(self.capacities(configuration).1));
+        let (mut limited, mut unlimited) = (Vec::new(), Vec::new());
+        self.curves.hits(policy, blocks, &mut limited);
+        self.curves.hits(policy, None, &mut unlimited);
+        let (least, most) = (self.curves.ratio(policy, blocks), self.curves.unlimited_ratio());
+        let all = replayed.all();
+        let blocks_of = |at: usize| {
+            let (low, high) = (f64::from(limited[at]), f64::from(unlimited[at]));
+            match all < least {
+                true => low * all / least,
+                false if most > least => low + (high - low) * ((all - least) / (most - least)).min(1.0),
+                false => low,
+            }
+        };
+        let paths = self.paths(configuration);
+        let of_hit = if all > 0.0 { replayed.times(1.0 / all) } else { Hits::default() };
+        let time = |at: usize| self.time(at, of_hit.times(blocks_of(at)), &paths);
+        let times: Vec<f64> = (0..self.load.shapes.len()).map(time).collect();
+        self.load_of(&times, configuration.nodes).0
+    }
+
+    /// Price of a million tokens at the load of the trace, of which a part is served.
+    pub(super) fn usd_per_million_tokens(&self, usd_per_hour: f64, served: f64) -> f64 {
+        let (input, output) = self.load.tokens_mean;
+        usd_per_hour / (self.load.requests_per_second * served * (input + output) * 3_600.0) * 1e6
+    }
+
+    /// Load of some nodes, the mean wait, and the mean time of a node for a request, from the times of the prompts.
+    fn load_of(&self, times: &[f64], nodes: u32) -> (Utilisation, f64, f64) {
+        let work: f64 = times.iter().zip(&self.decode).map(|(time, decode)| time + decode).sum();
+        let busy_mean = work / times.len().max(1) as f64;
+        let busy = self.load.requests_per_second / f64::from(nodes) * busy_mean;
+        let (wait, busy_peak) = self.wait(times, f64::from(nodes));
+        (Utilisation { busy, busy_peak, served: (BUSY_MAX / busy).min(1.0) }, wait, busy_mean)
     }
 
     /// Mean wait of requests, and the largest part of a window in which nodes are busy.
@@ -235,7 +305,7 @@ impl<'a> Estimator<'a> {
         } else {
             0.0
         };
-        Hits { dram: dram_ratio, ssd, cold }
+        Hits { hbm: 0.0, dram: dram_ratio, ssd, cold }
     }
 
     /// Blocks of DRAM and of the largest tier of a cluster, and the part of the SSD's hits that admission leaves.
@@ -266,7 +336,7 @@ impl<'a> Estimator<'a> {
             let ssd = (f64::from(in_any[at]) - dram).max(0.0) * second_use;
             let cold =
                 if configuration.cold { (f64::from(unlimited[at]) - dram - ssd).max(0.0) } else { 0.0 };
-            Hits { dram, ssd, cold }
+            Hits { hbm: 0.0, dram, ssd, cold }
         };
         (0..self.load.shapes.len()).map(|at| self.time(at, hits_of(at), &paths)).collect()
     }
@@ -289,8 +359,12 @@ impl<'a> Estimator<'a> {
 
     /// Shortest time of a prompt: with all tiers, or without the slower ones.
     fn time(&self, at: usize, hits: Hits, paths: &Paths) -> f64 {
-        let mut best = self.compute[at];
-        let mut of = Hits::default();
+        let in_hbm = hits.hbm * self.load.block_tokens() as f64;
+        let mut best = match hits.hbm > 0.0 {
+            true => prefill(self.machine, &self.load.shapes[at], in_hbm),
+            false => self.compute[at],
+        };
+        let mut of = Hits { hbm: hits.hbm, ..Hits::default() };
         for (tier, blocks) in [hits.dram, hits.ssd, hits.cold].into_iter().enumerate() {
             if blocks <= 0.0 {
                 continue;
@@ -308,7 +382,8 @@ impl<'a> Estimator<'a> {
     fn loaded(&self, at: usize, hits: Hits, paths: &Paths) -> f64 {
         let hardware = &self.machine.hardware;
         let cached = hits.dram + hits.ssd + hits.cold;
-        let compute = prefill(self.machine, &self.load.shapes[at], cached * self.load.block_tokens() as f64);
+        let tokens = hits.all() * self.load.block_tokens() as f64;
+        let compute = prefill(self.machine, &self.load.shapes[at], tokens);
         let bytes = |blocks: f64| blocks * self.block_bytes;
         let latency = |blocks: f64, nanos: u64| if blocks > 0.0 { nanos as f64 * 1e-9 } else { 0.0 };
         let peers = bytes(hits.dram + hits.ssd) * paths.peers;

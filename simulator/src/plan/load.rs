@@ -1,13 +1,16 @@
 //! Load of a trace: rates, lengths and intervals between uses.
 
+use std::borrow::Cow;
+
 use super::PlanError;
+use super::machine::Machine;
 use crate::replay::{Request, Trace};
 
 /// References that are replayed for each size and policy; beyond it, sessions are sampled.
-const REFERENCES_MAX: u64 = 1_500_000;
+const REFERENCES_MAX: u64 = 1_000_000;
 
 /// References of each replay with time; beyond it, blocks are joined, and then nodes are sampled with their sessions.
-const TIMED_REFERENCES_MAX: u64 = 8_000_000;
+const TIMED_REFERENCES_MAX: u64 = 4_000_000;
 
 /// Replays of each compared configuration that are averaged. An interval needs several.
 const SAMPLES: u32 = 4;
@@ -23,9 +26,6 @@ const WINDOWS: (u64, u64) = (16, 1_024);
 
 /// Milliseconds of a window, unless there would be too few or too many.
 const WINDOW_MS: u64 = 3_600_000;
-
-/// Seconds for which a cold store keeps a block at least.
-const COLD_SECONDS_MIN: f64 = 86_400.0;
 
 /// Requests for which times are estimated.
 const REQUESTS_MAX: usize = 4_000;
@@ -44,12 +44,27 @@ pub struct Shape {
 /// Trace as it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recorded {
+    /// Number of requests.
+    pub requests: u64,
+    /// Tokens of all prompts and outputs.
+    pub tokens: u64,
     /// Blocks of all prompts.
     pub references: u64,
     /// Distinct blocks.
     pub distinct: u64,
     /// Tokens of a block.
     pub block_tokens: u64,
+}
+
+/// Requests that no node serves. They are not part of the load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refused {
+    /// Requests that are longer than the context of the model.
+    pub beyond_context: u64,
+    /// Further requests whose KV cache exceeds the memory of a node's accelerators.
+    pub beyond_memory: u64,
+    /// Tokens of both, prompts and outputs.
+    pub tokens: u64,
 }
 
 /// Seed of a plan, and the random starts of sessions.
@@ -85,21 +100,21 @@ pub struct Load {
     samples: Vec<Trace>,
     /// Part of the sessions of the first one.
     part: Option<Trace>,
-    /// Tokens of memory that the requests need, ascending.
-    needs: Vec<u64>,
     /// The trace before blocks were joined. All other counts of blocks are of joined ones.
     pub recorded: Recorded,
+    /// Requests of the recorded trace that no node serves. All other figures are without them.
+    pub refused: Refused,
     /// Limits of replays.
     pub limits: Limits,
     /// Part of the references that replays without time have.
     pub share: f64,
-    /// Number of requests of the whole trace.
+    /// Number of served requests of the whole trace.
     pub requests: u64,
     /// Blocks of the prompts of the whole trace.
     pub references: u64,
     /// Distinct blocks of the whole trace.
     pub distinct: u64,
-    /// Sessions of the whole trace.
+    /// Sessions of the whole trace that have served requests.
     pub sessions: u32,
     /// Sessions that replays without time have.
     pub sessions_replayed: u32,
@@ -113,8 +128,6 @@ pub struct Load {
     pub tokens_mean: (f64, f64),
     /// Median tokens of a request, prompt and output.
     pub tokens_median: u64,
-    /// Longest request in tokens.
-    pub tokens_max: u64,
     /// Requests for which times are estimated: every `stride`-th one that is replayed.
     pub shapes: Vec<Shape>,
     /// Distance of the requests in `shapes`.
@@ -130,10 +143,16 @@ pub struct Load {
 }
 
 impl Load {
-    /// Measures the load of a trace. Blocks of large traces are joined, and sessions are sampled by the seed.
-    pub fn new(trace: &Trace, limits: Limits, random: Randomness) -> Result<Load, PlanError> {
-        let requests = trace.requests().len();
+    /// Measures the load of a trace for nodes. Blocks of large traces are joined, and sessions are sampled by the seed.
+    pub fn new(
+        trace: &Trace,
+        machine: &Machine,
+        limits: Limits,
+        random: Randomness,
+    ) -> Result<Load, PlanError> {
         let recorded = Recorded {
+            requests: trace.requests().len() as u64,
+            tokens: trace.requests().iter().map(tokens_of).sum(),
             references: trace.references(),
             distinct: trace.distinct(),
             block_tokens: trace.block_tokens(),
@@ -141,9 +160,13 @@ impl Load {
         if recorded.references == 0 {
             return Err(PlanError::NoBlocks(trace.block_tokens()));
         }
-        let needs = needs(trace);
         let has_random_starts = trace.has_session_times();
-        let samples = samples(&trace.coarsened(joined(trace, limits)), limits, random);
+        let (trace, refused) = served(trace, machine, limits)?;
+        if trace.references() == 0 {
+            return Err(PlanError::NoBlocks(trace.block_tokens()));
+        }
+        let requests = trace.requests().len();
+        let samples = samples(&trace, limits, random);
         let first = &samples[0];
         let (references, span) = (first.references(), first.span_ms());
         let at = |share: f64| first.requests()[((requests - 1) as f64 * share) as usize].at_ms;
@@ -154,8 +177,7 @@ impl Load {
         // A few requests have no middle: their whole span counts.
         let seconds = if middle > 0 { middle as f64 / 900.0 } else { span as f64 / 1_000.0 };
         let requests_per_second = requests as f64 / seconds;
-        let mut lengths: Vec<u64> =
-            first.requests().iter().map(|one| one.input_tokens + one.output_tokens).collect();
+        let mut lengths: Vec<u64> = first.requests().iter().map(tokens_of).collect();
         lengths.sort_unstable();
         let is_sampled = first.has_session_ids() && references > limits.references;
         let part =
@@ -168,7 +190,7 @@ impl Load {
             requests: requests as u64,
             references,
             distinct: first.distinct(),
-            sessions: first.sessions(),
+            sessions: first.sessions_used(),
             sessions_replayed: replayed.sessions_used(),
             span_ms: span,
             limits,
@@ -179,12 +201,11 @@ impl Load {
             references_per_second: requests_per_second * references as f64 / requests as f64,
             tokens_mean: tokens_mean(first),
             tokens_median: lengths[requests / 2].max(1),
-            tokens_max: lengths[requests - 1],
             shapes: shapes(replayed, stride, (at(0.0), window_ms)),
             stride,
             reuse_intervals: first.reuse_intervals(),
-            needs,
             recorded,
+            refused,
             part,
             samples,
         })
@@ -208,24 +229,6 @@ impl Load {
     /// Tokens of a block that is replayed.
     pub fn block_tokens(&self) -> u64 {
         self.samples[0].block_tokens()
-    }
-
-    /// Tokens of an engine's memory that requests need at least: the least one, and how many need more than `tokens`.
-    ///
-    /// A request needs whole blocks for its prompt, and a block in reserve, as in the replay with time.
-    pub fn memory_tokens(&self, tokens: u64) -> (u64, u64) {
-        let least = self.needs.first().copied().unwrap_or(0);
-        (least, (self.needs.len() - self.needs.partition_point(|need| *need <= tokens)) as u64)
-    }
-
-    /// Seconds for which a cold store keeps a block: as long as the trace, whose blocks all stay in it, or a day.
-    pub fn cold_seconds(&self) -> f64 {
-        (self.span_ms as f64 / 1_000.0).max(COLD_SECONDS_MIN)
-    }
-
-    /// Blocks of a cold store: all new ones of its time, at the rate of the trace.
-    pub fn cold_blocks(&self) -> f64 {
-        self.references_per_second * self.distinct as f64 / self.references as f64 * self.cold_seconds()
     }
 
     /// Part of the repeated uses that come at most so many seconds after the use before.
@@ -268,16 +271,54 @@ fn samples(trace: &Trace, limits: Limits, random: Randomness) -> Vec<Trace> {
     (0..limits.samples.max(1)).map(sample).collect()
 }
 
-/// Tokens of an engine's memory that each request needs, ascending.
-fn needs(trace: &Trace) -> Vec<u64> {
-    let need = |request: &Request| {
-        let in_blocks = trace.len_of(request) as u64 * trace.block_tokens();
-        let own = request.input_tokens.saturating_add(request.output_tokens);
-        in_blocks.max(own).saturating_add(trace.block_tokens())
+/// Tokens of a request, prompt and output.
+fn tokens_of(request: &Request) -> u64 {
+    request.input_tokens.saturating_add(request.output_tokens)
+}
+
+/// Tokens of an engine's memory that a request needs: whole blocks for its prompt, and a block in reserve, as in the
+/// replay with time.
+fn need(trace: &Trace, request: &Request) -> u64 {
+    let in_blocks = trace.len_of(request) as u64 * trace.block_tokens();
+    in_blocks.max(tokens_of(request)).saturating_add(trace.block_tokens())
+}
+
+/// Requests that a node serves, with blocks that are joined as far as the limit asks for, and the others.
+///
+/// Engines refuse a request that is longer than the context of their model, or that their memory cannot hold.
+fn served(trace: &Trace, machine: &Machine, limits: Limits) -> Result<(Trace, Refused), PlanError> {
+    let (context, memory) = (u64::from(machine.model.context), machine.memory_tokens());
+    let is_short = |request: &Request| tokens_of(request) <= context;
+    let all = trace.requests();
+    let mut refused = Refused {
+        beyond_context: all.iter().filter(|request| !is_short(request)).count() as u64,
+        ..Refused::default()
     };
-    let mut needs: Vec<u64> = trace.requests().iter().map(need).collect();
-    needs.sort_unstable();
-    needs
+    let mut kept = Cow::Borrowed(trace);
+    if all.iter().any(|request| !is_short(request) || need(trace, request) > memory) {
+        kept = Cow::Owned(trace.filtered(|request| is_short(request) && need(trace, request) <= memory));
+    }
+    let joined = kept.coarsened(joined(&kept, limits));
+    // A joined block in reserve is larger.
+    let is_large = |request: &Request| need(&joined, request) > memory;
+    let kept = match joined.requests().iter().any(is_large) {
+        true => joined.filtered(|request| !is_large(request)),
+        false => joined,
+    };
+    refused.beyond_memory = (all.len() - kept.requests().len()) as u64 - refused.beyond_context;
+    let tokens = |trace: &Trace| trace.requests().iter().map(tokens_of).sum::<u64>();
+    refused.tokens = tokens(trace) - tokens(&kept);
+    if kept.requests().is_empty() {
+        return Err(PlanError::AllRefused {
+            requests: all.len() as u64,
+            tokens: all.iter().map(tokens_of).min().unwrap_or(0),
+            context,
+            node: machine.title(),
+            memory_tokens: memory,
+            model: machine.model.title.clone(),
+        });
+    }
+    Ok((kept, refused))
 }
 
 /// Mean tokens of a prompt and of an output.

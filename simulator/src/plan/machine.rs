@@ -2,7 +2,7 @@
 
 use super::PlanError;
 use crate::serving::costs::Costs;
-use crate::serving::profiles::{GB, Hardware, Model, Rate};
+use crate::serving::profiles::{GB, Hardware, Model, ProfileFiles, Rate};
 
 /// Part of the accelerators' memory that engines use (vLLM's default `gpu_memory_utilization`).
 const MEMORY_SHARE: f64 = 0.9;
@@ -34,6 +34,18 @@ pub struct SsdClass {
 }
 
 impl SsdClass {
+    /// Class of the device of a node.
+    fn of(node: Hardware) -> SsdClass {
+        SsdClass {
+            name: node.nvme_name,
+            bytes: node.nvme_bytes,
+            read: node.nvme_read,
+            write: node.nvme_write,
+            drive_writes_per_day: node.drive_writes_per_day,
+            usd_per_gb_hour: node.nvme_usd_per_gb_hour,
+        }
+    }
+
     /// Rated bytes written over the warranty (TBW).
     pub fn rated_bytes(&self) -> f64 {
         self.drive_writes_per_day * self.bytes as f64 * 365.0 * WARRANTY_YEARS
@@ -60,8 +72,13 @@ pub struct Machine {
 impl Machine {
     /// Returns the smallest node that holds a model. SSD classes are compared unless the expression names one.
     pub fn new(hardware: &str, model: &str) -> Result<Machine, PlanError> {
-        let model = Model::named(model)?;
-        let node = Hardware::named(hardware)?;
+        Machine::with_files(hardware, model, &ProfileFiles::default())
+    }
+
+    /// The same, where hardware and model may name files.
+    pub fn with_files(hardware: &str, model: &str, files: &ProfileFiles) -> Result<Machine, PlanError> {
+        let model = files.model(model)?;
+        let node = files.hardware(hardware)?;
         let kv = |accelerators: u32| {
             let usable = node.hbm_bytes as f64 * f64::from(accelerators) * MEMORY_SHARE;
             let left = usable - model.weight_bytes() as f64;
@@ -75,13 +92,7 @@ impl Machine {
             memory_gb: node.hbm_bytes as f64 * f64::from(ACCELERATORS[3]) / GB,
             accelerators: ACCELERATORS[3],
         })?;
-        let names = Hardware::names();
-        let (_, devices) = names.iter().find(|(kind, _)| *kind == "device").expect("a kind of parts");
-        let named =
-            devices.iter().copied().filter(|device| hardware.split('+').any(|part| part.trim() == *device));
-        let named: Vec<&str> = named.collect();
-        let compared = if named.is_empty() { single_drives(devices) } else { named };
-        let ssds = compared.into_iter().map(|name| ssd(hardware, name)).collect::<Result<_, _>>()?;
+        let ssds = files.with_devices(hardware)?.into_iter().map(SsdClass::of).collect();
         Ok(Machine {
             costs: Costs::new(&node, &model, accelerators),
             hardware: node,
@@ -113,24 +124,4 @@ impl Machine {
         let accelerator = self.hardware.title.split(';').next().unwrap_or(&self.hardware.title);
         format!("{} × {accelerator}", self.accelerators)
     }
-}
-
-/// Profiles of one drive: a set of drives such as `ps1010x2` is a number of another class.
-fn single_drives<'a>(devices: &[&'a str]) -> Vec<&'a str> {
-    let is_set = |name: &str| {
-        devices.iter().any(|other| name.strip_prefix(other).is_some_and(|rest| rest.starts_with('x')))
-    };
-    devices.iter().copied().filter(|name| !is_set(name)).collect()
-}
-
-fn ssd(hardware: &str, name: &str) -> Result<SsdClass, PlanError> {
-    let node = Hardware::named(&format!("{hardware}+{name}"))?;
-    Ok(SsdClass {
-        name: name.to_owned(),
-        bytes: node.nvme_bytes,
-        read: node.nvme_read,
-        write: node.nvme_write,
-        drive_writes_per_day: node.drive_writes_per_day,
-        usd_per_gb_hour: node.nvme_usd_per_gb_hour,
-    })
 }

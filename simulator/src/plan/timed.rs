@@ -7,14 +7,17 @@
 //! sessions are replayed as they are: memory, tiers, steps and arrivals have their real sizes ([`Part`]). The part is as
 //! large as the limit of references allows, and has some tens of sessions. If it is still too large, or blocks are shared,
 //! the replay ends after the first requests of the trace.
+//!
+//! Nodes share the bandwidth of a cold store equally. Its bytes are those of the replayed part, and in proportion for all.
 
 use std::borrow::Cow;
 
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::{Chains, EvictionPolicy};
 
+use super::cold::ColdTraffic;
 use super::configuration::Configuration;
-use super::estimate::Estimator;
+use super::estimate::{Estimator, Hits, Utilisation};
 use super::load::Load;
 use crate::replay::{NodeSettings, Trace};
 use crate::serving::fleet::{BATCH_MAX, FleetResults, FleetSetup, STEP_TOKENS_MAX, WAIT_BOUND, replay_timed};
@@ -63,6 +66,12 @@ pub struct Timed {
     pub dram_ratio: f64,
     /// Hits on SSDs, of the node and of peers.
     pub ssd_ratio: f64,
+    /// Hits in the cold store.
+    pub cold_ratio: f64,
+    /// Load of the nodes: closed formulas with the hits of the replay.
+    pub utilisation: Utilisation,
+    /// Bytes of the cold store, if there is one.
+    pub cold: Option<ColdTraffic>,
     /// Times to the first token in seconds of all samples, ascending.
     pub ttft_seconds: Vec<f64>,
     /// Mean time to the first token of each sample, in their order.
@@ -78,7 +87,7 @@ pub struct Timed {
 }
 
 impl Timed {
-    /// Replays a sample of the trace with time on a configuration, without its cold store.
+    /// Replays a sample of the trace with time on a configuration.
     pub fn new(estimator: &Estimator<'_>, configuration: &Configuration, sample: usize) -> Timed {
         let load = estimator.load;
         let (part, trace) = Part::new(load, configuration.nodes, sample);
@@ -96,11 +105,27 @@ impl Timed {
         let years = |(class, _): (&super::SsdClass, u32)| {
             ssd_bytes_per_day.map(|bytes| class.rated_bytes() / (bytes * 365.0).max(1.0))
         };
+        let hits = Hits {
+            hbm: of(counts.hits_hbm),
+            dram: of(counts.hits_dram + counts.hits_peer_dram),
+            ssd: of(counts.hits_nvme + counts.hits_peer_nvme),
+            cold: of(counts.hits_cold),
+        };
+        let bytes = |blocks: u64, references: f64| of(blocks) * references * estimator.block_bytes;
+        let per_day = load.references_per_second * 86_400.0;
+        let cold = ColdTraffic {
+            stored_bytes: bytes(counts.cold_written, load.references as f64),
+            written_bytes_per_day: bytes(counts.cold_written, per_day),
+            read_bytes_per_day: bytes(counts.hits_cold, per_day),
+        };
         Timed {
             hit_ratio: of(counts.hits()),
-            hbm_ratio: of(counts.hits_hbm),
-            dram_ratio: of(counts.hits_dram + counts.hits_peer_dram),
-            ssd_ratio: of(counts.hits_nvme + counts.hits_peer_nvme),
+            hbm_ratio: hits.hbm,
+            dram_ratio: hits.dram,
+            ssd_ratio: hits.ssd,
+            cold_ratio: hits.cold,
+            utilisation: estimator.utilisation(configuration, hits),
+            cold: configuration.cold.then_some(cold),
             ttft_means: vec![mean(&ttft_seconds)],
             ttft_seconds,
             tpot_seconds: FleetResults::percentile(&results.tpot_ns, 0.5) as f64 * 1e-9,
@@ -122,6 +147,13 @@ impl Timed {
             hbm_ratio: mean_of(|one| one.hbm_ratio),
             dram_ratio: mean_of(|one| one.dram_ratio),
             ssd_ratio: mean_of(|one| one.ssd_ratio),
+            cold_ratio: mean_of(|one| one.cold_ratio),
+            utilisation: Utilisation {
+                busy: mean_of(|one| one.utilisation.busy),
+                busy_peak: mean_of(|one| one.utilisation.busy_peak),
+                served: mean_of(|one| one.utilisation.served),
+            },
+            cold: ColdTraffic::mean(&samples.iter().filter_map(|one| one.cold).collect::<Vec<_>>()),
             ttft_seconds,
             ttft_means: samples.iter().flat_map(|one| one.ttft_means.iter().copied()).collect(),
             tpot_seconds: mean_of(|one| one.tpot_seconds),
@@ -139,6 +171,18 @@ impl Timed {
         let writes: Option<Vec<f64>> =
             samples.iter().map(|one| one.ssd_years.map(|years| 1.0 / years)).collect();
         writes.filter(|writes| !writes.is_empty()).map(|writes| 1.0 / mean(&writes))
+    }
+
+    /// Price of an hour of a configuration: its nodes, and the cold store with the traffic of the replay.
+    pub fn usd_per_hour(&self, estimator: &Estimator<'_>, configuration: &Configuration) -> f64 {
+        let cold = self.cold.map_or(0.0, |cold| cold.usd_per_hour(estimator.machine, estimator.load));
+        configuration.usd_per_hour(estimator.machine) + cold
+    }
+
+    /// Price of a million tokens of a configuration.
+    pub fn usd_per_million_tokens(&self, estimator: &Estimator<'_>, configuration: &Configuration) -> f64 {
+        let usd_per_hour = self.usd_per_hour(estimator, configuration);
+        estimator.usd_per_million_tokens(usd_per_hour, self.utilisation.served)
     }
 
     /// Mean time to the first token in seconds: the mean of the samples.
@@ -225,6 +269,8 @@ fn setup(estimator: &Estimator<'_>, configuration: &Configuration, nodes: u32) -
     let (machine, load) = (estimator.machine, estimator.load);
     let blocks = |bytes: f64| (bytes / estimator.block_bytes) as u64;
     let mut hardware = machine.hardware.clone();
+    let cold = &mut hardware.cold.bytes_per_second;
+    *cold = (*cold / u64::from(configuration.nodes)).max(1);
     if let Some((class, count)) = configuration.drives(machine) {
         (hardware.nvme_read, hardware.nvme_write) = (class.read, class.write);
         hardware.nvme_read.bytes_per_second *= u64::from(count);
@@ -249,6 +295,7 @@ fn setup(estimator: &Estimator<'_>, configuration: &Configuration, nodes: u32) -
         load_policy: Some(WAIT_BOUND),
         reads_ahead: true,
         has_hbm_cache: true,
+        has_cold_store: configuration.cold,
         time_scale: 1.0,
         batch_max: BATCH_MAX,
         step_tokens_max: STEP_TOKENS_MAX,

@@ -3,6 +3,10 @@
 //! All requests of a session are served by one node, which the session's number selects; a request without a session
 //! is its own. A block that the node lacks is read from the peer from which it is expected first
 //! ([`reprise_policy::routing::soonest`]), and then is in the node's DRAM too. Every node knows all replicas.
+//!
+//! A cold store behind all nodes keeps each block that leaves the last node that had it, once and for the whole trace. A
+//! block that no node has is read from it into the DRAM of the node. Agents have no cold store yet: this is the rule of the
+//! design, without production code.
 
 use reprise_policy::routing::{Candidate, LoadHint, soonest};
 use reprise_policy::{NodeId, Tier};
@@ -29,6 +33,8 @@ pub struct Cluster {
     tenants: u16,
     /// Replicas of each block, in the order of nodes; unused with one node.
     directory: BlockMap<Vec<Candidate>>,
+    /// Blocks of the cold store, if there is one.
+    cold: Option<BlockMap<()>>,
 }
 
 /// Result of a replay.
@@ -51,7 +57,21 @@ impl Cluster {
         let count = nodes.max(1);
         let is_tracked = count > 1 && sharing == Sharing::Peers;
         let nodes = (0..count).map(|_| Node::new(settings, is_tracked)).collect();
-        Cluster { nodes, sharing, tenants: settings.tenants.max(1), directory: BlockMap::default() }
+        Cluster {
+            nodes,
+            sharing,
+            tenants: settings.tenants.max(1),
+            directory: BlockMap::default(),
+            cold: None,
+        }
+    }
+
+    /// Adds an empty cold store to a cluster that has served nothing.
+    #[must_use]
+    pub fn with_cold_store(mut self) -> Cluster {
+        self.nodes.iter_mut().for_each(Node::track);
+        self.cold = Some(BlockMap::default());
+        self
     }
 
     /// Serves all requests of a trace.
@@ -96,7 +116,9 @@ impl Cluster {
     pub(crate) fn find_run(&mut self, own: usize, chain: &[u32], run: &mut Vec<Source>) {
         run.clear();
         for block in chain {
-            let source = self.nodes[own].find(*block).or_else(|| self.read_from_peer(own, *block));
+            let source = self.nodes[own].find(*block);
+            let source = source.or_else(|| self.read_from_peer(own, *block));
+            let source = source.or_else(|| self.find_in_cold_store(*block));
             let Some(source) = source else { break };
             run.push(source);
         }
@@ -160,6 +182,11 @@ impl Cluster {
         self.nodes[own].counts.nvme_written
     }
 
+    /// Blocks that the cold store got from a node so far.
+    pub(crate) fn cold_written(&self, own: usize) -> u64 {
+        self.nodes[own].counts.cold_written
+    }
+
     /// Sums over all nodes.
     pub(crate) fn results(&self) -> Replay {
         let mut counts = Counts::default();
@@ -185,6 +212,10 @@ impl Cluster {
         })
     }
 
+    fn find_in_cold_store(&self, block: u32) -> Option<Source> {
+        self.cold.as_ref()?.contains_key(&block).then_some(Source::Cold)
+    }
+
     /// Reports the changed blocks of a node to the directory.
     fn update_directory(&mut self, own: usize) {
         let mut changed = std::mem::take(&mut self.nodes[own].changed);
@@ -206,6 +237,9 @@ impl Cluster {
             }
             if replicas.is_empty() {
                 self.directory.remove(&block);
+                if is_known && let Some(cold) = &mut self.cold {
+                    self.nodes[own].counts.cold_written += u64::from(cold.insert(block, ()).is_none());
+                }
             }
         }
         self.nodes[own].changed = changed;

@@ -62,12 +62,16 @@ pub struct Counts {
     pub hits_peer_dram: u64,
     /// Hits on the NVMe of other nodes.
     pub hits_peer_nvme: u64,
+    /// Hits in the cold store behind all nodes.
+    pub hits_cold: u64,
     /// Blocks evicted from DRAM.
     pub dram_evictions: u64,
     /// Blocks evicted from NVMe.
     pub nvme_evictions: u64,
     /// Blocks written to NVMe.
     pub nvme_written: u64,
+    /// Blocks that the cold store got when the last node evicted them.
+    pub cold_written: u64,
     /// Blocks that were not kept in DRAM: all others were in use.
     pub unkept: u64,
     /// Blocks that were not written to NVMe, because no block there was evictable.
@@ -81,6 +85,7 @@ pub(crate) enum Source {
     Nvme(EntryIndex),
     PeerDram(NodeId),
     PeerNvme(NodeId),
+    Cold,
 }
 
 /// Request at a node.
@@ -127,7 +132,8 @@ pub(super) struct Node {
 impl Counts {
     /// Blocks that requests hit, in any tier.
     pub fn hits(&self) -> u64 {
-        self.hits_hbm + self.hits_dram + self.hits_nvme + self.hits_peer_dram + self.hits_peer_nvme
+        let own = self.hits_hbm + self.hits_dram + self.hits_nvme;
+        own + self.hits_peer_dram + self.hits_peer_nvme + self.hits_cold
     }
 
     /// Adds the counts of another node.
@@ -139,9 +145,11 @@ impl Counts {
         self.hits_nvme += other.hits_nvme;
         self.hits_peer_dram += other.hits_peer_dram;
         self.hits_peer_nvme += other.hits_peer_nvme;
+        self.hits_cold += other.hits_cold;
         self.dram_evictions += other.dram_evictions;
         self.nvme_evictions += other.nvme_evictions;
         self.nvme_written += other.nvme_written;
+        self.cold_written += other.cold_written;
         self.unkept += other.unkept;
         self.unsaved_nvme += other.unsaved_nvme;
     }
@@ -183,6 +191,11 @@ impl Node {
             changed: Vec::new(),
             is_tracked,
         }
+    }
+
+    /// Lists changed blocks from now on.
+    pub(super) fn track(&mut self) {
+        self.is_tracked = true;
     }
 
     /// Finds a block in the node's own tiers.
@@ -242,6 +255,7 @@ impl Node {
                 Source::Nvme(_) => &mut self.counts.hits_nvme,
                 Source::PeerDram(_) => &mut self.counts.hits_peer_dram,
                 Source::PeerNvme(_) => &mut self.counts.hits_peer_nvme,
+                Source::Cold => &mut self.counts.hits_cold,
             };
             *count += 1;
         }

@@ -16,6 +16,8 @@
 //!
 //! **Memory.** A request has 16 bytes of results. One that is admitted has its blocks in use, 4 bytes each and per tier.
 //!
+//! A cold store is the tier of the design, with bandwidth and latency of its profile: agents have none yet.
+//!
 //! Deliberately absent: blocks of the engine (memory of the accelerators is counted in tokens), saves of generated tokens,
 //! and the time until a block that is being saved or loaded is readable for other requests.
 
@@ -77,6 +79,8 @@ pub struct FleetSetup {
     pub reads_ahead: bool,
     /// Whether the memory of accelerators keeps blocks of finished requests.
     pub has_hbm_cache: bool,
+    /// Whether a cold store behind all nodes keeps the blocks that leave them. Each node has its own channel to it.
+    pub has_cold_store: bool,
     /// Factor of the times between arrivals: 0.5 doubles the rate.
     pub time_scale: f64,
     /// Largest number of requests that an engine runs at the same time.
@@ -220,8 +224,9 @@ impl<'a> Fleet<'a> {
             block_tokens: setup.tiers.block_tokens,
             block_bytes: setup.tiers.block_bytes,
         };
+        let cluster = Cluster::new(setup.nodes, setup.tiers);
         Fleet {
-            cluster: Cluster::new(setup.nodes, setup.tiers),
+            cluster: if setup.has_cold_store { cluster.with_cold_store() } else { cluster },
             servers: (0..nodes).map(|_| Server::new(setup)).collect(),
             common,
             results: FleetResults { nodes: setup.nodes.max(1), ..FleetResults::default() },

@@ -4,18 +4,23 @@
 //! memory (tier T1), an NVMe device (T2), a network and a cold store. An accelerator names its usual parts, and an
 //! expression replaces some of them: `h100+cxl+ps1010` is an H100 with CXL memory as T1 and another SSD.
 //!
-//! All files are checked: a figure that is missing, unknown or impossible is an error that names file, field and
+//! Users add their files, which expressions name by their paths ([`ProfileFiles`]).
+//!
+//! All files are checked: a figure that is missing, unknown or impossible is an error that names file, line, field and
 //! remedy. A figure has the unit that its name ends with; GB are 10⁹ bytes.
 
+mod files;
+mod model;
 mod node;
 
 use std::collections::BTreeMap;
 
-use reprise_policy::layout::Parts;
-use reprise_policy::{Dtype, Layout, LayoutSpec};
 use serde::Deserialize;
+use toml::Spanned;
 
 use super::events::nanos;
+pub use files::ProfileFiles;
+pub use model::Model;
 pub use node::NodeProfile;
 
 /// Bytes of a gigabyte, in the sense of data sheets.
@@ -87,11 +92,17 @@ const KINDS: [(&str, &[File], Fields); 6] = [
     (
         "cold store",
         COLDS,
-        &[("gb_per_s", 0.01, 1_000.0), ("latency_us", 1.0, 60_000_000.0), ("usd_per_gb_hour", 0.0, 1.0)],
+        &[
+            ("gb_per_s", 0.01, 1_000.0),
+            ("latency_us", 1.0, 60_000_000.0),
+            ("usd_per_gb_hour", 0.0, 1.0),
+            ("usd_per_million_writes", 0.0, 1_000.0),
+            ("usd_per_million_reads", 0.0, 1_000.0),
+        ],
     ),
 ];
 
-/// Invalid profile; the message names file, field and remedy.
+/// Invalid profile; the message names file, line, field and remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProfileError(String);
 
@@ -103,17 +114,33 @@ impl std::fmt::Display for ProfileError {
 
 impl std::error::Error for ProfileError {}
 
+/// File of a profile, for errors.
+#[derive(Clone, Copy, Debug)]
+struct Place<'a> {
+    path: &'a str,
+    text: &'a str,
+}
+
+impl Place<'_> {
+    /// Error at a byte of the file.
+    fn error(self, at: usize, problem: &str) -> ProfileError {
+        let before = self.text.get(..at).unwrap_or(self.text);
+        let line = before.matches('\n').count() + 1;
+        ProfileError(format!("{}: line {line}: {problem}", self.path))
+    }
+}
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Figure {
-    value: f64,
+    value: Spanned<f64>,
     source: String,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Part {
-    name: String,
+    name: Spanned<String>,
     title: String,
     #[serde(default)]
     parts: Vec<String>,
@@ -166,6 +193,8 @@ pub struct Hardware {
     pub dram_bytes: u64,
     /// Path from and to T1.
     pub dram: Rate,
+    /// Name of the profile of T2.
+    pub nvme_name: String,
     /// Capacity of T2 in bytes.
     pub nvme_bytes: u64,
     /// Path of reads of T2.
@@ -186,6 +215,10 @@ pub struct Hardware {
     pub nvme_usd_per_gb_hour: f64,
     /// Price of a gigabyte of the cold store.
     pub cold_usd_per_gb_hour: f64,
+    /// Price of a request that writes an object to the cold store.
+    pub cold_usd_per_write: f64,
+    /// Price of a request that reads from the cold store.
+    pub cold_usd_per_read: f64,
 }
 
 impl Hardware {
@@ -195,31 +228,9 @@ impl Hardware {
     }
 
     /// Returns the node of an expression such as `h100+cxl+ps1010`: an accelerator, then parts that replace its
-    /// usual ones.
+    /// usual ones. All are built-in; [`ProfileFiles::hardware`] also takes files.
     pub fn named(expression: &str) -> Result<Hardware, ProfileError> {
-        let names: Vec<&str> = expression.split('+').map(str::trim).collect();
-        let first = find(0, names[0]).ok_or_else(|| unknown("accelerator", names[0], 0))?;
-        let accelerator = parse(0, first.1, first.2)?;
-        let mut parts = vec![accelerator.clone()];
-        for (index, usual) in (1..KINDS.len()).zip(&accelerator.parts) {
-            let chosen = names[1..].iter().rev().find(|name| find(index, name).is_some());
-            let name = chosen.copied().unwrap_or(usual);
-            let file = find(index, name).ok_or_else(|| {
-                ProfileError(format!(
-                    "{}: unknown {} '{name}' in parts: use {}",
-                    first.1,
-                    KINDS[index].0,
-                    list(index)
-                ))
-            })?;
-            parts.push(parse(index, file.1, file.2)?);
-        }
-        if let Some(name) =
-            names[1..].iter().find(|name| (1..KINDS.len()).all(|kind| find(kind, name).is_none()))
-        {
-            return Err(unknown("part", name, KINDS.len()));
-        }
-        Hardware::of_kinds(expression, first.1, parts)
+        ProfileFiles::default().hardware(expression)
     }
 
     /// Node of one part of each kind, in the order of the kinds.
@@ -233,13 +244,13 @@ impl Hardware {
     }
 
     fn of_parts(expression: &str, parts: &[Part; 6]) -> Hardware {
-        let figure = |part: usize, name: &str| parts[part].figures[name].value;
+        let figure = |part: usize, name: &str| *parts[part].figures[name].value.get_ref();
         let rate = |part: usize, bandwidth: &str| Rate {
             bytes_per_second: (figure(part, bandwidth) * GB) as u64,
             latency_nanos: parts[part]
                 .figures
                 .get("latency_us")
-                .map_or(0, |latency| nanos(latency.value * 1e-6)),
+                .map_or(0, |latency| nanos(latency.value.get_ref() * 1e-6)),
         };
         let titles: Vec<&str> = parts.iter().map(|part| part.title.as_str()).collect();
         Hardware {
@@ -256,6 +267,7 @@ impl Hardware {
             link: rate(1, "gb_per_s"),
             dram_bytes: (figure(2, "capacity_gb") * GB) as u64,
             dram: rate(2, "gb_per_s"),
+            nvme_name: parts[3].name.get_ref().clone(),
             nvme_bytes: (figure(3, "capacity_tb") * 1e12) as u64,
             nvme_read: rate(3, "read_gb_per_s"),
             nvme_write: rate(3, "write_gb_per_s"),
@@ -266,6 +278,8 @@ impl Hardware {
             dram_usd_per_gb_hour: figure(2, "usd_per_gb_hour"),
             nvme_usd_per_gb_hour: figure(3, "usd_per_gb_hour"),
             cold_usd_per_gb_hour: figure(5, "usd_per_gb_hour"),
+            cold_usd_per_write: figure(5, "usd_per_million_writes") * 1e-6,
+            cold_usd_per_read: figure(5, "usd_per_million_reads") * 1e-6,
         }
     }
 
@@ -308,7 +322,15 @@ fn unknown(what: &str, name: &str, kind: usize) -> ProfileError {
     } else {
         (1..KINDS.len()).map(list).collect::<Vec<_>>().join(", ")
     };
-    ProfileError(format!("unknown {what} '{name}': use one of {known}"))
+    ProfileError(format!("unknown {what} '{name}': use one of {known}, or the path of a file, as NODE.toml"))
+}
+
+/// Built-in part of a kind, which a list of parts names.
+fn built_in(kind: usize, path: &str, name: &str) -> Result<Part, ProfileError> {
+    let file = find(kind, name).ok_or_else(|| {
+        ProfileError(format!("{path}: unknown {} '{name}' in parts: use {}", KINDS[kind].0, list(kind)))
+    })?;
+    parse(kind, file.1, file.2)
 }
 
 /// Parses and checks a part of a kind.
@@ -317,179 +339,41 @@ fn parse(kind: usize, path: &str, text: &str) -> Result<Part, ProfileError> {
     let part: Part = toml::from_str(text).map_err(|error| {
         ProfileError(format!("{path}: invalid profile of a {title}: {}", error.to_string().trim()))
     })?;
-    check(kind, path, &part)?;
+    check(kind, Place { path, text }, &part)?;
     Ok(part)
 }
 
 /// Checks the figures of a part of a kind.
-fn check(kind: usize, path: &str, part: &Part) -> Result<(), ProfileError> {
+fn check(kind: usize, place: Place<'_>, part: &Part) -> Result<(), ProfileError> {
     let (title, _, fields) = KINDS[kind];
-    if let Some(name) = part.figures.keys().find(|name| fields.iter().all(|field| field.0 != name.as_str())) {
-        let known: Vec<&str> = fields.iter().map(|field| field.0).collect();
-        return Err(ProfileError(format!(
-            "{path}: unknown figure '{name}': a {title} has {}",
-            known.join(", ")
-        )));
+    let name_at = part.name.span().start;
+    for (name, figure) in &part.figures {
+        if fields.iter().all(|field| field.0 != name.as_str()) {
+            let known: Vec<&str> = fields.iter().map(|field| field.0).collect();
+            let problem = format!("unknown figure '{name}': a {title} has {}", known.join(", "));
+            return Err(place.error(figure.value.span().start, &problem));
+        }
     }
     for (name, least, most) in fields {
         let Some(figure) = part.figures.get(*name) else {
-            return Err(ProfileError(format!(
-                "{path}: missing figure '{name}': add [figures.{name}] with value and source"
-            )));
+            let problem = format!("missing figure '{name}': add [figures.{name}] with value and source");
+            return Err(place.error(name_at, &problem));
         };
+        let (value, at) = (*figure.value.get_ref(), figure.value.span().start);
         // Written so that NaN is outside.
-        if !(*least..=*most).contains(&figure.value) {
-            return Err(ProfileError(format!(
-                "{path}: impossible {name} {}: expected {least} to {most}, check the unit",
-                figure.value
-            )));
+        if !(*least..=*most).contains(&value) {
+            let problem = format!("impossible {name} {value}: expected {least} to {most}, check the unit");
+            return Err(place.error(at, &problem));
         }
         if figure.source.trim().is_empty() {
-            return Err(ProfileError(format!(
-                "{path}: {name} has no source: name the document that states it"
-            )));
+            let problem = format!("{name} has no source: name the document that states it");
+            return Err(place.error(at, &problem));
         }
     }
-    if part.name.trim().is_empty() {
-        return Err(ProfileError(format!("{path}: empty name: use the name of the file")));
+    if part.name.get_ref().trim().is_empty() {
+        return Err(place.error(name_at, "empty name: use the name of the file"));
     }
     Ok(())
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ModelFile {
-    name: String,
-    title: String,
-    source: String,
-    parameters_billion: f64,
-    active_parameters_billion: f64,
-    layers: u16,
-    hidden: u32,
-    query_heads: u32,
-    query_dim: u32,
-    value_dim: u32,
-    context: u32,
-    layout: LayoutFile,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LayoutFile {
-    parts: Parts,
-    kv_heads: u16,
-    head_dim: u16,
-    dtype: Dtype,
-}
-
-/// A model: its weights, its attention and the layout of its KV cache.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Model {
-    /// Name of the model.
-    pub name: String,
-    /// Name in texts for people.
-    pub title: String,
-    /// Number of all weights.
-    pub parameters: f64,
-    /// Number of weights that a token uses.
-    pub active_parameters: f64,
-    /// Number of attention layers.
-    pub layers: u16,
-    /// Dimensions of queries plus those of values, over all heads of a layer.
-    pub attention_dims: u64,
-    /// Longest context in tokens.
-    pub context: u32,
-    layout: LayoutFile,
-}
-
-impl Model {
-    /// Names of all models.
-    pub fn names() -> Vec<&'static str> {
-        MODELS.iter().map(|file| file.0).collect()
-    }
-
-    /// Returns a built-in model.
-    pub fn named(name: &str) -> Result<Model, ProfileError> {
-        let file = MODELS.iter().find(|file| file.0 == name).ok_or_else(|| {
-            ProfileError(format!(
-                "unknown model '{name}': use one of {}, or add simulator/profiles/models/{name}.toml with its layout",
-                Model::names().join(", ")
-            ))
-        })?;
-        Model::parse(file.1, file.2)
-    }
-
-    /// Parses and checks a model; errors name the file and the field.
-    pub fn parse(path: &str, text: &str) -> Result<Model, ProfileError> {
-        let file: ModelFile = toml::from_str(text).map_err(|error| {
-            ProfileError(format!(
-                "{path}: model without a known layout: {}; take the field from the model's config.json",
-                error.to_string().trim()
-            ))
-        })?;
-        Model::of_file(path, file)
-    }
-
-    fn of_file(path: &str, file: ModelFile) -> Result<Model, ProfileError> {
-        let checks = [
-            ("parameters_billion", file.parameters_billion, 0.001, 20_000.0),
-            ("active_parameters_billion", file.active_parameters_billion, 0.001, file.parameters_billion),
-            ("hidden", f64::from(file.hidden), 1.0, 1e6),
-            ("query_heads", f64::from(file.query_heads), 1.0, 4096.0),
-            ("query_dim", f64::from(file.query_dim), 1.0, 8192.0),
-            ("value_dim", f64::from(file.value_dim), 1.0, 8192.0),
-            ("context", f64::from(file.context), 1.0, 1e9),
-        ];
-        if let Some((name, value, least, most)) =
-            checks.into_iter().find(|(_, value, least, most)| !(*least..=*most).contains(value))
-        {
-            return Err(ProfileError(format!(
-                "{path}: impossible {name} {value}: expected {least} to {most}"
-            )));
-        }
-        if file.source.trim().is_empty() {
-            return Err(ProfileError(format!(
-                "{path}: empty source: name the document that states the layout"
-            )));
-        }
-        let model = Model {
-            name: file.name,
-            title: file.title,
-            parameters: file.parameters_billion * 1e9,
-            active_parameters: file.active_parameters_billion * 1e9,
-            layers: file.layers,
-            attention_dims: u64::from(file.query_heads) * u64::from(file.query_dim + file.value_dim),
-            context: file.context,
-            layout: file.layout,
-        };
-        model.layout(16).map_err(|error| ProfileError(format!("{path}: {error}: correct [layout]")))?;
-        Ok(model)
-    }
-
-    /// Production layout of the KV cache on one rank that has all heads.
-    pub fn layout(&self, tokens_per_block: u16) -> Result<Layout, ProfileError> {
-        let LayoutFile { parts, kv_heads, head_dim, dtype } = self.layout;
-        let layers = self.layers;
-        let spec =
-            LayoutSpec { layers, parts, kv_heads, head_dim, dtype, tokens_per_block, tp_rank: 0, tp_size: 1 };
-        spec.validate().map_err(|error| ProfileError(error.to_string()))
-    }
-
-    /// Bytes of KV cache of one token, over all ranks.
-    pub fn kv_bytes_per_token(&self) -> u64 {
-        let LayoutFile { parts, kv_heads, head_dim, dtype } = self.layout;
-        u64::from(self.layers) * parts as u64 * u64::from(kv_heads) * u64::from(head_dim) * dtype.bytes()
-    }
-
-    /// Operations of attention between a token and one token before it.
-    pub fn flops_per_pair(&self) -> f64 {
-        2.0 * f64::from(self.layers) * self.attention_dims as f64
-    }
-
-    /// Bytes of the weights, in 16 bits.
-    pub fn weight_bytes(&self) -> u64 {
-        (self.parameters * 2.0) as u64
-    }
 }
 
 #[cfg(test)]
@@ -501,7 +385,7 @@ mod tests {
         for (kind, (_, files, _)) in KINDS.iter().enumerate() {
             for (name, path, text) in *files {
                 let part = parse(kind, path, text).expect("a built-in profile is valid");
-                assert_eq!(part.name, *name);
+                assert_eq!(part.name.get_ref(), name);
             }
         }
         for name in Model::names() {
@@ -543,7 +427,11 @@ mod tests {
     fn impossible_missing_and_unknown_figures_name_file_field_and_remedy() {
         let (_, path, text) = LINKS[0];
         for (from, to, expected) in [
-            ("value = 50", "value = 50000", ["pcie5.toml", "impossible gb_per_s 50000", "check the unit"]),
+            (
+                "value = 50",
+                "value = 50000",
+                ["pcie5.toml: line 5: ", "impossible gb_per_s 50000", "check the unit"],
+            ),
             ("value = 50", "value = -1", ["pcie5.toml", "impossible gb_per_s -1", "expected 0.01 to 1000"]),
             ("value = 50", "value = nan", ["pcie5.toml", "impossible gb_per_s NaN", "check the unit"]),
             (
@@ -561,25 +449,5 @@ mod tests {
             let error = parse(1, path, &text.replacen(from, to, 1)).expect_err("refused").to_string();
             assert!(expected.iter().all(|part| error.contains(part)), "{error}");
         }
-    }
-
-    #[test]
-    fn model_without_a_layout_is_refused_with_the_remedy() {
-        let (_, path, text) = MODELS[0];
-        let cut = &text[..text.find("[layout]").expect("has a layout")];
-        let error = Model::parse(path, cut).expect_err("refused").to_string();
-        assert!(
-            ["llama-3-8b.toml", "layout", "config.json"].iter().all(|part| error.contains(part)),
-            "{error}"
-        );
-        let error = Model::parse(path, &text.replace("kv_heads = 8", "kv_heads = 0"))
-            .expect_err("refused")
-            .to_string();
-        assert!(
-            ["llama-3-8b.toml", "kv_heads", "at least 1"].iter().all(|part| error.contains(part)),
-            "{error}"
-        );
-        let error = Model::named("gpt-9").expect_err("refused").to_string();
-        assert!(error.contains("'gpt-9'") && error.contains("qwen3-32b"), "{error}");
     }
 }

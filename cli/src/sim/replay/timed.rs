@@ -12,6 +12,7 @@ use reprise_testkit::output::{Table, bytes_text};
 use serde::Serialize;
 
 use super::ReplayArgs;
+use crate::profile_files;
 
 /// Nanoseconds of a day.
 const DAY_NS: f64 = 86_400e9;
@@ -21,10 +22,11 @@ const DAY_NS: f64 = 86_400e9;
 pub(super) struct TimedArgs {
     /// Serve the trace on nodes with this hardware, with times: h100, or h100+cxl+ps1010 with parts.
     ///
+    /// A path names a file, as `./node.toml` or `h100+./ssd.toml`; `reprise profile --vllm` writes such a file.
     /// Without --capacity, --tier and --unlimited, the nodes have the DRAM and the NVMe of this hardware.
     #[arg(long, value_name = "EXPRESSION", requires = "model")]
     pub(super) hardware: Option<String>,
-    /// Serve this model, which also determines the bytes of a token.
+    /// Serve this model, by its name or its file; it also determines the bytes of a token.
     #[arg(long, value_name = "NAME", conflicts_with = "bytes_per_token")]
     pub(super) model: Option<String>,
     /// Run each engine on this many accelerators, with tensor parallelism.
@@ -117,15 +119,15 @@ impl TimedArgs {
     /// Hardware and model, if time was asked for.
     pub(super) fn machine(&self) -> anyhow::Result<Option<Machine>> {
         let Some(hardware) = &self.hardware else { return Ok(None) };
-        let hardware = Hardware::named(hardware)?;
-        let model = Model::named(self.model.as_deref().context("--hardware needs --model")?)?;
-        Ok(Some(Machine { hardware, model }))
+        let model = self.model.as_deref().context("--hardware needs --model")?;
+        let files = profile_files::read(&[hardware, model])?;
+        Ok(Some(Machine { hardware: files.hardware(hardware)?, model: files.model(model)? }))
     }
 
     /// Bytes of the KV cache for a token, if a model was named.
     pub(super) fn bytes_per_token(&self) -> anyhow::Result<Option<u64>> {
         let Some(model) = &self.model else { return Ok(None) };
-        Ok(Some(Model::named(model)?.kv_bytes_per_token()))
+        Ok(Some(profile_files::read(&[model])?.model(model)?.kv_bytes_per_token()))
     }
 }
 
@@ -146,6 +148,7 @@ impl Machine {
             load_policy: (!timed.load_all).then_some(WAIT_BOUND),
             reads_ahead: !timed.no_read_ahead,
             has_hbm_cache: !timed.no_hbm_cache,
+            has_cold_store: false,
             time_scale: 1.0 / timed.rate_scale,
             batch_max: BATCH_MAX,
             step_tokens_max: STEP_TOKENS_MAX,
@@ -287,4 +290,43 @@ pub(super) fn channel_table(timed: &Timed) -> Table {
         ]);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: ReplayArgs,
+    }
+
+    fn machine(hardware: &str, model: &str) -> anyhow::Result<Option<Machine>> {
+        let words = ["replay", "--trace", "none", "--hardware", hardware, "--model", model];
+        Command::parse_from(words).args.timed.machine()
+    }
+
+    #[test]
+    fn hardware_and_model_can_be_files_whose_errors_name_the_line() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let model = include_str!("../../../../simulator/profiles/models/llama-3-8b.toml");
+        let link = "[link]\nname = \"l\"\ntitle = \"L\"\nfigures.gb_per_s = { value = 3, source = \"s\" }\n\
+            figures.latency_us = { value = 5, source = \"s\" }\n";
+        std::fs::write(path("m.toml"), model).expect("writable");
+        std::fs::write(path("l.toml"), link).expect("writable");
+        std::fs::write(path("bad.toml"), link.replace("value = 3", "value = -3")).expect("writable");
+        let hardware = format!("h100+{}", path("l.toml"));
+        let found = machine(&hardware, &path("m.toml")).expect("valid").expect("with time");
+        assert_eq!(found.hardware.link.bytes_per_second, 3_000_000_000);
+        assert_eq!(found.model, Model::named("llama-3-8b").expect("valid"));
+        let error = machine(&format!("h100+{}", path("bad.toml")), "llama-3-8b").expect_err("refused");
+        let text = format!("{error:#}");
+        assert!(text.contains("bad.toml: line 4: impossible gb_per_s -3: expected 0.01"), "{text}");
+        let text = format!("{:#}", machine("h100", "no/model.toml").expect_err("refused"));
+        assert!(text.contains("cannot read the profile no/model.toml"), "{text}");
+    }
 }

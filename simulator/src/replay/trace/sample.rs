@@ -37,6 +37,12 @@ impl Trace {
         )
     }
 
+    /// Keeps the requests for which a function is true, with the blocks that they use.
+    #[must_use]
+    pub fn filtered(&self, is_kept: impl Fn(&Request) -> bool) -> Trace {
+        self.with_requests(self.requests.iter().filter(|request| is_kept(request)).copied().collect())
+    }
+
     /// Keeps the first requests, with at most so many references; at least one.
     #[must_use]
     pub fn begin(&self, references: u64) -> Trace {

@@ -112,7 +112,7 @@ impl Fleet<'_> {
             hbm,
             load: Load { limit, before: in_hbm, ..Load::default() },
         });
-        self.write_nvme(node);
+        self.write(node);
         match blocks {
             0 => self.servers[node].prefilling.push_back(place),
             _ => self.load(node, place, &scratch.run[behind..behind + blocks]),
@@ -156,16 +156,24 @@ impl Fleet<'_> {
             self.servers[node].unpaid_bytes += bytes;
             self.transfer_unattended(node, &[(ChannelKind::LinkOut, bytes), (ChannelKind::Dram, bytes)]);
         }
-        self.write_nvme(node);
+        self.write(node);
     }
 
-    /// Begins the writes of blocks that admission has accepted since the last call.
-    pub(super) fn write_nvme(&mut self, node: usize) {
+    /// Begins the writes of blocks that admission has accepted, or the cold store got, since the last call.
+    pub(super) fn write(&mut self, node: usize) {
         let (written, server) = (self.cluster.nvme_written(node), &mut self.servers[node]);
         let bytes = (written - server.nvme_written) * self.common.block_bytes;
         server.nvme_written = written;
         if bytes > 0 {
             self.transfer_unattended(node, &[(ChannelKind::NvmeWrite, bytes), (ChannelKind::Dram, bytes)]);
+        }
+        let (written, server) = (self.cluster.cold_written(node), &mut self.servers[node]);
+        let bytes = (written - server.cold_written) * self.common.block_bytes;
+        server.cold_written = written;
+        if bytes > 0 {
+            let legs =
+                [(ChannelKind::Cold, bytes), (ChannelKind::Network, bytes), (ChannelKind::Dram, bytes)];
+            self.transfer_unattended(node, &legs);
         }
     }
 }

@@ -8,6 +8,9 @@
 //! | own NVMe | NVMe read, DRAM twice, link | |
 //! | DRAM of a peer | network, DRAM twice, link | DRAM |
 //! | NVMe of a peer | network, DRAM twice, link | NVMe read, DRAM |
+//! | cold store | cold, network, DRAM twice, link | |
+//!
+//! The policy counts blocks of the cold store as a peer's NVMe, because agents have no such source yet.
 //!
 //! The network of the peer is not occupied: links are full duplex, and this direction has its own bandwidth.
 //!
@@ -42,11 +45,13 @@ impl Fleet<'_> {
         let all = blocks.len() as u64 * block_bytes;
         let nvme = bytes_of(LoadSource::OwnNvme);
         let network = bytes_of(LoadSource::PeerDram) + bytes_of(LoadSource::PeerNvme);
+        let cold = blocks.iter().filter(|source| matches!(source, Source::Cold)).count() as u64 * block_bytes;
         let legs = Legs::new(&[
             (ChannelKind::LinkIn, all),
             (ChannelKind::Dram, all + nvme + network),
             (ChannelKind::NvmeRead, nvme),
             (ChannelKind::Network, network),
+            (ChannelKind::Cold, cold),
         ]);
         let (now, tick) = (self.now, self.tick());
         let server = &mut self.servers[node];
@@ -170,7 +175,7 @@ fn from_peers(blocks: &[Source], block_bytes: u64) -> Vec<FromPeer> {
         let (node, nvme_bytes) = match source {
             Source::PeerDram(peer) => (*peer, 0),
             Source::PeerNvme(peer) => (*peer, block_bytes),
-            Source::Dram(_) | Source::Nvme(_) => continue,
+            Source::Dram(_) | Source::Nvme(_) | Source::Cold => continue,
         };
         match peers.iter_mut().find(|known| known.node == node) {
             Some(known) => {
@@ -189,6 +194,6 @@ pub(super) fn load_source(source: &Source) -> LoadSource {
         Source::Dram(_) => LoadSource::OwnDram,
         Source::Nvme(_) => LoadSource::OwnNvme,
         Source::PeerDram(_) => LoadSource::PeerDram,
-        Source::PeerNvme(_) => LoadSource::PeerNvme,
+        Source::PeerNvme(_) | Source::Cold => LoadSource::PeerNvme,
     }
 }

@@ -110,6 +110,6 @@ impl Fleet<'_> {
         let arrived = self.cluster.arrived(request, &scratch.chain);
         self.results.read_ahead += self.cluster.stage(node, arrived, &positions);
         self.scratch = scratch;
-        self.write_nvme(node);
+        self.write(node);
     }
 }

@@ -45,7 +45,7 @@ pub(super) enum Purpose {
 /// Amounts on channels; those that are zero are left out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Legs {
-    legs: [(ChannelKind, u64); 4],
+    legs: [(ChannelKind, u64); 5],
     count: usize,
 }
 
@@ -147,11 +147,13 @@ pub(super) struct Server {
     staged: Vec<Option<Staging>>,
     /// Blocks written to NVMe whose transfers have begun.
     pub(super) nvme_written: u64,
+    /// Blocks written to the cold store whose transfers have begun.
+    pub(super) cold_written: u64,
 }
 
 impl Legs {
     pub(super) fn new(all: &[(ChannelKind, u64)]) -> Legs {
-        let mut legs = Legs { legs: [(ChannelKind::Dram, 0); 4], count: 0 };
+        let mut legs = Legs { legs: [(ChannelKind::Dram, 0); 5], count: 0 };
         for leg in all.iter().filter(|(_, bytes)| *bytes > 0) {
             legs.legs[legs.count] = *leg;
             legs.count += 1;
@@ -199,6 +201,7 @@ impl Server {
             window: LookaheadWindow::default(),
             staged: Vec::new(),
             nvme_written: 0,
+            cold_written: 0,
         }
     }
 

@@ -46,6 +46,7 @@ fn setup(nodes: u16, dram_blocks: u64, nvme_blocks: u64) -> FleetSetup {
         load_policy: Some(WAIT_BOUND),
         reads_ahead: false,
         has_hbm_cache: false,
+        has_cold_store: false,
         time_scale: 1.0,
         batch_max: BATCH_MAX,
         step_tokens_max: STEP_TOKENS_MAX,
@@ -147,6 +148,27 @@ fn bytes_on_channels_are_those_of_the_hits_and_saves() {
         assert_eq!(total.bytes, total.requested, "all transfers end");
         assert!(total.busy <= results.elapsed_ns * 3);
     }
+}
+
+#[test]
+fn a_cold_store_has_every_block_that_leaves_the_nodes_and_moves_its_bytes() {
+    let trace = sample();
+    let setup = FleetSetup { load_policy: None, has_cold_store: true, ..setup(3, 300, 300) };
+    let results = replay_timed(&setup, &trace);
+    let counts = &results.counts;
+    let unlimited = Cluster::new(1, NodeSettings { dram_blocks: u64::MAX, nvme_blocks: 0, ..setup.tiers });
+    let unlimited = unlimited.replay(&trace).counts;
+    let untimed = Cluster::new(3, setup.tiers).with_cold_store().replay(&trace).counts;
+    assert_eq!(untimed.hits(), unlimited.hits(), "no block is lost");
+    assert!(untimed.hits_cold > 0 && untimed.cold_written <= trace.distinct(), "{untimed:?}");
+    assert!(counts.hits_cold > 0 && counts.hits() <= unlimited.hits(), "{counts:?}");
+    let bytes = |blocks: u64| blocks * setup.tiers.block_bytes;
+    let moved = bytes(counts.hits_cold + counts.cold_written);
+    assert_eq!(results.channel(ChannelKind::Cold).bytes, moved);
+    let peers = bytes(counts.hits_peer_dram + counts.hits_peer_nvme);
+    assert_eq!(results.channel(ChannelKind::Network).bytes, moved + peers);
+    let without = replay_timed(&FleetSetup { has_cold_store: false, ..setup }, &trace);
+    assert_eq!((without.counts.hits_cold, without.channel(ChannelKind::Cold).bytes), (0, 0));
 }
 
 #[test]
