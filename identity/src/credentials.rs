@@ -205,6 +205,15 @@ impl fmt::Debug for Files {
 }
 
 impl Files {
+    /// Writes the files into a folder, which must exist. A reader never sees a part of a file, and refuses a mix of old
+    /// and new files.
+    ///
+    /// # Errors
+    /// The folder is not writable.
+    pub fn write(&self, folder: &Path) -> io::Result<()> {
+        crate::write::replace_files(folder, self)
+    }
+
     /// Reads the files of a folder.
     ///
     /// # Errors

@@ -151,10 +151,13 @@ impl ControlPlanes {
         ControlPlanes { addresses, ..ControlPlanes::default() }
     }
 
-    /// Sets the certificates for calls to a cluster.
-    pub fn set_security(&self, cluster: &ClusterNames, security: Security) {
+    /// Sets the certificates for calls to a cluster; `None` if it has none.
+    pub fn set_security(&self, cluster: &ClusterNames, security: Option<Security>) {
         let mut securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
-        securities.insert(cluster.key(), security);
+        match security {
+            Some(security) => securities.insert(cluster.key(), security),
+            None => securities.remove(&cluster.key()),
+        };
     }
 
     /// Returns the state of a cluster's control plane within [`TIMEOUT`], possibly from the cache.

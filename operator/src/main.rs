@@ -13,7 +13,9 @@ use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
 use reprise_daemon::log;
+use reprise_identity::Identity;
 use reprise_operator::api_client::{self, ApiRequests};
+use reprise_operator::certificate::{self, PodCertificate};
 use reprise_operator::definitions::{apply_definitions, apply_objects};
 use reprise_operator::run::{ListenAddresses, run};
 use reprise_operator::settings::{DefaultImages, Settings};
@@ -68,6 +70,26 @@ enum Command {
     ///
     /// These are the objects that `apply` labelled with the release, and their children.
     Delete(DeleteArguments),
+    /// Keep the certificate of a pod's process, as a sidecar
+    ///
+    /// It creates a key, requests a certificate through the API server, and renews it.
+    Certificate(CertificateArguments),
+}
+
+#[derive(Debug, Args)]
+struct CertificateArguments {
+    /// Identity of the process, like reprise://CLUSTER.NAMESPACE/agent/NODE
+    #[arg(long, value_parser = certificate::identity)]
+    identity: Identity,
+    /// Folder for ca.crt, tls.crt and tls.key
+    #[arg(long)]
+    folder: PathBuf,
+    /// File with the certificates of the trusted authorities
+    #[arg(long)]
+    authorities: PathBuf,
+    /// Only check that the folder has a valid certificate
+    #[arg(long)]
+    check: bool,
 }
 
 #[derive(Debug, Args)]
@@ -94,6 +116,9 @@ struct RunArguments {
     /// etcd image, for clusters that do not name one
     #[arg(long, default_value = concat!("reprise-etcd:", env!("CARGO_PKG_VERSION")))]
     image_etcd: String,
+    /// Image of this program, for the pods' sidecars that keep certificates
+    #[arg(long, default_value = concat!("reprise-operator:", env!("CARGO_PKG_VERSION")))]
+    image_operator: String,
     /// Listen address for metrics and health checks
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
@@ -174,11 +199,30 @@ async fn dispatch(command: Command) -> anyhow::Result<()> {
             }
             Ok(())
         }
+        Command::Certificate(arguments) => keep_certificate(arguments).await,
         Command::Delete(arguments) => {
             let release = Release { name: arguments.release, namespace: arguments.namespace };
             delete(&client().await?.0, &release, Duration::from_secs(arguments.timeout_seconds)).await
         }
     }
+}
+
+async fn keep_certificate(arguments: CertificateArguments) -> anyhow::Result<()> {
+    let CertificateArguments { identity, folder, authorities, check } = arguments;
+    let pod = PodCertificate { identity, folder, authorities };
+    if check {
+        return pod.check();
+    }
+    // The first process of a container has no default actions for signals.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (client, _) = client().await?;
+    tokio::select! {
+        () = pod.keep(&client) => {}
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    Ok(())
 }
 
 /// Creates the API server client, from the pod's service account or from the kubeconfig, and its request
@@ -207,6 +251,7 @@ async fn run_operator(arguments: RunArguments) -> anyhow::Result<()> {
             agent: arguments.image_agent,
             control_plane: arguments.image_control_plane,
             etcd: arguments.image_etcd,
+            operator: arguments.image_operator,
         },
         identity: arguments.pod_name,
         namespace: arguments.pod_namespace,

@@ -33,4 +33,6 @@ pub struct DefaultImages {
     pub control_plane: String,
     /// Image of managed etcd.
     pub etcd: String,
+    /// Image of the operator, which keeps certificates in pods.
+    pub operator: String,
 }

@@ -50,8 +50,23 @@ fn apply_rights(k8s: &TestCluster, name: &str, change: impl Fn(&mut Value)) -> S
     format!("system:serviceaccount:{OPERATOR_NAMESPACE}:{name}")
 }
 
+/// Applies a ClusterRole of the chart, which the operator binds.
+pub(crate) fn apply_cluster_role(k8s: &TestCluster, name: &str) {
+    let text = std::fs::read_to_string(tree().join(CHART)).expect("the file is in the tree");
+    let all = serde_yaml_ng::Deserializer::from_str(&text).map(|one| Value::deserialize(one).expect("YAML"));
+    let is_it = |one: &Value| one["metadata"]["name"] == name && one["kind"] == "ClusterRole";
+    let role = all.into_iter().find(is_it).expect("the chart has the role");
+    let resource = ApiResource::from_gvk_with_plural(
+        &GroupVersionKind::gvk(RIGHTS, "v1", "ClusterRole"),
+        "clusterroles",
+    );
+    let api: Api<DynamicObject> = Api::all_with(k8s.client(), &resource);
+    let params = PatchParams::apply("helm").force();
+    k8s.server.block_on(api.patch(name, &params, &Patch::Apply(&role))).expect("the role is accepted");
+}
+
 /// Starts the operator with the chart's rights after `change` has edited them.
-fn start_operator(k8s: &TestCluster, change: impl Fn(&mut Value)) -> Operator {
+pub(crate) fn start_operator(k8s: &TestCluster, change: impl Fn(&mut Value)) -> Operator {
     k8s.env.allow(TOO_SHORT);
     let name = apply_rights(k8s, "reprise-operator", change);
     let user = User { name: &name, group: None };

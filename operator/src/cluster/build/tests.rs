@@ -43,6 +43,7 @@ fn found(cluster: &KVCacheCluster) -> ClusterInputs {
             agent: "agent:1".to_owned(),
             control_plane: "controlplane:1".to_owned(),
             etcd: "etcd:1".to_owned(),
+            operator: "operator:1".to_owned(),
         },
         store: None,
         agents: None,
@@ -51,6 +52,7 @@ fn found(cluster: &KVCacheCluster) -> ClusterInputs {
         etcd: None,
         volumes: None,
         authority: None,
+        certificates: crate::authority::AuthorityState::Unused,
         access: std::collections::BTreeMap::new(),
     }
 }
