@@ -3,6 +3,7 @@
 //! | object | content | read by |
 //! |---|---|---|
 //! | Secret `<cluster>-ca` | certificate and key of the authority | the operator |
+//! | Secret `<cluster>-console` | a certificate with its key ([`console`]) | scrapers and dashboards |
 //! | ConfigMap `<cluster>-authorities` | certificates of trusted authorities | agents and members |
 //!
 //! The Secret is immutable. To replace an authority, an administrator deletes the Secret; the operator then creates
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, PostParams};
 use reprise_crds::cluster::TlsMode;
 use reprise_crds::status::Reason;
@@ -38,7 +40,9 @@ use crate::context::Context;
 use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
-use crate::names::{APPLIED, ClusterNames, Component};
+use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
+
+pub(crate) mod console;
 
 /// Time for which processes also trust the authority before. Pods have new certificates a few minutes after they trust
 /// both; a day covers nodes that are away meanwhile.
@@ -47,7 +51,7 @@ const TRUST_PREVIOUS: Duration = Duration::from_secs(24 * 3_600);
 /// Time from the creation of an authority until the operator uses a certificate of it: by then, all pods trust it.
 const SPREADS_WITHIN: Duration = Duration::from_secs(180);
 
-/// Entries of the Secret.
+/// Entries of the Secret of the authority.
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
 const PREVIOUS: &str = "previous.crt";
@@ -58,7 +62,7 @@ pub struct ClusterAuthority {
     authority: Authority,
     /// Unique id of the Secret, which is immutable.
     uid: Option<String>,
-    /// Certificate of the authority before, in PEM; empty if there was none.
+    /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
     /// Time since the Secret was created, when it was read.
     age: Duration,
@@ -111,7 +115,7 @@ impl ClusterAuthority {
         Ok(ClusterAuthority { authority, uid, previous: text(PREVIOUS)?, age, read_at: Instant::now() })
     }
 
-    /// The authority itself.
+    /// Returns the authority that issues.
     pub fn authority(&self) -> &Authority {
         &self.authority
     }
@@ -127,8 +131,8 @@ impl ClusterAuthority {
     }
 
     /// Returns the number of days until the authority ends, if it has to be replaced.
-    pub fn days_left(&self, now: SystemTime) -> Option<u64> {
-        let left = self.authority.facts().remaining(now);
+    pub fn days_left(&self) -> Option<u64> {
+        let left = self.authority.facts().remaining(SystemTime::now());
         (left < REPLACE_AUTHORITY_WITHIN).then_some(left.as_secs() / 86_400)
     }
 
@@ -208,7 +212,7 @@ pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState
     let names = ClusterNames::of(cluster);
     if cluster.spec.tls.mode == TlsMode::None {
         context.authorities.forget(&names);
-        context.control_planes.set_security(&names, None);
+        context.control_planes.set_security(&names, Security::Plain);
         return AuthorityState::Unused;
     }
     let name = names.authority();
@@ -223,7 +227,8 @@ pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState
         Some(stored) => stored,
         // The store may lag.
         None => match api(&context.client, ChildKind::Secret, Some(&names.namespace)).get_opt(&name).await {
-            Ok(Some(stored)) => Arc::new(stored),
+            Ok(Some(stored)) if stored.labels().get(CLUSTER_UID) == Some(&names.uid) => Arc::new(stored),
+            Ok(Some(_)) => return unusable("it does not belong to this cluster".to_owned()),
             Ok(None) => return AuthorityState::Absent,
             Err(error) => return unusable(error.to_string()),
         },
@@ -241,7 +246,7 @@ pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState
 fn present(names: &ClusterNames, context: &Context, authority: Arc<ClusterAuthority>) -> AuthorityState {
     match context.authorities.keep(names, &authority) {
         Ok(own) => {
-            context.control_planes.set_security(names, Some(Security::Tls(own)));
+            context.control_planes.set_security(names, Security::Tls(own));
             AuthorityState::Present(authority)
         }
         Err(error) => AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, error.message())),
@@ -291,17 +296,24 @@ fn first_certificate(trusted: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
-    fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
+    pub(super) fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
         let authority = Authority::load(authority.certificate(), authority.key()).expect("valid PEM");
         let previous = previous.to_owned();
         Arc::new(ClusterAuthority { authority, uid: None, previous, age, read_at: Instant::now() })
+    }
+
+    /// The authority of tests that need any one; always the same.
+    pub(crate) fn any_authority() -> Arc<ClusterAuthority> {
+        static ANY: std::sync::LazyLock<Arc<ClusterAuthority>> =
+            std::sync::LazyLock::new(|| read(&Authority::create("c.n").expect("valid"), "", Duration::ZERO));
+        Arc::clone(&ANY)
     }
 
     #[test]

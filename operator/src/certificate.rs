@@ -6,11 +6,11 @@
 //! API server ─── operator ────▶ tls.crt ┘
 //! ```
 //!
-//! The key is created here and stays in the pod. A certificate is requested if there is none, from two thirds of its
+//! The key is created here and stays in the pod. A certificate is requested if there is no usable one, from two thirds of its
 //! validity on, and [`SPREADS_WITHIN`] after another authority issues: by then, all pods trust both.
 //!
 //! Pods may `get` a request but not list or watch requests, so they can read only requests whose names they know. Names
-//! have 128 random bits. RBAC cannot restrict `get` to the names that an account has created.
+//! are 128 bits of the digest of a request, whose key is new. RBAC cannot restrict `get` to the names that an account has created.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
@@ -20,7 +20,7 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use kube::Client;
 use kube::api::{Api, ObjectMeta, PostParams};
-use rand::RngExt;
+use reprise_identity::certificate::Fingerprint;
 use reprise_identity::credentials::{Files, KEY_FILE};
 use reprise_identity::{Credentials, Identity, NewRequest};
 
@@ -39,6 +39,9 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(60);
 
 /// Longest time between two attempts.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
+
+/// Hexadecimal digits of the digest in the name of a request.
+const NAME_DIGITS: usize = 32;
 
 /// Interval of reading the request.
 const POLL_EVERY: Duration = Duration::from_millis(500);
@@ -171,7 +174,7 @@ impl PodCertificate {
     async fn request(&self, client: &Client, authorities: Vec<u8>) -> anyhow::Result<Files> {
         let NewRequest { key, request } = NewRequest::create(&self.identity)?;
         let requests: Api<CertificateSigningRequest> = Api::all(client.clone());
-        let name = format!("reprise-{:032x}", rand::rng().random::<u128>());
+        let name = format!("reprise-{}", &Fingerprint::of(request.as_bytes()).to_string()[..NAME_DIGITS]);
         let usages = ["digital signature", "client auth", "server auth"].map(str::to_owned).to_vec();
         let wanted = CertificateSigningRequest {
             metadata: ObjectMeta { name: Some(name.clone()), ..ObjectMeta::default() },

@@ -139,6 +139,11 @@ impl ClusterNames {
         format!("{}-authorities", self.name)
     }
 
+    /// Name of the Secret with the certificate of scrapers and dashboards.
+    pub fn console(&self) -> String {
+        format!("{}-console", self.name)
+    }
+
     /// Name of the cluster in certificates. Names of namespaces and clusters contain no dots.
     pub fn in_certificates(&self) -> String {
         format!("{}.{}", self.name, self.namespace)

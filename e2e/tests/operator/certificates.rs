@@ -86,7 +86,7 @@ struct Sidecar {
 }
 
 impl Sidecar {
-    /// Starts the sidecar of a pod on a node. `role` is what it asks for.
+    /// Starts the sidecar of a pod on a node. It asks for `role`.
     fn start(k8s: &TestCluster, account: PodAccount<'_>, node: &str, role: &str, name: &str) -> Sidecar {
         let folder = k8s.env.folder().join(name);
         fs::create_dir_all(&folder).expect("the folder is writable");
@@ -102,8 +102,9 @@ impl Sidecar {
     }
 
     /// Waits for a usable certificate other than `before`.
-    fn wait(&self, before: Option<&Credentials>) -> Credentials {
+    fn wait(&mut self, before: Option<&Credentials>) -> Credentials {
         wait_until("a certificate", PATIENCE, || {
+            assert!(self.running.is_alive(), "the sidecar of {} has ended", self.folder.display());
             let found = Credentials::read(&self.folder).ok()?;
             found.check_issuer().ok()?;
             before.is_none_or(|before| before.fingerprint != found.fingerprint).then_some(found)
@@ -178,12 +179,12 @@ fn pods_get_certificates_of_their_own_node_and_no_other_identity() {
     for words in ["denied a request for a certificate", "cannot get a certificate; retrying"] {
         k8s.env.require(words);
     }
-    let agent = Sidecar::start(&k8s, AGENT, "n1", "agent/n1", "agent");
+    let mut agent = Sidecar::start(&k8s, AGENT, "n1", "agent/n1", "agent");
     let credentials = agent.wait(None);
     assert_eq!(credentials.identity, identity("agent/n1"));
     assert!(agent.check("agent/n1").success());
     assert!(!agent.check("agent/n2").success(), "the check is for its own identity");
-    let member = Sidecar::start(&k8s, MEMBER, MEMBER_NODE, "member", "member");
+    let mut member = Sidecar::start(&k8s, MEMBER, MEMBER_NODE, "member", "member");
     assert_eq!(member.wait(None).identity.role, Role::Member);
 
     // The same program asks for the identity of another node: its log states the reason, and it gets no files.
@@ -239,7 +240,7 @@ fn member_follows_its_renewed_certificate_and_another_authority_without_a_restar
     let tls = || admin.json("/status")["tls"].clone();
     assert_eq!(tls()["fingerprint"], before.fingerprint.to_string());
 
-    let sidecar = Sidecar::start(&k8s, MEMBER, MEMBER_NODE, "member", "member");
+    let mut sidecar = Sidecar::start(&k8s, MEMBER, MEMBER_NODE, "member", "member");
     let renewed = sidecar.wait(Some(&before));
     assert!(!renewed.is_renewal_due(std::time::SystemTime::now()));
     wait_until("the member to use it", PATIENCE, || {

@@ -9,7 +9,7 @@ use reprise_crds::status::Reason;
 use super::dereference::ClusterInputs;
 use super::{build, certificates};
 use crate::assignment::Refusal;
-use crate::authority::{self, AuthorityState};
+use crate::authority::{self, AuthorityState, console};
 use crate::child::ChildKind;
 use crate::children::{self, ApplyOutcome};
 use crate::context::Context;
@@ -35,6 +35,9 @@ pub async fn apply(
         }
         _ => inputs,
     };
+    if let AuthorityState::Present(authority) = &inputs.certificates {
+        console::ensure(cluster, context, authority).await?;
+    }
     let (digests, mut kept) = match cluster.spec.etcd.mode {
         EtcdMode::Managed => {
             let digests = certificates::ensure(cluster, context).await?;
@@ -45,6 +48,7 @@ pub async fn apply(
     if cluster.spec.tls.mode == TlsMode::Managed {
         let names = &inputs.agent_config.names;
         kept.push((ChildKind::Secret, names.authority()));
+        kept.push((ChildKind::Secret, names.console()));
         // It is not built while the authority cannot be read.
         kept.push((ChildKind::ConfigMap, names.authorities()));
     }

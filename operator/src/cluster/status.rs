@@ -1,7 +1,7 @@
 //! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use kube::api::DynamicObject;
 use reprise_crds::cluster::{
@@ -52,7 +52,7 @@ pub fn compute(
     let versions = Versions::of(cluster, inputs);
     let compatible = versions.compatible(cluster, inputs);
     findings.push(progressing(cluster, inputs, refused, &members, &agents));
-    // Running agents and members keep their certificates, so a problem of the authority is no outage.
+    // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
     let lasting: Vec<&Finding> = certificates.iter().chain([&compatible]).collect();
     findings.push(degraded(cluster, inputs, (&works, &lasting), applied));
     findings.push(ready(&works, applied));
@@ -301,7 +301,7 @@ fn certificates(inputs: &ClusterInputs) -> Option<Finding> {
         AuthorityState::Unused => return None,
         AuthorityState::Absent => Finding::no(kind, Reason::Progressing, "the authority is being created"),
         AuthorityState::Unusable(refusal) => Finding::no(kind, refusal.reason, &refusal.message),
-        AuthorityState::Present(authority) => match authority.days_left(SystemTime::now()) {
+        AuthorityState::Present(authority) => match authority.days_left() {
             Some(days) => {
                 let message = format!(
                     "the authority of the cluster's certificates ends in {days} days: delete Secret {}, and the operator \

@@ -6,7 +6,7 @@
 //! | `member` | a pod of the members' service account, with the name of a member |
 //! | `admin` | accounts that may `administer` the KVCacheCluster |
 //! | `console` | accounts that may `observe` the KVCacheCluster |
-//! | `operator` | nobody: the operator issues its certificate itself |
+//! | `operator` | no requester: the operator issues its certificate itself |
 //!
 //! The API server writes account, pod and node from the requester's token into the request, and refuses requests that
 //! set them. A token has a pod and a node only if the kubelet of that node has requested it for that pod.
@@ -24,7 +24,7 @@ const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 /// Uses of a certificate that processes need.
 const USAGES: [&str; 3] = ["digital signature", "client auth", "server auth"];
 
-/// Certificate to issue.
+/// Certificate that the operator issues.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Grant {
     /// Request with the identity and the public key.
@@ -137,7 +137,7 @@ fn extra<'a>(request: &'a CertificateSigningRequest, field: &str) -> Result<&'a 
 
 #[cfg(test)]
 mod tests {
-    use reprise_identity::{Identity, NewRequest};
+    use reprise_identity::{Authority, Identity, NewRequest};
     use serde_json::{Value, json};
 
     use super::*;
@@ -177,6 +177,9 @@ mod tests {
             };
             assert_eq!(grant.request.identity().to_string(), identity);
             assert_eq!((grant.names, grant.valid), (names(), CERTIFICATE_VALID));
+            let authority = Authority::create("c.n").expect("valid");
+            let certificate = authority.sign(&grant.request, grant.valid).expect("a valid period");
+            assert!(certificate.starts_with("-----BEGIN CERTIFICATE-----"));
         }
         for (identity, user, pod, more, words) in [
             ("reprise://c.n/agent/n2", AGENT, "c-agent-x", json!({}), "on node n1, not on n2"),
