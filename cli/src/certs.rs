@@ -1,7 +1,9 @@
-//! `reprise certs`: certificates of a cluster without Kubernetes, where the operator issues them.
+//! `reprise certs`: certificates of a cluster without Kubernetes, and requests for those of a cluster in Kubernetes,
+//! which its operator issues.
 //!
 //! The rules are in [`reprise_identity::authority_folder`]; this file has the arguments and the texts.
 
+mod request;
 mod show;
 
 use std::path::{Path, PathBuf};
@@ -61,6 +63,10 @@ enum Action {
         #[arg(long)]
         force: bool,
     },
+    /// Request a certificate for a day from a cluster in Kubernetes.
+    ///
+    /// Runs kubectl with your account, which must be permitted to `administer` or `observe` the KVCacheCluster.
+    Request(request::RequestArgs),
     /// Show certificates or the authority of a directory.
     Show {
         /// Read these directories.
@@ -169,6 +175,7 @@ pub(crate) fn command(args: &CertsArgs, audience: Audience) -> anyhow::Result<()
             Ok(())
         }
         Action::Renew { folders, from, force } => renew(folders, from, *force, audience),
+        Action::Request(args) => request::command(args, audience),
         Action::Show { folders } => show::command(folders, audience),
         Action::Authority { step } => change_authority(step, audience),
     }

@@ -39,10 +39,10 @@ impl OperatorFiles {
     }
 
     /// Sets the control plane address of a cluster (`namespace/name`), since service names are not resolved
-    /// here.
+    /// here. Its members have no certificates.
     #[must_use]
     pub fn control_plane(mut self, cluster: &str, address: &str) -> OperatorFiles {
-        self.options.push(format!("--control-plane-address={cluster}={address}"));
+        self.options.push(format!("--control-plane-address={cluster}=plain://{address}"));
         self
     }
 

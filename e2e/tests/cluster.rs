@@ -14,6 +14,8 @@ use reprise_e2e::seed::print_line;
 
 #[path = "cluster/chart.rs"]
 mod chart;
+#[path = "cluster/chart_certificates.rs"]
+mod chart_certificates;
 #[path = "cluster/chart_crash.rs"]
 mod chart_crash;
 #[path = "cluster/chart_devices.rs"]
@@ -73,6 +75,14 @@ fn main() -> ExitCode {
         ("a_clean_install_causes_no_warning_events", chart_events::have_no_warning),
         ("all_components_of_a_release_are_ready", chart::all_components_are_ready),
         ("failure_domains_of_nodes_follow_their_zone_labels", chart::failure_domains_follow_labels),
+        (
+            "every_port_of_agents_and_members_answers_only_to_certificates",
+            chart_certificates::every_port_answers_only_to_certificates,
+        ),
+        (
+            "pods_follow_another_authority_without_a_restart",
+            chart_certificates::pods_follow_another_authority_without_a_restart,
+        ),
         ("agents_have_no_privileges_and_write_their_own_node_only", chart::permissions_of_agents),
         ("engines_in_pods_hit_on_their_own_node_and_on_the_other", chart::engines_hit_everywhere),
         ("raw_devices_are_opened_as_the_cluster_allows", chart_devices::are_opened_as_the_cluster_allows),

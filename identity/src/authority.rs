@@ -3,13 +3,16 @@
 //! Certificates begin [`SKEW`] before now, so that a clock that is late accepts them, and are renewed long before their
 //! end, so that a clock that is early does as well.
 
+use std::fmt;
+
 use rcgen::string::Ia5String;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+    KeyUsagePurpose, PublicKeyData, SanType,
 };
 use time::{Duration, OffsetDateTime};
 
+use crate::certificate::{self, CertificateFacts};
 use crate::credentials::{Credentials, CredentialsError, Files};
 use crate::name::{Identity, Role};
 
@@ -27,9 +30,9 @@ pub const CERTIFICATE_VALID: Duration = Duration::days(90);
 pub const CERTIFICATE_VALID_MIN: Duration = Duration::days(1);
 
 /// Authority that issues certificates.
-#[derive(Debug)]
 pub struct Authority {
     certificate: String,
+    facts: CertificateFacts,
     key: String,
     issuer: Issuer<'static, KeyPair>,
 }
@@ -88,6 +91,13 @@ pub fn server_name(role: &Role) -> String {
     format!("{kind}.reprise")
 }
 
+impl fmt::Debug for Authority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without the key.
+        f.debug_struct("Authority").field("facts", &self.facts).finish_non_exhaustive()
+    }
+}
+
 impl Authority {
     /// Creates an authority for a cluster.
     ///
@@ -111,12 +121,20 @@ impl Authority {
     /// They cannot be read.
     pub fn load(certificate: &str, key: &str) -> Result<Authority, AuthorityError> {
         let issuer = Issuer::from_ca_cert_pem(certificate, KeyPair::from_pem(key)?)?;
-        Ok(Authority { certificate: certificate.to_owned(), key: key.to_owned(), issuer })
+        let parsed = certificate::certificates(certificate.as_bytes()).ok().and_then(|mut all| all.pop());
+        let facts = parsed.and_then(|one| CertificateFacts::of(&one).ok());
+        let facts = facts.ok_or(rcgen::Error::CouldNotParseCertificate)?;
+        Ok(Authority { certificate: certificate.to_owned(), facts, key: key.to_owned(), issuer })
     }
 
     /// Certificate that processes trust, in PEM.
     pub fn certificate(&self) -> &str {
         &self.certificate
+    }
+
+    /// Facts of its certificate.
+    pub fn facts(&self) -> &CertificateFacts {
+        &self.facts
     }
 
     /// Key of the authority, in PEM. Its holder can take every identity of the cluster.
@@ -129,9 +147,7 @@ impl Authority {
     /// # Errors
     /// The validity is outside of its bounds.
     pub fn issue(&self, identity: &Identity, valid: Duration) -> Result<Issued, AuthorityError> {
-        if !(CERTIFICATE_VALID_MIN..=AUTHORITY_VALID).contains(&valid) {
-            return Err(AuthorityError::Validity(valid));
-        }
+        check_validity(valid)?;
         let now = OffsetDateTime::now_utc();
         self.issue_between(identity, now - SKEW, now + valid)
     }
@@ -147,6 +163,17 @@ impl Authority {
         until: OffsetDateTime,
     ) -> Result<Issued, AuthorityError> {
         let key = KeyPair::generate()?;
+        let certificate = self.certify(identity, &key, (from, until))?;
+        Ok(Issued { certificate, key: key.serialize_pem() })
+    }
+
+    /// Certifies that a public key is that of an identity.
+    pub(crate) fn certify(
+        &self,
+        identity: &Identity,
+        key: &impl PublicKeyData,
+        (from, until): (OffsetDateTime, OffsetDateTime),
+    ) -> Result<String, AuthorityError> {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, identity.role.to_string());
         params.subject_alt_names = vec![
@@ -157,7 +184,15 @@ impl Authority {
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         (params.not_before, params.not_after) = (from, until);
-        let certificate = params.signed_by(&key, &self.issuer)?.pem();
-        Ok(Issued { certificate, key: key.serialize_pem() })
+        Ok(params.signed_by(key, &self.issuer)?.pem())
+    }
+}
+
+/// Checks the validity of a new certificate.
+pub(crate) fn check_validity(valid: Duration) -> Result<(), AuthorityError> {
+    if (CERTIFICATE_VALID_MIN..=AUTHORITY_VALID).contains(&valid) {
+        Ok(())
+    } else {
+        Err(AuthorityError::Validity(valid))
     }
 }

@@ -8,6 +8,7 @@
 //!
 //! * [`name`]: what a certificate states, for example `reprise://prod/agent/node-7`.
 //! * [`authority`]: creates an authority, and issues certificates.
+//! * [`request`]: requests of processes that keep their keys to themselves, and their certificates.
 //! * [`authority_folder`]: the authority of a cluster without Kubernetes: issues, renews, and is replaced in three steps.
 //! * [`certificate`]: facts of a certificate, for people and metrics.
 //! * [`credentials`]: the three files of a process, checked as a whole.
@@ -31,6 +32,7 @@ pub mod follow;
 pub mod limits;
 pub mod name;
 pub mod records;
+pub mod request;
 pub mod security;
 pub mod tls;
 mod write;
@@ -38,5 +40,6 @@ mod write;
 pub use authority::Authority;
 pub use credentials::Credentials;
 pub use name::{Identity, Role};
+pub use request::{NewRequest, SigningRequest};
 pub use security::{Security, Stream, TlsSettings};
 pub use tls::{Expected, Tls};

@@ -9,6 +9,7 @@ use kube::{Api, Client};
 
 use crate::allocation::apply::NodeLocks;
 use crate::api_client::ApiRequests;
+use crate::authority::Authorities;
 use crate::backoff::Backoff;
 use crate::cluster::external_etcd::EtcdChecks;
 use crate::cluster::volumes::StorageClassCache;
@@ -52,6 +53,8 @@ pub struct Context {
     pub store_checks: EtcdChecks,
     /// Storage classes of the Kubernetes cluster.
     pub storage_classes: StorageClassCache,
+    /// Authorities of the clusters' certificates.
+    pub authorities: Authorities,
     /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
     /// Time since the last report of engine sessions, by object.
@@ -89,6 +92,7 @@ impl Context {
         Context {
             lease: LeaseCheck::new(leases, settings.identity.clone()),
             recorder: Recorder::new(client.clone(), reporter),
+            authorities: Authorities::default(),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             client,
             stores,

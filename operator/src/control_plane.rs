@@ -34,6 +34,7 @@ use tonic::{Code, Status};
 use crate::backoff::Backoff;
 use crate::metrics::{Call, Metrics};
 use crate::names::ClusterNames;
+use crate::settings::ControlPlaneAddress;
 
 mod holders;
 mod usage;
@@ -112,10 +113,10 @@ pub type StateResult = Result<Arc<ControlPlaneState>, String>;
 /// Clients and caches of all control planes.
 #[derive(Debug, Default)]
 pub struct ControlPlanes {
-    /// Certificates by `namespace/name` of clusters that have them; connections to others are plain.
+    /// Certificates by `namespace/name` of clusters.
     securities: StdMutex<BTreeMap<String, Security>>,
     /// Addresses by `namespace/name` of control planes that are not reached by their service.
-    addresses: BTreeMap<String, String>,
+    addresses: BTreeMap<String, ControlPlaneAddress>,
     /// Caches by the cluster's uid.
     caches: StdMutex<HashMap<String, Arc<ClusterCache>>>,
     backoff: Backoff,
@@ -147,7 +148,7 @@ struct CachedState {
 
 impl ControlPlanes {
     /// Uses these addresses, and the service of the cluster for all others.
-    pub fn new(addresses: BTreeMap<String, String>) -> ControlPlanes {
+    pub fn new(addresses: BTreeMap<String, ControlPlaneAddress>) -> ControlPlanes {
         ControlPlanes { addresses, ..ControlPlanes::default() }
     }
 
@@ -164,7 +165,7 @@ impl ControlPlanes {
         if let Some(held) = cache.current() {
             return held.result.clone();
         }
-        let response = with_timeout(list(&self.target(cluster))).await;
+        let response = with_timeout(async { list(&self.target(cluster)?).await }).await;
         metrics.record_call(Call::List, result(&response));
         let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
         let until = Instant::now() + self.ttl(cluster, result.is_ok());
@@ -267,7 +268,7 @@ impl ControlPlanes {
     }
 
     async fn members(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
-        Ok(PlacementClient::new(self.target(cluster).connect().await?))
+        Ok(PlacementClient::new(self.target(cluster)?.connect().await?))
     }
 
     /// Applies a change to the cached state. A failed call is cached too, so that further calls wait.
@@ -337,14 +338,20 @@ impl ControlPlanes {
         Arc::clone(shared)
     }
 
-    fn target(&self, cluster: &ClusterNames) -> Target {
+    fn target(&self, cluster: &ClusterNames) -> Result<Target, CallError> {
         let key = cluster.key();
-        let address = self.addresses.get(&key).cloned();
+        let address = match self.addresses.get(&key) {
+            Some(ControlPlaneAddress::Plain(address)) => {
+                return Ok(Target { address: address.to_string(), security: Security::Plain });
+            }
+            Some(ControlPlaneAddress::Tls(address)) => address.clone(),
+            None => cluster.control_plane_address(),
+        };
         let securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
-        Target {
-            address: address.unwrap_or_else(|| cluster.control_plane_address()),
-            security: securities.get(&key).cloned().unwrap_or(Security::Plain),
-        }
+        let security = securities.get(&key).cloned();
+        let missing =
+            || CallError::Unavailable("the operator has no certificate of the cluster yet".to_owned());
+        Ok(Target { address, security: security.ok_or_else(missing)? })
     }
 }
 
@@ -487,12 +494,16 @@ mod tests {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
+    fn planes_at(address: std::net::SocketAddr) -> ControlPlanes {
+        ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), ControlPlaneAddress::Plain(address))]))
+    }
+
     /// A control plane at an address without a listener.
     fn absent() -> (ControlPlanes, String) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = listener.local_addr().expect("bound").to_string();
+        let address = listener.local_addr().expect("bound");
         drop(listener);
-        (ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address.clone())])), address)
+        (planes_at(address), address.to_string())
     }
 
     fn has_called(metrics: &Metrics, times: u32) {
@@ -545,8 +556,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn times_out_if_the_server_accepts_but_does_not_respond() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("bound").to_string();
-        let planes = ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), address)]));
+        let planes = planes_at(listener.local_addr().expect("bound"));
         let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
         let begun = tokio::time::Instant::now();
         let read = || planes.state(&names, &metrics);

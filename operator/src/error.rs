@@ -16,6 +16,9 @@ pub enum OperatorError {
     /// A certificate cannot be generated.
     #[error("cannot generate a certificate: {0}")]
     Certificate(#[from] rcgen::Error),
+    /// The certificate of a process cannot be issued.
+    #[error("cannot issue a certificate: {0}")]
+    Identity(String),
     /// Another replica holds the lease.
     #[error("another replica holds the lease; not granting GPU queues")]
     LeaseLost,

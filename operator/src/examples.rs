@@ -107,6 +107,7 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
             agent: "agent:1".to_owned(),
             control_plane: "controlplane:1".to_owned(),
             etcd: "etcd:1".to_owned(),
+            operator: "operator:1".to_owned(),
         },
         store: None,
         agents: None,
@@ -114,6 +115,7 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
         control_plane_state: None,
         volumes: None,
         authority: None,
+        certificates: crate::authority::AuthorityState::Unused,
         etcd: None,
         access: ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect(),
     };

@@ -13,10 +13,12 @@ use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
 use reprise_daemon::log;
+use reprise_identity::Identity;
 use reprise_operator::api_client::{self, ApiRequests};
+use reprise_operator::certificate::{self, PodCertificate};
 use reprise_operator::definitions::{apply_definitions, apply_objects};
 use reprise_operator::run::{ListenAddresses, run};
-use reprise_operator::settings::{DefaultImages, Settings};
+use reprise_operator::settings::{ControlPlaneAddress, DefaultImages, Settings};
 use reprise_operator::uninstall::{Release, delete};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
@@ -68,6 +70,26 @@ enum Command {
     ///
     /// These are the objects that `apply` labelled with the release, and their children.
     Delete(DeleteArguments),
+    /// Keep the certificate of a pod's process, as a sidecar
+    ///
+    /// It creates a key, requests a certificate through the API server, and renews it.
+    Certificate(CertificateArguments),
+}
+
+#[derive(Debug, Args)]
+struct CertificateArguments {
+    /// Identity of the process, like reprise://CLUSTER.NAMESPACE/agent/NODE
+    #[arg(long, value_parser = certificate::identity)]
+    identity: Identity,
+    /// Folder for ca.crt, tls.crt and tls.key
+    #[arg(long)]
+    folder: PathBuf,
+    /// File with the certificates of the trusted authorities
+    #[arg(long)]
+    authorities: PathBuf,
+    /// Only check that the folder has a valid certificate
+    #[arg(long)]
+    check: bool,
 }
 
 #[derive(Debug, Args)]
@@ -94,14 +116,18 @@ struct RunArguments {
     /// etcd image, for clusters that do not name one
     #[arg(long, default_value = concat!("reprise-etcd:", env!("CARGO_PKG_VERSION")))]
     image_etcd: String,
+    /// Image of this program, for the pods' sidecars that keep certificates
+    #[arg(long, default_value = concat!("reprise-operator:", env!("CARGO_PKG_VERSION")))]
+    image_operator: String,
     /// Listen address for metrics and health checks
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
     /// Reach a KVCacheCluster's control plane at this address
     ///
-    /// For an operator outside Kubernetes. Repeat for several clusters.
+    /// For an operator outside Kubernetes. Repeat for several clusters. plain://127.0.0.1:PORT reaches members without
+    /// certificates on this machine.
     #[arg(long = "control-plane-address", value_name = "NAMESPACE/NAME=HOST:PORT", value_parser = control_plane)]
-    control_planes: Vec<(String, String)>,
+    control_planes: Vec<(String, ControlPlaneAddress)>,
     /// Continue a deletion after this many seconds without reported sessions
     ///
     /// Sessions of engines block a deletion. Agents report them at least every 25 s; allow 5 s for delivery.
@@ -123,7 +149,7 @@ struct RunArguments {
 const REPORT_INTERVAL_SECONDS: u64 = 30;
 
 /// Parses a cluster and the address of its control plane.
-fn control_plane(text: &str) -> Result<(String, String), String> {
+fn control_plane(text: &str) -> Result<(String, ControlPlaneAddress), String> {
     let invalid = || {
         format!(
             "invalid control plane address \"{text}\": expected NAMESPACE/NAME=HOST:PORT, like \
@@ -132,12 +158,11 @@ fn control_plane(text: &str) -> Result<(String, String), String> {
     };
     let (cluster, address) = text.split_once('=').ok_or_else(invalid)?;
     let is_cluster = cluster.split('/').filter(|part| !part.is_empty()).count() == 2;
-    let is_address =
-        address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
-    if !is_cluster || cluster.matches('/').count() != 1 || !is_address {
+    if !is_cluster || cluster.matches('/').count() != 1 {
         return Err(invalid());
     }
-    Ok((cluster.to_owned(), address.to_owned()))
+    let address = address.parse().map_err(|error| format!("{}; {error}", invalid()))?;
+    Ok((cluster.to_owned(), address))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -174,11 +199,30 @@ async fn dispatch(command: Command) -> anyhow::Result<()> {
             }
             Ok(())
         }
+        Command::Certificate(arguments) => keep_certificate(arguments).await,
         Command::Delete(arguments) => {
             let release = Release { name: arguments.release, namespace: arguments.namespace };
             delete(&client().await?.0, &release, Duration::from_secs(arguments.timeout_seconds)).await
         }
     }
+}
+
+async fn keep_certificate(arguments: CertificateArguments) -> anyhow::Result<()> {
+    let CertificateArguments { identity, folder, authorities, check } = arguments;
+    let pod = PodCertificate { identity, folder, authorities };
+    if check {
+        return pod.check();
+    }
+    // The first process of a container has no default actions for signals.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (client, _) = client().await?;
+    tokio::select! {
+        () = pod.keep(&client) => {}
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    Ok(())
 }
 
 /// Creates the API server client, from the pod's service account or from the kubeconfig, and its request
@@ -207,6 +251,7 @@ async fn run_operator(arguments: RunArguments) -> anyhow::Result<()> {
             agent: arguments.image_agent,
             control_plane: arguments.image_control_plane,
             etcd: arguments.image_etcd,
+            operator: arguments.image_operator,
         },
         identity: arguments.pod_name,
         namespace: arguments.pod_namespace,
@@ -251,10 +296,21 @@ mod tests {
     #[test]
     fn parses_control_plane_address_with_cluster_and_port() {
         let read = control_plane("cache/c=127.0.0.1:7400").expect("a valid address");
-        assert_eq!(read, ("cache/c".to_owned(), "127.0.0.1:7400".to_owned()));
-        for wrong in
-            ["cache/c", "c=127.0.0.1:7400", "a/b/c=h:1", "/c=h:1", "cache/c=h", "cache/c=:1", "cache/c=h:x"]
-        {
+        let address = ControlPlaneAddress::Tls("127.0.0.1:7400".to_owned());
+        assert_eq!(read, ("cache/c".to_owned(), address));
+        let (_, plain) = control_plane("cache/c=plain://127.0.0.1:7400").expect("loopback");
+        assert_eq!(plain, ControlPlaneAddress::Plain("127.0.0.1:7400".parse().expect("an address")));
+        for wrong in [
+            "cache/c",
+            "c=127.0.0.1:7400",
+            "a/b/c=h:1",
+            "/c=h:1",
+            "cache/c=h",
+            "cache/c=:1",
+            "cache/c=h:x",
+            "cache/c=plain://10.0.0.1:7400",
+            "cache/c=plain://localhost:7400",
+        ] {
             assert!(control_plane(wrong).expect_err(wrong).contains("NAMESPACE/NAME"));
         }
     }

@@ -129,6 +129,26 @@ impl ClusterNames {
         format!("{}-etcd-ca", self.name)
     }
 
+    /// Name of the Secret with the authority of the cluster's certificates. No pod mounts it.
+    pub fn authority(&self) -> String {
+        format!("{}-ca", self.name)
+    }
+
+    /// Name of the ConfigMap with the certificates of the trusted authorities.
+    pub fn authorities(&self) -> String {
+        format!("{}-authorities", self.name)
+    }
+
+    /// Name of the Secret with the certificate of scrapers and dashboards.
+    pub fn console(&self) -> String {
+        format!("{}-console", self.name)
+    }
+
+    /// Name of the cluster in certificates. Names of namespaces and clusters contain no dots.
+    pub fn in_certificates(&self) -> String {
+        format!("{}.{}", self.name, self.namespace)
+    }
+
     /// Name of the ConfigMap with connection settings for engines.
     pub fn connection(&self) -> String {
         format!("{}-connection", self.name)
@@ -142,6 +162,11 @@ impl ClusterNames {
     /// Name of the ClusterRoleBinding of the agents.
     pub fn agent_binding(&self) -> String {
         format!("reprise-{}-{}-agent", self.namespace, self.name)
+    }
+
+    /// Name of the ClusterRoleBinding of the control plane's members.
+    pub fn member_binding(&self) -> String {
+        format!("reprise-{}-{}-controlplane", self.namespace, self.name)
     }
 
     /// Name of the admission policy that mutates engine pods, and of its binding.

@@ -23,7 +23,7 @@ use crate::lease::{Account, Election};
 use crate::settings::Settings;
 use crate::stores::Stores;
 use crate::watch::{ReconcileRequests, Triggers};
-use crate::{admin, allocation, cluster, node, orphans, pool, profile, queue, tenant, watch};
+use crate::{admin, allocation, cluster, node, orphans, pool, profile, queue, signing, tenant, watch};
 
 /// Time for running reconciles to finish at shutdown. The kubelet kills a pod after 30 s, and the lease must
 /// be released before that. A test of the chart parses this line.
@@ -91,6 +91,10 @@ pub async fn run(
         let context = Arc::clone(&context);
         async move { orphans::run(&context).await }
     });
+    let signing = tokio::spawn({
+        let context = Arc::clone(&context);
+        async move { signing::run(&context).await }
+    });
     stores.notify_orphans();
     let ended = tokio::select! {
         () = &mut stop => Ok(()),
@@ -100,6 +104,7 @@ pub async fn run(
         _ = futures_util::future::select_all(&mut queues) => Err(anyhow::anyhow!("a queue ended")),
     };
     sweeping.abort();
+    signing.abort();
     serving.abort();
     ended?;
     tracing::info!("stopping; waiting for running reconciles");

@@ -17,6 +17,7 @@ use crate::assignment::current::CurrentAssignment;
 use crate::child::ChildKind;
 use crate::names::CLUSTER_UID;
 use crate::optional_kinds::KindAccess;
+use crate::secrets::Secrets;
 
 /// Readers of all stores.
 #[derive(Debug)]
@@ -37,7 +38,9 @@ pub struct Stores {
     pub namespaces: Store<Namespace>,
     /// All CacheNodes, one per node with an agent.
     pub cache_nodes: Store<CacheNode>,
-    /// Objects that the operator created, by kind.
+    /// Secrets of clusters.
+    pub secrets: Secrets,
+    /// Objects that the operator created, by kind, without Secrets.
     children: BTreeMap<ChildKind, Store<DynamicObject>>,
     /// Availability of optional kinds. `None` until it is known.
     access: BTreeMap<ChildKind, flag::Sender<Option<KindAccess>>>,
@@ -83,8 +86,9 @@ impl Stores {
         let (nodes, node_writer) = store();
         let (namespaces, namespace_writer) = store();
         let (cache_nodes, cache_node_writer) = store();
+        let watched = ChildKind::ALL.into_iter().filter(|kind| *kind != ChildKind::Secret);
         let child_writers: Vec<(ChildKind, Writer<DynamicObject>)> =
-            ChildKind::ALL.into_iter().map(|kind| (kind, Writer::new(kind.resource()))).collect();
+            watched.map(|kind| (kind, Writer::new(kind.resource()))).collect();
         let children = child_writers.iter().map(|(kind, writer)| (*kind, writer.as_reader())).collect();
         let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
         let stores = Stores {
@@ -96,6 +100,7 @@ impl Stores {
             nodes,
             namespaces,
             cache_nodes,
+            secrets: Secrets::default(),
             children,
             access: optional.map(|kind| (kind, flag::Sender::new(None))).collect(),
             orphans: Notify::new(),
@@ -233,6 +238,9 @@ impl Stores {
 
     /// Returns a child by its name.
     pub fn child(&self, kind: ChildKind, namespace: Option<&str>, name: &str) -> Option<Arc<DynamicObject>> {
+        if kind == ChildKind::Secret {
+            return self.secrets.get(namespace?, name);
+        }
         let mut reference = ObjectRef::new_with(name, kind.resource());
         if let Some(namespace) = namespace {
             reference = reference.within(namespace);

@@ -122,7 +122,12 @@ pub(crate) async fn serve_config(responses: Vec<CannedResponse>) -> (Config, Req
 pub(crate) async fn context() -> Arc<Context> {
     let (client, _) = serve(vec![error_response(404, &json!([]))]);
     let settings = Settings {
-        images: DefaultImages { agent: "a".to_owned(), control_plane: "c".to_owned(), etcd: "e".to_owned() },
+        images: DefaultImages {
+            agent: "a".to_owned(),
+            control_plane: "c".to_owned(),
+            etcd: "e".to_owned(),
+            operator: "o".to_owned(),
+        },
         identity: "operator-0".to_owned(),
         namespace: "reprise-system".to_owned(),
         service_account: None,

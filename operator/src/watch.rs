@@ -66,7 +66,7 @@ const REQUESTS_MAX: usize = 1024;
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// Key of the log condition for a lost watch.
-const WATCH_LOST: &str = "watch_lost";
+pub(crate) const WATCH_LOST: &str = "watch_lost";
 
 /// Senders of reconcile requests.
 #[derive(Debug)]
@@ -170,6 +170,11 @@ impl Triggers {
         if let Some(allocation) = stores.allocations.find(of_node) {
             self.send(&self.allocations, &*allocation).await;
         }
+    }
+
+    /// Enqueues a cluster whose Secret has changed.
+    pub(crate) async fn enqueue_cluster(&self, cluster: &KVCacheCluster) {
+        self.send(&self.clusters, cluster).await;
     }
 
     /// Enqueues all clusters for reconciling.
@@ -438,7 +443,7 @@ impl Handler {
 /// lease sees no changes until its watches run. A few replicas with a dozen watches each do not overload the API
 /// server.
 #[derive(Default)]
-struct WatchBackoff(DefaultBackoff);
+pub(crate) struct WatchBackoff(DefaultBackoff);
 
 impl Iterator for WatchBackoff {
     type Item = Duration;

@@ -50,6 +50,9 @@ words! {
         ControlPlaneReady,
         /// The agents on all selected nodes are ready.
         AgentsReady,
+        /// The operator can issue the certificates of agents and members, and the authority does not end
+        /// soon.
+        CertificatesReady,
         /// Every pool in `spec.pools` exists and is accepted.
         PoolsBound,
         /// The versions of all running agents and members are known and differ by at most one minor
@@ -125,6 +128,8 @@ words! {
         ReferenceNotFound,
         /// A Secret lacks an entry, or an entry cannot be parsed.
         SecretInvalid,
+        /// An authority ends within a year; the message names the remedy.
+        EndsSoon,
         /// An older object already claims the same resource.
         Conflict,
         /// Another field manager owns a field; the message names it.

@@ -8,6 +8,10 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use k8s_openapi::ByteString;
+use reprise_identity::authority::CERTIFICATE_VALID;
+use reprise_identity::credentials::Files;
+use reprise_identity::{Authority, Expected, Identity, Role};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -316,19 +320,54 @@ impl<'a> Release<'a> {
         serde_json::from_slice(&text).expect("OCI's configuration is JSON")
     }
 
-    /// Returns the admin port of a pod.
+    /// Returns the admin port of a pod, for a client with the certificate of an admin if the pod has one.
     ///
     /// # Panics
     /// If the pod has no admin port, or no address.
     pub fn admin(self, pod: &Pod) -> Admin {
+        let node = pod.node.clone();
         let pod = self.object("pod", &pod.name);
         let ports = pod["spec"]["containers"][0]["ports"].as_array().into_iter().flatten();
         let port = ports.into_iter().find(|port| port["name"] == "admin");
         let port = &port.expect("all components have one")["containerPort"];
-        Admin::at(&format!(
-            "{}:{port}",
-            pod["status"]["podIP"].as_str().expect("a pod that runs has an address")
-        ))
+        let address = pod["status"]["podIP"].as_str().expect("a pod that runs has an address");
+        let admin = Admin::at(&format!("{address}:{port}"));
+        let role = match pod["metadata"]["labels"]["app.kubernetes.io/component"].as_str() {
+            Some("agent") => Role::Agent(node),
+            Some("control-plane") => Role::Member,
+            _ => return admin,
+        };
+        match self.certificates(&Role::Admin) {
+            Some(folder) => admin.with_certificates(folder, Expected::Role(role)),
+            None => admin,
+        }
+    }
+
+    /// Issues a certificate with the key of the installation's authority, and returns the folder of its files; `None` if
+    /// the installation has no certificates.
+    ///
+    /// # Panics
+    /// If the authority cannot be used.
+    pub fn certificates(self, role: &Role) -> Option<PathBuf> {
+        let name = format!("{RELEASE}-ca");
+        let secret = self.kubectl(&["get", "secret", &name, "--ignore-not-found", "--output=json"]);
+        let secret: Value = serde_json::from_str(secret.trim()).ok()?;
+        let text = |entry: &str| {
+            let bytes: ByteString = serde_json::from_value(secret["data"][entry].clone()).expect("an entry");
+            String::from_utf8(bytes.0).expect("PEM")
+        };
+        let authority = Authority::load(&text("tls.crt"), &text("tls.key")).expect("an authority");
+        let identity = Identity::new(&format!("{RELEASE}.{NAMESPACE}"), role.clone()).expect("valid names");
+        let issued = authority.issue(&identity, CERTIFICATE_VALID).expect("a valid period");
+        let folder = self.cluster.folder().join("certificates").join(role.to_string());
+        fs::create_dir_all(&folder).expect("the folder is writable");
+        let files = Files {
+            authorities: authority.certificate().as_bytes().to_vec(),
+            certificate: issued.certificate.into_bytes(),
+            key: issued.key.into_bytes(),
+        };
+        files.write(&folder).expect("the folder is writable");
+        Some(folder)
     }
 
     /// Mounts a list of one GPU, in the format of NVIDIA's driver, into the first container of a pod; nodes

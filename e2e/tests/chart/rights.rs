@@ -47,9 +47,13 @@ fn no_role_grants_wildcards_or_rights_on_pods() {
                 let wide = ["*", "escalate", "impersonate"].contains(&word) || word.starts_with("pods");
                 assert!(!wide, "{name}: {rule}");
             }
-            // `bind` may only be granted for this one role.
+            // `bind` may only be granted for these roles.
             if rule["verbs"].as_array().is_some_and(|verbs| verbs.contains(&"bind".into())) {
-                assert_eq!(rule["resourceNames"], serde_json::json!(["reprise-agent"]), "{name}");
+                assert_eq!(
+                    rule["resourceNames"],
+                    serde_json::json!(["reprise-agent", "reprise-member"]),
+                    "{name}"
+                );
             }
         }
     }

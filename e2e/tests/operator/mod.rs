@@ -8,6 +8,7 @@
 mod agents;
 mod agreement;
 mod assignment;
+mod certificates;
 mod chaos;
 mod children;
 mod control_planes;

@@ -50,10 +50,51 @@ fn apply_rights(k8s: &TestCluster, name: &str, change: impl Fn(&mut Value)) -> S
     format!("system:serviceaccount:{OPERATOR_NAMESPACE}:{name}")
 }
 
+/// Applies a ClusterRole of the chart, which the operator binds.
+pub(crate) fn apply_cluster_role(k8s: &TestCluster, name: &str) {
+    let text = std::fs::read_to_string(tree().join(CHART)).expect("the file is in the tree");
+    let all = serde_yaml_ng::Deserializer::from_str(&text).map(|one| Value::deserialize(one).expect("YAML"));
+    let is_it = |one: &Value| one["metadata"]["name"] == name && one["kind"] == "ClusterRole";
+    let role = all.into_iter().find(is_it).expect("the chart has the role");
+    let resource = ApiResource::from_gvk_with_plural(
+        &GroupVersionKind::gvk(RIGHTS, "v1", "ClusterRole"),
+        "clusterroles",
+    );
+    let api: Api<DynamicObject> = Api::all_with(k8s.client(), &resource);
+    let params = PatchParams::apply("helm").force();
+    k8s.server.block_on(api.patch(name, &params, &Patch::Apply(&role))).expect("the role is accepted");
+}
+
+/// Grants the operator the Secrets of cluster `c`, as the chart does for its own cluster.
+fn apply_secret_rights(k8s: &TestCluster) {
+    let text = std::fs::read_to_string(tree().join(CHART)).expect("the file is in the tree");
+    let all = serde_yaml_ng::Deserializer::from_str(&text).map(|one| Value::deserialize(one).expect("YAML"));
+    let mut count = 0;
+    for object in all.filter(|one| one["metadata"]["name"] == "reprise-operator-reprise") {
+        let mut object = object;
+        object["metadata"]["namespace"] = json!(NAMESPACE);
+        for name in object["rules"][1]["resourceNames"].as_array_mut().into_iter().flatten() {
+            let renamed = name.as_str().expect("a name").replacen("reprise-", "c-", 1);
+            *name = json!(renamed);
+        }
+        let kind = object["kind"].as_str().expect("a kind").to_owned();
+        let plural = if kind == "Role" { "roles" } else { "rolebindings" };
+        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(RIGHTS, "v1", &kind), plural);
+        let api: Api<DynamicObject> = Api::namespaced_with(k8s.client(), NAMESPACE, &resource);
+        let (name, params) = ("reprise-operator-reprise", PatchParams::apply("helm").force());
+        k8s.server
+            .block_on(api.patch(name, &params, &Patch::Apply(&object)))
+            .expect("the rights are accepted");
+        count += 1;
+    }
+    assert_eq!(count, 2, "a role and its binding");
+}
+
 /// Starts the operator with the chart's rights after `change` has edited them.
-fn start_operator(k8s: &TestCluster, change: impl Fn(&mut Value)) -> Operator {
+pub(crate) fn start_operator(k8s: &TestCluster, change: impl Fn(&mut Value)) -> Operator {
     k8s.env.allow(TOO_SHORT);
     let name = apply_rights(k8s, "reprise-operator", change);
+    apply_secret_rights(k8s);
     let user = User { name: &name, group: None };
     let files = k8s.operator_files("operator").as_user(&k8s.server, &user).unused_for(UNUSED_SECONDS);
     files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"))

@@ -1,14 +1,16 @@
-//! Applies the children of a cluster. Certificates come first; they are created once, not built. Reports
+//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Reports
 //! restored fields, and nodes whose `CacheNode` another component created.
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::EtcdMode;
+use reprise_crds::cluster::{EtcdMode, TlsMode};
 use reprise_crds::status::Reason;
 
 use super::dereference::ClusterInputs;
 use super::{build, certificates};
 use crate::assignment::Refusal;
+use crate::authority::{self, AuthorityState, console};
+use crate::child::ChildKind;
 use crate::children::{self, ApplyOutcome};
 use crate::context::Context;
 use crate::error::OperatorError;
@@ -24,13 +26,32 @@ pub async fn apply(
     inputs: &ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
-    let (digests, kept) = match cluster.spec.etcd.mode {
+    let created;
+    let inputs = match inputs.certificates {
+        AuthorityState::Absent => {
+            let certificates = authority::create(cluster, context).await?;
+            created = ClusterInputs { certificates, ..inputs.clone() };
+            &created
+        }
+        _ => inputs,
+    };
+    if let AuthorityState::Present(authority) = &inputs.certificates {
+        console::ensure(cluster, context, authority).await?;
+    }
+    let (digests, mut kept) = match cluster.spec.etcd.mode {
         EtcdMode::Managed => {
             let digests = certificates::ensure(cluster, context).await?;
             (Some(digests), certificates::secret_names(&inputs.agent_config.names).to_vec())
         }
         EtcdMode::External => (None, Vec::new()),
     };
+    if cluster.spec.tls.mode == TlsMode::Managed {
+        let names = &inputs.agent_config.names;
+        kept.push((ChildKind::Secret, names.authority()));
+        kept.push((ChildKind::Secret, names.console()));
+        // It is not built while the authority cannot be read.
+        kept.push((ChildKind::ConfigMap, names.authorities()));
+    }
     let wanted = build::build(cluster, inputs, digests.as_ref());
     let mut applied = children::apply(context, &inputs.agent_config.names.uid, &wanted, &kept).await?;
     for restored in &applied.restored {

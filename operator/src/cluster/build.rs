@@ -12,6 +12,7 @@ use crate::names::{ClusterNames, Component};
 
 mod access;
 mod agents;
+pub mod certificates;
 pub mod configuration;
 mod connection;
 mod etcd;
@@ -41,6 +42,7 @@ pub fn build(
     if cluster.spec.etcd.mode == EtcdMode::Managed {
         children.extend(etcd::build(cluster, inputs, certificates));
     }
+    children.extend(certificates::build(cluster, inputs));
     children.push(identities::build(cluster, inputs));
     children.push(connection::build(cluster, &inputs.agent_config.names));
     children.extend(injection::build(cluster, &inputs.agent_config.names));
@@ -50,7 +52,7 @@ pub fn build(
 }
 
 /// Metadata of a child: in the cluster's namespace, owned by the cluster.
-pub(super) fn metadata(
+pub(crate) fn metadata(
     cluster: &KVCacheCluster,
     names: &ClusterNames,
     component: Component,

@@ -16,6 +16,7 @@ use super::certificates;
 use super::external_etcd::EtcdCheck;
 use super::versions::has_ready_pods;
 use crate::assignment::{ClusterAssignment, PoolAssignment, Refusal};
+use crate::authority::{self, AuthorityState};
 use crate::child::ChildKind;
 use crate::context::Context;
 use crate::control_plane::{MembersVersion, StateResult};
@@ -78,6 +79,8 @@ pub struct ClusterInputs {
     pub volumes: Option<String>,
     /// Set if the CA of etcd's certificates is lost.
     pub authority: Option<Refusal>,
+    /// Authority of the certificates of agents and members.
+    pub certificates: AuthorityState,
     /// Optional kinds, and whether the operator can create them here.
     pub access: BTreeMap<ChildKind, KindAccess>,
 }
@@ -119,6 +122,7 @@ pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> Agent
 pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> ClusterInputs {
     let (agent_config, stores) = (agent_config_inputs(cluster, context), &context.stores);
     let names = &agent_config.names;
+    stores.secrets.follow(names, &context.client, (stores, &context.triggers)).await;
     let own = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
     let cache_nodes = own.nodes.iter().filter_map(|node| {
         let found = stores.cache_nodes.get(&ObjectRef::new(node))?;
@@ -143,6 +147,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         control_plane_state,
         volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
         authority: certificates::lost_authority(cluster, context),
+        certificates: authority::read(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.access(kind))).collect(),
         assignment: own,
@@ -197,5 +202,6 @@ pub fn images(specified: &Images, released: &DefaultImages) -> DefaultImages {
         agent: of(&specified.agent, &released.agent),
         control_plane: of(&specified.control_plane, &released.control_plane),
         etcd: of(&specified.etcd, &released.etcd),
+        operator: released.operator.clone(),
     }
 }

@@ -17,6 +17,7 @@ use super::build::is_scaled_to_zero;
 use super::dereference::ClusterInputs;
 use super::versions::{Versions, image_of};
 use crate::assignment::Refusal;
+use crate::authority::AuthorityState;
 use crate::children::ApplyOutcome;
 use crate::clock;
 use crate::names::ClusterNames;
@@ -47,11 +48,15 @@ pub fn compute(
         pools(cluster, inputs),
     ];
     let works = findings.clone();
+    let certificates = certificates(inputs);
     let versions = Versions::of(cluster, inputs);
     let compatible = versions.compatible(cluster, inputs);
     findings.push(progressing(cluster, inputs, refused, &members, &agents));
-    findings.push(degraded(cluster, inputs, (&works, &compatible), applied));
+    // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
+    let lasting: Vec<&Finding> = certificates.iter().chain([&compatible]).collect();
+    findings.push(degraded(cluster, inputs, (&works, &lasting), applied));
     findings.push(ready(&works, applied));
+    findings.extend(certificates);
     findings.push(compatible);
     let connection = Connection {
         config_map: Name::new(inputs.agent_config.names.connection()),
@@ -289,6 +294,29 @@ fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
     )
 }
 
+/// Returns whether certificates can be issued; `None` if the cluster has none.
+fn certificates(inputs: &ClusterInputs) -> Option<Finding> {
+    let kind = Type::CertificatesReady;
+    Some(match &inputs.certificates {
+        AuthorityState::Unused => return None,
+        AuthorityState::Absent => Finding::no(kind, Reason::Progressing, "the authority is being created"),
+        AuthorityState::Unusable(refusal) => Finding::no(kind, refusal.reason, &refusal.message),
+        AuthorityState::Present(authority) => match authority.days_left() {
+            Some(days) => {
+                let message = format!(
+                    "the authority of the cluster's certificates ends in {days} days: delete Secret {}, and the operator \
+                     creates another one; agents and members then get certificates of it without a restart",
+                    inputs.agent_config.names.authority()
+                );
+                Finding::no(kind, Reason::EndsSoon, message)
+            }
+            None => {
+                Finding::yes(kind, Reason::AsDesired, "agents and members get certificates from the operator")
+            }
+        },
+    })
+}
+
 fn progressing(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
@@ -320,7 +348,7 @@ fn progressing(
 fn degraded(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
-    (works, compatible): (&[Finding], &Finding),
+    (works, lasting): (&[Finding], &[&Finding]),
     applied: Option<&ApplyOutcome>,
 ) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
@@ -328,8 +356,10 @@ fn degraded(
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
     let wrong = works.iter().find(|finding| !finding.is_good() && finding.reason != Reason::Progressing);
-    let far = Some(compatible).filter(|finding| finding.reason == Reason::VersionSkew);
-    if let Some(wrong) = wrong.or(far) {
+    let is_problem = |finding: &&&Finding| {
+        [Reason::VersionSkew, Reason::SecretInvalid, Reason::EndsSoon].contains(&finding.reason)
+    };
+    if let Some(wrong) = wrong.or(lasting.iter().find(is_problem).copied()) {
         return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
     }
     // Everything works with the present certificates and members, so no other condition reports these

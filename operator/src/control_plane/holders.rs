@@ -53,7 +53,7 @@ impl ControlPlanes {
         if let Some(error) = self.backoff_error(cluster).await {
             return Err(error);
         }
-        let response = with_timeout(query_members(&self.target(cluster), tenant)).await;
+        let response = with_timeout(async { query_members(&self.target(cluster)?, tenant).await }).await;
         metrics.record_call(Call::List, result(&response));
         if response.is_err() {
             self.update_cache(cluster, &response, |_| {}).await;

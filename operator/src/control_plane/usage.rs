@@ -95,7 +95,7 @@ impl ControlPlanes {
         let others = tenants.iter().filter(|other| *other != tenant);
         let requested: BTreeSet<String> =
             std::iter::once(tenant.to_owned()).chain(others.cloned()).take(TENANTS_MAX).collect();
-        let answered = with_timeout(query_members(&self.target(cluster), &requested)).await;
+        let answered = with_timeout(async { query_members(&self.target(cluster)?, &requested).await }).await;
         metrics.record_call(Call::ListHoldings, result(&answered));
         if answered.is_err() {
             self.update_cache(cluster, &answered, |_| {}).await;

@@ -30,6 +30,8 @@ const WALL_CLOCK_PLACES: &[&str] = &[
     "daemon/src/certificates.rs",
     "cli/src/certs",
     "cli/src/doctor",
+    "operator/src/authority",
+    "operator/src/certificate.rs",
     "e2e/",
     "testkit/src/process.rs",
 ];

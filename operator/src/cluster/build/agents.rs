@@ -19,6 +19,7 @@ use reprise_crds::cluster::{SeccompMode, UpdateType};
 use serde_json::{Value, json};
 
 use super::access::Access;
+use super::certificates::{self, Process};
 use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
 use super::identities;
 use super::pods::{
@@ -170,7 +171,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,
     });
-    without_empty(json!({
+    let mut pod = without_empty(json!({
         "serviceAccountName": inputs.agent_config.names.agent(),
         "automountServiceAccountToken": true,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -185,7 +186,9 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
         },
         "containers": [container],
         "volumes": volumes,
-    }))
+    }));
+    certificates::add_to(&mut pod, cluster, inputs, Process::Agent);
+    pod
 }
 
 fn seccomp(cluster: &KVCacheCluster) -> Value {

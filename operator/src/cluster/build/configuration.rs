@@ -10,6 +10,7 @@ use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 use serde_json::{Map, Value, json};
 
+use super::certificates::{self, CERTIFICATES_FOLDER};
 use crate::cluster::dereference::AgentConfigInputs;
 use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
 use crate::digest;
@@ -95,6 +96,7 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         "kubernetes": { "state_directory": state_directory(&agent_config.names) },
         "log": log(&agents.log),
     });
+    add_certificates(&mut whole, cluster);
     if let Some((pool, free_permille)) = pool_settings(agent_config) {
         whole["pool"] = pool;
         whole["cache"]["pool_free_permille"] = free_permille;
@@ -109,6 +111,13 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         whole["tenants"] = json!(tenants);
     }
     text(&whole)
+}
+
+/// Adds the folder of the process's certificate.
+fn add_certificates(whole: &mut Value, cluster: &KVCacheCluster) {
+    if certificates::are_used(cluster) {
+        whole["tls"] = json!({ "folder": CERTIFICATES_FOLDER });
+    }
 }
 
 /// Returns the settings that an agent has once for all its pools: the `pool` section, and the free share to
@@ -242,6 +251,7 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
         "limits": { "calls_at_once": spec.limits.calls_at_once, "watchers": spec.limits.watchers },
         "log": log(&spec.log),
     });
+    add_certificates(&mut whole, cluster);
     if let Some(publish) = &spec.events.publish {
         let events = whole["events"].as_object_mut().expect("made above");
         events.insert("publish".to_owned(), json!(format!("0.0.0.0:{}", publish.port)));

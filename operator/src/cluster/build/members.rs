@@ -7,6 +7,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
+use super::certificates::{self, Process};
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::pods::{
     DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
@@ -138,7 +139,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,
     });
-    without_empty(json!({
+    let mut pod = without_empty(json!({
         "serviceAccountName": names.control_plane(),
         "automountServiceAccountToken": false,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -154,7 +155,9 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         }],
         "containers": [container],
         "volumes": volumes,
-    }))
+    }));
+    certificates::add_to(&mut pod, cluster, inputs, Process::Member);
+    pod
 }
 
 /// Memory for the directory entries of all blocks that fit on the nodes, doubled because the remaining

@@ -2,8 +2,10 @@
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, MonitoringMode};
-use serde_json::json;
+use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
+use serde_json::{Value, json};
 
+use super::certificates;
 use super::metadata;
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component};
@@ -12,13 +14,32 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     if cluster.spec.monitoring.mode == MonitoringMode::None {
         return Vec::new();
     }
+    // Agents and members admit scrapers with a certificate only; their own names are in their certificates.
+    let secured = |endpoint: &mut Value, server: &str| {
+        if certificates::are_used(cluster) {
+            let entry = |name: String, key: &str| json!({ "name": name, "key": key });
+            endpoint["scheme"] = json!("https");
+            endpoint["tlsConfig"] = json!({
+                "serverName": server,
+                "ca": { "configMap": entry(names.authorities(), AUTHORITIES_FILE) },
+                "cert": { "secret": entry(names.console(), CERTIFICATE_FILE) },
+                "keySecret": entry(names.console(), KEY_FILE),
+            });
+        }
+    };
     let monitor = |component: Component, name: String, port: &str| {
+        let mut endpoint = json!({ "port": port, "path": "/metrics" });
+        match component {
+            Component::Agent => secured(&mut endpoint, "agent.reprise"),
+            Component::ControlPlane => secured(&mut endpoint, "member.reprise"),
+            Component::Etcd => {}
+        }
         let rest = json!({
             "spec": {
                 "selector": { "matchLabels": names.selector(component) },
                 // The cluster of a pod becomes a label of its metrics.
                 "podTargetLabels": ["app.kubernetes.io/instance"],
-                "podMetricsEndpoints": [{ "port": port, "path": "/metrics" }],
+                "podMetricsEndpoints": [endpoint],
             },
         });
         let metadata = metadata(cluster, names, component, &name);

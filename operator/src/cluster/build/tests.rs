@@ -12,12 +12,14 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::assignment::{ClusterAssignment, PoolAssignment, Refusal};
+use crate::authority::AuthorityState;
 use crate::cluster::dereference::{AgentConfigInputs, NamedPool};
 use crate::cluster::external_etcd::EtcdCheck;
 use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
 use crate::settings::DefaultImages;
 
 mod access;
+mod certificates;
 mod policies;
 
 fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
@@ -43,6 +45,7 @@ fn found(cluster: &KVCacheCluster) -> ClusterInputs {
             agent: "agent:1".to_owned(),
             control_plane: "controlplane:1".to_owned(),
             etcd: "etcd:1".to_owned(),
+            operator: "operator:1".to_owned(),
         },
         store: None,
         agents: None,
@@ -51,6 +54,7 @@ fn found(cluster: &KVCacheCluster) -> ClusterInputs {
         etcd: None,
         volumes: None,
         authority: None,
+        certificates: AuthorityState::Unused,
         access: std::collections::BTreeMap::new(),
     }
 }

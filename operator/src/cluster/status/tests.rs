@@ -58,6 +58,7 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
             agent: "agent:1".to_owned(),
             control_plane: "controlplane:1".to_owned(),
             etcd: "etcd:1".to_owned(),
+            operator: "operator:1".to_owned(),
         },
         store: None,
         agents: None,
@@ -66,6 +67,7 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
         etcd: None,
         volumes: None,
         authority: None,
+        certificates: crate::authority::AuthorityState::Unused,
         access: BTreeMap::new(),
     };
     (cluster, found)

@@ -46,6 +46,7 @@ fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
             agent: image("a", tags[0]),
             control_plane: image("c", tags[1]),
             etcd: "e:1".to_owned(),
+            operator: "o:1".to_owned(),
         },
         store: None,
         agents: None,
@@ -53,6 +54,7 @@ fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
         control_plane_state: None,
         volumes: None,
         authority: None,
+        certificates: crate::authority::AuthorityState::Unused,
         etcd: None,
         access: BTreeMap::new(),
     }

@@ -210,7 +210,12 @@ fn checks_again_when_the_last_report_expires() {
 async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
     let (client, requests_log) = serve(answers);
     let settings = Settings {
-        images: DefaultImages { agent: String::new(), control_plane: String::new(), etcd: String::new() },
+        images: DefaultImages {
+            agent: String::new(),
+            control_plane: String::new(),
+            etcd: String::new(),
+            operator: String::new(),
+        },
         identity: "us".to_owned(),
         namespace: "n".to_owned(),
         service_account: None,

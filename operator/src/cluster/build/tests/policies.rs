@@ -11,8 +11,8 @@ use serde::Deserialize;
 
 use super::*;
 
-/// Label of clients that the user allows in the chart's values.
-const OF_PEOPLE: &str = "gateway";
+/// Labels of clients that the user allows in the chart's values.
+const OF_PEOPLE: [&str; 2] = ["gateway", "router"];
 
 /// Labels and port names of one kind of pods.
 #[derive(Debug)]
@@ -84,7 +84,9 @@ fn policies_match_labels_and_ports_of_existing_pods() {
             has_ports(&own, &rule["ports"], name);
             let peers = rule["from"].as_array().expect("a rule without peers would admit all clients");
             let selectors = peers.iter().filter_map(|peer| peer.get("podSelector"));
-            for selector in selectors.filter(|selector| selector["matchLabels"]["app"] != OF_PEOPLE) {
+            let is_of_people =
+                |selector: &&Value| OF_PEOPLE.iter().any(|app| selector["matchLabels"]["app"] == *app);
+            for selector in selectors.filter(|selector| !is_of_people(selector)) {
                 selected(&pods, selector, name);
             }
         }
@@ -93,6 +95,15 @@ fn policies_match_labels_and_ports_of_existing_pods() {
     covered.sort_unstable();
     let all: Vec<&str> = pods.keys().map(String::as_str).collect();
     assert_eq!(covered, all, "each kind of pod has one policy");
+}
+
+#[test]
+fn every_rule_names_its_ports() {
+    for policy in rendered().iter().filter(|one| one["kind"] == "NetworkPolicy") {
+        for rule in policy["spec"]["ingress"].as_array().expect("rules") {
+            assert!(rule["ports"].as_array().is_some_and(|ports| !ports.is_empty()), "{policy}");
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,255 @@
+//! Answers requests for certificates: CertificateSigningRequests of the signer [`SIGNER`].
+//!
+//! [`review`] decides from the request and from the requester, whom the API server has authenticated. Requests of pods
+//! are approved without a person, because the token of a pod names its service account, pod and node. Requests of
+//! people are approved if they may use a verb on the `KVCacheCluster`, which the API server answers.
+//!
+//! A request is answered by the replica that holds the lease, once. A failed answer is tried again.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::runtime::watcher::{DefaultBackoff, Event};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Resource, ResourceExt};
+use reprise_crds::cluster::TlsMode;
+use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
+use serde_json::json;
+
+use crate::authority::{self, AuthorityState};
+use crate::clock;
+use crate::context::Context;
+use crate::error::OperatorError;
+use crate::metrics::Write;
+use crate::names::ClusterNames;
+
+pub mod review;
+
+use review::{Grant, Permission, Verdict};
+
+/// Signer of the requests.
+pub const SIGNER: &str = "reprise.dev/process";
+
+/// Interval of new attempts to answer.
+const RETRY_EVERY: Duration = Duration::from_secs(2);
+
+/// Reason in the condition of approved requests.
+const APPROVED: &str = "IdentityConfirmed";
+/// Reason in the condition of denied requests.
+const DENIED: &str = "IdentityRefused";
+
+/// Requests by name whose answer failed.
+type Unanswered = BTreeMap<String, CertificateSigningRequest>;
+
+/// Answers requests until the task is aborted.
+pub async fn run(context: &Context) {
+    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
+    let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
+    let mut events = watcher(requests, ours).backoff(DefaultBackoff::default()).boxed();
+    let mut unanswered = Unanswered::new();
+    let mut retry = tokio::time::interval(RETRY_EVERY);
+    loop {
+        tokio::select! {
+            event = events.next() => match event {
+                Some(Ok(Event::Apply(request) | Event::InitApply(request))) => {
+                    try_answer(context, request, &mut unanswered).await;
+                }
+                Some(Ok(Event::Delete(request))) => {
+                    unanswered.remove(&request.name_any());
+                }
+                Some(Ok(Event::Init | Event::InitDone)) => {}
+                Some(Err(error)) => tracing::warn!(%error, "cannot watch requests for certificates; retrying"),
+                None => return,
+            },
+            _ = retry.tick(), if !unanswered.is_empty() => {
+                for request in std::mem::take(&mut unanswered).into_values() {
+                    try_answer(context, request, &mut unanswered).await;
+                }
+            }
+        }
+    }
+}
+
+async fn try_answer(context: &Context, request: CertificateSigningRequest, unanswered: &mut Unanswered) {
+    let name = request.name_any();
+    if is_answered(&request) {
+        unanswered.remove(&name);
+        return;
+    }
+    match answer(context, &request).await {
+        // The request was deleted meanwhile.
+        Err(error) if error.code() == Some(404) => {}
+        Err(error) => {
+            tracing::warn!(request = name, %error, "cannot answer a request for a certificate; retrying");
+            unanswered.insert(name, request);
+        }
+        Ok(()) => {}
+    }
+}
+
+/// Whether a request has a certificate, or will not get one.
+fn is_answered(request: &CertificateSigningRequest) -> bool {
+    let Some(status) = &request.status else { return false };
+    let is_final = |kind: &str| kind == "Denied" || kind == "Failed";
+    status.certificate.is_some()
+        || status.conditions.iter().flatten().any(|condition| is_final(&condition.type_))
+}
+
+async fn answer(context: &Context, request: &CertificateSigningRequest) -> Result<(), OperatorError> {
+    let find = |namespace: &str, name: &str| {
+        let cluster = context.stores.cluster(&format!("{namespace}/{name}"))?;
+        (cluster.spec.tls.mode == TlsMode::Managed).then_some(cluster)
+    };
+    let verdict =
+        review::review(request, |namespace, name| find(namespace, name).map(|one| ClusterNames::of(&one)));
+    let (grant, cluster) = match verdict {
+        Verdict::Grant(grant) => (grant, None),
+        Verdict::Ask(grant, permission) => {
+            if let Some(refusal) = ask(context, request, &permission).await? {
+                return deny(context, request, &refusal).await;
+            }
+            (grant, Some(permission))
+        }
+        Verdict::Deny(message) => return deny(context, request, &message).await,
+    };
+    let Grant { request: signing, names, valid } = grant;
+    let found = find(&names.namespace, &names.name);
+    let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
+        return deny(context, request, "the KVCacheCluster was deleted").await;
+    };
+    let authority = usable_authority(&found, context).await?;
+    let certificate = authority.authority().sign(&signing, valid);
+    let certificate = match certificate {
+        Ok(certificate) => certificate,
+        Err(error) => return deny(context, request, &error.to_string()).await,
+    };
+    let message = match cluster {
+        None => format!("the requester's pod is {}", signing.identity()),
+        Some(permission) => format!("the requester may {} the KVCacheCluster", permission.verb),
+    };
+    approve(context, request, &message).await?;
+    issue(context, request, certificate).await?;
+    tracing::info!(
+        request = request.name_any(),
+        identity = %signing.identity(),
+        requester = request.spec.username,
+        "issued a certificate"
+    );
+    Ok(())
+}
+
+/// Returns the authority of a cluster. Its reconcile creates it.
+async fn usable_authority(
+    cluster: &KVCacheCluster,
+    context: &Context,
+) -> Result<std::sync::Arc<authority::ClusterAuthority>, OperatorError> {
+    match authority::read(cluster, context).await {
+        AuthorityState::Present(authority) => Ok(authority),
+        AuthorityState::Unusable(refusal) => Err(OperatorError::Identity(refusal.message)),
+        AuthorityState::Absent | AuthorityState::Unused => {
+            Err(OperatorError::Identity("the authority does not exist yet".to_owned()))
+        }
+    }
+}
+
+/// Asks whether the requester may use a verb on a cluster. Returns the reason if not.
+async fn ask(
+    context: &Context,
+    request: &CertificateSigningRequest,
+    permission: &Permission,
+) -> Result<Option<String>, OperatorError> {
+    let Permission { verb, names } = permission;
+    let spec = SubjectAccessReviewSpec {
+        user: request.spec.username.clone(),
+        groups: request.spec.groups.clone(),
+        uid: request.spec.uid.clone(),
+        extra: request.spec.extra.clone(),
+        resource_attributes: Some(ResourceAttributes {
+            group: Some(KVCacheCluster::group(&()).into_owned()),
+            resource: Some(KVCacheCluster::plural(&()).into_owned()),
+            namespace: Some(names.namespace.clone()),
+            name: Some(names.name.clone()),
+            verb: Some((*verb).to_owned()),
+            ..ResourceAttributes::default()
+        }),
+        non_resource_attributes: None,
+    };
+    let review = SubjectAccessReview { spec, ..SubjectAccessReview::default() };
+    let reviews: Api<SubjectAccessReview> = Api::all(context.client.clone());
+    let reviewed = reviews.create(&PostParams::default(), &review).await;
+    let status = reviewed.map_err(OperatorError::api("review the access of a requester"))?.status;
+    let is_allowed = status.is_some_and(|status| status.allowed && status.denied != Some(true));
+    let user = request.spec.username.as_deref().unwrap_or_default();
+    Ok((!is_allowed).then(|| {
+        format!(
+            "{user} may not {verb} kvcacheclusters.reprise.dev {} in namespace {}: bind a Role with this verb to it",
+            names.name, names.namespace
+        )
+    }))
+}
+
+async fn approve(
+    context: &Context,
+    request: &CertificateSigningRequest,
+    message: &str,
+) -> Result<(), OperatorError> {
+    set_condition(context, request, ("Approved", APPROVED), message).await
+}
+
+async fn deny(
+    context: &Context,
+    request: &CertificateSigningRequest,
+    message: &str,
+) -> Result<(), OperatorError> {
+    let (name, requester) = (request.name_any(), request.spec.username.as_deref().unwrap_or_default());
+    tracing::warn!(request = name, requester, reason = message, "denied a request for a certificate");
+    set_condition(context, request, ("Denied", DENIED), message).await
+}
+
+/// Adds the condition that answers a request. Another answer of a person has precedence.
+async fn set_condition(
+    context: &Context,
+    request: &CertificateSigningRequest,
+    (kind, reason): (&str, &str),
+    message: &str,
+) -> Result<(), OperatorError> {
+    let present = request.status.as_ref().and_then(|status| status.conditions.as_ref());
+    if present.into_iter().flatten().any(|condition| condition.type_ == kind) {
+        return Ok(());
+    }
+    let now = clock::now();
+    let condition = json!({
+        "type": kind, "status": "True", "reason": reason, "message": message,
+        "lastUpdateTime": now, "lastTransitionTime": now,
+    });
+    let status = json!({ "status": { "conditions": [condition] } });
+    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
+    let name = request.name_any();
+    let patched = requests.patch_approval(&name, &params(), &Patch::Strategic(&status)).await;
+    patched.map_err(OperatorError::api(format!("answer the request {name}")))?;
+    context.metrics.record_write("CertificateSigningRequest", Write::Status);
+    Ok(())
+}
+
+async fn issue(
+    context: &Context,
+    request: &CertificateSigningRequest,
+    certificate: String,
+) -> Result<(), OperatorError> {
+    let status = json!({ "status": { "certificate": ByteString(certificate.into_bytes()) } });
+    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
+    let name = request.name_any();
+    let patched = requests.patch_status(&name, &params(), &Patch::Strategic(&status)).await;
+    patched.map_err(OperatorError::api(format!("issue the certificate of request {name}")))?;
+    context.metrics.record_write("CertificateSigningRequest", Write::Status);
+    Ok(())
+}
+
+fn params() -> PatchParams {
+    PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() }
+}
