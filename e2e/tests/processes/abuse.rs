@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use reprise_e2e::certificates::Certificates;
 use reprise_e2e::flood::{connect_from, idle, raise_own_limit, startup_probe, under_limits};
 use reprise_e2e::process::{ChildProcess, LaunchOptions, StartingProcess};
 use reprise_e2e::{Admin, AgentConfig, PATIENCE, TestEnv, control_plane, fast_call, wait_until};
 use reprise_identity::{Expected, Role};
 use reprise_proto::connection::{Connection, LIST_NODES};
 use reprise_proto::controlplane::{ListNodesReply, ListNodesRequest};
+use reprise_testkit::certificates::Certificates;
 use reprise_testkit::http::Client;
 use tokio::runtime::Runtime;
 
@@ -51,8 +51,8 @@ fn agent_of(node: &str) -> Role {
 fn start_member(env: &TestEnv, certificates: &Certificates, launch: &LaunchOptions) -> Member {
     let (config, log) = (env.folder().join("member.toml"), env.folder().join("member.log"));
     let text = format!(
-        "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n{}",
-        certificates.section(&Role::Member)
+        "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n[tls]\nfolder = {:?}\n",
+        certificates.issue(&Role::Member).expect("issued")
     );
     fs::write(&config, text).expect("the folder is writable");
     env.watch_log(log.clone());
@@ -92,13 +92,14 @@ fn startup_probes_of_others_keep_out_neither_probes_nor_scrapers() {
     let env = TestEnv::new();
     // The agent reports that its API server does not answer.
     env.allow("API server");
-    let certificates = Certificates::new(env.folder());
+    let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
     let (_server, kubeconfig) = silent_api_server(&env);
     let role = agent_of("node");
     let state = env.folder().join("state");
     let config = AgentConfig {
         pool: None,
-        extra: format!("{}[kubernetes]\nstate_directory = {state:?}\n", certificates.section(&role)),
+        tls: Some(certificates.issue(&role).expect("issued")),
+        extra: format!("[kubernetes]\nstate_directory = {state:?}\n"),
         ..AgentConfig::named("node")
     };
     let text = |path: &std::path::Path| path.to_str().expect("UTF-8").to_owned();
@@ -147,7 +148,7 @@ fn list_nodes(runtime: &Runtime, connection: &Connection) -> Result<(), tonic::S
 fn one_identity_has_at_most_its_share_of_a_members_connections() {
     let env = TestEnv::new();
     env.require("this client uses its whole share");
-    let certificates = Certificates::new(env.folder());
+    let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
     // About 128 connections of gRPC remain, and 32 for one client.
     let member = start_member(&env, &certificates, &under_limits(64, 256));
     let runtime = Runtime::new().expect("a runtime");
@@ -214,12 +215,12 @@ fn known_clients_complete_their_handshakes_in_a_flood_of_others() {
     for words in ["without a valid certificate", "refused", "peer connection"] {
         env.allow(words);
     }
-    let certificates = Certificates::new(env.folder());
+    let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
     let member = start_member(&env, &certificates, &under_limits(64, 256));
     let role = agent_of("node");
     let config = AgentConfig {
         control_plane: vec![member.grpc.clone()],
-        extra: certificates.section(&role),
+        tls: Some(certificates.issue(&role).expect("issued")),
         ..AgentConfig::named("node")
     };
     let agent = env.agent_with(&config, under_limits(64, 256));

@@ -20,13 +20,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crc_fast::{CrcAlgorithm, checksum};
-use reprise_e2e::certificates::Certificates;
 use reprise_e2e::process::{ChildProcess, StartingProcess};
 use reprise_e2e::{Agent, AgentConfig, PATIENCE, TestEnv, control_plane, logs, wait_until};
 use reprise_identity::{Expected, Role, Security};
 use reprise_proto::controlplane::RegisterRequest;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::dial;
+use reprise_testkit::certificates::Certificates;
 use reprise_testkit::http::Client;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tonic::transport::Endpoint;
@@ -122,13 +122,13 @@ impl Cluster {
         for words in ["refused", "peer connection", "closed a connection without a valid certificate"] {
             env.allow(words);
         }
-        let certificates = Certificates::new(env.folder());
+        let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
         let (config, log) = (env.folder().join("member.toml"), env.folder().join("member.log"));
         let (publish, replay) = (free_address(), free_address());
         let text = format!(
             "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n[events]\n\
-             publish = \"{publish}\"\nreplay = \"{replay}\"\n{}",
-            certificates.section(&Role::Member)
+             publish = \"{publish}\"\nreplay = \"{replay}\"\n[tls]\nfolder = {:?}\n",
+            certificates.issue(&Role::Member).expect("issued")
         );
         fs::write(&config, text).expect("the folder is writable");
         env.watch_log(log.clone());
@@ -139,7 +139,7 @@ impl Cluster {
         let node = agent_of("node");
         let config = AgentConfig {
             control_plane: vec![grpc.clone()],
-            extra: certificates.section(&node),
+            tls: Some(certificates.issue(&node).expect("issued")),
             ..AgentConfig::named("node")
         };
         let agent = env.agent(&config);
