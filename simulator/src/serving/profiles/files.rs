@@ -83,7 +83,9 @@ impl ProfileFiles {
             return Model::named(name);
         }
         let place = self.place(name)?;
-        let is_node = place.text.lines().any(|line| line.trim() == "[model]");
+        // Files of nodes have tables only, files of models begin with fields.
+        let tables = ["[accelerator]", "[link]", "[memory]", "[device]", "[network]", "[cold]", "[model]"];
+        let is_node = place.text.lines().any(|line| tables.contains(&line.trim()));
         if !is_node {
             return Model::parse(place.path, place.text);
         }
