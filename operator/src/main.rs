@@ -79,7 +79,7 @@ enum Command {
 #[derive(Debug, Args)]
 struct CertificateArguments {
     /// Identity of the process, like reprise://CLUSTER.NAMESPACE/agent/NODE
-    #[arg(long, value_parser = certificate::identity)]
+    #[arg(long, env = "REPRISE_IDENTITY", value_parser = certificate::identity)]
     identity: Identity,
     /// Folder for ca.crt, tls.crt and tls.key
     #[arg(long)]

@@ -14,7 +14,7 @@ use super::pods::{pull, unprivileged};
 use super::{config_map, metadata};
 use crate::child::{Child, ChildKind, Ownership};
 use crate::cluster::dereference::ClusterInputs;
-use crate::names::{ClusterNames, Component};
+use crate::names::Component;
 
 /// Folder of the process's certificate, key and trusted authorities.
 pub const CERTIFICATES_FOLDER: &str = "/run/reprise/certificates";
@@ -26,6 +26,8 @@ const TOKEN_FOLDER: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 const CERTIFICATES: &str = "certificates";
 const AUTHORITIES: &str = "authorities";
 const TOKEN: &str = "api-token";
+/// Variable with the identity. Kubernetes replaces `$(NODE_NAME)` in variables, but not in the commands of probes.
+const IDENTITY: &str = "REPRISE_IDENTITY";
 /// Program in the operator's image.
 const PROGRAM: &str = "/reprise-operator";
 /// Lifetime of tokens; the kubelet renews them.
@@ -87,7 +89,7 @@ pub(super) fn add_to(pod: &mut Value, cluster: &KVCacheCluster, inputs: &Cluster
 
 fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -> Value {
     let names = &inputs.agent_config.names;
-    let arguments = arguments(names, process);
+    let arguments = arguments();
     let mut check: Vec<String> = vec![PROGRAM.to_owned()];
     check.extend(arguments.iter().cloned());
     check.push("--check".to_owned());
@@ -114,12 +116,16 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
             "failureThreshold": STARTS_SECONDS,
         },
     });
+    let cluster = names.in_certificates();
+    let identity = |role: &str| json!({ "name": IDENTITY, "value": format!("reprise://{cluster}/{role}") });
     match process {
         Process::Agent => {
             let node = json!({ "apiVersion": "v1", "fieldPath": "spec.nodeName" });
-            sidecar["env"] = json!([{ "name": "NODE_NAME", "valueFrom": { "fieldRef": node } }]);
+            let node = json!({ "name": "NODE_NAME", "valueFrom": { "fieldRef": node } });
+            sidecar["env"] = json!([node, identity("agent/$(NODE_NAME)")]);
         }
         Process::Member => {
+            sidecar["env"] = json!([identity("member")]);
             mounts.push(json!({ "name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": true }));
         }
     }
@@ -127,15 +133,9 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
     sidecar
 }
 
-fn arguments(names: &ClusterNames, process: Process) -> Vec<String> {
-    let cluster = names.in_certificates();
-    let role = match process {
-        Process::Agent => "agent/$(NODE_NAME)",
-        Process::Member => "member",
-    };
+fn arguments() -> Vec<String> {
     vec![
         "certificate".to_owned(),
-        format!("--identity=reprise://{cluster}/{role}"),
         format!("--folder={CERTIFICATES_FOLDER}"),
         format!("--authorities={AUTHORITIES_FOLDER}/{AUTHORITIES_FILE}"),
     ]

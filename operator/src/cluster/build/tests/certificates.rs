@@ -36,9 +36,12 @@ fn sidecar_gets_the_certificate_and_the_process_only_reads_it() {
         assert_eq!(sidecar["image"], "operator:1");
         assert_eq!(sidecar["restartPolicy"], "Always", "it keeps running");
         assert_eq!(sidecar["args"][0], "certificate");
-        assert_eq!(sidecar["args"][1], format!("--identity={identity}"));
+        let variables = sidecar["env"].as_array().expect("variables");
+        assert_eq!(variables.last(), Some(&json!({ "name": "REPRISE_IDENTITY", "value": identity })));
         let check = sidecar["startupProbe"]["exec"]["command"].as_array().expect("a command");
         assert_eq!(check.last(), Some(&json!("--check")), "the process starts with a certificate");
+        let is_replaced = |part: &Value| part.as_str().is_some_and(|part| part.contains("$("));
+        assert!(!check.iter().any(is_replaced), "Kubernetes replaces no variables in probes: {check:?}");
         let own = mounts(&pod["containers"][0]);
         assert_eq!(own["certificates"], FOLDER);
         assert!(!own.contains_key("authorities") && !own.contains_key("api-token"), "{name}: {own:?}");
