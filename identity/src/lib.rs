@@ -27,6 +27,8 @@ pub mod blocking;
 pub mod certificate;
 pub mod credentials;
 pub mod follow;
+#[cfg(test)]
+mod fuzz;
 pub mod name;
 pub mod records;
 pub mod security;
