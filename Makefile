@@ -16,7 +16,7 @@ TRACE ?=
 # Path of blocks in `make demo`: `rings`, or empty for the default.
 ENGINE_PATH ?=
 
-.PHONY: help demo build check deny lint lint-python test test-quick soak fuzz fuzz-corpus test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
+.PHONY: help demo build check deny lint lint-python test test-quick soak fuzz test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent; ENGINE_PATH=rings: with rings"
@@ -24,7 +24,6 @@ help:
 	@echo "make test-quick  run lints and tests without the long end-to-end tests"
 	@echo "make soak        run random tests with new, printed seeds for SOAK_SECONDS (3600)"
 	@echo "make fuzz        run all fuzz targets for FUZZ_SECONDS (300) or on FUZZ_INPUTS; TARGETS='NAME ...' selects some"
-	@echo "make fuzz-corpus reduce the inputs of earlier runs of make fuzz to those that fuzz/corpus keeps"
 	@echo "make wheel       build the Python package for Python 3.11 and later"
 	@echo "make test-python run the tests of the Python package with real processes"
 	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
@@ -118,12 +117,8 @@ soak: etcd kubernetes
 FUZZ_SECONDS ?= 300
 FUZZ_INPUTS ?=
 TARGETS ?=
-FUZZ := cargo run --locked --quiet --package reprise-fuzz --
 fuzz:
-	$(FUZZ) run $(if $(FUZZ_INPUTS),--inputs $(FUZZ_INPUTS),--seconds $(FUZZ_SECONDS)) $(TARGETS)
-
-fuzz-corpus:
-	$(FUZZ) corpus $(TARGETS)
+	cargo run --locked --quiet --package reprise-fuzz -- run $(if $(FUZZ_INPUTS),--inputs $(FUZZ_INPUTS),--seconds $(FUZZ_SECONDS)) $(TARGETS)
 
 wheel:
 	python/wheel.sh

@@ -1,11 +1,10 @@
-//! Runs fuzz targets, and reduces their inputs to those that are committed: `make fuzz`, `make fuzz-corpus`.
+//! Runs fuzz targets with libFuzzer: `make fuzz`.
 //!
 //! Exit codes: 0 if no input failed, 1 if one did, 2 if the targets cannot be built or run.
 
 #![forbid(unsafe_code)]
 
 mod programs;
-mod reduce;
 mod report;
 mod runs;
 
@@ -21,9 +20,7 @@ use runs::{Limit, Outcome};
 
 const USAGE: &str = "usage: reprise-fuzz COMMAND
   run [--seconds N | --inputs N] [TARGET...]
-                   run all or these targets for N seconds in all, or on N inputs in all
-  corpus [TARGET...]
-                   reduce the inputs of earlier runs to those that fuzz/corpus keeps";
+                   run all or these targets for N seconds in all, or on N inputs in all";
 
 /// Time of all targets together without an option.
 const SECONDS_DEFAULT: u64 = 300;
@@ -56,7 +53,6 @@ fn command(arguments: &[String]) -> Result<ExitCode, String> {
         ["run", ref names @ ..] if names.iter().all(|name| !name.starts_with('-')) => {
             run(&folders, &Limit::Seconds(SECONDS_DEFAULT), names)
         }
-        ["corpus", ref names @ ..] => reduce::all(&folders, &selected(&folders, names)?),
         _ => Err(USAGE.to_owned()),
     }
 }

@@ -17,7 +17,14 @@ fn identity_files() {
     let list = br#"[{"identity":"reprise://c/member","folder":"/x","fingerprint":""#;
     let list = [&[4][..], &list[..], &[b'0'; 64], br#"","issuer":"0"}]"#].concat();
     let changes = (0..4_u8).map(|file| vec![file, 1, 200, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
-    let seeds: Vec<Vec<u8>> = changes.chain(names).chain([list]).collect();
+    // A time beyond any calendar, and signs in place of digits.
+    let zeros = "0".repeat(64);
+    let late = format!(
+        r#"[{{"identity":"reprise://c/member","folder":"/x","fingerprint":"{zeros}","issuer":"{zeros}","authorities":"{zeros}","not_after":18446744073709551615}}]"#
+    );
+    let late = [&[4][..], late.as_bytes()].concat();
+    let signs = [&[5][..], "+f".repeat(32).as_bytes()].concat();
+    let seeds: Vec<Vec<u8>> = changes.chain(names).chain([list, late, signs]).collect();
     reprise_fuzz::check("identity_files", &seeds, run);
 }
 

@@ -9,7 +9,9 @@ fn simulator_traces() {
         {\"timestamp\":9,\"input_length\":1024,\"output_length\":5,\"hash_ids\":[1,3],\"session\":4294967294,\"block_tokens\":512}\n";
     let session = b"\x01{\"block_size\":64,\"hash_id_scope\":\"local\",\"requests\":[{\"t\":0.5,\"in\":130,\"out\":7,\"hash_ids\":[1,2]},\
         {\"t\":1,\"requests\":[{\"t\":0,\"in\":64,\"out\":1,\"hash_ids\":[1]}]}]}";
-    reprise_fuzz::check("simulator_traces", &[lines.to_vec(), session.to_vec()], trace);
+    // A session without a number behind it.
+    let last = b"\x00{\"timestamp\":0,\"input_length\":5,\"output_length\":5,\"hash_ids\":[1],\"session\":4294967295}";
+    reprise_fuzz::check("simulator_traces", &[lines.to_vec(), session.to_vec(), last.to_vec()], trace);
 }
 
 #[test]

@@ -124,7 +124,7 @@ fn record(sealer: &mut Sealer, choices: &mut Unstructured<'_>) -> Option<Sent> {
     };
     let value: u8 = choices.arbitrary().ok()?;
     if kind == 0 {
-        let count = choices.int_in_range(0..=40).ok()?;
+        let count = choices.int_in_range(1..=40).ok()?;
         return Some(Sent { bytes: choices.bytes(count).ok()?.to_vec(), plain: None });
     }
     let written = match kind {

@@ -358,3 +358,22 @@ impl Conversation {
 fn content(block: u32, object: u32) -> u8 {
     (block.wrapping_mul(31).wrapping_add(object).wrapping_add(1)) as u8
 }
+
+#[test]
+fn data_without_a_byte_is_a_violation_also_in_an_unknown_stream() {
+    let mut inbound = Inbound::new();
+    assert!(inbound.begin((9, 0), 0, 0).is_err());
+    inbound.begin((9, 0), 0, 64).expect("data of an unknown stream is dropped");
+}
+
+#[test]
+fn data_of_a_stream_that_begins_within_it_is_dropped() {
+    let (arena, layout, counters) = (arena(), layouts()[0], Counters::default());
+    let mut inbound = Inbound::new();
+    inbound.begin((1, 99), 0, 64).expect("data of an unknown stream is dropped");
+    let into = arena.span(0, 0, layout.slot_bytes()).expect("inside the arena");
+    let blocks = vec![Destination { fill: FillId(1), key: BlockKey([0; 16]), into }];
+    inbound.begin_stream(1, NewStream::Fetch(NewFetch { layout, blocks }));
+    inbound.deliver(&[7; 64], &counters);
+    assert_eq!((inbound.rest(), inbound.open_streams()), (0, 1));
+}
