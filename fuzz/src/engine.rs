@@ -14,9 +14,12 @@ const ARGUMENTS: &str = "REPRISE_FUZZ_ARGUMENTS";
 /// Maximum number of bytes that an input may have allocated at once: four frames of the session protocol.
 const ALLOCATED_BYTES_MAX: usize = 64 << 20;
 
+/// The function that runs on each input.
+type Target = Box<dyn Fn(&[u8])>;
+
 thread_local! {
     /// The target that runs on this thread.
-    static TARGET: RefCell<Option<Box<dyn Fn(&[u8])>>> = const { RefCell::new(None) };
+    static TARGET: RefCell<Option<Target>> = const { RefCell::new(None) };
 }
 
 #[global_allocator]
