@@ -16,13 +16,14 @@ TRACE ?=
 # Path of blocks in `make demo`: `rings`, or empty for the default.
 ENGINE_PATH ?=
 
-.PHONY: help demo build check deny lint lint-python test test-quick soak test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
+.PHONY: help demo build check deny lint lint-python test test-quick soak fuzz test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent; ENGINE_PATH=rings: with rings"
 	@echo "make test        run lints and all tests except e2e-scale and e2e-skew, with a real Kubernetes; needs root"
 	@echo "make test-quick  run lints and tests without the long end-to-end tests"
 	@echo "make soak        run random tests with new, printed seeds for SOAK_SECONDS (3600)"
+	@echo "make fuzz        run all fuzz targets for FUZZ_SECONDS (300) or on FUZZ_INPUTS; TARGETS='NAME ...' selects some"
 	@echo "make wheel       build the Python package for Python 3.11 and later"
 	@echo "make test-python run the tests of the Python package with real processes"
 	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
@@ -110,6 +111,14 @@ soak: etcd kubernetes
 	$(PROGRAMS)
 	cargo build --locked --release -p reprise --bins
 	SOAK_SECONDS=$(SOAK_SECONDS) e2e/soak.sh
+
+# Needs a C++ compiler. The first run compiles the targets with counters for coverage. Inputs, logs and failed inputs are
+# in $REPRISE_CACHE/fuzz.
+FUZZ_SECONDS ?= 300
+FUZZ_INPUTS ?=
+TARGETS ?=
+fuzz:
+	cargo run --locked --quiet --package reprise-fuzz -- run $(if $(FUZZ_INPUTS),--inputs $(FUZZ_INPUTS),--seconds $(FUZZ_SECONDS)) $(TARGETS)
 
 wheel:
 	python/wheel.sh

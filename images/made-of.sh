@@ -3,7 +3,7 @@
 # Builds with equal output make equal images, in any checkout.
 
 # Only files that affect images. The inputs of etcd are part of its program's name (etcd.sh).
-inputs=(Cargo.toml Cargo.lock Dockerfile images policy proto cuda daemon identity node-agent controlplane crds operator simulator testkit cli bench/Cargo.toml e2e/Cargo.toml e2e/etcd e2e/go.sh xtask/src/sbom.rs)
+inputs=(Cargo.toml Cargo.lock Dockerfile images policy proto cuda daemon identity node-agent controlplane crds operator simulator testkit cli bench/Cargo.toml e2e/Cargo.toml fuzz/Cargo.toml e2e/etcd e2e/go.sh xtask/src/sbom.rs)
 for input in .cargo rust-toolchain rust-toolchain.toml; do
     if [ -e "$input" ]; then inputs+=("$input"); fi
 done

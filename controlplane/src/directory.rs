@@ -5,6 +5,9 @@
 //! parts, and one worker is always free of directory work ([`Admission`]), so that heartbeats are not
 //! delayed.
 
+#[cfg(test)]
+pub(crate) mod fuzz;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;

@@ -14,6 +14,8 @@
 //! stream window (1 MiB). All readers share the log.
 
 pub(crate) mod format;
+#[cfg(test)]
+pub(crate) mod fuzz;
 mod publisher;
 pub(crate) mod replay;
 pub mod service;

@@ -35,6 +35,8 @@ mod descriptors;
 pub mod directory;
 pub mod events;
 mod former_protocol;
+#[cfg(test)]
+mod fuzz;
 pub mod grpc_server;
 pub mod identity;
 pub mod ledgers;

@@ -2,6 +2,9 @@
 
 mod node_removal;
 
+#[cfg(test)]
+pub(crate) mod fuzz;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;

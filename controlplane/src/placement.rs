@@ -1,6 +1,8 @@
 //! The Placement service: reports of nodes, placement of replicas, routing of prompts, node modes and tenant
 //! budgets.
 
+#[cfg(test)]
+pub(crate) mod fuzz;
 mod nodes;
 mod places;
 mod reports;

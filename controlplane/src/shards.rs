@@ -336,7 +336,7 @@ fn name(text: &str) -> Option<MemberName> {
 }
 
 /// Decodes a member entry; logs and skips an invalid one.
-fn read(entry: &KeyValue) -> Option<Member> {
+pub(crate) fn read(entry: &KeyValue) -> Option<Member> {
     let stored = serde_json::from_slice::<MemberJson>(&entry.value).ok();
     match (Family::Members.name(&entry.key).and_then(name), stored) {
         (Some(name), Some(MemberJson { address, version })) => {

@@ -218,7 +218,7 @@ fn name(text: &str) -> Option<TenantName> {
 }
 
 /// Decodes a budget record; logs and skips an invalid one.
-fn read(entry: &KeyValue) -> Option<(TenantName, Budget)> {
+pub(crate) fn read(entry: &KeyValue) -> Option<(TenantName, Budget)> {
     let stored = serde_json::from_slice::<BudgetJson>(&entry.value).ok();
     match (Family::Tenants.name(&entry.key).and_then(name), stored) {
         (Some(name), Some(BudgetJson { dram_reserved, dram_limit, nvme_reserved, nvme_limit })) => {

@@ -88,7 +88,7 @@ impl TryFrom<String> for Fingerprint {
 
     fn try_from(text: String) -> Result<Fingerprint, String> {
         let refused = || format!("invalid fingerprint {text:?}: expected 64 hexadecimal digits");
-        if text.len() != 64 || !text.is_ascii() {
+        if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(refused());
         }
         let mut bytes = [0; 32];

@@ -29,6 +29,8 @@ pub mod blocking;
 pub mod certificate;
 pub mod credentials;
 pub mod follow;
+#[cfg(test)]
+mod fuzz;
 pub mod limits;
 pub mod name;
 pub mod records;

@@ -5,6 +5,9 @@
 //! and decrypted in their place. A connection of rustls has both directions in one object, and copies received bytes
 //! twice more. Its encryption of a single record allocates 16 KiB, which costs as much as the encryption.
 
+#[cfg(test)]
+mod fuzz;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, UnboundKey};

@@ -26,6 +26,8 @@ mod device_reconciler;
 mod directory;
 mod error;
 mod executor;
+#[cfg(test)]
+mod fuzz;
 mod in_cluster;
 #[cfg(feature = "kubernetes")]
 mod kubernetes;

@@ -22,6 +22,8 @@ mod decode;
 mod document;
 mod encode;
 mod frame;
+#[cfg(test)]
+mod fuzz;
 mod handshake;
 mod identity;
 mod listener;

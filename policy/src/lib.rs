@@ -14,6 +14,8 @@ pub mod content;
 pub mod demotion;
 pub mod device_place;
 pub mod eviction;
+#[cfg(test)]
+mod fuzz;
 pub mod identity;
 pub mod ids;
 pub mod key;

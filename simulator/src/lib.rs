@@ -82,6 +82,8 @@ mod engines;
 mod environment;
 mod extent_driver;
 mod extents;
+#[cfg(test)]
+mod fuzz;
 mod hosts;
 mod jobs;
 mod layer_driver;

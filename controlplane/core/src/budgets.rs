@@ -302,7 +302,7 @@ impl Ledger {
             free = free.minus(charged.minus(share.charged));
             (share.charged, share.granted, share.acknowledged) = (charged, Some(grant), false);
             share.reports = 0;
-            share.version += 1;
+            share.version = share.version.saturating_add(1);
         }
     }
 
@@ -321,7 +321,7 @@ impl Share {
     /// Makes the node's next report return the grant again.
     fn resend(&mut self) {
         if self.granted.is_some() {
-            (self.version, self.acknowledged) = (self.version + 1, false);
+            (self.version, self.acknowledged) = (self.version.saturating_add(1), false);
         }
     }
 
@@ -339,8 +339,9 @@ impl Share {
         let is_another = report.version == self.version && report.version > 0;
         let is_another = is_another && self.granted != Some(report.limit);
         if report.version > self.version || is_another {
-            // Made by a previous ledger in the same registration: our grants need higher versions.
-            (self.version, self.acknowledged, self.reports) = (report.version + 1, false, 0);
+            // Made by a previous ledger in the same registration: our grants need higher versions. No ledger makes the
+            // highest one; a node that reports it gets no further grant.
+            (self.version, self.acknowledged, self.reports) = (report.version.saturating_add(1), false, 0);
             self.charged = self.charged.max(held);
         } else if report.version == self.version {
             // Within a version usage only falls, so the lowest of reordered reports is the latest.

@@ -28,6 +28,8 @@ pub mod budgets;
 pub mod change_log;
 pub mod directory;
 pub mod follower;
+#[cfg(test)]
+mod fuzz;
 pub mod identity_search;
 pub mod joining;
 pub mod ledgers;

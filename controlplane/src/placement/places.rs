@@ -19,7 +19,7 @@ use crate::metrics::{Metrics, PlaceResult};
 const ENOUGH: u16 = 0;
 const NOWHERE: u16 = u16::MAX;
 
-struct CheckedRequest {
+pub(super) struct CheckedRequest {
     holder: NodeId,
     epoch: Epoch,
     keys: Vec<BlockKey>,
@@ -66,7 +66,7 @@ pub(super) async fn place(service: &PlacementService, request: PlaceRequest) -> 
 }
 
 impl CheckedRequest {
-    fn check(request: PlaceRequest) -> Result<CheckedRequest, Status> {
+    pub(super) fn check(request: PlaceRequest) -> Result<CheckedRequest, Status> {
         let PlaceRequest { holder, epoch, keys, slot_bytes, reason, to } = request;
         let (holder, to) = (node_number(holder)?, node_number(to)?);
         if slot_bytes == 0 {

@@ -73,7 +73,9 @@ fn invalid(error: TenantError) -> Status {
 }
 
 /// Decodes the tenants of a report, once for the ledgers and once for the usage table.
-fn parse_tenants(reports: Vec<wire::TenantReport>) -> Result<Vec<(ReportedTenant, ReportedUsage)>, Status> {
+pub(super) fn parse_tenants(
+    reports: Vec<wire::TenantReport>,
+) -> Result<Vec<(ReportedTenant, ReportedUsage)>, Status> {
     if reports.len() > TENANTS_MAX {
         return Err(Status::invalid_argument(format!(
             "invalid report with {} tenants: expected at most {TENANTS_MAX}",

@@ -79,5 +79,7 @@ fn seconds<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::
 }
 
 fn time<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D::Error> {
-    Ok(UNIX_EPOCH + Duration::from_secs(u64::deserialize(deserializer)?))
+    let seconds = u64::deserialize(deserializer)?;
+    let time = UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+    time.ok_or_else(|| de::Error::custom(format!("invalid time {seconds}: expected seconds since 1970")))
 }

@@ -35,6 +35,8 @@ use crate::regions::RegionMap;
 use crate::wire::FrameReader;
 
 mod descriptors;
+#[cfg(test)]
+mod fuzz;
 mod outbox;
 mod pending;
 

@@ -376,8 +376,8 @@ pub(crate) fn granted(
             && queue.lists_at >= queue.completions_at.saturating_add(16 * entries)
             && queue.lists_at <= bytes
             && words.iter().all(|at| at % 4 == 0 && at.saturating_add(4) <= doorbells.bytes());
-        let has_lists =
-            format == DataFormat::Sgl || bytes - queue.lists_at.min(bytes) >= 4096 * (entries - 1);
+        let has_lists = format == DataFormat::Sgl
+            || bytes - queue.lists_at.min(bytes) >= 4096 * entries.saturating_sub(1);
         let id = u16::try_from(queue.queue).ok().filter(|_| inside && has_lists);
         Ok(GrantedQueuePair {
             id: id.ok_or_else(|| invalid("a queue pair outside of its memory"))?,

@@ -25,6 +25,8 @@
 mod batch;
 mod device;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod geometry;
 mod growth;
 pub mod header;

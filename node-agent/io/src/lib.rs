@@ -27,6 +27,8 @@ mod description;
 mod device;
 mod engine;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod op;
 mod open;
 mod place;

@@ -27,6 +27,8 @@ mod device;
 pub mod emulated;
 mod engine;
 mod error;
+#[cfg(test)]
+mod fuzz;
 pub mod host;
 mod lender;
 mod queue;

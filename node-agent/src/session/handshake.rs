@@ -278,6 +278,14 @@ fn check(id: u64, hello: local::Hello) -> Result<Hello, (FailureKind, String)> {
     Ok(Hello { id, namespace: NamespaceDigest(namespace), layout, tenant, token, client_name, gpu })
 }
 
+/// Checks the fields of a greeting, for the fuzz targets.
+#[cfg(test)]
+pub(super) fn check_fields(hello: local::Hello) {
+    if let Err((_, message)) = check(1, hello) {
+        assert!(!message.is_empty());
+    }
+}
+
 fn stated_gpu(gpu: local::hello::Gpu) -> Result<GpuPlace, String> {
     match gpu {
         local::hello::Gpu::GpuPciAddress(text) => {

@@ -204,9 +204,13 @@ impl Inbound {
         length: u64,
     ) -> Result<(), ProtocolError> {
         assert!(self.current.is_none(), "a range begins when the one before has arrived");
+        // Also of an unknown stream: a range ends with its last byte.
+        if length == 0 {
+            return Err(ProtocolError::Malformed("data without a byte"));
+        }
         let mut wanted = false;
         if let Some(fetch) = self.fetches.get_mut(&stream) {
-            if length == 0 || offset + length > fetch.layout.block_bytes() {
+            if offset + length > fetch.layout.block_bytes() {
                 return Err(ProtocolError::Malformed("data outside the block"));
             }
             match fetch.block(block)? {
@@ -240,7 +244,9 @@ impl Inbound {
         if current.position == current.end {
             self.current = None;
         }
-        let block = self.fetches.get_mut(&place.stream).map(|fetch| &mut fetch.blocks[place.block as usize]);
+        // A fetch may have begun within a range of its number, which has any block then.
+        let fetch = self.fetches.get_mut(&place.stream);
+        let block = fetch.and_then(|fetch| fetch.blocks.get_mut(place.block as usize));
         let Some(Block::Arriving(arrival)) = block.filter(|_| wanted) else {
             add(&counters.discarded_bytes, bytes.len() as u64);
             return;

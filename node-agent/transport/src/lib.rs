@@ -40,6 +40,8 @@ pub mod bare;
 mod composite;
 mod counters;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod inbound;
 pub mod limits;
 mod memory;

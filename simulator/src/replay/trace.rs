@@ -361,7 +361,8 @@ impl TraceBuilder {
             None => next,
         };
         if !self.trace.has_session_times {
-            self.trace.sessions = self.trace.sessions.max(session.saturating_add(1));
+            let sessions = session.checked_add(1).ok_or(Problem::TooLarge)?;
+            self.trace.sessions = self.trace.sessions.max(sessions);
         }
         self.trace.has_session_ids &= self.scope == IdScope::Session;
         let end = self.blocks_of(at, session, request.hash_ids)?;

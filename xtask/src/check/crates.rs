@@ -108,6 +108,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "reprise-e2e",
         ],
     ),
+    ("reprise-fuzz", &[]),
     ("reprise-python", &["reprise-policy", "reprise-client", "reprise-extents"]),
     ("xtask", &[]),
     (
@@ -124,6 +125,9 @@ const EDGES: &[(&str, &[&str])] = &[
         ],
     ),
 ];
+
+/// The crate that runs fuzz targets. Tests of every crate may use it.
+const FUZZ: &str = "reprise-fuzz";
 
 /// Dependencies that only the tests of a crate may have.
 const EDGES_OF_TESTS: &[(&str, &str)] = &[
@@ -153,7 +157,8 @@ pub(super) fn edges(tree: &Tree) -> Vec<String> {
         };
         for name in package.dependencies.iter().map(String::as_str) {
             let is_of_tests = package.of_tests.iter().any(|other| other == name);
-            let is_allowed = may.contains(&name) || (is_of_tests && EDGES_OF_TESTS.contains(&(own, name)));
+            let is_edge_of_tests = name == FUZZ || EDGES_OF_TESTS.contains(&(own, name));
+            let is_allowed = may.contains(&name) || (is_of_tests && is_edge_of_tests);
             if ours.contains(name) && !is_allowed {
                 offences.push(format!("{own} must not depend on {name}"));
             }

@@ -12,6 +12,7 @@ mod descriptions;
 mod disk;
 mod engine;
 mod extent_client;
+mod fuzz;
 mod harness;
 mod jobs;
 mod memory;

@@ -16,14 +16,14 @@ use reprise_agent_core::pool::{
 };
 use reprise_policy::BlockKey;
 
-fn seal(page: &mut [u8]) {
+pub(crate) fn seal(page: &mut [u8]) {
     let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &page[..4092]) as u32;
     page[4092..].copy_from_slice(&crc.to_le_bytes());
 }
 
 /// A disk with a history: several bank switches, then a log with blocks stored and freed. All operations
 /// of the returned harness are complete.
-fn harness_with_history(seed: u64, switches: u64) -> Harness {
+pub(crate) fn harness_with_history(seed: u64, switches: u64) -> Harness {
     let mut harness = Harness::new(&params(DEVICE_BYTES), seed);
     let sizes = [layout(3), layout(15)];
     harness.start_batch(60, &sizes);
