@@ -12,7 +12,7 @@ use reprise_policy::{BlockKey, Layout, TenantName, Tier};
 use super::{PLACE_BYTES, PLACES, arena, layouts};
 use crate::limits::{BLOCKS_PER_REQUEST_MAX, REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK};
 use crate::outbound::{BlockCompletion, BlockDone, Body, InvalidCall, OutFrame, Outbound, Step};
-use crate::wire::{FrameHeader, Kind, OfferBody, RequestBody};
+use crate::wire::{BlocksBody, FrameHeader, Kind};
 
 /// Most operations of an input.
 const STEPS_MAX: usize = 300;
@@ -107,8 +107,9 @@ impl Conversation {
             choices.int_in_range(1..=4).ok()?
         };
         let deadline = Duration::from_millis(choices.int_in_range(0..=50).ok()?);
-        let sent = RequestBody { layout, deadline, keys: vec![BlockKey([3; 16]); count] };
-        let body = RequestBody::decode(&mutated(choices, sent.encode())?).ok()?;
+        let (tenant, keys) = (TenantName::default_tenant(), vec![BlockKey([3; 16]); count]);
+        let sent = BlocksBody { layout, deadline, tenant, keys };
+        let body = BlocksBody::decode(&mutated(choices, sent.encode())?).ok()?;
         let (serve, stream) = (self.next_number, self.some_stream(choices)?);
         self.next_number += 1;
         let until = self.now.saturating_add(body.deadline);
@@ -120,8 +121,8 @@ impl Conversation {
     fn offer(&mut self, choices: &mut Unstructured<'_>) -> Option<()> {
         let keys = vec![BlockKey([4; 16]); choices.int_in_range(1..=20).ok()?];
         let (layout, tenant) = (layouts()[0], TenantName::default_tenant());
-        let sent = OfferBody { layout, deadline: Duration::from_millis(20), tenant, keys };
-        let body = OfferBody::decode(&mutated(choices, sent.encode())?).ok()?;
+        let sent = BlocksBody { layout, deadline: Duration::from_millis(20), tenant, keys };
+        let body = BlocksBody::decode(&mutated(choices, sent.encode())?).ok()?;
         let (offer, stream) = (self.next_number, self.some_stream(choices)?);
         self.next_number += 1;
         let until = self.now.saturating_add(body.deadline);

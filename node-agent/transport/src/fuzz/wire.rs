@@ -10,12 +10,12 @@ use reprise_policy::{BlockKey, TenantName, Tier};
 use super::layouts;
 use crate::limits::{CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, NODE_NAME_BYTES_MAX};
 use crate::wire::{
-    FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, Kind, OfferAnswerBody, OfferBody, RequestBody,
+    BlocksBody, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, Kind, OfferAnswerBody,
     decode_block_header, encode_block_header,
 };
 
 /// Number of decoders in this target.
-const DECODERS: u8 = 6;
+const DECODERS: u8 = 5;
 
 /// Flag of the first byte: the checksum stays as it is.
 const UNSEALED: u8 = 0x80;
@@ -30,14 +30,13 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         stall_timeout: Duration::from_secs(2),
     };
     let frame = FrameHeader { kind: Kind::Data, stream: 7, block: 3, argument: 64, length: 64 };
-    let request = RequestBody { layout, deadline, keys: keys.clone() };
-    let offer = OfferBody { layout, deadline, tenant: TenantName::default_tenant(), keys };
+    let tenant = TenantName::default_tenant();
+    let blocks = BlocksBody { layout, deadline, tenant, keys };
     let answer = OfferAnswerBody { retry_after: deadline, keys: 10, taken: vec![0, 3, 9] };
     let bodies: [Vec<u8>; DECODERS as usize] = [
         hello.encode().to_vec(),
         frame.encode().to_vec(),
-        request.encode(),
-        offer.encode(),
+        blocks.encode(),
         answer.encode(),
         encode_block_header(Tier::Nvme, &[1, 2, 3, 4]),
     ];
@@ -51,16 +50,11 @@ pub(super) fn run(input: &[u8]) {
         0 => greeting(&fixed(bytes, is_sealed)),
         1 => frame(&fixed(bytes, is_sealed)),
         2 => {
-            if let Ok(request) = RequestBody::decode(bytes) {
-                assert_eq!(RequestBody::decode(&request.encode()), Ok(request));
+            if let Ok(blocks) = BlocksBody::decode(bytes) {
+                assert_eq!(BlocksBody::decode(&blocks.encode()), Ok(blocks));
             }
         }
         3 => {
-            if let Ok(offer) = OfferBody::decode(bytes) {
-                assert_eq!(OfferBody::decode(&offer.encode()), Ok(offer));
-            }
-        }
-        4 => {
             if let Ok(answer) = OfferAnswerBody::decode(bytes) {
                 assert!(answer.taken.iter().all(|at| (*at as usize) < answer.keys));
                 assert_eq!(OfferAnswerBody::decode(&answer.encode()), Ok(answer));
