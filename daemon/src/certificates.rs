@@ -181,7 +181,7 @@ mod tests {
         let own = folder.path().join("member");
         let day = 86_400_i64;
         authority.issue(Role::Member, Duration::from_secs(10 * 86_400), &own).expect("a certificate");
-        let settings = TlsSettings { folder: own, plain: false };
+        let settings = TlsSettings { folder: own, ..TlsSettings::default() };
         let security = settings.open(&Role::Member, &[]).expect("valid files");
         let certificates = Certificates::start(&security, &settings).expect("a thread");
         let text = text(&certificates);

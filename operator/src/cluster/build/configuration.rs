@@ -1,7 +1,7 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
-use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
+use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TlsMode, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
@@ -10,7 +10,7 @@ use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
 use serde_json::{Map, Value, json};
 
-use super::certificates::{self, CERTIFICATES_FOLDER};
+use super::certificates::CERTIFICATES_FOLDER;
 use crate::cluster::dereference::AgentConfigInputs;
 use crate::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
 use crate::digest;
@@ -113,11 +113,12 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
     text(&whole)
 }
 
-/// Adds the folder of the process's certificate.
+/// Adds the folder of the process's certificate, or the setting for a cluster without certificates.
 fn add_certificates(whole: &mut Value, cluster: &KVCacheCluster) {
-    if certificates::are_used(cluster) {
-        whole["tls"] = json!({ "folder": CERTIFICATES_FOLDER });
-    }
+    whole["tls"] = match cluster.spec.tls.mode {
+        TlsMode::Managed => json!({ "folder": CERTIFICATES_FOLDER }),
+        TlsMode::None => json!({ "plain_everywhere": true }),
+    };
 }
 
 /// Returns the settings that an agent has once for all its pools: the `pool` section, and the free share to
