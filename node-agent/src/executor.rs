@@ -22,17 +22,14 @@ use std::time::Instant;
 
 use crossbeam_channel::Sender;
 use reprise_agent_core::effect::{
-    DeviceId, Diagnostic, Effect, FetchRequest, FillId, LoadId, Offer, PlaceKind, ProgressEntry,
-    ProgressUpdate, QuotaResource, Reply,
+    DeviceId, Diagnostic, Effect, FillId, LoadId, PlaceKind, ProgressEntry, ProgressUpdate, QuotaResource,
+    Reply,
 };
-use reprise_agent_core::event::{
-    Event, FillError, FillUpdate, Integrity, PeerEvent, PeerOffer, PeerRequest, Request, RequestId,
-};
-use reprise_agent_core::limits::OFFER_RETRY_MAX;
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Request, RequestId};
 use reprise_agent_core::pool::DeviceError;
 use reprise_buffers::ProgressWriter;
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{NamespaceDigest, NodeId, SessionId, TenantId, TenantName, peer};
+use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::{CompositeTransport, Transport};
 
 use crate::checker::Checker;

@@ -22,7 +22,6 @@ use reprise_proto::controlplane::{
     WatchNodesRequest,
 };
 use tokio::runtime::Runtime;
-use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
