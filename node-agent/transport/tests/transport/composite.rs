@@ -43,7 +43,7 @@ impl NamedPeers {
 }
 
 impl Transport for NamedPeers {
-    fn fetch(&self, peer: &str, request: FetchRequest) -> Result<(), TransportError> {
+    fn fetch(&self, peer: &str, request: FetchRequest<TenantName>) -> Result<(), TransportError> {
         self.composite.fetch(&self.endpoints(peer), request)
     }
 

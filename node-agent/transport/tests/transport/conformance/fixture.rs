@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
 use reprise_identity::Security;
-use reprise_policy::peer::{Offer, PeerEvent, PeerOffer, PeerRequest, TCP};
+use reprise_policy::peer::{Offer, PeerOffer, PeerRequest, TCP};
 use reprise_policy::{ArenaSlot, TenantName};
 use reprise_transport::{
     CompositeTransport, MemoryHub, MemorySettings, TcpSettings, TcpTransport, Transport, TransportEvent,

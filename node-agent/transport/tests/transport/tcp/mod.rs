@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use reprise_policy::peer::{FillError, PeerEvent, ServeId};
+use reprise_policy::peer::{FillError, ServeId};
 use reprise_policy::{ArenaSlot, Tier};
 use reprise_transport::{TcpSettings, TcpTransport, Transport, TransportEvent};
 
