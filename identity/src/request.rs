@@ -136,7 +136,8 @@ mod tests {
     fn refuses_requests_that_are_changed_or_name_something_else() {
         let new = NewRequest::create(&identity()).expect("a valid identity");
         let named = |names: Vec<SanType>| {
-            let params = CertificateParams { subject_alt_names: names, ..CertificateParams::default() };
+            let mut params = CertificateParams::default();
+            params.subject_alt_names = names;
             let request = params.serialize_request(&KeyPair::generate().expect("a key"));
             request.and_then(|request| request.pem()).expect("a request")
         };

@@ -81,6 +81,7 @@ fn run() -> impl Fn(&[u8]) {
             decrypter: decrypter(algorithm, secrets()).expect("a key"),
             sequence: 0,
             is_after_change: false,
+            early_changes: 0,
             keys: Arc::clone(&receiving),
         };
         converse(sealer, opener, &mut Unstructured::new(input));

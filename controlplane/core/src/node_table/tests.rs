@@ -191,7 +191,7 @@ fn a_report_belongs_to_one_registration() {
 #[test]
 fn tenants_of_a_node_are_those_of_the_last_report_of_its_registration() {
     let mut table = NodeTable::new(SETTINGS);
-    table.register(at(0), record(1, "a", 1)).expect("it is new");
+    table.register(Tick(0), record(1, 1)).expect("newer");
     let tenants = |names: &[&str]| names.iter().map(|name| name.parse().expect("a name")).collect();
     assert_eq!(table.tenants_of(NodeId(1)), None);
     assert!(table.set_tenants(NodeId(1), Epoch(1), tenants(&["x", "y"])));
