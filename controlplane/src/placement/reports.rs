@@ -65,10 +65,10 @@ fn parse_acts_for(request: &ReportRequest) -> Result<BTreeSet<TenantName>, Statu
     }
     let reported = request.tenants.iter().map(|report| &report.tenant);
     let names = request.session_tenants.iter().chain(reported);
-    names.map(|name| name.parse().map_err(invalid)).collect()
+    names.map(|name| name.parse().map_err(|error| invalid(&error))).collect()
 }
 
-fn invalid(error: TenantError) -> Status {
+fn invalid(error: &TenantError) -> Status {
     Status::invalid_argument(error.to_string())
 }
 
@@ -83,7 +83,7 @@ pub(super) fn parse_tenants(
         )));
     }
     let read = |report: wire::TenantReport| {
-        let tenant: TenantName = report.tenant.parse().map_err(invalid)?;
+        let tenant: TenantName = report.tenant.parse().map_err(|error| invalid(&error))?;
         if report.elsewhere {
             return Ok((ReportedTenant::Elsewhere(tenant.clone()), ReportedUsage::Elsewhere(tenant)));
         }

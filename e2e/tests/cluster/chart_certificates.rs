@@ -94,8 +94,8 @@ pub(crate) fn pods_follow_another_authority_without_a_restart(cluster: &mut Clus
     let release = running(cluster);
     let pods = || [release.pods(Component::Agents), release.pods(Component::Members)].concat();
     let before = pods();
-    let fingerprint = |pod: &Pod| release.admin(pod).json("/status")["tls"]["fingerprint"].to_string();
-    let old: Vec<String> = before.iter().map(fingerprint).collect();
+    let fingerprint = |pod: &Pod| release.admin(pod).json("/status")["tls"]["fingerprint"].clone();
+    let old: Vec<Value> = before.iter().map(fingerprint).collect();
     release.kubectl(&["delete", "secret", &format!("{RELEASE}-ca")]);
     wait_until("another authority", ANSWERED_WITHIN, || release.certificates(&Role::Console));
     wait_until("certificates of the new authority in all pods", RENEWED_WITHIN, || {
@@ -103,9 +103,9 @@ pub(crate) fn pods_follow_another_authority_without_a_restart(cluster: &mut Clus
         // Certificates of the new authority are refused until a pod trusts both.
         let answer = |pod: &Pod| release.admin(pod).get("/status").ok().filter(|(code, _)| *code == 200);
         let answers: Option<Vec<(u16, String)>> = before.iter().map(answer).collect();
-        let is_new = |((_, text), old): (&(u16, String), &String)| {
+        let is_new = |((_, text), old): (&(u16, String), &Value)| {
             let page: Value = serde_json::from_str(text).expect("a page of JSON");
-            page["tls"]["fingerprint"].to_string() != *old
+            page["tls"]["fingerprint"] != *old
         };
         answers?.iter().zip(&old).all(is_new).then_some(())
     });
