@@ -445,7 +445,7 @@ fn lost_and_detached_devices_with_extents_cost_capacity_only() {
 #[test]
 fn kills_and_power_losses_lose_no_durable_block_and_no_slot() {
     let (kills, late) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
-    for_seeds(40, |seed| {
+    for_seeds(60, |seed| {
         let quiet = Faults { write_media: 0, read: 0, refused: 0, ..FAULTS };
         let setup = random_setup(seed, quiet);
         let disks = if setup.disks.is_empty() { vec![8 << 20] } else { setup.disks.clone() };
