@@ -276,7 +276,7 @@ impl Executor {
         }
     }
 
-    /// Tenants with sessions.
+    /// Returns the tenants that have sessions.
     pub(crate) fn session_tenants(&self) -> BTreeSet<TenantName> {
         self.sessions.values().map(|connected| connected.session.peer().tenant.clone()).collect()
     }

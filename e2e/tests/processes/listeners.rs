@@ -198,7 +198,7 @@ impl Cluster {
 fn hello(node: &str) -> Vec<u8> {
     let mut out = vec![0; 128];
     out[..8].copy_from_slice(b"RPRSPEER");
-    out[8] = 1;
+    out[8] = 2;
     out[10] = u8::try_from(node.len()).expect("short");
     out[12..16].copy_from_slice(&2000_u32.to_le_bytes());
     out[16..24].copy_from_slice(&(1_u64 << 20).to_le_bytes());

@@ -56,7 +56,7 @@ async fn wait(shared: Arc<Shared>, request: StrangerRequest) {
             }
         }
     };
-    // At its end, the answer is what is known then.
+    // When the time is over, the last news count.
     let _ = timeout(request.request.deadline.min(WAIT_MAX), known).await;
     let acts_for = acts_for();
     shared.emit(DirectoryEvent::StrangerDecided { request, acts_for });

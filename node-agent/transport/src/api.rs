@@ -76,7 +76,7 @@ pub enum TransportEvent {
     Request {
         /// Name of the peer, from its greeting.
         from: String,
-        /// What it requests.
+        /// Requested blocks.
         request: PeerRequest<TenantName>,
     },
     /// A peer, named by its greeting, offers blocks: answer with [`Transport::answer_offer`]. No event reports

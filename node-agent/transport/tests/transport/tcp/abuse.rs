@@ -17,7 +17,7 @@ use crate::harness::{
     tls_with, wanted,
 };
 use crate::tcp::attacks::{Raw, greet};
-use crate::tcp::wire::{REQUEST, header, hello_of, request};
+use crate::tcp::wire::{REQUEST, VERSION, header, hello_of, request};
 use crate::tcp::{Node, eventually, node, settings};
 
 /// Frame that ends a request; it is valid without one.
@@ -49,7 +49,7 @@ impl Client {
     /// Exchanges greetings; returns whether this side's is answered.
     fn greet(&mut self, name: &str) -> bool {
         let mut answer = [0; 128];
-        let greeted = self.0.write_all(&hello_of(name, 1, 1 << 20, 2000));
+        let greeted = self.0.write_all(&hello_of(name, VERSION, 1 << 20, 2000));
         greeted.and_then(|()| self.0.read_exact(&mut answer)).is_ok()
     }
 
@@ -129,7 +129,7 @@ fn a_change_of_the_key_before_the_greeting_ends_the_connection() {
 fn a_greeting_in_many_records_ends_the_connection() {
     let target = node(secure(), by_hand());
     let (mut raw, mut channel) = dial(&target);
-    for byte in &hello_of("other", 1, 1 << 20, 2000)[..8] {
+    for byte in &hello_of("other", VERSION, 1 << 20, 2000)[..8] {
         raw.seal(&mut channel, &[*byte]);
     }
     eventually("it is counted", || target.transport.stats().protocol_errors == 1);

@@ -20,7 +20,9 @@ use crate::harness::{
     Block, CLUSTER, FillOutcome, PATIENCE, Tracker, authority, by_hand, identity, key, security_of, serving,
     small_layout, tls, tls_with, wanted,
 };
-use crate::tcp::wire::{DATA, FakeServer, REQUEST, good_hello, header, hello_of, is_closed, request};
+use crate::tcp::wire::{
+    DATA, FakeServer, REQUEST, VERSION, good_hello, header, hello_of, is_closed, request,
+};
 use crate::tcp::{Node, assert_lost, eventually, node, settings};
 
 /// A handshake is refused after this time; longer than those of the tests take on a busy machine.
@@ -145,7 +147,7 @@ fn certificates_of_others_are_refused_and_counted() {
     ];
     for (count, (what, client, name)) in (1..).zip(attacks) {
         let started = Instant::now();
-        assert!(is_refused(&target, &client, &hello_of(name, 1, 1 << 20, 2000)), "{what}");
+        assert!(is_refused(&target, &client, &hello_of(name, VERSION, 1 << 20, 2000)), "{what}");
         assert!(started.elapsed() < PATIENCE / 2, "{what}");
         target.has_refused(count, 0, 0);
     }
@@ -169,7 +171,9 @@ fn a_client_needs_a_certificate() {
     let without = other.anonymous_client_config(Expected::AnyAgent);
     let greet = |mut stream: StreamOwned<ClientConnection, TcpStream>| {
         let mut answer = [0; 128];
-        stream.write_all(&hello_of("other", 1, 1 << 20, 2000)).and_then(|()| stream.read_exact(&mut answer))
+        stream
+            .write_all(&hello_of("other", VERSION, 1 << 20, 2000))
+            .and_then(|()| stream.read_exact(&mut answer))
     };
     let error = greet(rustls_client(&target, without)).expect_err("no certificate").to_string();
     assert!(error.to_lowercase().contains("certificate"), "{error}");
@@ -216,7 +220,7 @@ fn slow_and_silent_clients_are_closed_in_time() {
 
 /// Greets as the agent of this node; returns whether the greeting is answered.
 pub(crate) fn greet(raw: &mut Raw, channel: &mut Channel, name: &str) -> bool {
-    raw.seal(channel, &hello_of(name, 1, 1 << 20, 2000));
+    raw.seal(channel, &hello_of(name, VERSION, 1 << 20, 2000));
     let mut record = [0; RECORD_HEADER_BYTES + 128 + 17];
     raw.0.read_exact(&mut record).is_ok() && matches!(channel.opener.open(&mut record), Ok(Opened::Data(128)))
 }
@@ -282,7 +286,7 @@ fn a_requester_refuses_servers_that_are_not_the_agent_it_expects() {
     is_refused_by_requester(&fake.address(), move || {
         let mut raw = Raw(fake.accept());
         let mut channel = tls("agent/other").accept_blocking(&mut raw).expect("an agent");
-        raw.seal(&mut channel, &hello_of("target", 1, 1 << 20, 2000));
+        raw.seal(&mut channel, &hello_of("target", VERSION, 1 << 20, 2000));
         is_closed(&mut raw.0);
     });
 }

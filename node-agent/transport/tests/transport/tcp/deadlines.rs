@@ -14,7 +14,7 @@ use crate::harness::{
     small_layout, wanted,
 };
 use crate::tcp::wire::{
-    CREDIT, DATA, FakeServer, block_header, connect, data, header, hello, read_frame, request_within,
+    CREDIT, DATA, FakeServer, VERSION, block_header, connect, data, header, hello, read_frame, request_within,
 };
 use crate::tcp::{Node, assert_lost, large_block, node, settings, tolerant};
 
@@ -49,7 +49,7 @@ fn a_requester_that_returns_credit_slowly_loses_its_request_and_keeps_its_connec
     let node = node(tolerant(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
-    let mut stream = connect(node.transport.local_address(), &hello(1, window, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, window, 5000));
     let started = Instant::now();
     let first = request_within(1, block.layout, &vec![key(0); 128], DEADLINE);
     stream.write_all(&first).expect("sent");
@@ -81,7 +81,7 @@ fn a_requester_that_returns_credit_slowly_loses_its_request_and_keeps_its_connec
 fn a_requester_that_reads_slowly_loses_its_connection() {
     let node = node(TcpSettings { socket_buffer_bytes: Some(32 << 10), ..tolerant() }, by_hand());
     let block = large_block();
-    let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 30, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, 1 << 30, 5000));
     let started = Instant::now();
     let request = request_within(1, block.layout, &vec![key(0); 128], DEADLINE);
     stream.write_all(&request).expect("sent");

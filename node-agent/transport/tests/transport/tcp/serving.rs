@@ -6,7 +6,7 @@ use reprise_policy::peer::PeerEvent;
 use reprise_transport::{Transport, TransportEvent};
 
 use crate::harness::{Block, FillOutcome, by_hand, key, serving, small_layout};
-use crate::tcp::wire::{CREDIT, DATA, connect, header, hello, read_frame, request};
+use crate::tcp::wire::{CREDIT, DATA, VERSION, connect, header, hello, read_frame, request};
 use crate::tcp::{eventually, impatient, large_block, node, settings};
 
 #[test]
@@ -14,7 +14,7 @@ fn a_requester_that_returns_no_credit_gets_only_its_window() {
     let node = node(impatient(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
-    let mut stream = connect(node.transport.local_address(), &hello(1, window, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, window, 5000));
     stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
     let serve = node.serve_number();
     node.serve_block(serve, 0, &block);
@@ -40,7 +40,7 @@ fn returned_credit_releases_the_rest() {
     let node = node(settings(), by_hand());
     let block = large_block();
     let window: u64 = 256 << 10;
-    let mut stream = connect(node.transport.local_address(), &hello(1, window, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, window, 5000));
     stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
     let serve = node.serve_number();
     node.serve_block(serve, 0, &block);
@@ -63,7 +63,7 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
     let node = node(impatient(), by_hand());
     let block = large_block();
     // The window is larger than all socket buffers, so the server fills them and then waits for the socket.
-    let mut stalled = connect(node.transport.local_address(), &hello(1, 1 << 30, 5000));
+    let mut stalled = connect(node.transport.local_address(), &hello(VERSION, 1 << 30, 5000));
     stalled.write_all(&request(1, block.layout, &vec![key(0); 128])).expect("sent");
     let stalled_serve = node.serve_number();
     // No call waits for the peer: it reads nothing, so the calls would not end.
@@ -99,7 +99,7 @@ fn a_requester_that_reads_nothing_is_closed_without_delaying_others() {
 fn a_requester_that_dies_in_the_middle_aborts_its_serves() {
     let node = node(settings(), by_hand());
     let block = large_block();
-    let mut stream = connect(node.transport.local_address(), &hello(1, 256 << 10, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, 256 << 10, 5000));
     stream.write_all(&request(1, block.layout, &[key(0)])).expect("sent");
     stream.write_all(&request(2, block.layout, &[key(0)])).expect("sent");
     let (first, second) = (node.serve_number(), node.serve_number());
@@ -113,7 +113,7 @@ fn a_requester_that_dies_in_the_middle_aborts_its_serves() {
 #[test]
 fn closes_a_requester_that_sends_half_a_request() {
     let node = node(impatient(), by_hand());
-    let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 20, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, 1 << 20, 5000));
     let bytes = request(1, small_layout(), &[key(0)]);
     stream.write_all(&bytes[..40]).expect("sent");
     assert!(crate::tcp::wire::is_closed(&mut stream));
@@ -132,7 +132,7 @@ fn closes_a_connection_that_never_greets() {
 fn a_cancelled_request_keeps_the_connection_open() {
     let block = Block::new(0, small_layout());
     let node = node(settings(), by_hand());
-    let mut stream = connect(node.transport.local_address(), &hello(1, 1 << 20, 5000));
+    let mut stream = connect(node.transport.local_address(), &hello(VERSION, 1 << 20, 5000));
     let keys = [key(0)];
     let send = [
         request(1, small_layout(), &keys),

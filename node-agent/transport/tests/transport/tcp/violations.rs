@@ -8,8 +8,8 @@ use reprise_transport::Transport;
 
 use crate::harness::{Block, FillOutcome, by_hand, bytes_of, is_untouched, serving, small_layout};
 use crate::tcp::wire::{
-    ABSENT, ALIVE, BLOCK_HEADER, CREDIT, DATA, FakeServer, REQUEST, block_header, connect, data, good_hello,
-    header, hello, is_closed, request, with_body,
+    ABSENT, ALIVE, BLOCK_HEADER, CREDIT, DATA, FakeServer, REQUEST, VERSION, block_header, connect, data,
+    good_hello, header, hello, is_closed, request, with_body,
 };
 use crate::tcp::{assert_lost, eventually, node, settings};
 
@@ -102,7 +102,13 @@ fn a_requester_rejects_foreign_greetings() {
     garbage[..8].copy_from_slice(b"HTTP/1.1");
     let mut damaged = good_hello();
     damaged[40] ^= 1;
-    for greeting in [garbage, damaged, hello(2, 1 << 20, 2000), hello(1, 0, 2000), hello(1, 1 << 20, 0)] {
+    for greeting in [
+        garbage,
+        damaged,
+        hello(VERSION + 1, 1 << 20, 2000),
+        hello(VERSION, 0, 2000),
+        hello(VERSION, 1 << 20, 0),
+    ] {
         let node = node(settings(), by_hand());
         let server = FakeServer::new();
         let (mut tracker, _) = node.fetch(&server.address(), 1);
@@ -161,7 +167,7 @@ fn a_server_rejects_invalid_requests() {
     let send = |bytes: Vec<u8>| move |stream: &mut TcpStream| drop(stream.write_all(&bytes));
     server_rejects("garbage", send(vec![0x42; 500]));
     server_rejects("frame of a server", send(header(ALIVE, 0, 0, 0, 0).to_vec()));
-    server_rejects("too long", send(header(REQUEST, 1, 0, 0, 32 + 16 * 8192 + 1).to_vec()));
+    server_rejects("too long", send(header(REQUEST, 1, 0, 0, 96 + 16 * 8192 + 1).to_vec()));
     server_rejects("no keys", send(request(1, layout, &[])));
     server_rejects("more credit than the window", send(header(CREDIT, 1, 0, 0, 0).to_vec()));
     server_rejects(
@@ -195,7 +201,7 @@ fn garbage_on_the_port_is_counted_and_has_no_other_effect() {
 #[test]
 fn a_peer_of_another_version_gets_our_version_before_it_is_rejected() {
     let node = node(settings(), by_hand());
-    // `connect` checks that the answer is a greeting of version 1.
+    // `connect` checks that the answer is a greeting of its version.
     let mut stream = connect(node.transport.local_address(), &hello(7, 1 << 20, 2000));
     assert!(is_closed(&mut stream));
     eventually("one protocol error", || node.transport.stats().protocol_errors == 1);

@@ -9,6 +9,9 @@ use reprise_policy::{BlockKey, Layout};
 
 use crate::harness::{Block, LATER, PATIENCE};
 
+/// Version of the protocol.
+pub(crate) const VERSION: u16 = 2;
+
 pub(crate) const REQUEST: u8 = 1;
 pub(crate) const CREDIT: u8 = 2;
 pub(crate) const OFFER: u8 = 4;
@@ -48,7 +51,7 @@ pub(crate) fn hello_of(node: &str, version: u16, credit_bytes: u64, stall_timeou
 
 /// Encodes the greeting of a correct peer.
 pub(crate) fn good_hello() -> [u8; 128] {
-    hello(1, 1 << 20, 2000)
+    hello(VERSION, 1 << 20, 2000)
 }
 
 pub(crate) fn header(kind: u8, stream: u64, block: u32, argument: u32, length: u32) -> [u8; 32] {
@@ -105,7 +108,10 @@ pub(crate) fn request_within(stream: u64, layout: Layout, keys: &[BlockKey], dea
     let mut body = layout.encode().to_vec();
     body.extend_from_slice(&(deadline.as_micros() as u64).to_le_bytes());
     body.extend_from_slice(&(keys.len() as u32).to_le_bytes());
-    body.extend_from_slice(&[0; 4]);
+    let tenant = b"default";
+    body.extend_from_slice(&[tenant.len() as u8, 0, 0, 0]);
+    body.extend_from_slice(tenant);
+    body.resize(96, 0);
     body.extend_from_slice(&BlockKey::pack(keys));
     with_body(REQUEST, stream, 0, &body)
 }
@@ -179,7 +185,7 @@ pub(crate) fn connect(address: SocketAddr, hello: &[u8; 128]) -> TcpStream {
 
 fn hello_prefix() -> [u8; 10] {
     let mut prefix = *b"RPRSPEER\0\0";
-    prefix[8] = 1;
+    prefix[8..].copy_from_slice(&VERSION.to_le_bytes());
     prefix
 }
 
