@@ -133,14 +133,10 @@ impl Offers {
             env.send(line, 0, Message::Peer(answer));
             return None;
         };
-        let own = match env.setup.variant {
-            Variant::OffersIgnoreTenant => TenantId::DEFAULT,
-            _ => tenant,
-        };
         self.received_count += 1;
         let id = PeerOfferId(self.received_count);
         self.received.insert(id, ReceivedOffer { line, offer, keys: keys.len() });
-        Some((own, Event::PeerOffer(PeerOffer { offer: id, from, tenant: own, layout, keys })))
+        Some((tenant, Event::PeerOffer(PeerOffer { offer: id, from, tenant, layout, keys })))
     }
 
     pub(crate) fn answer(

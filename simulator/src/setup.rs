@@ -108,8 +108,6 @@ pub enum Variant {
     DrainsIgnored,
     /// An offer waits for its answer without a limit.
     OffersWithoutDeadline,
-    /// An agent assigns offered blocks to one fixed tenant.
-    OffersIgnoreTenant,
     /// An agent evicts blocks to make room for offered ones.
     OffersEvictBlocks,
     /// An agent ignores the end of a move.

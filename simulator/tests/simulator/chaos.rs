@@ -200,7 +200,6 @@ fn injected_flaws_are_detected() {
         (Variant::CordonsIgnored, 0..100, "and is not active"),
         (Variant::DrainsIgnored, 0..100, "does not drain"),
         (Variant::OffersWithoutDeadline, 0..100, "an offer exceeds its deadline"),
-        (Variant::OffersIgnoreTenant, 60..160, "blocks are on the node"),
         (Variant::OffersEvictBlocks, 0..100, "although only offered blocks need room"),
         (Variant::MoveEndIgnored, 0..100, "the core still has a deadline"),
         (Variant::ReportToOtherOwnerCounts, 110..210, "has no grant for"),
