@@ -75,7 +75,7 @@ fn report_rows() -> Vec<String> {
         row(
             "`ReportRequest`",
             "node 7, epoch 3; uses 1 byte of 1 KiB and 2 of 2 KiB, 3 queued; drained, 4, 5, 6, 7; tenant \"t\": version 9, \
-             limit 3, 4, used 1, 2, limited 5, 6, elsewhere, blocks 7, 8; map 0x01 to 0x08; sessions of \"u\"",
+             limit 3, 4, used 1, 2, limited 5, 6, elsewhere, blocks 7, 8; map 0x01…08; sessions of \"u\"",
             &report,
         ),
         row(
