@@ -46,6 +46,10 @@ const NAME_DIGITS: usize = 32;
 /// Interval of reading the request.
 const POLL_EVERY: Duration = Duration::from_millis(500);
 
+/// Time for which a check waits for the first certificate. The kubelet reports each failed probe as a warning, also those
+/// before the operator has answered.
+pub const CHECK_WAITS: Duration = Duration::from_secs(50);
+
 /// Paths and identity of a pod.
 #[derive(Clone, Debug)]
 pub struct PodCertificate {
@@ -78,11 +82,22 @@ enum Action {
 }
 
 impl PodCertificate {
-    /// Checks that the files of the folder are usable, for the kubelet's probe.
+    /// Waits for usable files in the folder, for at most [`CHECK_WAITS`]: the probe of the kubelet.
     ///
     /// # Errors
     /// They are absent, of another identity, or have ended.
     pub fn check(&self) -> anyhow::Result<()> {
+        let until = Instant::now() + CHECK_WAITS;
+        loop {
+            let checked = self.check_once();
+            if checked.is_ok() || Instant::now() >= until {
+                return checked;
+            }
+            std::thread::sleep(POLL_EVERY);
+        }
+    }
+
+    fn check_once(&self) -> anyhow::Result<()> {
         let credentials = self.present()?;
         if credentials.remaining(SystemTime::now()).is_zero() {
             bail!("the certificate has ended");

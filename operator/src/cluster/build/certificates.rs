@@ -36,6 +36,8 @@ const TOKEN_SECONDS: u32 = 3600;
 const MEMBER_ROLE: &str = "reprise-member";
 /// Time in which the operator answers a request, with an operator that starts at the same time.
 const STARTS_SECONDS: u32 = 600;
+/// Time for one probe, which waits ([`CHECK_WAITS`](crate::certificate::CHECK_WAITS)).
+const PROBE_SECONDS: u32 = 60;
 
 /// Pods with a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,8 +114,8 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
         "startupProbe": {
             "exec": { "command": check },
             "periodSeconds": 1,
-            "timeoutSeconds": 5,
-            "failureThreshold": STARTS_SECONDS,
+            "timeoutSeconds": PROBE_SECONDS,
+            "failureThreshold": STARTS_SECONDS / PROBE_SECONDS,
         },
     });
     let cluster = names.in_certificates();
