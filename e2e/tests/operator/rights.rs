@@ -73,7 +73,8 @@ fn apply_secret_rights(k8s: &TestCluster) {
     for object in all.filter(|one| one["metadata"]["name"] == "reprise-operator-reprise") {
         let mut object = object;
         object["metadata"]["namespace"] = json!(NAMESPACE);
-        for name in object["rules"][1]["resourceNames"].as_array_mut().into_iter().flatten() {
+        let named = object.pointer_mut("/rules/1/resourceNames").and_then(Value::as_array_mut);
+        for name in named.into_iter().flatten() {
             let renamed = name.as_str().expect("a name").replacen("reprise-", "c-", 1);
             *name = json!(renamed);
         }
