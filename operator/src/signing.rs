@@ -14,7 +14,7 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{Api, Patch, PatchParams, PostParams};
-use kube::runtime::watcher::{DefaultBackoff, Event};
+use kube::runtime::watcher::Event;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Resource, ResourceExt};
 use reprise_crds::cluster::TlsMode;
@@ -27,6 +27,7 @@ use crate::context::Context;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::ClusterNames;
+use crate::watch::{WATCH_LOST, WatchBackoff};
 
 pub mod review;
 
@@ -34,6 +35,9 @@ use review::{Grant, Permission, Verdict};
 
 /// Signer of the requests.
 pub const SIGNER: &str = "reprise.dev/process";
+
+/// Kind of the requests, for the log.
+const KIND: &str = "CertificateSigningRequest";
 
 /// Interval of new attempts to answer.
 const RETRY_EVERY: Duration = Duration::from_secs(2);
@@ -50,7 +54,7 @@ type Unanswered = BTreeMap<String, CertificateSigningRequest>;
 pub async fn run(context: &Context) {
     let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
-    let mut events = watcher(requests, ours).backoff(DefaultBackoff::default()).boxed();
+    let mut events = watcher(requests, ours).backoff(WatchBackoff::default()).boxed();
     let mut unanswered = Unanswered::new();
     let mut retry = tokio::time::interval(RETRY_EVERY);
     loop {
@@ -62,8 +66,13 @@ pub async fn run(context: &Context) {
                 Some(Ok(Event::Delete(request))) => {
                     unanswered.remove(&request.name_any());
                 }
-                Some(Ok(Event::Init | Event::InitDone)) => {}
-                Some(Err(error)) => tracing::warn!(%error, "cannot watch requests for certificates; retrying"),
+                Some(Ok(Event::Init)) => {}
+                Some(Ok(Event::InitDone)) => {
+                    tracing::info!(recovered = WATCH_LOST, kind = KIND, "watch established");
+                }
+                Some(Err(error)) => {
+                    tracing::warn!(condition = WATCH_LOST, %error, kind = KIND, "watch lost; restarting it");
+                }
                 None => return,
             },
             _ = retry.tick(), if !unanswered.is_empty() => {
