@@ -86,7 +86,9 @@ pub(crate) fn by_kubectl(cluster: &mut Cluster) {
 /// Drains a node, and polls that budgets hold meanwhile: one of two members and one of two operators is
 /// ready.
 fn drain(cluster: &Cluster, release: Release<'_>, node: &str) {
-    let mut drain = cluster.begin_kubectl(&["drain", node, "--ignore-daemonsets", "--timeout=180s"]);
+    // Members have their certificate in a volume in memory, which is made again.
+    let volumes = "--delete-emptydir-data";
+    let mut drain = cluster.begin_kubectl(&["drain", node, "--ignore-daemonsets", volumes, "--timeout=180s"]);
     let mut polls = 0_u32;
     while drain.is_alive() {
         for component in [Component::Members, Component::Operator] {
