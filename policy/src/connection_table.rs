@@ -394,7 +394,7 @@ mod tests {
             match table.admit_from(Some(flood), flood) {
                 Admission::Admitted(_) => {}
                 Admission::Replaced { closed, .. } => {
-                    assert_ne!(closed, 1, "connection of the proven address")
+                    assert_ne!(closed, 1, "connection of the proven address");
                 }
                 Admission::Full(_) => panic!("fresh connections make room"),
             }

@@ -170,7 +170,7 @@ fn open_all(opener: &mut Opener, stream: &[u8], choices: &mut Unstructured<'_>) 
                 let mut record: Vec<u8> = received.drain(..bytes).collect();
                 match opener.open(&mut record) {
                     Ok(Opened::Data(count)) => {
-                        opened.extend_from_slice(&record[RECORD_HEADER_BYTES..][..count])
+                        opened.extend_from_slice(&record[RECORD_HEADER_BYTES..][..count]);
                     }
                     Ok(Opened::NextKey) => {}
                     Ok(Opened::Closed) | Err(_) => return opened,
