@@ -103,13 +103,24 @@ async fn try_answer(context: &Context, request: CertificateSigningRequest, unans
 
 /// Whether a request has a certificate, or will not get one.
 fn is_answered(request: &CertificateSigningRequest) -> bool {
-    let Some(status) = &request.status else { return false };
-    let is_final = |kind: &str| kind == "Denied" || kind == "Failed";
-    status.certificate.is_some()
-        || status.conditions.iter().flatten().any(|condition| is_final(&condition.type_))
+    let has_certificate = request.status.as_ref().is_some_and(|status| status.certificate.is_some());
+    has_certificate || has_condition(request, "Denied") || has_condition(request, "Failed")
+}
+
+fn has_condition(request: &CertificateSigningRequest, kind: &str) -> bool {
+    let conditions = request.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.into_iter().any(|condition| condition.type_ == kind)
 }
 
 async fn answer(context: &Context, request: &CertificateSigningRequest) -> Result<(), OperatorError> {
+    // An approval causes an event before the certificate is there.
+    if has_condition(request, "Approved") {
+        let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
+        let current = requests.get(&request.name_any()).await;
+        if is_answered(&current.map_err(OperatorError::api("read a request for a certificate"))?) {
+            return Ok(());
+        }
+    }
     let find = |namespace: &str, name: &str| {
         let cluster = context.stores.cluster(&format!("{namespace}/{name}"))?;
         (cluster.spec.tls.mode == TlsMode::Managed).then_some(cluster)

@@ -90,6 +90,9 @@ struct Listener {
     words: &'static str,
 }
 
+/// Attempts to start a member on free ports.
+const STARTS_MAX: usize = 5;
+
 /// A member and an agent with certificates.
 struct Cluster {
     listeners: Vec<Listener>,
@@ -124,16 +127,21 @@ impl Cluster {
         }
         let certificates = Certificates::create(&env.folder().join("certificates")).expect("an authority");
         let (config, log) = (env.folder().join("member.toml"), env.folder().join("member.log"));
-        let (publish, replay) = (free_address(), free_address());
-        let text = format!(
-            "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n[events]\n\
-             publish = \"{publish}\"\nreplay = \"{replay}\"\n[tls]\nfolder = {:?}\n",
-            certificates.issue(&Role::Member).expect("issued")
-        );
-        fs::write(&config, text).expect("the folder is writable");
+        let tls = certificates.issue(&Role::Member).expect("issued");
         env.watch_log(log.clone());
-        let started = StartingProcess::spawn(control_plane::command(&config), &log).ready();
-        let (member, ready) = started.expect("the member starts");
+        // A free port can be taken before the member listens.
+        let (member, ready, publish, replay) = (0..STARTS_MAX)
+            .find_map(|_| {
+                let (publish, replay) = (free_address(), free_address());
+                let text = format!(
+                    "listen = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[store]\nkind = \"memory\"\n[events]\n\
+                     publish = \"{publish}\"\nreplay = \"{replay}\"\n[tls]\nfolder = {tls:?}\n"
+                );
+                fs::write(&config, text).expect("the folder is writable");
+                let (member, ready) = StartingProcess::spawn(control_plane::command(&config), &log).ready().ok()?;
+                Some((member, ready, publish, replay))
+            })
+            .expect("the member starts");
         let address = |name: &str| ready[name].as_str().expect("the ready line has it").to_owned();
         let (grpc, admin) = (address("grpc"), address("admin"));
         let node = agent_of("node");

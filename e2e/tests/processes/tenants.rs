@@ -226,6 +226,7 @@ fn fetch(name: &str, from: &str, tenant: &str) -> FillUpdate {
 #[test]
 fn a_node_gets_blocks_of_the_tenants_that_it_acts_for_only() {
     let env = TestEnv::new();
+    env.allow("refused blocks to a node");
     let member = env.control_plane(Store::Memory);
     let config = |name: &str| AgentConfig {
         arena: ByteSize(32 << 20),
