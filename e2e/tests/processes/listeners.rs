@@ -457,7 +457,7 @@ fn every_listener_refuses_every_attack_in_time_logs_it_once_and_changes_nothing(
     }
     // The client names itself, and by its address where it has shown no identity.
     let log = logs::read(&cluster.listeners[0].log);
-    assert!(log.contains("client=127.0.0.1") && log.contains("client=reprise://test/operator"), "{log}");
-    assert!(log.contains("names reprise://test/agent/node-2"), "{log}");
+    assert!(log.contains("client=127.0.0.1") && log.contains("client=reprise://local/operator"), "{log}");
+    assert!(log.contains("names reprise://local/agent/node-2"), "{log}");
     assert_eq!(cluster.state(), before);
 }
