@@ -24,7 +24,10 @@ pub(crate) fn have_no_warning(cluster: &mut Cluster) {
     let warnings: Vec<String> = of_install
         .into_iter()
         .filter(|event| {
-            event["type"] == "Warning" && !is_of_a_busy_kubelet(event) && !is_a_repaired_address(event)
+            event["type"] == "Warning"
+                && !is_of_a_busy_kubelet(event)
+                && !is_of_a_busy_authorizer(event)
+                && !is_a_repaired_address(event)
         })
         .map(line)
         .collect();
@@ -38,6 +41,15 @@ fn is_of_a_busy_kubelet(event: &Value) -> bool {
     ["configmap", "secret"].iter().any(|kind| {
         message.ends_with(&format!("failed to sync {kind} cache: timed out waiting for the condition"))
     })
+}
+
+/// Returns whether the kubelet asked for an object of a pod before the API server's authorizer of nodes had seen that the
+/// pod is on this node. The kubelet asks again.
+fn is_of_a_busy_authorizer(event: &Value) -> bool {
+    let message = event["message"].as_str().unwrap_or_default();
+    event["reason"] == "FailedMount"
+        && message.contains(": no relationship found between node '")
+        && message.ends_with("' and this object")
 }
 
 /// Returns whether the API server's periodic check of addresses met a Service that was just being created. It then
