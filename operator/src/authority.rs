@@ -22,7 +22,6 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, PostParams};
-use reprise_crds::cluster::TlsMode;
 use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_identity::authority::CERTIFICATE_VALID;
@@ -70,11 +69,8 @@ pub struct ClusterAuthority {
 }
 
 /// State of the authority of a cluster.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub enum AuthorityState {
-    /// The cluster has no certificates.
-    #[default]
-    Unused,
     /// The Secret does not exist yet.
     Absent,
     /// The authority can issue certificates.
@@ -200,21 +196,11 @@ impl Authorities {
         held.insert(names.uid.clone(), new);
         Ok(own)
     }
-
-    /// Forgets the authorities of deleted clusters, and of those without certificates.
-    fn forget(&self, names: &ClusterNames) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).remove(&names.uid);
-    }
 }
 
 /// Returns the state of a cluster's authority.
 pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
     let names = ClusterNames::of(cluster);
-    if cluster.spec.tls.mode == TlsMode::None {
-        context.authorities.forget(&names);
-        context.control_planes.set_security(&names, Security::Plain);
-        return AuthorityState::Unused;
-    }
     let name = names.authority();
     let unusable = |error: String| {
         let message = format!(

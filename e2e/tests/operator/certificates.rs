@@ -46,7 +46,7 @@ fn start() -> (TestCluster, reprise_e2e::Operator) {
         rights::apply_cluster_role(&k8s, role);
     }
     let operator = rights::start_operator(&k8s, |_| ());
-    k8s.cluster(json!({ "tls": { "mode": "Managed" } }));
+    k8s.cluster(json!({}));
     k8s.wait_condition("KVCacheCluster", "c", ["CertificatesReady", "True", "AsDesired"]);
     (k8s, operator)
 }

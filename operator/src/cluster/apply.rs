@@ -3,7 +3,7 @@
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{EtcdMode, TlsMode};
+use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
 
 use super::dereference::ClusterInputs;
@@ -45,15 +45,13 @@ pub async fn apply(
         }
         EtcdMode::External => (None, Vec::new()),
     };
-    if cluster.spec.tls.mode == TlsMode::Managed {
-        let names = &inputs.agent_config.names;
-        kept.push((ChildKind::Secret, names.authority()));
-        kept.push((ChildKind::Secret, names.console()));
-        // It is not built while the authority cannot be read.
-        kept.push((ChildKind::ConfigMap, names.authorities()));
-    }
+    let names = &inputs.agent_config.names;
+    kept.push((ChildKind::Secret, names.authority()));
+    kept.push((ChildKind::Secret, names.console()));
+    // It is not built while the authority cannot be read.
+    kept.push((ChildKind::ConfigMap, names.authorities()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
-    let mut applied = children::apply(context, &inputs.agent_config.names.uid, &wanted, &kept).await?;
+    let mut applied = children::apply(context, &names.uid, &wanted, &kept).await?;
     for restored in &applied.restored {
         report_restored(context, cluster, restored).await;
     }
