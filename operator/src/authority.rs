@@ -40,6 +40,7 @@ use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
+use crate::secrets;
 
 pub(crate) mod console;
 
@@ -49,6 +50,9 @@ const TRUST_PREVIOUS: Duration = Duration::from_secs(24 * 3_600);
 
 /// Time from the creation of an authority until the operator uses a certificate of it: by then, all pods trust it.
 const SPREADS_WITHIN: Duration = Duration::from_secs(180);
+
+/// HTTP status code of requests that the operator has no permission for.
+const FORBIDDEN: u16 = 403;
 
 /// Entries of the Secret of the authority.
 const CERTIFICATE: &str = "tls.crt";
@@ -216,6 +220,9 @@ pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState
             Ok(Some(stored)) if stored.labels().get(CLUSTER_UID) == Some(&names.uid) => Arc::new(stored),
             Ok(Some(_)) => return unusable("it does not belong to this cluster".to_owned()),
             Ok(None) => return AuthorityState::Absent,
+            Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
+                return AuthorityState::Unusable(secrets::refusal(&names, &status.message));
+            }
             Err(error) => return unusable(error.to_string()),
         },
     };

@@ -1,5 +1,5 @@
-//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Reports
-//! restored fields, and nodes whose `CacheNode` another component created.
+//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Without
+//! the permission for their Secrets, no child is changed. Reports restored fields, and nodes whose `CacheNode` another component created.
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
@@ -26,6 +26,10 @@ pub async fn apply(
     inputs: &ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
+    // Pods would wait for their certificates, and a managed etcd for its own.
+    if let Some(refusal) = context.stores.secrets.forbidden(&inputs.agent_config.names) {
+        return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
+    }
     let created;
     let inputs = match inputs.certificates {
         AuthorityState::Absent => {
