@@ -153,7 +153,7 @@ fn request(k8s: &TestCluster, client: &Client, role: &str) -> Result<String, Str
 }
 
 /// Grants a user a rule.
-fn grant(k8s: &TestCluster, name: &str, user: &str, rule: &Value) {
+pub(crate) fn grant(k8s: &TestCluster, name: &str, user: &str, rule: &Value) {
     let (params, group) = (PatchParams::apply("test").force(), "rbac.authorization.k8s.io");
     let role = json!({
         "apiVersion": format!("{group}/v1"), "kind": "ClusterRole", "metadata": { "name": name }, "rules": [rule],
