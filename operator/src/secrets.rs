@@ -71,7 +71,8 @@ impl Secrets {
         client: &Client,
         (stores, triggers): (&Arc<Stores>, &Arc<Triggers>),
     ) {
-        let secrets = [names.authority(), names.console(), names.etcd_authority(), names.etcd_tls()];
+        let secrets =
+            [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()];
         let states = secrets.map(|name| {
             let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
             // Watches that have ended.

@@ -15,6 +15,7 @@ use crate::children::{self, ApplyOutcome};
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::node;
+use crate::salts;
 use crate::status::report_restored;
 
 /// Applies the built children.
@@ -35,6 +36,7 @@ pub async fn apply(
         }
         _ => inputs,
     };
+    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
     if let AuthorityState::Present(authority) = &inputs.certificates {
         console::ensure(cluster, context, authority).await?;
     }
@@ -52,6 +54,7 @@ pub async fn apply(
         // It is not built while the authority cannot be read.
         kept.push((ChildKind::ConfigMap, names.authorities()));
     }
+    kept.push((ChildKind::Secret, inputs.agent_config.names.salts()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
     let mut applied = children::apply(context, &inputs.agent_config.names.uid, &wanted, &kept).await?;
     for restored in &applied.restored {
