@@ -34,7 +34,8 @@ run() {
 }
 : > "$log"
 run "tests of the crates"
-run "end-to-end tests" --test e2e --test api_server
+# They mostly wait, so more of them run at a time than there are processors.
+RUST_TEST_THREADS=$(($(nproc) + 1)) run "end-to-end tests" --test e2e --test api_server
 wait "$parallel" || failed+=("tests of a whole Kubernetes cluster")
 echo "output of the tests of a whole Kubernetes cluster: $cluster_log"
 grep '^test ' "$cluster_log" || true

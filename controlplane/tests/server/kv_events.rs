@@ -223,8 +223,9 @@ async fn an_incomplete_replay_has_a_visible_gap() {
     let member = start(1).await;
     let (_, replay) = addresses(&member);
     let mut node = Node::register(&member, "a").await;
-    // Each announcement is one batch, since the next one follows only after it was published.
-    let mut last = 0;
+    // After two clearing batches, each announcement is one batch, since the next one follows only after it was
+    // published.
+    let mut last = 1;
     for key in 0..4 {
         node.announce(harness::keys(key..key + 1), 2).await;
         let mut router = Router::default();
