@@ -334,6 +334,8 @@ fn a_tenant_that_knows_prompts_and_name_of_another_one_finds_none_of_its_blocks(
         assert!(!reference::chain_keys(namespace, &prompt).iter().any(has), "{lines:?}");
     }
     drop(owner);
+    env.allow("peer connection lost");
+    env.allow("node is silent");
     first.kill();
     first.start();
     hit(&first);
