@@ -84,6 +84,8 @@ pub(crate) struct SessionSection {
     pub(crate) mode: String,
     /// Empty: the agent's own user and root.
     pub(crate) allow_uids: Vec<u32>,
+    /// Folder with the isolation salt of each tenant. Empty: none.
+    pub(crate) salts: PathBuf,
     /// Whether sessions may lease and pin extents of pool files.
     pub(crate) extents: bool,
     /// Queue pairs of each NVMe controller for all sessions, and for one of them; 0: none.
@@ -337,6 +339,7 @@ failure_domain = ""        # nodes of a domain (rack, zone) fail together; empty
 socket = "{socket}"        # engines connect here; its directory must exist
 mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
+salts = ""                 # folder with the isolation salt of each tenant (docs/SECURITY.md); empty: only the tenant "default"
 extents = false            # true: clients may read and write pool files themselves, blocks of other tenants included
 queue_pairs = 0            # queue pairs of each NVMe controller that clients may drive; needs extents = true; 0 in Kubernetes
 queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
@@ -490,6 +493,7 @@ impl Default for SessionSection {
             socket: defaults::SOCKET.into(),
             mode: defaults::SOCKET_MODE.to_owned(),
             allow_uids: Vec::new(),
+            salts: PathBuf::new(),
             extents: false,
             queue_pairs: 0,
             queue_pairs_per_session: defaults::QUEUE_PAIRS_PER_SESSION,

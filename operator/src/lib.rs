@@ -57,6 +57,7 @@ pub mod pool;
 pub mod profile;
 pub mod queue;
 pub mod run;
+mod salts;
 pub mod secrets;
 pub mod selection;
 pub mod settings;

@@ -144,6 +144,11 @@ impl ClusterNames {
         format!("{}-console", self.name)
     }
 
+    /// Name of the Secret with the isolation salts of tenants. Agents mount it.
+    pub fn salts(&self) -> String {
+        format!("{}-salts", self.name)
+    }
+
     /// Name of the cluster in certificates. Names of namespaces and clusters contain no dots.
     pub fn in_certificates(&self) -> String {
         format!("{}.{}", self.name, self.namespace)

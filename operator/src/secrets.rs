@@ -130,8 +130,8 @@ impl Secrets {
 }
 
 /// Names of a cluster's Secrets.
-fn secrets_of(names: &ClusterNames) -> [String; 4] {
-    [names.authority(), names.console(), names.etcd_authority(), names.etcd_tls()]
+fn secrets_of(names: &ClusterNames) -> [String; 5] {
+    [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()]
 }
 
 /// The refusal of a cluster whose Secrets the operator may not read.

@@ -122,7 +122,7 @@ class SharedOptions:
             Version, Forbidden, BadRequest: the agent permanently rejects these blocks; the message has the remedy.
         """
         session = Session(
-            self.socket, namespace, layout, tenant=self.tenant, token_file=self.token_file or None, name=name
+            self.socket, namespace, layout, token_file=self.token_file or None, name=name
         )
         try:
             session.check(REFUSAL_WAIT_S)

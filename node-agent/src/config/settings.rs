@@ -106,6 +106,8 @@ pub(crate) struct SessionSettings {
     pub(crate) mode: u32,
     /// `None`: the agent's own user and root.
     pub(crate) allow_uids: Option<Vec<u32>>,
+    /// Folder with the isolation salt of each tenant; `None`: sessions have the default tenant only.
+    pub(crate) salts: Option<PathBuf>,
     pub(crate) queue_grants: QueueGrantLimits,
 }
 
@@ -271,7 +273,8 @@ impl SessionSection {
         }
         let allow_uids = (!self.allow_uids.is_empty()).then(|| self.allow_uids.clone());
         let queue_grants = self.queue_grants()?;
-        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids, queue_grants })
+        let salts = (!self.salts.as_os_str().is_empty()).then(|| self.salts.clone());
+        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids, salts, queue_grants })
     }
 
     fn queue_grants(&self) -> Result<QueueGrantLimits, AgentError> {

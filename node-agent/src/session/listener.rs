@@ -428,7 +428,7 @@ mod tests {
     use super::*;
     use crate::core_loop::Inbox;
     use crate::queue_grants::QueueGrantService;
-    use crate::session::SESSIONS_MAX;
+    use crate::session::{SESSIONS_MAX, TenantSalts};
 
     /// Limits of an agent that grants no queue pairs.
     const NO_QUEUES: QueueGrantLimits =
@@ -439,6 +439,7 @@ mod tests {
             socket: directory.join("agent.sock"),
             mode: 0o640,
             allow_uids: None,
+            salts: None,
             queue_grants: NO_QUEUES,
         }
     }
@@ -464,6 +465,7 @@ mod tests {
             node: "test".to_owned(),
             root: "/".into(),
             identity: None,
+            salts: TenantSalts::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),

@@ -15,6 +15,7 @@ use crate::children::{self, ApplyOutcome};
 use crate::context::Context;
 use crate::error::OperatorError;
 use crate::node;
+use crate::salts;
 use crate::status::report_restored;
 
 /// Applies the built children.
@@ -39,6 +40,7 @@ pub async fn apply(
         }
         _ => inputs,
     };
+    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
     if let AuthorityState::Present(authority) = &inputs.certificates {
         console::ensure(cluster, context, authority).await?;
     }
@@ -54,6 +56,7 @@ pub async fn apply(
     kept.push((ChildKind::Secret, names.console()));
     // It is not built while the authority cannot be read.
     kept.push((ChildKind::ConfigMap, names.authorities()));
+    kept.push((ChildKind::Secret, names.salts()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
     let mut applied = children::apply(context, &names.uid, &wanted, &kept).await?;
     for restored in &applied.restored {

@@ -19,7 +19,7 @@ use crate::core_loop::{Inbox, Input};
 use crate::queue_grants::QueueGrantService;
 use crate::queue_grants::tests::{DEVICE, FakeLender, attach};
 use crate::session::frame::Limits;
-use crate::session::{Outbound, Peer, StatedBackend, read_requests};
+use crate::session::{Outbound, Peer, StatedBackend, TenantSalts, read_requests};
 
 const LIMITS: QueueGrantLimits = QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
 const LONG: Duration = Duration::from_secs(10);
@@ -47,6 +47,7 @@ impl Fixture {
             node: "test".to_owned(),
             root: "/".into(),
             identity: None,
+            salts: TenantSalts::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
@@ -67,6 +68,7 @@ impl Fixture {
             is_fenced: false.into(),
             load_blocks_max: 1,
             layout: crate::recorder::tests::layout(1),
+            namespace: reprise_policy::NamespaceDigest([1; 32]),
             backend: StatedBackend::default(),
         });
         let (noted, inputs) = channel();

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::access::Access;
 use super::certificates::{self, Process};
-use super::configuration::{AGENT_FILE, FOLDER, agent, agent_digest, state_directory};
+use super::configuration::{AGENT_FILE, FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory};
 use super::identities;
 use super::pods::{
     DefaultResources, MIN_READY_SECONDS, probe, pull, resources, startup_probe, tolerations, unprivileged,
@@ -212,9 +212,17 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
     }
     let config = json!({ "name": "config", "configMap": { "name": inputs.agent_config.names.agent() } });
-    let mut volumes = vec![config, identities::volume(inputs)];
-    let mut mounts =
-        vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }), identities::mount()];
+    // The operator creates the Secret with the first CacheTenant, and agents read a salt when a session needs it.
+    let salts = json!({
+        "name": "salts",
+        "secret": { "secretName": inputs.agent_config.names.salts(), "defaultMode": 0o400, "optional": true },
+    });
+    let mut volumes = vec![config, identities::volume(inputs), salts];
+    let mut mounts = vec![
+        json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }),
+        identities::mount(),
+        json!({ "name": "salts", "mountPath": SALTS_FOLDER, "readOnly": true }),
+    ];
     for (index, folder) in folders.iter().enumerate() {
         let name = format!("node-{index}");
         volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));

@@ -21,6 +21,8 @@ use crate::tenant::dereference::without_reservation;
 pub const FOLDER: &str = "/etc/reprise";
 /// Name of the agents' configuration file.
 pub const AGENT_FILE: &str = "agent.toml";
+/// Directory with the isolation salts of tenants in agents' pods.
+pub const SALTS_FOLDER: &str = "/etc/reprise-salts";
 /// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
 /// Directory of members with the CA, and with a managed etcd's client certificate.
@@ -39,6 +41,7 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             "socket": format!("{}/agent.sock", agents.socket.directory),
             "mode": agents.socket.mode,
             "allow_uids": agents.socket.allow_uids,
+            "salts": SALTS_FOLDER,
         },
         "arena": {
             "bytes": size(&cache.dram),

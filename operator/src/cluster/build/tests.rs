@@ -576,6 +576,14 @@ fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
         volume.expect("a mounted volume")["configMap"],
         json!({ "name": "c-agent-tenants", "items": items })
     );
+    let volumes = pod["volumes"].as_array().expect("volumes");
+    let salts = json!({ "secretName": "c-salts", "defaultMode": 0o400, "optional": true });
+    assert!(volumes.contains(&json!({ "name": "salts", "secret": salts })), "{volumes:?}");
+    let mounts = pod["containers"][0]["volumeMounts"].as_array().expect("mounts");
+    let mount = json!({ "name": "salts", "mountPath": "/etc/reprise-salts", "readOnly": true });
+    assert!(mounts.contains(&mount), "{mounts:?}");
+    let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
+    assert_eq!(agent["session"]["salts"].as_str(), Some("/etc/reprise-salts"));
     let environment = pod["containers"][0]["env"].as_array().expect("an environment").clone();
     let expected = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
     assert!(environment.contains(&expected), "{environment:?}");
