@@ -2,9 +2,9 @@
 //! settings.
 //!
 //! ```text
-//! API server ──watches──► stores ──changes──► queues ──► reconcilers ──► API server
-//!                                                            │
-//!                               dereference → validate → build → apply → status
+//! API server ──watches──► stores ──changes──► controllers ──► reconcilers ──► API server
+//!                                                                │
+//!                                   dereference → validate → build → apply → status
 //! ```
 //!
 //! Each kind has one reconciler, a pipeline of five steps, one file each:

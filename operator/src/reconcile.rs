@@ -18,7 +18,7 @@ pub mod secrets;
 pub mod selection;
 pub mod stores;
 pub mod tenant;
-pub mod watch;
+pub mod watches;
 
 crate::framework::status::implement_status!(
     reprise_crds::KVCacheClusterStatus,

@@ -17,6 +17,7 @@ use crate::reconcile::names::IN_USE_FINALIZER;
 pub mod apply;
 pub mod build;
 pub mod certificates;
+pub mod controller;
 pub mod dereference;
 pub mod external_etcd;
 pub mod status;

@@ -16,7 +16,6 @@ use crate::reconcile::deletion_guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
 use crate::reconcile::profile::source::SourceCache;
 use crate::reconcile::stores::Stores;
-use crate::reconcile::watch::Triggers;
 use crate::settings::Settings;
 
 /// Services of the framework, stores, settings, and memory between reconciles. The memory never affects the desired
@@ -25,8 +24,6 @@ pub struct Context {
     services: Services,
     /// Objects as the watches last reported them.
     pub stores: Arc<Stores>,
-    /// Senders of reconcile requests.
-    pub triggers: Arc<Triggers>,
     /// Settings from the command line.
     pub settings: Settings,
     /// Last check results of external etcd stores.
@@ -49,20 +46,14 @@ pub struct Context {
 
 impl Context {
     /// Creates a context with empty memory.
-    pub fn new(
-        client: (Client, ApiRequests),
-        stores: Arc<Stores>,
-        triggers: Arc<Triggers>,
-        settings: Settings,
-    ) -> Context {
+    pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
         let replica = Replica { identity: &settings.identity, namespace: &settings.namespace };
-        let own_writes = Arc::clone(&triggers.own_writes);
+        let own_writes = Arc::clone(&stores.own_writes);
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
             authorities: Authorities::default(),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             stores,
-            triggers,
             settings,
             store_checks: EtcdChecks::default(),
             storage_classes: StorageClassCache::default(),
@@ -111,8 +102,7 @@ pub(crate) mod tests {
             control_planes: BTreeMap::new(),
             unused_for: Duration::from_secs(60),
         };
-        let (triggers, _) = Triggers::new();
         let counted = (client, ApiRequests::default());
-        Arc::new(Context::new(counted, Arc::new(Stores::new().0), Arc::new(triggers), settings))
+        Arc::new(Context::new(counted, Arc::new(Stores::new().0), settings))
     }
 }

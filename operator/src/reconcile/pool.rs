@@ -15,6 +15,7 @@ use crate::reconcile::deletion_guard::{self, GuardOutcome};
 
 pub mod apply;
 pub mod build;
+pub mod controller;
 pub mod dereference;
 pub mod status;
 pub mod validate;

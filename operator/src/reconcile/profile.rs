@@ -32,6 +32,7 @@ use build::RolloutState;
 pub mod apply;
 pub mod build;
 pub mod content;
+pub mod controller;
 pub mod decisions;
 pub mod dereference;
 pub mod files;

@@ -17,6 +17,7 @@ use crate::reconcile::context::Context;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 pub mod budget;
+pub mod controller;
 pub mod dereference;
 pub mod pods;
 pub mod status;

@@ -123,7 +123,7 @@ pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> Agent
 pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> ClusterInputs {
     let (agent_config, stores) = (agent_config_inputs(cluster, context), &context.stores);
     let names = &agent_config.names;
-    stores.secrets.follow(names, &context.client, (stores, &context.triggers)).await;
+    stores.secrets.follow(names, &context.client, stores).await;
     let own = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
     let cache_nodes = own.nodes.iter().filter_map(|node| {
         let found = stores.cache_nodes.get(&ObjectRef::new(node))?;

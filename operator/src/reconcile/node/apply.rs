@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use super::build::DesiredCacheNode;
 use super::dereference::NodeInputs;
+use crate::framework::change::is_by_operator;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
@@ -26,7 +27,6 @@ use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::metrics::Write;
 use crate::framework::status::{RestoredFields, publish_event, report_restored};
 use crate::reconcile::context::Context;
-use crate::reconcile::watch::is_by_operator;
 
 /// Key of a node in [`crate::framework::field_ownership::restore`].
 pub(crate) fn key(node: &str) -> String {

@@ -131,7 +131,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let wanted = match step {
         Step::Nothing => {
             // An older write of this process may not have reached the store yet.
-            context.triggers.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
+            context.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
             return Ok(());
         }
         Step::Set(condition) => Some(&**condition),
@@ -145,7 +145,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let key = format!("{AGENT_READY} of Node//{name}");
     let params = PatchParams::apply(FIELD_MANAGER);
     let ours = OwnedWrite { api: &api, key: &key, name: &name, part: Part::Status, params, body: &body };
-    context.triggers.own_writes.record(node.metadata.uid.as_ref(), &wanted);
+    context.own_writes.record(node.metadata.uid.as_ref(), &wanted);
     match restore::apply(&context.other_writers, &ours).await {
         Ok(WriteOutcome::Written(_)) => {}
         Ok(WriteOutcome::Restored(written, taken)) => {
