@@ -13,6 +13,7 @@ pub mod clock;
 pub mod controller;
 pub mod digest;
 pub mod error;
+pub mod events;
 pub mod feed;
 pub(crate) mod field_ownership;
 pub mod finalizers;

@@ -15,8 +15,8 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::framework::error::OperatorError;
+use crate::framework::events::kind_of;
 use crate::framework::services::Services;
-use crate::framework::status::kind_of;
 use crate::framework::watchdog::HEARTBEAT_INTERVAL;
 
 /// Key of the log condition for a failed reconcile.

@@ -84,7 +84,7 @@ pub fn only_some<K: Send + Sync + 'static, T: Send + 'static>(
     objects.filter_map(move |object| std::future::ready(related(&object)))
 }
 
-/// Requests to reconcile all objects of the subscribed kinds. Several that nobody has handled yet are one.
+/// Requests to reconcile all objects of the subscribed kinds. Several that no controller has handled yet count once.
 #[derive(Debug)]
 pub struct Signal(watch::Sender<()>);
 
@@ -148,7 +148,7 @@ where
 {
     /// Watches until the task ends. A failed watch restarts with a growing delay.
     ///
-    /// `on_change` runs after the store has changed and before the subscribers are told. `on_list` runs after all
+    /// `on_change` runs after the store has changed and before the subscribers receive the change. `on_list` runs after all
     /// objects were listed: deletions may have been missed before.
     pub(crate) async fn run(self, on_change: impl Fn(&K, Change) + Send, on_list: impl Fn() + Send) {
         let Watch { api, config, writer, feed, own_writes } = self;

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::certificates::CertificateDigests;
 use super::dereference::ClusterInputs;
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::names::{ClusterNames, Component};
 
 mod access;
@@ -76,11 +76,11 @@ pub(crate) fn metadata(
 
 /// A ConfigMap that only the operator writes.
 fn config_map(metadata: Value, data: &Value) -> Child {
-    Child::new(ChildKind::ConfigMap, Ownership::Exclusive, metadata, &json!({ "data": data }))
+    Child::new(ChildKind::ConfigMap, metadata, &json!({ "data": data }))
 }
 
 /// A service account without a mounted token.
 fn service_account(metadata: Value) -> Child {
     let rest = json!({ "automountServiceAccountToken": false });
-    Child::new(ChildKind::ServiceAccount, Ownership::Exclusive, metadata, &rest)
+    Child::new(ChildKind::ServiceAccount, metadata, &rest)
 }

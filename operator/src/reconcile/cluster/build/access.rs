@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::agents::CONTAINER;
 use super::metadata;
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
 use crate::reconcile::cluster::dereference::AgentConfigInputs;
 use crate::reconcile::names::{ClusterNames, Component};
@@ -150,7 +150,7 @@ impl Access {
         let template = |claim: &Claim| {
             let metadata = metadata(cluster, names, Component::Agent, &claim.name);
             let rest = json!({ "spec": claim.spec });
-            Child::new(ChildKind::ResourceClaimTemplate, Ownership::Exclusive, metadata, &rest)
+            Child::new(ChildKind::ResourceClaimTemplate, metadata, &rest)
         };
         self.claims.values().map(template).collect()
     }

@@ -27,7 +27,7 @@ use super::pods::{
     without_empty,
 };
 use super::{config_map, metadata};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::{CONFIGURATION, Component};
 
@@ -70,8 +70,8 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         super::service_account(meta(&name)),
         binding(inputs),
         config_map(meta(&name), &files(cluster, inputs)),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
-        Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &set),
+        Child::new(ChildKind::Service, meta(&name), &service),
+        Child::new(ChildKind::DaemonSet, meta(&name), &set),
     ];
     children.extend(access.templates(cluster, names));
     children
@@ -92,7 +92,7 @@ fn binding(inputs: &ClusterInputs) -> Child {
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": AGENT_ROLE },
         "subjects": [{ "kind": "ServiceAccount", "name": names.agent(), "namespace": names.namespace }],
     });
-    Child::new(ChildKind::ClusterRoleBinding, Ownership::Exclusive, metadata, &rest)
+    Child::new(ChildKind::ClusterRoleBinding, metadata, &rest)
 }
 
 fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::pods::{pull, unprivileged};
 use super::{config_map, metadata};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::Component;
 
@@ -59,7 +59,7 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": MEMBER_ROLE },
         "subjects": [{ "kind": "ServiceAccount", "name": names.control_plane(), "namespace": names.namespace }],
     });
-    let binding = Child::new(ChildKind::ClusterRoleBinding, Ownership::Exclusive, metadata, &rest);
+    let binding = Child::new(ChildKind::ClusterRoleBinding, metadata, &rest);
     authorities.into_iter().chain([binding]).collect()
 }
 

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 
 use super::pods::{DefaultResources, probe, pull, resources, restricted, unprivileged, without_empty};
 use super::{metadata, service_account};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::certificates::CertificateDigests;
 use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
@@ -88,14 +88,9 @@ pub(super) fn build(
     } });
     vec![
         service_account(meta()),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(), &headless),
-        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(), &budget),
-        Child::new(
-            ChildKind::StatefulSet,
-            Ownership::Shared,
-            meta(),
-            &stateful_set(cluster, inputs, certificates),
-        ),
+        Child::new(ChildKind::Service, meta(), &headless),
+        Child::new(ChildKind::PodDisruptionBudget, meta(), &budget),
+        Child::new(ChildKind::StatefulSet, meta(), &stateful_set(cluster, inputs, certificates)),
     ]
 }
 

@@ -14,7 +14,7 @@ use super::pods::{
     unprivileged, without_empty,
 };
 use super::{config_map, metadata, service_account};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
 use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
@@ -54,15 +54,10 @@ pub(super) fn build(
     vec![
         service_account(meta(&name)),
         config_map(meta(&name), &json!(members(cluster, names))),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&names.members()), &headless),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
-        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(&name), &budget),
-        Child::new(
-            ChildKind::StatefulSet,
-            Ownership::Shared,
-            meta(&name),
-            &stateful_set(cluster, inputs, etcd_certificates),
-        ),
+        Child::new(ChildKind::Service, meta(&names.members()), &headless),
+        Child::new(ChildKind::Service, meta(&name), &service),
+        Child::new(ChildKind::PodDisruptionBudget, meta(&name), &budget),
+        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs, etcd_certificates)),
     ]
 }
 
