@@ -8,6 +8,7 @@ pub mod cluster;
 pub mod context;
 pub mod control_plane;
 pub mod deletion_guard;
+pub mod membership;
 pub mod names;
 pub mod node;
 pub mod orphans;

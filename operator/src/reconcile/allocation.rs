@@ -42,8 +42,8 @@ use reprise_crds::GPUQueueAllocation;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::node::readiness::next_check;
 use apply::WriteError;
 use dereference::AgentQueues;

@@ -15,6 +15,7 @@ use crate::reconcile::control_plane::ControlPlanes;
 use crate::reconcile::deletion_guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
 use crate::reconcile::profile::source::SourceCache;
+use crate::reconcile::secrets::Secrets;
 use crate::reconcile::stores::Stores;
 use crate::settings::Settings;
 
@@ -24,6 +25,8 @@ pub struct Context {
     services: Services,
     /// Objects as the watches last reported them.
     pub stores: Arc<Stores>,
+    /// Secrets of clusters.
+    pub secrets: Secrets,
     /// Settings from the command line.
     pub settings: Settings,
     /// Last check results of external etcd stores.
@@ -54,6 +57,7 @@ impl Context {
             authorities: Authorities::default(),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             stores,
+            secrets: Secrets::default(),
             settings,
             store_checks: EtcdChecks::default(),
             storage_classes: StorageClassCache::default(),

@@ -25,8 +25,8 @@ use reprise_crds::SlackProfile;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use build::RolloutState;
 
 pub mod apply;

@@ -17,7 +17,6 @@ use crate::framework::labels::CLUSTER_UID;
 use crate::framework::own_writes::OwnWrites;
 use crate::reconcile::assignment::Assignment;
 use crate::reconcile::assignment::current::CurrentAssignment;
-use crate::reconcile::secrets::Secrets;
 
 /// Readers of all stores.
 #[derive(Debug)]
@@ -38,8 +37,6 @@ pub struct Stores {
     pub namespaces: Store<Namespace>,
     /// All CacheNodes, one per node with an agent.
     pub cache_nodes: Store<CacheNode>,
-    /// Secrets of clusters.
-    pub secrets: Secrets,
     /// Objects that the operator created, by kind, without Secrets.
     pub children: Arc<ChildStores>,
     /// Changes of the objects, for the controllers.
@@ -129,7 +126,6 @@ impl Stores {
             nodes,
             namespaces,
             cache_nodes,
-            secrets: Secrets::default(),
             children: Arc::new(children),
             feeds: Feeds::default(),
             own_writes: Arc::default(),

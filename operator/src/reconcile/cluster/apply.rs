@@ -6,7 +6,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
 
-use super::dereference::ClusterInputs;
+use super::inputs::ClusterInputs;
 use super::{build, certificates};
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
@@ -28,7 +28,7 @@ pub async fn apply(
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
     // Pods would wait for their certificates, and a managed etcd for its own.
-    if let Some(refusal) = context.stores.secrets.forbidden(&inputs.agent_config.names) {
+    if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
         return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     }
     let created;

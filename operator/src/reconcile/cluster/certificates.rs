@@ -35,7 +35,7 @@ use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
-use super::build::metadata;
+use super::build::metadata::metadata;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, api};
 use crate::framework::digest;
@@ -152,7 +152,7 @@ impl Secrets {
     /// before its certificates.
     fn from_store(context: &Context, names: &ClusterNames) -> Secrets {
         let find = |name: &str| {
-            let found = context.stores.secrets.get(&names.namespace, name)?;
+            let found = context.secrets.get(&names.namespace, name)?;
             Some((*found).clone())
         };
         Secrets { authority: find(&names.etcd_authority()), certificates: find(&names.etcd_tls()) }

@@ -39,9 +39,9 @@ use crate::framework::events::Subject;
 use crate::framework::field_ownership::conflict::Part;
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
-use crate::reconcile::cluster::REPORT_TIMEOUT;
-use crate::reconcile::cluster::status::{has_reported, is_ready};
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
+use crate::reconcile::membership::{has_reported, is_ready};
 use crate::reconcile::names::AGENT_READY;
 
 /// Field manager of the condition and of nothing else, so applying an empty status removes the condition.

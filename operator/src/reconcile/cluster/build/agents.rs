@@ -22,13 +22,13 @@ use super::access::Access;
 use super::certificates::{self, Process};
 use super::configuration::{AGENT_FILE, FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory};
 use super::identities;
+use super::metadata::{config_map, metadata};
 use super::pods::{
     DefaultResources, MIN_READY_SECONDS, probe, pull, resources, startup_probe, tolerations, unprivileged,
     without_empty,
 };
-use super::{config_map, metadata};
 use crate::framework::child::{Child, ChildKind};
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::{CONFIGURATION, Component};
 
 /// Name of the agent's container.
@@ -67,7 +67,7 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
     let access = Access::of(cluster, &inputs.agent_config);
     let set = daemon_set(cluster, inputs, &access);
     let mut children = vec![
-        super::service_account(meta(&name)),
+        super::metadata::service_account(meta(&name)),
         binding(inputs),
         config_map(meta(&name), &files(cluster, inputs)),
         Child::new(ChildKind::Service, meta(&name), &service),

@@ -9,10 +9,10 @@ use reprise_crds::KVCacheCluster;
 use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
+use super::metadata::{config_map, metadata};
 use super::pods::{pull, unprivileged};
-use super::{config_map, metadata};
 use crate::framework::child::{Child, ChildKind};
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::Component;
 
 /// Folder of the process's certificate, key and trusted authorities.

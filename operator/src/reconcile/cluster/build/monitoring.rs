@@ -5,7 +5,7 @@ use reprise_crds::cluster::{EtcdMode, MonitoringMode};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use serde_json::{Value, json};
 
-use super::metadata;
+use super::metadata::metadata;
 use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::names::{ClusterNames, Component};
 
