@@ -6,7 +6,6 @@ use reprise_crds::cluster::EtcdMode;
 use super::certificates::CertificateDigests;
 use super::inputs::ClusterInputs;
 use crate::framework::child::{Child, ChildKind};
-use crate::reconcile::names::ClusterNames;
 
 mod access;
 mod agents;

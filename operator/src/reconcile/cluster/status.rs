@@ -20,7 +20,6 @@ use crate::framework::clock;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::membership::{has_reported, is_ready};
-use crate::reconcile::names::ClusterNames;
 
 /// Time after the first `EtcdReady` within which missing etcd members are not reported.
 const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);

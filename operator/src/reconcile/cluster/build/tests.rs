@@ -18,6 +18,7 @@ use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
 use crate::reconcile::cluster::external_etcd::EtcdCheck;
 use crate::reconcile::cluster::inputs::{AgentConfigInputs, NamedPool};
+use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::{CONFIGURATION, SECRETS};
 use crate::settings::DefaultImages;
 
