@@ -103,19 +103,25 @@ fn secret(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
     fn each_tenant_gets_one_salt_that_never_changes() {
         let tenants = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        let random = || TenantSalt::new(rand::random());
-        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), random);
+        let count = Cell::new(0);
+        let next = || {
+            count.set(count.get() + 1);
+            TenantSalt::new([count.get(); 32])
+        };
+        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), next);
         let salt = |name: &str| {
             let text = String::from_utf8(first[name].0.clone()).expect("text");
             TenantSalt::from_hex(&text).expect("the form of an agent's file")
         };
         assert_ne!(salt("a"), salt("b"));
-        let more = missing(&first, &tenants(&["a", "c"]), random);
+        let more = missing(&first, &tenants(&["a", "c"]), next);
         assert_eq!(more.keys().collect::<Vec<_>>(), ["c"]);
     }
 }

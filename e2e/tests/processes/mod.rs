@@ -40,3 +40,4 @@ mod slack;
 mod start_errors;
 mod tenants;
 mod user_nvme;
+mod users;

@@ -336,6 +336,7 @@ fn a_tenant_that_knows_prompts_and_name_of_another_one_finds_none_of_its_blocks(
     drop(owner);
     env.allow("peer connection lost");
     env.allow("node is silent");
+    env.allow("live node registered from another address");
     first.kill();
     first.start();
     hit(&first);
