@@ -80,11 +80,11 @@ class Process:
         self.start()
 
 
-@dataclass
 SALTED_TENANT = "team-a"
 """Tenant besides the default one, with a salt on each agent."""
 
 
+@dataclass
 class Agent(Process):
     """Agent of a node."""
 

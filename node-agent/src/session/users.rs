@@ -81,7 +81,7 @@ impl TenantUsers {
             )),
             None if self.privileged.contains(&uid) || !self.has(tenant) => Ok(()),
             None => Err(format!(
-                "tenant '{tenant}' is kept for its users, and user {uid} of group {gid} is none of them: add it to `uids` \
+                "tenant '{tenant}' is kept for its users, and user {uid} of group {gid} is not among them: add it to `uids` \
                  or `gids` of the tenant in the agent's configuration"
             )),
         }
