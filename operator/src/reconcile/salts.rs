@@ -56,7 +56,7 @@ pub(crate) async fn ensure(
     }
     let written = match stored {
         None => {
-            let secret = secret(cluster, &names, added)?;
+            let secret = secret(cluster, &names, &added)?;
             let params = PostParams {
                 field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
                 ..PostParams::default()
@@ -93,7 +93,7 @@ fn missing(
 fn secret(
     cluster: &KVCacheCluster,
     names: &ClusterNames,
-    data: BTreeMap<String, ByteString>,
+    data: &BTreeMap<String, ByteString>,
 ) -> Result<Secret, OperatorError> {
     let metadata = metadata(cluster, names, Component::Agent, &names.salts());
     let secret = json!({
