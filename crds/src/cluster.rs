@@ -16,7 +16,6 @@ mod cache;
 mod control_plane;
 mod etcd;
 mod status;
-mod tls;
 
 pub use access::{DeviceAccess, DeviceAccessMode, GpuAccess, GpuAccessMode, Rdma, RdmaMode};
 pub use agents::{
@@ -29,7 +28,6 @@ pub use etcd::{Etcd, EtcdMode, EtcdStorage, EtcdTls, EtcdUser, ExternalEtcd, Man
 pub use status::{
     AgentCounts, ClusterCapacity, Connection, KVCacheClusterStatus, MemberCounts, RunningVersions,
 };
-pub use tls::{ClusterTls, TlsMode};
 
 /// Upper bound on the length of a cluster's name. The longest derived name is that of a StatefulSet
 /// revision, `<name>-controlplane-<10>`: 36 + 14 + 10 + 1 = 61 of 63 characters.
@@ -96,9 +94,6 @@ pub struct KVCacheClusterSpec {
     /// most 16; profiles already on nodes take precedence, then the oldest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
-    /// Certificates of the cluster's processes.
-    #[serde(default)]
-    pub tls: ClusterTls,
     /// Injection of the agent's socket and environment into engine pods.
     #[serde(default)]
     pub injection: Injection,

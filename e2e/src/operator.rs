@@ -24,6 +24,7 @@ pub struct OperatorFiles {
     name: String,
     namespace: String,
     options: Vec<String>,
+    is_admin_plain: bool,
 }
 
 impl OperatorFiles {
@@ -35,7 +36,15 @@ impl OperatorFiles {
             name: name.to_owned(),
             namespace: namespace.to_owned(),
             options: Vec::new(),
+            is_admin_plain: true,
         }
+    }
+
+    /// Serves metrics with TLS and for bearer tokens, as in Kubernetes.
+    #[must_use]
+    pub fn with_tls(mut self) -> OperatorFiles {
+        self.is_admin_plain = false;
+        self
     }
 
     /// Sets the control plane address of a cluster (`namespace/name`), since service names are not resolved
@@ -86,6 +95,9 @@ impl OperatorFiles {
     /// The operator exited instead of becoming ready.
     pub fn start(&self) -> Result<Operator, StartError> {
         let mut command = self.command(&["run", "--admin-listen", "127.0.0.1:0"]);
+        if self.is_admin_plain {
+            command.arg("--admin-plain");
+        }
         command.args(&self.options);
         let (running, ready) = StartingProcess::spawn(command, &self.log).ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));

@@ -3,9 +3,11 @@
 //! simulated.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use k8s_openapi::ByteString;
 use libtest_mimic::{Arguments, Trial};
 use reprise_e2e::kubernetes::cluster::Population;
 use reprise_e2e::kubernetes::fleet::{CLUSTER, Scale, pool_name};
@@ -13,6 +15,8 @@ use reprise_e2e::kubernetes::release::{Component, NAMESPACE, RELEASE, import_ima
 use reprise_e2e::kubernetes::{Cluster, Fleet, Release, cluster, programs};
 use reprise_e2e::seed::print_line;
 use reprise_e2e::{Admin, tree, wait_until};
+use reprise_identity::authority::CERTIFICATE_VALID;
+use reprise_identity::{Authority, Expected, Identity, Role};
 use reprise_testkit::metrics::{self, Buckets, add_bucket, quantile, samples, total};
 use serde_json::Value;
 
@@ -323,6 +327,24 @@ fn largest_object(cluster: &Cluster) -> usize {
     all.iter().flatten().map(bytes).max().expect("objects exist")
 }
 
+/// Issues a certificate that the operator's admin port admits, and returns its folder.
+fn scraper(cluster: &Cluster) -> PathBuf {
+    let secret = ["get", "secret", "reprise-operator-admin", "--output=json"];
+    let secret = cluster.kubectl(&[&["--namespace", NAMESPACE], &secret[..]].concat());
+    let secret: Value = serde_json::from_str(&secret).expect("JSON");
+    let text = |entry: &str| {
+        let bytes: ByteString = serde_json::from_value(secret["data"][entry].clone()).expect("an entry");
+        String::from_utf8(bytes.0).expect("PEM")
+    };
+    let authority = Authority::load(&text("tls.crt"), &text("tls.key")).expect("an authority");
+    let identity = Identity::new(&format!("reprise-operator.{NAMESPACE}"), Role::Console);
+    let issued = authority.issue(&identity.expect("valid names"), CERTIFICATE_VALID).expect("a valid period");
+    let folder = cluster.folder().join("scraper");
+    std::fs::create_dir_all(&folder).expect("the folder is writable");
+    issued.into_files(authority.certificate()).write(&folder).expect("the folder is writable");
+    folder
+}
+
 /// Returns the metrics of all replicas of the operator.
 fn pages(cluster: &Cluster) -> String {
     let addresses = cluster.kubectl(&[
@@ -333,9 +355,11 @@ fn pages(cluster: &Cluster) -> String {
         "--selector=app.kubernetes.io/name=reprise-operator",
         "--output=jsonpath={range .items[*]}{.status.podIP}{\"\\n\"}{end}",
     ]);
+    let folder = scraper(cluster);
     let page = |address: &str| {
-        let (code, page) =
-            Admin::at(&format!("{address}:{ADMIN_PORT}")).get("/metrics").expect("the operator responds");
+        let admin = Admin::at(&format!("{address}:{ADMIN_PORT}"));
+        let admin = admin.with_certificates(folder.clone(), Expected::Role(Role::Operator));
+        let (code, page) = admin.get("/metrics").expect("the operator responds");
         assert_eq!(code, 200, "{page}");
         page
     };

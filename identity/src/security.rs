@@ -27,8 +27,6 @@ pub struct TlsSettings {
     pub folder: PathBuf,
     /// Whether connections are plain: no encryption, and all callers may do all. On loopback addresses only.
     pub plain: bool,
-    /// The same on all addresses. The operator sets it in clusters with `tls.mode: None`.
-    pub plain_everywhere: bool,
 }
 
 /// Reason why the settings cannot be used.
@@ -40,9 +38,9 @@ pub enum SettingsError {
          certs issue {0}` create them), or tls.plain = true if it serves loopback addresses only"
     )]
     Neither(Role),
-    /// More than one is set.
-    #[error("tls.folder, tls.plain and tls.plain_everywhere exclude each other: keep one")]
-    Several,
+    /// Both are set.
+    #[error("tls.folder and tls.plain exclude each other: keep one")]
+    Both,
     /// Plain connections would leave the machine.
     #[error(
         "tls.plain = true serves {0}, which is not a loopback address: use certificates (tls.folder; `reprise certs \
@@ -90,9 +88,9 @@ impl TlsSettings {
     /// No setting, plain connections on another address than loopback, unusable files, or those of another role.
     pub fn open(&self, role: &Role, listeners: &[SocketAddr]) -> Result<Security, SettingsError> {
         let has_folder = !self.folder.as_os_str().is_empty();
-        match (has_folder, self.plain, self.plain_everywhere) {
-            (true, true, _) | (true, _, true) | (_, true, true) => Err(SettingsError::Several),
-            (true, false, false) => {
+        match (has_folder, self.plain) {
+            (true, true) => Err(SettingsError::Both),
+            (true, false) => {
                 let credentials = Credentials::read(&self.folder)?;
                 credentials.check_issuer()?;
                 let found = &credentials.identity.role;
@@ -102,21 +100,14 @@ impl TlsSettings {
                 tracing::info!(identity = %credentials.identity, "connections use TLS");
                 Ok(Security::Tls(Tls::new(credentials)))
             }
-            (false, true, false) => match listeners.iter().find(|one| !one.ip().to_canonical().is_loopback())
-            {
+            (false, true) => match listeners.iter().find(|one| !one.ip().to_canonical().is_loopback()) {
                 Some(other) => Err(SettingsError::NotLoopback(*other)),
                 None => {
                     tracing::warn!("connections are plain (tls.plain = true): all local callers may do all");
                     Ok(Security::Plain)
                 }
             },
-            (false, false, true) => {
-                tracing::warn!(
-                    "connections are plain on all addresses: all hosts that reach this process may do all"
-                );
-                Ok(Security::Plain)
-            }
-            (false, false, false) => Err(SettingsError::Neither(role.clone())),
+            (false, false) => Err(SettingsError::Neither(role.clone())),
         }
     }
 }
@@ -302,13 +293,6 @@ mod tests {
     }
 
     #[test]
-    fn plain_connections_on_all_addresses_need_their_own_setting() {
-        let settings = TlsSettings { plain_everywhere: true, ..TlsSettings::default() };
-        let opened = settings.open(&Role::Member, &addresses(&["0.0.0.0:7400"]));
-        assert!(matches!(opened, Ok(Security::Plain)));
-    }
-
-    #[test]
     fn refuses_to_choose_plain_connections_by_itself() {
         let role = Role::Agent("node-1".to_owned());
         let unset = TlsSettings::default();
@@ -327,14 +311,8 @@ mod tests {
     fn refuses_two_answers_and_unusable_files() {
         let folder = TempDir::new().expect("a folder");
         let empty = TlsSettings { folder: folder.path().to_owned(), ..TlsSettings::default() };
-        let (plain, everywhere) = (
-            TlsSettings { plain: true, ..empty.clone() },
-            TlsSettings { plain_everywhere: true, ..empty.clone() },
-        );
-        let all_plain = TlsSettings { plain: true, plain_everywhere: true, ..TlsSettings::default() };
-        for several in [plain, everywhere, all_plain] {
-            assert!(matches!(several.open(&Role::Member, &[]), Err(SettingsError::Several)));
-        }
+        let both = TlsSettings { plain: true, ..empty.clone() };
+        assert!(matches!(both.open(&Role::Member, &[]), Err(SettingsError::Both)));
         let error = empty.open(&Role::Member, &[]).expect_err("no files").to_string();
         assert!(error.contains("ca.crt"), "{error}");
     }

@@ -1,5 +1,6 @@
-//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. It is read-only. With certificates, only probes are
-//! open ([`reprise_daemon::guard`]). Idle clients cannot block probes ([`reprise_daemon::http`]).
+//! The admin port: `/metrics`, `/healthz`, `/readyz`, `/startz`. It is read-only. Only probes are open
+//! ([`reprise_daemon::guard`]); metrics need TLS ([`certificate`]) and a bearer token ([`scrapers`]). Idle clients cannot
+//! block probes ([`reprise_daemon::http`]).
 //!
 //! * `/healthz` fails if reconciliation is stuck ([`crate::watchdog`]). A replica that waits for the lease is
 //!   healthy.
@@ -26,6 +27,9 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::context::Context;
+
+pub mod certificate;
+pub mod scrapers;
 
 /// Longest wait of `/startz`. Then it answers although the replica is not ready, and readiness probes report
 /// that.

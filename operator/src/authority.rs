@@ -22,7 +22,6 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, PostParams};
-use reprise_crds::cluster::TlsMode;
 use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_identity::authority::CERTIFICATE_VALID;
@@ -41,6 +40,7 @@ use crate::digest;
 use crate::error::OperatorError;
 use crate::metrics::Write;
 use crate::names::{APPLIED, CLUSTER_UID, ClusterNames, Component};
+use crate::secrets;
 
 pub(crate) mod console;
 
@@ -50,6 +50,9 @@ const TRUST_PREVIOUS: Duration = Duration::from_secs(24 * 3_600);
 
 /// Time from the creation of an authority until the operator uses a certificate of it: by then, all pods trust it.
 const SPREADS_WITHIN: Duration = Duration::from_secs(180);
+
+/// HTTP status code of requests that the operator has no permission for.
+const FORBIDDEN: u16 = 403;
 
 /// Entries of the Secret of the authority.
 const CERTIFICATE: &str = "tls.crt";
@@ -70,11 +73,8 @@ pub struct ClusterAuthority {
 }
 
 /// State of the authority of a cluster.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub enum AuthorityState {
-    /// The cluster has no certificates.
-    #[default]
-    Unused,
     /// The Secret does not exist yet.
     Absent,
     /// The authority can issue certificates.
@@ -200,21 +200,11 @@ impl Authorities {
         held.insert(names.uid.clone(), new);
         Ok(own)
     }
-
-    /// Forgets the authorities of deleted clusters, and of those without certificates.
-    fn forget(&self, names: &ClusterNames) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).remove(&names.uid);
-    }
 }
 
 /// Returns the state of a cluster's authority.
 pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
     let names = ClusterNames::of(cluster);
-    if cluster.spec.tls.mode == TlsMode::None {
-        context.authorities.forget(&names);
-        context.control_planes.set_security(&names, Security::Plain);
-        return AuthorityState::Unused;
-    }
     let name = names.authority();
     let unusable = |error: String| {
         let message = format!(
@@ -230,6 +220,9 @@ pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState
             Ok(Some(stored)) if stored.labels().get(CLUSTER_UID) == Some(&names.uid) => Arc::new(stored),
             Ok(Some(_)) => return unusable("it does not belong to this cluster".to_owned()),
             Ok(None) => return AuthorityState::Absent,
+            Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
+                return AuthorityState::Unusable(secrets::refusal(&names, &status.message));
+            }
             Err(error) => return unusable(error.to_string()),
         },
     };

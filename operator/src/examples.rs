@@ -115,7 +115,7 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
         control_plane_state: None,
         volumes: None,
         authority: None,
-        certificates: crate::authority::AuthorityState::Unused,
+        certificates: crate::authority::AuthorityState::Present(crate::authority::tests::any_authority()),
         etcd: None,
         access: ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect(),
     };

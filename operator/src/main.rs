@@ -122,6 +122,9 @@ struct RunArguments {
     /// Listen address for metrics and health checks
     #[arg(long, default_value = "127.0.0.1:7421")]
     admin_listen: SocketAddr,
+    /// Serve metrics without TLS and credentials; on a loopback address only
+    #[arg(long)]
+    admin_plain: bool,
     /// Reach a KVCacheCluster's control plane at this address
     ///
     /// For an operator outside Kubernetes. Repeat for several clusters. plain://127.0.0.1:PORT reaches members without
@@ -257,6 +260,7 @@ async fn run_operator(arguments: RunArguments) -> anyhow::Result<()> {
         namespace: arguments.pod_namespace,
         service_account: arguments.pod_service_account,
         admin: arguments.admin_listen,
+        admin_plain: arguments.admin_plain,
         control_planes: arguments.control_planes.into_iter().collect(),
         unused_for: Duration::from_secs(arguments.unused_seconds),
     };

@@ -7,6 +7,7 @@
 //! released. Losing the lease ends the process immediately, because another replica may already be
 //! reconciling.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,9 +15,12 @@ use anyhow::Context as _;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
 use reprise_daemon::guard::Guard;
+use reprise_identity::Security;
 use tokio::net::TcpListener;
 use tokio::sync::watch as flag;
 
+use crate::admin::certificate::AdminCertificate;
+use crate::admin::scrapers;
 use crate::api_client::ApiRequests;
 use crate::context::Context;
 use crate::lease::{Account, Election};
@@ -33,7 +37,7 @@ const STOPS_WITHIN: Duration = Duration::from_secs(15);
 #[derive(Clone, Copy, Debug)]
 pub struct ListenAddresses {
     /// Address of the admin port.
-    pub admin: std::net::SocketAddr,
+    pub admin: SocketAddr,
 }
 
 /// Runs one replica until `stop` completes.
@@ -65,7 +69,8 @@ pub async fn run(
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
-    let guard = Guard::plain();
+    let (guard, certificate) = guard(&context, admin)?;
+    let keeping = certificate.map(|certificate| tokio::spawn(certificate.keep()));
     let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
     let serving = tokio::spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
     let mut watches = watch::start(&client, &stores, writers, &triggers);
@@ -106,6 +111,9 @@ pub async fn run(
     sweeping.abort();
     signing.abort();
     serving.abort();
+    if let Some(keeping) = keeping {
+        keeping.abort();
+    }
     ended?;
     tracing::info!("stopping; waiting for running reconciles");
     stopping.send(true).context("all queues ended")?;
@@ -126,6 +134,21 @@ pub async fn run(
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Returns the rules of the admin port, and the certificate to keep for it.
+fn guard(context: &Context, admin: SocketAddr) -> anyhow::Result<(Guard, Option<AdminCertificate>)> {
+    if context.settings.admin_plain {
+        anyhow::ensure!(
+            admin.ip().to_canonical().is_loopback(),
+            "--admin-plain serves {admin}, which is not a loopback address: leave it out, or listen on 127.0.0.1"
+        );
+        tracing::warn!("connections are plain (--admin-plain): all local callers may read metrics");
+        return Ok((Guard::plain(), None));
+    }
+    let certificate = AdminCertificate::provisional(&context.client, &context.settings.namespace)?;
+    let security = Security::Tls(certificate.tls().clone());
+    Ok((Guard::new(security, scrapers::reviewed(context.client.clone())), Some(certificate)))
 }
 
 /// Opens the triggers, which enqueues all objects once.

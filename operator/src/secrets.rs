@@ -3,6 +3,9 @@
 //! The first reconcile of a cluster starts one watch for each of its Secrets, and waits until their state is known. A
 //! change reconciles the cluster. A watch ends when its cluster is gone and the Secret changes, which its garbage
 //! collection does.
+//!
+//! For a cluster outside of the chart, the operator may lack the permission. The API server then rejects the watches,
+//! which are retried: they succeed once the permission is granted, and reconcile the cluster.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,11 +14,14 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use kube::api::DynamicObject;
+use kube::core::Status;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
+use reprise_crds::status::Reason;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+use crate::assignment::Refusal;
 use crate::child::ChildKind;
 use crate::children::api;
 use crate::names::{CLUSTER_UID, ClusterNames};
@@ -24,6 +30,9 @@ use crate::watch::{Triggers, WATCH_LOST, WatchBackoff};
 
 /// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
 const KNOWN_WITHIN: Duration = Duration::from_secs(5);
+
+/// HTTP status code of requests that the operator has no permission for.
+const FORBIDDEN: u16 = 403;
 
 /// Namespace and name of a Secret.
 type Key = (String, String);
@@ -37,6 +46,8 @@ enum State {
     /// The Secret does not exist.
     Absent,
     Present(Arc<DynamicObject>),
+    /// The operator has no permission to read it; the API server's message.
+    Forbidden(String),
 }
 
 /// Watches of the Secrets of all clusters.
@@ -60,8 +71,20 @@ impl Secrets {
         let state = watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone();
         match state {
             State::Present(secret) => Some(secret),
-            State::Unknown | State::Absent => None,
+            State::Unknown | State::Absent | State::Forbidden(_) => None,
         }
+    }
+
+    /// Returns a refusal if the operator has no permission to read a Secret of a cluster.
+    pub fn forbidden(&self, names: &ClusterNames) -> Option<Refusal> {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let message = secrets_of(names).into_iter().find_map(|name| {
+            match &*watched.get(&(names.namespace.clone(), name))?.borrow() {
+                State::Forbidden(message) => Some(message.clone()),
+                _ => None,
+            }
+        })?;
+        Some(refusal(names, &message))
     }
 
     /// Watches the Secrets of a cluster, and waits until their state is known.
@@ -71,8 +94,7 @@ impl Secrets {
         client: &Client,
         (stores, triggers): (&Arc<Stores>, &Arc<Triggers>),
     ) {
-        let secrets = [names.authority(), names.console(), names.etcd_authority(), names.etcd_tls()];
-        let states = secrets.map(|name| {
+        let states = secrets_of(names).map(|name| {
             let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
             // Watches that have ended.
             watched.retain(|_, state| state.has_changed().is_ok());
@@ -96,6 +118,33 @@ impl Secrets {
         // Readers handle an unknown state.
         let _ = timeout(KNOWN_WITHIN, join_all(known)).await;
     }
+}
+
+/// Names of a cluster's Secrets.
+fn secrets_of(names: &ClusterNames) -> [String; 4] {
+    [names.authority(), names.console(), names.etcd_authority(), names.etcd_tls()]
+}
+
+/// The refusal of a cluster whose Secrets the operator may not read.
+pub(crate) fn refusal(names: &ClusterNames, message: &str) -> Refusal {
+    let message = format!(
+        "the operator has no permission for the cluster's Secrets: add {{namespace: {}, name: {}}} to the value rbac.clusters \
+         of the chart, and upgrade the release: {message}",
+        names.namespace, names.name
+    );
+    Refusal::new(Reason::Forbidden, message)
+}
+
+/// Returns the answer of the API server if it rejects a watch because a permission is missing.
+fn missing_permission(error: &watcher::Error) -> Option<&Status> {
+    let status = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status)) => status,
+        watcher::Error::WatchError(status) => status,
+        _ => return None,
+    };
+    (status.code == FORBIDDEN).then_some(status)
 }
 
 impl Watching {
@@ -127,8 +176,26 @@ impl Watching {
                 }
                 Ok(watcher::Event::Delete(_)) => State::Absent,
                 Err(error) => {
-                    tracing::warn!(condition = WATCH_LOST, %error, secret = name, "watch lost; restarting it");
-                    continue;
+                    let is_known = matches!(*sender.borrow(), State::Forbidden(_));
+                    let Some(status) = missing_permission(&error) else {
+                        tracing::warn!(condition = WATCH_LOST, %error, secret = name, "watch lost; restarting it");
+                        continue;
+                    };
+                    if is_known {
+                        if self.stores.cluster_by_uid(&self.names.uid).is_none() {
+                            return;
+                        }
+                        continue;
+                    }
+                    let (namespace, error) = (&self.names.namespace, &status.message);
+                    tracing::warn!(
+                        condition = WATCH_LOST,
+                        error,
+                        namespace,
+                        secret = name,
+                        "no permission for a Secret"
+                    );
+                    State::Forbidden(status.message.clone())
                 }
             };
             let was_known = !matches!(*sender.borrow(), State::Unknown);

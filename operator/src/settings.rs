@@ -18,6 +18,8 @@ pub struct Settings {
     pub service_account: Option<String>,
     /// Listen address for metrics and health checks.
     pub admin: SocketAddr,
+    /// Whether metrics are served without TLS, on a loopback address.
+    pub admin_plain: bool,
     /// Addresses of control planes that are not reached by their service, by `namespace/name` of the cluster.
     pub control_planes: BTreeMap<String, ControlPlaneAddress>,
     /// Time without reports of sessions after which a waiting deletion proceeds.

@@ -17,7 +17,6 @@ use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::runtime::watcher::Event;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Resource, ResourceExt};
-use reprise_crds::cluster::TlsMode;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
@@ -121,10 +120,7 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
             return Ok(());
         }
     }
-    let find = |namespace: &str, name: &str| {
-        let cluster = context.stores.cluster(&format!("{namespace}/{name}"))?;
-        (cluster.spec.tls.mode == TlsMode::Managed).then_some(cluster)
-    };
+    let find = |namespace: &str, name: &str| context.stores.cluster(&format!("{namespace}/{name}"));
     let verdict =
         review::review(request, |namespace, name| find(namespace, name).map(|one| ClusterNames::of(&one)));
     let (grant, cluster) = match verdict {
@@ -171,9 +167,7 @@ async fn usable_authority(
     match authority::read(cluster, context).await {
         AuthorityState::Present(authority) => Ok(authority),
         AuthorityState::Unusable(refusal) => Err(OperatorError::Identity(refusal.message)),
-        AuthorityState::Absent | AuthorityState::Unused => {
-            Err(OperatorError::Identity("the authority does not exist yet".to_owned()))
-        }
+        AuthorityState::Absent => Err(OperatorError::Identity("the authority does not exist yet".to_owned())),
     }
 }
 

@@ -132,6 +132,7 @@ pub(crate) async fn context() -> Arc<Context> {
         namespace: "reprise-system".to_owned(),
         service_account: None,
         admin: ([127, 0, 0, 1], 0).into(),
+        admin_plain: true,
         control_planes: BTreeMap::new(),
         unused_for: Duration::from_secs(60),
     };

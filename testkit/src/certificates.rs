@@ -26,6 +26,23 @@ pub struct Certificates {
     folder: PathBuf,
 }
 
+/// Connects with TLS to a server of the expected role in the cluster of `tls`, and shows no certificate.
+///
+/// # Errors
+/// The server is unreachable, or refuses such clients during the handshake.
+///
+/// # Panics
+/// Never: the name of the server is constant.
+pub async fn connect_anonymously(
+    tls: &Tls,
+    address: &str,
+    expected: Expected,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let config = tls.anonymous_client_config(expected);
+    let name = ServerName::try_from("reprise").expect("a valid name");
+    TlsConnector::from(Arc::new(config)).connect(name, TcpStream::connect(address).await?).await
+}
+
 impl Certificates {
     /// Creates an authority in `folder`, below which the folders of processes are. Former content is deleted.
     ///
@@ -112,9 +129,7 @@ impl Certificates {
         address: &str,
         expected: Expected,
     ) -> std::io::Result<TlsStream<TcpStream>> {
-        let config = self.tls_of(self.valid(&Role::Console)).anonymous_client_config(expected);
-        let name = ServerName::try_from("reprise").expect("a valid name");
-        TlsConnector::from(Arc::new(config)).connect(name, TcpStream::connect(address).await?).await
+        connect_anonymously(&self.tls_of(self.valid(&Role::Console)), address, expected).await
     }
 
     fn valid(&self, role: &Role) -> Issued {

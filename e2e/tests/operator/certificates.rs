@@ -46,7 +46,7 @@ fn start() -> (TestCluster, reprise_e2e::Operator) {
         rights::apply_cluster_role(&k8s, role);
     }
     let operator = rights::start_operator(&k8s, |_| ());
-    k8s.cluster(json!({ "tls": { "mode": "Managed" } }));
+    k8s.cluster(json!({}));
     k8s.wait_condition("KVCacheCluster", "c", ["CertificatesReady", "True", "AsDesired"]);
     (k8s, operator)
 }
@@ -153,7 +153,7 @@ fn request(k8s: &TestCluster, client: &Client, role: &str) -> Result<String, Str
 }
 
 /// Grants a user a rule.
-fn grant(k8s: &TestCluster, name: &str, user: &str, rule: &Value) {
+pub(crate) fn grant(k8s: &TestCluster, name: &str, user: &str, rule: &Value) {
     let (params, group) = (PatchParams::apply("test").force(), "rbac.authorization.k8s.io");
     let role = json!({
         "apiVersion": format!("{group}/v1"), "kind": "ClusterRole", "metadata": { "name": name }, "rules": [rule],

@@ -5,6 +5,7 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "specs are built in place as arguments")]
 
+mod admin_port;
 mod agents;
 mod agreement;
 mod assignment;

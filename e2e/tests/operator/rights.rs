@@ -3,7 +3,7 @@
 use kube::api::{Api, ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use reprise_e2e::kubernetes::User;
-use reprise_e2e::{Operator, PATIENCE, tree, wait_until};
+use reprise_e2e::{Operator, OperatorFiles, PATIENCE, tree, wait_until};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -93,12 +93,21 @@ fn apply_secret_rights(k8s: &TestCluster) {
 
 /// Starts the operator with the chart's rights after `change` has edited them.
 pub(crate) fn start_operator(k8s: &TestCluster, change: impl Fn(&mut Value)) -> Operator {
+    apply_secret_rights(k8s);
+    start_operator_with(k8s, change, |files| files)
+}
+
+/// Starts the operator, with `options`, without the right to read Secrets of cluster `c`.
+pub(crate) fn start_operator_with(
+    k8s: &TestCluster,
+    change: impl Fn(&mut Value),
+    options: impl FnOnce(OperatorFiles) -> OperatorFiles,
+) -> Operator {
     k8s.env.allow(TOO_SHORT);
     let name = apply_rights(k8s, "reprise-operator", change);
-    apply_secret_rights(k8s);
     let user = User { name: &name, group: None };
     let files = k8s.operator_files("operator").as_user(&k8s.server, &user).unused_for(UNUSED_SECONDS);
-    files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"))
+    options(files).start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"))
 }
 
 /// Removes the right to change finalizers of clusters and pools.
@@ -138,6 +147,30 @@ fn missing_finalizer_right_is_a_condition_and_other_work_continues() {
         let conditions = pool.data["status"]["conditions"].as_array()?;
         (!conditions.iter().any(|one| one["type"] == "DeletionBlocked")).then_some(())
     });
+}
+
+#[test]
+fn cluster_whose_secrets_are_forbidden_names_the_value_of_the_chart_until_it_is_set() {
+    let k8s = TestCluster::new();
+    k8s.env.require("no permission for a Secret");
+    // The client of the API server logs each attempt.
+    k8s.env.allow("watch list error with 403");
+    let operator = start_operator_with(&k8s, |_| (), |files| files);
+    k8s.cluster(json!({ "etcd": { "mode": "Managed" } }));
+    let words = ["{namespace: cache, name: c}", "rbac.clusters", "upgrade the release"];
+    for (condition, status) in [("Degraded", "True"), ("Ready", "False"), ("CertificatesReady", "False")] {
+        k8s.wait_message("KVCacheCluster", "c", [condition, status, "Forbidden"], &words);
+    }
+    assert!(k8s.get("StatefulSet", "c-controlplane").is_none(), "its pods would wait for certificates");
+    let failed = operator.metric("reprise_operator_reconciles_total", "failed");
+    assert_eq!(failed, 0.0, "the missing right is a condition, not a failed reconcile");
+
+    apply_secret_rights(&k8s);
+    k8s.wait_condition("KVCacheCluster", "c", ["CertificatesReady", "True", "AsDesired"]);
+    k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
+    for (kind, name) in [("Secret", "c-etcd-tls"), ("StatefulSet", "c-controlplane")] {
+        k8s.wait_for(kind, name);
+    }
 }
 
 #[test]

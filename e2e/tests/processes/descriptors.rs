@@ -194,7 +194,7 @@ fn idle_connections_do_not_block_probes_of_an_operator() {
                 contexts: [{ name: c, context: { cluster: c, user: u } }]\nusers: [{ name: u, user: {} }]\n";
     fs::write(&kubeconfig, text).expect("the folder is writable");
     let mut command = under_limits(64, SMALL).command(&binary("reprise-operator"));
-    command.args(["run", "--admin-listen", "127.0.0.1:0"]);
+    command.args(["run", "--admin-listen", "127.0.0.1:0", "--admin-plain"]);
     command.env("KUBECONFIG", &kubeconfig).env("POD_NAME", "operator").env("POD_NAMESPACE", "default");
     let (running, ready) = StartingProcess::spawn(command, &log).ready().expect("the operator starts");
     let admin = Admin::at(ready["admin"].as_str().expect("the ready line contains the admin address"));

@@ -1,9 +1,9 @@
-//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Reports
-//! restored fields, and nodes whose `CacheNode` another component created.
+//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Without
+//! the permission for their Secrets, no child is changed. Reports restored fields, and nodes whose `CacheNode` another component created.
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{EtcdMode, TlsMode};
+use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
 
 use super::dereference::ClusterInputs;
@@ -26,6 +26,10 @@ pub async fn apply(
     inputs: &ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
+    // Pods would wait for their certificates, and a managed etcd for its own.
+    if let Some(refusal) = context.stores.secrets.forbidden(&inputs.agent_config.names) {
+        return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
+    }
     let created;
     let inputs = match inputs.certificates {
         AuthorityState::Absent => {
@@ -45,15 +49,13 @@ pub async fn apply(
         }
         EtcdMode::External => (None, Vec::new()),
     };
-    if cluster.spec.tls.mode == TlsMode::Managed {
-        let names = &inputs.agent_config.names;
-        kept.push((ChildKind::Secret, names.authority()));
-        kept.push((ChildKind::Secret, names.console()));
-        // It is not built while the authority cannot be read.
-        kept.push((ChildKind::ConfigMap, names.authorities()));
-    }
+    let names = &inputs.agent_config.names;
+    kept.push((ChildKind::Secret, names.authority()));
+    kept.push((ChildKind::Secret, names.console()));
+    // It is not built while the authority cannot be read.
+    kept.push((ChildKind::ConfigMap, names.authorities()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
-    let mut applied = children::apply(context, &inputs.agent_config.names.uid, &wanted, &kept).await?;
+    let mut applied = children::apply(context, &names.uid, &wanted, &kept).await?;
     for restored in &applied.restored {
         report_restored(context, cluster, restored).await;
     }

@@ -53,10 +53,10 @@ pub fn compute(
     let compatible = versions.compatible(cluster, inputs);
     findings.push(progressing(cluster, inputs, refused, &members, &agents));
     // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
-    let lasting: Vec<&Finding> = certificates.iter().chain([&compatible]).collect();
+    let lasting: Vec<&Finding> = vec![&certificates, &compatible];
     findings.push(degraded(cluster, inputs, (&works, &lasting), applied));
     findings.push(ready(&works, applied));
-    findings.extend(certificates);
+    findings.push(certificates);
     findings.push(compatible);
     let connection = Connection {
         config_map: Name::new(inputs.agent_config.names.connection()),
@@ -294,11 +294,10 @@ fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
     )
 }
 
-/// Returns whether certificates can be issued; `None` if the cluster has none.
-fn certificates(inputs: &ClusterInputs) -> Option<Finding> {
+/// Returns whether certificates can be issued.
+fn certificates(inputs: &ClusterInputs) -> Finding {
     let kind = Type::CertificatesReady;
-    Some(match &inputs.certificates {
-        AuthorityState::Unused => return None,
+    match &inputs.certificates {
         AuthorityState::Absent => Finding::no(kind, Reason::Progressing, "the authority is being created"),
         AuthorityState::Unusable(refusal) => Finding::no(kind, refusal.reason, &refusal.message),
         AuthorityState::Present(authority) => match authority.days_left() {
@@ -314,7 +313,7 @@ fn certificates(inputs: &ClusterInputs) -> Option<Finding> {
                 Finding::yes(kind, Reason::AsDesired, "agents and members get certificates from the operator")
             }
         },
-    })
+    }
 }
 
 fn progressing(

@@ -6,7 +6,6 @@
 //! the containers of the pod share. The sidecar alone has a token for the API server in pods of members.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::TlsMode;
 use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
@@ -48,16 +47,8 @@ pub(super) enum Process {
     Member,
 }
 
-/// Whether the cluster's processes have certificates.
-pub(super) fn are_used(cluster: &KVCacheCluster) -> bool {
-    cluster.spec.tls.mode == TlsMode::Managed
-}
-
 /// ConfigMap of the trusted authorities, and the members' permission to request certificates.
 pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
-    if !are_used(cluster) {
-        return Vec::new();
-    }
     let names = &inputs.agent_config.names;
     let authorities = inputs.certificates.trusted().map(|trusted| {
         let metadata = metadata(cluster, names, Component::ControlPlane, &names.authorities());
@@ -74,9 +65,6 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
 
 /// Adds the sidecar and its volumes to a pod whose first container is the process.
 pub(super) fn add_to(pod: &mut Value, cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) {
-    if !are_used(cluster) {
-        return;
-    }
     let names = &inputs.agent_config.names;
     pod["initContainers"] = json!([sidecar(cluster, inputs, process)]);
     let mut add = |volume: Value| pod["volumes"].as_array_mut().expect("made by us").push(volume);

@@ -1,7 +1,7 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
-use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TlsMode, TraceAccess};
+use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
@@ -95,8 +95,8 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         },
         "kubernetes": { "state_directory": state_directory(&agent_config.names) },
         "log": log(&agents.log),
+        "tls": { "folder": CERTIFICATES_FOLDER },
     });
-    add_certificates(&mut whole, cluster);
     if let Some((pool, free_permille)) = pool_settings(agent_config) {
         whole["pool"] = pool;
         whole["cache"]["pool_free_permille"] = free_permille;
@@ -111,14 +111,6 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         whole["tenants"] = json!(tenants);
     }
     text(&whole)
-}
-
-/// Adds the folder of the process's certificate, or the setting for a cluster without certificates.
-fn add_certificates(whole: &mut Value, cluster: &KVCacheCluster) {
-    whole["tls"] = match cluster.spec.tls.mode {
-        TlsMode::Managed => json!({ "folder": CERTIFICATES_FOLDER }),
-        TlsMode::None => json!({ "plain_everywhere": true }),
-    };
 }
 
 /// Returns the settings that an agent has once for all its pools: the `pool` section, and the free share to
@@ -251,8 +243,8 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
         "events": { "history": size(&spec.events.history) },
         "limits": { "calls_at_once": spec.limits.calls_at_once, "watchers": spec.limits.watchers },
         "log": log(&spec.log),
+        "tls": { "folder": CERTIFICATES_FOLDER },
     });
-    add_certificates(&mut whole, cluster);
     if let Some(publish) = &spec.events.publish {
         let events = whole["events"].as_object_mut().expect("made above");
         events.insert("publish".to_owned(), json!(format!("0.0.0.0:{}", publish.port)));

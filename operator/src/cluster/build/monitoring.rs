@@ -5,7 +5,6 @@ use reprise_crds::cluster::{EtcdMode, MonitoringMode};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use serde_json::{Value, json};
 
-use super::certificates;
 use super::metadata;
 use crate::child::{Child, ChildKind, Ownership};
 use crate::names::{ClusterNames, Component};
@@ -16,16 +15,14 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     }
     // Agents and members admit scrapers with a certificate only; their own names are in their certificates.
     let secured = |endpoint: &mut Value, server: &str| {
-        if certificates::are_used(cluster) {
-            let entry = |name: String, key: &str| json!({ "name": name, "key": key });
-            endpoint["scheme"] = json!("https");
-            endpoint["tlsConfig"] = json!({
-                "serverName": server,
-                "ca": { "configMap": entry(names.authorities(), AUTHORITIES_FILE) },
-                "cert": { "secret": entry(names.console(), CERTIFICATE_FILE) },
-                "keySecret": entry(names.console(), KEY_FILE),
-            });
-        }
+        let entry = |name: String, key: &str| json!({ "name": name, "key": key });
+        endpoint["scheme"] = json!("https");
+        endpoint["tlsConfig"] = json!({
+            "serverName": server,
+            "ca": { "configMap": entry(names.authorities(), AUTHORITIES_FILE) },
+            "cert": { "secret": entry(names.console(), CERTIFICATE_FILE) },
+            "keySecret": entry(names.console(), KEY_FILE),
+        });
     };
     let monitor = |component: Component, name: String, port: &str| {
         let mut endpoint = json!({ "port": port, "path": "/metrics" });

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::assignment::{ClusterAssignment, PoolAssignment, Refusal};
 use crate::authority::AuthorityState;
+use crate::authority::tests::any_authority;
 use crate::cluster::dereference::{AgentConfigInputs, NamedPool};
 use crate::cluster::external_etcd::EtcdCheck;
 use crate::names::{APPLIED, CLUSTER_UID, CONFIGURATION, SECRETS};
@@ -54,7 +55,7 @@ fn found(cluster: &KVCacheCluster) -> ClusterInputs {
         etcd: None,
         volumes: None,
         authority: None,
-        certificates: AuthorityState::Unused,
+        certificates: AuthorityState::Present(any_authority()),
         access: std::collections::BTreeMap::new(),
     }
 }

@@ -67,7 +67,7 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
         etcd: None,
         volumes: None,
         authority: None,
-        certificates: crate::authority::AuthorityState::Unused,
+        certificates: crate::authority::AuthorityState::Present(crate::authority::tests::any_authority()),
         access: BTreeMap::new(),
     };
     (cluster, found)

@@ -54,7 +54,7 @@ fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
         control_plane_state: None,
         volumes: None,
         authority: None,
-        certificates: crate::authority::AuthorityState::Unused,
+        certificates: crate::authority::AuthorityState::Present(crate::authority::tests::any_authority()),
         etcd: None,
         access: BTreeMap::new(),
     }

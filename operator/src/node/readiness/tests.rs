@@ -220,6 +220,7 @@ async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
         namespace: "n".to_owned(),
         service_account: None,
         admin: ([127, 0, 0, 1], 0).into(),
+        admin_plain: true,
         control_planes: std::collections::BTreeMap::new(),
         unused_for: Duration::ZERO,
     };

@@ -3,15 +3,12 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::authority::tests::any_authority;
 
 const FOLDER: &str = "/run/reprise/certificates";
 
 fn with_certificates() -> Vec<Child> {
-    let cluster = cluster(json!({ "tls": { "mode": "Managed" }, "monitoring": { "mode": "PodMonitor" } }));
-    let mut found = found(&cluster);
-    found.certificates = AuthorityState::Present(any_authority());
-    build(&cluster, &found, Some(&certificates()))
+    let cluster = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
+    build(&cluster, &found(&cluster), Some(&certificates()))
 }
 
 /// Returns the mounts of a container by their volume.

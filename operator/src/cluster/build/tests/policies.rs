@@ -14,6 +14,9 @@ use super::*;
 /// Labels of clients that the user allows in the chart's values.
 const OF_PEOPLE: [&str; 2] = ["gateway", "router"];
 
+/// Name of the cluster of the chart.
+const CHART_CLUSTER: &str = "chat";
+
 /// Labels and port names of one kind of pods.
 #[derive(Debug)]
 struct Pods {
@@ -43,7 +46,11 @@ fn pods(rendered: &[Value]) -> BTreeMap<String, Pods> {
     let children = build(&cluster, &found(&cluster), Some(&certificates()));
     let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
     let built = children.iter().filter(|child| workloads.contains(&child.kind));
-    let built = built.map(|child| (child.name.clone(), pods_of(&child.body)));
+    let built = built.map(|child| {
+        let mut pods = pods_of(&child.body);
+        pods.labels["app.kubernetes.io/instance"] = json!(CHART_CLUSTER);
+        (child.name.clone(), pods)
+    });
     let operator = rendered.iter().find(|one| one["kind"] == "Deployment").expect("the operator");
     built.chain([("reprise-operator".to_owned(), pods_of(operator))]).collect()
 }

@@ -1,0 +1,159 @@
+//! Certificate of the admin port.
+//!
+//! The operator serves several clusters, whose authorities do not trust each other. Its admin port therefore has an
+//! authority of its own, in Secret [`SECRET`] of the operator's namespace, and admits scrapers by their token. Each replica
+//! issues its own certificate, which is in memory only. A scraper verifies it with entry `tls.crt` of the Secret, for the
+//! name `operator.reprise`.
+//!
+//! The Secret is immutable. To replace the authority, delete the Secret: replicas create another one within an hour.
+//!
+//! The port opens before the API server answers, because probes need it. Until then, its certificate is of an authority
+//! that no scraper knows.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use kube::Client;
+use kube::api::{Api, ObjectMeta, PostParams};
+use reprise_crds::OPERATOR_FIELD_MANAGER;
+use reprise_identity::authority::CERTIFICATE_VALID;
+use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
+
+use crate::error::OperatorError;
+use crate::names::OPERATOR;
+
+/// Secret with the authority.
+const SECRET: &str = "reprise-operator-admin";
+
+/// Entries of the Secret.
+const CERTIFICATE: &str = "tls.crt";
+const KEY: &str = "tls.key";
+
+/// Interval of checks of the Secret and of the certificate's validity.
+const CHECK_EVERY: Duration = Duration::from_secs(3_600);
+
+/// Interval of new attempts after a failed check.
+const RETRY_EVERY: Duration = Duration::from_secs(10);
+
+/// HTTP status code if another replica was faster.
+const CONFLICT: u16 = 409;
+
+/// Certificate of the admin port of one replica.
+#[derive(Debug)]
+pub struct AdminCertificate {
+    identity: Identity,
+    secrets: Api<Secret>,
+    tls: Tls,
+    /// Certificate of the authority that has issued the one in use.
+    issuer: String,
+}
+
+impl AdminCertificate {
+    /// Issues a first certificate, of an authority that no scraper knows.
+    ///
+    /// # Errors
+    /// The namespace is not a valid name.
+    pub fn provisional(client: &Client, namespace: &str) -> Result<AdminCertificate, OperatorError> {
+        let name = format!("{OPERATOR}.{namespace}");
+        let identity = Identity::new(&name, Role::Operator).map_err(failed)?;
+        let authority = Authority::create(&name).map_err(failed)?;
+        let tls = Tls::new(issue(&authority, &identity)?);
+        let issuer = authority.certificate().to_owned();
+        let secrets = Api::namespaced(client.clone(), namespace);
+        Ok(AdminCertificate { identity, secrets, tls, issuer })
+    }
+
+    /// Certificate in use; it is replaced while the process runs.
+    pub fn tls(&self) -> &Tls {
+        &self.tls
+    }
+
+    /// Keeps a valid certificate of the authority in the Secret, until the task is aborted.
+    pub async fn keep(mut self) {
+        let mut is_failing = false;
+        loop {
+            let wait = match self.check(SystemTime::now()).await {
+                Ok(()) => {
+                    is_failing = false;
+                    CHECK_EVERY
+                }
+                Err(error) => {
+                    if !is_failing {
+                        tracing::warn!(
+                            secret = SECRET,
+                            error = error.message(),
+                            "no certificate for scrapers of the operator's metrics; retrying"
+                        );
+                    }
+                    is_failing = true;
+                    RETRY_EVERY
+                }
+            };
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    async fn check(&mut self, now: SystemTime) -> Result<(), OperatorError> {
+        let authority = self.authority().await?;
+        if authority.certificate() != self.issuer || self.tls.credentials().is_renewal_due(now) {
+            self.tls.replace(issue(&authority, &self.identity)?);
+            authority.certificate().clone_into(&mut self.issuer);
+            tracing::info!(identity = %self.identity, "the admin port uses a new certificate");
+        }
+        Ok(())
+    }
+
+    /// Reads the authority, or creates it.
+    async fn authority(&self) -> Result<Authority, OperatorError> {
+        let read = || async {
+            self.secrets.get_opt(SECRET).await.map_err(OperatorError::api(format!("get Secret {SECRET}")))
+        };
+        if let Some(secret) = read().await? {
+            return load(&secret);
+        }
+        let authority = Authority::create(&self.identity.cluster).map_err(failed)?;
+        let entry = |name: &str, text: &str| (name.to_owned(), ByteString(text.as_bytes().to_vec()));
+        let secret = Secret {
+            metadata: ObjectMeta { name: Some(SECRET.to_owned()), ..ObjectMeta::default() },
+            data: Some(BTreeMap::from([
+                entry(CERTIFICATE, authority.certificate()),
+                entry(KEY, authority.key()),
+            ])),
+            immutable: Some(true),
+            ..Secret::default()
+        };
+        let params =
+            PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        match self.secrets.create(&params, &secret).await {
+            Ok(_) => Ok(authority),
+            Err(kube::Error::Api(status)) if status.code == CONFLICT => match read().await? {
+                Some(secret) => load(&secret),
+                None => Err(failed(format!("Secret {SECRET} was deleted meanwhile"))),
+            },
+            Err(error) => Err(OperatorError::api(format!("create Secret {SECRET}"))(error)),
+        }
+    }
+}
+
+fn load(secret: &Secret) -> Result<Authority, OperatorError> {
+    let text = |entry: &str| {
+        let bytes = secret.data.as_ref().and_then(|data| data.get(entry)).map(|bytes| bytes.0.clone());
+        String::from_utf8(bytes.unwrap_or_default()).unwrap_or_default()
+    };
+    Authority::load(&text(CERTIFICATE), &text(KEY)).map_err(|error| {
+        failed(format!(
+            "Secret {SECRET} has no usable authority: {error}; delete it, and the operator creates another"
+        ))
+    })
+}
+
+fn issue(authority: &Authority, identity: &Identity) -> Result<Credentials, OperatorError> {
+    let issued = authority.issue(identity, CERTIFICATE_VALID).map_err(failed)?;
+    issued.into_credentials(authority.certificate()).map_err(failed)
+}
+
+fn failed(error: impl std::fmt::Display) -> OperatorError {
+    OperatorError::Identity(error.to_string())
+}
