@@ -58,6 +58,10 @@ pub(crate) enum Command {
     Read(ReadBatch),
     /// Something awaits these reads ahead from now on. A device that takes no commands fails them in any case.
     Promote(Vec<FillId>),
+    /// End the registration of a region's memory; the sender is dropped when it has ended.
+    ReleaseRegion(u16, Sender<()>),
+    /// Register the new memory of a region.
+    AddRegion(Arc<Region>),
     /// Close the device: fail everything in flight and all later commands.
     Close,
     Stop,
@@ -355,6 +359,8 @@ fn begin(
         }
         // The caller aborts by dropping its end.
         let Ok(decision) = decision_receiver.recv() else { return };
+        // It refers to the memory of all regions, which may be replaced later.
+        drop(params_of_device);
         let result = open.apply(&decision).map(|recovered| (recovered, open.properties()));
         let failed = result.is_err();
         if opened_sender.send(result).is_ok() && !failed {

@@ -114,6 +114,8 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("dram_dropped_blocks", "Saved blocks evicted from DRAM that were not on NVMe"),
     gauge("idle_threshold_micros", "Idle time after which a block in DRAM is cold, in microseconds"),
     counter("write_failures", "Writes of blocks that failed"),
+    counter("regions_retired", "Arena regions that tenants gave up for other tenants"),
+    counter("regions_renewed", "Arena regions that got new memory for another tenant"),
     counter("dram_evictions", "Blocks evicted from DRAM to free space, or by Trim"),
     counter("dram_evicted_bytes", "Slot bytes of blocks evicted from DRAM"),
     counter("nvme_evictions", "Blocks evicted from NVMe to free space"),
