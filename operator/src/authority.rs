@@ -202,38 +202,51 @@ impl Authorities {
     }
 }
 
-/// Returns the state of a cluster's authority.
+/// Returns the state of a cluster's authority, as its watch reported it.
 pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
     let names = ClusterNames::of(cluster);
     let name = names.authority();
-    let unusable = |error: String| {
-        let message = format!(
-            "cannot use Secret {name}, the authority of the cluster's certificates: {error}; restore it from a backup, or \
-             delete it, and the operator creates another authority"
-        );
-        AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, message))
-    };
-    let stored = match context.stores.child(ChildKind::Secret, Some(&names.namespace), &name) {
-        Some(stored) => stored,
-        // The store may lag.
-        None => match api(&context.client, ChildKind::Secret, Some(&names.namespace)).get_opt(&name).await {
-            Ok(Some(stored)) if stored.labels().get(CLUSTER_UID) == Some(&names.uid) => Arc::new(stored),
-            Ok(Some(_)) => return unusable("it does not belong to this cluster".to_owned()),
-            Ok(None) => return AuthorityState::Absent,
-            Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
-                return AuthorityState::Unusable(secrets::refusal(&names, &status.message));
-            }
-            Err(error) => return unusable(error.to_string()),
-        },
-    };
-    if let Some(held) = context.authorities.held(&names, &stored) {
-        return present(&names, context, held);
+    match context.stores.child(ChildKind::Secret, Some(&names.namespace), &name) {
+        Some(stored) => of_secret(&names, context, &stored),
+        None if context.stores.secrets.is_absent(&names.namespace, &name) => AuthorityState::Absent,
+        None => fetch(&names, context).await,
     }
-    let secret = serde_json::to_value(&*stored).and_then(serde_json::from_value::<Secret>);
+}
+
+/// Reads the authority of a cluster from the API server: the watch may lag.
+async fn fetch(names: &ClusterNames, context: &Context) -> AuthorityState {
+    let secrets = api(&context.client, ChildKind::Secret, Some(&names.namespace));
+    match secrets.get_opt(&names.authority()).await {
+        Ok(Some(stored)) if stored.labels().get(CLUSTER_UID) == Some(&names.uid) => {
+            of_secret(names, context, &stored)
+        }
+        Ok(Some(_)) => unusable(names, "it does not belong to this cluster"),
+        Ok(None) => AuthorityState::Absent,
+        Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
+            AuthorityState::Unusable(secrets::refusal(names, &status.message))
+        }
+        Err(error) => unusable(names, &error.to_string()),
+    }
+}
+
+fn of_secret(names: &ClusterNames, context: &Context, stored: &DynamicObject) -> AuthorityState {
+    if let Some(held) = context.authorities.held(names, stored) {
+        return present(names, context, held);
+    }
+    let secret = serde_json::to_value(stored).and_then(serde_json::from_value::<Secret>);
     match secret.map_err(|error| error.to_string()).and_then(|secret| ClusterAuthority::of(&secret)) {
-        Ok(authority) => present(&names, context, Arc::new(authority)),
-        Err(error) => unusable(error),
+        Ok(authority) => present(names, context, Arc::new(authority)),
+        Err(error) => unusable(names, &error),
     }
+}
+
+fn unusable(names: &ClusterNames, error: &str) -> AuthorityState {
+    let message = format!(
+        "cannot use Secret {}, the authority of the cluster's certificates: {error}; restore it from a backup, or \
+         delete it, and the operator creates another authority",
+        names.authority()
+    );
+    AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, message))
 }
 
 fn present(names: &ClusterNames, context: &Context, authority: Arc<ClusterAuthority>) -> AuthorityState {
@@ -252,6 +265,10 @@ fn present(names: &ClusterNames, context: &Context, authority: Arc<ClusterAuthor
 /// The API server rejected the Secret, for example because another operator was faster.
 pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<AuthorityState, OperatorError> {
     let names = ClusterNames::of(cluster);
+    match fetch(&names, context).await {
+        AuthorityState::Absent => {}
+        found => return Ok(found),
+    }
     let authority = Authority::create(&names.in_certificates()).map_err(failed)?;
     let maps: Api<ConfigMap> = Api::namespaced(context.client.clone(), &names.namespace);
     let map =

@@ -46,6 +46,8 @@ enum State {
     /// The Secret does not exist.
     Absent,
     Present(Arc<DynamicObject>),
+    /// Another component has created it.
+    Foreign,
     /// The operator has no permission to read it; the API server's message.
     Forbidden(String),
 }
@@ -71,8 +73,15 @@ impl Secrets {
         let state = watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone();
         match state {
             State::Present(secret) => Some(secret),
-            State::Unknown | State::Absent | State::Forbidden(_) => None,
+            State::Unknown | State::Absent | State::Foreign | State::Forbidden(_) => None,
         }
+    }
+
+    /// Whether the watch has reported that a Secret does not exist.
+    pub fn is_absent(&self, namespace: &str, name: &str) -> bool {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = watched.get(&(namespace.to_owned(), name.to_owned()));
+        state.is_some_and(|state| matches!(*state.borrow(), State::Absent))
     }
 
     /// Returns a refusal if the operator has no permission to read a Secret of a cluster.
@@ -161,10 +170,9 @@ impl Watching {
                 }
                 Ok(watcher::Event::InitApply(secret) | watcher::Event::Apply(secret)) => {
                     is_listed = true;
-                    // One that another component has created is not the cluster's.
                     match secret.labels().get(CLUSTER_UID) {
                         Some(uid) if *uid == self.names.uid => State::Present(Arc::new(secret)),
-                        _ => State::Absent,
+                        _ => State::Foreign,
                     }
                 }
                 Ok(watcher::Event::InitDone) => {
