@@ -22,7 +22,7 @@ pub(crate) struct RegionRenewer {
     queue: Sender<Renewing>,
 }
 
-/// A region whose memory is to be replaced.
+/// A region whose memory the thread replaces.
 pub(crate) struct Renewing {
     pub(crate) region: RegionId,
     /// Disconnected when all devices have ended the registration of the old memory.

@@ -61,7 +61,7 @@ enum Claim {
     First,
     /// It has fewer regions than its fair part.
     FairPart,
-    /// It may only take what nobody uses.
+    /// It may only take an empty region that no session maps.
     Unused,
 }
 
@@ -245,12 +245,12 @@ impl Arena {
         }
     }
 
-    /// Returns the regions whose memory is to be replaced.
+    /// Returns the regions whose memory the runtime must replace.
     pub(in crate::cache) fn take_vacated(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.renewals.vacated)
     }
 
-    /// Makes a region whose memory was to be replaced available again. A failed replacement leaves it with its tenant.
+    /// Makes a region available again after the replacement of its memory. A failed replacement leaves it with its tenant.
     pub(in crate::cache) fn renewed(&mut self, region: u16, renewal: Renewal) {
         let Some(state) = self.regions.get_mut(usize::from(region)) else { return };
         let Stage::Renewing(successor) = state.stage else { return };
