@@ -275,6 +275,7 @@ const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4
 #[cfg(test)]
 mod tests {
     use prost::Message;
+    use reprise_agent_core::effect::RegionId;
     use reprise_policy::LayoutSpec;
 
     use super::*;
