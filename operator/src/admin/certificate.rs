@@ -1,7 +1,7 @@
 //! Certificate of the admin port.
 //!
-//! The operator serves several clusters, whose authorities do not trust each other. Its admin port therefore has an
-//! authority of its own, in Secret [`SECRET`] of the operator's namespace, and admits scrapers by their token. Each replica
+//! The operator serves several clusters, whose authorities do not trust each other. Its admin port therefore has its own
+//! authority, in Secret [`SECRET`] of the operator's namespace, and admits scrapers by their token. Each replica
 //! issues its own certificate, which is in memory only. A scraper verifies it with entry `tls.crt` of the Secret, for the
 //! name `operator.reprise`.
 //!

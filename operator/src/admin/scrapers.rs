@@ -28,7 +28,7 @@ pub fn reviewed(client: Client) -> Scrapers {
     }))
 }
 
-/// Reviews a token.
+/// Reviews a token within a limit.
 async fn review(client: &Client, token: String) -> Verdict {
     match timeout(REVIEWED_WITHIN, ask(client, token)).await {
         Ok(Ok(verdict)) => verdict,

@@ -33,6 +33,7 @@ const WALL_CLOCK_PLACES: &[&str] = &[
     "cli/src/certs",
     "cli/src/doctor",
     "operator/src/authority",
+    "operator/src/admin/certificate.rs",
     "operator/src/certificate.rs",
     "e2e/",
     "testkit/src/process.rs",
