@@ -32,7 +32,7 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
-use reprise_buffers::Arena;
+use reprise_buffers::{Arena, Region};
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
 use reprise_nvme::QueueLender;
 use reprise_policy::{DevicePlace, TenantId, TenantName};
