@@ -76,12 +76,28 @@ impl Timing {
     };
 }
 
-/// The service account of the operator's pods.
+/// The service account of the operator's pods. It owns objects that are deleted with the operator.
+#[derive(Clone, Debug)]
 pub struct Account {
     /// Client for service accounts.
     pub api: Api<ServiceAccount>,
     /// Name of the account.
     pub name: String,
+}
+
+impl Account {
+    /// Returns the account as the owner of a new object. An object without an owner is never deleted: `None` if the account
+    /// cannot be read.
+    pub async fn owner(&self) -> Option<OwnerReference> {
+        let found = self.api.get_opt(&self.name).await.ok()??;
+        Some(OwnerReference {
+            api_version: "v1".to_owned(),
+            kind: "ServiceAccount".to_owned(),
+            name: self.name.clone(),
+            uid: found.metadata.uid?,
+            ..OwnerReference::default()
+        })
+    }
 }
 
 /// Check whether this replica holds the lease, for code that does not renew it.
@@ -224,7 +240,7 @@ impl Election {
     async fn try_acquire(&mut self) -> Result<AttemptOutcome, OperatorError> {
         let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
         let Some(mut lease) = found else {
-            let owner_references = self.owner().await.map(|owner| vec![owner]);
+            let owner_references = self.owners().await;
             let metadata =
                 ObjectMeta { name: Some(NAME.to_owned()), owner_references, ..ObjectMeta::default() };
             let lease = Lease { metadata, spec: Some(self.spec(None)) };
@@ -237,25 +253,15 @@ impl Election {
         }
         lease.spec = Some(self.spec(Some(&spec)));
         if lease.metadata.owner_references.is_none() {
-            lease.metadata.owner_references = self.owner().await.map(|owner| vec![owner]);
+            lease.metadata.owner_references = self.owners().await;
         }
         // With the resource version that was read, so that only one of two concurrent writers succeeds.
         let replaced = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
         conflict_as_modified(replaced, "acquire the lease")
     }
 
-    /// Returns the owner of a new lease, or `None` if the service account is unknown. Then the lease is never
-    /// deleted.
-    async fn owner(&self) -> Option<OwnerReference> {
-        let account = self.account.as_ref()?;
-        let found = account.api.get_opt(&account.name).await.ok()??;
-        Some(OwnerReference {
-            api_version: "v1".to_owned(),
-            kind: "ServiceAccount".to_owned(),
-            name: account.name.clone(),
-            uid: found.metadata.uid?,
-            ..OwnerReference::default()
-        })
+    async fn owners(&self) -> Option<Vec<OwnerReference>> {
+        Some(vec![self.account.as_ref()?.owner().await?])
     }
 
     /// Returns whether this replica may write itself as holder: the lease is its own, or free while it holds

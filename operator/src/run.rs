@@ -59,7 +59,7 @@ pub async fn run(
         .service_account
         .clone()
         .map(|name| Account { api: Api::namespaced(client.clone(), &settings.namespace), name });
-    let mut election = Election::new(leases, settings.identity.clone(), account);
+    let mut election = Election::new(leases, settings.identity.clone(), account.clone());
     let (stores, writers) = Stores::new();
     let stores = Arc::new(stores);
     let (triggers, requests) = Triggers::new();
@@ -69,7 +69,7 @@ pub async fn run(
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
-    let (guard, certificate) = guard(&context, admin)?;
+    let (guard, certificate) = guard(&context, admin, account)?;
     let keeping = certificate.map(|certificate| tokio::spawn(certificate.keep()));
     let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
     let serving = tokio::spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
@@ -137,7 +137,11 @@ pub async fn run(
 }
 
 /// Returns the rules of the admin port, and the certificate to keep for it.
-fn guard(context: &Context, admin: SocketAddr) -> anyhow::Result<(Guard, Option<AdminCertificate>)> {
+fn guard(
+    context: &Context,
+    admin: SocketAddr,
+    account: Option<Account>,
+) -> anyhow::Result<(Guard, Option<AdminCertificate>)> {
     if context.settings.admin_plain {
         anyhow::ensure!(
             admin.ip().to_canonical().is_loopback(),
@@ -146,7 +150,7 @@ fn guard(context: &Context, admin: SocketAddr) -> anyhow::Result<(Guard, Option<
         tracing::warn!("connections are plain (--admin-plain): all local callers may read metrics");
         return Ok((Guard::plain(), None));
     }
-    let certificate = AdminCertificate::provisional(&context.client, &context.settings.namespace)?;
+    let certificate = AdminCertificate::provisional(&context.client, &context.settings.namespace, account)?;
     let security = Security::Tls(certificate.tls().clone());
     Ok((Guard::new(security, scrapers::reviewed(context.client.clone())), Some(certificate)))
 }

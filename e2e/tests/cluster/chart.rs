@@ -20,7 +20,7 @@ pub(crate) const WORKERS: Workers<'static> = Workers::new("default", 0);
 /// Room for 100,000 small blocks on each node: a device has one entry per 64 KiB (docs/FORMAT.md).
 /// Rebalancing is off, so that blocks stay on the node where the tests expect them. Slack profiles with the
 /// label `for: lab` are distributed. Pods in namespaces with the label `engines: yes` get the socket if they
-/// request it.
+/// request it. The operator may read the Secrets of cluster `trio`, which a test creates.
 pub(crate) const SETTINGS: &str = r#"--set-json=pools.lab.directory.size="7Gi",cluster.cache.placement.bandwidth="0",cluster.slackProfiles.matchLabels.for="lab",rbac.injection=true,cluster.injection.mode="AdmissionPolicy",cluster.injection.namespaceSelector.matchLabels.engines="yes",rbac.clusters=[{"namespace":"reprise","name":"trio"}]"#;
 
 /// Label whose value is the failure domain of a node, by default.

@@ -22,6 +22,7 @@ use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
 
 use crate::error::OperatorError;
+use crate::lease::Account;
 use crate::names::OPERATOR;
 
 /// Secret with the authority.
@@ -45,6 +46,8 @@ const CONFLICT: u16 = 409;
 pub struct AdminCertificate {
     identity: Identity,
     secrets: Api<Secret>,
+    /// Owner of the Secret, which is deleted with it.
+    account: Option<Account>,
     tls: Tls,
     /// Certificate of the authority that has issued the one in use.
     issuer: String,
@@ -55,14 +58,18 @@ impl AdminCertificate {
     ///
     /// # Errors
     /// The namespace is not a valid name.
-    pub fn provisional(client: &Client, namespace: &str) -> Result<AdminCertificate, OperatorError> {
+    pub fn provisional(
+        client: &Client,
+        namespace: &str,
+        account: Option<Account>,
+    ) -> Result<AdminCertificate, OperatorError> {
         let name = format!("{OPERATOR}.{namespace}");
         let identity = Identity::new(&name, Role::Operator).map_err(failed)?;
         let authority = Authority::create(&name).map_err(failed)?;
         let tls = Tls::new(issue(&authority, &identity)?);
         let issuer = authority.certificate().to_owned();
         let secrets = Api::namespaced(client.clone(), namespace);
-        Ok(AdminCertificate { identity, secrets, tls, issuer })
+        Ok(AdminCertificate { identity, secrets, account, tls, issuer })
     }
 
     /// Certificate in use; it is replaced while the process runs.
@@ -115,8 +122,15 @@ impl AdminCertificate {
         }
         let authority = Authority::create(&self.identity.cluster).map_err(failed)?;
         let entry = |name: &str, text: &str| (name.to_owned(), ByteString(text.as_bytes().to_vec()));
+        let owner = match &self.account {
+            Some(account) => account.owner().await,
+            None => None,
+        };
+        let owner_references = owner.map(|owner| vec![owner]);
+        let metadata =
+            ObjectMeta { name: Some(SECRET.to_owned()), owner_references, ..ObjectMeta::default() };
         let secret = Secret {
-            metadata: ObjectMeta { name: Some(SECRET.to_owned()), ..ObjectMeta::default() },
+            metadata,
             data: Some(BTreeMap::from([
                 entry(CERTIFICATE, authority.certificate()),
                 entry(KEY, authority.key()),
