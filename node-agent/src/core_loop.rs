@@ -82,10 +82,11 @@ pub(crate) enum Input {
     },
     /// A device was opened under a free number; events with its blocks follow.
     Attach(Box<AttachedDevice>),
-    /// The memory of a region was replaced; `None` if that failed.
+    /// The memory of a region was replaced, or that failed.
     RegionRenewed {
-        region: RegionId,
-        renewed: Option<std::sync::Arc<Region>>,
+        renewal: Renewal,
+        /// The current memory of the region.
+        memory: std::sync::Arc<Region>,
     },
     /// A device must be closed.
     Detach(DeviceId),
@@ -355,9 +356,9 @@ impl CoreLoop {
                 self.executor.add_device(id, device);
                 self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
             }
-            Input::RegionRenewed { region, renewed } => {
-                let renewal = if renewed.is_some() { Renewal::Done } else { Renewal::Failed };
-                self.executor.region_renewed(region, renewed);
+            Input::RegionRenewed { renewal, memory } => {
+                let region = RegionId(memory.id());
+                self.executor.region_renewed(region, memory);
                 self.apply(Event::RegionRenewed { region, renewal });
             }
             Input::Detach(device) => {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use reprise_agent_core::effect::RegionId;
+use reprise_agent_core::event::Renewal;
 use reprise_buffers::Arena;
 
 use crate::core_loop::{Inbox, Input};
@@ -66,14 +67,15 @@ fn run(arena: &Arena, inbox: &Inbox, waiting: &Receiver<Renewing>) {
                 "a device does not release the memory of a region that passes to another tenant"
             );
         }
-        let renewed = match arena.renew(region.0) {
-            Ok(renewed) => Some(renewed),
+        let renewal = match arena.renew(region.0) {
+            Ok(_) => Renewal::Done,
             Err(error) => {
                 tracing::warn!(region = region.0, %error, "cannot replace the memory of a region for another tenant, it stays with its tenant");
-                None
+                Renewal::Failed
             }
         };
-        if inbox.send(Input::RegionRenewed { region, renewed }).is_err() {
+        let memory = arena.region(region.0).expect("the core has the regions of the arena");
+        if inbox.send(Input::RegionRenewed { renewal, memory }).is_err() {
             return;
         }
     }

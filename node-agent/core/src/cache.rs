@@ -91,6 +91,8 @@ pub(crate) struct Cache {
     now: Tick,
     /// Time from which regions may be taken again after a failed renewal.
     renewals_from: Tick,
+    /// Frames of retiring regions that became clean with the current event.
+    leaving: Vec<FrameIndex>,
     /// Leases on frames whose contents are being checked.
     checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
@@ -168,6 +170,7 @@ impl Cache {
             tiering: Tiering::new(settings),
             now: Tick(0),
             renewals_from: Tick(0),
+            leaving: Vec::new(),
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
             retained: Retained::default(),

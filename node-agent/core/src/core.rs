@@ -156,6 +156,8 @@ impl AgentCore {
         }
         self.begin_pulls();
         self.replicate.advance(&self.cache, context!(self));
+        // Before the regions are drained: blocks that are saved remain until they are durable.
+        self.route();
         self.cache.drain_regions(context!(self));
         // Before the write-back, which shrinking may make urgent.
         self.quota.shrink(&mut self.cache, context!(self));
@@ -210,8 +212,7 @@ impl AgentCore {
             self.save.expedite();
         }
         if regions_retired {
-            self.cache.break_retained_in_retiring();
-            self.save.save_retiring(&mut self.cache, self.now);
+            self.save.save_leaving(&mut self.cache, self.now);
         }
         for DoneBatch { batch, stored } in batches {
             match Extents::owns(batch) {

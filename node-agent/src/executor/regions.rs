@@ -15,7 +15,7 @@ use crate::region_renewer::Renewing;
 /// Regions whose memory was or is being replaced. A device that is opened meanwhile may have registered the old memory.
 #[derive(Default)]
 pub(super) struct RenewedRegions {
-    /// The new memory; `None` while it is being replaced.
+    /// The current memory; `None` while it is being replaced.
     regions: BTreeMap<RegionId, Option<Arc<Region>>>,
 }
 
@@ -46,13 +46,12 @@ impl Executor {
         }
     }
 
-    /// Lets the devices register the new memory of a region.
-    pub(crate) fn region_renewed(&mut self, region: RegionId, renewed: Option<Arc<Region>>) {
-        let Some(renewed) = renewed else { return };
+    /// Lets the devices register the memory of a region: the new one, or the old one if it was not replaced.
+    pub(crate) fn region_renewed(&mut self, region: RegionId, memory: Arc<Region>) {
         for entry in self.devices.iter().flatten() {
-            send(&entry.device, Command::AddRegion(renewed.clone()));
+            send(&entry.device, Command::AddRegion(memory.clone()));
         }
-        self.regions.regions.insert(region, Some(renewed));
+        self.regions.regions.insert(region, Some(memory));
     }
 }
 

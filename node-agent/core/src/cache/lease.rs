@@ -128,7 +128,11 @@ impl Cache {
             let place = before.place;
             self.arena.remove_evictable(place, frame);
         }
-        self.frames.get_mut(frame).state = state;
+        let changed = self.frames.get_mut(frame);
+        changed.state = state;
+        if state == FrameState::Clean && self.arena.is_retiring(changed.place.region) {
+            self.leaving.push(frame);
+        }
         self.update_unleased(frame);
     }
 

@@ -1,8 +1,9 @@
 //! Passing regions of the arena from tenant to tenant: their blocks, and the requests for new memory.
 //!
 //! Blocks of a retiring region leave DRAM as in any eviction: copies that are durable at once, blocks that are being
-//! saved once they are durable. Blocks in DRAM only are saved first where admission accepts them (`save`). Readers
-//! keep their leases, and the region waits for them. Retention pins are advice and yield.
+//! saved once they are durable. Blocks in DRAM only are saved first where admission accepts them (`save`). A copy in
+//! use can no longer be found, so that no further reader keeps the region; it waits for the leases that exist, and each
+//! of them ends in limited time. Retention pins are advice and yield.
 
 use reprise_policy::TenantId;
 
@@ -48,37 +49,35 @@ impl Cache {
         }
         let frames = &self.frames;
         let is_stuck = |frame| frames.get(frame).state == FrameState::Retired;
-        if self.arena.retire_for(slot_group, is_stuck).is_some() {
+        if let Some(region) = self.arena.retire_for(slot_group, is_stuck) {
             self.outcomes.regions_retired = true;
+            let is_clean = |frame: &FrameIndex| frames.get(*frame).state == FrameState::Clean;
+            self.leaving.extend(self.arena.frames_of(region).filter(is_clean));
         }
     }
 
     /// Returns an error if a tenant has no region and can get none.
     pub(crate) fn check_regions(&self, size_class: SizeClassId) -> Result<(), String> {
         let (tenant, _) = self.group_of(size_class);
-        let Some((regions, kept)) = self.arena.shortage(tenant) else { return Ok(()) };
+        let Some(regions) = self.arena.shortage(tenant) else { return Ok(()) };
         Err(format!(
-            "this tenant has no memory: the arena has {regions} regions, and other tenants keep {kept} of them, one for \
-             each tenant with a session and those of reservations: raise arena.bytes, or lower \
-             arena.region_bytes or dram.reserved of [[tenants]] in the agent's configuration"
+            "this tenant has no memory: other tenants keep all {regions} regions of the arena, one for each tenant with \
+             a session, and their reservations: raise arena.bytes, or lower arena.region_bytes or dram.reserved of \
+             [[tenants]] in the agent's configuration"
         ))
     }
 
-    /// Frames of retiring regions that have blocks in DRAM only.
-    pub(crate) fn retiring_frames(&self) -> Vec<FrameIndex> {
-        let frames = self.arena.retiring_frames().into_iter();
-        frames.filter(|frame| self.frames.get(*frame).state == FrameState::Clean).collect()
+    /// Frames whose blocks leave DRAM with the current event, unless they are saved first.
+    pub(crate) fn leaving_frames(&self) -> Vec<FrameIndex> {
+        self.leaving.iter().copied().filter(|frame| self.is_leaving(*frame)).collect()
     }
 
-    /// Evicts the blocks of retiring regions that are not in use, and requests new memory for empty regions.
+    /// Removes the blocks of retiring regions from DRAM that are durable or cannot be saved, and requests new memory for
+    /// empty regions.
     pub(crate) fn drain_regions(&mut self, cx: &mut Context) {
-        if self.arena.has_retiring_victims() {
-            for frame in self.arena.retiring_frames() {
-                let state = self.frames.get(frame);
-                if state.state == FrameState::Clean && state.leases == 0 {
-                    self.arena.remove_evictable(state.place, frame);
-                    self.evict_frame(frame);
-                }
+        for frame in std::mem::take(&mut self.leaving) {
+            if self.is_leaving(frame) {
+                self.leave_dram(frame);
             }
         }
         for region in self.arena.take_vacated() {
@@ -87,14 +86,24 @@ impl Cache {
         }
     }
 
-    /// Ends the retention of copies in retiring regions.
-    pub(crate) fn break_retained_in_retiring(&mut self) {
-        let is_retiring = |frame: &FrameIndex| self.arena.is_retiring(self.frames.get(*frame).place.region);
-        let retained: Vec<FrameIndex> = self.retained.in_dram.keys().copied().filter(is_retiring).collect();
-        for frame in retained {
-            self.retained.broken += 1;
-            self.lose_retained_frame(frame);
+    /// Whether a frame still has a clean block of a retiring region: it may have been evicted, and be in use again.
+    fn is_leaving(&self, frame: FrameIndex) -> bool {
+        let state = self.frames.get(frame);
+        state.state == FrameState::Clean && self.arena.is_retiring(state.place.region)
+    }
+
+    /// Removes a clean copy from DRAM, once its readers have released it.
+    fn leave_dram(&mut self, frame: FrameIndex) {
+        let state = self.frames.get(frame);
+        if state.leases == 0 {
+            self.arena.remove_evictable(state.place, frame);
+            return self.evict_frame(frame);
         }
+        let entry = state.entry().expect("a clean frame can be found");
+        self.retained.broken += u64::from(self.retained.in_dram.contains_key(&frame));
+        self.count_eviction(entry, frame);
+        self.detach_resident(entry, frame);
+        self.remove_if_absent(entry);
     }
 
     /// Handles the result of [`Effect::RenewRegion`].

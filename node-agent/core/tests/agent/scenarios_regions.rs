@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use reprise_agent_core::effect::{ArenaSlot, LoadedBlock, PlaceKind, Reply};
-use reprise_agent_core::event::{Priority, Request, Scope};
+use reprise_agent_core::effect::{ArenaSlot, LoadedBlock, PlaceKind, RegionId, Reply};
+use reprise_agent_core::event::{FillError, Priority, Request, Scope};
 use reprise_agent_core::{Settings, TenantQuotas};
 use reprise_policy::{Quota, SessionId, TenantId, Tier};
 
@@ -52,6 +52,12 @@ fn save_durably(harness: &mut Harness, session: SessionId, numbers: std::ops::Ra
 
 fn reserved(harness: &Harness, session: SessionId) -> usize {
     harness.engines[&session].reserved.len()
+}
+
+fn abort_all(harness: &mut Harness, session: SessionId) {
+    let reserved = std::mem::take(&mut harness.engines.get_mut(&session).expect("open").reserved);
+    let leases = reserved.into_iter().map(|(lease, _)| lease).collect();
+    harness.request(session, RequestKind::Other, Request::Abort { leases });
 }
 
 fn on(harness: &Harness, tier: Tier, numbers: std::ops::Range<u64>) -> usize {
@@ -117,6 +123,49 @@ fn region_in_use_passes_when_its_last_reader_ends() {
 }
 
 #[test]
+fn further_readers_do_not_keep_a_region() {
+    let mut harness = regions(2);
+    let a = harness.open_session(A, large_layout());
+    save_durably(&mut harness, a, 0..8);
+    harness.load(a, &keys(0..8), Duration::ZERO, Scope::Local);
+    let b = harness.open_session(B, large_layout());
+    let first = *harness.engines[&a].loads.keys().next().expect("held");
+    harness.load(a, &keys(0..8), Duration::ZERO, Scope::Local);
+    harness.finish_jobs();
+    assert_eq!(harness.engines[&a].loads.len(), 2, "the same blocks are in use without a pause");
+    harness.release(a, first);
+    harness.finish_jobs();
+    harness.reserve(b, 8);
+    assert_eq!(reserved(&harness, b), 4);
+}
+
+#[test]
+fn region_stays_with_its_tenant_if_a_lost_device_may_write_to_it() {
+    let mut harness = regions(2);
+    let a = harness.open_session(A, large_layout());
+    save_durably(&mut harness, a, 0..8);
+    harness.request(a, RequestKind::Other, Request::Trim);
+    harness.load(a, &keys(0..8), Duration::ZERO, Scope::Local);
+    let b = harness.open_session(B, large_layout());
+    for region in [RegionId(0), RegionId(1)] {
+        let is_in = |job: &Job| matches!(job, Job::Read { read, .. } if read.slot.region == region);
+        let at = harness.jobs.iter().position(is_in).expect("a slot that is being filled");
+        let Job::Read { read, .. } = &harness.jobs[at] else { unreachable!("found") };
+        let slot = read.slot;
+        harness.memory.strand(slot);
+        harness.fail(at, FillError::Stranded);
+    }
+    harness.finish_jobs();
+    let load = *harness.engines[&a].loads.keys().next().expect("held");
+    harness.release(a, load);
+    harness.finish_jobs();
+    harness.reserve(b, 1);
+    assert_eq!((reserved(&harness, b), harness.core.counters().regions_renewed), (0, 0));
+    harness.reserve(a, 8);
+    assert_eq!(reserved(&harness, a), 6, "the tenant uses the rest of both regions");
+}
+
+#[test]
 fn unsaved_blocks_become_durable_before_their_region_passes() {
     let mut harness = regions(2);
     let a = harness.open_session(A, large_layout());
@@ -139,7 +188,7 @@ fn rejects_a_tenant_beyond_the_number_of_regions_with_the_numbers() {
     let c = harness.open_session(C, large_layout());
     harness.request(c, RequestKind::Other, Request::Reserve { count: 1, kind: PlaceKind::Arena });
     let Reply::BadRequest(text) = last_reply(&harness, c) else { panic!("no region is left") };
-    for part in ["2 regions", "keep 2 of them", "arena.bytes", "arena.region_bytes"] {
+    for part in ["all 2 regions", "arena.bytes", "arena.region_bytes", "dram.reserved"] {
         assert!(text.contains(part), "{part}: {text}");
     }
 }
@@ -156,7 +205,7 @@ fn reserved_regions_never_pass() {
     save_durably(&mut harness, a, 0..8);
     let b = harness.open_session(B, large_layout());
     harness.request(b, RequestKind::Other, Request::Reserve { count: 1, kind: PlaceKind::Arena });
-    assert!(matches!(last_reply(&harness, b), Reply::BadRequest(text) if text.contains("keep 2")));
+    assert!(matches!(last_reply(&harness, b), Reply::BadRequest(text) if text.contains("all 2 regions")));
     assert_eq!(on(&harness, Tier::Dram, 0..8), 8);
 }
 
@@ -173,9 +222,7 @@ fn region_stays_with_its_tenant_if_the_memory_cannot_be_replaced() {
     harness.reserve(a, 8);
     assert_eq!(reserved(&harness, a), 8);
     harness.faults.renewal = 0;
-    let leases: Vec<_> = harness.engines[&a].reserved.iter().map(|(lease, _)| *lease).collect();
-    harness.engines.get_mut(&a).expect("open").reserved.clear();
-    harness.request(a, RequestKind::Other, Request::Abort { leases });
+    abort_all(&mut harness, a);
     harness.pass(Duration::from_secs(2));
     harness.reserve(b, 1);
     harness.finish_jobs();
@@ -259,5 +306,7 @@ fn settle(harness: &mut Harness, open: &[(TenantId, SessionId)], seed: u64) {
             harness.finish_jobs();
         }
         assert!(reserved(harness, *session) > 0, "seed {seed}: {tenant:?} has no memory");
+        // Another session of the tenant may need the region for blocks of another size.
+        abort_all(harness, *session);
     }
 }

@@ -103,7 +103,7 @@ impl Arena {
         let share = self.reservations.share(tenant);
         share.sessions -= 1;
         if share.sessions == 0 {
-            share.incoming = 0;
+            share.has_arrival = false;
             self.renewals.active -= 1;
         }
         self.renewals.search_again();
@@ -134,18 +134,13 @@ impl Arena {
         self.reservations.of(tenant).owned == 0 && !can_own
     }
 
-    /// Number of regions of the arena, and of those that other tenants keep, if no region can be taken for a tenant
-    /// without one.
-    pub(in crate::cache) fn shortage(&self, tenant: TenantId) -> Option<(usize, u64)> {
+    /// Number of regions of the arena, if other tenants keep them all and a tenant has none.
+    pub(in crate::cache) fn shortage(&self, tenant: TenantId) -> Option<usize> {
+        let others = self.reservations.iter().filter(|(other, _)| *other != tenant);
+        let kept: u64 = others.map(|(_, share)| share.unobtainable()).sum();
         let is_waiting = self.reservations.of(tenant).incoming > 0;
-        let others = || self.reservations.iter().filter(|(other, _)| *other != tenant);
-        if is_waiting
-            || !self.lacks_region(tenant)
-            || others().any(|(_, share)| share.owned > share.guaranteed())
-        {
-            return None;
-        }
-        Some((self.regions.len(), others().map(|(_, share)| share.guaranteed()).sum()))
+        let regions = self.regions.len();
+        (kept >= regions as u64 && !is_waiting && self.lacks_region(tenant)).then_some(regions)
     }
 
     /// Starts to take a region for the tenant of a group that finds none; returns it. `is_stuck` states whether a frame
@@ -218,21 +213,32 @@ impl Arena {
         })
     }
 
-    /// Frames with blocks of the regions that are retiring.
-    pub(in crate::cache) fn retiring_frames(&self) -> Vec<FrameIndex> {
-        let regions = self.renewals.retiring.iter().map(|at| &self.regions[usize::from(*at)]);
-        let frames = regions.flat_map(|region| region.frames.iter().copied());
-        frames.filter(|frame| *frame != FrameIndex::NONE).collect()
-    }
-
-    /// Whether blocks of a retiring region can be evicted.
-    pub(in crate::cache) fn has_retiring_victims(&self) -> bool {
-        self.renewals.retiring.iter().any(|at| self.regions[usize::from(*at)].evictable > 0)
+    /// Frames of a region.
+    pub(in crate::cache) fn frames_of(&self, region: u16) -> impl Iterator<Item = FrameIndex> {
+        let frames = self.regions[usize::from(region)].frames.iter().copied();
+        frames.filter(|frame| *frame != FrameIndex::NONE)
     }
 
     /// Whether a region gets no new blocks.
     pub(in crate::cache) fn is_retiring(&self, region: u16) -> bool {
         matches!(self.regions[usize::from(region)].stage, Stage::Retiring(_))
+    }
+
+    /// Leaves a retiring region with its tenant, because one of its slots can never be freed.
+    pub(in crate::cache) fn stop_retiring(&mut self, region: u16) {
+        let state = &mut self.regions[usize::from(region)];
+        let Stage::Retiring(successor) = state.stage else { return };
+        state.stage = Stage::InUse;
+        let tenant = state.tenant.expect("a region that was taken from a tenant");
+        let (owner, is_full) = (state.owner.expect("a retiring region has blocks"), state.full());
+        self.renewals.retiring.retain(|retiring| *retiring != region);
+        self.reservations.share(tenant).owned += 1;
+        self.reservations.share(successor).incoming -= 1;
+        if !is_full {
+            self.enter_partial(region, owner);
+        }
+        self.note_idle(region);
+        self.renewals.search_again();
     }
 
     /// Records that a retiring region has no blocks.
@@ -257,8 +263,11 @@ impl Arena {
         state.stage = Stage::InUse;
         self.unowned.push(region);
         self.renewals.search_again();
+        let share = self.reservations.share(successor);
+        share.incoming -= 1;
         match renewal {
             Renewal::Done => {
+                share.has_arrival = share.sessions > 0;
                 state.tenant = None;
                 state.generation += 1;
                 state.grants = 0;
@@ -267,8 +276,6 @@ impl Arena {
             Renewal::Failed => {
                 let tenant = state.tenant.expect("a region that was taken from a tenant");
                 self.reservations.share(tenant).owned += 1;
-                let share = self.reservations.share(successor);
-                share.incoming = share.incoming.saturating_sub(1);
             }
         }
     }
@@ -285,6 +292,14 @@ impl Arena {
             let owned = self.regions.iter().filter(is_owned).count() as u64;
             if owned != share.owned {
                 return Err(format!("tenant {tenant:?} owns {owned} regions, not {}", share.owned));
+            }
+            let is_incoming = |region: &&Region| match region.stage {
+                Stage::InUse => false,
+                Stage::Retiring(successor) | Stage::Renewing(successor) => successor == tenant,
+            };
+            let incoming = self.regions.iter().filter(is_incoming).count() as u64;
+            if incoming != share.incoming || (share.has_arrival && share.sessions == 0) {
+                return Err(format!("tenant {tenant:?}: {incoming} regions are incoming: {share:?}"));
             }
         }
         let active = self.reservations.iter().filter(|(_, share)| share.sessions > 0).count() as u64;

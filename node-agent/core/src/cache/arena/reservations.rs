@@ -1,8 +1,9 @@
 //! Regions of the arena that are kept for tenants.
 //!
-//! A tenant is owed the regions of its reservation, one region while it has a session, and regions that other
-//! tenants have given up for it. Unused regions are kept back: as many as tenants are owed. A tenant that is owed
-//! nothing gets a further region only if more unused regions remain than that.
+//! A tenant is owed the regions of its reservation, one region while it has a session, and a region that another
+//! tenant has given up for it. Unused regions are kept back: as many as tenants are owed. A tenant gets a further region
+//! only if more unused regions remain than the others are owed. A tenant without its guaranteed regions need only leave
+//! those that were given up for another one in the same situation.
 
 use std::collections::BTreeMap;
 
@@ -22,8 +23,10 @@ pub(super) struct Share {
     reserved: u64,
     pub(super) owned: u64,
     pub(super) sessions: u32,
-    /// Regions that another tenant gives up for this one, until it has taken them.
+    /// Regions that other tenants give up for this one, until they have new memory.
     pub(super) incoming: u64,
+    /// Whether an unused region was given up for this tenant.
+    pub(super) has_arrival: bool,
 }
 
 impl Share {
@@ -32,8 +35,17 @@ impl Share {
         self.reserved.max(u64::from(self.sessions > 0))
     }
 
+    fn missing(&self) -> u64 {
+        self.guaranteed().saturating_sub(self.owned)
+    }
+
     fn owed(&self) -> u64 {
-        self.guaranteed().saturating_sub(self.owned).max(self.incoming)
+        self.missing().max(u64::from(self.has_arrival))
+    }
+
+    /// Regions that a tenant without any cannot get: reserved ones, and the guaranteed ones that exist.
+    pub(super) fn unobtainable(&self) -> u64 {
+        self.guaranteed().min(self.owned + self.incoming).max(self.reserved)
     }
 }
 
@@ -57,7 +69,7 @@ impl Reservations {
     pub(super) fn own(&mut self, tenant: TenantId) {
         let share = self.share(tenant);
         share.owned += 1;
-        share.incoming = share.incoming.saturating_sub(1);
+        share.has_arrival = false;
     }
 
     /// Returns the regions of a tenant.
@@ -92,10 +104,13 @@ impl Reservations {
 
     /// Whether a tenant may take one of the `fresh` unused regions. O(tenants).
     pub(super) fn may_own(&self, tenant: TenantId, fresh: u64) -> bool {
-        let own = self.of(tenant);
-        let given_up: u64 = self.tenants.values().map(|share| share.incoming).sum();
-        let of_others = given_up - own.incoming;
-        fresh > of_others && (own.owed() > 0 || fresh > self.owed())
+        let lacks_guaranteed = self.of(tenant).missing() > 0;
+        let kept = |share: &Share| match lacks_guaranteed {
+            true => share.missing().min(u64::from(share.has_arrival)),
+            false => share.owed(),
+        };
+        let others = self.tenants.iter().filter(|(other, _)| **other != tenant);
+        fresh > others.map(|(_, share)| kept(share)).sum()
     }
 }
 
@@ -124,11 +139,15 @@ mod tests {
         assert!(!reservations.may_own(TenantId(2), 1) && reservations.may_own(TenantId(1), 1));
         reservations.own(TenantId(1));
         assert!(reservations.may_own(TenantId(2), 1));
-        reservations.share(TenantId(3)).incoming = 1;
+        *reservations.share(TenantId(3)) = Share { sessions: 1, has_arrival: true, ..Share::default() };
         reservations.share(TenantId(2)).sessions = 1;
         assert!(!reservations.may_own(TenantId(2), 1), "the region was given up for another tenant");
         assert!(reservations.may_own(TenantId(3), 1) && reservations.may_own(TenantId(2), 2));
+        assert!(!reservations.may_own(TenantId(1), 2), "both other tenants have none");
         reservations.own(TenantId(3));
-        assert_eq!(reservations.of(TenantId(3)).incoming, 0);
+        assert!(reservations.may_own(TenantId(2), 1) && !reservations.may_own(TenantId(1), 1));
+        reservations.share(TenantId(3)).has_arrival = true;
+        assert!(reservations.may_own(TenantId(2), 1), "a first region precedes a further one");
+        assert!(!reservations.may_own(TenantId(3), 1) && reservations.may_own(TenantId(3), 2));
     }
 }
