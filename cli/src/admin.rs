@@ -23,7 +23,7 @@ use serde::Serialize;
 
 use crate::config::Config;
 use reprise_testkit::output::{Audience, Table, bytes_text};
-use selection::{SelectArgs, Selected};
+use selection::{SelectArgs, Selected, SelectedBlocks};
 
 /// Deadline of `prefetch --from-peers`.
 const FETCH_DEADLINE: Duration = Duration::from_secs(30);
@@ -149,16 +149,15 @@ pub(crate) fn command(args: &AdminArgs, config: &Config, audience: Audience) -> 
         Action::Delete(target) => (change(BlockAction::Delete), target),
     };
     let sockets = target.sockets(config)?;
-    let selected = target.select.resolve(&target.tenant)?;
-    let is_of_session = matches!(selected.selection, BlockSelection::Listed(_));
+    let selected = target.select.resolve()?;
+    let is_of_session = matches!(selected.blocks, SelectedBlocks::Fixed(BlockSelection::Listed(_)));
     ensure!(
         !is_of_session || sockets.len() == 1,
         "--session selects blocks of one agent, but the command has {}: name it with --socket",
         sockets.len()
     );
     ensure!(
-        !change.from_peers
-            || (matches!(selected.selection, BlockSelection::Keys(_)) && selected.ranks == Ranks::Own),
+        !change.from_peers || (selected.has_keys() && selected.ranks == Ranks::Own),
         "--from-peers needs keys of one rank, because a node knows only its own blocks: select them by --tokens, \
          --tokens-file, --trace-line or --key, and without --all-ranks"
     );
@@ -195,9 +194,10 @@ impl Change {
         };
         let client = Client::connect(options)?;
         let (action, ranks) = (self.action, selected.ranks);
-        let command = BlockCommand { action, selection: selected.selection.clone(), ranks };
+        let selection = selected.selection(client.namespace());
+        let command = BlockCommand { action, selection, ranks };
         let BlockReport { mut counts, retention, .. } = client.manage_all(&command)?;
-        if let (true, BlockSelection::Keys(keys)) = (self.from_peers, &selected.selection) {
+        if let (true, BlockSelection::Keys(keys)) = (self.from_peers, &command.selection) {
             let options = LoadOptions { deadline: FETCH_DEADLINE, ..LoadOptions::default() };
             let there = client.prefetch(keys, &options)? as u64;
             let (all, affected) = (keys.len() as u64, there.saturating_sub(counts.unchanged));

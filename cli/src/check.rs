@@ -221,10 +221,12 @@ impl Check {
         let within = args.within.0;
         let deadline = Instant::now() + within;
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT)?;
-        let namespace = namespace(&layout, &args.tenant, &args.run);
         loop {
-            match connect(args, namespace, layout) {
-                Ok(client) => return Ok(Check { client, layout, namespace, deadline, within }),
+            match connect(args, layout) {
+                Ok(client) => {
+                    let namespace = *client.namespace();
+                    return Ok(Check { client, layout, namespace, deadline, within });
+                }
                 Err(ClientError::AgentAbsent { .. } | ClientError::Busy(_)) if Instant::now() < deadline => {
                     thread::sleep(PAUSE);
                 }
@@ -322,8 +324,8 @@ impl Check {
 }
 
 /// Opens a session with the agent of this node.
-fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Result<Client, ClientError> {
-    let options = ConnectOptions::new(args.socket.clone(), namespace, layout)
+fn connect(args: &CheckArgs, layout: Layout) -> Result<Client, ClientError> {
+    let options = ConnectOptions::new(args.socket.clone(), namespace(&layout, &args.run), layout)
         .tenant(args.tenant.clone())
         .client_name("check");
     Client::connect(match &args.token_file {
@@ -332,8 +334,8 @@ fn connect(args: &CheckArgs, namespace: NamespaceDigest, layout: Layout) -> Resu
     })
 }
 
-/// Returns the namespace of a run. It includes the tenant, because agents bind a namespace to one tenant.
-fn namespace(layout: &Layout, tenant: &TenantName, run: &str) -> NamespaceDigest {
+/// Returns the namespace of a run, without the salt of its tenant.
+fn namespace(layout: &Layout, run: &str) -> NamespaceDigest {
     NamespaceSpec {
         model: "reprise/check".into(),
         revision: run.to_owned(),
@@ -341,7 +343,6 @@ fn namespace(layout: &Layout, tenant: &TenantName, run: &str) -> NamespaceDigest
         hash_algorithm: "sha256_cbor".into(),
         hash_seed: "reprise-check".into(),
         engine_format: "reference:LBHNC".into(),
-        tenant_salt: tenant.as_str().to_owned(),
     }
     .digest()
 }
@@ -402,17 +403,14 @@ mod tests {
     }
 
     #[test]
-    fn participants_runs_and_tenants_have_different_blocks() {
+    fn participants_and_runs_have_different_blocks() {
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT).expect("valid");
-        let of = |run: &str, tenant: &str, index| {
-            let tenant = tenant.parse().expect("a name");
-            block(&namespace(&layout, &tenant, run), index).key
-        };
-        let all = [of("a", "default", 0), of("a", "default", 1), of("b", "default", 0), of("a", "x", 0)];
+        let of = |run: &str, index| block(&namespace(&layout, run), index).key;
+        let all = [of("a", 0), of("a", 1), of("b", 0)];
         for (index, key) in all.iter().enumerate() {
             assert!(!all[..index].contains(key), "{index}");
         }
-        assert_eq!(of("a", "default", 0), all[0], "each participant can derive the keys of all others");
+        assert_eq!(of("a", 0), all[0], "each participant can derive the keys of all others");
     }
 
     #[test]

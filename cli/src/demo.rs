@@ -33,6 +33,7 @@ use prefetch::PrefetchReport;
 use reprise_testkit::cluster::{
     AgentAddresses, AgentSizes, Cluster, ClusterFile, Connections, ControlPlanes,
 };
+use reprise_testkit::configuration::provide_salt;
 use reprise_testkit::engine::{EnginePath, EngineSettings};
 use reprise_testkit::interrupt;
 use reprise_testkit::model::llama_3_8b_scaled;
@@ -369,8 +370,11 @@ fn administrator(cluster: &Cluster) -> anyhow::Result<PathBuf> {
 fn start_engines(args: &DemoArgs, layout: Layout, cluster: &Cluster) -> anyhow::Result<Vec<EngineProcess>> {
     let settings =
         |socket| EngineSettings { socket, layout, tenant: args.tenant.clone(), path: args.engine_path };
-    let agents = cluster.file().agents.into_iter();
-    agents.map(|agent| EngineProcess::start(&settings(agent.socket))).collect()
+    let start = |socket: PathBuf| {
+        provide_salt(&socket, &args.tenant).context("the tenant's salt")?;
+        EngineProcess::start(&settings(socket))
+    };
+    cluster.file().agents.into_iter().map(|agent| start(agent.socket)).collect()
 }
 
 /// Measures requests that wait with and without hints; returns the check of their bytes too.

@@ -24,7 +24,7 @@ use serde::Serialize;
 
 use crate::config::Config;
 use crate::members::{Members, MembersArgs, endpoint, runtime};
-use crate::status;
+use crate::{salts, status};
 use reasons::Reasons;
 use reprise_testkit::engine;
 use reprise_testkit::model::{self, SCALE_DEFAULT, hex};
@@ -59,6 +59,11 @@ pub(crate) struct ExplainArgs {
     /// Explain blocks of this tenant.
     #[arg(long, value_name = "NAME", default_value = "default")]
     tenant: TenantName,
+    /// Derive the keys of a tenant's blocks with the isolation salt in this file.
+    ///
+    /// Trace lines of a tenant other than 'default' need it: a file of the folder session.salts of an agent.
+    #[arg(long, value_name = "FILE")]
+    salt_file: Option<PathBuf>,
     #[command(flatten)]
     members: MembersArgs,
 }
@@ -164,7 +169,17 @@ fn keys(args: &ExplainArgs) -> anyhow::Result<Vec<BlockKey>> {
         bail!("line {line} does not exist: {} has {} lines", trace.name, trace.requests.len());
     };
     let layout = model::llama_3_8b_scaled(args.scale.unwrap_or(SCALE_DEFAULT))?;
-    Ok(engine::chain_keys(&layout, &args.tenant, request.full_blocks()))
+    let salt = match &args.salt_file {
+        Some(path) => Some(salts::read(path)?),
+        None => None,
+    };
+    ensure!(
+        salt.is_some() != (args.tenant == TenantName::default_tenant()),
+        "keys of tenant '{}' need --salt-file with its isolation salt, and those of tenant 'default' need none: pass \
+         both --tenant and --salt-file, or neither",
+        args.tenant
+    );
+    Ok(engine::chain_keys(&engine::namespace(&layout).of_tenant(salt.as_ref()), request.full_blocks()))
 }
 
 async fn explain(

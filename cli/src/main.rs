@@ -23,6 +23,7 @@ mod plan;
 mod profile;
 mod profile_files;
 mod replay;
+mod salts;
 mod sim;
 mod status;
 mod tenant;

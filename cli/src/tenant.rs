@@ -3,6 +3,7 @@
 //! Each tenant's ledger is kept by one member, so `list` asks every member and merges the answers.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
@@ -18,7 +19,7 @@ use tonic::transport::Channel;
 
 use crate::config::Config;
 use crate::members::{Members, MembersArgs, endpoint, runtime};
-use crate::status;
+use crate::{salts, status};
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Timeout of one call to a member.
@@ -45,6 +46,17 @@ enum Action {
     Remove {
         /// Name of the tenant.
         name: TenantName,
+    },
+    /// Create the secret isolation salt of a tenant on this node.
+    ///
+    /// Run it on one node and copy the file to all others. Sessions of a tenant without a salt are refused. In
+    /// Kubernetes, the operator creates salts.
+    CreateSalt {
+        /// Name of the tenant.
+        name: TenantName,
+        /// Create the file in this directory: session.salts of the agents.
+        #[arg(long, value_name = "DIR")]
+        folder: PathBuf,
     },
 }
 
@@ -111,6 +123,13 @@ struct Share {
     used: Amounts,
 }
 
+/// Output of `reprise tenant create-salt --json`.
+#[derive(Debug, Serialize)]
+struct CreatedSalt {
+    tenant: String,
+    file: PathBuf,
+}
+
 /// Output of `reprise tenant set --json` and `remove --json`.
 #[derive(Debug, Serialize)]
 struct BudgetChange {
@@ -126,6 +145,15 @@ struct NewBudget {
 }
 
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
+    if let Action::CreateSalt { name, folder } = &args.action {
+        let file = salts::create(name, folder)?;
+        audience.emit(&CreatedSalt { tenant: name.to_string(), file: file.clone() });
+        audience.print_line(format!(
+            "created the isolation salt of tenant '{name}': copy {} to all nodes, readable by the agent's user only",
+            file.display()
+        ));
+        return Ok(());
+    }
     let members = args.members.find(config)?;
     runtime()?.block_on(async {
         match &args.action {
@@ -148,6 +176,7 @@ pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) ->
                 audience.print_line(format!("removed the budget of tenant '{name}'"));
                 Ok(())
             }
+            Action::CreateSalt { .. } => unreachable!("handled above"),
         }
     })
 }

@@ -8,8 +8,8 @@ use reprise_client::{
     Source, Ticket,
 };
 use reprise_policy::{BlockKey, Layout, TenantName};
-use reprise_testkit::keyed_blocks;
 pub use reprise_testkit::keyed_blocks::{Outcome, object_bytes};
+use reprise_testkit::{configuration, keyed_blocks};
 
 use crate::content::{NAMESPACE, key, keys};
 use crate::wait::PATIENCE;
@@ -55,15 +55,27 @@ impl Engine {
         Client::connect(options).map(|client| Engine { client })
     }
 
-    /// Opens a session of a tenant, in a namespace derived from the tenant.
+    /// Opens a session of a tenant, whose salt it provides for the agents of the socket's folder.
     ///
     /// # Errors
     /// As `Client::connect`.
     pub fn connect_as(socket: &Path, layout: Layout, tenant: &str) -> Result<Engine, ClientError> {
         let tenant: TenantName = tenant.parse().expect("tests use valid tenant names");
-        let mut namespace = NAMESPACE;
-        namespace.0.iter_mut().zip(tenant.number().0.to_le_bytes()).for_each(|(byte, salt)| *byte ^= salt);
-        let options = ConnectOptions::new(socket, namespace, layout).tenant(tenant).call_timeout(PATIENCE);
+        configuration::provide_salt(socket, &tenant).expect("the folder is the test's");
+        Engine::connect_with_salt(socket, layout, &tenant)
+    }
+
+    /// Opens a session of a tenant, whose salt the agent must have.
+    ///
+    /// # Errors
+    /// As `Client::connect`.
+    pub fn connect_with_salt(
+        socket: &Path,
+        layout: Layout,
+        tenant: &TenantName,
+    ) -> Result<Engine, ClientError> {
+        let options = ConnectOptions::new(socket, NAMESPACE, layout).tenant(tenant.clone());
+        let options = options.call_timeout(PATIENCE);
         Client::connect(options).map(|client| Engine { client })
     }
 

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use reprise_identity::TlsSettings;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionPolicy;
-use reprise_policy::{ByteSize, Interval, TenantName};
+use reprise_policy::{ByteSize, Interval};
 use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
@@ -34,7 +34,7 @@ pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
 };
-pub(crate) use tenants::TenantSettings;
+pub(crate) use tenants::{TenantSection, TenantSettings};
 
 /// Maximum size of a configuration file. A larger one is a mistake, for example the path of a device.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -84,6 +84,8 @@ pub(crate) struct SessionSection {
     pub(crate) mode: String,
     /// Empty: the agent's own user and root.
     pub(crate) allow_uids: Vec<u32>,
+    /// Folder with the isolation salt of each tenant. Empty: none.
+    pub(crate) salts: PathBuf,
     /// Whether sessions may lease and pin extents of pool files.
     pub(crate) extents: bool,
     /// Queue pairs of each NVMe controller for all sessions, and for one of them; 0: none.
@@ -179,28 +181,6 @@ pub(crate) struct CacheSection {
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
     pub(crate) arena_serves_permille: u16,
-}
-
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct TenantSection {
-    pub(crate) name: TenantName,
-    /// Number stored with its blocks on devices; derived from the name by default.
-    #[serde(default)]
-    pub(crate) number: Option<u16>,
-    #[serde(default)]
-    pub(crate) dram: QuotaSection,
-    #[serde(default)]
-    pub(crate) nvme: QuotaSection,
-}
-
-/// Guaranteed and maximum bytes of a tenant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(crate) struct QuotaSection {
-    pub(crate) reserved: ByteSize,
-    /// Absent: the tenant has no limit.
-    pub(crate) limit: Option<ByteSize>,
 }
 
 /// When committed blocks are written to devices.
@@ -337,6 +317,7 @@ failure_domain = ""        # nodes of a domain (rack, zone) fail together; empty
 socket = "{socket}"        # engines connect here; its directory must exist
 mode = "{mode}"            # mode bits of the socket, octal
 allow_uids = []            # users that may connect; empty: the agent's own user and root
+salts = ""                 # folder with the isolation salt of each tenant (docs/SECURITY.md); empty: only the tenant "default"
 extents = false            # true: clients may read and write pool files themselves, blocks of other tenants included
 queue_pairs = 0            # queue pairs of each NVMe controller that clients may drive; needs extents = true; 0 in Kubernetes
 queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
@@ -394,6 +375,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # [[tenants]]
 # name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions without a tenant use "default"
 # number = 7               # stored with its blocks on devices; derived from the name by default
+# uids = ["2000-2999"]     # its sessions' users; with `uids` or `gids` (primary groups), others may not use the tenant
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}
 
@@ -490,6 +472,7 @@ impl Default for SessionSection {
             socket: defaults::SOCKET.into(),
             mode: defaults::SOCKET_MODE.to_owned(),
             allow_uids: Vec::new(),
+            salts: PathBuf::new(),
             extents: false,
             queue_pairs: 0,
             queue_pairs_per_session: defaults::QUEUE_PAIRS_PER_SESSION,

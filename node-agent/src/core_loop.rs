@@ -333,7 +333,8 @@ impl CoreLoop {
             }
             Input::SessionOpened(opened) => {
                 let NewSession { opened, session, progress } = *opened;
-                self.executor.session_opened(session, opened.namespace, progress);
+                let namespace = session.stated_namespace();
+                self.executor.session_opened(session, namespace, progress);
                 self.pass_tenant_name(opened.tenant);
                 self.apply(Event::SessionOpened(opened));
                 if self.executor.session_tenants() != self.reported_session_tenants {

@@ -52,7 +52,7 @@ use crate::peer;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::Recorder;
 use crate::region_renewer::RegionRenewer;
-use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings};
+use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings, TenantSalts, own_uid};
 use crate::slack::ActiveProfiles;
 
 /// Time limit for writing blocks at shutdown: two batches of 64 MiB to the slowest usable disk (50 MB/s).
@@ -209,6 +209,8 @@ impl Runtime {
             node: settings.node.name.clone(),
             root: "/".into(),
             identity,
+            users: settings.session.users.clone().with_privileged([0, own_uid()?]),
+            salts: TenantSalts::within(settings.session.salts.clone()),
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),

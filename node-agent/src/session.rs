@@ -30,6 +30,8 @@ mod listener;
 mod manage;
 mod outbound;
 mod queue_calls;
+mod salts;
+mod users;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -44,7 +46,7 @@ use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::session::{LayerReport, TransferBackend};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, DevicePlace, Layout, SessionId, TenantId, TenantName};
+use reprise_policy::{BlockKey, DevicePlace, Layout, NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
@@ -60,8 +62,10 @@ use queue_calls::QueueCalls;
 
 pub(crate) use frame::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX};
 pub(crate) use identity::{Identity, Review};
-pub(crate) use listener::{SessionServer, SessionServerSettings};
+pub(crate) use listener::{SessionServer, SessionServerSettings, own_uid};
 pub(crate) use queue_calls::CALLS_WAITING_MAX;
+pub(crate) use salts::TenantSalts;
+pub(crate) use users::{Ids, TenantUsers};
 
 /// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads,
 /// or three with queue pairs.
@@ -94,6 +98,8 @@ pub(crate) struct Session {
     /// Maximum number of blocks of a load, so that its reply fits into a frame.
     load_blocks_max: usize,
     layout: Layout,
+    /// Namespace from its greeting, without the tenant's salt.
+    namespace: NamespaceDigest,
     backend: StatedBackend,
 }
 
@@ -106,8 +112,8 @@ pub(crate) struct Peer {
     pub(crate) tenant: TenantName,
     /// Process id when it connected.
     pub(crate) pid: i32,
-    /// User id when it connected.
-    pub(crate) uid: u32,
+    /// User and group when it connected.
+    pub(crate) ids: Ids,
     /// Place of the GPU that its greeting states.
     pub(crate) gpu: Option<DevicePlace>,
     /// Layout from its greeting.
@@ -123,6 +129,10 @@ pub(crate) struct SessionContext {
     pub(crate) root: PathBuf,
     /// Verifies tenants of sessions; `None`: tenants are not verified.
     pub(crate) identity: Option<Identity>,
+    /// Users and groups of tenants.
+    pub(crate) users: TenantUsers,
+    /// Isolation salts, which sessions receive.
+    pub(crate) salts: TenantSalts,
     /// Names and numbers of tenants; locked briefly by each greeting.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set during shutdown: requests are rejected, notices are still sent.
@@ -151,6 +161,11 @@ impl Session {
     /// Returns the properties of the client.
     pub(crate) fn peer(&self) -> &Peer {
         &self.peer
+    }
+
+    /// Returns the namespace from the greeting, without the tenant's salt.
+    pub(crate) fn stated_namespace(&self) -> NamespaceDigest {
+        self.namespace
     }
 
     /// Returns the number of pending requests.

@@ -2,7 +2,7 @@
 //! ([`reprise_daemon::guard`]); metrics need TLS ([`certificate`]) and a bearer token ([`scrapers`]). Idle clients cannot
 //! block probes ([`reprise_daemon::http`]).
 //!
-//! * `/healthz` fails if reconciliation is stuck ([`crate::watchdog`]). A replica that waits for the lease is
+//! * `/healthz` fails if reconciliation is stuck ([`crate::framework::watchdog`]). A replica that waits for the lease is
 //!   healthy.
 //! * `/readyz` succeeds once the stores are filled, which requires answers from the API server. A replica
 //!   that waits for the lease is ready: it can take over.
@@ -26,7 +26,7 @@ use reprise_daemon::rejected_connections::RejectedConnections;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::context::Context;
+use crate::reconcile::context::Context;
 
 pub mod certificate;
 pub mod scrapers;

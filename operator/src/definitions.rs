@@ -11,7 +11,7 @@ use reprise_crds::{GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde::Deserialize;
 use std::time::Duration;
 
-use crate::names::RELEASE;
+use crate::reconcile::names::RELEASE;
 
 /// Timeout until a CRD is served, which takes about a second.
 const SERVED_WITHIN: Duration = Duration::from_secs(60);

@@ -15,14 +15,15 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::assignment::current::CurrentAssignment;
-use crate::assignment::{Assignment, ClusterAssignment, PoolAssignment, Refusal};
-use crate::child::ChildKind;
-use crate::names::ClusterNames;
-use crate::optional_kinds::KindAccess;
-use crate::profile::source::Source;
+use crate::framework::child::ChildKind;
+use crate::framework::child_stores::KindAccess;
+use crate::framework::refusal::Refusal;
+use crate::reconcile::assignment::current::CurrentAssignment;
+use crate::reconcile::assignment::{Assignment, ClusterAssignment, PoolAssignment};
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::profile::source::Source;
+use crate::reconcile::{cluster, deletion_guard, pool, profile, tenant};
 use crate::settings::DefaultImages;
-use crate::{cluster, deletion_guard, pool, profile, tenant};
 
 const API: &str = "reprise.dev/v1alpha1";
 /// Node of the example allocations.
@@ -115,7 +116,9 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
         control_plane_state: None,
         volumes: None,
         authority: None,
-        certificates: crate::authority::AuthorityState::Present(crate::authority::tests::any_authority()),
+        certificates: crate::reconcile::authority::AuthorityState::Present(
+            crate::reconcile::authority::tests::any_authority(),
+        ),
         etcd: None,
         access: ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect(),
     };
@@ -152,15 +155,15 @@ fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
         "apiVersion": API, "kind": "CacheNode", "metadata": { "name": NODE }, "spec": { "nodeName": NODE },
     }))
     .expect("an object");
-    let allocation = crate::allocation::dereference::ResolvedAllocation {
+    let allocation = crate::reconcile::allocation::dereference::ResolvedAllocation {
         pool: pools.into_iter().find(|pool| pool.name_any() == name),
         assignment: assignment(lending).pools[name].clone(),
         profile: None,
         object: one,
     };
-    let found = crate::allocation::dereference::GrantInputs {
+    let found = crate::reconcile::allocation::dereference::GrantInputs {
         node: allocation.object.spec.node_name.to_string(),
-        presence: crate::allocation::dereference::NodePresence::Present,
+        presence: crate::reconcile::allocation::dereference::NodePresence::Present,
         cache_node: Some(Arc::new(node)),
         is_silent: false,
         lenders: Vec::new(),
@@ -168,7 +171,7 @@ fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
         fresh_finalizers: BTreeSet::new(),
         skipped: BTreeSet::new(),
     };
-    crate::allocation::validate::validate(&allocation, &found)
+    crate::reconcile::allocation::validate::validate(&allocation, &found)
 }
 
 #[test]

@@ -19,56 +19,23 @@
 //!   operators, it ends in the same objects.
 //! * A converged cluster receives no writes.
 //! * If another writer owns a field, the operator reports the conflict and leaves the field. Only fields that
-//!   it owns exclusively ([`child::Ownership`]) are restored, with an event.
-//! * One reconciler ([`node`]) writes the specs of all `CacheNode`s, for all clusters and pools.
+//!   it owns exclusively ([`framework::child::Ownership`]) are restored, with an event.
+//! * One reconciler ([`reconcile::node`]) writes the specs of all `CacheNode`s, for all clusters and pools.
 //! * Modes and budgets come from the resources. The operator overwrites differing values in a control plane
-//!   ([`control_plane`]) and reports values that another client had set.
+//!   ([`reconcile::control_plane`]) and reports values that another client had set.
 //! * Unsupported fields are refused with a message, never ignored.
 //!
 //! Deliberately absent: admission webhooks, per-StorageClass volumes for agents, and growth of a managed
 //! etcd. GPU queues are counted and granted here, but agents do not create them yet.
 
 pub mod admin;
-pub mod allocation;
-pub mod api_client;
-pub mod assignment;
-pub mod authority;
-pub mod backoff;
-pub mod certificate;
-pub mod child;
-pub mod children;
-pub mod clock;
-pub mod cluster;
-pub mod context;
-pub mod control_plane;
 pub mod definitions;
-pub mod deletion_guard;
-pub mod digest;
-pub mod error;
-mod field_ownership;
-pub mod finalizers;
-pub mod lease;
-pub mod metrics;
-pub mod names;
-pub mod node;
-pub mod optional_kinds;
-pub mod orphans;
-pub mod pool;
-pub mod profile;
-pub mod queue;
+pub mod framework;
+pub mod reconcile;
 pub mod run;
-pub mod secrets;
-pub mod selection;
 pub mod settings;
 pub mod signing;
-pub mod status;
-pub mod stores;
-pub mod tenant;
-#[cfg(test)]
-mod test_api_server;
 pub mod uninstall;
-pub mod watch;
-pub mod watchdog;
 
 #[cfg(test)]
 mod examples;

@@ -21,13 +21,15 @@ use tokio::sync::watch as flag;
 
 use crate::admin::certificate::AdminCertificate;
 use crate::admin::scrapers;
-use crate::api_client::ApiRequests;
-use crate::context::Context;
-use crate::lease::{Account, Election};
+use crate::framework::api_client::ApiRequests;
+use crate::framework::lease::{Account, Election};
+use crate::framework::queue;
+use crate::reconcile::context::Context;
+use crate::reconcile::stores::Stores;
+use crate::reconcile::watch::{ReconcileRequests, Triggers};
+use crate::reconcile::{allocation, cluster, node, orphans, pool, profile, tenant, watch};
 use crate::settings::Settings;
-use crate::stores::Stores;
-use crate::watch::{ReconcileRequests, Triggers};
-use crate::{admin, allocation, cluster, node, orphans, pool, profile, queue, signing, tenant, watch};
+use crate::{admin, signing};
 
 /// Time for running reconciles to finish at shutdown. The kubelet kills a pod after 30 s, and the lease must
 /// be released before that. A test of the chart parses this line.

@@ -20,14 +20,15 @@ use kube::{Resource, ResourceExt};
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
-use crate::authority::{self, AuthorityState};
-use crate::clock;
-use crate::context::Context;
-use crate::error::OperatorError;
-use crate::metrics::Write;
-use crate::names::ClusterNames;
-use crate::watch::{WATCH_LOST, WatchBackoff};
+use crate::framework::clock;
+use crate::framework::error::OperatorError;
+use crate::framework::metrics::Write;
+use crate::reconcile::authority::{self, AuthorityState};
+use crate::reconcile::context::Context;
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::watch::{WATCH_LOST, WatchBackoff};
 
+pub mod certificate;
 pub mod review;
 
 use review::{Grant, Permission, Verdict};

@@ -27,11 +27,10 @@ use kube::{Client, ResourceExt};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
 use serde_json::{Value, json};
 
-use crate::child::ChildKind;
-use crate::deletion_guard::{self, CONFIRMED};
-use crate::names::{
-    CLUSTER_UID, DELETE_IN_USE, IN_USE_FINALIZER, MANAGED_BY, OPERATOR, QUEUES_FINALIZER, RELEASE,
-};
+use crate::framework::child::ChildKind;
+use crate::framework::labels::{CLUSTER_UID, MANAGED_BY, OPERATOR};
+use crate::reconcile::deletion_guard::{self, CONFIRMED};
+use crate::reconcile::names::{DELETE_IN_USE, IN_USE_FINALIZER, QUEUES_FINALIZER, RELEASE};
 
 /// Interval of polls for remaining objects.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);

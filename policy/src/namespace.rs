@@ -1,17 +1,18 @@
-//! Namespaces: one digest over everything that makes two KV blocks incomparable.
+//! Namespaces: one digest over everything that makes two KV blocks of a tenant incomparable.
 
 use sha2::{Digest, Sha256};
 
 use crate::layout::Layout;
 
 /// Version of the digest's encoding. It is part of the digest, so a change of the encoding separates caches.
-const ENCODING: &[u8] = b"reprise-namespace-v1";
+const ENCODING: &[u8] = b"reprise-namespace-v2";
 
 /// SHA-256 of a [`NamespaceSpec`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NamespaceDigest(pub [u8; 32]);
 
-/// Inputs of a namespace. Two engines share blocks exactly if all inputs are equal.
+/// Inputs of a namespace. Two engines of one tenant share blocks exactly if all inputs are equal; the tenant is added by
+/// [`NamespaceDigest::of_tenant`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceSpec {
     /// Model name in the engine's notation.
@@ -26,8 +27,6 @@ pub struct NamespaceSpec {
     pub hash_seed: String,
     /// Name and KV format of the engine, for example `vllm:LBHNC`.
     pub engine_format: String,
-    /// Isolation salt of the tenant; empty if tenants share blocks.
-    pub tenant_salt: String,
 }
 
 impl NamespaceSpec {
@@ -36,7 +35,7 @@ impl NamespaceSpec {
     pub fn digest(&self) -> NamespaceDigest {
         let mut digest = Sha256::new();
         let layout = self.layout.encode();
-        let fields: [&[u8]; 8] = [
+        let fields: [&[u8]; 7] = [
             ENCODING,
             self.model.as_bytes(),
             self.revision.as_bytes(),
@@ -44,7 +43,6 @@ impl NamespaceSpec {
             self.hash_algorithm.as_bytes(),
             self.hash_seed.as_bytes(),
             self.engine_format.as_bytes(),
-            self.tenant_salt.as_bytes(),
         ];
         for field in fields {
             digest.update((field.len() as u64).to_be_bytes());
@@ -72,7 +70,6 @@ mod tests {
             hash_algorithm: "sha256_cbor".into(),
             hash_seed: "s".into(),
             engine_format: "reference".into(),
-            tenant_salt: String::new(),
         }
     }
 
@@ -91,7 +88,6 @@ mod tests {
         assert_ne!(base, other(|s| s.hash_algorithm.push('x')));
         assert_ne!(base, other(|s| s.hash_seed.push('x')));
         assert_ne!(base, other(|s| s.engine_format.push('x')));
-        assert_ne!(base, other(|s| s.tenant_salt.push('x')));
     }
 
     #[test]

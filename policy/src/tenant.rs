@@ -5,9 +5,8 @@
 //! have the same number (probability 1 in 65,535 for a pair), the second one is rejected until the
 //! configuration sets a number for one of them.
 //!
-//! [`TenantRegistry`] determines the tenant of each session of an agent. Keys of different tenants differ
-//! already if their namespaces have different salts. In addition, the registry checks that a namespace
-//! belongs to one tenant.
+//! [`TenantRegistry`] determines the tenant of each session of an agent. Namespaces of different tenants differ by
+//! their [salts](crate::salt). In addition, the registry checks that a namespace belongs to one tenant.
 //!
 //! Out of scope: authentication. If a cluster binds pods to tenants, [`crate::identity`] checks sessions;
 //! otherwise the tenant that a client names is trusted.
@@ -78,8 +77,8 @@ pub enum TenantError {
     },
     /// The namespace belongs to another tenant.
     #[error(
-        "this namespace belongs to tenant '{owner}' on this node, not to '{name}': use a different salt for the namespaces of \
-        each tenant"
+        "this namespace belongs to tenant '{owner}' on this node, not to '{name}': give each tenant another salt \
+        (session.salts of the agent)"
     )]
     Namespace {
         /// Tenant that is rejected.

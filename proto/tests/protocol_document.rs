@@ -53,7 +53,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 9,
+        protocol_version: 10,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -79,13 +79,13 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     vec![
         (
             "`Hello`",
-            "version 9, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 10, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 9, namespace, layout and tenant as before, NUMA node 1",
+            "version 10, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -223,6 +223,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         agent_version: "0.1.0".into(),
         progress_entries: 64,
         progress_entry_bytes: 1088,
+        tenant_salt: vec![0x55; 32].into(),
     };
     let reserved = local::Reserved {
         regions: grants(),
@@ -261,7 +262,11 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
     };
     vec![
         ("`Failure`", "`BUSY`, \"full\"", Body::Failure(failure)),
-        ("`Welcome`", "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes", Body::Welcome(welcome)),
+        (
+            "`Welcome`",
+            "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes, salt 32 × 55",
+            Body::Welcome(welcome),
+        ),
         (
             "`Reserved`",
             "region 1 of 8,192 bytes, writable; lease 9 at region 1, 4,096; retry after 2 ms",
@@ -557,23 +562,12 @@ fn every_message_with_fields_appears_in_an_example() {
         .concat()
         .join("\n");
     // Messages that only occur inside others, or in every line of the session.
-    let carried = [
-        "Layout",
-        "Request",
-        "Response",
-        "Place",
-        "RegionGrant",
-        "Lease",
-        "CommitItem",
-        "WaitingRequest",
-        "BegunRequests",
-        "BegunRequest",
-        "Position",
-        "LoadedBlock",
-    ];
+    let carried =
+        ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem", "WaitingRequest"];
+    let of_loads = ["BegunRequests", "BegunRequest", "Position", "LoadedBlock"];
     let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue", "RetentionUsage"];
     let of_others = ["NodeInfo", "NodeTenants", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Stat"];
-    let others = of_extents.into_iter().chain(of_others).chain(placement::CARRIED);
+    let others = of_extents.into_iter().chain(of_loads).chain(of_others).chain(placement::CARRIED);
     let carried: BTreeSet<&str> = carried.into_iter().chain(others).collect();
     let declared = PROTOS.iter().flat_map(|text| text.lines()).filter_map(|line| {
         let (name, fields) = line.strip_prefix("message ")?.split_once(" {")?;
@@ -588,10 +582,9 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (9, 16 << 20, 8192)
+        (10, 16 << 20, 8192)
     );
-    for words in
-        ["`PROTOCOL_VERSION` = 9 in `Hello`", "u32 length (little endian, at most 16 MiB)", "1 to 8,192 keys"]
+    for words in ["`PROTOCOL_VERSION` = 10 in `Hello`", "(little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

@@ -68,6 +68,12 @@ class Layout:
     def __hash__(self) -> int: ...
 
 @final
+class TenantKeys:
+    def __new__(cls, tenant: str) -> Self: ...
+    @property
+    def tenant(self) -> str: ...
+
+@final
 class Namespace:
     def __new__(
         cls,
@@ -78,7 +84,7 @@ class Namespace:
         hash_algorithm: str,
         hash_seed: str,
         engine_format: str,
-        tenant_salt: str = "",
+        tenant: TenantKeys | None = None,
     ) -> Self: ...
     @property
     def layout(self) -> Layout: ...
@@ -190,7 +196,6 @@ class Client:
         namespace: Namespace,
         layout: Layout,
         *,
-        tenant: str = "default",
         token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,
@@ -245,7 +250,6 @@ class Session:
         namespace: Namespace,
         layout: Layout,
         *,
-        tenant: str = "default",
         token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,

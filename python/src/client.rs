@@ -21,8 +21,8 @@ use crate::outcome::{Durable, Loaded, Saved, source_numbers};
 /// call at the same time. Can be used in ``with``.
 ///
 /// Args:
-///     socket: path of the agent's Unix socket. namespace: namespace of the engine's blocks. layout: geometry
-///     of the blocks. tenant: tenant of the blocks. token_file: file with a service account token of the
+///     socket: path of the agent's Unix socket. namespace: namespace of the engine's blocks, with their tenant.
+///     layout: geometry of the blocks. token_file: file with a service account token of the
 ///     audience ``reprise.dev``, by which agents in Kubernetes authenticate
 ///         this pod; read at each connection.
 ///     name: name in the agent's logs and status, at most 64 bytes.
@@ -41,22 +41,20 @@ pub(crate) struct Client {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", token_file=None, name="python", timeout=5.0))]
+    #[pyo3(signature = (socket, namespace, layout, *, token_file=None, name="python", timeout=5.0))]
     #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn new(
         py: Python<'_>,
         socket: PathBuf,
         namespace: &Namespace,
         layout: &Layout,
-        tenant: &str,
         token_file: Option<PathBuf>,
         name: &str,
         timeout: f64,
     ) -> PyResult<Client> {
         let timeout = seconds("timeout", timeout)?;
-        let options = connect_options(socket, namespace, layout, tenant, token_file)?
-            .client_name(name)
-            .call_timeout(timeout);
+        let options =
+            connect_options(socket, namespace, layout, token_file)?.client_name(name).call_timeout(timeout);
         let client =
             py.detach(|| reprise_client::Client::connect(options)).map_err(|error| exception(&error))?;
         Ok(Client { client, timeout })
@@ -256,7 +254,6 @@ pub(crate) fn connect_options(
     socket: PathBuf,
     namespace: &Namespace,
     layout: &Layout,
-    tenant: &str,
     token_file: Option<PathBuf>,
 ) -> PyResult<ConnectOptions> {
     if namespace.layout != *layout {
@@ -265,10 +262,10 @@ pub(crate) fn connect_options(
             namespace.layout, layout
         )));
     }
-    let tenant = tenant
-        .parse()
-        .map_err(|error| PyValueError::new_err(format!("invalid tenant {tenant:?}: {error}")))?;
-    let options = ConnectOptions::new(socket, namespace.digest, layout.0).tenant(tenant);
+    let salt = namespace.tenant.0.clone();
+    let options = ConnectOptions::new(socket, namespace.digest, layout.0)
+        .tenant(salt.tenant().clone())
+        .learned_salt(salt);
     Ok(match token_file {
         Some(path) => options.token_file(path),
         None => options,

@@ -1,10 +1,13 @@
 //! Python classes for layouts and namespaces, and the derivation of keys.
 
+use std::hash::{Hash, Hasher};
+
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use reprise_client::LearnedSalt;
 use reprise_policy::key::KeyPart;
-use reprise_policy::{BlockKey, Dtype, LayoutSpec, NamespaceDigest, NamespaceSpec, Parts};
+use reprise_policy::{BlockKey, Dtype, LayoutSpec, NamespaceDigest, NamespaceSpec, Parts, TenantName};
 
 /// Names of element types in Python.
 const DTYPES: [(&str, Dtype); 5] = [
@@ -154,20 +157,69 @@ impl Layout {
 ///     hash_algorithm: algorithm of the engine's prefix chain, for example "sha256_cbor".
 ///     hash_seed: seed of the prefix chain.
 ///     engine_format: name and KV format of the engine, for example "vllm:LBHNC".
-///     tenant_salt: isolation salt of the tenant; empty if tenants share blocks.
+///     tenant: tenant of the blocks, whose salt is part of all keys; None: the tenant "default", which has no salt.
 #[pyclass(frozen, eq, hash, skip_from_py_object, module = "reprise")]
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug)]
 pub(crate) struct Namespace {
     /// Geometry of the blocks on one rank.
     #[pyo3(get)]
     pub(crate) layout: Layout,
+    /// Without the tenant's salt.
     pub(crate) digest: NamespaceDigest,
+    pub(crate) tenant: TenantKeys,
+}
+
+/// Tenant of blocks, and its isolation salt: a secret that the agent hands to sessions of the tenant. Namespaces with
+/// this object learn the salt from each ``Session`` or ``Client`` of one of them. Before the first session, keys are
+/// random, and nothing is stored under them.
+///
+/// Args:
+///     tenant: name of the tenant. "default" has no salt.
+#[pyclass(frozen, from_py_object, module = "reprise")]
+#[derive(Clone, Debug)]
+pub(crate) struct TenantKeys(pub(crate) LearnedSalt);
+
+#[pymethods]
+impl TenantKeys {
+    #[new]
+    fn new(tenant: &str) -> PyResult<TenantKeys> {
+        let name = tenant
+            .parse()
+            .map_err(|error| PyValueError::new_err(format!("invalid tenant {tenant:?}: {error}")))?;
+        Ok(TenantKeys(LearnedSalt::unknown(name)?))
+    }
+
+    /// Name of the tenant.
+    #[getter]
+    fn tenant(&self) -> String {
+        self.0.tenant().to_string()
+    }
+}
+
+impl PartialEq for Namespace {
+    fn eq(&self, other: &Namespace) -> bool {
+        self.identity() == other.identity()
+    }
+}
+
+impl Eq for Namespace {}
+
+impl Hash for Namespace {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.identity().hash(state);
+    }
+}
+
+impl Namespace {
+    fn identity(&self) -> (&Layout, &NamespaceDigest, &TenantName) {
+        (&self.layout, &self.digest, self.tenant.0.tenant())
+    }
 }
 
 #[pymethods]
 impl Namespace {
     #[new]
-    #[pyo3(signature = (*, model, revision, layout, hash_algorithm, hash_seed, engine_format, tenant_salt=String::new()))]
+    #[pyo3(signature = (*, model, revision, layout, hash_algorithm, hash_seed, engine_format, tenant=None))]
     #[expect(clippy::too_many_arguments, reason = "all are keyword arguments in Python")]
     fn new(
         model: String,
@@ -176,22 +228,16 @@ impl Namespace {
         hash_algorithm: String,
         hash_seed: String,
         engine_format: String,
-        tenant_salt: String,
-    ) -> Namespace {
+        tenant: Option<TenantKeys>,
+    ) -> PyResult<Namespace> {
         let layout = layout.clone();
-        let spec = NamespaceSpec {
-            model,
-            revision,
-            layout: layout.0,
-            hash_algorithm,
-            hash_seed,
-            engine_format,
-            tenant_salt,
-        };
-        Namespace { layout, digest: spec.digest() }
+        let spec =
+            NamespaceSpec { model, revision, layout: layout.0, hash_algorithm, hash_seed, engine_format };
+        let tenant = tenant.map_or_else(|| TenantKeys::new("default"), Ok)?;
+        Ok(Namespace { layout, digest: spec.digest(), tenant })
     }
 
-    /// SHA-256 over all properties: 32 bytes.
+    /// SHA-256 over all properties except the tenant: 32 bytes.
     #[getter]
     fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.digest.0)
@@ -214,13 +260,13 @@ pub(crate) fn block_keys<'py>(
     group: u32,
     shard: u32,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let part = KeyPart { group, shard };
+    let (part, of_tenant) = (KeyPart { group, shard }, namespace.tenant.0.namespace(&namespace.digest));
     let key = |hash: PyResult<Bound<'py, PyAny>>| {
         let hash = hash?;
         let bytes = hash
             .cast::<PyBytes>()
             .map_err(|_| PyTypeError::new_err(format!("invalid hash {hash}: expected bytes")))?;
-        Ok(BlockKey::derive(&namespace.digest, bytes.as_bytes(), part))
+        Ok(BlockKey::derive(&of_tenant, bytes.as_bytes(), part))
     };
     let keys: Vec<BlockKey> = hashes.try_iter()?.map(key).collect::<PyResult<_>>()?;
     Ok(PyBytes::new(py, &BlockKey::pack(&keys)))

@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use crate::extents::ExtentReport;
     #[pymodule_export]
-    use crate::geometry::{Layout, Namespace, block_keys};
+    use crate::geometry::{Layout, Namespace, TenantKeys, block_keys};
     #[pymodule_export]
     use crate::layers::{LayerGuidance, PendingReport};
     #[pymodule_export]

@@ -22,8 +22,8 @@ use crate::outcome::source_numbers;
 /// ``connected``, ``start_match`` or ``wait_connected``.
 ///
 /// Args:
-///     socket: path of the agent's Unix socket. namespace: namespace of the engine's blocks. layout: geometry
-///     of the blocks. tenant: tenant of the blocks. token_file: file with a service account token of the
+///     socket: path of the agent's Unix socket. namespace: namespace of the engine's blocks, with their tenant.
+///     layout: geometry of the blocks. token_file: file with a service account token of the
 ///     audience ``reprise.dev``, by which agents in Kubernetes authenticate
 ///         this pod; read at each connection.
 ///     name: name in the agent's logs and status, at most 64 bytes.
@@ -47,18 +47,17 @@ pub(crate) struct PendingMatch {
 #[pymethods]
 impl Session {
     #[new]
-    #[pyo3(signature = (socket, namespace, layout, *, tenant="default", token_file=None, name="python", timeout=5.0))]
+    #[pyo3(signature = (socket, namespace, layout, *, token_file=None, name="python", timeout=5.0))]
     #[expect(clippy::too_many_arguments, reason = "optional arguments are keyword arguments in Python")]
     fn new(
         socket: PathBuf,
         namespace: &Namespace,
         layout: &Layout,
-        tenant: &str,
         token_file: Option<PathBuf>,
         name: &str,
         timeout: f64,
     ) -> PyResult<Session> {
-        let options = connect_options(socket, namespace, layout, tenant, token_file)?
+        let options = connect_options(socket, namespace, layout, token_file)?
             .client_name(name)
             .call_timeout(seconds("timeout", timeout)?);
         let keeper = SessionKeeper::new(options).map_err(|error| exception(&error))?;

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import HEAD_DIM, HEADS, LAYERS, TOKENS, tensors
 
-from reprise import KvMemory, Layout, Namespace, block_keys
+from reprise import KvMemory, Layout, Namespace, TenantKeys, block_keys
 
 
 class DeviceTensor:
@@ -74,7 +74,6 @@ def test_every_field_of_a_namespace_changes_its_digest_and_keys(layout: Layout) 
         "hash_algorithm": "a",
         "hash_seed": "s",
         "engine_format": "f",
-        "tenant_salt": "",
     }
     base = Namespace(**fields)
     assert len(base.digest) == 32
@@ -91,6 +90,31 @@ def test_every_field_of_a_namespace_changes_its_digest_and_keys(layout: Layout) 
     assert block_keys(base, []) == b""
     with pytest.raises(TypeError, match="invalid hash one: expected bytes"):
         block_keys(base, ["one"])
+
+
+def test_keys_of_a_tenant_need_the_salt_that_its_session_learns(layout: Layout) -> None:
+    def namespace(tenant: TenantKeys | None) -> Namespace:
+        return Namespace(
+            model="m",
+            revision="r",
+            layout=layout,
+            hash_algorithm="a",
+            hash_seed="s",
+            engine_format="f",
+            tenant=tenant,
+        )
+
+    default, hashes = namespace(None), [b"one"]
+    assert default == namespace(TenantKeys("default"))
+    assert block_keys(default, hashes) == block_keys(namespace(TenantKeys("default")), hashes)
+    own = TenantKeys("team-a")
+    assert own.tenant == "team-a"
+    assert namespace(own).digest == default.digest
+    assert namespace(own) != default
+    assert block_keys(namespace(own), hashes) == block_keys(namespace(own), hashes)
+    assert len({block_keys(namespace(tenant), hashes) for tenant in (None, own, TenantKeys("team-a"))}) == 3
+    with pytest.raises(ValueError, match='invalid tenant "A b"'):
+        TenantKeys("A b")
 
 
 def test_memory_has_the_blocks_of_its_tensors_and_keeps_them_alive(layout: Layout) -> None:

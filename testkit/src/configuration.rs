@@ -1,9 +1,12 @@
 //! Configuration files of agents and members, for processes on hosts of one machine.
 
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write as _};
 use std::net::Ipv4Addr;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use reprise_policy::ByteSize;
+use reprise_policy::{ByteSize, TenantName, TenantSalt, prefix_hash};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -69,7 +72,7 @@ impl AgentConfig<'_> {
         let listen = format!("{}:0", self.address);
         let settings = json!({
             "node": { "name": self.node },
-            "session": { "socket": self.socket },
+            "session": { "socket": self.socket, "salts": salts_folder(self.socket) },
             "arena": { "bytes": self.arena.to_string(), "region_bytes": self.region.to_string() },
             "pool": { "devices": devices },
             "cache": { "arena_session_permille": 1000 },
@@ -100,6 +103,34 @@ impl MemberConfig<'_> {
         }
         render(&settings, more)
     }
+}
+
+/// Returns the folder with the isolation salts of an agent's tenants.
+pub fn salts_folder(socket: &Path) -> PathBuf {
+    socket.with_file_name("salts")
+}
+
+/// Provides the isolation salt of a tenant for the agent at `socket`. It derives from the name, so all nodes of a test
+/// or demonstration have the same one. Real clusters use random salts.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn provide_salt(socket: &Path, tenant: &TenantName) -> io::Result<()> {
+    let folder = salts_folder(socket);
+    let path = folder.join(tenant.as_str());
+    if *tenant == TenantName::default_tenant() || path.exists() {
+        return Ok(());
+    }
+    fs::create_dir_all(&folder)?;
+    let fresh = folder.join(format!(".{tenant}.{}", std::process::id()));
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
+    file.write_all(test_salt(tenant).to_hex().as_bytes())?;
+    fs::rename(fresh, path)
+}
+
+/// Returns the salt of [`provide_salt`].
+pub fn test_salt(tenant: &TenantName) -> TenantSalt {
+    TenantSalt::new(prefix_hash::none_hash(tenant.as_str()))
 }
 
 /// Returns the section `[tls]`: the folder of the certificates, or plain connections.

@@ -124,9 +124,8 @@ impl Loaded {
     }
 }
 
-/// Returns the namespace of the reference engine's blocks of a tenant.
-pub fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest {
-    let salt = if *tenant == TenantName::default_tenant() { "" } else { tenant.as_str() };
+/// Returns the namespace of the reference engine's blocks, without the salt of their tenant.
+pub fn namespace(layout: &Layout) -> NamespaceDigest {
     NamespaceSpec {
         model: "reference/keyed-function".into(),
         revision: "1".into(),
@@ -134,15 +133,22 @@ pub fn namespace(layout: &Layout, tenant: &TenantName) -> NamespaceDigest {
         hash_algorithm: "sha256_cbor".into(),
         hash_seed: HASH_SEED.into(),
         engine_format: "reference:LBHNC".into(),
-        tenant_salt: salt.to_owned(),
     }
     .digest()
 }
 
-/// Returns the keys of a prompt's blocks.
-pub fn chain_keys(layout: &Layout, tenant: &TenantName, hash_ids: &[u64]) -> Vec<BlockKey> {
+/// Returns the keys of a prompt's blocks in the namespace of a tenant.
+pub fn chain_keys(namespace: &NamespaceDigest, hash_ids: &[u64]) -> Vec<BlockKey> {
     let none_hash = prefix_hash::none_hash(HASH_SEED);
-    chain(&namespace(layout, tenant), none_hash, hash_ids).into_iter().map(|block| block.key).collect()
+    chain(namespace, none_hash, hash_ids).into_iter().map(|block| block.key).collect()
+}
+
+/// Returns the prefix hashes of a prompt's blocks, from which their keys derive.
+pub fn chain_hashes(hash_ids: &[u64]) -> Vec<[u8; 32]> {
+    let none_hash = prefix_hash::none_hash(HASH_SEED);
+    // The namespace does not matter for the hashes.
+    let blocks = chain(&NamespaceDigest([0; 32]), none_hash, hash_ids);
+    blocks.into_iter().map(|block| block.prefix_hash).collect()
 }
 
 /// Returns the chain of a prompt's blocks.
@@ -160,13 +166,12 @@ fn chain(namespace: &NamespaceDigest, none_hash: [u8; 32], hash_ids: &[u64]) -> 
 impl Engine {
     /// Connects to the agent.
     pub fn connect(settings: &EngineSettings) -> anyhow::Result<Engine> {
-        let namespace = namespace(&settings.layout, &settings.tenant);
-        let client = connect(settings, namespace)?;
+        let client = connect(settings)?;
         let kv = KvMemory::open(settings.path, &client, PAGED_BLOCKS_MIN)?;
         Ok(Engine {
             settings: settings.clone(),
+            namespace: *client.namespace(),
             client,
-            namespace,
             layout: settings.layout,
             kv,
             none_hash: prefix_hash::none_hash(HASH_SEED),
@@ -178,8 +183,9 @@ impl Engine {
     /// Opens a new session after the agent's restart; pending saves are dropped, durable blocks stay
     /// recorded.
     pub fn reconnect(&mut self) -> anyhow::Result<()> {
-        let client = connect(&self.settings, self.namespace)?;
+        let client = connect(&self.settings)?;
         self.kv.reopen(&client)?;
+        self.namespace = *client.namespace();
         self.client = client;
         self.tickets.clear();
         Ok(())
@@ -483,7 +489,8 @@ impl Engine {
     }
 }
 
-fn connect(settings: &EngineSettings, namespace: NamespaceDigest) -> anyhow::Result<Client> {
+fn connect(settings: &EngineSettings) -> anyhow::Result<Client> {
+    let namespace = namespace(&settings.layout);
     let options = ConnectOptions::new(settings.socket.clone(), namespace, settings.layout)
         .tenant(settings.tenant.clone())
         .client_name("reference-engine");

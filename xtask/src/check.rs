@@ -13,7 +13,7 @@ pub(crate) use test_binaries::count as test_binaries;
 use std::process::ExitCode;
 
 use crate::tree::Tree;
-use crate::{print, report};
+use crate::{figures, print, report};
 
 /// A rule, and the function that returns its offences.
 type Check = (&'static str, fn(&Tree) -> Vec<String>);
@@ -41,6 +41,10 @@ const CHECKS: &[Check] = &[
     ("a sentence of a document has at most 40 words", documents::long_sentences),
     ("every field has a reader, a writer, a rejection, or a report that it is unused", fields::effects),
     ("no file of the simulator follows a production loop", twins::offences),
+    (
+        "nothing of operator/src/framework imports other modules of the operator",
+        figures::arrows_from_framework,
+    ),
 ];
 
 /// Runs all checks and prints the offences.

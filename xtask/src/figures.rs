@@ -7,10 +7,12 @@
 //!   defines the type and in the modules below it; `pub(super)`, `pub(crate)` and `pub` widen that.
 //! * **Twins**: files of the simulator that follow a production loop (`check/twins.rs`).
 //! * **Lines** of Rust by crate, and **test binaries**: what `tests/` folders link.
+//! * **Layers** and **upward arrows** of the operator ([`layers`]): `cargo xtask figures operator`.
 //!
 //! The types are found by name, wherever they are in their crate.
 
 pub(crate) mod calls;
+pub(crate) mod layers;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -33,6 +35,12 @@ struct Subject {
 }
 
 const CYCLE_MAX: usize = 3;
+
+/// Sources of the operator.
+const OPERATOR: &str = "operator/src/";
+
+/// Most lines of Rust of the operator, with tests.
+const OPERATOR_LINES_MAX: usize = 16_000;
 
 const AGENT: Subject =
     Subject { name: "AgentCore", folder: "node-agent/core/src/", methods_max: 40, files_max: Some(1) };
@@ -67,8 +75,51 @@ pub(crate) fn run(checks: bool) -> ExitCode {
         parts: Vec::new(),
     });
     figures.push(lines(&tree));
+    let is_within = print_all(&figures);
+    if checks && !is_within { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+/// Prints the structure of the operator: layers, upward arrows, call cycles and lines.
+pub(crate) fn run_operator() -> ExitCode {
+    let tree = Tree::read();
+    let files = sources(&tree, OPERATOR);
+    let arrows = layers::arrows(&files, OPERATOR);
+    let divided = layers::layers(&arrows);
+    let cycle = largest_cycle(&calls(&files)).into_iter().map(str::to_owned).collect();
+    let operator = tree.rust().filter(|file| file.path.starts_with("operator/"));
+    let all: usize = operator.map(|file| file.text.lines().count()).sum();
+    let with = |name: &str, max: Option<usize>, parts: Vec<String>| Figure {
+        name: name.to_owned(),
+        value: parts.len(),
+        max,
+        parts,
+    };
+    let of_layer = divided.layers.iter().map(|layer| layer.join(" ")).collect();
+    let figures = [
+        with("layers of the operator", None, of_layer),
+        with("upward arrows of the operator", None, divided.upward),
+        with("arrows from framework to other modules", Some(0), layers::from_framework(&arrows)),
+        with("files in the largest call cycle of the operator", Some(CYCLE_MAX), cycle),
+        Figure {
+            name: "lines of Rust of the operator".to_owned(),
+            value: all,
+            max: Some(OPERATOR_LINES_MAX),
+            parts: Vec::new(),
+        },
+    ];
+    print_all(&figures);
+    ExitCode::SUCCESS
+}
+
+/// Arrows from the operator's framework to other modules.
+pub(crate) fn arrows_from_framework(tree: &Tree) -> Vec<String> {
+    layers::from_framework(&layers::arrows(&sources(tree, OPERATOR), OPERATOR))
+}
+
+/// Prints figures and their parts. Returns whether none exceeds its limit.
+fn print_all(figures: &[Figure]) -> bool {
     let mut is_within = true;
-    for figure in &figures {
+    for figure in figures {
         let exceeds = figure.max.is_some_and(|max| figure.value > max);
         is_within &= !exceeds;
         let limit = figure.max.map_or_else(String::new, |max| format!(" (at most {max})"));
@@ -78,7 +129,7 @@ pub(crate) fn run(checks: bool) -> ExitCode {
             print(&format!("    {part}"));
         }
     }
-    if checks && !is_within { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    is_within
 }
 
 /// Sources of a folder, without those of unit tests.

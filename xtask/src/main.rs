@@ -22,6 +22,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   check            run all checks of the repository
   figures          print figures about the structure of the sources
   figures --check  also fail if a figure exceeds its limit
+  figures operator print the layers, upward arrows, call cycles and lines of the operator
   sbom crate PACKAGE [CARGO TREE ARGUMENTS]
                    print the bill of materials of a package's program (CycloneDX)
   sbom go PROGRAM  print the bill of materials of a Go program";
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         ["check"] => check::run(),
         ["figures"] => figures::run(false),
         ["figures", "--check"] => figures::run(true),
+        ["figures", "operator"] => figures::run_operator(),
         ["sbom", "crate", package, ref selection @ ..] => sbom::of_package(package, selection),
         ["sbom", "go", program] => sbom::of_go_program(program),
         _ => {

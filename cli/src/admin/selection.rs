@@ -4,6 +4,7 @@
 //! key over namespace, group and rank. Namespace and layout of a running engine are on the status page of its agent.
 //! Without them, the command uses those of the reference engine, which `demo` and `replay` run.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
@@ -12,7 +13,7 @@ use reprise_client::BlockSelection;
 use reprise_policy::key::KeyPart;
 use reprise_policy::prefix_hash::{self, DEFAULT_SEED};
 use reprise_policy::session::Ranks;
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId, TenantName};
+use reprise_policy::{BlockKey, Layout, NamespaceDigest, SessionId};
 use reprise_testkit::engine;
 use reprise_testkit::model::{self, SCALE_DEFAULT};
 use reprise_testkit::trace::{TOKENS_PER_HASH_ID, Trace};
@@ -75,51 +76,79 @@ pub(crate) struct SelectArgs {
 /// Selected blocks, and the session that may change them.
 #[derive(Clone, Debug)]
 pub(super) struct Selected {
+    /// Without the salt of the tenant.
     pub(super) namespace: NamespaceDigest,
     pub(super) layout: Layout,
-    pub(super) selection: BlockSelection,
+    pub(super) blocks: SelectedBlocks,
     pub(super) ranks: Ranks,
 }
 
+/// Blocks that a command changes.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum SelectedBlocks {
+    /// Blocks that need no namespace.
+    Fixed(BlockSelection),
+    /// Blocks of a prompt, by prefix hash; their keys derive from the namespace of the session.
+    Prompt { hashes: Vec<[u8; 32]>, shards: Range<u32> },
+}
+
+impl Selected {
+    /// Returns the selection in the namespace of a session.
+    pub(super) fn selection(&self, namespace: &NamespaceDigest) -> BlockSelection {
+        match &self.blocks {
+            SelectedBlocks::Fixed(selection) => selection.clone(),
+            SelectedBlocks::Prompt { hashes, shards } => {
+                let key =
+                    |hash: &[u8; 32], shard| BlockKey::derive(namespace, hash, KeyPart { group: 0, shard });
+                let of_block = |hash| shards.clone().map(move |shard| key(hash, shard));
+                BlockSelection::Keys(hashes.iter().flat_map(of_block).collect())
+            }
+        }
+    }
+
+    /// Whether the blocks are selected by keys.
+    pub(super) fn has_keys(&self) -> bool {
+        !matches!(
+            self.blocks,
+            SelectedBlocks::Fixed(BlockSelection::Listed(_) | BlockSelection::Namespace { .. })
+        )
+    }
+}
+
 impl SelectArgs {
-    /// Derives the keys of the selected blocks.
-    pub(super) fn resolve(&self, tenant: &TenantName) -> anyhow::Result<Selected> {
+    /// Reads the selected blocks from the arguments.
+    pub(super) fn resolve(&self) -> anyhow::Result<Selected> {
         let layout = match self.layout {
             Some(layout) => layout,
             None => model::llama_3_8b_scaled(self.scale.unwrap_or(SCALE_DEFAULT))?,
         };
-        let namespace = self.namespace.unwrap_or_else(|| engine::namespace(&layout, tenant));
+        let namespace = self.namespace.unwrap_or_else(|| engine::namespace(&layout));
         let ranks = if self.all_ranks { Ranks::All } else { Ranks::Own };
-        let selection = if let Some(session) = self.session {
-            BlockSelection::Listed(SessionId(session))
+        let blocks = if let Some(session) = self.session {
+            SelectedBlocks::Fixed(BlockSelection::Listed(SessionId(session)))
         } else if self.all_blocks {
-            BlockSelection::Namespace { from: 0 }
+            SelectedBlocks::Fixed(BlockSelection::Namespace { from: 0 })
         } else if !self.key.is_empty() {
-            BlockSelection::Keys(self.key.clone())
+            SelectedBlocks::Fixed(BlockSelection::Keys(self.key.clone()))
         } else if let Some(line) = self.trace_line {
             ensure!(
                 self.namespace.is_none() && !self.all_ranks,
                 "--trace-line selects blocks of the reference engine, which has its own namespace and one rank: remove \
                  --namespace, --layout and --all-ranks, or select by --tokens"
             );
-            BlockSelection::Keys(trace_keys(self.trace.as_deref(), line, (&layout, tenant))?)
+            SelectedBlocks::Prompt { hashes: trace_hashes(self.trace.as_deref(), line)?, shards: 0..1 }
         } else {
             let tokens = match &self.tokens_file {
                 Some(path) => read_tokens(path)?,
                 None => self.tokens.clone(),
             };
-            BlockSelection::Keys(self.token_keys(&tokens, &namespace, &layout)?)
+            self.prompt(&tokens, &layout)?
         };
-        Ok(Selected { namespace, layout, selection, ranks })
+        Ok(Selected { namespace, layout, blocks, ranks })
     }
 
-    /// Returns the keys of a prompt's full blocks; of all ranks, those of a block follow each other.
-    fn token_keys(
-        &self,
-        tokens: &[u32],
-        namespace: &NamespaceDigest,
-        layout: &Layout,
-    ) -> anyhow::Result<Vec<BlockKey>> {
+    /// Selects a prompt's full blocks; of all ranks, those of a block follow each other.
+    fn prompt(&self, tokens: &[u32], layout: &Layout) -> anyhow::Result<SelectedBlocks> {
         let spec = layout.spec();
         // The reference engine hashes blocks of the trace, which are longer than those of its layout.
         let per_block = match self.namespace {
@@ -136,29 +165,24 @@ impl SelectArgs {
             false => u32::from(spec.tp_rank)..u32::from(spec.tp_rank) + 1,
         };
         let mut parent = prefix_hash::none_hash(&self.hash_seed);
-        let mut keys = Vec::with_capacity(tokens.len() / per_block * shards.len());
-        for block in tokens.chunks_exact(per_block) {
+        let hash = |block: &[u32]| {
             parent = prefix_hash::block_hash(&parent, block, &[]);
-            let key = |shard| BlockKey::derive(namespace, &parent, KeyPart { group: 0, shard });
-            keys.extend(shards.clone().map(key));
-        }
-        Ok(keys)
+            parent
+        };
+        let hashes = tokens.chunks_exact(per_block).map(hash).collect();
+        Ok(SelectedBlocks::Prompt { hashes, shards })
     }
 }
 
-fn trace_keys(
-    file: Option<&Path>,
-    line: usize,
-    (layout, tenant): (&Layout, &TenantName),
-) -> anyhow::Result<Vec<BlockKey>> {
+fn trace_hashes(file: Option<&Path>, line: usize) -> anyhow::Result<Vec<[u8; 32]>> {
     let trace = Trace::open(file)?;
     let request = line.checked_sub(1).and_then(|at| trace.requests.get(at));
     let Some(request) = request else {
         bail!("line {line} does not exist: {} has lines 1 to {}", trace.name, trace.requests.len());
     };
-    let keys = engine::chain_keys(layout, tenant, request.full_blocks());
-    ensure!(!keys.is_empty(), "the prompt of line {line} has no full block");
-    Ok(keys)
+    let hashes = engine::chain_hashes(request.full_blocks());
+    ensure!(!hashes.is_empty(), "the prompt of line {line} has no full block");
+    Ok(hashes)
 }
 
 /// Reads token ids from a file.
@@ -217,11 +241,11 @@ mod tests {
     }
 
     fn resolve(args: &[&str]) -> anyhow::Result<Selected> {
-        parse(args).expect("parses").resolve(&TenantName::default_tenant())
+        parse(args).expect("parses").resolve()
     }
 
-    fn keys(selected: &Selected) -> &[BlockKey] {
-        match &selected.selection {
+    fn keys(selected: &Selected) -> Vec<BlockKey> {
+        match selected.selection(&selected.namespace) {
             BlockSelection::Keys(keys) => keys,
             other => panic!("expected keys, got {other:?}"),
         }
@@ -284,9 +308,9 @@ mod tests {
     #[test]
     fn session_and_namespace_select_without_keys() {
         let selected = resolve(&["--session", "9"]).expect("resolves");
-        assert_eq!(selected.selection, BlockSelection::Listed(SessionId(9)));
+        assert_eq!(selected.blocks, SelectedBlocks::Fixed(BlockSelection::Listed(SessionId(9))));
         let selected = resolve(&["--all-blocks"]).expect("resolves");
-        assert_eq!(selected.selection, BlockSelection::Namespace { from: 0 });
-        assert_eq!(selected.namespace, engine::namespace(&selected.layout, &TenantName::default_tenant()));
+        assert_eq!(selected.blocks, SelectedBlocks::Fixed(BlockSelection::Namespace { from: 0 }));
+        assert_eq!(selected.namespace, engine::namespace(&selected.layout));
     }
 }

@@ -29,7 +29,7 @@ use reprise_client::{
 use reprise_policy::recompute::{
     BlockSize, Chain, EndedLoad, LoadPolicy, Reason, SourceCounts, Step, WaitBound, WaitLimit,
 };
-use reprise_policy::{BlockKey, Layout, TenantName, Tick};
+use reprise_policy::{BlockKey, Layout, Tick};
 use reprise_testkit::bench::fixture::{self, Fixture, PATIENCE, keys, payload, sizes};
 use reprise_testkit::bench::report::{Figure, Target};
 use reprise_testkit::bench::{Settings, quarter_mib};
@@ -255,7 +255,7 @@ impl<'a> Engine<'a> {
     ) -> anyhow::Result<Engine<'a>> {
         let layout = quarter_mib();
         let client = fixture::connect(socket, &layout)?;
-        let namespace = engine::namespace(&layout, &TenantName::default_tenant());
+        let namespace = engine::namespace(&layout);
         let options = ConnectOptions::new(socket, namespace, layout).client_name("engine");
         let keeper = SessionKeeper::new(options).context("a session")?;
         ensure!(keeper.wait_until_connected(PATIENCE), "no session: {:?}", keeper.status());

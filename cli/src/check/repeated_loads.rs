@@ -66,7 +66,7 @@ pub(super) fn run(
     let mut session = Some(check);
     while Instant::now() < until {
         if session.is_none()
-            && let Ok(client) = connect(args, namespace, layout)
+            && let Ok(client) = connect(args, layout)
         {
             counts.sessions += 1;
             session = Some(Check { client, layout, namespace, deadline: until, within: lasts });

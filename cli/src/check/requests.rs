@@ -115,7 +115,7 @@ pub(super) fn serve(check: Check, args: &CheckArgs, lasts: Duration, audience: A
     while Instant::now() < until {
         let began = Instant::now();
         if engine.session.is_none()
-            && let Ok(client) = connect(args, namespace, layout)
+            && let Ok(client) = connect(args, layout)
         {
             engine.counts.sessions += 1;
             engine.session = Some(Check { client, layout, namespace, deadline: until, within: lasts });
@@ -358,7 +358,7 @@ mod tests {
     fn prompts_of_different_participants_and_numbers_have_different_blocks() {
         let args = of(&["check", "--run", "a"]);
         let layout = model::llama_3_8b_scaled(model::SCALE_DEFAULT).expect("valid");
-        let namespace = super::super::namespace(&layout, &args.tenant, &args.run);
+        let namespace = super::super::namespace(&layout, &args.run);
         let own = Prompt::New(1).block(&namespace, 0);
         assert_eq!(own, Prompt::Durable(1).block(&namespace, 0));
         assert_eq!(own, Prompt::Others { participant: 0, number: 1 }.block(&namespace, 1));

@@ -112,7 +112,7 @@ impl Subject<'_> {
             return Ok(PrefetchReport::Skipped { skipped });
         }
         let started = Instant::now();
-        let namespace = engine::namespace(self.layout, self.tenant);
+        let namespace = engine::namespace(self.layout);
         let options = ConnectOptions::new(&self.agent().socket, namespace, *self.layout)
             .client_name("demo")
             .tenant(self.tenant.clone());
@@ -187,7 +187,7 @@ impl Subject<'_> {
             if blocks.len() < PREFIX_BLOCKS_MIN {
                 continue;
             }
-            let mut keys = engine::chain_keys(self.layout, self.tenant, blocks);
+            let mut keys = engine::chain_keys(client.namespace(), blocks);
             let sources = client.match_keys(&keys, Scope::Local).context("match")?;
             keys.truncate(sources.iter().take_while(|source| **source == Source::OwnNvme).count());
             let known = keys.iter().filter(|key| seen.contains(*key)).count();

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use reprise_client::{Client, ClientError, ConnectOptions, SessionKeeper};
-use reprise_e2e::content::small;
+use reprise_e2e::content::{NAMESPACE, small};
 use reprise_e2e::kubernetes::PodAccount;
 use reprise_e2e::{ApiServer, TestEnv, wait_until};
-use reprise_policy::NamespaceDigest;
+use reprise_policy::TenantName;
+use reprise_testkit::configuration;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -46,11 +47,12 @@ fn token(server: &ApiServer, env: &TestEnv, namespace: &str, audience: Option<&s
     path
 }
 
-/// Opens a session as an engine of a tenant, in the tenant's own namespace of blocks.
+/// Opens a session as an engine of a tenant.
 fn connect(node: &Node<'_>, tenant: &str, token: Option<&Path>) -> Result<Client, ClientError> {
-    let namespace = NamespaceDigest(Sha256::digest(tenant.as_bytes()).into());
-    let options = ConnectOptions::new(node.agent.files().socket.clone(), namespace, small())
-        .tenant(tenant.parse().expect("a name"));
+    let tenant: TenantName = tenant.parse().expect("a name");
+    let socket = &node.agent.files().socket;
+    configuration::provide_salt(socket, &tenant).expect("the folder is the test's");
+    let options = ConnectOptions::new(socket.clone(), NAMESPACE, small()).tenant(tenant);
     Client::connect(match token {
         Some(path) => options.token_file(path),
         None => options,
@@ -109,8 +111,7 @@ pub(crate) fn only_the_pods_of_a_bound_tenant_may_use_it(server: &ApiServer) {
     node.wait_status("the tenant is bound again", |status| {
         status["applied"]["tenantsDigest"] == digest(BOUND)
     });
-    let namespace = NamespaceDigest(Sha256::digest("team-a").into());
-    let options = ConnectOptions::new(node.agent.files().socket.clone(), namespace, small());
+    let options = ConnectOptions::new(node.agent.files().socket.clone(), NAMESPACE, small());
     let engine = SessionKeeper::new(options.tenant("team-a".parse().expect("a name")).token_file(&other));
     let engine = engine.expect("a thread can be spawned");
     wait_until("the session to be rejected", REPORTED_WITHIN, || engine.status().last_error.map(drop));

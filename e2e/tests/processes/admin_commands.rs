@@ -122,14 +122,10 @@ fn session_and_its_namespace_select_the_blocks_of_an_engine() {
     save(&agent);
     admin(&agent, &["demote", "--all-blocks"]);
     let layout = model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid");
-    let tenant = TenantName::default_tenant();
     let chain: Vec<u64> = PROMPT.collect();
-    let keys: Vec<BlockKey> = engine::chain_keys(&layout, &tenant, &chain);
-    let options = reprise_client::ConnectOptions::new(
-        &agent.files().socket,
-        engine::namespace(&layout, &tenant),
-        layout,
-    );
+    let namespace = engine::namespace(&layout);
+    let keys: Vec<BlockKey> = engine::chain_keys(&namespace, &chain);
+    let options = reprise_client::ConnectOptions::new(&agent.files().socket, namespace, layout);
     let client = reprise_client::Client::connect(options.client_name("waiting")).expect("connects");
     let waiting = LookaheadRequest { request: 1, iterations: 60, confidence: 1000, keys: keys.clone() };
     let iteration = std::time::Duration::from_millis(20);

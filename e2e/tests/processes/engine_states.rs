@@ -5,7 +5,7 @@ use std::time::Duration;
 use reprise_client::{Client, ConnectOptions};
 use reprise_e2e::{Agent, PATIENCE, TestEnv, wait_until};
 use reprise_policy::prefetch::{BegunRequest, HINT_VERSION, Lookahead, RequestState};
-use reprise_policy::{BlockKey, Layout, TenantName};
+use reprise_policy::{BlockKey, Layout};
 use reprise_testkit::engine;
 use reprise_testkit::model::{self, SCALE_DEFAULT};
 
@@ -13,8 +13,8 @@ use super::admin_commands::{PROMPT, agent, save};
 
 const REQUEST: u64 = 3;
 
-fn connect(agent: &Agent, layout: Layout, tenant: &TenantName) -> Client {
-    let options = ConnectOptions::new(&agent.files().socket, engine::namespace(&layout, tenant), layout);
+fn connect(agent: &Agent, layout: Layout) -> Client {
+    let options = ConnectOptions::new(&agent.files().socket, engine::namespace(&layout), layout);
     Client::connect(options.client_name("engine")).expect("connects")
 }
 
@@ -37,11 +37,10 @@ fn blocks_have_the_class_of_their_request_until_its_engine_dies() {
     let env = TestEnv::new();
     let agent = agent(&env);
     save(&agent);
-    let (layout, tenant) =
-        (model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid"), TenantName::default_tenant());
+    let layout = model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid");
     let chain: Vec<u64> = PROMPT.collect();
-    let keys: Vec<BlockKey> = engine::chain_keys(&layout, &tenant, &chain);
-    let client = connect(&agent, layout, &tenant);
+    let client = connect(&agent, layout);
+    let keys: Vec<BlockKey> = engine::chain_keys(client.namespace(), &chain);
     assert_eq!(class(&agent, keys[0]), "recent");
 
     assert_eq!(report(&client, Some(listed(RequestState::Running, 0, &keys[..4]))), 0);
@@ -58,7 +57,7 @@ fn blocks_have_the_class_of_their_request_until_its_engine_dies() {
     drop(client);
     wait_until("the session has ended", PATIENCE, || (class(&agent, keys[0]) == "recent").then_some(()));
     assert_eq!(agent.admin().counter("begun_blocks"), 0);
-    let client = connect(&agent, layout, &tenant);
+    let client = connect(&agent, layout);
     assert_eq!(report(&client, Some(listed(RequestState::Running, 0, &[]))), 1, "its keys must travel again");
     assert_eq!(class(&agent, keys[0]), "recent");
 }

@@ -40,4 +40,6 @@ mod shard_owners;
 mod slack;
 mod start_errors;
 mod tenants;
+mod timing;
 mod user_nvme;
+mod users;

@@ -16,8 +16,9 @@ use reprise_e2e::process::copy_binary;
 use reprise_e2e::raw::{RawSession, hello, wire_layout};
 use reprise_e2e::seed::seeded;
 use reprise_e2e::{Agent, AgentConfig, LoadParams, Outcome, PATIENCE, TestEnv, fast_call, wait_until};
-use reprise_policy::{ByteSize, NamespaceDigest};
+use reprise_policy::{ByteSize, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, FailureKind, request, response};
+use reprise_testkit::configuration;
 
 /// Id of a user and group without privileges on every Linux.
 const UNPRIVILEGED: u32 = 65534;
@@ -81,29 +82,41 @@ fn rejects_an_invalid_hello_with_an_error_and_closes_the_session() {
 }
 
 #[test]
-fn a_namespace_belongs_to_its_first_tenant_while_the_agent_runs() {
+fn tenants_have_different_namespaces_and_one_without_a_salt_has_no_session() {
     let (env, agent) = env_with_agent();
     env.allow("session rejected");
+    let tenants = ["team-a", "team-b"].map(|name| name.parse::<TenantName>().expect("a name"));
+    for tenant in &tenants {
+        configuration::provide_salt(&agent.files().socket, tenant).expect("written");
+    }
     let of = |tenant: &str| local::Hello { tenant: tenant.to_owned(), ..hello(&small()) };
     let connect = |hello_message: local::Hello| {
         let mut session = RawSession::connect(&agent.files().socket);
         session.send(5, request::Body::Hello(hello_message));
         session
     };
-    let welcome = |mut session: RawSession| {
-        matches!(session.receive().and_then(|response| response.body), Some(response::Body::Welcome(_)))
+    let salt = |mut session: RawSession| match session.receive().and_then(|response| response.body) {
+        Some(response::Body::Welcome(welcome)) => welcome.tenant_salt.to_vec(),
+        other => panic!("expected a welcome, got {other:?}"),
     };
-    assert!(welcome(connect(of("team-a"))));
-    for other in ["team-b", ""] {
-        let mut session = connect(of(other));
+    for tenant in &tenants {
+        let expected = configuration::test_salt(tenant);
+        assert_eq!(salt(connect(of(tenant.as_str()))), expected.secret(), "the file of the tenant");
+    }
+    assert!(salt(connect(of(""))).is_empty(), "the default tenant is not isolated");
+    // A session of another tenant whose namespace is the same, which needs the salt of that tenant.
+    let namespace = NamespaceDigest(hello(&small()).namespace.as_ref().try_into().expect("a digest"));
+    let of_team_a = namespace.of_tenant(Some(&configuration::test_salt(&tenants[0])));
+    let equal = local::Hello { namespace: of_team_a.0.to_vec().into(), ..of("") };
+    let unsalted = connect(of("team-c"));
+    for (mut session, words) in
+        [(connect(equal), "belongs to tenant 'team-a'"), (unsalted, "reprise tenant create-salt team-c")]
+    {
         let (id, kind, message) = session.refusal();
         assert_eq!((id, kind), (5, FailureKind::BadRequest));
-        assert!(message.contains("belongs to tenant 'team-a'"), "{message}");
+        assert!(message.contains(words), "{message}");
         assert!(session.is_closed());
     }
-    let elsewhere = local::Hello { namespace: vec![9; 32].into(), ..of("team-b") };
-    assert!(welcome(connect(elsewhere)), "the other tenant may use another namespace");
-    assert!(welcome(connect(of("team-a"))));
 }
 
 #[test]

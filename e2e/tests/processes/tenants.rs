@@ -7,14 +7,18 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy};
-use reprise_client::{Scope, Source};
+use reprise_client::{Client, ConnectOptions, LoadRequest, Scope, Source};
+use reprise_e2e::cli::Events;
 use reprise_e2e::cluster::load_from_peer;
 use reprise_e2e::content::{device_slot_bytes, key, large};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::process::binary;
 use reprise_e2e::{Agent, AgentConfig, ControlPlane, LoadParams, PATIENCE, TestEnv, wait_until};
 use reprise_policy::peer::{FetchBlock, FetchId, FetchRequest, FillError, FillId, FillUpdate, PeerEvent};
-use reprise_policy::{ArenaSlot, ByteSize, RegionId};
+use reprise_policy::{ArenaSlot, BlockKey, ByteSize, Layout, RegionId, TenantName, TenantSalt, prefix_hash};
+use reprise_testkit::configuration;
+use reprise_testkit::engine::{self as reference, EnginePath, EngineSettings};
+use reprise_testkit::model::{self, SCALE_DEFAULT};
 use reprise_transport::{EventSink, TcpSettings, TcpTransport, Transport, TransportEvent};
 use serde_json::Value;
 
@@ -248,4 +252,93 @@ fn a_node_gets_blocks_of_the_tenants_that_it_acts_for_only() {
     assert!(matches!(whole, FillUpdate::Layers { .. }), "{whole:?}");
     assert_eq!(fetch("second", &address, "team-b"), refused, "the block is not of this tenant");
     drop(session);
+}
+
+/// Returns the session of the reference engine of a tenant with an agent.
+pub(crate) fn reference_engine(agent: &Agent, tenant: &TenantName) -> reference::Engine {
+    let socket = agent.files().socket.clone();
+    configuration::provide_salt(&socket, tenant).expect("the folder is the test's");
+    let path = EnginePath::Arena;
+    let settings = EngineSettings { socket, layout: prompts(), tenant: tenant.clone(), path };
+    reference::Engine::connect(&settings).expect("a session")
+}
+
+pub(crate) fn prompts() -> Layout {
+    model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid")
+}
+
+#[test]
+fn a_tenant_that_knows_prompts_and_name_of_another_one_finds_none_of_its_blocks() {
+    let env = TestEnv::new();
+    let member = env.control_plane(Store::Memory);
+    let config = |name: &str| AgentConfig {
+        arena: ByteSize(32 << 20),
+        control_plane: vec![member.address().to_owned()],
+        ..AgentConfig::named(name)
+    };
+    let (mut first, second) = (env.agent(&config("first")), env.agent(&config("second")));
+    let [attacker, victim] = ["team-a", "team-b"].map(|name| name.parse::<TenantName>().expect("a name"));
+    let prompt: Vec<u64> = (1..=6).collect();
+    let mut owner = reference_engine(&first, &victim);
+    assert_eq!(owner.run(&prompt).expect("served").saved, 6);
+    assert_eq!(owner.await_durable().expect("durable"), 6);
+
+    let stated = reference::namespace(&prompts());
+    let keys = reference::chain_keys(&stated.of_tenant(Some(&configuration::test_salt(&victim))), &prompt);
+    let guesses = [
+        // The key derivation of tenants without a salt, and those with what the attacker knows in place of the salt.
+        stated,
+        stated.of_tenant(Some(&TenantSalt::new(prefix_hash::none_hash("another salt")))),
+        stated.of_tenant(Some(&configuration::test_salt(&attacker))),
+    ];
+    let attack = |agent: &Agent| {
+        configuration::provide_salt(&agent.files().socket, &attacker).expect("the folder is the test's");
+        let options = ConnectOptions::new(&agent.files().socket, stated, prompts());
+        let client = Client::connect(options.tenant(attacker.clone())).expect("a session");
+        // Even the keys themselves, which only the salt yields, find nothing in a session of another tenant.
+        let guessed = guesses.iter().map(|namespace| reference::chain_keys(namespace, &prompt));
+        for keys in guessed.chain([keys.clone()]) {
+            assert!(client.match_keys(&keys, Scope::Local).expect("answered").is_empty());
+            let request = LoadRequest { deadline: PATIENCE, ..LoadRequest::new(keys) };
+            let load = client.load(&request).expect("answered");
+            assert!(load.blocks().iter().all(|block| !block.is_ok()), "{:?}", load.blocks());
+        }
+    };
+    // Sessions of the victim hit the blocks, also on another node and after a restart of the agent.
+    let hit = |agent: &Agent| {
+        let mut engine = reference_engine(agent, &victim);
+        let chain = keys.clone();
+        let client = Client::connect(
+            ConnectOptions::new(&agent.files().socket, stated, prompts()).tenant(victim.clone()),
+        )
+        .expect("a session");
+        wait_until("the directory has the blocks", PATIENCE, || {
+            (client.match_keys(&chain, Scope::Cluster).expect("answered").len() == chain.len()).then_some(())
+        });
+        let outcome = engine.run(&prompt).expect("served");
+        let hits = outcome.hits;
+        let found = hits.own_dram + hits.own_nvme + hits.peer_dram + hits.peer_nvme;
+        assert_eq!((found, outcome.saved, outcome.mismatches), (6, 0, 0), "{outcome:?}");
+    };
+    hit(&first);
+    attack(&first);
+    hit(&second);
+    attack(&second);
+    // A router that reads events finds the prompt with the salt only.
+    let events = Events::start(member.address(), &[]);
+    let lines = events.read_until("current");
+    events.end();
+    let has = |key: &BlockKey| lines.iter().any(|line| line["key"] == key.to_string());
+    assert!(keys.iter().all(has), "{lines:?}");
+    for namespace in &guesses {
+        assert!(!reference::chain_keys(namespace, &prompt).iter().any(has), "{lines:?}");
+    }
+    drop(owner);
+    env.allow("peer connection lost");
+    env.allow("node is silent");
+    env.allow("live node registered from another address");
+    first.kill();
+    first.start();
+    hit(&first);
+    attack(&first);
 }

@@ -1,7 +1,6 @@
 //! The blocking client: connecting, and the calls of a session.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,8 +19,10 @@ use crate::deadline;
 use crate::durable::DurableOutcome;
 use crate::error::ClientError;
 use crate::extents::{self, ExtentStatus, LeasedExtent, PinOutcome};
+use crate::learned_salt::{LearnedSalt, salt_of};
 use crate::load::{Load, LoadRequest, PendingLoad};
 use crate::reservation::{Reservation, reservations};
+use crate::token::read_token;
 
 /// Default time that a call waits for its answer. Calls other than loads take microseconds; the limit covers
 /// an agent that is stopped in a debugger or starved of CPU.
@@ -42,13 +43,15 @@ const RESERVE_PAUSE_BUSY: Duration = Duration::from_millis(5);
 pub struct ConnectOptions {
     /// The agent's unix socket.
     pub socket: PathBuf,
-    /// Namespace of this engine's blocks: only blocks of one namespace are comparable.
+    /// Namespace of this engine's blocks, without the tenant: only blocks of one namespace are comparable.
     pub namespace: NamespaceDigest,
     /// Geometry of the blocks.
     pub layout: Layout,
-    /// Tenant that owns the blocks; their bytes count against its quotas. No other tenant may use the
-    /// namespace.
+    /// Tenant that owns the blocks; their bytes count against its quotas. Its salt, which the agent hands to its
+    /// sessions, is part of all keys ([`Client::namespace`]).
     pub tenant: TenantName,
+    /// Receives the tenant's salt of each session, for keys that are computed without the session.
+    pub learned_salt: Option<LearnedSalt>,
     /// File with a service account token for the audience `reprise.dev`. An agent in Kubernetes checks the
     /// token where a `CacheTenant` names its pods. The file is read at each connection, because tokens are
     /// rotated.
@@ -76,6 +79,8 @@ pub(crate) struct Session {
     layout: Layout,
     call_timeout: Duration,
     welcome: local::Welcome,
+    /// Namespace with the tenant's salt.
+    namespace: NamespaceDigest,
 }
 
 impl ConnectOptions {
@@ -86,6 +91,7 @@ impl ConnectOptions {
             namespace,
             layout,
             tenant: TenantName::default_tenant(),
+            learned_salt: None,
             token_file: None,
             gpu: None,
             client_name: "client".to_owned(),
@@ -102,6 +108,12 @@ impl ConnectOptions {
     /// Sets the tenant; the default is the default tenant.
     pub fn tenant(mut self, tenant: TenantName) -> ConnectOptions {
         self.tenant = tenant;
+        self
+    }
+
+    /// Sets the receiver of the tenant's salt.
+    pub fn learned_salt(mut self, salt: LearnedSalt) -> ConnectOptions {
+        self.learned_salt = Some(salt);
         self
     }
 
@@ -151,25 +163,6 @@ impl ConnectOptions {
     }
 }
 
-/// Size limit of a token file; a token is one to two KiB of text.
-const TOKEN_BYTES_MAX: u64 = 8 << 10;
-
-/// Reads the current token of this pod.
-fn read_token(path: &Path) -> Result<String, ClientError> {
-    let refuse = |what: String| {
-        ClientError::BadRequest(format!("the service account token {}: {what}", path.display()))
-    };
-    let mut token = String::new();
-    let read = File::open(path).and_then(|file| file.take(TOKEN_BYTES_MAX + 1).read_to_string(&mut token));
-    read.map_err(|error| {
-        refuse(format!("cannot read the file: {error}; mount it, or configure another path"))
-    })?;
-    if token.len() as u64 > TOKEN_BYTES_MAX {
-        return Err(refuse(format!("the file exceeds {TOKEN_BYTES_MAX} bytes: not a token")));
-    }
-    Ok(token.trim().to_owned())
-}
-
 impl Client {
     /// Opens a session.
     ///
@@ -192,9 +185,20 @@ impl Client {
             layout: options.layout,
             call_timeout: options.call_timeout,
             welcome: local::Welcome::default(),
+            namespace: options.namespace,
         };
+        let (tenant, learned_salt) = (options.tenant.clone(), options.learned_salt.clone());
         match session.call("hello", request::Body::Hello(options.into_hello()?)) {
-            Ok(response::Body::Welcome(welcome)) => session.welcome = welcome,
+            Ok(response::Body::Welcome(mut welcome)) => {
+                // The salt is a secret: it must not appear in a debug form.
+                let salt = salt_of(&tenant, &std::mem::take(&mut welcome.tenant_salt))
+                    .map_err(|error| session.broken(error))?;
+                session.namespace = session.namespace.of_tenant(salt.as_ref());
+                session.welcome = welcome;
+                if let Some(learned) = learned_salt {
+                    learned.set(salt);
+                }
+            }
             Ok(_) => return Err(session.broken(ClientError::unexpected("hello"))),
             // The agent may reject a process with a message that precedes the greeting; that message is the
             // better error.
@@ -206,6 +210,12 @@ impl Client {
     /// Returns the geometry of the session's blocks.
     pub fn layout(&self) -> &Layout {
         self.session.layout()
+    }
+
+    /// Returns the namespace from which the keys of this session's blocks derive: the one of its options, with the
+    /// tenant's salt.
+    pub fn namespace(&self) -> &NamespaceDigest {
+        &self.session.namespace
     }
 
     /// Returns the name of the agent's node.

@@ -1,7 +1,7 @@
 //! The handshake of a session: checks protocol version, namespace, layout and tenant.
 //!
-//! In a cluster, [`super::identity`] verifies the tenant; elsewhere it is not verified. That the namespace
-//! belongs to the tenant is always checked.
+//! In a cluster, [`super::identity`] verifies the tenant; elsewhere [`super::users`] does, where tenants have users. The namespace of a tenant
+//! contains its salt, which the answer hands to the session.
 //!
 //! A rejected greeting is answered with the reason, then the session ends. The handshake has a deadline.
 //! Until it is complete, the connection may be closed to free a place for another one
@@ -20,14 +20,16 @@ use reprise_buffers::{PROGRESS_ENTRIES, PROGRESS_ENTRY_BYTES, ProgressWriter};
 use reprise_daemon::rejected_connections::Reason;
 use reprise_policy::tenant::TenantError;
 use reprise_policy::{
-    DevicePlace, Dtype, GpuPlace, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId, TenantName,
+    DevicePlace, Dtype, GpuPlace, Layout, LayoutSpec, NamespaceDigest, Parts, SessionId, TenantId,
+    TenantName, TenantSalt,
 };
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
 use super::backend::StatedBackend;
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
-use super::{Peer, Session, SessionContext, encode};
+use super::salts::SaltError;
+use super::{Ids, Peer, Session, SessionContext, encode};
 
 /// Time limit for the whole handshake; clients send the greeting immediately.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -61,6 +63,7 @@ struct Rejection {
 struct Greeting {
     hello: Hello,
     tenant: TenantId,
+    salt: Option<TenantSalt>,
     gpu: Option<DevicePlace>,
 }
 
@@ -92,8 +95,10 @@ pub(super) fn perform_handshake(
     };
     let greeting = read_hello(&mut frames).and_then(|hello| {
         let gpu = locate_gpu(&context.root, &hello).map_err(Some)?;
-        let tenant = bind_tenant(context, &hello).map_err(Some)?;
-        Ok(Greeting { hello, tenant, gpu })
+        check_identity(context, &hello, peer.ids).map_err(Some)?;
+        let salt = find_salt(context, &hello).map_err(Some)?;
+        let tenant = bind_tenant(context, &hello, salt.as_ref()).map_err(Some)?;
+        Ok(Greeting { hello, tenant, salt, gpu })
     });
     let greeting = match greeting {
         Ok(greeting) => greeting,
@@ -124,7 +129,7 @@ fn open(
     mut frames: FrameReader,
     (id, peer, greeting): (SessionId, Peer, Greeting),
 ) -> Option<Handshake> {
-    let Greeting { hello, tenant, gpu } = greeting;
+    let Greeting { hello, tenant, salt, gpu } = greeting;
     let (progress, page) = match progress_page() {
         Ok(made) => made,
         Err(error) => {
@@ -144,11 +149,12 @@ fn open(
         agent_version: env!("CARGO_PKG_VERSION").to_owned(),
         progress_entries: u32::from(PROGRESS_ENTRIES),
         progress_entry_bytes: u32::try_from(PROGRESS_ENTRY_BYTES).expect("entries are a few KiB"),
+        tenant_salt: salt.as_ref().map(|salt| salt.secret().to_vec()).unwrap_or_default().into(),
     };
     let opened = SessionOpened {
         session: id,
         tenant,
-        namespace: hello.namespace,
+        namespace: hello.namespace.of_tenant(salt.as_ref()),
         layout: hello.layout,
         gpu: gpu.clone(),
     };
@@ -167,6 +173,7 @@ fn open(
         is_fenced: false.into(),
         load_blocks_max: encode::load_blocks_max(hello.layout),
         layout: hello.layout,
+        namespace: hello.namespace,
         backend: StatedBackend::default(),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
@@ -191,18 +198,36 @@ fn locate_gpu(root: &Path, hello: &Hello) -> Result<Option<DevicePlace>, Rejecti
     })
 }
 
-/// Returns the greeting's tenant if its identity and namespace are valid.
-fn bind_tenant(context: &SessionContext, hello: &Hello) -> Result<TenantId, Rejection> {
-    if let Some(identity) = &context.identity {
-        identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Rejection {
-            id: hello.id,
-            kind,
-            reason: Reason::Refused,
-            message,
-        })?;
-    }
+/// Checks that the session may use its tenant.
+fn check_identity(context: &SessionContext, hello: &Hello, ids: Ids) -> Result<(), Rejection> {
+    let by_user =
+        context.users.check(ids, &hello.tenant).map_err(|message| (FailureKind::BadRequest, message));
+    let checked = by_user.and_then(|()| match &context.identity {
+        Some(identity) => identity.check(&hello.tenant, &hello.token),
+        None => Ok(()),
+    });
+    checked.map_err(|(kind, message)| Rejection { id: hello.id, kind, reason: Reason::Refused, message })
+}
+
+/// Returns the salt of the greeting's tenant. In a cluster, a missing salt may be on its way to this node.
+fn find_salt(context: &SessionContext, hello: &Hello) -> Result<Option<TenantSalt>, Rejection> {
+    context.salts.of(&hello.tenant).map_err(|error| {
+        let (kind, message) = match error {
+            SaltError::Missing(message) if context.identity.is_some() => (FailureKind::Busy, message),
+            SaltError::Missing(message) | SaltError::Unusable(message) => (FailureKind::BadRequest, message),
+        };
+        Rejection { id: hello.id, kind, reason: Reason::Refused, message }
+    })
+}
+
+/// Returns the number of the greeting's tenant, if the namespace is not another tenant's.
+fn bind_tenant(
+    context: &SessionContext,
+    hello: &Hello,
+    salt: Option<&TenantSalt>,
+) -> Result<TenantId, Rejection> {
     let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
-    tenants.bind(&hello.tenant, &hello.namespace).map_err(|error| {
+    tenants.bind(&hello.tenant, &hello.namespace.of_tenant(salt)).map_err(|error| {
         let kind = match error {
             TenantError::Full(_) | TenantError::Offered(_) => FailureKind::Busy,
             TenantError::Name(_)

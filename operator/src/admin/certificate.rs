@@ -21,9 +21,9 @@ use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
 
-use crate::error::OperatorError;
-use crate::lease::Account;
-use crate::names::OPERATOR;
+use crate::framework::error::OperatorError;
+use crate::framework::labels::OPERATOR;
+use crate::framework::lease::Account;
 
 /// Secret with the authority.
 const SECRET: &str = "reprise-operator-admin";

@@ -6,8 +6,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::*;
-use crate::test_api_server::context;
-use crate::watchdog::STUCK_AFTER;
+use crate::framework::watchdog::STUCK_AFTER;
+use crate::reconcile::context::tests::context;
 
 /// Sends a probe request and returns the whole response.
 async fn probe(address: std::net::SocketAddr, path: &str) -> String {

@@ -15,7 +15,7 @@ use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use reprise_identity::authority::{CERTIFICATE_VALID, CERTIFICATE_VALID_MIN};
 use reprise_identity::{Role, SigningRequest};
 
-use crate::names::ClusterNames;
+use crate::reconcile::names::ClusterNames;
 
 /// Fields that the API server adds to the accounts of pods.
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";

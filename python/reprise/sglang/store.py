@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from reprise import Finished, KvMemory, Layout, Namespace, RepriseError, Transfers, block_keys, opaque_layout, tiers
+from reprise import (
+    Finished,
+    KvMemory,
+    Layout,
+    Namespace,
+    RepriseError,
+    TenantKeys,
+    Transfers,
+    block_keys,
+    opaque_layout,
+    tiers,
+)
 from reprise.recompute import LoadChooser, counts_of
 from reprise.repeated_log import RepeatedLog
 from reprise.sglang import pools
@@ -86,7 +97,7 @@ class Store:
             hash_algorithm="sglang-sha256",
             hash_seed="",
             engine_format=f"sglang:{pool.layout}:{pool.dtype}:{getattr(pool, 'storage_format_tag', None)}:{described['shape']}",
-            tenant_salt="" if options.tenant == "default" else options.tenant,
+            tenant=TenantKeys(options.tenant),
         )
         self.session = options.session(self._namespace, self.layout, "sglang")
         self._errors = RepeatedLog("some pages were not loaded or saved")

@@ -20,8 +20,8 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
-from reprise import KvMemory, Layout, Namespace, block_keys, opaque_layout
-from reprise.vllm.geometry import hash_seed, tenant_salt, vllm_release
+from reprise import KvMemory, Layout, Namespace, TenantKeys, block_keys, opaque_layout
+from reprise.vllm.geometry import hash_seed, vllm_release
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
@@ -112,7 +112,7 @@ def read(config: OffloadingConfig, is_single_copy: bool, options: TierOptions) -
         hash_algorithm=options.hash_algorithm,
         hash_seed=hash_seed(options.hash_algorithm),
         engine_format=f"vllm-chunk:{config.kv_cache_layout}:{kind}:{config.model.dtype}:{blocks}:{shape}:{_inner_order()}",
-        tenant_salt=tenant_salt(options.tenant),
+        tenant=TenantKeys(options.tenant),
     )
     return Chunks(namespace=namespace, group=group.group_id)
 

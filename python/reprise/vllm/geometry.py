@@ -14,7 +14,7 @@ import torch
 import vllm
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from reprise import Layout, Namespace
+from reprise import Layout, Namespace, TenantKeys
 from reprise.vllm.identity import model_digest, model_name
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
     kv_layout = kv_cache.kv_cache_layout or "LBHNC"
     tp = parallel.tensor_parallel_size
     revision = model_digest(config, options.weights_digest)
+    # The namespaces of all ranks have one salt, which the session of one of them learns.
+    tenant = TenantKeys(options.tenant)
     namespaces = []
     for tp_rank in range(tp):
         layout = _layout(
@@ -117,7 +119,7 @@ def read(config: VllmConfig, kv_cache: KVCacheConfig, options: Options, rank: in
                 hash_algorithm=algorithm,
                 hash_seed=hash_seed(algorithm),
                 engine_format=f"vllm:{kv_layout}:{spec.kv_quant_mode.name}:{inner_order(config, spec)}",
-                tenant_salt=tenant_salt(options.tenant),
+                tenant=tenant,
             )
         )
     return Geometry(layer_names=tuple(layers), block_tokens=spec.block_size, rank=rank, namespaces=tuple(namespaces))
@@ -192,11 +194,6 @@ def _single_full_attention_group(kv_cache: KVCacheConfig) -> tuple[AttentionSpec
             "Reprise supports full attention; this model's layers have an attention window, and vLLM drops blocks behind it"
         )
     return spec, list(groups[0].layer_names)
-
-
-def tenant_salt(tenant: str) -> str:
-    """Returns the salt that separates a tenant's keys from those of other tenants."""
-    return "" if tenant == "default" else tenant
 
 
 def hash_seed(algorithm: str) -> str:

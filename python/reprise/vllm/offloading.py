@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_block_hash, make_offload_key
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
-from reprise import Layout, Namespace, Session
+from reprise import Layout, Namespace, Session, TenantKeys
 from reprise.layer_reports import Clock, GpuClock, HostClock, LayerReports
 from reprise.vllm import geometry, identity
 from reprise.vllm.computations import computation_of, prefill_of
@@ -202,13 +202,12 @@ def layer_reports(config: VllmConfig, kv_cache: KVCacheConfig) -> LayerReports:
         hash_algorithm="",
         hash_seed="",
         engine_format="layer-reports",
-        tenant_salt=geometry.tenant_salt(options.tenant),
+        tenant=TenantKeys(options.tenant),
     )
     session = Session(
         options.socket,
         namespace,
         layout,
-        tenant=options.tenant,
         token_file=options.token_file or None,
         name="vllm-layers",
     )

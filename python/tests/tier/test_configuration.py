@@ -307,7 +307,6 @@ def test_nothing_that_changes_kv_is_shared(monkeypatch: pytest.MonkeyPatch) -> N
         "another model": digest({"model_id": "m"}),
         "other weights": digest({"model_digest": "weights-2"}),
         "another hash": digest({"hash_algorithm": "sha256"}),
-        "another tenant": digest({"tenant": "t"}),
         "another dtype": digest(dtype="fp8_e4m3"),
         "longer chunks": digest(blocks_per_chunk=2),
         "other sizes": digest(worker_bytes=4 * 4096),

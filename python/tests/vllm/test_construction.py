@@ -142,7 +142,6 @@ def test_nothing_that_changes_kv_is_shared(weights: Path, other_weights: Path, m
         "another head size": digest(engine_config(weights), kv_cache(attention(head_size=64))),
         "another group size": digest(engine_config(weights, tensor_parallel_size=2)),
         "another model": digest(engine_config(weights), model_id="n"),
-        "another tenant": digest(engine_config(weights), tenant="t"),
     }
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     digests["another seed"] = digest(engine_config(weights))

@@ -110,7 +110,6 @@ def geometry(ranks: int = 1) -> Geometry:
                 hash_algorithm="sha256",
                 hash_seed="s",
                 engine_format="test",
-                tenant_salt="",
             )
         )
     return Geometry(layer_names=("a", "b"), block_tokens=TOKENS, rank=0, namespaces=tuple(namespaces))

@@ -8,8 +8,8 @@ use reprise_client::{Client, ClientError, CommitOptions, ConnectOptions, Reserva
 use reprise_policy::{BlockKey, ByteSize, Layout, TenantName};
 
 use crate::cluster::{AgentSizes, Cluster, ControlPlanes};
-use crate::engine;
 use crate::kv_function::mix;
+use crate::{configuration, engine};
 
 use super::Settings;
 
@@ -63,7 +63,8 @@ pub fn connect(socket: &Path, layout: &Layout) -> anyhow::Result<Client> {
 
 /// Connects a client for a tenant.
 pub fn connect_as(socket: &Path, layout: &Layout, tenant: &TenantName) -> anyhow::Result<Client> {
-    let namespace = engine::namespace(layout, tenant);
+    configuration::provide_salt(socket, tenant).context("the tenant's salt")?;
+    let namespace = engine::namespace(layout);
     let options = ConnectOptions::new(socket, namespace, *layout).client_name("bench").tenant(tenant.clone());
     Client::connect(options).with_context(|| format!("connecting to {}", socket.display()))
 }

@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn finds_wrong_entries() {
-        let reader = "operator/src/node/build.rs";
+        let reader = "operator/src/reconcile/node/build.rs";
         let tree = Tree::of(&[(reader, "// moon_phase\nself.failure_domain_label\n#[cfg(test)]\nmode")]);
         assert_eq!(offence(&tree, "spec.agents.failureDomainLabel", &format!("read by {reader}")), None);
         for (path, value, why) in [

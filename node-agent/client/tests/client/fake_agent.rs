@@ -165,12 +165,14 @@ impl Peer {
     pub(crate) fn greet(&mut self) -> local::Hello {
         let (id, body) = self.expect("hello");
         let request::Body::Hello(hello) = body else { panic!("expected hello, got {body:?}") };
+        let salt: &[u8] = if hello.tenant == "default" { &[] } else { &[5; 32] };
         let welcome = local::Welcome {
             session: 1,
             node: "node-a".into(),
             agent_version: "test".into(),
             progress_entries: u32::from(PROGRESS_ENTRIES),
             progress_entry_bytes: PROGRESS_ENTRY_BYTES as u32,
+            tenant_salt: salt.to_vec().into(),
         };
         self.reply_with(id, response::Body::Welcome(welcome), &[self.progress.readonly_fd()]);
         hello

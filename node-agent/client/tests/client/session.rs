@@ -5,8 +5,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::fake_agent::{Answer, FakeAgent, Grant, LONG, Peer, SHORT, key, options};
-use reprise_client::{Client, ClientError, LoadRequest, MatchOptions, Scope};
-use reprise_policy::GpuPlace;
+use reprise_client::{Client, ClientError, LearnedSalt, LoadRequest, MatchOptions, Scope};
+use reprise_policy::{GpuPlace, NamespaceDigest, TenantName, TenantSalt};
 use reprise_proto::local::{self, response};
 
 #[test]
@@ -94,10 +94,16 @@ fn the_greeting_contains_version_namespace_layout_tenant_name_and_gpu() {
         let layout = hello.layout.expect("a layout");
         assert_eq!((layout.layers, layout.parts, layout.head_dim, layout.dtype), (2, 2, 72, 1));
     });
-    let tenant = "team-a".parse().expect("a name");
+    let tenant: TenantName = "team-a".parse().expect("a name");
     let gpu = GpuPlace::Pci("0000:3B:00.0".parse().expect("an address"));
-    let options = agent.options().client_name("engine-3").tenant(tenant).gpu(gpu);
+    let learned = LearnedSalt::unknown(TenantName::clone(&tenant)).expect("random bytes");
+    let options =
+        agent.options().client_name("engine-3").tenant(tenant).gpu(gpu).learned_salt(learned.clone());
     let client = Client::connect(options).expect("a session");
+    let stated = NamespaceDigest([7; 32]);
+    assert_eq!(*client.namespace(), stated.of_tenant(Some(&TenantSalt::new([5; 32]))));
+    assert_eq!(learned.namespace(&stated), *client.namespace());
+    assert!(!format!("{client:?}").contains("5, 5, 5"), "the salt is a secret");
     assert_eq!((client.node(), client.agent_version()), ("node-a", "test"));
     agent.join();
 }

@@ -1,0 +1,290 @@
+//! A child: a desired object, as a value.
+//!
+//! A child is written if the live object does not contain it ([`contains_desired`]) or other content was
+//! applied last. An annotation holds the digest of the applied content, so fields that are no longer desired
+//! are removed. Both checks use the local store only.
+
+use kube::ResourceExt;
+use kube::api::{ApiResource, DynamicObject};
+use serde_json::{Value, json};
+
+use crate::framework::digest;
+use crate::framework::field_ownership::extra_fields;
+use crate::framework::labels::APPLIED;
+
+/// API group of admission policies.
+const ADMISSION: &str = "admissionregistration.k8s.io";
+
+/// Kinds of objects that can be children.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ChildKind {
+    /// Identities of pods at the API server.
+    ServiceAccount,
+    /// Permissions of the agents' service account.
+    ClusterRoleBinding,
+    /// Configuration files of the pods.
+    ConfigMap,
+    /// Certificates of a managed etcd.
+    Secret,
+    /// Names and addresses of pods.
+    Service,
+    /// Control-plane members and etcd.
+    StatefulSet,
+    /// Pods of the agents, one per node.
+    DaemonSet,
+    /// Limits on voluntary disruptions of members.
+    PodDisruptionBudget,
+    /// Device claims of agents' pods.
+    ResourceClaimTemplate,
+    /// Policies that connect engine pods.
+    MutatingAdmissionPolicy,
+    /// Bindings of these policies.
+    MutatingAdmissionPolicyBinding,
+    /// Scrape targets for Prometheus.
+    PodMonitor,
+}
+
+/// Ownership of a child's fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ownership {
+    /// Only the operator writes the fields: changes by other writers are reverted.
+    Exclusive,
+    /// Users and other controllers may own fields (replicas, resources): the conflict is reported and the
+    /// fields are not changed.
+    Shared,
+}
+
+/// An object that the operator wants to exist.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Child {
+    /// Kind of the object.
+    pub kind: ChildKind,
+    /// Name of the object.
+    pub name: String,
+    /// Namespace, if the kind has one.
+    pub namespace: Option<String>,
+    /// Ownership of its fields.
+    pub ownership: Ownership,
+    /// The complete object, with the digest annotation.
+    pub body: Value,
+    /// Digest of metadata and fields.
+    pub digest: String,
+}
+
+impl ChildKind {
+    /// All kinds, in the order in which they are applied: objects that pods refer to come first.
+    pub const ALL: [ChildKind; 12] = [
+        ChildKind::ServiceAccount,
+        ChildKind::ClusterRoleBinding,
+        ChildKind::ConfigMap,
+        ChildKind::Secret,
+        ChildKind::Service,
+        ChildKind::PodDisruptionBudget,
+        ChildKind::ResourceClaimTemplate,
+        ChildKind::StatefulSet,
+        ChildKind::DaemonSet,
+        ChildKind::MutatingAdmissionPolicy,
+        ChildKind::MutatingAdmissionPolicyBinding,
+        ChildKind::PodMonitor,
+    ];
+
+    /// The name of the kind.
+    pub fn as_str(self) -> &'static str {
+        self.parts().2
+    }
+
+    /// Whether objects of the kind have a namespace.
+    pub fn is_namespaced(self) -> bool {
+        use ChildKind::{ClusterRoleBinding, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding};
+        !matches!(self, ClusterRoleBinding | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding)
+    }
+
+    /// Whether an API server may lack the kind, or the operator may lack permission to write it
+    /// ([`crate::framework::optional_kinds`]).
+    pub fn is_optional(self) -> bool {
+        use ChildKind::{
+            MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
+        };
+        matches!(
+            self,
+            MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor | ResourceClaimTemplate
+        )
+    }
+
+    /// API resource of the kind.
+    pub fn resource(self) -> ApiResource {
+        let (group, version, kind, plural) = self.parts();
+        let api_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
+        ApiResource {
+            group: group.to_owned(),
+            version: version.to_owned(),
+            api_version,
+            kind: kind.to_owned(),
+            plural: plural.to_owned(),
+        }
+    }
+
+    fn parts(self) -> (&'static str, &'static str, &'static str, &'static str) {
+        match self {
+            ChildKind::ServiceAccount => ("", "v1", "ServiceAccount", "serviceaccounts"),
+            ChildKind::ClusterRoleBinding => {
+                ("rbac.authorization.k8s.io", "v1", "ClusterRoleBinding", "clusterrolebindings")
+            }
+            ChildKind::ConfigMap => ("", "v1", "ConfigMap", "configmaps"),
+            ChildKind::Secret => ("", "v1", "Secret", "secrets"),
+            ChildKind::Service => ("", "v1", "Service", "services"),
+            ChildKind::StatefulSet => ("apps", "v1", "StatefulSet", "statefulsets"),
+            ChildKind::DaemonSet => ("apps", "v1", "DaemonSet", "daemonsets"),
+            ChildKind::PodDisruptionBudget => ("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+            ChildKind::ResourceClaimTemplate => {
+                ("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates")
+            }
+            ChildKind::MutatingAdmissionPolicy => {
+                (ADMISSION, "v1", "MutatingAdmissionPolicy", "mutatingadmissionpolicies")
+            }
+            ChildKind::MutatingAdmissionPolicyBinding => {
+                (ADMISSION, "v1", "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings")
+            }
+            ChildKind::PodMonitor => ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
+        }
+    }
+}
+
+impl Child {
+    /// Creates a child from its metadata (name, namespace, labels, owner) and its other fields.
+    ///
+    /// # Panics
+    /// Panics if `metadata` or `rest` is not a JSON object.
+    pub fn new(kind: ChildKind, ownership: Ownership, mut metadata: Value, rest: &Value) -> Child {
+        let resource = kind.resource();
+        let digest = digest::of(&format!("{metadata}{rest}"));
+        metadata["annotations"] = json!({ APPLIED: digest });
+        let text = |key: &str| metadata[key].as_str().map(str::to_owned);
+        let (name, namespace) = (text("name").expect("a child has a name"), text("namespace"));
+        let mut body = json!({
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": metadata,
+        });
+        let fields = body.as_object_mut().expect("made above");
+        fields.extend(rest.as_object().expect("fields of an object").clone());
+        Child { kind, name, namespace, ownership, body, digest }
+    }
+
+    /// Whether the live object contains the child, and the child was applied last.
+    pub fn is_applied(&self, live: &DynamicObject) -> bool {
+        let applied = live.annotations().get(APPLIED).is_some_and(|applied| *applied == self.digest);
+        let is_it = |live: Value| {
+            contains_desired(&live, &self.body)
+                && !(self.is_closed() && extra_fields::has_any(&live, &self.body))
+        };
+        applied && serde_json::to_value(live).is_ok_and(is_it)
+    }
+
+    /// Whether only the operator may add fields. Other components add to service accounts: OpenShift adds
+    /// Secrets.
+    pub fn is_closed(&self) -> bool {
+        use ChildKind::{
+            ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
+        };
+        let closed = [ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
+        self.ownership == Ownership::Exclusive && closed.contains(&self.kind)
+    }
+}
+
+/// Whether `live` contains everything that is desired. In a list of objects each desired one must be
+/// contained in a live one, since other writers may add objects; other lists must be equal.
+pub fn contains_desired(live: &Value, desired: &Value) -> bool {
+    match (live, desired) {
+        (Value::Object(live), Value::Object(desired)) => desired
+            .iter()
+            .all(|(key, desired)| live.get(key).is_some_and(|live| contains_desired(live, desired))),
+        (Value::Array(live), Value::Array(desired)) if desired.iter().all(Value::is_object) => {
+            desired.iter().all(|desired| live.iter().any(|live| contains_desired(live, desired)))
+        }
+        _ => live == desired,
+    }
+}
+
+/// Returns the paths of desired fields that are missing or different; lists are reported as a whole.
+pub(crate) fn missing_paths(live: &DynamicObject, desired: &Value) -> Vec<String> {
+    let mut paths = Vec::new();
+    if let Ok(live) = serde_json::to_value(live) {
+        differences(&live, desired, "", &mut paths);
+    }
+    paths
+}
+
+fn differences(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) {
+    match (live, desired) {
+        (Value::Object(live), Value::Object(desired)) => {
+            for (key, desired) in desired {
+                differences(live.get(key).unwrap_or(&Value::Null), desired, &format!("{at}.{key}"), paths);
+            }
+        }
+        _ if contains_desired(live, desired) => {}
+        _ => paths.push(at.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn child(rest: &Value) -> Child {
+        let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
+        Child::new(ChildKind::ConfigMap, Ownership::Exclusive, metadata, rest)
+    }
+
+    fn live(child: &Child, change: impl FnOnce(&mut Value)) -> DynamicObject {
+        let mut live = child.body.clone();
+        live["metadata"]["resourceVersion"] = json!("7");
+        live["metadata"]["labels"]["added"] = json!("by another writer");
+        change(&mut live);
+        serde_json::from_value(live).expect("an object")
+    }
+
+    #[test]
+    fn additional_entry_does_not_match_a_closed_child() {
+        let rest = json!({ "data": { "k": "v" } });
+        let desired = child(&rest);
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"]["l"] = json!("mine"))));
+        let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
+        let open = Child::new(ChildKind::ServiceAccount, Ownership::Exclusive, metadata, &rest);
+        assert!(open.is_applied(&live(&open, |live| live["data"]["l"] = json!("mine"))));
+    }
+
+    #[test]
+    fn unchanged_object_matches_and_a_changed_one_does_not() {
+        let desired = child(&json!({ "data": { "k": "v" } }));
+        assert!(desired.is_applied(&live(&desired, |_| {})));
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"]["k"] = json!("other"))));
+        assert!(!desired.is_applied(&live(&desired, |live| live["data"] = json!({}))));
+        assert!(!desired.is_applied(&live(&desired, |live| live["metadata"]["labels"] = json!({}))));
+        let less = child(&json!({ "data": {} }));
+        assert!(
+            !less.is_applied(&live(&desired, |_| {})),
+            "a key that is no longer desired is still present"
+        );
+    }
+
+    #[test]
+    fn reports_removed_fields_by_path() {
+        let desired = child(&json!({ "data": { "k": "v", "l": "w" }, "list": [{ "name": "a" }] }));
+        let without = live(&desired, |live| {
+            live["data"] = json!({ "l": "w", "more": "x" });
+            live["list"] = json!([{ "name": "b" }]);
+        });
+        assert_eq!(missing_paths(&without, &desired.body), [".data.k", ".list"]);
+        assert_eq!(missing_paths(&live(&desired, |_| {}), &desired.body), Vec::<String>::new());
+    }
+
+    #[test]
+    fn other_writers_may_add_to_lists_of_objects_only() {
+        let containers = json!([{ "name": "agent", "args": ["a", "b"] }]);
+        let more = json!([{ "name": "sidecar" }, { "name": "agent", "args": ["a", "b"], "tty": false }]);
+        assert!(contains_desired(&more, &containers));
+        let other = json!([{ "name": "agent", "args": ["a", "b", "c"] }]);
+        assert!(!contains_desired(&other, &containers));
+    }
+}

@@ -1,0 +1,113 @@
+//! The operator's copy of the children, filled by watches, and which optional kinds of children are usable.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use kube::api::DynamicObject;
+use kube::runtime::reflector::store::{Writer, WriterDropped};
+use kube::runtime::reflector::{ObjectRef, Store};
+use tokio::sync::watch;
+
+use crate::framework::child::ChildKind;
+use crate::framework::labels::CLUSTER_UID;
+
+/// Whether objects of a kind can be created here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KindAccess {
+    /// They can be created.
+    Usable,
+    /// The API server does not serve the kind.
+    NotServed,
+    /// The operator has no permission to list them, and thus none to write them.
+    NotAllowed,
+}
+
+/// Writers of the stores, one for each watched kind.
+pub type ChildWriters = Vec<(ChildKind, Writer<DynamicObject>)>;
+
+/// Objects that the operator created, by kind. Secrets are not watched as a kind.
+#[derive(Debug)]
+pub struct ChildStores {
+    stores: BTreeMap<ChildKind, Store<DynamicObject>>,
+    /// Availability of optional kinds. `None` until it is known.
+    access: BTreeMap<ChildKind, watch::Sender<Option<KindAccess>>>,
+}
+
+impl ChildStores {
+    /// Creates empty stores and their writers.
+    pub fn new() -> (ChildStores, ChildWriters) {
+        let watched = ChildKind::ALL.into_iter().filter(|kind| *kind != ChildKind::Secret);
+        let writers: ChildWriters = watched.map(|kind| (kind, Writer::new(kind.resource()))).collect();
+        let stores = writers.iter().map(|(kind, writer)| (*kind, writer.as_reader())).collect();
+        let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
+        let access = optional.map(|kind| (kind, watch::Sender::new(None))).collect();
+        (ChildStores { stores, access }, writers)
+    }
+
+    /// Waits until the stores of all kinds that are always served are filled, and the others are known.
+    ///
+    /// # Errors
+    /// A watch has ended, because the process is ending.
+    pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
+        for (_, store) in self.stores.iter().filter(|(kind, _)| !kind.is_optional()) {
+            store.wait_until_ready().await?;
+        }
+        for known in self.access.values() {
+            // An error is impossible: `self` holds the sender.
+            let _ = known.subscribe().wait_for(Option::is_some).await;
+        }
+        Ok(())
+    }
+
+    /// Waits until the store of one kind has been filled.
+    ///
+    /// # Errors
+    /// The watch has ended, because the process is ending.
+    pub async fn wait_until_filled(&self, kind: ChildKind) -> Result<(), WriterDropped> {
+        match self.stores.get(&kind) {
+            Some(store) => store.wait_until_ready().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Returns whether the operator can create children of a kind.
+    pub fn access(&self, kind: ChildKind) -> KindAccess {
+        match self.access.get(&kind) {
+            Some(known) => known.borrow().unwrap_or(KindAccess::NotServed),
+            None => KindAccess::Usable,
+        }
+    }
+
+    /// Records the availability of an optional kind.
+    pub(crate) fn set_access(&self, kind: ChildKind, access: KindAccess) {
+        if let Some(known) = self.access.get(&kind) {
+            let is_news = known.send_replace(Some(access)) != Some(access);
+            if is_news {
+                tracing::info!(kind = kind.as_str(), ?access, "availability of an optional kind changed");
+            }
+        }
+    }
+
+    /// Returns a child by its name.
+    pub fn get(&self, kind: ChildKind, namespace: Option<&str>, name: &str) -> Option<Arc<DynamicObject>> {
+        let mut reference = ObjectRef::new_with(name, kind.resource());
+        if let Some(namespace) = namespace {
+            reference = reference.within(namespace);
+        }
+        self.stores.get(&kind)?.get(&reference)
+    }
+
+    /// Returns all children of a kind.
+    pub fn all(&self, kind: ChildKind) -> Vec<Arc<DynamicObject>> {
+        self.stores.get(&kind).map(Store::state).unwrap_or_default()
+    }
+
+    /// Returns all children of a kind that belong to a cluster.
+    pub fn of_cluster(&self, kind: ChildKind, cluster_uid: &str) -> Vec<Arc<DynamicObject>> {
+        let store = self.stores.get(&kind);
+        let is_theirs =
+            |child: &DynamicObject| child.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid);
+        store.map(|store| store.state_filter(is_theirs)).unwrap_or_default()
+    }
+}

@@ -1,0 +1,199 @@
+//! Restores fields that only the operator owns, and reports which writer changed them.
+//!
+//! If an edit could change an RBAC binding, an admission policy or an agent's configuration, they would
+//! protect nothing. So the operator writes these fields again. Each time it emits an event and increments a
+//! metric. If the other writer does not stop, the operator limits its own rate.
+//!
+//! ```text
+//!  apply without force ──no other manager owns the fields──▶ written
+//!        └──another manager owns some──▶ apply with force; event with manager and fields; metric
+//!                                             └──fifth time within 10 min──▶ paced: at most once a minute
+//! ```
+//!
+//! * The first apply is without force, because only then the API server names the owners of the fields.
+//! * An apply does not remove a field that another writer added. [`crate::framework::field_ownership::extra_fields`]
+//!   removes it afterwards.
+//! * A field that another writer removed has no owner, so restoring it causes no conflict. The caller detects
+//!   that case and reports [`ForeignWrite::removed`].
+//! * The pace never drops below once a minute: the other writer may be an attacker, whose change would last
+//!   that long. One write a minute is negligible for the API server.
+//! * No condition depends on this memory. Another replica, or the next process, would not have it and would
+//!   report the opposite. The event and the metric are the report.
+//! * A new process starts without memory, which costs a few additional writes.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fmt::Debug;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kube::Api;
+use kube::api::PatchParams;
+use kube::core::Status;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::framework::field_ownership::conflict::{self, Part};
+
+/// Number of restores of one object within [`WITHIN`] from which on it is paced.
+pub(crate) const PACED_FROM: usize = 5;
+const WITHIN: Duration = Duration::from_secs(600);
+/// Time between two restores of a paced object.
+const PACED_INTERVAL: Duration = Duration::from_secs(60);
+/// Most fields that an event names.
+const FIELDS_MAX: usize = 5;
+
+/// A write of fields that the operator owns exclusively.
+pub(crate) struct OwnedWrite<'a, K> {
+    /// Client for the object's kind.
+    pub api: &'a Api<K>,
+    /// Key of the object: `kind/namespace/name`.
+    pub key: &'a str,
+    /// Name of the object.
+    pub name: &'a str,
+    /// Part of the object that is written.
+    pub part: Part,
+    /// Field manager and validation, without force.
+    pub params: PatchParams,
+    /// Body of the apply.
+    pub body: &'a Value,
+}
+
+/// Result of an [`OwnedWrite`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum WriteOutcome<K> {
+    /// Written. No other manager owned the fields.
+    Written(K),
+    /// Written over the values of another writer.
+    Restored(K, ForeignWrite),
+    /// Not written: the object is paced for this long.
+    Paced(Duration),
+}
+
+/// Fields of the operator that another writer changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ForeignWrite {
+    /// Field managers, as the API server names them.
+    pub by: String,
+    /// Paths of the fields, comma-separated.
+    pub fields: String,
+}
+
+impl ForeignWrite {
+    /// Reads managers and fields from a field conflict.
+    pub(crate) fn from_status(status: &Status) -> ForeignWrite {
+        let causes: Vec<_> = status.details.iter().flat_map(|details| &details.causes).collect();
+        let managers: BTreeSet<&str> =
+            causes.iter().map(|cause| cause.message.trim_start_matches("conflict with ")).collect();
+        let fields: BTreeSet<&str> = causes.iter().map(|cause| cause.field.as_str()).collect();
+        let mut named: Vec<String> =
+            fields.iter().take(FIELDS_MAX).map(|field| (*field).to_owned()).collect();
+        if fields.len() > FIELDS_MAX {
+            named.push(format!("{} more", fields.len() - FIELDS_MAX));
+        }
+        ForeignWrite { by: managers.into_iter().collect::<Vec<_>>().join(", "), fields: named.join(", ") }
+    }
+
+    /// Fields that one of these managers added.
+    pub(crate) fn added(by: &[&str], fields: &str) -> ForeignWrite {
+        let by = if by.is_empty() { "an unknown writer".to_owned() } else { by.join(" or ") };
+        ForeignWrite { by, fields: fields.to_owned() }
+    }
+
+    /// Fields that were removed. No manager owns them, so the API server names none.
+    pub(crate) fn removed(fields: &str) -> ForeignWrite {
+        ForeignWrite { by: "an unknown writer, which removed them".to_owned(), fields: fields.to_owned() }
+    }
+}
+
+/// Writes fields that the operator owns exclusively, unless the object is paced.
+///
+/// # Errors
+/// The API server rejected the request for another reason than field ownership.
+pub(crate) async fn apply<K>(
+    other_writers: &OtherWriters,
+    write: &OwnedWrite<'_, K>,
+) -> Result<WriteOutcome<K>, kube::Error>
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    let OwnedWrite { api, key, name, part, params, body } = write;
+    if let Some(wait) = other_writers.pacing_delay(key, Instant::now()) {
+        return Ok(WriteOutcome::Paced(wait));
+    }
+    match conflict::apply(api, name, *part, params, body).await {
+        Err(kube::Error::Api(status)) if conflict::is_field_conflict(&status) => {
+            let foreign = ForeignWrite::from_status(&status);
+            let written = conflict::apply(api, name, *part, &params.clone().force(), body).await?;
+            other_writers.record_restore(key, Instant::now());
+            Ok(WriteOutcome::Restored(written, foreign))
+        }
+        answer => answer.map(WriteOutcome::Written),
+    }
+}
+
+/// One process's memory of other writers. It decides when to write and which event is new, never what a
+/// condition reports.
+#[derive(Debug, Default)]
+pub(crate) struct OtherWriters {
+    /// Times of restores, by object key, oldest first.
+    of_fields: Mutex<HashMap<String, VecDeque<Instant>>>,
+    /// Unique ids of objects that another writer created and that are left alone, by key.
+    left: Mutex<HashMap<String, String>>,
+    /// Last report of each agent about foreign writes to its status, by node.
+    agent_reports: Mutex<HashMap<String, String>>,
+}
+
+impl OtherWriters {
+    /// Records that an object was restored.
+    pub(crate) fn record_restore(&self, key: &str, now: Instant) {
+        let mut all = self.of_fields.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, times| recent_restores(times, now) > 0);
+        all.entry(key.to_owned()).or_default().push_back(now);
+    }
+
+    /// Returns how long to wait before an object may be restored again, or `None` if it is not paced.
+    pub(crate) fn pacing_delay(&self, key: &str, now: Instant) -> Option<Duration> {
+        let mut all = self.of_fields.lock().unwrap_or_else(PoisonError::into_inner);
+        let times = all.get_mut(key)?;
+        if recent_restores(times, now) < PACED_FROM {
+            return None;
+        }
+        let passed = now.duration_since(*times.back()?);
+        PACED_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
+    }
+
+    /// Records that an object belongs to another writer. Returns whether that is new, so that the event is
+    /// emitted once.
+    pub(crate) fn mark_foreign(&self, key: &str, uid: &str) -> bool {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        left.insert(key.to_owned(), uid.to_owned()).as_deref() != Some(uid)
+    }
+
+    /// Forgets an object that is gone or belongs to the operator by now.
+    pub(crate) fn clear_foreign(&self, key: &str) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
+    }
+
+    /// Records what an agent reports, or that it reports nothing. Returns whether the report is new.
+    pub(crate) fn record_report(&self, node: &str, report: Option<String>) -> bool {
+        let mut agent_reports = self.agent_reports.lock().unwrap_or_else(PoisonError::into_inner);
+        match report {
+            Some(report) => agent_reports.insert(node.to_owned(), report.clone()).as_ref() != Some(&report),
+            None => {
+                agent_reports.remove(node);
+                false
+            }
+        }
+    }
+}
+
+/// Drops times older than [`WITHIN`] and returns the number of the remaining ones.
+fn recent_restores(times: &mut VecDeque<Instant>, now: Instant) -> usize {
+    while times.front().is_some_and(|first| now.duration_since(*first) > WITHIN) {
+        times.pop_front();
+    }
+    times.len()
+}
+
+#[cfg(test)]
+mod tests;

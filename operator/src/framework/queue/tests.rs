@@ -1,0 +1,60 @@
+//! Progress that a queue reports to the watchdog.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Node;
+use kube::runtime::reflector::store;
+use kube::runtime::watcher::Event;
+use tokio::sync::mpsc::channel;
+
+use super::*;
+use crate::framework::services::tests::services;
+use crate::framework::watchdog::STUCK_AFTER;
+
+/// Timeout of a wait. On an idle machine the waits take milliseconds.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Waits until a predicate is true.
+async fn until(is_so: impl Fn() -> bool) {
+    let waiting = async {
+        while !is_so() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waiting).await.expect("becomes true in time");
+}
+
+#[tokio::test]
+async fn watchdog_sees_hanging_reconcile_until_it_ends() {
+    let context = Arc::new(Box::new(services()));
+    let (store, mut writer) = store::<Node>();
+    let mut node = Node::default();
+    node.metadata.name = Some("n1".to_owned());
+    // The queue starts once the store is filled.
+    for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
+        writer.apply_watcher_event(&event);
+    }
+    let (requests, receiver) = channel(1);
+    let (stop, stops) = watch::channel(false);
+    let (begin, begins) = watch::channel(false);
+    let reconcile = move |_: Arc<Node>, _: Arc<Box<Services>>| {
+        let mut begins = begins.clone();
+        async move {
+            let _ = begins.wait_for(|begins| *begins).await;
+            Ok(Action::await_change())
+        }
+    };
+    let queue = tokio::spawn(run(store, receiver, reconcile, Arc::clone(&context), stops));
+    let later = || Instant::now() + STUCK_AFTER + Duration::from_secs(1);
+    let reports_stuck =
+        |words: &str| context.watchdog.stuck(later()).is_some_and(|stuck| stuck.contains(words));
+    until(|| reports_stuck("the queue of Node has sent no heartbeat")).await;
+    requests.send(ObjectRef::new("n1")).await.expect("the queue receives");
+    until(|| reports_stuck("the reconcile of Node//n1")).await;
+    assert_eq!(context.watchdog.stuck(Instant::now()), None, "the reconcile may take some time");
+    begin.send(true).expect("the reconcile waits for it");
+    until(|| !reports_stuck("the reconcile of Node//n1")).await;
+    stop.send(true).expect("the queue runs until then");
+    queue.await.expect("it ends");
+    assert_eq!(context.watchdog.stuck(later()), None, "a stopped queue is not stuck");
+}

@@ -1,0 +1,130 @@
+//! What every reconcile uses: the client, metrics, events, children, and memory between reconciles.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kube::runtime::events::{Recorder, Reporter};
+use kube::{Api, Client};
+
+use crate::framework::api_client::ApiRequests;
+use crate::framework::backoff::Backoff;
+use crate::framework::child_stores::ChildStores;
+use crate::framework::field_ownership::restore::OtherWriters;
+use crate::framework::finalizers::ForbiddenWrites;
+use crate::framework::labels::OPERATOR;
+use crate::framework::lease::LeaseCheck;
+use crate::framework::metrics::Metrics;
+use crate::framework::own_writes::OwnWrites;
+use crate::framework::watchdog::Watchdog;
+
+/// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
+pub const STATUS_WRITE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Name and namespace of this replica.
+#[derive(Clone, Copy, Debug)]
+pub struct Replica<'a> {
+    /// Identity in the lease and in events: the pod's name.
+    pub identity: &'a str,
+    /// Namespace of the lease.
+    pub namespace: &'a str,
+}
+
+/// Client, children, metrics, and memory between reconciles. The memory never affects the desired objects: a
+/// process without it builds the same ones.
+pub struct Services {
+    /// Client of the API server.
+    pub client: Client,
+    /// Children as the watches last reported them.
+    pub children: Arc<ChildStores>,
+    /// Metrics of this process.
+    pub metrics: Metrics,
+    /// Publisher of events on objects.
+    pub recorder: Recorder,
+    /// Progress of the queues, for the liveness probe.
+    pub watchdog: Watchdog,
+    /// Consecutive failures of reconciles.
+    pub backoff: Backoff,
+    /// Writes that the API server recently rejected as forbidden.
+    pub forbidden_writes: ForbiddenWrites,
+    /// Check whether this replica holds the lease.
+    pub(crate) lease: LeaseCheck,
+    /// Last writes of this process.
+    pub(crate) own_writes: Arc<OwnWrites>,
+    /// Conflicts with other writers of exclusively owned fields.
+    pub(crate) other_writers: OtherWriters,
+    /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
+    /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
+    /// digest of its spec and its generation.
+    normalised: Mutex<HashMap<String, (String, String)>>,
+    status_written: Mutex<HashMap<String, Instant>>,
+}
+
+impl Services {
+    /// Creates services with empty memory.
+    pub fn new(
+        (client, requests): (Client, ApiRequests),
+        replica: Replica<'_>,
+        children: Arc<ChildStores>,
+        own_writes: Arc<OwnWrites>,
+    ) -> Services {
+        let reporter =
+            Reporter { controller: OPERATOR.to_owned(), instance: Some(replica.identity.to_owned()) };
+        let leases = Api::namespaced(client.clone(), replica.namespace);
+        Services {
+            lease: LeaseCheck::new(leases, replica.identity.to_owned()),
+            recorder: Recorder::new(client.clone(), reporter),
+            client,
+            children,
+            metrics: Metrics::new(requests),
+            watchdog: Watchdog::default(),
+            backoff: Backoff::default(),
+            forbidden_writes: ForbiddenWrites::default(),
+            own_writes,
+            other_writers: OtherWriters::default(),
+            normalised: Mutex::default(),
+            status_written: Mutex::default(),
+        }
+    }
+
+    /// Returns the digest that was applied last to an object, and the resulting version or generation.
+    pub(crate) fn last_applied(&self, key: &str) -> Option<(String, String)> {
+        self.normalised.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
+    }
+
+    /// Records the digest that was applied to an object, and the resulting version or generation.
+    pub(crate) fn record_applied(&self, key: String, digest: String, version: String) {
+        self.normalised.lock().unwrap_or_else(PoisonError::into_inner).insert(key, (digest, version));
+    }
+
+    /// Returns how long a non-urgent status write must wait, or `None` if it may be written now.
+    pub(crate) fn status_write_delay(&self, key: &str) -> Option<Duration> {
+        let written = self.status_written.lock().unwrap_or_else(PoisonError::into_inner);
+        let passed = written.get(key).map(Instant::elapsed)?;
+        STATUS_WRITE_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
+    }
+
+    /// Records that a status was written now.
+    pub(crate) fn record_status_write(&self, key: &str) {
+        self.status_written
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key.to_owned(), Instant::now());
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::framework::test_api_server::{error_response, serve};
+
+    /// Services whose API server answers every request with 404.
+    pub(crate) fn services() -> Services {
+        let (client, _) = serve(vec![error_response(404, &json!([]))]);
+        let replica = Replica { identity: "operator-0", namespace: "reprise-system" };
+        let (children, _) = ChildStores::new();
+        Services::new((client, ApiRequests::default()), replica, Arc::new(children), Arc::default())
+    }
+}

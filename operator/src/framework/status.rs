@@ -1,0 +1,291 @@
+//! Writes statuses and events on changes.
+//!
+//! A status is written at once if its conditions or generation change; other changes are written at most
+//! every 10 s ([`crate::framework::services::STATUS_WRITE_INTERVAL`]). Each change of a condition's status or reason is
+//! published as an event. A change of only the message is not, because messages contain counts of nodes and
+//! pods.
+
+use std::borrow::Cow;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::api::{Api, PatchParams};
+use kube::runtime::events::{Event, EventType};
+use kube::{Resource, ResourceExt};
+use reprise_crds::OPERATOR_FIELD_MANAGER;
+use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, set};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::framework::clock;
+use crate::framework::error::OperatorError;
+use crate::framework::field_ownership::conflict::Part;
+use crate::framework::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
+use crate::framework::metrics::Write;
+use crate::framework::services::Services;
+
+/// HTTP status code: not found.
+const NOT_FOUND: u16 = 404;
+
+/// The parts that statuses of all our kinds share.
+pub trait Status: Clone + Default + PartialEq + Serialize {
+    /// The conditions of the status.
+    fn conditions(&mut self) -> &mut Vec<Condition>;
+    /// Sets the observed generation.
+    fn observe(&mut self, generation: i64);
+}
+
+/// Implements [`Status`] for types with the fields `conditions` and `observed_generation`.
+macro_rules! implement_status {
+    ($($type:ty),+ $(,)?) => {
+        $(impl $crate::framework::status::Status for $type {
+            fn conditions(&mut self) -> &mut Vec<reprise_crds::status::Condition> {
+                &mut self.conditions
+            }
+
+            fn observe(&mut self, generation: i64) {
+                self.observed_generation = generation;
+            }
+        })+
+    };
+}
+pub(crate) use implement_status;
+
+/// A status update of an object.
+pub struct StatusWrite<'a, K, S> {
+    /// The object as it was read.
+    pub object: &'a K,
+    /// API client for the object's kind and namespace.
+    pub api: &'a Api<K>,
+    /// Status that the object has.
+    pub before: Option<&'a S>,
+    /// Conditions that the status must have.
+    pub findings: &'a [Finding],
+}
+
+/// Merges findings into conditions and removes conditions without a finding. Returns the findings to publish
+/// as events.
+pub fn merge_findings(
+    conditions: &mut Vec<Condition>,
+    findings: &[Finding],
+    generation: i64,
+) -> Vec<Finding> {
+    let now = clock::now();
+    conditions.retain(|condition| findings.iter().any(|found| found.kind.as_str() == condition.kind));
+    let changed = findings.iter().filter(|found| {
+        let first = !conditions.iter().any(|condition| condition.kind == found.kind.as_str());
+        let change = set(conditions, found, generation, &now);
+        // The start of progress on a new object is not worth an event.
+        [Change::Reason, Change::Status].contains(&change) && !(first && found.reason == Reason::Progressing)
+    });
+    changed.cloned().collect()
+}
+
+/// Writes a status if it differs from the stored one. `fresh` lacks conditions and generation. Returns the
+/// delay after which a postponed change must be written.
+///
+/// # Errors
+/// The API server rejected the write.
+pub async fn write<K, S>(
+    context: &Services,
+    write: StatusWrite<'_, K, S>,
+    fresh: S,
+) -> Result<Option<Duration>, OperatorError>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    S: Status,
+{
+    let StatusWrite { object, api, before, findings } = write;
+    let (kind, name) = (kind_of::<K>(), object.name_any());
+    let generation = object.meta().generation.unwrap_or_default();
+    let mut before = before.cloned().unwrap_or_default();
+    let mut status = fresh;
+    status.observe(generation);
+    status.conditions().clone_from(before.conditions());
+    let changed = merge_findings(status.conditions(), findings, generation);
+    if status == before {
+        // The store may lag behind an earlier write of this process; its event must then trigger a reconcile.
+        context.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
+        return Ok(None);
+    }
+    let key = format!("{kind}/{}/{name}", object.namespace().unwrap_or_default());
+    let urgent = status.conditions() != before.conditions();
+    if !urgent && let Some(wait) = context.status_write_delay(&key) {
+        return Ok(Some(wait));
+    }
+    let body = json!({
+        "apiVersion": K::api_version(&()),
+        "kind": kind,
+        "metadata": { "name": name },
+        "status": status,
+    });
+    context.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
+    match apply(context, object, api, &body).await {
+        Ok(None) => {}
+        Ok(Some(wait)) => return Ok(Some(wait)),
+        // The object was deleted concurrently.
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(None),
+        Err(error) => return Err(OperatorError::api(format!("write the status of {key}"))(error)),
+    }
+    context.metrics.record_write(kind, Write::Status);
+    context.record_status_write(&key);
+    for finding in &changed {
+        publish_event(context, object, finding).await;
+    }
+    Ok(None)
+}
+
+/// Applies status fields that only the operator owns. Changes by other writers are reverted and reported.
+/// Returns the delay if restoring the object is paced ([`crate::framework::field_ownership::restore`]).
+///
+/// # Errors
+/// The API server rejected the write.
+pub(crate) async fn apply<K>(
+    context: &Services,
+    object: &K,
+    api: &Api<K>,
+    body: &Value,
+) -> Result<Option<Duration>, kube::Error>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+{
+    let name = object.name_any();
+    let key = format!("status of {}/{}/{name}", kind_of::<K>(), object.namespace().unwrap_or_default());
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
+    let ours = OwnedWrite { api, key: &key, name: &name, part: Part::Status, params, body };
+    match restore::apply(&context.other_writers, &ours).await? {
+        WriteOutcome::Written(_) => {}
+        WriteOutcome::Restored(_, taken) => {
+            let restored = RestoredFields { kind: kind_of::<K>(), what: object.object_ref(&()), taken };
+            report_restored(context, object, &restored).await;
+        }
+        WriteOutcome::Paced(wait) => return Ok(Some(wait)),
+    }
+    Ok(None)
+}
+
+/// Returns the kind's name as a static string, for metric labels.
+pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
+    match K::kind(&()) {
+        Cow::Borrowed(kind) => kind,
+        Cow::Owned(_) => "other",
+    }
+}
+
+/// Publishes and logs an event. An event that cannot be written is only logged.
+pub(crate) async fn publish_event<K: Resource<DynamicType = ()>>(
+    context: &Services,
+    object: &K,
+    finding: &Finding,
+) {
+    let kind = kind_of::<K>();
+    let (name, condition, reason) = (object.name_any(), finding.kind.as_str(), finding.reason.as_str());
+    let (status, message) = (finding.status.as_str(), &finding.message);
+    tracing::info!(kind, name, condition, status, reason, %message, "condition changed");
+    let note = format!("{condition} is {status}: {message}");
+    let event = Event {
+        type_: severity(finding, object.meta().creation_timestamp.as_ref().map(clock::since)),
+        reason: reason.to_owned(),
+        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
+        action: condition.to_owned(),
+        secondary: None,
+    };
+    match context.recorder.publish(&event, &object.object_ref(&())).await {
+        Ok(()) => context.metrics.record_write(kind, Write::Event),
+        Err(error) => tracing::info!(%error, "cannot publish an event"),
+    }
+}
+
+/// An object whose fields were restored.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct RestoredFields {
+    /// Kind of the object.
+    pub(crate) kind: &'static str,
+    /// Reference to the object.
+    pub(crate) what: ObjectReference,
+    /// The reverted change of another writer.
+    pub(crate) taken: ForeignWrite,
+}
+
+/// Counts restored fields and publishes an event on an object that users watch.
+pub(crate) async fn report_restored<K>(context: &Services, object: &K, restored: &RestoredFields)
+where
+    K: Resource<DynamicType = ()>,
+{
+    let RestoredFields { kind, what, taken: ForeignWrite { by, fields } } = restored;
+    let name = what.name.clone().unwrap_or_default();
+    context.metrics.record_restore(kind);
+    tracing::info!(kind, name, by, fields, "restored fields that another writer had changed");
+    let note = format!(
+        "{fields} of {kind} {name}, which only the operator owns, were changed by {by}; the operator has restored them. Change \
+         the Reprise resource or the chart value from which they derive. From the fifth time within 10 min, the operator \
+         restores an object once a minute"
+    );
+    let event = Event {
+        type_: EventType::Warning,
+        reason: Reason::SetBack.as_str().to_owned(),
+        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
+        action: PUT_BACK.to_owned(),
+        // Events with the same object and reason are merged, keeping the first note; the field path keeps
+        // events about other fields separate.
+        secondary: Some(ObjectReference { field_path: Some(fields.clone()), ..what.clone() }),
+    };
+    match context.recorder.publish(&event, &object.object_ref(&())).await {
+        Ok(()) => context.metrics.record_write(kind_of::<K>(), Write::Event),
+        Err(error) => tracing::info!(%error, "cannot publish an event"),
+    }
+}
+
+/// Action of events about restored fields.
+const PUT_BACK: &str = "PutBack";
+
+/// Kubernetes' limit on the length of an event's note, in characters.
+const NOTE_CHARS_MAX: usize = 1024;
+
+/// Age of an object up to which transient reasons cause no warning: referenced objects may follow, and agents
+/// and control planes are starting.
+const GRACE_PERIOD: Duration = Duration::from_secs(60);
+
+/// Reasons that resolve when another object or a report arrives.
+const TRANSIENT_REASONS: [Reason; 5] = [
+    Reason::ReferenceNotFound,
+    Reason::NoNodes,
+    Reason::NodesNotReady,
+    Reason::NotReported,
+    Reason::ControlPlaneUnreachable,
+];
+
+/// Returns the type of the event for an object of this age. The condition itself does not depend on the age.
+fn severity(finding: &Finding, age: Option<Duration>) -> EventType {
+    let is_new = age.is_some_and(|age| age < GRACE_PERIOD);
+    if is_good(finding) || (is_new && TRANSIENT_REASONS.contains(&finding.reason)) {
+        EventType::Normal
+    } else {
+        EventType::Warning
+    }
+}
+
+/// Whether users need not act. Some conditions report a problem when they are true.
+fn is_good(finding: &Finding) -> bool {
+    let negative = [
+        ConditionType::Degraded,
+        ConditionType::EngineFallback,
+        ConditionType::DeletionBlocked,
+        ConditionType::Drifted,
+        ConditionType::OverQuota,
+        ConditionType::StatusContested,
+    ];
+    let neutral = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
+    let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);
+    // The state is as desired again, but another client had changed it.
+    if finding.reason == Reason::SetBack {
+        return false;
+    }
+    let good = if negative.contains(&finding.kind) { ConditionStatus::False } else { ConditionStatus::True };
+    neutral.contains(&finding.kind) || progressing || finding.status == good
+}
+
+#[cfg(test)]
+mod tests;

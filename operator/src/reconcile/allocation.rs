@@ -1,0 +1,123 @@
+//! `GPUQueueAllocation`: grants NVMe queue pairs of one node to one GPU. The node's agent sets them aside.
+//!
+//! ```text
+//!           grant written        expired, preempted or deleted        agent released the pairs
+//! pending ────────────────► granted ────────────────────────────► ending ──────────────────────► released or deleted
+//!   ▲ └─► waiting ─┐                                       (pairs still count as used)
+//!   └──────────────┘
+//! ```
+//!
+//! Grants are stored only in the status. Allocations of one node compete for the same controllers, so one
+//! reconcile decides them all ([`grant`]). The reconcile first computes the pending writes from the local
+//! stores, without API calls. If there are any, it lists the node's allocations from the API server, decides
+//! again and writes. One task per node does this at a time ([`apply`]). A decision therefore knows every
+//! earlier grant, including grants that no watch has delivered yet.
+//!
+//! Invariants:
+//! * A new grant never raises the grants of a controller above the pool's `maxGpuQueuePercent` of its pairs.
+//! * A grant never changes; it only ends. A released allocation is not granted again.
+//! * The pairs of a grant are free again in these cases: the agent has reported a `CacheNode` spec without
+//!   the grant; the agent has left; the `CacheNode` or the node is gone
+//!   ([`dereference::GrantInputs::agent_queues`]).
+//! * Only an object with the operator's finalizer has a grant. Releases are written before grants that use
+//!   the released pairs.
+//! * A failed write delays only allocations that need the affected pairs ([`failed_writes`]). An allocation
+//!   whose finalizer is rejected does not even delay those ([`write_queue`]).
+//! * A grant decided by a former leader never takes effect ([`apply`]).
+//!
+//! Agents read grants from `spec.queues` of their `CacheNode` ([`crate::reconcile::node`]) and list the pairs that they
+//! set aside in `status.applied.queues`, with the numbers of those that engines have created. The status of the
+//! allocation repeats the numbers ([`programmed`]). A replica that has lost its lease, or a stale cache, may write an
+//! outdated grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no
+//! pairs that conflict with those it already has.
+//!
+//! Not implemented in this release: per-tenant limits (`maxGpuQueuePairs`) are rejected.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::runtime::controller::Action;
+use reprise_crds::GPUQueueAllocation;
+
+use crate::framework::clock;
+use crate::framework::error::OperatorError;
+use crate::reconcile::cluster::REPORT_TIMEOUT;
+use crate::reconcile::context::Context;
+use crate::reconcile::node::readiness::next_check;
+use apply::WriteError;
+use dereference::AgentQueues;
+
+pub mod apply;
+pub mod build;
+pub mod dereference;
+pub mod failed_writes;
+pub mod grant;
+pub mod lifecycle;
+pub mod programmed;
+pub mod status;
+pub mod validate;
+pub mod violations;
+pub mod write_queue;
+
+/// Shortest requeue delay while waiting for a grant to expire.
+const REQUEUE_MIN: Duration = Duration::from_millis(100);
+
+/// Decides the grants of all allocations on this allocation's node, and updates their statuses.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(
+    allocation: Arc<GPUQueueAllocation>,
+    context: Arc<Context>,
+) -> Result<Action, OperatorError> {
+    let (node, now) = (allocation.spec.node_name.to_string(), clock::now());
+    let known = dereference::from_stores(&node, &context);
+    if !build::pending_writes(&known, &now).is_empty() {
+        // A separate task finishes its requests even if this future is dropped. Otherwise a request in flight
+        // could arrive after a later decision.
+        let task = tokio::spawn({
+            let context = Arc::clone(&context);
+            async move { apply::reconcile_node(&node, &context).await }
+        });
+        let result = task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        report(&allocation, result?, &context).await?;
+    }
+    Ok(next(&allocation, &known, &now))
+}
+
+/// Returns this allocation's own write error, so that the queue retries it with backoff. Other allocations
+/// whose writes failed are queued again; their errors do not delay this allocation's expiry.
+async fn report(
+    allocation: &GPUQueueAllocation,
+    errors: Vec<WriteError>,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let is_own = |one: &WriteError| one.object.metadata.uid == allocation.metadata.uid;
+    let (own, others): (Vec<_>, Vec<_>) = errors.into_iter().partition(is_own);
+    // Each attempt covers the whole node. If a failing allocation also triggered the others, two failing ones
+    // would trigger each other forever.
+    if let Some(own) = own.into_iter().next() {
+        return Err(own.error);
+    }
+    for other in others {
+        tracing::info!(error = %other.error, "cannot update another allocation of this node; queued it again");
+        context.triggers.enqueue_allocation(&other.object).await;
+    }
+    Ok(())
+}
+
+/// Requeues at the expiry time of the grant, which causes no watch event. Neither does an agent that becomes silent, or
+/// reports again without a change.
+fn next(allocation: &GPUQueueAllocation, inputs: &dereference::GrantInputs, now: &Time) -> Action {
+    let granted = allocation.status.as_ref().filter(|status| !status.allocations.is_empty());
+    let ends = granted.and_then(|status| status.expires_at.as_ref()).filter(|ends| ends.0 > now.0);
+    let ends = ends.map(|ends| clock::until(ends).max(REQUEUE_MIN));
+    let made = |queues: &AgentQueues| matches!(queues, AgentQueues::Reported { made: 1.., .. });
+    let made = granted.and_then(|_| inputs.agent_queues(allocation)).filter(made);
+    let check = made.map(|_| next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT));
+    ends.into_iter().chain(check).min().map_or_else(Action::await_change, Action::requeue)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! `KVCacheCluster`: the control-plane members, their etcd, the agents, and the settings that engines need to
+//! connect.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::runtime::controller::Action;
+use kube::{Api, ResourceExt};
+use reprise_crds::KVCacheCluster;
+
+use crate::framework::error::OperatorError;
+use crate::framework::finalizers;
+use crate::reconcile::context::Context;
+use crate::reconcile::deletion_guard::{self, GuardOutcome};
+use crate::reconcile::names::IN_USE_FINALIZER;
+
+pub mod apply;
+pub mod build;
+pub mod certificates;
+pub mod dereference;
+pub mod external_etcd;
+pub mod status;
+pub mod validate;
+pub mod versions;
+pub mod volumes;
+
+/// Port of the members' gRPC services.
+pub const GRPC_PORT: u16 = 7400;
+/// Port of the members' metrics and health checks.
+pub const MEMBER_ADMIN_PORT: u16 = 7401;
+
+/// Age of a `CacheNode` report above which the agent counts as absent.
+pub const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Polling interval of an external etcd, which sends no events; shorter after a failed check.
+const POLL_INTERVAL: Duration = Duration::from_secs(30);
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Retry interval for objects that another component owns; giving them up causes no event.
+const CONFLICT_RETRY_INTERVAL: Duration = Duration::from_secs(10);
+/// Requeue interval without other deadlines. It covers silent agents (one minute) and certificate renewal
+/// (one day).
+const RESYNC_INTERVAL: Duration = REPORT_TIMEOUT;
+
+/// Brings a cluster's children to the state that its spec describes, and updates its status.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    let is_deleting = cluster.metadata.deletion_timestamp.is_some();
+    let api: Api<KVCacheCluster> =
+        Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
+    let mut guard = deletion_guard::for_cluster(&cluster, &context);
+    let forbidden = match deletion_guard::reconcile_finalizer(&context, &*cluster, &api, &mut guard).await? {
+        // The finalizer change triggers the next reconcile.
+        GuardOutcome::Changed => return Ok(Action::await_change()),
+        GuardOutcome::NotBlocked if is_deleting => return Ok(Action::await_change()),
+        GuardOutcome::NotBlocked | GuardOutcome::Blocked => None,
+        GuardOutcome::Forbidden(refused) => Some(finalizers::forbidden_condition(
+            &*cluster,
+            IN_USE_FINALIZER,
+            deletion_guard::WAITED_FOR,
+            &refused,
+        )),
+    };
+    let inputs = dereference::dereference(&cluster, &context).await;
+    let refused = validate::validate(&cluster, &inputs);
+    // Owned children are deleted with the cluster; re-creating them would delay the deletion. While engines
+    // block the deletion, the cluster is reconciled as usual.
+    let applied = if refused.is_none() && !cluster.spec.paused && deletion_guard::keeps_children(&*cluster) {
+        match apply::apply(&cluster, &inputs, &context).await {
+            Ok(applied) => Some(applied),
+            // Deletion continues despite the error: quiescence must be observed often enough.
+            Err(error) if is_deleting => {
+                let (namespace, name, error) = (cluster.namespace(), cluster.name_any(), error.message());
+                tracing::warn!(
+                    namespace,
+                    name,
+                    error,
+                    "cannot apply all children of a cluster that is being deleted"
+                );
+                None
+            }
+            Err(error) => return Err(error),
+        }
+    } else {
+        None
+    };
+    let (status, mut findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
+    findings.extend(guard.blocked_condition(&*cluster).or(forbidden));
+    let write = crate::framework::status::StatusWrite {
+        object: &*cluster,
+        api: &api,
+        before: cluster.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::framework::status::write(&context, write, status).await?;
+    let next = match &inputs.store {
+        Some(store) if store.is_good() => POLL_INTERVAL,
+        Some(_) => RETRY_INTERVAL,
+        None if refused.is_none() && volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
+            RETRY_INTERVAL
+        }
+        None => RESYNC_INTERVAL,
+    };
+    let next = guard.requeue_after(&*cluster).map_or(next, |soon| soon.min(next));
+    let (is_refused, paced) =
+        applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.next_restore));
+    let next = if is_refused { next.min(CONFLICT_RETRY_INTERVAL) } else { next };
+    let next = paced.map_or(next, |paced| paced.min(next));
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}

@@ -1,0 +1,78 @@
+//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Without
+//! the permission for their Secrets, no child is changed. Reports restored fields, and nodes whose `CacheNode` another component created.
+
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::EtcdMode;
+use reprise_crds::status::Reason;
+
+use super::dereference::ClusterInputs;
+use super::{build, certificates};
+use crate::framework::child::ChildKind;
+use crate::framework::children::{self, ApplyOutcome};
+use crate::framework::error::OperatorError;
+use crate::framework::refusal::Refusal;
+use crate::framework::status::report_restored;
+use crate::reconcile::authority::{self, AuthorityState, console};
+use crate::reconcile::context::Context;
+use crate::reconcile::node;
+use crate::reconcile::salts;
+
+/// Applies the built children.
+///
+/// # Errors
+/// Returns transient API errors.
+pub async fn apply(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    context: &Context,
+) -> Result<ApplyOutcome, OperatorError> {
+    // Pods would wait for their certificates, and a managed etcd for its own.
+    if let Some(refusal) = context.stores.secrets.forbidden(&inputs.agent_config.names) {
+        return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
+    }
+    let created;
+    let inputs = match inputs.certificates {
+        AuthorityState::Absent => {
+            let certificates = authority::create(cluster, context).await?;
+            created = ClusterInputs { certificates, ..inputs.clone() };
+            &created
+        }
+        _ => inputs,
+    };
+    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
+    if let AuthorityState::Present(authority) = &inputs.certificates {
+        console::ensure(cluster, context, authority).await?;
+    }
+    let (digests, mut kept) = match cluster.spec.etcd.mode {
+        EtcdMode::Managed => {
+            let digests = certificates::ensure(cluster, context).await?;
+            (Some(digests), certificates::secret_names(&inputs.agent_config.names).to_vec())
+        }
+        EtcdMode::External => (None, Vec::new()),
+    };
+    let names = &inputs.agent_config.names;
+    kept.push((ChildKind::Secret, names.authority()));
+    kept.push((ChildKind::Secret, names.console()));
+    // It is not built while the authority cannot be read.
+    kept.push((ChildKind::ConfigMap, names.authorities()));
+    kept.push((ChildKind::Secret, names.salts()));
+    let wanted = build::build(cluster, inputs, digests.as_ref());
+    let mut applied = children::apply(context, &names.uid, &wanted, &kept).await?;
+    for restored in &applied.restored {
+        report_restored(context, cluster, restored).await;
+    }
+    applied.refused.extend(nodes(inputs, context));
+    Ok(applied)
+}
+
+/// Returns a refusal for each node whose `CacheNode` another component created. It depends only on the
+/// objects, so all replicas report the same.
+fn nodes(inputs: &ClusterInputs, context: &Context) -> Vec<Refusal> {
+    let has_foreign = |name: &&String| {
+        let live = context.stores.cache_nodes.get(&ObjectRef::new(name));
+        live.is_some_and(|live| live.metadata.deletion_timestamp.is_none() && node::apply::is_foreign(&live))
+    };
+    let refusal = |name: &String| Refusal::new(Reason::Conflict, node::apply::foreign_message(name));
+    inputs.assignment.nodes.iter().filter(has_foreign).map(refusal).collect()
+}

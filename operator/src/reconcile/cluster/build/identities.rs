@@ -1,0 +1,47 @@
+//! ConfigMap with the assignment of pods to tenants: one file for agents, which authorize sessions by it, and
+//! an entry per namespace and service account for the admission policy. It is separate from the agents'
+//! configuration, so that a new namespace restarts no agent.
+
+use reprise_crds::KVCacheCluster;
+use serde_json::{Map, Value, json};
+
+use super::{config_map, metadata};
+use crate::framework::child::Child;
+use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::names::Component;
+use crate::reconcile::tenant::pods;
+
+/// Entry with the file for agents. A leading underscore is invalid in names of namespaces and service
+/// accounts, so it cannot collide.
+const FILE_ENTRY: &str = "_tenants.json";
+/// Name of the file in agents' pods.
+const FILE: &str = "tenants.json";
+/// Directory of the file in agents' pods.
+const FOLDER: &str = "/etc/reprise-tenants";
+/// Name of the volume.
+const VOLUME: &str = "tenants";
+
+pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Child {
+    let names = &inputs.agent_config.names;
+    let entries = inputs.bindings.entries().map(|(name, tenant)| (name.to_owned(), json!(tenant)));
+    let mut data: Map<String, Value> = entries.collect();
+    data.insert(FILE_ENTRY.to_owned(), json!(pods::file(&inputs.bindings)));
+    config_map(metadata(cluster, names, Component::Agent, &names.tenants()), &Value::Object(data))
+}
+
+/// Volume of the agents' pods.
+pub(super) fn volume(inputs: &ClusterInputs) -> Value {
+    let items = json!([{ "key": FILE_ENTRY, "path": FILE }]);
+    json!({ "name": VOLUME, "configMap": { "name": inputs.agent_config.names.tenants(), "items": items } })
+}
+
+/// Mount of the volume.
+pub(super) fn mount() -> Value {
+    json!({ "name": VOLUME, "mountPath": FOLDER, "readOnly": true })
+}
+
+/// Environment variable with the file's path. An agent of an older version ignores it and reports nothing
+/// about it.
+pub(super) fn variable() -> Value {
+    json!({ "name": "TENANTS_FILE", "value": format!("{FOLDER}/{FILE}") })
+}

@@ -1,0 +1,219 @@
+//! The members of the control plane: a StatefulSet, so that a member keeps its pod's name.
+//!
+//! Each member has a configuration file named after its pod, with its name and address. The pod template
+//! contains a digest of what all files share, so that adding a member restarts no other.
+
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::EtcdMode;
+use serde_json::{Value, json};
+
+use super::certificates::{self, Process};
+use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
+use super::pods::{
+    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
+    unprivileged, without_empty,
+};
+use super::{config_map, metadata, service_account};
+use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::digest;
+use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
+use crate::reconcile::names::{CONFIGURATION, Component, SECRETS};
+
+/// Default CPU of a member.
+const CPU_MILLIS: u64 = 250;
+/// Memory without any blocks: code, connections of 1,000 nodes, the event stream. It is not a power of two:
+/// up to a million blocks per member fit below the next one, so the first reports of nodes restart no member.
+const BASE_BYTES: u64 = 384 << 20;
+/// Memory of a block's directory entry in bytes (DESIGN §10).
+const BLOCK_ENTRY_BYTES: u64 = 64;
+/// Size of a small common block in bytes: 16 tokens of an 8B model.
+const BLOCK_BYTES: u64 = 2 << 20;
+/// Time in which a stopping member hands over its shards and exits.
+const GRACE_SECONDS: u32 = 15;
+/// Time in which a member waits for its store at its start; it exits before this elapses.
+const STARTS_SECONDS: u32 = 60;
+/// Placeholder name for the digest of the settings that all members share.
+const ANY_MEMBER: &str = "any";
+
+pub(super) fn build(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    etcd_certificates: Option<&str>,
+) -> Vec<Child> {
+    let names = &inputs.agent_config.names;
+    let name = names.control_plane();
+    let meta = |name: &str| metadata(cluster, names, Component::ControlPlane, name);
+    let selector = names.selector(Component::ControlPlane);
+    let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
+    // A member becomes ready after others have found it, so its name must resolve before.
+    let headless = json!({ "spec": {
+        "clusterIP": "None", "publishNotReadyAddresses": true, "selector": selector, "ports": ports(cluster),
+    } });
+    let service = json!({ "spec": { "selector": selector, "ports": ports(cluster) } });
+    vec![
+        service_account(meta(&name)),
+        config_map(meta(&name), &json!(members(cluster, names))),
+        Child::new(ChildKind::Service, Ownership::Shared, meta(&names.members()), &headless),
+        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
+        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(&name), &budget),
+        Child::new(
+            ChildKind::StatefulSet,
+            Ownership::Shared,
+            meta(&name),
+            &stateful_set(cluster, inputs, etcd_certificates),
+        ),
+    ]
+}
+
+/// Container ports by name.
+fn named_ports(cluster: &KVCacheCluster) -> Vec<(&'static str, u16)> {
+    let mut ports = vec![("grpc", GRPC_PORT), ("admin", MEMBER_ADMIN_PORT)];
+    if let Some(publish) = &cluster.spec.control_plane.events.publish {
+        ports.extend([("events", publish.port), ("replay", publish.replay_port)]);
+    }
+    ports
+}
+
+fn ports(cluster: &KVCacheCluster) -> Value {
+    let port = |(name, port)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
+    named_ports(cluster).into_iter().map(port).collect()
+}
+
+fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, etcd_certificates: Option<&str>) -> Value {
+    let names = &inputs.agent_config.names;
+    let secrets = match &inputs.store {
+        Some(check) => check.secrets.clone().unwrap_or_default(),
+        None => etcd_certificates.unwrap_or_default().to_owned(),
+    };
+    let annotations = json!({
+        CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)),
+        SECRETS: secrets,
+    });
+    json!({
+        "spec": {
+            "replicas": cluster.spec.control_plane.replicas,
+            "serviceName": names.members(),
+            // Members start without waiting for each other.
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": { "type": "RollingUpdate" },
+            // In a rolling update the next member is replaced once this one has received its shards again.
+            "minReadySeconds": MIN_READY_SECONDS,
+            "selector": { "matchLabels": names.selector(Component::ControlPlane) },
+            "template": {
+                "metadata": { "labels": names.labels(Component::ControlPlane), "annotations": annotations },
+                "spec": pod(cluster, inputs),
+            },
+        },
+    })
+}
+
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
+    let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
+    let (policy, pull_secrets) = pull(&cluster.spec.images);
+    let (volumes, mounts) = volumes(cluster, inputs);
+    let container_ports: Vec<Value> = named_ports(cluster)
+        .into_iter()
+        .map(|(name, port)| json!({ "name": name, "containerPort": port, "protocol": "TCP" }))
+        .collect();
+    let defaults = DefaultResources {
+        cpu_millis: CPU_MILLIS,
+        memory: memory(cluster, inputs),
+        extra_memory: 0,
+        extra_limit: 0,
+    };
+    let container = json!({
+        "name": "controlplane",
+        "image": inputs.images.control_plane,
+        "imagePullPolicy": policy,
+        "args": ["--config", format!("{FOLDER}/$(POD_NAME).toml")],
+        "env": [{
+            "name": "POD_NAME",
+            "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
+        }],
+        "ports": container_ports,
+        "resources": resources(spec.resources.as_ref(), &defaults),
+        "securityContext": unprivileged(),
+        "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
+        "livenessProbe": probe("/healthz", "admin", 5, 6),
+        "readinessProbe": probe("/readyz", "admin", 2, 2),
+        "volumeMounts": mounts,
+    });
+    let mut pod = without_empty(json!({
+        "serviceAccountName": names.control_plane(),
+        "automountServiceAccountToken": false,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "nodeSelector": spec.node_selector,
+        "tolerations": tolerations(&spec.tolerations),
+        "imagePullSecrets": pull_secrets,
+        "securityContext": restricted(),
+        "topologySpreadConstraints": [{
+            "maxSkew": 1,
+            "topologyKey": spec.spread_over,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": { "matchLabels": names.selector(Component::ControlPlane) },
+        }],
+        "containers": [container],
+        "volumes": volumes,
+    }));
+    certificates::add_to(&mut pod, cluster, inputs, Process::Member);
+    pod
+}
+
+/// Memory for the directory entries of all blocks that fit on the nodes, doubled because the remaining
+/// members take over from a failed one. Rounded up to a power of two: restarting members for every additional
+/// node would cost more than the memory.
+fn memory(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> u64 {
+    let room = inputs.cache_nodes.iter().filter_map(|node| {
+        let capacity = node.status.as_ref()?.capacity.as_ref()?;
+        Some(capacity.ssd_total.bytes().ok()?.saturating_add(capacity.dram_total.bytes().ok()?))
+    });
+    let blocks = room.fold(0_u64, u64::saturating_add) / BLOCK_BYTES;
+    let share = blocks * BLOCK_ENTRY_BYTES * 2 / u64::from(cluster.spec.control_plane.replicas.max(1));
+    (BASE_BYTES + share).next_power_of_two()
+}
+
+/// Volumes of the pod and their mounts: configuration, and Secrets for etcd.
+fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
+    let names = &inputs.agent_config.names;
+    let mut volumes = vec![json!({ "name": "config", "configMap": { "name": names.control_plane() } })];
+    let mut mounts = vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true })];
+    let mut secret = |name: &str, folder: &str, of: &str, items: &[(&str, &str)]| {
+        let items: Vec<Value> = items.iter().map(|(key, path)| json!({ "key": key, "path": path })).collect();
+        volumes.push(
+            json!({ "name": name, "secret": { "secretName": of, "defaultMode": 0o440, "items": items } }),
+        );
+        mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
+    };
+    match (cluster.spec.etcd.mode, &cluster.spec.etcd.external) {
+        (EtcdMode::External, Some(external)) => {
+            if let Some(tls) = &external.tls {
+                let authority = &tls.ca_secret_ref;
+                secret(
+                    "etcd-tls",
+                    TLS_FOLDER,
+                    authority.name.as_str(),
+                    &[(authority.key.as_str(), "ca.crt")],
+                );
+                if let Some(client) = &tls.client_secret_ref {
+                    let items = [("tls.crt", "tls.crt"), ("tls.key", "tls.key")];
+                    secret("etcd-client", CLIENT_FOLDER, client.name.as_str(), &items);
+                }
+            }
+            if let Some(user) = &external.user {
+                let password = &user.password_secret_ref;
+                secret(
+                    "etcd-user",
+                    USER_FOLDER,
+                    password.name.as_str(),
+                    &[(password.key.as_str(), "password")],
+                );
+            }
+        }
+        _ => {
+            let items = ["ca.crt", "client.crt", "client.key"].map(|file| (file, file));
+            secret("etcd-tls", TLS_FOLDER, &names.etcd_tls(), &items);
+        }
+    }
+    (json!(volumes), json!(mounts))
+}

@@ -1,0 +1,437 @@
+//! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::api::DynamicObject;
+use reprise_crds::cluster::{
+    AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts,
+};
+use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find, holds};
+use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
+
+use super::REPORT_TIMEOUT;
+use super::build::configuration::agent_digest;
+use super::build::is_scaled_to_zero;
+use super::dereference::ClusterInputs;
+use super::versions::{Versions, image_of};
+use crate::framework::children::ApplyOutcome;
+use crate::framework::clock;
+use crate::framework::refusal::Refusal;
+use crate::reconcile::authority::AuthorityState;
+use crate::reconcile::names::ClusterNames;
+
+/// Time after the first `EtcdReady` within which missing etcd members are not reported.
+const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);
+
+/// Maximum number of names in a message.
+const NAMES_MAX: usize = 5;
+
+/// Computes the status and conditions of a cluster. `applied` is `None` if the cluster is rejected or paused.
+pub fn compute(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    refused: Option<&Refusal>,
+    applied: Option<&ApplyOutcome>,
+) -> (KVCacheClusterStatus, Vec<Finding>) {
+    let agents = agents(cluster, inputs);
+    let members = MemberCounts {
+        desired: cluster.spec.control_plane.replicas,
+        ready: number(inputs.members.as_deref(), "readyReplicas"),
+    };
+    let mut findings = vec![
+        accepted(refused),
+        etcd(cluster, inputs),
+        control_plane(&members),
+        agents_ready(inputs, &agents),
+        pools(cluster, inputs),
+    ];
+    let works = findings.clone();
+    let certificates = certificates(inputs);
+    let versions = Versions::of(cluster, inputs);
+    let compatible = versions.compatible(cluster, inputs);
+    findings.push(progressing(cluster, inputs, refused, &members, &agents));
+    // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
+    let lasting: Vec<&Finding> = vec![&certificates, &compatible];
+    findings.push(degraded(cluster, inputs, (&works, &lasting), applied));
+    findings.push(ready(&works, applied));
+    findings.push(certificates);
+    findings.push(compatible);
+    let connection = Connection {
+        config_map: Name::new(inputs.agent_config.names.connection()),
+        socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
+        control_plane: Text::new(inputs.agent_config.names.control_plane_address()),
+    };
+    let status = KVCacheClusterStatus {
+        cluster_id: cluster.metadata.uid.clone().map(Uid::new),
+        versions: versions.running(),
+        members: Some(members),
+        agents: Some(agents),
+        capacity: capacity(cluster, inputs),
+        connection: refused.is_none().then_some(connection),
+        ..KVCacheClusterStatus::default()
+    };
+    (status, findings)
+}
+
+/// Returns a number from a workload's status if its template has the desired image; 0 while the controller
+/// has not observed the current template.
+pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
+    let is_seen = |workload: &&DynamicObject| {
+        let observed = workload.data["status"]["observedGeneration"].as_i64();
+        observed.is_some() && observed == workload.metadata.generation
+    };
+    let is_wanted = |workload: &&DynamicObject| image_of(workload).is_some_and(|runs| runs == image);
+    number(workload.filter(is_seen).filter(is_wanted), field)
+}
+
+/// Returns a number from a workload's status; 0 if it is missing.
+fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
+    let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
+    number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
+}
+
+/// Whether a node's agent has reported within [`REPORT_TIMEOUT`].
+pub fn has_reported(node: &CacheNode) -> bool {
+    let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
+    last.is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
+}
+
+/// Whether a node's agent serves engines.
+pub fn is_ready(node: &CacheNode) -> bool {
+    let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    has_reported(node) && holds(conditions, Type::AgentReady, 0)
+}
+
+fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
+    let wanted = agent_digest(cluster, &inputs.agent_config);
+    let is_updated = |node: &CacheNode| {
+        let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
+        let digest = applied.and_then(|applied| applied.configuration_digest.as_ref());
+        digest.is_some_and(|digest| digest.as_str() == wanted)
+    };
+    let count = |test: &dyn Fn(&CacheNode) -> bool| {
+        u32::try_from(inputs.cache_nodes.iter().filter(|node| test(node)).count()).unwrap_or(u32::MAX)
+    };
+    AgentCounts {
+        desired: u32::try_from(inputs.assignment.nodes.len()).unwrap_or(u32::MAX),
+        ready: count(&is_ready),
+        // The configuration does not cover the image, and the DaemonSet status does not cover the
+        // configuration.
+        updated: count(&|node| is_ready(node) && is_updated(node)).min(updated(
+            inputs.agents.as_deref(),
+            &inputs.images.agent,
+            "updatedNumberScheduled",
+        )),
+    }
+}
+
+fn accepted(refused: Option<&Refusal>) -> Finding {
+    match refused {
+        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
+        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
+    }
+}
+
+fn etcd(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
+    let kind = Type::EtcdReady;
+    match (&inputs.store, cluster.spec.etcd.mode) {
+        (Some(check), _) => match (&check.secrets, &check.answer) {
+            (Err(refused), _) => Finding::no(kind, refused.reason, &refused.message),
+            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd responds"),
+            (_, Err(error)) => {
+                let endpoints = cluster.spec.etcd.external.as_ref().map(|external| {
+                    external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
+                });
+                let message = format!(
+                    "cannot use etcd at {}: {error}. Check endpoints, network policies, certificates and user",
+                    endpoints.unwrap_or_default()
+                );
+                Finding::no(kind, Reason::EtcdUnreachable, message)
+            }
+        },
+        (None, EtcdMode::External) => {
+            Finding::unknown(kind, Reason::Progressing, "etcd has not been checked yet")
+        }
+        (None, EtcdMode::Managed) => {
+            if inputs.etcd.as_deref().is_some_and(is_scaled_to_zero) {
+                let message = "etcd is scaled to 0: all members are being replaced because of a new certificate authority, or the StatefulSet \
+                               was scaled down manually";
+                return Finding::no(kind, Reason::Progressing, message);
+            }
+            let members = etcd_members(cluster, inputs.etcd.as_deref());
+            let EtcdMembers { desired, ready } = members;
+            if members.answer() {
+                return Finding::yes(
+                    kind,
+                    Reason::AsDesired,
+                    format!("{ready} of {desired} members are ready"),
+                );
+            }
+            if let Some(problem) = &inputs.volumes {
+                return Finding::no(kind, Reason::NoStorageClass, problem);
+            }
+            let message = format!(
+                "{ready} of {desired} members of etcd are ready; if this persists, check pods and volume claims of {}",
+                inputs.agent_config.names.etcd()
+            );
+            Finding::no(kind, Reason::Progressing, message)
+        }
+    }
+}
+
+/// Number of members of a managed etcd.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EtcdMembers {
+    desired: u32,
+    ready: u32,
+}
+
+impl EtcdMembers {
+    /// Whether etcd has a quorum.
+    pub(super) fn answer(self) -> bool {
+        self.ready > self.desired / 2
+    }
+
+    /// Returns a refusal if etcd has a quorum but lacks members.
+    fn missing(self, names: &ClusterNames) -> Option<Refusal> {
+        let EtcdMembers { desired, ready } = self;
+        let spare = ready.saturating_sub(desired / 2);
+        let message = format!(
+            "{ready} of {desired} members of etcd are ready; it loses its quorum if {spare} more fail: check pods and volume claims of {}",
+            names.etcd()
+        );
+        (self.answer() && ready < desired).then(|| Refusal::new(Reason::MembersMissing, message))
+    }
+}
+
+/// Returns the number of desired and ready members.
+pub(super) fn etcd_members(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> EtcdMembers {
+    let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
+    EtcdMembers { desired, ready: number(etcd, "readyReplicas") }
+}
+
+fn control_plane(members: &MemberCounts) -> Finding {
+    let message = format!("{} of {} members are ready", members.ready, members.desired);
+    if members.ready >= members.desired {
+        Finding::yes(Type::ControlPlaneReady, Reason::AsDesired, message)
+    } else {
+        Finding::no(Type::ControlPlaneReady, Reason::Progressing, message)
+    }
+}
+
+fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
+    let kind = Type::AgentsReady;
+    if agents.desired == 0 {
+        let message = "agents.nodeSelector matches no node: label nodes accordingly, or change it";
+        return Finding::no(kind, Reason::NoNodes, message);
+    }
+    let message = format!("{} of {} agents are ready", agents.ready, agents.desired);
+    if agents.ready >= agents.desired {
+        return Finding::yes(kind, Reason::AsDesired, message);
+    }
+    let ready = |node: &String| {
+        inputs.cache_nodes.iter().any(|one| one.metadata.name.as_ref() == Some(node) && is_ready(one))
+    };
+    let late: Vec<&str> = inputs
+        .assignment
+        .nodes
+        .iter()
+        .filter(|node| !ready(node))
+        .map(String::as_str)
+        .take(NAMES_MAX)
+        .collect();
+    let message = format!("{message}; check the agents' pods on {}", late.join(", "));
+    // Agents that never reported are still starting; an agent that stopped reporting is a loss.
+    let has_reported_before = |node: &&Arc<CacheNode>| {
+        !is_ready(node) && node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
+    };
+    let lost = inputs.cache_nodes.iter().any(|node| has_reported_before(&node));
+    Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
+}
+
+fn pools(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
+    let kind = Type::PoolsBound;
+    let key = inputs.agent_config.names.key();
+    let wrong = inputs.agent_config.pools.iter().find_map(|named| {
+        let name = &named.name;
+        if named.pool.is_none() {
+            let message = format!("SSDPool {name} does not exist: create it, or remove it from spec.pools");
+            return Some((Reason::ReferenceNotFound, message));
+        }
+        if let Some(refused) = &named.assignment.refused {
+            return Some((refused.reason, format!("SSDPool {name} is rejected: {}", refused.message)));
+        }
+        let other = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key)?;
+        let message =
+            format!("SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster");
+        Some((Reason::Conflict, message))
+    });
+    match wrong {
+        Some((reason, message)) => Finding::no(kind, reason, message),
+        None if inputs.agent_config.pools.is_empty() => {
+            Finding::yes(kind, Reason::AsDesired, "spec.pools is empty: blocks are kept in memory only")
+        }
+        None => {
+            let bound = format!("{} pools are bound", inputs.agent_config.pools.len());
+            Finding::yes(kind, Reason::AsDesired, bound + &unopened(cluster, inputs))
+        }
+    }
+}
+
+/// Returns a note on raw devices to which the agents' pods may have no access. Container runtimes can be
+/// configured to allow it, so this is not an error.
+fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
+    let raw: Vec<&str> = inputs.agent_config.raw_pools().take(NAMES_MAX).collect();
+    if raw.is_empty() || cluster.spec.agents.device_access.mode != DeviceAccessMode::None {
+        return String::new();
+    }
+    format!(
+        "; agents.deviceAccess.mode None grants no access, so agents can open the raw devices of {} only if the container runtime \
+         of the nodes allows it: otherwise use DevicePlugin or Privileged",
+        raw.join(", ")
+    )
+}
+
+/// Returns whether certificates can be issued.
+fn certificates(inputs: &ClusterInputs) -> Finding {
+    let kind = Type::CertificatesReady;
+    match &inputs.certificates {
+        AuthorityState::Absent => Finding::no(kind, Reason::Progressing, "the authority is being created"),
+        AuthorityState::Unusable(refusal) => Finding::no(kind, refusal.reason, &refusal.message),
+        AuthorityState::Present(authority) => match authority.days_left() {
+            Some(days) => {
+                let message = format!(
+                    "the authority of the cluster's certificates ends in {days} days: delete Secret {}, and the operator \
+                     creates another one; agents and members then get certificates of it without a restart",
+                    inputs.agent_config.names.authority()
+                );
+                Finding::no(kind, Reason::EndsSoon, message)
+            }
+            None => {
+                Finding::yes(kind, Reason::AsDesired, "agents and members get certificates from the operator")
+            }
+        },
+    }
+}
+
+fn progressing(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    refused: Option<&Refusal>,
+    members: &MemberCounts,
+    agents: &AgentCounts,
+) -> Finding {
+    let kind = Type::Progressing;
+    if cluster.spec.paused {
+        let message = "the cluster is paused, so the operator changes nothing: set paused to false to resume";
+        return Finding::no(kind, Reason::Paused, message);
+    }
+    if let Some(refused) = refused {
+        return Finding::no(kind, refused.reason, "the operator changes nothing until the spec is accepted");
+    }
+    let updated = updated(inputs.members.as_deref(), &inputs.images.control_plane, "updatedReplicas");
+    if members.ready < members.desired || updated < members.desired {
+        let message = format!("{updated} of {} members are up to date", members.desired);
+        return Finding::yes(kind, Reason::Progressing, message);
+    }
+    if agents.updated < agents.desired {
+        let message = format!("{} of {} agents are up to date", agents.updated, agents.desired);
+        return Finding::yes(kind, Reason::Progressing, message);
+    }
+    Finding::no(kind, Reason::AsDesired, "no changes are in progress")
+}
+
+/// Returns the first problem that does not resolve by itself. The cluster works, but with reduced function.
+fn degraded(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    (works, lasting): (&[Finding], &[&Finding]),
+    applied: Option<&ApplyOutcome>,
+) -> Finding {
+    let refused = applied.and_then(|applied| applied.refused.first());
+    if let Some(refused) = refused {
+        return Finding::yes(Type::Degraded, refused.reason, &refused.message);
+    }
+    let wrong = works.iter().find(|finding| !finding.is_good() && finding.reason != Reason::Progressing);
+    let is_problem = |finding: &&&Finding| {
+        [Reason::VersionSkew, Reason::SecretInvalid, Reason::EndsSoon].contains(&finding.reason)
+    };
+    if let Some(wrong) = wrong.or(lasting.iter().find(is_problem).copied()) {
+        return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
+    }
+    // Everything works with the present certificates and members, so no other condition reports these
+    // problems.
+    match inputs.authority.clone().or_else(|| missing_members(cluster, inputs)) {
+        Some(lost) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
+        None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
+    }
+}
+
+/// Returns a refusal if a managed etcd has a quorum but lacks members. It is suppressed during the initial
+/// start and during a rolling update.
+fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
+    let etcd = inputs.etcd.as_deref();
+    let condition = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
+    let is_settled = condition.is_some_and(|condition| {
+        condition.status == ConditionStatus::True
+            && clock::since(&condition.last_transition_time) >= MEMBERS_COME_WITHIN
+    });
+    let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
+    let members = etcd_members(cluster, etcd);
+    let is_updated = updated(etcd, &inputs.images.etcd, "updatedReplicas") >= members.desired;
+    members.missing(&inputs.agent_config.names).filter(|_| is_managed && is_settled && is_updated)
+}
+
+fn ready(works: &[Finding], applied: Option<&ApplyOutcome>) -> Finding {
+    let kind = Type::Ready;
+    if let Some(refused) = applied.and_then(|applied| applied.refused.first()) {
+        return Finding::no(kind, refused.reason, &refused.message);
+    }
+    match works.iter().find(|finding| !finding.is_good()) {
+        Some(finding) => Finding::no(kind, finding.reason, format!("{}: {}", finding.kind, finding.message)),
+        None => Finding::yes(kind, Reason::AsDesired, "members, etcd, agents and pools are as desired"),
+    }
+}
+
+/// Health of a condition that is good when it is true.
+trait ConditionHealth {
+    fn is_good(&self) -> bool;
+}
+
+impl ConditionHealth for Finding {
+    fn is_good(&self) -> bool {
+        self.status == reprise_crds::status::ConditionStatus::True
+    }
+}
+
+fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterCapacity> {
+    let capacities = || {
+        let fresh = inputs.cache_nodes.iter().filter(|node| has_reported(node));
+        fresh.filter_map(|node| node.status.as_ref()?.capacity.as_ref())
+    };
+    capacities().next()?;
+    let sum = |of: fn(&reprise_crds::node::NodeCapacity) -> &Quantity| {
+        let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
+        Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
+    };
+    let mut fresh = ClusterCapacity {
+        dram_total: sum(|capacity| &capacity.dram_total),
+        ssd_total: sum(|capacity| &capacity.ssd_total),
+        ssd_used: sum(|capacity| &capacity.ssd_used),
+        last_updated: clock::now(),
+    };
+    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
+    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
+    if let Some(before) = before {
+        let now = std::mem::replace(&mut fresh.last_updated, before.last_updated.clone());
+        if fresh != *before {
+            fresh.last_updated = now;
+        }
+    }
+    Some(fresh)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! Conditions about transports, raw devices, and the etcd that the operator manages.
+
+#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use reprise_crds::SSDPool;
+use reprise_crds::status::set;
+use reprise_policy::identity::PodBindings;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
+use crate::reconcile::cluster::dereference::{AgentConfigInputs, NamedPool};
+use crate::settings::DefaultImages;
+
+fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
+    let whole = json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": kind,
+        "metadata": { "name": name, "namespace": "n", "uid": name }, "spec": spec,
+    });
+    serde_json::from_value(whole).expect("an object")
+}
+
+/// Returns the conditions of a cluster with these agent modes and a pool of this spec.
+fn findings(modes: Value, pool: Value) -> Vec<Finding> {
+    findings_with(modes, pool, |_| ())
+}
+
+/// The same, after changing the inputs.
+fn findings_with(modes: Value, pool: Value, change: impl FnOnce(&mut ClusterInputs)) -> Vec<Finding> {
+    let (cluster, mut found) = found(modes, pool);
+    change(&mut found);
+    compute(&cluster, &found, None, None).1
+}
+
+fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
+    let cluster: KVCacheCluster =
+        object("KVCacheCluster", "c", json!({ "pools": [{ "name": "p" }], "agents": modes }));
+    let pool: SSDPool = object("SSDPool", "p", pool);
+    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+    let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment };
+    let found = ClusterInputs {
+        agent_config: AgentConfigInputs {
+            names: ClusterNames::of(&cluster),
+            pools: vec![named],
+            tenants: Vec::new(),
+            running: None,
+        },
+        assignment: ClusterAssignment::default(),
+        cache_nodes: Vec::new(),
+        bindings: PodBindings::default(),
+        profiles: BTreeMap::new(),
+        images: DefaultImages {
+            agent: "agent:1".to_owned(),
+            control_plane: "controlplane:1".to_owned(),
+            etcd: "etcd:1".to_owned(),
+            operator: "operator:1".to_owned(),
+        },
+        store: None,
+        agents: None,
+        members: None,
+        control_plane_state: None,
+        etcd: None,
+        volumes: None,
+        authority: None,
+        certificates: crate::reconcile::authority::AuthorityState::Present(
+            crate::reconcile::authority::tests::any_authority(),
+        ),
+        access: BTreeMap::new(),
+    };
+    (cluster, found)
+}
+
+fn one(findings: &[Finding], kind: Type) -> Finding {
+    findings.iter().find(|finding| finding.kind == kind).cloned().unwrap_or_else(|| panic!("no {kind}"))
+}
+
+fn directory() -> Value {
+    json!({ "directory": { "path": "/p", "size": "1Gi" } })
+}
+
+#[test]
+fn notes_raw_devices_that_agents_may_be_unable_to_open() {
+    let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
+    let bound = |modes: Value, pool: Value| one(&findings(modes, pool), Type::PoolsBound);
+    let finding = bound(json!({}), raw());
+    assert_eq!(finding.status, ConditionStatus::True, "some container runtimes allow it");
+    assert!(
+        finding.message.contains("raw devices of p") && finding.message.contains("agents.deviceAccess.mode")
+    );
+    let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
+    for (modes, pool) in [
+        (json!({}), directory()),
+        (json!({ "deviceAccess": { "mode": "Privileged" } }), raw()),
+        (json!({ "deviceAccess": plugin }), raw()),
+    ] {
+        assert_eq!(bound(modes, pool).message, "1 pools are bound");
+    }
+}
+
+/// Adds a node, and an etcd with these numbers of desired and ready members.
+fn with_etcd(found: &mut ClusterInputs, wanted: u32, ready: u32) {
+    found.assignment.nodes.push("n1".to_owned());
+    let etcd = json!({
+        "metadata": { "name": "c-etcd", "generation": 1 },
+        "spec": { "replicas": wanted, "template": { "spec": { "containers": [{ "image": found.images.etcd }] } } },
+        "status": { "observedGeneration": 1, "readyReplicas": ready, "updatedReplicas": wanted },
+    });
+    found.etcd = Some(Arc::new(serde_json::from_value(etcd).expect("an object")));
+}
+
+#[test]
+fn lost_ca_degrades_the_cluster_without_other_effects() {
+    let plain = findings_with(json!({}), directory(), |found| with_etcd(found, 1, 1));
+    let lost = findings_with(json!({}), directory(), |found| {
+        with_etcd(found, 1, 1);
+        found.authority = Some(Refusal::new(Reason::SecretInvalid, "restore it"));
+    });
+    for found in &plain {
+        let now = one(&lost, found.kind);
+        if found.kind == Type::Degraded {
+            assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::AsDesired));
+            assert_eq!((now.status, now.reason), (ConditionStatus::True, Reason::SecretInvalid));
+            assert_eq!(now.message, "restore it");
+        } else {
+            assert_eq!(now, *found);
+        }
+    }
+    assert_eq!(one(&lost, Type::EtcdReady).status, ConditionStatus::True);
+}
+
+#[test]
+fn missing_etcd_member_degrades_the_cluster_after_the_start() {
+    let (mut cluster, mut found) = found(json!({}), directory());
+    let mut degraded = |wanted: u8, ready: u32, since: Duration| {
+        with_etcd(&mut found, u32::from(wanted), ready);
+        let managed = json!({ "mode": "Managed", "managed": { "replicas": wanted } });
+        cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
+        let answers = Finding::yes(Type::EtcdReady, Reason::AsDesired, "");
+        let mut conditions = Vec::new();
+        let began = Time(Timestamp::now() - SignedDuration::try_from(since).expect("minutes"));
+        set(&mut conditions, &answers, 1, &began);
+        cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
+        let findings = compute(&cluster, &found, None, None).1;
+        assert_eq!(one(&findings, Type::EtcdReady).status, ConditionStatus::True, "{ready} of {wanted}");
+        one(&findings, Type::Degraded)
+    };
+    let names = ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "c".to_owned() };
+    for ready in [0, 1, 3] {
+        assert_eq!(EtcdMembers { desired: 3, ready }.missing(&names), None, "{ready} of 3");
+    }
+    let (new, settled) = (Duration::from_secs(5), MEMBERS_COME_WITHIN + Duration::from_secs(1));
+    for (wanted, ready, since) in [(1, 1, settled), (3, 3, settled), (3, 2, new)] {
+        assert_eq!(degraded(wanted, ready, since).reason, Reason::AsDesired, "{ready} of {wanted}");
+    }
+    for (wanted, ready, spare) in
+        [(3, 2, "if 1 more fail"), (5, 4, "if 2 more fail"), (5, 3, "if 1 more fail")]
+    {
+        let finding = degraded(wanted, ready, settled);
+        assert_eq!((finding.status, finding.reason), (ConditionStatus::True, Reason::MembersMissing));
+        assert!(finding.message.contains(spare) && finding.message.contains("c-etcd"), "{}", finding.message);
+    }
+}
+
+#[test]
+fn rolling_update_of_etcd_does_not_degrade_the_cluster() {
+    let (mut cluster, mut found) = found(json!({}), directory());
+    with_etcd(&mut found, 3, 2);
+    let managed = json!({ "mode": "Managed", "managed": { "replicas": 3 } });
+    cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
+    let mut conditions = Vec::new();
+    let began = Time(Timestamp::now() - SignedDuration::from_hours(1));
+    set(&mut conditions, &Finding::yes(Type::EtcdReady, Reason::AsDesired, ""), 1, &began);
+    cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
+    assert!(missing_members(&cluster, &found).is_some());
+    found.images.etcd = "etcd:2".to_owned();
+    assert_eq!(missing_members(&cluster, &found), None, "another image is desired");
+    with_etcd(&mut found, 3, 2);
+    let mut etcd = (*found.etcd.clone().expect("set above")).clone();
+    etcd.data["status"]["updatedReplicas"] = json!(1);
+    found.etcd = Some(Arc::new(etcd));
+    assert_eq!(missing_members(&cluster, &found), None, "one of three members is updated");
+}
+
+#[test]
+fn etcd_scaled_to_zero_is_not_ready_although_members_still_are() {
+    let findings = findings_with(json!({}), directory(), |found| with_etcd(found, 0, 1));
+    let etcd = one(&findings, Type::EtcdReady);
+    assert_eq!((etcd.status, etcd.reason), (ConditionStatus::False, Reason::Progressing));
+    assert!(etcd.message.contains("members are being replaced"), "{}", etcd.message);
+}

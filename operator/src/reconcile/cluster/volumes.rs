@@ -1,0 +1,193 @@
+//! Detects why volumes of a managed etcd cannot be provisioned: the requested storage class does not exist,
+//! or there is no default class.
+//!
+//! It checks only pending claims while etcd has no quorum; a bound claim needs no class. Kubernetes assigns a
+//! default class to claims without one as soon as it exists, and binds claims once their class exists, so the
+//! children are created regardless. A manually created volume binds without a class.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use k8s_openapi::api::storage::v1::StorageClass;
+use kube::api::{Api, DynamicObject, ListParams};
+use kube::{Client, ResourceExt};
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::EtcdMode;
+use tokio::sync::Mutex;
+
+use super::build::ETCD_CLAIM;
+use super::status::etcd_members;
+use crate::reconcile::context::Context;
+use crate::reconcile::deletion_guard;
+use crate::reconcile::names::ClusterNames;
+
+/// Age up to which all waiting clusters share a cached list of classes.
+const CACHE_TTL: Duration = Duration::from_secs(4);
+
+/// Annotations that mark the default class: the current one and the older beta one.
+const IS_DEFAULT: [&str; 2] =
+    ["storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class"];
+
+/// Phase of a claim that has no volume.
+const PENDING: &str = "Pending";
+
+/// Maximum number of classes in a message.
+const NAMES_MAX: usize = 5;
+
+/// Name of a storage class, and whether it is the default.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClassInfo {
+    name: String,
+    is_default: bool,
+}
+
+/// All storage classes; `None` if they cannot be listed.
+type Classes = Option<Vec<ClassInfo>>;
+
+/// Cache of the storage classes.
+#[derive(Debug, Default)]
+pub struct StorageClassCache {
+    last: Mutex<Option<(Instant, Classes)>>,
+}
+
+impl StorageClassCache {
+    /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
+    /// reason, etcd does not wait for volumes, or the API does not permit the check.
+    pub async fn problem(
+        &self,
+        cluster: &KVCacheCluster,
+        etcd: Option<&DynamicObject>,
+        context: &Context,
+    ) -> Option<String> {
+        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+        if etcd.is_none() || !may_be_missing(cluster, etcd) {
+            return None;
+        }
+        let pending = pending(cluster, &context.client).await?;
+        let class = pending.spec.and_then(|spec| spec.storage_class_name);
+        missing_class(class.as_deref(), &self.classes(&context.client).await?)
+    }
+
+    async fn classes(&self, client: &Client) -> Classes {
+        let mut last = self.last.lock().await;
+        if let Some((at, classes)) = &*last
+            && at.elapsed() < CACHE_TTL
+        {
+            return classes.clone();
+        }
+        let api: Api<StorageClass> = Api::all(client.clone());
+        let listed = api.list_metadata(&ListParams::default()).await;
+        let classes = match listed {
+            Ok(found) => Some(found.items.iter().map(class).collect()),
+            Err(error) => {
+                // The chart of an older version does not grant this permission.
+                tracing::debug!(%error, "cannot list storage classes");
+                None
+            }
+        };
+        *last = Some((Instant::now(), classes.clone()));
+        classes
+    }
+}
+
+/// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
+pub(super) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
+    let is_managed = deletion_guard::keeps_children(cluster) && !cluster.spec.paused;
+    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+}
+
+/// Returns the first pending claim of a cluster's etcd, if there is one and claims can be read.
+async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<PersistentVolumeClaim> {
+    let names = ClusterNames::of(cluster);
+    let replicas = cluster.spec.etcd.managed.clone().unwrap_or_default().replicas;
+    let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &names.namespace);
+    for member in 0..replicas {
+        // The name that the StatefulSet controller gives to the claim.
+        let name = format!("{ETCD_CLAIM}-{}-{member}", names.etcd());
+        match api.get_opt(&name).await {
+            Ok(found) => {
+                let waits = |claim: &PersistentVolumeClaim| {
+                    claim.status.as_ref().and_then(|status| status.phase.as_deref()) == Some(PENDING)
+                };
+                if let Some(claim) = found.filter(waits) {
+                    return Some(claim);
+                }
+            }
+            Err(error) => {
+                // The chart of an older version does not grant this permission.
+                tracing::debug!(%error, claim = name, "cannot read a volume claim of etcd");
+                return None;
+            }
+        }
+    }
+    None
+}
+
+fn class(found: &impl ResourceExt) -> ClassInfo {
+    let is_set = |key: &&str| found.annotations().get(*key).is_some_and(|value| value == "true");
+    ClassInfo { name: found.name_any(), is_default: IS_DEFAULT.iter().any(is_set) }
+}
+
+/// Describes why the requested class is unavailable, and the remedy.
+fn missing_class(wanted: Option<&str>, classes: &[ClassInfo]) -> Option<String> {
+    let have = match classes {
+        [] => "there are no StorageClasses".to_owned(),
+        some => {
+            let names: Vec<&str> = some.iter().take(NAMES_MAX).map(|class| class.name.as_str()).collect();
+            format!("existing: {}", names.join(", "))
+        }
+    };
+    match wanted {
+        Some(name) if !classes.iter().any(|class| class.name == name) => Some(format!(
+            "etcd's volume claims are pending because StorageClass {name} does not exist ({have}): create it, or re-create the \
+             KVCacheCluster with another class, since the field is immutable"
+        )),
+        None if !classes.iter().any(|class| class.is_default) => Some(format!(
+            "etcd's volume claims are pending because there is no default StorageClass ({have}): annotate one with {}: \"true\", or \
+             re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later",
+            IS_DEFAULT[0]
+        )),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn named(name: &str, is_default: bool) -> ClassInfo {
+        ClassInfo { name: name.to_owned(), is_default }
+    }
+
+    #[test]
+    fn reports_missing_class_and_names_existing_ones() {
+        let problem = missing_class(Some("fast"), &[named("slow", true)]).expect("a problem");
+        assert!(problem.contains("StorageClass fast") && problem.contains("existing: slow"), "{problem}");
+        assert_eq!(missing_class(Some("fast"), &[named("slow", true), named("fast", false)]), None);
+    }
+
+    #[test]
+    fn claims_without_a_class_need_a_default_one() {
+        let problem = missing_class(None, &[named("slow", false)]).expect("a problem");
+        assert!(problem.contains("is-default-class: \"true\"") && problem.contains("slow"), "{problem}");
+        assert!(missing_class(None, &[]).expect("a problem").contains("there are no StorageClasses"));
+        assert_eq!(missing_class(None, &[named("slow", false), named("fast", true)]), None);
+    }
+
+    #[test]
+    fn recognizes_default_class_by_either_annotation_with_value_true() {
+        let of = |key: &str, value: &str| -> ClassInfo {
+            let object = json!({
+                "provisioner": "x", "metadata": { "name": "s", "annotations": { key: value } },
+            });
+            class(&serde_json::from_value::<StorageClass>(object).expect("a class"))
+        };
+        for key in IS_DEFAULT {
+            assert!(of(key, "true").is_default, "{key}");
+            assert!(!of(key, "false").is_default, "{key}");
+        }
+        assert!(!of("is-default-class", "true").is_default);
+    }
+}

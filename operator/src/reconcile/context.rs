@@ -1,0 +1,118 @@
+//! State shared by all reconciles.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use kube::Client;
+
+use crate::framework::api_client::ApiRequests;
+use crate::framework::services::{Replica, Services};
+use crate::reconcile::allocation::apply::NodeLocks;
+use crate::reconcile::authority::Authorities;
+use crate::reconcile::cluster::external_etcd::EtcdChecks;
+use crate::reconcile::cluster::volumes::StorageClassCache;
+use crate::reconcile::control_plane::ControlPlanes;
+use crate::reconcile::deletion_guard::Quiescence;
+use crate::reconcile::profile::decisions::ProfileDecisions;
+use crate::reconcile::profile::source::SourceCache;
+use crate::reconcile::stores::Stores;
+use crate::reconcile::watch::Triggers;
+use crate::settings::Settings;
+
+/// Services of the framework, stores, settings, and memory between reconciles. The memory never affects the desired
+/// objects: a process without it builds the same ones.
+pub struct Context {
+    services: Services,
+    /// Objects as the watches last reported them.
+    pub stores: Arc<Stores>,
+    /// Senders of reconcile requests.
+    pub triggers: Arc<Triggers>,
+    /// Settings from the command line.
+    pub settings: Settings,
+    /// Last check results of external etcd stores.
+    pub store_checks: EtcdChecks,
+    /// Storage classes of the Kubernetes cluster.
+    pub storage_classes: StorageClassCache,
+    /// Authorities of the clusters' certificates.
+    pub authorities: Authorities,
+    /// Connections to the control planes of clusters.
+    pub control_planes: ControlPlanes,
+    /// Time since the last report of engine sessions, by object.
+    pub quiescence: Quiescence,
+    /// Locks that serialise grants of GPU queues on a node.
+    pub(crate) node_locks: NodeLocks,
+    /// Cached ConfigMaps with profile windows.
+    pub profile_sources: SourceCache,
+    /// Profile revision chosen for each node.
+    pub decisions: ProfileDecisions,
+}
+
+impl Context {
+    /// Creates a context with empty memory.
+    pub fn new(
+        client: (Client, ApiRequests),
+        stores: Arc<Stores>,
+        triggers: Arc<Triggers>,
+        settings: Settings,
+    ) -> Context {
+        let replica = Replica { identity: &settings.identity, namespace: &settings.namespace };
+        let own_writes = Arc::clone(&triggers.own_writes);
+        Context {
+            services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
+            authorities: Authorities::default(),
+            control_planes: ControlPlanes::new(settings.control_planes.clone()),
+            stores,
+            triggers,
+            settings,
+            store_checks: EtcdChecks::default(),
+            storage_classes: StorageClassCache::default(),
+            quiescence: Quiescence::default(),
+            node_locks: NodeLocks::default(),
+            profile_sources: SourceCache::default(),
+            decisions: ProfileDecisions::default(),
+        }
+    }
+}
+
+impl Deref for Context {
+    type Target = Services;
+
+    fn deref(&self) -> &Services {
+        &self.services
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::framework::test_api_server::{error_response, serve};
+    use crate::settings::DefaultImages;
+
+    /// A context whose API server answers every request with 404.
+    pub(crate) async fn context() -> Arc<Context> {
+        let (client, _) = serve(vec![error_response(404, &json!([]))]);
+        let settings = Settings {
+            images: DefaultImages {
+                agent: "a".to_owned(),
+                control_plane: "c".to_owned(),
+                etcd: "e".to_owned(),
+                operator: "o".to_owned(),
+            },
+            identity: "operator-0".to_owned(),
+            namespace: "reprise-system".to_owned(),
+            service_account: None,
+            admin: ([127, 0, 0, 1], 0).into(),
+            admin_plain: true,
+            control_planes: BTreeMap::new(),
+            unused_for: Duration::from_secs(60),
+        };
+        let (triggers, _) = Triggers::new();
+        let counted = (client, ApiRequests::default());
+        Arc::new(Context::new(counted, Arc::new(Stores::new().0), Arc::new(triggers), settings))
+    }
+}

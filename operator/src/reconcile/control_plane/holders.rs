@@ -1,0 +1,217 @@
+//! Nodes that may still hold blocks of a tenant whose budget is zero.
+//!
+//! The member with the tenant's ledger knows them; all members are queried concurrently. A node holds nothing
+//! if it has reported so after it received the zero quota. A node that is silent, has not registered, or has
+//! not received the quota may hold blocks, and they become available when it returns.
+//!
+//! Calls share the backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts
+//! one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use reprise_crds::fields::Quantity;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::placement_client::PlacementClient;
+use reprise_proto::controlplane::{
+    Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, MemberInfo, NodeInfo, TenantShare,
+};
+use tonic::transport::Channel;
+
+use super::{CallError, ControlPlanes, Target, result, with_timeout};
+use crate::framework::metrics::{Call, Metrics};
+use crate::reconcile::names::ClusterNames;
+
+/// Maximum number of nodes in a message.
+const NAMED_MAX: usize = 8;
+
+/// Timeout per member, within the timeout of the whole call.
+const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Reports of the members.
+struct MemberReports {
+    nodes: Vec<NodeInfo>,
+    /// The ledger of the member that has it; otherwise the members that did not respond.
+    ledger: Result<Vec<TenantShare>, Vec<String>>,
+}
+
+impl ControlPlanes {
+    /// Describes the expected and registered nodes that may hold blocks of a tenant whose budget is zero;
+    /// otherwise `None`.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    /// [`CallError`].
+    pub async fn holders(
+        &self,
+        cluster: &ClusterNames,
+        tenant: &str,
+        expected: &[String],
+        metrics: &Metrics,
+    ) -> Result<Option<String>, CallError> {
+        if let Some(error) = self.backoff_error(cluster).await {
+            return Err(error);
+        }
+        let response = with_timeout(async { query_members(&self.target(cluster)?, tenant).await }).await;
+        metrics.record_call(Call::List, result(&response));
+        if response.is_err() {
+            self.update_cache(cluster, &response, |_| {}).await;
+        }
+        let MemberReports { nodes, ledger } = response?;
+        Ok(match ledger {
+            Ok(shares) => join(&holders(expected, &nodes, &shares)),
+            Err(silent) => Some(describe_uncounted(&silent)),
+        })
+    }
+}
+
+async fn query_members(target: &Target, tenant: &str) -> Result<MemberReports, CallError> {
+    let first = target.connect().await?;
+    let mut membership = MembershipClient::new(first.clone());
+    let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
+    let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
+    let answering = &members.answering;
+    let answers = join_all(members.members.iter().map(|member| {
+        // Reuse the connection to the member that answered.
+        let known = (member.name == *answering).then(|| first.clone());
+        query_ledger((target, member), known, tenant)
+    }));
+    let (mut ledger, mut silent) = (None, Vec::new());
+    for (member, answer) in members.members.iter().zip(answers.await) {
+        match answer {
+            Ok(shares) => ledger = ledger.or(shares),
+            Err(_) => silent.push(member.name.clone()),
+        }
+    }
+    Ok(MemberReports { nodes, ledger: ledger.ok_or(silent) })
+}
+
+/// Returns the ledger entries of a tenant; `None` if another member has the ledger. A hanging member does not
+/// delay the others beyond its timeout.
+async fn query_ledger(
+    (target, member): (&Target, &MemberInfo),
+    known: Option<Channel>,
+    tenant: &str,
+) -> Result<Option<Vec<TenantShare>>, CallError> {
+    let listed = tokio::time::timeout(MEMBER_TIMEOUT, async {
+        let reached = match known {
+            Some(reached) => reached,
+            None => target.member(&member.address).connect().await?,
+        };
+        let listed = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await?;
+        Ok::<_, CallError>(listed.into_inner())
+    });
+    let timeout = |_| CallError::Unavailable(format!("no response within {MEMBER_TIMEOUT:?}"));
+    let of_tenant =
+        listed.await.map_err(timeout)??.tenants.into_iter().find(|state| {
+            state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
+        });
+    Ok(of_tenant.map(|state| state.shares))
+}
+
+/// Describes why the holdings of nodes are unknown.
+fn describe_uncounted(silent: &[String]) -> String {
+    let unknown = "no member has a complete ledger of the nodes' holdings yet";
+    if silent.is_empty() {
+        return unknown.to_owned();
+    }
+    format!("{unknown}, and these members cannot be reached: {}", silent.join(", "))
+}
+
+/// Describes the nodes that may hold blocks, sorted by name.
+fn holders(expected: &[String], nodes: &[NodeInfo], shares: &[TenantShare]) -> Vec<String> {
+    let shares: BTreeMap<u32, &TenantShare> = shares.iter().map(|share| (share.node, share)).collect();
+    let known: BTreeMap<&str, &NodeInfo> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+    let names: BTreeSet<&str> = expected.iter().map(String::as_str).chain(known.keys().copied()).collect();
+    let why = |name: &str| {
+        let Some(node) = known.get(name) else { return Some("has not registered".to_owned()) };
+        let follows = |share: &&&TenantShare| share.follows && is_nothing(share.granted.as_ref());
+        match shares.get(&node.node).filter(follows) {
+            Some(share) if is_nothing(share.used.as_ref()) => None,
+            _ if !node.alive => Some(format!("is absent (run reprise forget {name} if it does not return)")),
+            Some(share) => {
+                let (dram, ssd) = share.used.as_ref().map_or((0, 0), |used| (used.dram, used.nvme));
+                let (dram, ssd) = (Quantity::of_bytes(dram), Quantity::of_bytes(ssd));
+                Some(format!("holds {dram} of memory and {ssd} on devices"))
+            }
+            None => Some("has not reported its holdings yet".to_owned()),
+        }
+    };
+    names.into_iter().filter_map(|name| why(name).map(|why| format!("{name} {why}"))).collect()
+}
+
+fn is_nothing(bytes: Option<&Bytes>) -> bool {
+    bytes.is_none_or(|bytes| *bytes == Bytes::default())
+}
+
+fn join(holders: &[String]) -> Option<String> {
+    if holders.is_empty() {
+        return None;
+    }
+    let named = holders[..holders.len().min(NAMED_MAX)].join("; ");
+    match holders.len().saturating_sub(NAMED_MAX) {
+        0 => Some(named),
+        more => Some(format!("{named}; and {more} more nodes")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(number: u32, alive: bool) -> NodeInfo {
+        NodeInfo { node: number, name: format!("n{number}"), alive, ..NodeInfo::default() }
+    }
+
+    fn share(number: u32, granted: u64, used: u64) -> TenantShare {
+        let bytes = |bytes| Some(Bytes { dram: 0, nvme: bytes });
+        TenantShare { node: number, granted: bytes(granted), used: bytes(used), follows: true }
+    }
+
+    #[test]
+    fn node_holds_nothing_once_it_reported_so_under_a_zero_quota() {
+        let nodes = [node(1, true), node(2, true)];
+        let empty = [share(1, 0, 0), share(2, 0, 0)];
+        assert_eq!(holders(&["n1".to_owned()], &nodes, &empty), Vec::<String>::new());
+        // It died afterwards, and has no blocks that could return.
+        assert_eq!(holders(&[], &[node(1, false)], &empty), Vec::<String>::new());
+        for (shares, message) in [
+            (vec![share(1, 0, 0)], "n2 has not reported"),
+            (vec![share(1, 0, 0), share(2, 0, 4096)], "n2 holds 0 of memory and 4Ki on devices"),
+            (vec![share(1, 0, 0), share(2, 4096, 0)], "n2 has not reported"),
+            (vec![share(1, 0, 0), TenantShare { follows: false, ..share(2, 0, 0) }], "n2 has not reported"),
+        ] {
+            let found = holders(&[], &nodes, &shares);
+            assert!(found.len() == 1 && found[0].starts_with(message), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn waits_for_absent_and_unregistered_nodes() {
+        let found = holders(
+            &["n1".to_owned(), "n3".to_owned()],
+            &[node(1, true), node(2, false)],
+            &[share(1, 0, 0), share(2, 0, 4096)],
+        );
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].starts_with("n2 is absent") && found[1] == "n3 has not registered", "{found:?}");
+    }
+
+    #[test]
+    fn names_unresponsive_members_if_there_is_no_ledger() {
+        assert!(!describe_uncounted(&[]).contains("reached"));
+        assert!(describe_uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("be reached: m-0, m-1"));
+    }
+
+    #[test]
+    fn lists_only_the_first_nodes() {
+        assert_eq!(join(&[]), None);
+        let all: Vec<String> = (0..10).map(|number| format!("n{number} is absent")).collect();
+        let message = join(&all).expect("a message");
+        assert!(
+            message.starts_with("n0 is absent; ") && message.ends_with("; and 2 more nodes"),
+            "{message}"
+        );
+    }
+}

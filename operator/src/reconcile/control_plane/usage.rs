@@ -1,0 +1,259 @@
+//! Usage of tenants in a cluster.
+//!
+//! Each member knows the usage of the tenants in its hash slots, from the reports of nodes. All members are
+//! therefore queried concurrently, for all tenants of the cluster. A tenant without an answer is unknown, not
+//! unused: its member was not reached, or is not sure of its ownership. A sum is also unknown while nodes
+//! have not reported to the member that computes it.
+//!
+//! A complete answer is cached for [`COMPLETE_TTL`]; a partial one is requested again soon. Calls share the
+//! backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use reprise_policy::tenant::TENANTS_MAX;
+use reprise_proto::controlplane::membership_client::MembershipClient;
+use reprise_proto::controlplane::placement_client::PlacementClient;
+use reprise_proto::controlplane::{
+    self as wire, ListHoldingsReply, ListHoldingsRequest, ListMembersRequest, MemberInfo, TenantHolding,
+};
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, result, with_timeout};
+use crate::framework::metrics::{Call, Metrics};
+use crate::reconcile::names::ClusterNames;
+
+/// Lifetime of a complete answer. Statuses do not change more often either.
+const COMPLETE_TTL: Duration = Duration::from_secs(60);
+/// Lifetime of a partial answer.
+const PARTIAL_TTL: Duration = RETRY_INTERVAL;
+/// Timeout per member, within the timeout of the whole call.
+const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum number of nodes in a message.
+const NAMED_MAX: usize = 4;
+
+/// Usage of a tenant in a cluster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MeasuredUsage {
+    /// Bytes used in each tier.
+    pub used: TierBytes,
+    /// Slots per tier, if all nodes report them.
+    pub blocks: Option<TierBytes>,
+    /// Number of absent nodes, which are not counted.
+    pub away: u32,
+}
+
+/// Why the usage of a tenant is unknown, as a message for users.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UsageUnknown {
+    /// Members did not respond, or none is sure that it owns the tenant.
+    MembersUnavailable(String),
+    /// Nodes have not reported yet.
+    NodesUnreported(String),
+}
+
+/// The last answer, cached.
+#[derive(Debug)]
+pub(super) struct CachedUsage {
+    until: Instant,
+    requested: BTreeSet<String>,
+    answers: Answers,
+}
+
+/// Answers of all members.
+#[derive(Clone, Debug, Default)]
+struct Answers {
+    tenants: BTreeMap<String, Result<MeasuredUsage, UsageUnknown>>,
+    /// Members that did not respond, with the reason.
+    silent: Vec<String>,
+}
+
+impl ControlPlanes {
+    /// Returns the usage of a tenant in a cluster that has `tenants`.
+    ///
+    /// # Errors
+    /// [`UsageUnknown`].
+    pub async fn usage(
+        &self,
+        cluster: &ClusterNames,
+        tenant: &str,
+        tenants: &[String],
+        metrics: &Metrics,
+    ) -> Result<MeasuredUsage, UsageUnknown> {
+        let shared = self.cache(cluster);
+        let mut last = shared.usage.lock().await;
+        let is_current =
+            |cached: &&CachedUsage| Instant::now() < cached.until && cached.requested.contains(tenant);
+        if let Some(cached) = last.as_ref().filter(is_current) {
+            return cached.answers.of(tenant);
+        }
+        if let Some(error) = self.backoff_error(cluster).await {
+            return Err(UsageUnknown::MembersUnavailable(error.message().to_owned()));
+        }
+        let others = tenants.iter().filter(|other| *other != tenant);
+        let requested: BTreeSet<String> =
+            std::iter::once(tenant.to_owned()).chain(others.cloned()).take(TENANTS_MAX).collect();
+        let answered = with_timeout(async { query_members(&self.target(cluster)?, &requested).await }).await;
+        metrics.record_call(Call::ListHoldings, result(&answered));
+        if answered.is_err() {
+            self.update_cache(cluster, &answered, |_| {}).await;
+        }
+        let answers =
+            answered.map_err(|error| UsageUnknown::MembersUnavailable(error.message().to_owned()))?;
+        let ttl = if answers.is_complete(&requested) { COMPLETE_TTL } else { PARTIAL_TTL };
+        let held = answers.of(tenant);
+        *last = Some(CachedUsage { until: Instant::now() + ttl, requested, answers });
+        held
+    }
+}
+
+impl Answers {
+    fn add(&mut self, reply: ListHoldingsReply) {
+        let ListHoldingsReply { tenants, unheard, unheard_nodes, away_nodes } = reply;
+        let message = (unheard_nodes > 0).then(|| describe_unreported(&unheard, unheard_nodes));
+        for TenantHolding { tenant, used, blocks } in tenants {
+            let held = MeasuredUsage {
+                used: used.map(TierBytes::from).unwrap_or_default(),
+                blocks: blocks.map(|wire::Blocks { dram, nvme }| TierBytes { dram, ssd: nvme }),
+                away: away_nodes,
+            };
+            let held =
+                message.clone().map_or(Ok(held), |message| Err(UsageUnknown::NodesUnreported(message)));
+            self.tenants.entry(tenant).or_insert(held);
+        }
+    }
+
+    fn of(&self, tenant: &str) -> Result<MeasuredUsage, UsageUnknown> {
+        let unanswered = || {
+            Err(UsageUnknown::MembersUnavailable(if self.silent.is_empty() {
+                "no member is currently sure that it owns the tenant".to_owned()
+            } else {
+                format!(
+                    "the member that owns the tenant is one of those that did not respond: {}",
+                    self.silent.join(", ")
+                )
+            }))
+        };
+        self.tenants.get(tenant).cloned().unwrap_or_else(unanswered)
+    }
+
+    fn is_complete(&self, requested: &BTreeSet<String>) -> bool {
+        requested.iter().all(|tenant| matches!(self.tenants.get(tenant), Some(Ok(_))))
+    }
+}
+
+async fn query_members(target: &Target, tenants: &BTreeSet<String>) -> Result<Answers, CallError> {
+    let first = target.connect().await?;
+    let listed = MembershipClient::new(first.clone()).list_members(ListMembersRequest {}).await?;
+    let members = listed.into_inner();
+    let replies = join_all(members.members.iter().map(|member| {
+        // Reuse the connection to the member that answered.
+        let known = (member.name == members.answering).then(|| first.clone());
+        query_member((target, member), known, tenants)
+    }));
+    let mut answers = Answers::default();
+    for (member, answer) in members.members.iter().zip(replies.await) {
+        match answer {
+            Ok(reply) => answers.add(reply),
+            Err(error) => answers.silent.push(format!("{} ({})", member.name, error.message())),
+        }
+    }
+    Ok(answers)
+}
+
+/// A hanging member does not delay the others beyond its timeout.
+async fn query_member(
+    (target, member): (&Target, &MemberInfo),
+    known: Option<Channel>,
+    tenants: &BTreeSet<String>,
+) -> Result<ListHoldingsReply, CallError> {
+    let request = ListHoldingsRequest { tenants: tenants.iter().cloned().collect() };
+    let query = tokio::time::timeout(MEMBER_TIMEOUT, async {
+        let reached = match known {
+            Some(reached) => reached,
+            None => target.member(&member.address).connect().await?,
+        };
+        match PlacementClient::new(reached).list_holdings(request).await {
+            Ok(reply) => Ok(reply.into_inner()),
+            Err(status) if status.code() == Code::Unimplemented => {
+                Err(CallError::Rejected("its version does not support usage queries: upgrade it".to_owned()))
+            }
+            Err(status) => Err(status.into()),
+        }
+    });
+    query
+        .await
+        .unwrap_or_else(|_| Err(CallError::Unavailable(format!("no response within {MEMBER_TIMEOUT:?}"))))
+}
+
+/// Describes the nodes that have not reported yet.
+fn describe_unreported(names: &[String], nodes: u32) -> String {
+    let named = &names[..names.len().min(NAMED_MAX)];
+    let more = usize::try_from(nodes).unwrap_or(usize::MAX).saturating_sub(named.len());
+    let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+    format!("not all nodes have reported their usage yet: {}{more}", named.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(tenants: &[(&str, u64)], unheard: &[&str], away_nodes: u32) -> ListHoldingsReply {
+        let holding = |(tenant, bytes): &(&str, u64)| TenantHolding {
+            tenant: (*tenant).to_owned(),
+            used: Some(wire::Bytes { dram: 1, nvme: *bytes }),
+            blocks: Some(wire::Blocks { dram: 2, nvme: 3 }),
+        };
+        ListHoldingsReply {
+            tenants: tenants.iter().map(holding).collect(),
+            unheard: unheard.iter().map(|name| (*name).to_owned()).collect(),
+            unheard_nodes: unheard.len() as u32,
+            away_nodes,
+        }
+    }
+
+    fn set_of(tenants: &[&str]) -> BTreeSet<String> {
+        tenants.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn combines_answers_of_members_for_all_tenants() {
+        let mut answers = Answers::default();
+        answers.add(reply(&[("a", 10), ("b", 0)], &[], 1));
+        assert!(!answers.is_complete(&set_of(&["a", "b", "c"])), "one tenant is missing");
+        answers.add(reply(&[("c", 30)], &[], 0));
+        assert!(answers.is_complete(&set_of(&["a", "b", "c"])));
+        let held = |ssd, away| MeasuredUsage {
+            used: TierBytes { dram: 1, ssd },
+            blocks: Some(TierBytes { dram: 2, ssd: 3 }),
+            away,
+        };
+        assert_eq!(answers.of("a"), Ok(held(10, 1)));
+        assert_eq!(answers.of("b"), Ok(held(0, 1)), "a member reported zero usage");
+        assert_eq!(answers.of("c"), Ok(held(30, 0)));
+    }
+
+    #[test]
+    fn missing_answer_is_unknown_instead_of_zero() {
+        let mut answers = Answers::default();
+        answers.add(reply(&[("a", 10)], &[], 0));
+        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("b") else { panic!("{answers:?}") };
+        assert!(message.contains("no member is currently sure"), "{message}");
+        answers.silent.push("m-1 (refused)".to_owned());
+        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("b") else { panic!("{answers:?}") };
+        assert!(message.ends_with("did not respond: m-1 (refused)"), "{message}");
+        assert!(answers.of("a").is_ok(), "its member has responded");
+    }
+
+    #[test]
+    fn incomplete_sum_is_unknown_and_lists_only_the_first_nodes() {
+        let mut answers = Answers::default();
+        answers.add(reply(&[("a", 10)], &["n1", "n2", "n3", "n4", "n5", "n6"], 0));
+        assert!(!answers.is_complete(&set_of(&["a"])));
+        let Err(UsageUnknown::NodesUnreported(message)) = answers.of("a") else { panic!("{answers:?}") };
+        assert!(message.ends_with(": n1, n2, n3, n4 and 2 more"), "{message}");
+        assert!(describe_unreported(&["n1".to_owned()], 1).ends_with(": n1"));
+    }
+}

@@ -1,0 +1,215 @@
+//! Applies a `CacheNode` if it differs from the desired state.
+//!
+//! A `CacheNode` that another component created is not changed. The node's agent already uses it, with
+//! devices that its author listed; another spec would release them. The conflict is reported on it and on the
+//! cluster until it is deleted. The agent continues meanwhile, and afterwards uses the operator's
+//! `CacheNode`. The label identifies the operator's objects; if it was removed, the field manager does. Both
+//! are in the store, so all reconcilers agree.
+
+use std::time::Instant;
+
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Api, PatchParams};
+use kube::{Resource, ResourceExt};
+use reprise_crds::status::{ConditionType, Finding, Reason};
+use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
+use serde_json::{Value, json};
+
+use super::build::DesiredCacheNode;
+use super::dereference::NodeInputs;
+use crate::framework::digest;
+use crate::framework::error::OperatorError;
+use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
+use crate::framework::field_ownership::extra_fields;
+use crate::framework::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
+use crate::framework::labels::{MANAGED_BY, OPERATOR};
+use crate::framework::metrics::Write;
+use crate::framework::status::{RestoredFields, publish_event, report_restored};
+use crate::reconcile::context::Context;
+use crate::reconcile::watch::is_by_operator;
+
+/// Key of a node in [`crate::framework::field_ownership::restore`].
+pub(crate) fn key(node: &str) -> String {
+    format!("CacheNode//{node}")
+}
+
+/// Message about a `CacheNode` that another component created.
+pub(crate) fn foreign_message(node: &str) -> String {
+    format!(
+        "CacheNode {node} was created by another component. The node's agent uses it, so the operator does not change it: \
+         delete it (kubectl delete cachenode {node}), and the operator creates its own"
+    )
+}
+
+/// Applies the desired state. The spec belongs to the operator alone: changes by other writers are reverted.
+///
+/// # Errors
+/// The API server rejected the write.
+pub async fn apply(
+    node: &Node,
+    inputs: &NodeInputs,
+    desired: DesiredCacheNode,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let live = inputs.live.as_deref();
+    if live.is_none_or(is_ours) {
+        context.other_writers.clear_foreign(&key(&node.name_any()));
+    }
+    match (desired, live) {
+        (DesiredCacheNode::Unchanged, _) | (DesiredCacheNode::Absent, None) => Ok(()),
+        (DesiredCacheNode::Absent, Some(live)) => delete(live, context).await,
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            None,
+        ) => write(node, &spec, None, context).await,
+        (
+            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
+            Some(live),
+        ) if live.metadata.deletion_timestamp.is_some() => Ok(()),
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            Some(live),
+        ) if is_up_to_date(live, node, &spec) => Ok(()),
+        (
+            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
+            Some(live),
+        ) if is_foreign(live) => {
+            report_foreign(live, context).await;
+            Ok(())
+        }
+        (
+            DesiredCacheNode::Spec(spec)
+            | DesiredCacheNode::QueuesOnly(spec)
+            | DesiredCacheNode::Releasing(spec),
+            Some(live),
+        ) => write(node, &spec, Some(live), context).await,
+    }
+}
+
+/// Whether another component created it: it has neither our label nor fields managed by the operator.
+pub(crate) fn is_foreign(live: &CacheNode) -> bool {
+    let has_ours = live.managed_fields().iter().any(is_by_operator);
+    !is_ours(live) && !has_ours
+}
+
+/// Reports a foreign `CacheNode` once.
+async fn report_foreign(live: &CacheNode, context: &Context) {
+    let name = live.name_any();
+    if context.other_writers.mark_foreign(&key(&name), &live.uid().unwrap_or_default()) {
+        context.metrics.record_conflict("CacheNode");
+        let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, foreign_message(&name));
+        publish_event(context, live, &finding).await;
+    }
+}
+
+fn is_up_to_date(live: &CacheNode, node: &Node, spec: &CacheNodeSpec) -> bool {
+    let owned = live.owner_references().iter().any(|owner| Some(&owner.uid) == node.metadata.uid.as_ref());
+    is_ours(live) && owned && normalized(live.spec.clone()) == normalized(spec.clone())
+}
+
+/// Sorts lists that are sets, whose order may differ in the stored object.
+fn normalized(mut spec: CacheNodeSpec) -> CacheNodeSpec {
+    spec.claims.sort_by(|a, b| a.pool.cmp(&b.pool));
+    for claim in &mut spec.claims {
+        claim.globs.sort();
+        claim.serials.sort();
+    }
+    spec.profiles.sort_by(|a, b| a.name.cmp(&b.name));
+    spec.queues.sort_by(|a, b| a.uid.cmp(&b.uid));
+    for claim in &mut spec.queues {
+        claim.controllers.sort_by(|a, b| a.serial.cmp(&b.serial));
+    }
+    spec
+}
+
+async fn write(
+    node: &Node,
+    spec: &CacheNodeSpec,
+    live: Option<&CacheNode>,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let name = node.name_any();
+    let body: Value = json!({
+        "apiVersion": format!("{GROUP}/{VERSION}"),
+        "kind": "CacheNode",
+        "metadata": {
+            "name": name,
+            "labels": { MANAGED_BY: OPERATOR },
+            // The garbage collector deletes it together with the node.
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid }],
+        },
+        "spec": spec,
+    });
+    let (api, key) = (Api::<CacheNode>::all(context.client.clone()), key(&name));
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
+    let ours = OwnedWrite { api: &api, key: &key, name: &name, part: Part::Object, params, body: &body };
+    let outcome = restore::apply(&context.other_writers, &ours).await;
+    let (written, taken) = match outcome.map_err(OperatorError::api(format!("apply CacheNode {name}")))? {
+        WriteOutcome::Written(written) => (written, None),
+        WriteOutcome::Restored(written, taken) => (written, Some(taken)),
+        WriteOutcome::Paced(_) => return Ok(()),
+    };
+    context.metrics.record_write("CacheNode", Write::Apply);
+    let without = extra_fields::remove(&api, &written, &body).await;
+    let (written, taken) = match without.map_err(OperatorError::api(format!("trim CacheNode {name}")))? {
+        None => (written, taken),
+        Some((without, added)) => {
+            context.metrics.record_write("CacheNode", Write::Apply);
+            context.other_writers.record_restore(&key, Instant::now());
+            (without, Some(added))
+        }
+    };
+    let (claims, profiles, queues) = (spec.claims.len(), spec.profiles.len(), spec.queues.len());
+    tracing::info!(node = name, claims, profiles, queues, "applied CacheNode");
+    let digest = digest::of(&json!(normalized(spec.clone())).to_string());
+    let generation = written.metadata.generation.unwrap_or_default().to_string();
+    let taken = taken.or_else(|| {
+        let fields = removed_fields(live?, (&digest, &generation), context.last_applied(&key))?;
+        let taken = ForeignWrite::removed(fields);
+        context.other_writers.record_restore(&key, Instant::now());
+        Some(taken)
+    });
+    context.record_applied(key, digest, generation);
+    if let Some(taken) = taken {
+        let restored = RestoredFields { kind: "CacheNode", what: written.object_ref(&()), taken };
+        report_restored(context, &written, &restored).await;
+    }
+    Ok(())
+}
+
+/// Returns what another writer removed: the label, or fields of the spec. The latter is detected if the same
+/// content was applied before at an older generation; an equal generation only means that the store lags.
+fn removed_fields(
+    live: &CacheNode,
+    (digest, generation): (&str, &str),
+    known: Option<(String, String)>,
+) -> Option<&'static str> {
+    if !is_ours(live) {
+        return Some("metadata.labels");
+    }
+    known.filter(|known| known.0 == digest && known.1 != generation).map(|_| "fields of spec")
+}
+
+/// Deletes a `CacheNode` that the operator created; others are kept.
+async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError> {
+    if !is_ours(live) {
+        return Ok(());
+    }
+    let api: Api<CacheNode> = Api::all(context.client.clone());
+    let name = live.name_any();
+    let removed = conflict::delete(&api, live, is_ours).await;
+    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == DeleteOutcome::Deleted {
+        context.metrics.record_write("CacheNode", Write::Delete);
+        tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");
+    }
+    Ok(())
+}
+
+/// Whether it has the operator's label.
+pub(super) fn is_ours(live: &CacheNode) -> bool {
+    live.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR)
+}

@@ -1,0 +1,55 @@
+//! `SSDPool`: validation, and the reports of its nodes. [`crate::reconcile::node`] writes its claims, with everything
+//! else in a node's spec.
+
+use std::sync::Arc;
+
+use kube::Api;
+use kube::runtime::controller::Action;
+use reprise_crds::SSDPool;
+
+use crate::framework::error::OperatorError;
+use crate::framework::finalizers::{FinalizerOutcome, ObjectState};
+use crate::reconcile::cluster::REPORT_TIMEOUT;
+use crate::reconcile::context::Context;
+use crate::reconcile::deletion_guard::{self, GuardOutcome};
+
+pub mod apply;
+pub mod build;
+pub mod dereference;
+pub mod status;
+pub mod validate;
+
+/// Brings a pool's finalizers to their desired state and updates its status.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    let api: Api<SSDPool> = Api::all(context.client.clone());
+    let mut inputs = dereference::dereference(&pool, &context);
+    let guard = deletion_guard::reconcile_finalizer(&context, &*pool, &api, &mut inputs.guard).await?;
+    if matches!(guard, GuardOutcome::Changed) {
+        // The finalizer change triggers the next reconcile.
+        return Ok(Action::await_change());
+    }
+    let refused = validate::validate(&pool, &inputs);
+    let finalizer = build::finalizer(&pool, &inputs);
+    let attempt = apply::apply(&pool, finalizer, &context).await?;
+    if matches!((&attempt, &guard), (FinalizerOutcome::Done(ObjectState::Gone), GuardOutcome::NotBlocked)) {
+        return Ok(Action::await_change());
+    }
+    let (fresh, mut findings) = status::compute(&pool, &inputs, refused.as_ref());
+    if let Some(forbidden) = status::forbidden(&pool, &guard, &attempt) {
+        findings.retain(|finding| finding.kind != forbidden.kind);
+        findings.push(forbidden);
+    }
+    let write = crate::framework::status::StatusWrite {
+        object: &*pool,
+        api: &api,
+        before: pool.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    // A node that stops reporting causes no event.
+    let next = inputs.guard.requeue_after(&*pool).map_or(REPORT_TIMEOUT, |soon| soon.min(REPORT_TIMEOUT));
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}

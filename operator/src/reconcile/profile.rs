@@ -1,0 +1,92 @@
+//! `SlackProfile`: reads and validates a profile and rolls it out to the nodes with its GPU, canary nodes
+//! first, a few at a time.
+//!
+//! ```text
+//! measurement, ConfigMap ──► content, digest ──► revision per node ──► decisions
+//!                                                    ▲                  │    │
+//!     agents' reports (CacheNode status) ────────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
+//! ```
+//!
+//! A node holds at most [`PROFILES_MAX`] profiles; [`order`] selects them if there are more.
+//!
+//! The revision of each node is decided only here, for one profile at a time, so the limit on nodes between
+//! two revisions holds. [`crate::reconcile::node`] writes the decisions with the rest of a node's spec, and
+//! [`crate::reconcile::cluster`] provides the contents as files ([`files`]).
+//!
+//! Invariant: after a restart, decisions start from the specs of `CacheNode`s. A node loses a profile only if
+//! the profile is deleted, the cluster no longer selects it, or it exceeds the limit.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::runtime::controller::Action;
+use kube::{Api, ResourceExt};
+use reprise_crds::SlackProfile;
+
+use crate::framework::clock;
+use crate::framework::error::OperatorError;
+use crate::reconcile::cluster::REPORT_TIMEOUT;
+use crate::reconcile::context::Context;
+use build::RolloutState;
+
+pub mod apply;
+pub mod build;
+pub mod content;
+pub mod decisions;
+pub mod dereference;
+pub mod files;
+pub mod order;
+pub mod source;
+pub mod status;
+pub mod validate;
+
+/// Maximum number of profiles of one cluster, the limit of a CacheNode.
+pub const PROFILES_MAX: usize = 16;
+
+/// Shortest requeue delay; timestamps have second resolution.
+const SOON: Duration = Duration::from_secs(1);
+
+/// Rolls a profile out to its nodes and reports the progress.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    if profile.metadata.deletion_timestamp.is_some() {
+        // Clusters do not select a profile that is being deleted, so nodes drop it without further action.
+        return Ok(Action::await_change());
+    }
+    let inputs = dereference::dereference(&profile, &context).await?;
+    let refused = validate::accepted(&profile, &inputs);
+    let revision = validate::valid(&profile, &inputs.source);
+    let good = revision.as_ref().ok().filter(|_| refused.is_none());
+    let digest = good.map(|revision| revision.digest.as_str());
+    let now = clock::now();
+    let soaking_since = build::soaking_since(&profile, &inputs.nodes, digest, &now);
+    let soaked = soaking_since.as_ref().map(|since| clock::between(since, &now));
+    let decision = build::build(&profile, &inputs.nodes, digest, soaked);
+    apply::apply(&profile, good.cloned(), &decision, &context).await;
+    let (fresh, findings) = status::compute(&status::StatusInputs {
+        profile: &profile,
+        found: &inputs,
+        refused: refused.as_ref(),
+        revision: revision.as_ref(),
+        decision: &decision,
+        soaking_since,
+    });
+    let api: Api<SlackProfile> =
+        Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
+    let write = crate::framework::status::StatusWrite {
+        object: &*profile,
+        api: &api,
+        before: profile.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let next = match decision.state {
+        RolloutState::Soaking(rest) => rest.clamp(SOON, REPORT_TIMEOUT),
+        // A node that stops reporting causes no event.
+        _ => REPORT_TIMEOUT,
+    };
+    let next = if profile.spec.config_map_ref.is_some() { next.min(source::CACHE_TTL) } else { next };
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}

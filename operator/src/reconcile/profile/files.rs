@@ -1,0 +1,122 @@
+//! Profile contents as files next to the agents' configuration, named by digest.
+//!
+//! The files contain the current revision of every profile, and older revisions that a node of the cluster
+//! has or should have: an agent reads them again after a restart. Older texts are taken from the existing
+//! ConfigMap, so no process has to remember them. Texts that do not match the digest in their name are
+//! dropped.
+//!
+//! The total size is limited to [`FILES_BYTES_MAX`]: current revisions first, then older ones by name. A
+//! running agent does not need the file of a revision that it has loaded.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kube::api::DynamicObject;
+use reprise_crds::slack::{content_file, digest_of_file};
+use reprise_crds::{CacheNode, KVCacheCluster};
+
+use super::PROFILES_MAX;
+use super::decisions::ProfileDecision;
+use super::order::selected;
+use crate::framework::child::ChildKind;
+use crate::framework::digest;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::ClusterNames;
+
+/// Maximum size of all files in bytes. A ConfigMap is limited to 1 MiB; 16 profiles of the
+/// maximum size fit.
+const FILES_BYTES_MAX: usize = 896 << 10;
+
+/// Returns the files of a cluster's agents by name.
+pub fn of(
+    cluster: &KVCacheCluster,
+    names: &ClusterNames,
+    cache_nodes: &[Arc<CacheNode>],
+    context: &Context,
+) -> BTreeMap<String, String> {
+    let stores = &context.stores;
+    let profiles = selected(cluster, context);
+    let decided = profiles.iter().take(PROFILES_MAX).map(|profile| context.decisions.of(profile));
+    let decided: Vec<Option<Arc<ProfileDecision>>> = decided.collect();
+    let live = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
+    let live = live.as_deref().map(texts).unwrap_or_default();
+    let claimed = cache_nodes.iter().flat_map(|node| &node.spec.profiles);
+    let mut used: BTreeSet<String> = claimed.map(|claim| claim.digest.to_string()).collect();
+    used.extend(decided.iter().flatten().flat_map(|decided| decided.nodes.values().cloned()));
+    let known: Vec<&ProfileDecision> = decided.iter().flatten().map(Arc::as_ref).collect();
+    // Before the first decision on a profile, its used revisions are unknown: keep all.
+    let is_used = |digest: &str| known.len() < decided.len() || used.contains(digest);
+    files(&known, live, is_used)
+}
+
+/// Returns the entries of a ConfigMap.
+fn texts(map: &DynamicObject) -> BTreeMap<String, String> {
+    let entries = map.data["data"].as_object().into_iter().flatten();
+    entries.filter_map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned()))).collect()
+}
+
+/// Returns the current revisions, and the used ones among the existing files.
+fn files(
+    decided: &[&ProfileDecision],
+    live: BTreeMap<String, String>,
+    is_used: impl Fn(&str) -> bool,
+) -> BTreeMap<String, String> {
+    let revisions = decided.iter().filter_map(|decided| decided.revision.as_ref());
+    let mut files: BTreeMap<String, String> = revisions
+        .filter_map(|revision| Some((content_file(&revision.digest)?, revision.text.clone())))
+        .collect();
+    let mut bytes: usize = files.values().map(String::len).sum();
+    for (name, text) in live {
+        let is_right = digest_of_file(&name).is_some_and(|of| is_used(&of) && digest::of(&text) == of);
+        if !is_right || files.contains_key(&name) || bytes + text.len() > FILES_BYTES_MAX {
+            continue;
+        }
+        bytes += text.len();
+        files.insert(name, text);
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::content::Revision;
+    use super::*;
+
+    fn file(text: &str) -> (String, String) {
+        (content_file(&digest::of(text)).expect("a digest"), text.to_owned())
+    }
+
+    fn decided(text: &str) -> ProfileDecision {
+        let revision = Revision { digest: digest::of(text), text: text.to_owned() };
+        ProfileDecision { revision: Some(revision), ..ProfileDecision::default() }
+    }
+
+    #[test]
+    fn keeps_only_current_and_used_revisions() {
+        let (new, old, unused) = (file("new"), file("old"), file("unused"));
+        let mut damaged = file("damaged");
+        damaged.1.push('!');
+        let other = ("agent.toml".to_owned(), "[node]".to_owned());
+        let live: BTreeMap<String, String> =
+            [old.clone(), unused, damaged.clone(), other].into_iter().collect();
+        let names = [&old.0, &damaged.0].map(|name| digest_of_file(name));
+        let used = |digest: &str| names.contains(&Some(digest.to_owned()));
+        let new_one = decided("new");
+        let made = files(&[&new_one, &ProfileDecision::default()], live.clone(), used);
+        assert_eq!(made, [new, old.clone()].into_iter().collect::<BTreeMap<_, _>>());
+        // Used revisions are unknown: all intact files are kept.
+        let made = files(&[], live, |_| true);
+        assert_eq!(made, [old, file("unused")].into_iter().collect::<BTreeMap<_, _>>());
+    }
+
+    #[test]
+    fn older_revisions_never_displace_current_ones() {
+        let half = "x".repeat(FILES_BYTES_MAX / 2);
+        let live: BTreeMap<String, String> =
+            ["a", "b", "c"].map(|end| file(&format!("{half}{end}"))).into_iter().collect();
+        let present = decided("present");
+        let made = files(&[&present], live, |_| true);
+        assert_eq!(made.len(), 2, "the current one and one that fits in addition");
+        assert!(made.values().any(|text| text == "present"));
+    }
+}

@@ -1,0 +1,105 @@
+//! Selects the profiles that the nodes of a cluster get if more are selected than a node can hold.
+//!
+//! Profiles that a node of the cluster should already have come first, then the oldest, then by name; the
+//! first [`PROFILES_MAX`] apply. A profile that is created later, or selected later because of a label,
+//! therefore waits and displaces no other, regardless of its age. It follows when another profile is deleted,
+//! is no longer selected, or is on no node of the cluster and younger.
+//!
+//! Invariant: nodes, files and the status of the profile use the same order. It is based on the decisions;
+//! before the first decision of this process on a profile, on the specs of `CacheNode`s.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
+
+use super::PROFILES_MAX;
+use crate::reconcile::cluster::dereference::belongs_to;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::selection::selects;
+
+/// Returns the profiles that a cluster selects, in order of precedence, without those being deleted.
+pub fn selected(cluster: &KVCacheCluster, context: &Context) -> Vec<Arc<SlackProfile>> {
+    let selected = context.stores.profiles.state_filter(|profile| is_selected(cluster, profile));
+    // While all fit, the assigned ones do not matter.
+    let used =
+        if selected.len() > PROFILES_MAX { assigned(cluster, &selected, context) } else { BTreeSet::new() };
+    sort(selected, &used)
+}
+
+/// Whether a cluster selects a profile.
+pub fn is_selected(cluster: &KVCacheCluster, profile: &SlackProfile) -> bool {
+    let labels = || cluster.spec.slack_profiles.as_ref().is_some_and(|all| selects(all, profile.labels()));
+    profile.metadata.deletion_timestamp.is_none() && cluster.namespace() == profile.namespace() && labels()
+}
+
+/// Returns the names of profiles that a node of the cluster should have.
+fn assigned(cluster: &KVCacheCluster, selected: &[Arc<SlackProfile>], context: &Context) -> BTreeSet<String> {
+    let (names, assignment) = (ClusterNames::of(cluster), context.stores.assignment());
+    let key = names.key();
+    let is_theirs = |node: &String| {
+        assignment.nodes.get(node).is_some_and(|own| own.cluster.as_deref() == Some(key.as_str()))
+    };
+    let specs = context.stores.cache_nodes.state_filter(|node| belongs_to(node, &names));
+    let claimed = claimed(&specs);
+    let is_used = |profile: &&Arc<SlackProfile>| match context.decisions.of(profile) {
+        Some(decided) => decided.nodes.keys().any(is_theirs),
+        None => claimed.contains(&profile.name_any()),
+    };
+    selected.iter().filter(is_used).map(|profile| profile.name_any()).collect()
+}
+
+/// Returns the names of profiles in the specs of nodes.
+fn claimed(nodes: &[Arc<CacheNode>]) -> BTreeSet<String> {
+    nodes.iter().flat_map(|node| &node.spec.profiles).map(|claim| claim.name.to_string()).collect()
+}
+
+fn sort(mut profiles: Vec<Arc<SlackProfile>>, used: &BTreeSet<String>) -> Vec<Arc<SlackProfile>> {
+    profiles.sort_by_cached_key(|profile| {
+        let (name, made) = (profile.name_any(), profile.metadata.creation_timestamp.as_ref());
+        (!used.contains(&name), made.map(|time| time.0), name)
+    });
+    profiles
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn profile(name: &str, second: u32) -> Arc<SlackProfile> {
+        let made = format!("2026-01-01T00:00:{second:02}Z");
+        let whole = json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile",
+            "metadata": { "name": name, "namespace": "n", "uid": name, "creationTimestamp": made },
+            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" } },
+        });
+        Arc::new(serde_json::from_value(whole).expect("a profile"))
+    }
+
+    #[test]
+    fn assigned_profiles_come_first_then_older_ones_regardless_of_name() {
+        let names = |used: &[&str]| {
+            let used = used.iter().map(|name| (*name).to_owned()).collect();
+            let all = vec![profile("a", 3), profile("b", 2), profile("c", 2), profile("d", 1)];
+            sort(all, &used).iter().map(|profile| profile.name_any()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&[]), ["d", "b", "c", "a"]);
+        assert_eq!(names(&["a"]), ["a", "d", "b", "c"], "unassigned older ones come after it");
+        assert_eq!(names(&["a", "c"]), ["c", "a", "d", "b"]);
+    }
+
+    #[test]
+    fn profiles_in_specs_are_assigned() {
+        let claim = json!({ "name": "p", "digest": format!("sha256:{}", "0f".repeat(32)) });
+        let node = |profiles: Value| {
+            let spec = json!({ "nodeName": "n1", "profiles": profiles });
+            Arc::new(CacheNode::new("n1", serde_json::from_value(spec).expect("a spec")))
+        };
+        assert_eq!(claimed(&[node(json!([])), node(json!([claim]))]), BTreeSet::from(["p".to_owned()]));
+        assert!(claimed(&[node(json!([]))]).is_empty());
+    }
+}

@@ -1,0 +1,128 @@
+//! Isolation salts of a cluster's tenants: Secret `<cluster>-salts` with an entry for each tenant, which agents mount.
+//!
+//! A salt is created when its CacheTenant first applies to the cluster. It is never changed, and it outlives the
+//! CacheTenant: with another salt, none of the tenant's blocks would be found.
+//!
+//! Invariant: an entry is added to the Secret's version that lacks it. If two operators add one at the same time, the
+//! API server rejects one of them, which then retries.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use kube::ResourceExt;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use reprise_crds::{CacheTenant, KVCacheCluster, OPERATOR_FIELD_MANAGER};
+use reprise_policy::TenantSalt;
+use serde_json::json;
+
+use crate::framework::error::OperatorError;
+use crate::framework::labels::CLUSTER_UID;
+use crate::framework::metrics::Write;
+use crate::reconcile::cluster::build::metadata;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::{ClusterNames, Component};
+
+/// Creates the missing salts of a cluster's tenants.
+///
+/// # Errors
+/// The API server rejected a call, or another component has created a Secret of this name.
+pub(crate) async fn ensure(
+    cluster: &KVCacheCluster,
+    tenants: &[Arc<CacheTenant>],
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let names = ClusterNames::of(cluster);
+    let name = names.salts();
+    let tenants: Vec<String> = tenants.iter().map(|tenant| tenant.name_any()).collect();
+    let known = context.stores.secrets.get(&names.namespace, &name);
+    let has = |tenant: &String| known.as_ref().is_some_and(|secret| secret.data["data"][tenant].is_string());
+    if tenants.iter().all(has) {
+        return Ok(());
+    }
+    let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
+    // The watch may be behind, so its state does not show which salts are missing.
+    let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
+    if stored.as_ref().is_some_and(|secret| secret.labels().get(CLUSTER_UID) != Some(&names.uid)) {
+        return Err(OperatorError::Identity(format!(
+            "Secret {name} is not the cluster's: delete it, so that the operator creates the salts of its tenants"
+        )));
+    }
+    let present = stored.as_ref().and_then(|secret| secret.data.clone()).unwrap_or_default();
+    let added = missing(&present, &tenants, || TenantSalt::new(rand::random()));
+    if added.is_empty() {
+        return Ok(());
+    }
+    let written = match stored {
+        None => {
+            let secret = secret(cluster, &names, added)?;
+            let params = PostParams {
+                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
+                ..PostParams::default()
+            };
+            secrets.create(&params, &secret).await
+        }
+        Some(stored) => {
+            let patch =
+                json!({ "metadata": { "resourceVersion": stored.resource_version() }, "data": added });
+            let params = PatchParams {
+                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
+                ..PatchParams::default()
+            };
+            secrets.patch(&name, &params, &Patch::Merge(&patch)).await
+        }
+    };
+    written.map_err(OperatorError::api(format!("write Secret {name}")))?;
+    context.metrics.record_write("Secret", Write::Apply);
+    Ok(())
+}
+
+/// Returns a salt for each tenant that has none. Present salts never change.
+fn missing(
+    present: &BTreeMap<String, ByteString>,
+    tenants: &[String],
+    random: impl Fn() -> TenantSalt,
+) -> BTreeMap<String, ByteString> {
+    let lacking = tenants.iter().filter(|tenant| !present.contains_key(*tenant));
+    lacking
+        .map(|tenant| (tenant.clone(), ByteString(format!("{}\n", random().to_hex()).into_bytes())))
+        .collect()
+}
+
+fn secret(
+    cluster: &KVCacheCluster,
+    names: &ClusterNames,
+    data: BTreeMap<String, ByteString>,
+) -> Result<Secret, OperatorError> {
+    let metadata = metadata(cluster, names, Component::Agent, &names.salts());
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data,
+    });
+    serde_json::from_value(secret).map_err(|error| OperatorError::Identity(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn each_tenant_gets_one_salt_that_never_changes() {
+        let tenants = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let count = Cell::new(0);
+        let next = || {
+            count.set(count.get() + 1);
+            TenantSalt::new([count.get(); 32])
+        };
+        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), next);
+        let salt = |name: &str| {
+            let text = String::from_utf8(first[name].0.clone()).expect("text");
+            TenantSalt::from_hex(&text).expect("the form of an agent's file")
+        };
+        assert_ne!(salt("a"), salt("b"));
+        let more = missing(&first, &tenants(&["a", "c"]), next);
+        assert_eq!(more.keys().collect::<Vec<_>>(), ["c"]);
+    }
+}

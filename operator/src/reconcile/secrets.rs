@@ -1,0 +1,220 @@
+//! Secrets of clusters, watched by name: RBAC then permits the operator to read these names only.
+//!
+//! The first reconcile of a cluster starts one watch for each of its Secrets, and waits until their state is known. A
+//! change reconciles the cluster. A watch ends when its cluster is gone and the Secret changes, which its garbage
+//! collection does.
+//!
+//! For a cluster outside of the chart, the operator may lack the permission. The API server then rejects the watches,
+//! which are retried: they succeed once the permission is granted, and reconcile the cluster.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::future::join_all;
+use kube::api::DynamicObject;
+use kube::core::Status;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Client, ResourceExt};
+use reprise_crds::status::Reason;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::framework::child::ChildKind;
+use crate::framework::children::api;
+use crate::framework::labels::CLUSTER_UID;
+use crate::framework::refusal::Refusal;
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::stores::Stores;
+use crate::reconcile::watch::{Triggers, WATCH_LOST, WatchBackoff};
+
+/// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
+const KNOWN_WITHIN: Duration = Duration::from_secs(5);
+
+/// HTTP status code of requests that the operator has no permission for.
+const FORBIDDEN: u16 = 403;
+
+/// Namespace and name of a Secret.
+type Key = (String, String);
+
+/// State of a Secret.
+#[derive(Clone, Debug, Default)]
+enum State {
+    /// The watch has not delivered it yet.
+    #[default]
+    Unknown,
+    /// The Secret does not exist.
+    Absent,
+    Present(Arc<DynamicObject>),
+    /// Another component has created it.
+    Foreign,
+    /// The operator has no permission to read it; the API server's message.
+    Forbidden(String),
+}
+
+/// Watches of the Secrets of all clusters.
+#[derive(Debug, Default)]
+pub struct Secrets {
+    watched: Mutex<HashMap<Key, watch::Receiver<State>>>,
+}
+
+/// Parts of the operator that a watch needs.
+struct Watching {
+    client: Client,
+    stores: Arc<Stores>,
+    triggers: Arc<Triggers>,
+    names: ClusterNames,
+}
+
+impl Secrets {
+    /// Returns a Secret as its watch last reported it; `None` if it does not exist, or is not watched.
+    pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<DynamicObject>> {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone();
+        match state {
+            State::Present(secret) => Some(secret),
+            State::Unknown | State::Absent | State::Foreign | State::Forbidden(_) => None,
+        }
+    }
+
+    /// Whether the watch has reported that a Secret does not exist.
+    pub fn is_absent(&self, namespace: &str, name: &str) -> bool {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = watched.get(&(namespace.to_owned(), name.to_owned()));
+        state.is_some_and(|state| matches!(*state.borrow(), State::Absent))
+    }
+
+    /// Returns a refusal if the operator has no permission to read a Secret of a cluster.
+    pub fn forbidden(&self, names: &ClusterNames) -> Option<Refusal> {
+        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let message = secrets_of(names).into_iter().find_map(|name| {
+            match &*watched.get(&(names.namespace.clone(), name))?.borrow() {
+                State::Forbidden(message) => Some(message.clone()),
+                _ => None,
+            }
+        })?;
+        Some(refusal(names, &message))
+    }
+
+    /// Watches the Secrets of a cluster, and waits until their state is known.
+    pub async fn follow(
+        &self,
+        names: &ClusterNames,
+        client: &Client,
+        (stores, triggers): (&Arc<Stores>, &Arc<Triggers>),
+    ) {
+        let states = secrets_of(names).map(|name| {
+            let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+            // Watches that have ended.
+            watched.retain(|_, state| state.has_changed().is_ok());
+            let start = || {
+                let (sender, state) = watch::channel(State::Unknown);
+                let watching = Watching {
+                    client: client.clone(),
+                    stores: Arc::clone(stores),
+                    triggers: Arc::clone(triggers),
+                    names: names.clone(),
+                };
+                tokio::spawn(watching.run(name.clone(), sender));
+                state
+            };
+            watched.entry((names.namespace.clone(), name.clone())).or_insert_with(start).clone()
+        });
+        let known = states.map(|mut state| async move {
+            // An error means that the watch has ended.
+            let _ = state.wait_for(|state| !matches!(state, State::Unknown)).await;
+        });
+        // Readers handle an unknown state.
+        let _ = timeout(KNOWN_WITHIN, join_all(known)).await;
+    }
+}
+
+/// Names of a cluster's Secrets.
+fn secrets_of(names: &ClusterNames) -> [String; 5] {
+    [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()]
+}
+
+/// The refusal of a cluster whose Secrets the operator may not read.
+pub(crate) fn refusal(names: &ClusterNames, message: &str) -> Refusal {
+    let message = format!(
+        "the operator has no permission for the cluster's Secrets: add {{namespace: {}, name: {}}} to the value rbac.clusters \
+         of the chart, and upgrade the release: {message}",
+        names.namespace, names.name
+    );
+    Refusal::new(Reason::Forbidden, message)
+}
+
+/// Returns the answer of the API server if it rejects a watch because a permission is missing.
+fn missing_permission(error: &watcher::Error) -> Option<&Status> {
+    let status = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status)) => status,
+        watcher::Error::WatchError(status) => status,
+        _ => return None,
+    };
+    (status.code == FORBIDDEN).then_some(status)
+}
+
+impl Watching {
+    async fn run(self, name: String, sender: watch::Sender<State>) {
+        let secrets = api(&self.client, ChildKind::Secret, Some(&self.names.namespace));
+        let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
+        let mut events = watcher(secrets, only).backoff(WatchBackoff::default()).boxed();
+        let mut is_listed = false;
+        while let Some(event) = events.next().await {
+            let state = match event {
+                Ok(watcher::Event::Init) => {
+                    is_listed = false;
+                    continue;
+                }
+                Ok(watcher::Event::InitApply(secret) | watcher::Event::Apply(secret)) => {
+                    is_listed = true;
+                    match secret.labels().get(CLUSTER_UID) {
+                        Some(uid) if *uid == self.names.uid => State::Present(Arc::new(secret)),
+                        _ => State::Foreign,
+                    }
+                }
+                Ok(watcher::Event::InitDone) => {
+                    tracing::info!(recovered = WATCH_LOST, secret = name, "watch established");
+                    if is_listed {
+                        continue;
+                    }
+                    State::Absent
+                }
+                Ok(watcher::Event::Delete(_)) => State::Absent,
+                Err(error) => {
+                    let is_known = matches!(*sender.borrow(), State::Forbidden(_));
+                    let Some(status) = missing_permission(&error) else {
+                        tracing::warn!(condition = WATCH_LOST, %error, secret = name, "watch lost; restarting it");
+                        continue;
+                    };
+                    if is_known {
+                        if self.stores.cluster_by_uid(&self.names.uid).is_none() {
+                            return;
+                        }
+                        continue;
+                    }
+                    let (namespace, error) = (&self.names.namespace, &status.message);
+                    tracing::warn!(
+                        condition = WATCH_LOST,
+                        error,
+                        namespace,
+                        secret = name,
+                        "no permission for a Secret"
+                    );
+                    State::Forbidden(status.message.clone())
+                }
+            };
+            let was_known = !matches!(*sender.borrow(), State::Unknown);
+            sender.send_replace(state);
+            let cluster = self.stores.cluster_by_uid(&self.names.uid);
+            match cluster {
+                Some(cluster) if was_known => self.triggers.enqueue_cluster(&cluster).await,
+                Some(_) => {}
+                None => return,
+            }
+        }
+    }
+}

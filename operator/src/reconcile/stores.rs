@@ -1,0 +1,185 @@
+//! The operator's copy of the API server's objects, filled by watches, and the assignment computed from it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use k8s_openapi::api::core::v1::{Namespace, Node};
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::reflector::{ObjectRef, Store, store};
+use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
+use tokio::sync::Notify;
+
+use crate::framework::child_stores::{ChildStores, ChildWriters};
+use crate::reconcile::assignment::Assignment;
+use crate::reconcile::assignment::current::CurrentAssignment;
+use crate::reconcile::secrets::Secrets;
+
+/// Readers of all stores.
+#[derive(Debug)]
+pub struct Stores {
+    /// All KVCacheClusters of the Kubernetes cluster.
+    pub clusters: Store<KVCacheCluster>,
+    /// All SSDPools of the Kubernetes cluster.
+    pub pools: Store<SSDPool>,
+    /// All CacheTenants of the Kubernetes cluster.
+    pub tenants: Store<CacheTenant>,
+    /// All SlackProfiles of the Kubernetes cluster.
+    pub profiles: Store<SlackProfile>,
+    /// All GPUQueueAllocations of the Kubernetes cluster.
+    pub allocations: Store<GPUQueueAllocation>,
+    /// All Kubernetes nodes, without managed fields.
+    pub nodes: Store<Node>,
+    /// All namespaces. Tenants select them by label.
+    pub namespaces: Store<Namespace>,
+    /// All CacheNodes, one per node with an agent.
+    pub cache_nodes: Store<CacheNode>,
+    /// Secrets of clusters.
+    pub secrets: Secrets,
+    /// Objects that the operator created, by kind, without Secrets.
+    pub children: Arc<ChildStores>,
+    /// Wakes the task that deletes orphaned objects.
+    orphans: Notify,
+    /// Version of the assignment's inputs, incremented on each change.
+    version: AtomicU64,
+    assignment: Mutex<CachedAssignment>,
+}
+
+/// An assignment and the inputs that it was computed from.
+#[derive(Debug, Default)]
+struct CachedAssignment {
+    /// Version of the inputs.
+    version: u64,
+    /// What nodes had at that time.
+    current: CurrentAssignment,
+    assignment: Arc<Assignment>,
+}
+
+/// Writers of all stores, for the watches.
+#[derive(Debug)]
+pub struct Writers {
+    pub(crate) clusters: Writer<KVCacheCluster>,
+    pub(crate) pools: Writer<SSDPool>,
+    pub(crate) tenants: Writer<CacheTenant>,
+    pub(crate) profiles: Writer<SlackProfile>,
+    pub(crate) allocations: Writer<GPUQueueAllocation>,
+    pub(crate) nodes: Writer<Node>,
+    pub(crate) namespaces: Writer<Namespace>,
+    pub(crate) cache_nodes: Writer<CacheNode>,
+    pub(crate) children: ChildWriters,
+}
+
+impl Stores {
+    /// Creates empty stores and their writers.
+    pub fn new() -> (Stores, Writers) {
+        let (clusters, cluster_writer) = store();
+        let (pools, pool_writer) = store();
+        let (tenants, tenant_writer) = store();
+        let (profiles, profile_writer) = store();
+        let (allocations, allocation_writer) = store();
+        let (nodes, node_writer) = store();
+        let (namespaces, namespace_writer) = store();
+        let (cache_nodes, cache_node_writer) = store();
+        let (children, child_writers) = ChildStores::new();
+        let stores = Stores {
+            clusters,
+            pools,
+            tenants,
+            profiles,
+            allocations,
+            nodes,
+            namespaces,
+            cache_nodes,
+            secrets: Secrets::default(),
+            children: Arc::new(children),
+            orphans: Notify::new(),
+            version: AtomicU64::new(1),
+            assignment: Mutex::default(),
+        };
+        let writers = Writers {
+            clusters: cluster_writer,
+            pools: pool_writer,
+            tenants: tenant_writer,
+            profiles: profile_writer,
+            allocations: allocation_writer,
+            nodes: node_writer,
+            namespaces: namespace_writer,
+            cache_nodes: cache_node_writer,
+            children: child_writers,
+        };
+        (stores, writers)
+    }
+
+    /// Waits until every store has been filled once.
+    ///
+    /// # Errors
+    /// A watch has ended, because the process is ending.
+    pub async fn wait_until_ready(&self) -> Result<(), kube::runtime::reflector::store::WriterDropped> {
+        self.clusters.wait_until_ready().await?;
+        self.pools.wait_until_ready().await?;
+        self.tenants.wait_until_ready().await?;
+        self.profiles.wait_until_ready().await?;
+        self.allocations.wait_until_ready().await?;
+        self.nodes.wait_until_ready().await?;
+        self.namespaces.wait_until_ready().await?;
+        self.cache_nodes.wait_until_ready().await?;
+        self.children.wait_until_ready().await
+    }
+
+    /// Marks the assignment as outdated, because one of its inputs changed.
+    pub fn invalidate_assignment(&self) {
+        self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Wakes the task that deletes orphaned objects.
+    pub fn notify_orphans(&self) {
+        self.orphans.notify_one();
+    }
+
+    /// Waits for the next call of [`Stores::notify_orphans`].
+    pub async fn wait_for_orphans(&self) {
+        self.orphans.notified().await;
+    }
+
+    /// Returns the assignment of the stored objects, computing it again only if inputs have changed.
+    pub fn assignment(&self) -> Arc<Assignment> {
+        let version = self.version.load(Ordering::Acquire);
+        let mut cached = self.assignment.lock().unwrap_or_else(PoisonError::into_inner);
+        if cached.version != version {
+            let current = CurrentAssignment::from_cache_nodes(&self.cache_nodes.state());
+            let assignment = Assignment::compute(
+                &self.clusters.state(),
+                &self.pools.state(),
+                &self.nodes.state(),
+                &current,
+            );
+            *cached = CachedAssignment { version, current, assignment: Arc::new(assignment) };
+        }
+        Arc::clone(&cached.assignment)
+    }
+
+    /// Handles a changed `CacheNode`: a node that no longer has something may resolve a conflict. Returns
+    /// whether the assignment changed.
+    pub fn cache_node_changed(&self, node: &str) -> bool {
+        let before = {
+            let cached = self.assignment.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = self.cache_nodes.get(&ObjectRef::new(node));
+            if !cached.assignment.is_contested || !cached.current.has_lost(node, now.as_deref()) {
+                return false;
+            }
+            Arc::clone(&cached.assignment)
+        };
+        self.invalidate_assignment();
+        *self.assignment() != *before
+    }
+
+    /// Returns a cluster by `namespace/name`.
+    pub fn cluster(&self, key: &str) -> Option<Arc<KVCacheCluster>> {
+        let (namespace, name) = key.split_once('/')?;
+        self.clusters.get(&ObjectRef::new(name).within(namespace))
+    }
+
+    /// Returns a cluster by its unique id.
+    pub fn cluster_by_uid(&self, uid: &str) -> Option<Arc<KVCacheCluster>> {
+        self.clusters.find(|cluster| cluster.metadata.uid.as_deref() == Some(uid))
+    }
+}

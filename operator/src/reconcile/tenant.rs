@@ -1,0 +1,116 @@
+//! `CacheTenant`: validates it, checks that reservations fit, sets its budget at the control planes of its
+//! clusters, and reports its usage. Limits per node and the assignment of pods reach the agents through the
+//! children of clusters ([`crate::reconcile::cluster`]), so nothing is built here.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::Api;
+use kube::runtime::controller::Action;
+use reprise_crds::CacheTenant;
+
+use crate::framework::clock;
+use crate::framework::error::OperatorError;
+use crate::framework::finalizers::{self, Finalizer, FinalizerOutcome, ObjectState, try_set};
+use crate::reconcile::cluster::REPORT_TIMEOUT;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
+
+pub mod budget;
+pub mod dereference;
+pub mod pods;
+pub mod status;
+pub mod usage;
+pub mod validate;
+
+/// Polling interval while nodes apply the assignment of pods, which takes about a minute.
+const PODS_POLL_INTERVAL: Duration = Duration::from_secs(5);
+
+/// What a blocked deletion waits for.
+const WAITED_FOR: &str = "its budgets and blocks to be removed";
+
+/// Sets a tenant's budget at the control planes and updates its status.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Result<Action, OperatorError> {
+    let api: Api<CacheTenant> = Api::all(context.client.clone());
+    let refused = validate::validate(&tenant);
+    let ours = budget::owns_budgets(&tenant);
+    let is_deleting = tenant.metadata.deletion_timestamp.is_some();
+    let mut forbidden = None;
+    if !is_deleting && refused.is_none() {
+        match ensure_finalizer(&tenant, ours, &api, &context).await? {
+            None => {}
+            Some((_, FinalizerOutcome::Done(_))) => return Ok(Action::await_change()),
+            Some((finalizer, FinalizerOutcome::Forbidden(refused))) => forbidden = Some((finalizer, refused)),
+        }
+    }
+    let results = budget::sync(&tenant, refused.as_ref(), &context).await;
+    if budget::is_purged(&tenant, &results) {
+        // Publish the event before removing the finalizer, because the object may be deleted with it. If the
+        // finalizer cannot be removed, publish it once.
+        if context.forbidden_writes.recent(&*tenant, PURGE_FINALIZER).is_none() {
+            let finding = status::purged(
+                &budget::purged_clusters(&tenant, &results),
+                &budget::skipped_clusters(&tenant, &context),
+            );
+            crate::framework::status::publish_event(&context, &*tenant, &finding).await;
+        }
+        match try_set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await? {
+            // The zero budget is removed in the next reconcile.
+            FinalizerOutcome::Done(_) => return Ok(Action::await_change()),
+            FinalizerOutcome::Forbidden(refused) => forbidden = Some((PURGE_FINALIZER, refused)),
+        }
+    }
+    let is_withdrawn = budget::is_withdrawn(&tenant, refused.as_ref(), &results);
+    let finalizer = if ours && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
+    match try_set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await? {
+        FinalizerOutcome::Done(ObjectState::Gone) if !budget::is_purging(&tenant) => {
+            return Ok(Action::await_change());
+        }
+        FinalizerOutcome::Done(_) => {}
+        FinalizerOutcome::Forbidden(refused) => forbidden = Some((BUDGET_FINALIZER, refused)),
+    }
+    let checks = dereference::dereference(&tenant, &context);
+    let measured = usage::measure(&tenant, &context).await;
+    let bindings = pods::binding_status(&tenant, &context);
+    let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
+    let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), pods);
+    let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
+    fresh.usage = report.usage;
+    findings.extend(report.findings);
+    findings.extend(forbidden.map(|(finalizer, refused)| {
+        finalizers::forbidden_condition(&*tenant, finalizer, WAITED_FOR, &refused)
+    }));
+    let write = crate::framework::status::StatusWrite {
+        object: &*tenant,
+        api: &api,
+        before: tenant.status.as_ref(),
+        findings: &findings,
+    };
+    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    // Capacities change with reports of many nodes, so they are polled instead of watched.
+    let awaited = if pods::is_awaited(&bindings) { PODS_POLL_INTERVAL } else { REPORT_TIMEOUT };
+    let next = budget::next_check(&results).unwrap_or(REPORT_TIMEOUT).min(report.next).min(awaited);
+    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+}
+
+/// Adds a missing finalizer before any control plane is changed. One per reconcile: the change triggers the
+/// next one. Returns `None` if the tenant has all finalizers that it needs.
+async fn ensure_finalizer(
+    tenant: &CacheTenant,
+    ours: bool,
+    api: &Api<CacheTenant>,
+    context: &Context,
+) -> Result<Option<(&'static str, FinalizerOutcome)>, OperatorError> {
+    let purges = budget::wants_purge(tenant);
+    let (finalizer, wanted) = if !ours && (purges || budget::desired(tenant).is_some()) {
+        (BUDGET_FINALIZER, Finalizer::Present)
+    } else if purges != budget::has_purge(tenant) {
+        (PURGE_FINALIZER, if purges { Finalizer::Present } else { Finalizer::Absent })
+    } else {
+        return Ok(None);
+    };
+    Ok(Some((finalizer, try_set(context, tenant, api, finalizer, wanted).await?)))
+}

@@ -1,0 +1,65 @@
+//! Validates a tenant.
+
+use reprise_crds::CacheTenant;
+use reprise_crds::status::Reason;
+use reprise_crds::tenant::{Isolation, Quotas};
+
+use crate::framework::refusal::Refusal;
+
+/// Returns why a tenant is rejected; `None` if it is accepted.
+pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
+    let spec = &tenant.spec;
+    let refuse = |message: String| Some(Refusal::new(Reason::Unsupported, message));
+    if spec.isolation != Isolation::Salted {
+        return refuse(format!(
+            "isolation {} is not supported by this release: create a CacheTenant with Salted",
+            spec.isolation
+        ));
+    }
+    if let Some(message) = unreadable(&spec.budget) {
+        return Some(Refusal::new(Reason::InvalidSpec, message));
+    }
+    if spec.max_gpu_queue_pairs.is_some() {
+        return refuse("maxGpuQueuePairs is not supported by this release: remove it".to_owned());
+    }
+    None
+}
+
+/// Returns the error of a budget quantity that cannot be parsed.
+fn unreadable(budget: &Quotas) -> Option<String> {
+    let Quotas { dram, ssd } = budget;
+    let reserved = [("dram.reserved", Some(&dram.reserved)), ("ssd.reserved", Some(&ssd.reserved))];
+    let limits = [("dram.limit", dram.limit.as_ref()), ("ssd.limit", ssd.limit.as_ref())];
+    reserved.into_iter().chain(limits).find_map(|(field, amount)| {
+        let error = amount?.bytes().err()?;
+        Some(format!("budget.{field}: {error}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn rejects_unsupported_settings() {
+        let refused = |spec: serde_json::Value| {
+            let spec = serde_json::from_value(spec).expect("a spec");
+            validate(&CacheTenant::new("t", spec)).map(|refused| refused.message).unwrap_or_default()
+        };
+        assert_eq!(refused(json!({ "perNode": { "ssd": { "limit": "1Gi" } }, "number": 7 })), "");
+        assert_eq!(refused(json!({ "namespaceSelector": {} })), "");
+        for policy in ["Orphan", "Purge"] {
+            let spec = json!({ "budget": { "ssd": { "limit": "1Gi" } }, "deletionPolicy": policy });
+            assert_eq!(refused(spec), "");
+        }
+        for (spec, message) in [
+            (json!({ "isolation": "Shared" }), "isolation Shared"),
+            (json!({ "budget": { "ssd": { "limit": "99999999999Ei" } } }), "budget.ssd.limit"),
+            (json!({ "maxGpuQueuePairs": 1 }), "maxGpuQueuePairs"),
+        ] {
+            assert!(refused(spec.clone()).starts_with(message), "{spec}");
+        }
+    }
+}
