@@ -112,6 +112,7 @@ fn memory_passes_to_another_tenant_out_of_reach_of_old_descriptors_and_blocks_st
     let renewed = agent.admin().counter("regions_renewed") as usize;
     assert!(renewed >= 2, "{:?}", agent.admin().counters());
     let current = memory_files(&mut agent);
+    assert_eq!(current.len(), old.len(), "the agent closes old memory");
     let of_tenant = mapped(&current);
     assert!(objects_in(&of_tenant, &of_b) > 0, "the scan finds objects of the tenant");
     assert_eq!(objects_in(&of_tenant, &of_a), 0, "bytes of the former tenant in the memory of the next");
