@@ -62,7 +62,20 @@ impl Engine {
     pub fn connect_as(socket: &Path, layout: Layout, tenant: &str) -> Result<Engine, ClientError> {
         let tenant: TenantName = tenant.parse().expect("tests use valid tenant names");
         configuration::provide_salt(socket, &tenant).expect("the folder is the test's");
-        let options = ConnectOptions::new(socket, NAMESPACE, layout).tenant(tenant).call_timeout(PATIENCE);
+        Engine::connect_with_salt(socket, layout, &tenant)
+    }
+
+    /// Opens a session of a tenant, whose salt the agent must have.
+    ///
+    /// # Errors
+    /// As `Client::connect`.
+    pub fn connect_with_salt(
+        socket: &Path,
+        layout: Layout,
+        tenant: &TenantName,
+    ) -> Result<Engine, ClientError> {
+        let options = ConnectOptions::new(socket, NAMESPACE, layout).tenant(tenant.clone());
+        let options = options.call_timeout(PATIENCE);
         Client::connect(options).map(|client| Engine { client })
     }
 

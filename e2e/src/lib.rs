@@ -38,6 +38,7 @@ pub mod host;
 pub mod kubernetes;
 pub mod logs;
 pub mod operator;
+pub mod rank_sum;
 pub mod raw;
 pub mod relay;
 pub mod ring_blocks;

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use reprise_identity::TlsSettings;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionPolicy;
-use reprise_policy::{ByteSize, Interval, TenantName};
+use reprise_policy::{ByteSize, Interval};
 use serde::Deserialize;
 
 use crate::error::{AgentError, ErrorKind};
@@ -34,7 +34,7 @@ pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
 };
-pub(crate) use tenants::TenantSettings;
+pub(crate) use tenants::{TenantSection, TenantSettings};
 
 /// Maximum size of a configuration file. A larger one is a mistake, for example the path of a device.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -181,28 +181,6 @@ pub(crate) struct CacheSection {
     pub(crate) arena_unsaved_permille: u16,
     pub(crate) arena_session_permille: u16,
     pub(crate) arena_serves_permille: u16,
-}
-
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct TenantSection {
-    pub(crate) name: TenantName,
-    /// Number stored with its blocks on devices; derived from the name by default.
-    #[serde(default)]
-    pub(crate) number: Option<u16>,
-    #[serde(default)]
-    pub(crate) dram: QuotaSection,
-    #[serde(default)]
-    pub(crate) nvme: QuotaSection,
-}
-
-/// Guaranteed and maximum bytes of a tenant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(crate) struct QuotaSection {
-    pub(crate) reserved: ByteSize,
-    /// Absent: the tenant has no limit.
-    pub(crate) limit: Option<ByteSize>,
 }
 
 /// When committed blocks are written to devices.
@@ -397,6 +375,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # [[tenants]]
 # name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions without a tenant use "default"
 # number = 7               # stored with its blocks on devices; derived from the name by default
+# uids = ["2000-2999"]     # its sessions' users; with `uids` or `gids` (primary groups), others may not use the tenant
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}
 

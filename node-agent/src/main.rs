@@ -36,6 +36,7 @@ mod modes;
 mod peer;
 mod queue_grants;
 mod recorder;
+mod region_renewer;
 mod runtime;
 mod session;
 mod slack;

@@ -51,7 +51,8 @@ use crate::modes::Modes;
 use crate::peer;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::Recorder;
-use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings, TenantSalts};
+use crate::region_renewer::RegionRenewer;
+use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings, TenantSalts, own_uid};
 use crate::slack::ActiveProfiles;
 
 /// Time limit for writing blocks at shutdown: two batches of 64 MiB to the slowest usable disk (50 MB/s).
@@ -183,6 +184,7 @@ impl Runtime {
             peers: peers.clone(),
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
+            region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
             queue_grants: queue_grants.clone(),
         };
@@ -207,6 +209,7 @@ impl Runtime {
             node: settings.node.name.clone(),
             root: "/".into(),
             identity,
+            users: settings.session.users.clone().with_privileged([0, own_uid()?]),
             salts: TenantSalts::within(settings.session.salts.clone()),
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),

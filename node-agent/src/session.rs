@@ -31,6 +31,7 @@ mod manage;
 mod outbound;
 mod queue_calls;
 mod salts;
+mod users;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -61,9 +62,10 @@ use queue_calls::QueueCalls;
 
 pub(crate) use frame::{DESCRIPTORS_PER_PART, DESCRIPTORS_WAITING_MAX};
 pub(crate) use identity::{Identity, Review};
-pub(crate) use listener::{SessionServer, SessionServerSettings};
+pub(crate) use listener::{SessionServer, SessionServerSettings, own_uid};
 pub(crate) use queue_calls::CALLS_WAITING_MAX;
 pub(crate) use salts::TenantSalts;
+pub(crate) use users::{Ids, TenantUsers};
 
 /// Maximum number of sessions: 8 GPUs × 32 processes of engines, tools and tests. Each has two threads,
 /// or three with queue pairs.
@@ -110,8 +112,8 @@ pub(crate) struct Peer {
     pub(crate) tenant: TenantName,
     /// Process id when it connected.
     pub(crate) pid: i32,
-    /// User id when it connected.
-    pub(crate) uid: u32,
+    /// User and group when it connected.
+    pub(crate) ids: Ids,
     /// Place of the GPU that its greeting states.
     pub(crate) gpu: Option<DevicePlace>,
     /// Layout from its greeting.
@@ -127,6 +129,8 @@ pub(crate) struct SessionContext {
     pub(crate) root: PathBuf,
     /// Verifies tenants of sessions; `None`: tenants are not verified.
     pub(crate) identity: Option<Identity>,
+    /// Users and groups of tenants.
+    pub(crate) users: TenantUsers,
     /// Isolation salts, which sessions receive.
     pub(crate) salts: TenantSalts,
     /// Names and numbers of tenants; locked briefly by each greeting.

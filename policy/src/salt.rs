@@ -4,7 +4,7 @@
 //! blocks derive from that digest, so only holders of the salt can compute them. All nodes of a cluster need the same
 //! salt of a tenant, because replicas are found by key. The tenant `default` has no salt.
 //!
-//! Out of scope: where salts are stored, and who receives them.
+//! Out of scope: storage and distribution of salts.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ impl TenantSalt {
         TenantSalt(bytes)
     }
 
-    /// Returns the secret.
+    /// Returns the secret bytes of the salt.
     pub fn secret(&self) -> &[u8; TenantSalt::SIZE] {
         &self.0
     }

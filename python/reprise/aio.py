@@ -46,7 +46,6 @@ class AsyncClient:
         namespace: Namespace,
         layout: Layout,
         *,
-        tenant: str = "default",
         token_file: str | PathLike[str] | None = None,
         name: str = "python",
         timeout: float = 5.0,
@@ -55,7 +54,7 @@ class AsyncClient:
         pool = _new_pool()
 
         def connect() -> Client:
-            return Client(socket, namespace, layout, tenant=tenant, token_file=token_file, name=name, timeout=timeout)
+            return Client(socket, namespace, layout, token_file=token_file, name=name, timeout=timeout)
 
         try:
             client = await asyncio.get_running_loop().run_in_executor(pool, connect)

@@ -121,9 +121,7 @@ class SharedOptions:
         Raises:
             Version, Forbidden, BadRequest: the agent permanently rejects these blocks; the message has the remedy.
         """
-        session = Session(
-            self.socket, namespace, layout, token_file=self.token_file or None, name=name
-        )
+        session = Session(self.socket, namespace, layout, token_file=self.token_file or None, name=name)
         try:
             session.check(REFUSAL_WAIT_S)
         except BaseException:

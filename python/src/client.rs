@@ -53,9 +53,8 @@ impl Client {
         timeout: f64,
     ) -> PyResult<Client> {
         let timeout = seconds("timeout", timeout)?;
-        let options = connect_options(socket, namespace, layout, token_file)?
-            .client_name(name)
-            .call_timeout(timeout);
+        let options =
+            connect_options(socket, namespace, layout, token_file)?.client_name(name).call_timeout(timeout);
         let client =
             py.detach(|| reprise_client::Client::connect(options)).map_err(|error| exception(&error))?;
         Ok(Client { client, timeout })

@@ -231,14 +231,8 @@ impl Namespace {
         tenant: Option<TenantKeys>,
     ) -> PyResult<Namespace> {
         let layout = layout.clone();
-        let spec = NamespaceSpec {
-            model,
-            revision,
-            layout: layout.0,
-            hash_algorithm,
-            hash_seed,
-            engine_format,
-        };
+        let spec =
+            NamespaceSpec { model, revision, layout: layout.0, hash_algorithm, hash_seed, engine_format };
         let tenant = tenant.map_or_else(|| TenantKeys::new("default"), Ok)?;
         Ok(Namespace { layout, digest: spec.digest(), tenant })
     }

@@ -80,6 +80,10 @@ class Process:
         self.start()
 
 
+SALTED_TENANT = "team-a"
+"""Tenant besides the default one, with a salt on each agent."""
+
+
 @dataclass
 class Agent(Process):
     """Agent of a node."""
@@ -122,8 +126,13 @@ class Cluster:
         home.mkdir(parents=True, exist_ok=True)
         kind = "emulated" if self.lends == "queues" else "path"
         socket, device, config = home / "agent.sock", home / "pool", home / "agent.toml"
+        salts = home / "salts"
+        salts.mkdir(exist_ok=True)
+        salt = salts / SALTED_TENANT
+        salt.touch(mode=0o600)
+        salt.write_text("5a" * 32)
         config.write_text(
-            f'[node]\nname = "{home.name}"\n[session]\nsocket = {quoted(socket)}\n'
+            f'[node]\nname = "{home.name}"\n[session]\nsocket = {quoted(socket)}\nsalts = {quoted(salts)}\n'
             f"{SESSIONS[self.lends]}"
             f'[arena]\nbytes = "{arena}"\nregion_bytes = "{min(arena, 64 * MIB)}"\n'
             f'[pool]\nreserve_bytes = "1MiB"\ndevices = [{{ {kind} = {quoted(device)}, bytes = "{pool}" }}]\n'

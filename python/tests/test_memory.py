@@ -113,7 +113,7 @@ def test_keys_of_a_tenant_need_the_salt_that_its_session_learns(layout: Layout) 
     assert namespace(own) != default
     assert block_keys(namespace(own), hashes) == block_keys(namespace(own), hashes)
     assert len({block_keys(namespace(tenant), hashes) for tenant in (None, own, TenantKeys("team-a"))}) == 3
-    with pytest.raises(ValueError, match="invalid tenant 'A b'"):
+    with pytest.raises(ValueError, match='invalid tenant "A b"'):
         TenantKeys("A b")
 
 

@@ -27,9 +27,9 @@ metadata: { name: team-b }
 spec: { namespaceSelector: { matchLabels: { team: b } } }
 ";
 
-/// Bound on the kubelet's delivery of a ConfigMap: its sync period plus its cache's age, at most a minute
+/// Bound on the kubelet's delivery of a ConfigMap or Secret: its sync period plus its cache's age, at most a minute
 /// each.
-const BOUND_WITHIN: Duration = Duration::from_secs(180);
+pub(crate) const BOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Interval between polls that each start a process.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -80,8 +80,8 @@ fn start(cluster: &Cluster, space: &str, name: &str, credentials: Credentials) {
         Credentials::NameOnly => "",
     };
     let tenant = if credentials == Credentials::Both { "$(REPRISE_TENANT)" } else { "team-b" };
-    // A rejected client retries until then: the agent may not have the binding yet.
-    let within = if credentials == Credentials::Both { "30s" } else { "5s" };
+    // A rejected client retries until then: the agent may not have the binding or the salt yet.
+    let within = if credentials == Credentials::Both { "180s" } else { "5s" };
     cluster.apply(&format!(
         r#"
 apiVersion: v1

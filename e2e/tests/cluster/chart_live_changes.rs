@@ -11,11 +11,12 @@ use reprise_e2e::kubernetes::release::{Component, PODS_WITHIN, Pod, example};
 use reprise_e2e::kubernetes::{Cluster, Release};
 use reprise_e2e::seed::print_line;
 use reprise_e2e::{Engine, LoadParams, wait_until};
+use reprise_policy::TenantName;
 use serde_json::{Value, json};
 
 use crate::chart::{ENGINES, condition, running};
 use crate::chart_faults::{agent_of, engine_on};
-use crate::chart_identities::a_tenant_names_its_pods;
+use crate::chart_identities::{BOUND_WITHIN, a_tenant_names_its_pods};
 
 /// Blocks on the device that is removed.
 const KEPT: std::ops::Range<u64> = 310_000..310_100;
@@ -138,11 +139,13 @@ fn a_device_is_removed(cluster: &Cluster, release: Release<'_>) {
     );
 }
 
-fn tenant(cluster: &Cluster, blocks: u64) {
-    let bytes = blocks * device_slot_bytes(&layout_of(1, 1));
+/// Applies the tenant, with a budget in blocks.
+fn tenant(cluster: &Cluster, blocks: Option<u64>) {
+    let slot = device_slot_bytes(&layout_of(1, 1));
+    let budget = blocks.map(|blocks| json!({ "ssd": { "limit": (blocks * slot).to_string() } }));
     let object = json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": { "name": TENANT },
-        "spec": { "budget": { "ssd": { "limit": bytes.to_string() } }, "deletionPolicy": "Purge" },
+        "spec": { "budget": budget, "deletionPolicy": "Purge" },
     });
     cluster.apply(&object.to_string());
 }
@@ -164,13 +167,19 @@ fn a_budget_changes(cluster: &Cluster, release: Release<'_>) {
     // Only the first node: a concurrent test removes the second node's device, whose blocks would return
     // after the purge.
     let socket = cluster.nodes()[0].root().join("run/reprise/agent.sock");
-    let connect =
-        || Engine::connect_as(&socket, layout_of(1, 1), TENANT).expect("agents accept any tenant name");
-    let engine = connect();
+    let name: TenantName = TENANT.parse().expect("a name");
+    let connect = || Engine::connect_with_salt(&socket, layout_of(1, 1), &name);
+    let refused = connect().expect_err("the tenant has no salt").to_string();
+    assert!(refused.contains("create the CacheTenant 'team-a'"), "{refused}");
+    tenant(cluster, None);
+    let engine = wait_until("the kubelet to deliver the tenant's salt", BOUND_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        connect().ok()
+    });
     let first: Vec<u64> = (0..SAVED).collect();
     engine.save_durably(&first);
     assert_eq!(on_devices(release), SAVED, "without a budget no block is evicted");
-    tenant(cluster, FEW);
+    tenant(cluster, Some(FEW));
     let started = Instant::now();
     let few = wait_until("nodes to evict the blocks beyond the budget", PODS_WITHIN, || {
         std::thread::sleep(PAUSE);
@@ -183,7 +192,7 @@ fn a_budget_changes(cluster: &Cluster, release: Release<'_>) {
     for kind in ["BudgetApplied", "Ready"] {
         wait_for(release, &format!("ctenant/{TENANT}"), kind);
     }
-    tenant(cluster, MORE);
+    tenant(cluster, Some(MORE));
     let mut next = SAVED;
     let more = wait_until("the larger budget to be used", PODS_WITHIN, || {
         // A node whose grant is used up accepts them and evicts others.
@@ -199,7 +208,8 @@ fn a_budget_changes(cluster: &Cluster, release: Release<'_>) {
     // The deletion finishes when all nodes have reported that they have no block of the tenant.
     release.kubectl(&["delete", "ctenant", TENANT, "--timeout=180s"]);
     assert_eq!(on_devices(release), 0, "all blocks were purged");
-    assert!(connect().matches(&first, Scope::Local).is_empty(), "no block is left in memory");
+    let engine = connect().expect("the salt of a deleted tenant stays");
+    assert!(engine.matches(&first, Scope::Local).is_empty(), "no block is left in memory");
 }
 
 /// A profile is distributed to the nodes whose agents report its GPU, and both acknowledge it.

@@ -255,7 +255,7 @@ fn a_node_gets_blocks_of_the_tenants_that_it_acts_for_only() {
 }
 
 /// Returns the session of the reference engine of a tenant with an agent.
-fn reference_engine(agent: &Agent, tenant: &TenantName) -> reference::Engine {
+pub(crate) fn reference_engine(agent: &Agent, tenant: &TenantName) -> reference::Engine {
     let socket = agent.files().socket.clone();
     configuration::provide_salt(&socket, tenant).expect("the folder is the test's");
     let path = EnginePath::Arena;
@@ -263,7 +263,7 @@ fn reference_engine(agent: &Agent, tenant: &TenantName) -> reference::Engine {
     reference::Engine::connect(&settings).expect("a session")
 }
 
-fn prompts() -> Layout {
+pub(crate) fn prompts() -> Layout {
     model::llama_3_8b_scaled(SCALE_DEFAULT).expect("valid")
 }
 
@@ -336,6 +336,7 @@ fn a_tenant_that_knows_prompts_and_name_of_another_one_finds_none_of_its_blocks(
     drop(owner);
     env.allow("peer connection lost");
     env.allow("node is silent");
+    env.allow("live node registered from another address");
     first.kill();
     first.start();
     hit(&first);

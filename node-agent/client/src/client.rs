@@ -1,7 +1,6 @@
 //! The blocking client: connecting, and the calls of a session.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use crossbeam_channel::{Sender, bounded};
 use reprise_policy::session::Ticket;
-use reprise_policy::{BlockKey, GpuPlace, Layout, NamespaceDigest, TenantName, TenantSalt};
+use reprise_policy::{BlockKey, GpuPlace, Layout, NamespaceDigest, TenantName};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX, PROTOCOL_VERSION, request, response};
 
 use crate::commit::{CommitOptions, CommitOutcome, commit_message, commit_outcome};
@@ -20,9 +19,10 @@ use crate::deadline;
 use crate::durable::DurableOutcome;
 use crate::error::ClientError;
 use crate::extents::{self, ExtentStatus, LeasedExtent, PinOutcome};
-use crate::learned_salt::LearnedSalt;
+use crate::learned_salt::{LearnedSalt, salt_of};
 use crate::load::{Load, LoadRequest, PendingLoad};
 use crate::reservation::{Reservation, reservations};
+use crate::token::read_token;
 
 /// Default time that a call waits for its answer. Calls other than loads take microseconds; the limit covers
 /// an agent that is stopped in a debugger or starved of CPU.
@@ -161,37 +161,6 @@ impl ConnectOptions {
             }),
         })
     }
-}
-
-/// Returns the salt of a welcome; every tenant except the default one has a salt.
-fn salt_of(tenant: &TenantName, bytes: &[u8]) -> Result<Option<TenantSalt>, ClientError> {
-    match (bytes.try_into(), *tenant == TenantName::default_tenant()) {
-        (Ok(secret), false) => Ok(Some(TenantSalt::new(secret))),
-        (Err(_), true) if bytes.is_empty() => Ok(None),
-        _ => {
-            let what = format!("invalid salt of {} bytes for tenant '{tenant}'", bytes.len());
-            Err(ClientError::Protocol(what))
-        }
-    }
-}
-
-/// Size limit of a token file; a token is one to two KiB of text.
-const TOKEN_BYTES_MAX: u64 = 8 << 10;
-
-/// Reads the current token of this pod.
-fn read_token(path: &Path) -> Result<String, ClientError> {
-    let refuse = |what: String| {
-        ClientError::BadRequest(format!("the service account token {}: {what}", path.display()))
-    };
-    let mut token = String::new();
-    let read = File::open(path).and_then(|file| file.take(TOKEN_BYTES_MAX + 1).read_to_string(&mut token));
-    read.map_err(|error| {
-        refuse(format!("cannot read the file: {error}; mount it, or configure another path"))
-    })?;
-    if token.len() as u64 > TOKEN_BYTES_MAX {
-        return Err(refuse(format!("the file exceeds {TOKEN_BYTES_MAX} bytes: not a token")));
-    }
-    Ok(token.trim().to_owned())
 }
 
 impl Client {

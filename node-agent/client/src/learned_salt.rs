@@ -9,6 +9,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use reprise_policy::{NamespaceDigest, TenantName, TenantSalt};
 
+use crate::error::ClientError;
+
 /// Salt of a tenant; clones share it.
 #[derive(Clone, Debug)]
 pub struct LearnedSalt {
@@ -26,7 +28,7 @@ impl LearnedSalt {
         Ok(LearnedSalt { tenant, salt: Arc::new(RwLock::new(salt)) })
     }
 
-    /// Returns the tenant.
+    /// Returns the tenant of the salt.
     pub fn tenant(&self) -> &TenantName {
         &self.tenant
     }
@@ -39,6 +41,18 @@ impl LearnedSalt {
     /// Keeps the salt that a session has received.
     pub(crate) fn set(&self, salt: Option<TenantSalt>) {
         *self.salt.write().unwrap_or_else(PoisonError::into_inner) = salt;
+    }
+}
+
+/// Returns the salt of a welcome; every tenant except the default one has a salt.
+pub(crate) fn salt_of(tenant: &TenantName, bytes: &[u8]) -> Result<Option<TenantSalt>, ClientError> {
+    match (bytes.try_into(), *tenant == TenantName::default_tenant()) {
+        (Ok(secret), false) => Ok(Some(TenantSalt::new(secret))),
+        (Err(_), true) if bytes.is_empty() => Ok(None),
+        _ => {
+            let what = format!("invalid salt of {} bytes for tenant '{tenant}'", bytes.len());
+            Err(ClientError::Protocol(what))
+        }
     }
 }
 

@@ -56,6 +56,7 @@ pub mod path;
 pub mod queues;
 mod regions;
 pub mod reservation;
+mod token;
 pub mod transfers;
 mod window;
 mod wire;

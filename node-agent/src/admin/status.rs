@@ -349,7 +349,7 @@ fn session(view: &crate::executor::SessionView) -> Session {
         client: view.peer.client_name.clone(),
         tenant: view.peer.tenant.to_string(),
         pid: view.peer.pid,
-        uid: view.peer.uid,
+        uid: view.peer.ids.uid,
         namespace: hex(&view.namespace.0),
         layout: view.peer.layout.map_or_else(String::new, |layout| hex(&layout.encode())),
         gpu: view.peer.gpu.as_ref().map(place),

@@ -25,6 +25,7 @@ use super::{
     SessionSection, SlackSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
+use crate::session::TenantUsers;
 
 mod pool;
 
@@ -106,6 +107,8 @@ pub(crate) struct SessionSettings {
     pub(crate) mode: u32,
     /// `None`: the agent's own user and root.
     pub(crate) allow_uids: Option<Vec<u32>>,
+    /// Users and groups of tenants, which may connect too.
+    pub(crate) users: TenantUsers,
     /// Folder with the isolation salt of each tenant; `None`: sessions have the default tenant only.
     pub(crate) salts: Option<PathBuf>,
     pub(crate) queue_grants: QueueGrantLimits,
@@ -214,7 +217,7 @@ impl Config {
         size("limits.read_bytes", read_bytes.0, (PAGE_BYTES, BLOCK_BYTES_MAX, PAGE_BYTES))?;
         Ok(Settings {
             node: self.node.validate()?,
-            session: self.session.validate()?,
+            session: self.session.validate(self.validate_users()?)?,
             arena: self.arena.validate()?,
             pool: self.pool.validate(&self.session)?,
             cache: self.cache.validate()?,
@@ -255,7 +258,7 @@ impl NodeSection {
 }
 
 impl SessionSection {
-    fn validate(&self) -> Result<SessionSettings, AgentError> {
+    fn validate(&self, users: TenantUsers) -> Result<SessionSettings, AgentError> {
         let mode = u32::from_str_radix(&self.mode, 8)
             .ok()
             .filter(|mode| *mode <= 0o777 && mode & 0o600 == 0o600)
@@ -274,7 +277,7 @@ impl SessionSection {
         let allow_uids = (!self.allow_uids.is_empty()).then(|| self.allow_uids.clone());
         let queue_grants = self.queue_grants()?;
         let salts = (!self.salts.as_os_str().is_empty()).then(|| self.salts.clone());
-        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids, salts, queue_grants })
+        Ok(SessionSettings { socket: self.socket.clone(), mode, allow_uids, users, salts, queue_grants })
     }
 
     fn queue_grants(&self) -> Result<QueueGrantLimits, AgentError> {

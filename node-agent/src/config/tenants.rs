@@ -1,12 +1,63 @@
-//! Validated quotas of tenants.
+//! Tenants of the configuration: their quotas, users and groups.
+
+use std::ops::RangeInclusive;
 
 use reprise_agent_core::TenantQuotas;
 use reprise_policy::quota::{self, Quota};
 use reprise_policy::tenant::{TENANTS_MAX, TenantRegistry};
-use reprise_policy::{TenantId, TenantName};
+use reprise_policy::{ByteSize, TenantId, TenantName};
 
-use super::{Config, QuotaSection, Settings, TenantSection};
+use serde::Deserialize;
+
+use super::{Config, Settings};
 use crate::error::{AgentError, ErrorKind};
+use crate::session::TenantUsers;
+
+/// A tenant of the configuration.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TenantSection {
+    pub(crate) name: TenantName,
+    /// Number stored with its blocks on devices; derived from the name by default.
+    #[serde(default)]
+    pub(crate) number: Option<u16>,
+    /// Users whose sessions have this tenant, and only this one.
+    #[serde(default)]
+    pub(crate) uids: Vec<IdRange>,
+    /// Primary groups whose sessions have this tenant, and only this one, if no tenant lists the user.
+    #[serde(default)]
+    pub(crate) gids: Vec<IdRange>,
+    #[serde(default)]
+    pub(crate) dram: QuotaSection,
+    #[serde(default)]
+    pub(crate) nvme: QuotaSection,
+}
+
+/// Guaranteed and maximum bytes of a tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct QuotaSection {
+    pub(crate) reserved: ByteSize,
+    /// Absent: the tenant has no limit.
+    pub(crate) limit: Option<ByteSize>,
+}
+
+/// User or group ids: `2000` or `2000-2999`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(try_from = "String")]
+pub(crate) struct IdRange(RangeInclusive<u32>);
+
+impl TryFrom<String> for IdRange {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<IdRange, String> {
+        let (start, end) = text.split_once('-').unwrap_or((&text, &text));
+        match (start.parse(), end.parse()) {
+            (Ok(start), Ok(end)) if start <= end => Ok(IdRange(start..=end)),
+            _ => Err(format!("invalid ids \"{text}\": expected an id, \"2000\", or a range, \"2000-2999\"")),
+        }
+    }
+}
 
 /// Name and quotas of a tenant.
 #[derive(Clone, Debug)]
@@ -57,6 +108,19 @@ impl Config {
         }
         Ok(tenants)
     }
+
+    /// Validates the users and groups of tenants.
+    pub(super) fn validate_users(&self) -> Result<TenantUsers, AgentError> {
+        let mut users = TenantUsers::default();
+        for TenantSection { name, uids, gids, .. } in &self.tenants {
+            let [uids, gids] =
+                [uids, gids].map(|ids| ids.iter().map(|IdRange(ids)| ids.clone()).collect::<Vec<_>>());
+            users
+                .add(name, &uids, &gids)
+                .map_err(|words| refuse(name, &format!("{words}: list them once")))?;
+        }
+        Ok(users)
+    }
 }
 
 impl TenantSection {
@@ -93,6 +157,22 @@ mod tests {
         assert_eq!((quotas.dram.reserved(), quotas.dram.limit()), (0, 1 << 30));
         assert_eq!((quotas.nvme.reserved(), quotas.nvme.limit()), (1 << 30, u64::MAX));
         assert_eq!(settings.tenant_registry().name(TenantId(7)), Some(&settings.tenants[0].name));
+    }
+
+    #[test]
+    fn users_and_groups_are_ids_or_ranges_of_one_tenant() {
+        let tenant = |name: &str, ids: &str| format!("[[tenants]]\nname = '{name}'\n{ids}\n");
+        let settings = validate(&tenant("a", "uids = ['7', '2000-2999']\ngids = ['50']")).expect("valid");
+        let mut users = TenantUsers::default();
+        users.add(&settings.tenants[0].name, &[7..=7, 2000..=2999], &[50..=50]).expect("no other tenant");
+        assert_eq!(settings.session.users, users);
+        for ids in ["'x'", "'2-1'", "'1-'", "'-1'", "''", "'4294967296'"] {
+            let text = validate(&tenant("a", &format!("uids = [{ids}]"))).map(drop).expect_err("refused");
+            assert!(text.contains("invalid ids") && text.contains("\"2000-2999\""), "{text}");
+        }
+        let both = tenant("a", "gids = ['1-5']") + &tenant("b", "gids = ['5']");
+        let text = validate(&both).map(drop).expect_err("refused");
+        assert!(text.contains("'b': gids 5-5 are listed for tenant 'a' too"), "{text}");
     }
 
     #[test]

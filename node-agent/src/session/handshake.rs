@@ -1,6 +1,6 @@
 //! The handshake of a session: checks protocol version, namespace, layout and tenant.
 //!
-//! In a cluster, [`super::identity`] verifies the tenant; elsewhere it is not verified. The namespace of a tenant
+//! In a cluster, [`super::identity`] verifies the tenant; elsewhere [`super::users`] does, where tenants have users. The namespace of a tenant
 //! contains its salt, which the answer hands to the session.
 //!
 //! A rejected greeting is answered with the reason, then the session ends. The handshake has a deadline.
@@ -29,7 +29,7 @@ use super::backend::StatedBackend;
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
 use super::salts::SaltError;
-use super::{Peer, Session, SessionContext, encode};
+use super::{Ids, Peer, Session, SessionContext, encode};
 
 /// Time limit for the whole handshake; clients send the greeting immediately.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -95,7 +95,7 @@ pub(super) fn perform_handshake(
     };
     let greeting = read_hello(&mut frames).and_then(|hello| {
         let gpu = locate_gpu(&context.root, &hello).map_err(Some)?;
-        check_identity(context, &hello).map_err(Some)?;
+        check_identity(context, &hello, peer.ids).map_err(Some)?;
         let salt = find_salt(context, &hello).map_err(Some)?;
         let tenant = bind_tenant(context, &hello, salt.as_ref()).map_err(Some)?;
         Ok(Greeting { hello, tenant, salt, gpu })
@@ -199,14 +199,14 @@ fn locate_gpu(root: &Path, hello: &Hello) -> Result<Option<DevicePlace>, Rejecti
 }
 
 /// Checks that the session may use its tenant.
-fn check_identity(context: &SessionContext, hello: &Hello) -> Result<(), Rejection> {
-    let Some(identity) = &context.identity else { return Ok(()) };
-    identity.check(&hello.tenant, &hello.token).map_err(|(kind, message)| Rejection {
-        id: hello.id,
-        kind,
-        reason: Reason::Refused,
-        message,
-    })
+fn check_identity(context: &SessionContext, hello: &Hello, ids: Ids) -> Result<(), Rejection> {
+    let by_user =
+        context.users.check(ids, &hello.tenant).map_err(|message| (FailureKind::BadRequest, message));
+    let checked = by_user.and_then(|()| match &context.identity {
+        Some(identity) => identity.check(&hello.tenant, &hello.token),
+        None => Ok(()),
+    });
+    checked.map_err(|(kind, message)| Rejection { id: hello.id, kind, reason: Reason::Refused, message })
 }
 
 /// Returns the salt of the greeting's tenant. In a cluster, a missing salt may be on its way to this node.

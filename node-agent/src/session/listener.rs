@@ -24,7 +24,7 @@ use reprise_policy::connection_table::{Admission, ConnectionId, ConnectionTable}
 use reprise_policy::{SessionId, TenantName};
 
 use super::handshake::{Handshake, perform_handshake};
-use super::{Peer, SessionContext, encode, outbound, read_requests};
+use super::{Ids, Peer, SessionContext, encode, outbound, read_requests};
 use crate::config::SessionSettings;
 use crate::core_loop::{Input, NewSession};
 use crate::error::{AgentError, ErrorKind};
@@ -196,7 +196,7 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
             client_name: String::new(),
             tenant: TenantName::default_tenant(),
             pid: credentials.pid,
-            uid: credentials.uid,
+            ids: Ids { uid: credentials.uid, gid: credentials.gid },
             gpu: None,
             layout: None,
         },
@@ -206,8 +206,11 @@ fn admit(shared: &Arc<Shared>, socket: UnixStream) {
             return;
         }
     };
-    if !shared.allowed.contains(&peer.uid) {
-        let message = format!("user {} may not use this agent; add it to session.allow_uids", peer.uid);
+    let uid = peer.ids.uid;
+    if !shared.allowed.contains(&uid) && shared.context.users.tenant_of(peer.ids).is_none() {
+        let message = format!(
+            "user {uid} may not use this agent; add it to session.allow_uids, or to the `uids` of a tenant"
+        );
         refuse(shared, &socket, &peer, (Reason::Refused, FailureKind::BadRequest, &message));
         return;
     }
@@ -288,7 +291,7 @@ fn refuse(
     (reason, kind, message): (Reason, FailureKind, &str),
 ) {
     shared.context.count_rejected(reason);
-    let Peer { pid, uid, .. } = peer;
+    let Peer { pid, ids: Ids { uid, .. }, .. } = peer;
     tracing::warn!(kind = reason.as_str(), pid, uid, why = message, "session rejected");
     // The accepting thread must not block; the buffer of a new socket holds a failure message.
     let _ = socket.set_nonblocking(true);
@@ -298,7 +301,7 @@ fn refuse(
 /// Serves one session from its handshake to its end.
 fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
     let context = &place.shared.context;
-    let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.uid).entered();
+    let _session = tracing::info_span!("session", id = id.0, pid = peer.pid, uid = peer.ids.uid).entered();
     let Some(greeted) = perform_handshake(context, socket, id, peer) else { return };
     let Handshake { opened, session, progress, mut frames, welcome } = greeted;
     if !place.keep() {
@@ -334,7 +337,7 @@ fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
 }
 
 /// Returns the user id of this process, which owns `/proc/self`.
-fn own_uid() -> Result<u32, AgentError> {
+pub(crate) fn own_uid() -> Result<u32, AgentError> {
     fs::metadata("/proc/self").map(|metadata| metadata.uid()).map_err(|error| {
         AgentError::new(ErrorKind::Resource, "cannot read /proc/self; list session.allow_uids instead")
             .with_source(error)
@@ -428,7 +431,7 @@ mod tests {
     use super::*;
     use crate::core_loop::Inbox;
     use crate::queue_grants::QueueGrantService;
-    use crate::session::{SESSIONS_MAX, TenantSalts};
+    use crate::session::{SESSIONS_MAX, TenantSalts, TenantUsers};
 
     /// Limits of an agent that grants no queue pairs.
     const NO_QUEUES: QueueGrantLimits =
@@ -439,6 +442,7 @@ mod tests {
             socket: directory.join("agent.sock"),
             mode: 0o640,
             allow_uids: None,
+            users: TenantUsers::default(),
             salts: None,
             queue_grants: NO_QUEUES,
         }
@@ -465,6 +469,7 @@ mod tests {
             node: "test".to_owned(),
             root: "/".into(),
             identity: None,
+            users: TenantUsers::default(),
             salts: TenantSalts::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),

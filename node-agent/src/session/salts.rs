@@ -34,7 +34,7 @@ pub(super) enum SaltError {
 }
 
 impl TenantSalts {
-    /// Reads salts from this folder; `None`: there are none.
+    /// Reads salts from this folder; `None`: only the default tenant has sessions.
     pub(crate) fn within(folder: Option<PathBuf>) -> TenantSalts {
         TenantSalts { folder }
     }

@@ -56,7 +56,7 @@ pub(crate) async fn ensure(
     }
     let written = match stored {
         None => {
-            let secret = secret(cluster, &names, added)?;
+            let secret = secret(cluster, &names, &added)?;
             let params = PostParams {
                 field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
                 ..PostParams::default()
@@ -93,7 +93,7 @@ fn missing(
 fn secret(
     cluster: &KVCacheCluster,
     names: &ClusterNames,
-    data: BTreeMap<String, ByteString>,
+    data: &BTreeMap<String, ByteString>,
 ) -> Result<Secret, OperatorError> {
     let metadata = metadata(cluster, names, Component::Agent, &names.salts());
     let secret = json!({
@@ -104,19 +104,25 @@ fn secret(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
     fn each_tenant_gets_one_salt_that_never_changes() {
         let tenants = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        let random = || TenantSalt::new(rand::random());
-        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), random);
+        let count = Cell::new(0);
+        let next = || {
+            count.set(count.get() + 1);
+            TenantSalt::new([count.get(); 32])
+        };
+        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), next);
         let salt = |name: &str| {
             let text = String::from_utf8(first[name].0.clone()).expect("text");
             TenantSalt::from_hex(&text).expect("the form of an agent's file")
         };
         assert_ne!(salt("a"), salt("b"));
-        let more = missing(&first, &tenants(&["a", "c"]), random);
+        let more = missing(&first, &tenants(&["a", "c"]), next);
         assert_eq!(more.keys().collect::<Vec<_>>(), ["c"]);
     }
 }

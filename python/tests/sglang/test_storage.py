@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import SALTED_TENANT, Cluster
 from engine import another_process, extra_config
 from faults import damage, drop_dram, eventually, freeze, observer, thaw
 from pool import PAGES, HostPool
@@ -272,7 +272,7 @@ def test_nothing_that_changes_kv_is_shared(make: Make) -> None:
     others = {
         "other weights": make(pool, {"model_digest": "weights-2"}),
         "another model": make(pool, model_name="n"),
-        "another tenant": make(pool, {"tenant": "t"}),
+        "another tenant": make(pool, {"tenant": SALTED_TENANT}),
         "another layout": make(HostPool("layer_first")),
         "another dtype": make(HostPool(dtype=torch.float16)),
         "another rank": make(pool, tp_rank=1, tp_size=2),

@@ -19,7 +19,7 @@ use crate::core_loop::{Inbox, Input};
 use crate::queue_grants::QueueGrantService;
 use crate::queue_grants::tests::{DEVICE, FakeLender, attach};
 use crate::session::frame::Limits;
-use crate::session::{Outbound, Peer, StatedBackend, TenantSalts, read_requests};
+use crate::session::{Ids, Outbound, Peer, StatedBackend, TenantSalts, TenantUsers, read_requests};
 
 const LIMITS: QueueGrantLimits = QueueGrantLimits { pairs_per_device: 8, pairs_per_session: 6, depth: 64 };
 const LONG: Duration = Duration::from_secs(10);
@@ -47,6 +47,7 @@ impl Fixture {
             node: "test".to_owned(),
             root: "/".into(),
             identity: None,
+            users: TenantUsers::default(),
             salts: TenantSalts::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
@@ -62,7 +63,14 @@ impl Fixture {
         let session = Arc::new(Session {
             id: SessionId(1),
             tenant: TenantId(0),
-            peer: Peer { client_name: String::new(), tenant, pid: 1, uid: 0, gpu: None, layout: None },
+            peer: Peer {
+                client_name: String::new(),
+                tenant,
+                pid: 1,
+                ids: Ids { uid: 0, gid: 0 },
+                gpu: None,
+                layout: None,
+            },
             outbound: Outbound::new(agent, arena),
             in_flight: 0.into(),
             is_fenced: false.into(),
