@@ -149,11 +149,6 @@ impl WriteBack {
         self.unsaved_bytes
     }
 
-    /// Slot bytes of blocks that are not durable yet and were in DRAM only before.
-    pub(super) fn demoting_bytes(&self) -> u64 {
-        self.demoting_bytes
-    }
-
     /// Number of blocks that are not durable yet.
     pub(super) fn unsaved_blocks(&self) -> usize {
         self.unsaved.len()

@@ -54,6 +54,11 @@ impl Save {
         self.writeback.expedite();
     }
 
+    /// Slot bytes of blocks that are not durable yet and were in DRAM only before.
+    pub(crate) fn demoting_bytes(&self) -> u64 {
+        self.writeback.demoting_bytes
+    }
+
     fn room_for_demotions(&self, cache: &Cache) -> u64 {
         cache.share_of_arena(DEMOTION_ARENA_PERMILLE).saturating_sub(self.writeback.unsaved_bytes())
     }
