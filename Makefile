@@ -16,7 +16,7 @@ TRACE ?=
 # Path of blocks in `make demo`: `rings`, or empty for the default.
 ENGINE_PATH ?=
 
-.PHONY: help demo build check deny lint lint-python test test-quick soak fuzz test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
+.PHONY: help demo build check deny lint lint-python test test-quick soak fuzz test-python test-vllm vm-test e2e-k8s e2e-scale e2e-skew k8s-score k8s-lab k8s-demo wheel etcd kubernetes cluster helm images images-test bench gpu-kit gpu-check cuda-toolkit doctor clean
 
 help:
 	@echo "make demo        run two nodes on a real trace, verify every byte, kill and restart one agent; ENGINE_PATH=rings: with rings"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-vllm   run the tests with vLLM on CPU, which it installs (6.4 GB), and those of the GPU adapters"
 	@echo "make vm-test     run NVMe driver and agent on controllers of virtual machines, through VFIO; needs Debian packages"
 	@echo "make e2e-k8s     run the Kubernetes tests only: two nodes with real pods; needs root, installs packages"
+	@echo "make k8s-score   check the chart's objects with kube-score; builds it first"
 	@echo "make e2e-scale   run the operator with 1,000 kwok nodes: time, memory, writes; needs root"
 	@echo "make e2e-skew    upgrade from an older commit (OLD=COMMIT) under load, and roll back; needs root"
 	@echo "make k8s-lab     start a Kubernetes cluster for manual use and print its commands; needs root"
@@ -145,6 +146,9 @@ vm-test:
 e2e-k8s: etcd cluster images-test
 	$(CLUSTER_PROGRAMS)
 	cargo test --locked --workspace --test cluster
+
+k8s-score:
+	e2e/kube-score/score.sh
 
 e2e-scale: etcd cluster images-test
 	e2e/kwok/build.sh
