@@ -78,17 +78,3 @@ fn number(choices: &mut Unstructured<'_>) -> Option<u64> {
 fn amounts(choices: &mut Unstructured<'_>) -> Option<Amounts> {
     Some(Amounts { dram: number(choices)?, nvme: number(choices)? })
 }
-
-#[test]
-fn node_that_reports_the_highest_version_gets_no_further_grant() {
-    let mut budgets = Budgets::new([(NodeId(1), Epoch(1))]);
-    let (tenant, limit): (TenantName, _) = ("a".parse().expect("a name"), Amounts::both(1 << 30));
-    budgets.set_budget(&tenant, Budget { reserved: Amounts::default(), limit });
-    for _ in 0..10 {
-        let (used, limited) = (Amounts::both(5), Amounts::default());
-        let report = TenantReport { tenant: tenant.clone(), version: u64::MAX, limit, used, limited };
-        let grants = budgets.report(&QuotaReport { node: NodeId(1), epoch: Epoch(1), tenants: vec![report] });
-        assert!(grants.iter().all(|grant| grant.version == u64::MAX), "no version is newer");
-        budgets.rebalance();
-    }
-}

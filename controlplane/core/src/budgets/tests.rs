@@ -201,3 +201,14 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn node_that_reports_the_highest_version_gets_no_further_grant() {
+    let mut budgets = Budgets::new([(NodeId(1), Epoch(1))]);
+    budgets.set_budget(&name(), limit(1 << 30));
+    for _ in 0..10 {
+        let grants = budgets.report(&report(1, u64::MAX, 1 << 30, 5));
+        assert!(grants.iter().all(|grant| grant.version == u64::MAX), "no version is newer");
+        budgets.rebalance();
+    }
+}
