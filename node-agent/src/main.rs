@@ -24,6 +24,7 @@ mod device;
 #[cfg(feature = "kubernetes")]
 mod device_reconciler;
 mod directory;
+mod encryption;
 mod error;
 mod executor;
 #[cfg(test)]
@@ -37,6 +38,7 @@ mod peer;
 mod queue_grants;
 mod recorder;
 mod runtime;
+mod secret_file;
 mod session;
 mod slack;
 

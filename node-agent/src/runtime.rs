@@ -43,6 +43,7 @@ use crate::device::{self, Device, DeviceContext};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
+use crate::encryption::KeyReader;
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::{Deployment, Executor, ExecutorParts, ReleasedDevice};
 use crate::in_cluster::{ClusterNode, ClusterSettings};
@@ -78,6 +79,8 @@ pub(crate) struct Runtime {
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
     cluster: Option<ClusterNode>,
+    /// Ends with the agent.
+    _key_reader: KeyReader,
     ready: Ready,
 }
 
@@ -122,8 +125,15 @@ impl Runtime {
         let mut metrics = Metrics::new(&settings.node.name, arena.coverage());
         metrics.register_certificates(&certificates);
         let metrics = Arc::new(metrics);
-        let context =
-            DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
+        let keys = settings.encryption_keys();
+        let key_reader = KeyReader::start(keys.clone(), |_tenant| {})?;
+        let context = DeviceContext {
+            inbox: inbox.clone(),
+            arena: arena.clone(),
+            keys: keys.clone(),
+            clock,
+            metrics: metrics.clone(),
+        };
         let opened = device::open_all(&settings.pool, &context)?;
         let mut devices = Vec::with_capacity(opened.len());
         let mut pools = Vec::with_capacity(opened.len());
@@ -209,6 +219,7 @@ impl Runtime {
             identity,
             users: settings.session.users.clone().with_privileged([0, own_uid()?]),
             salts: TenantSalts::within(settings.session.salts.clone()),
+            keys,
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
@@ -270,6 +281,7 @@ impl Runtime {
             admin,
             admin_context,
             cluster,
+            _key_reader: key_reader,
             ready,
         })
     }

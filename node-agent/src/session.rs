@@ -50,6 +50,7 @@ use reprise_policy::{BlockKey, DevicePlace, Layout, NamespaceDigest, SessionId, 
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
+use crate::encryption::EncryptionKeys;
 use crate::metrics::{BlockCount, BlockPath, Direction};
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::{Caller, Recorder};
@@ -133,6 +134,8 @@ pub(crate) struct SessionContext {
     pub(crate) users: TenantUsers,
     /// Isolation salts, which sessions receive.
     pub(crate) salts: TenantSalts,
+    /// Encryption keys of tenants.
+    pub(crate) keys: EncryptionKeys,
     /// Names and numbers of tenants; locked briefly by each greeting.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set during shutdown: requests are rejected, notices are still sent.

@@ -35,10 +35,12 @@ use reprise_io::{
 };
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::encryption::{Encryptor, WriteForm, form_of};
 use super::health::{Access, Health};
 use super::reads::{PendingReads, PieceName, PieceRead, Reads};
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
+use crate::encryption::EncryptionKeys;
 use crate::metrics::{DeviceMetrics, QueueDepths};
 
 /// Number of read classes.
@@ -76,6 +78,7 @@ pub(super) struct WorkerContext {
     pub(super) commands: Receiver<Command>,
     pub(super) inbox: Inbox,
     pub(super) arena: Arc<Arena>,
+    pub(super) keys: EncryptionKeys,
     pub(super) clock: Clock,
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
@@ -104,6 +107,7 @@ pub(super) struct Worker {
     /// Time of the first unreported progress.
     progress_since: Option<Instant>,
     pages: PageBufferPool,
+    encryptor: Encryptor,
     health: Health,
 }
 
@@ -114,8 +118,9 @@ enum Work {
     Write {
         token: OpToken,
         offset: u64,
-        from: Vec<Span>,
         pages: PageBuffer,
+        /// Of a block, and how it is written.
+        payload: Option<(Span, WriteForm)>,
     },
     Sync {
         token: OpToken,
@@ -131,7 +136,7 @@ struct InFlight {
 
 enum Purpose {
     Piece { class: ReadClass, piece: PieceName, header: Option<PageBuffer> },
-    Write { token: OpToken, pages: PageBuffer },
+    Write { token: OpToken, pages: PageBuffer, encrypted: Option<PageBuffer> },
     Sync { token: OpToken },
 }
 
@@ -157,8 +162,8 @@ struct ReadsByClass {
 }
 
 impl ReadsByClass {
-    fn new() -> ReadsByClass {
-        let empty = || ClassReads { reads: Reads::default(), queued: ReadsQueued::No };
+    fn new(keys: &EncryptionKeys) -> ReadsByClass {
+        let empty = || ClassReads { reads: Reads::with_keys(keys.clone()), queued: ReadsQueued::No };
         ReadsByClass { awaited: empty(), prefetch: empty(), turn: ReadClass::Prefetch }
     }
 
@@ -229,7 +234,9 @@ impl Work {
     /// Returns the bytes of a write.
     fn bytes(&self) -> u64 {
         match self {
-            Work::Write { from, .. } => from.iter().map(|span| span.len() as u64).sum(),
+            Work::Write { pages, payload, .. } => {
+                (pages.len() + payload.as_ref().map_or(0, |(payload, _)| payload.len())) as u64
+            }
             Work::Piece(_) | Work::Sync { .. } => 0,
         }
     }
@@ -258,7 +265,7 @@ impl Worker {
                 capacity: COMMANDS_MAX + READ_CLASSES,
                 delay_max: WRITE_DELAY_MAX,
             }),
-            reads: ReadsByClass::new(),
+            reads: ReadsByClass::new(&context.keys),
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
@@ -269,6 +276,7 @@ impl Worker {
             report: context.empty_report(),
             progress_since: None,
             pages: PageBufferPool::new(PAGES_KEPT.min(capacity)),
+            encryptor: Encryptor::default(),
             health: Health::default(),
             context,
             engine,
@@ -368,8 +376,7 @@ impl Worker {
             DeviceOpKind::WritePages { offset, bytes } => match PageBuffer::new(bytes.len()) {
                 Ok(mut pages) => {
                     pages.copy_from_slice(&bytes);
-                    let from = vec![pages.span()];
-                    (OpClass::Write, Work::Write { token, offset, from, pages })
+                    (OpClass::Write, Work::Write { token, offset, pages, payload: None })
                 }
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
@@ -379,16 +386,18 @@ impl Worker {
                 }
                 let mut pages = self.pages.take();
                 pages.copy_from_slice(&header);
-                let from = vec![pages.span()];
-                (OpClass::Write, Work::Write { token, offset, from, pages })
+                (OpClass::Write, Work::Write { token, offset, pages, payload: None })
             }
             DeviceOpKind::WriteBlock { offset, header, slot } => {
                 match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {
                         let mut pages = self.pages.take();
                         pages.copy_from_slice(&header);
-                        let from = vec![pages.span(), payload];
-                        (OpClass::Write, Work::Write { token, offset, from, pages })
+                        let form = match form_of(&header, &self.context.keys) {
+                            Ok(form) => form,
+                            Err(error) => return self.refuse_op(token, &error.to_string()),
+                        };
+                        (OpClass::Write, Work::Write { token, offset, pages, payload: Some((payload, form)) })
                     }
                     _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
@@ -423,8 +432,27 @@ impl Worker {
             self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
                 Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
-                Work::Write { token, offset, from, pages } => {
-                    (Purpose::Write { token, pages }, Op::Write { offset, from })
+                Work::Write { token, offset, mut pages, payload } => {
+                    let written = match payload {
+                        None => Ok((None, None)),
+                        Some((payload, WriteForm::Plain)) => Ok((None, Some(payload))),
+                        Some((payload, WriteForm::Encrypted { layout, key })) => {
+                            let encrypted = self.encryptor.encrypt(&mut pages, &payload, (&layout, &key));
+                            encrypted.map(|mut buffer| {
+                                let span = buffer.span();
+                                (Some(buffer), Some(span))
+                            })
+                        }
+                    };
+                    let (encrypted, payload) = match written {
+                        Ok(written) => written,
+                        Err(error) => {
+                            self.refuse_op(token, &error.to_string());
+                            continue;
+                        }
+                    };
+                    let from = std::iter::once(pages.span()).chain(payload).collect();
+                    (Purpose::Write { token, pages, encrypted }, Op::Write { offset, from })
                 }
                 Work::Piece(class) => {
                     self.reads.of(class).queued = ReadsQueued::No;
@@ -502,18 +530,21 @@ impl Worker {
             }
         };
         match purpose {
-            Purpose::Piece { class, piece, header } => {
+            Purpose::Piece { class, piece, mut header } => {
                 self.context.metrics.read(bytes, latency);
                 let outcome = error.map_or(Ok(()), |error| Err(read_error(error)));
-                self.reads.of(class).reads.finish(piece, outcome, header.as_ref());
+                self.reads.of(class).reads.finish(piece, outcome, header.as_mut());
                 self.progress_since.get_or_insert_with(Instant::now);
                 if let Some(header) = header {
                     self.pages.put(header);
                 }
             }
-            Purpose::Write { token, pages } => {
+            Purpose::Write { token, pages, encrypted } => {
                 self.context.metrics.write(bytes, latency);
                 self.pages.put(pages);
+                if let Some(buffer) = encrypted {
+                    self.encryptor.put(buffer);
+                }
                 self.report.done.push((token, error.map_or(Ok(()), Err)));
             }
             Purpose::Sync { token } => {

@@ -471,6 +471,7 @@ mod tests {
             identity: None,
             users: TenantUsers::default(),
             salts: TenantSalts::default(),
+            keys: crate::encryption::EncryptionKeys::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),

@@ -86,6 +86,7 @@ fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
         commands: receiver,
         inbox,
         arena: Arc::new(Arena::new(&config).expect("2 MiB")),
+        keys: crate::encryption::EncryptionKeys::default(),
         clock: Clock::start(),
         metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
         sync_failed: Arc::default(),
