@@ -223,7 +223,7 @@ fn huge_pages(arena: &Result<Arena, BufferError>) -> Finding {
 
 fn io(arena: &Result<Arena, BufferError>) -> Vec<Finding> {
     let regions = arena.as_ref().map(Arena::regions).unwrap_or_default();
-    let probe = reprise_io::probe(regions);
+    let probe = reprise_io::probe(&regions);
     let ring = match &probe.io_uring {
         Ok(mode) => Finding {
             name: "io_uring".into(),

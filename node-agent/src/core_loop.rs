@@ -11,11 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::effect::{DeviceId, Effect, FillId};
-use reprise_agent_core::event::{Event, FillUpdate, RequestId, SessionOpened};
+use reprise_agent_core::effect::{DeviceId, Effect, FillId, RegionId};
+use reprise_agent_core::event::{Event, FillUpdate, Renewal, RequestId, SessionOpened};
 use reprise_agent_core::pool::{DeviceError, DevicePool, OpToken, PoolUsage};
 use reprise_agent_core::{AgentCore, BlockDescription, Counters, TenantUsage};
-use reprise_buffers::ProgressWriter;
+use reprise_buffers::{ProgressWriter, Region};
 use reprise_policy::peer::{PeerOffer, PeerRequest};
 use reprise_policy::{BlockKey, DrainProgress, NodeMode, SessionId, TenantId, TenantName, Tick};
 
@@ -82,6 +82,12 @@ pub(crate) enum Input {
     },
     /// A device was opened under a free number; events with its blocks follow.
     Attach(Box<AttachedDevice>),
+    /// The memory of a region was replaced, or that failed.
+    RegionRenewed {
+        renewal: Renewal,
+        /// The current memory of the region.
+        memory: std::sync::Arc<Region>,
+    },
     /// A device must be closed.
     Detach(DeviceId),
     /// Writes all blocks and notifies the sender when they are durable.
@@ -350,6 +356,11 @@ impl CoreLoop {
                 let AttachedDevice { id, device, pool } = *attached;
                 self.executor.add_device(id, device);
                 self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
+            }
+            Input::RegionRenewed { renewal, memory } => {
+                let region = RegionId(memory.id());
+                self.executor.region_renewed(region, memory);
+                self.apply(Event::RegionRenewed { region, renewal });
             }
             Input::Detach(device) => {
                 // Queue pairs first: the core releases an idle device immediately. Then the core, so that it issues no

@@ -33,7 +33,7 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use reprise_agent_core::effect::{DeviceId, FillId, ReadBatch};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, StoredBlock};
-use reprise_buffers::Arena;
+use reprise_buffers::{Arena, Region};
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
 use reprise_nvme::QueueLender;
 use reprise_policy::{DevicePlace, TenantId, TenantName};
@@ -60,6 +60,10 @@ pub(crate) enum Command {
     Read(ReadBatch),
     /// Something awaits these reads ahead from now on. A device that takes no commands fails them in any case.
     Promote(Vec<FillId>),
+    /// End the registration of a region's memory; the sender is dropped when it has ended.
+    ReleaseRegion(u16, Sender<()>),
+    /// Register the new memory of a region.
+    AddRegion(Arc<Region>),
     /// Close the device: fail everything in flight and all later commands.
     Close,
     Stop,
@@ -359,6 +363,8 @@ fn begin(
         }
         // The caller aborts by dropping its end.
         let Ok(decision) = decision_receiver.recv() else { return };
+        // It refers to the memory of all regions, which may be replaced later.
+        drop(params_of_device);
         let result = open.apply(&decision).map(|recovered| (recovered, open.properties()));
         let failed = result.is_err();
         if opened_sender.send(result).is_ok() && !failed {

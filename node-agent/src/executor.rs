@@ -9,6 +9,7 @@
 //! | end of a client's own I/O | polled ([`extents`]) | polled again |
 //! | device operations, reads | bounded queue, above the core's maximum in flight | reported as rejected |
 //! | checks of blocks in DRAM | the checker's queue | reported as not verified |
+//! | new memory of a region | the thread for regions, after all devices released the old one ([`regions`]) | reported as failed |
 //! | lookups, announcements | the directory client's queues | the client reports or re-announces |
 //! | fetches, serves | the transport's queues | the fill is reported as lost |
 //! | placement requests, offers to peers | queues of the directory client, of the transport | reported as failed |
@@ -37,12 +38,15 @@ use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::metrics::{BlockPath, Metrics, Phase};
 use crate::queue_grants::QueueGrantService;
+use crate::region_renewer::RegionRenewer;
 use crate::session::{Peer, Session};
 use extents::SharedDevices;
 use peers::{OfferedTenants, PendingFetch};
+use regions::RenewedRegions;
 
 mod extents;
 mod peers;
+mod regions;
 
 /// Executes effects on devices, sessions, peers and the directory.
 pub(crate) struct Executor {
@@ -54,6 +58,7 @@ pub(crate) struct Executor {
     /// Blocks being fetched, with start time and layers; bounded by the core's fills in flight.
     fetches: HashMap<FillId, PendingFetch>,
     extents: SharedDevices,
+    regions: RenewedRegions,
     offered: OfferedTenants,
     /// Tenants that were logged as unnamed; bounded by the core's tenants.
     unnamed: BTreeSet<TenantId>,
@@ -75,6 +80,7 @@ pub(crate) struct ExecutorParts {
     /// Names and numbers of tenants, shared with the sessions.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
+    pub(crate) region_renewer: RegionRenewer,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) queue_grants: Arc<QueueGrantService>,
 }
@@ -164,8 +170,19 @@ impl Executor {
         let devices = std::mem::take(&mut parts.devices).into_iter().map(entry).collect();
         let (unnamed, named) = (BTreeSet::new(), BTreeSet::new());
         let (extents, offered) = (SharedDevices::default(), OfferedTenants::default());
-        let executor =
-            Executor { parts, devices, sessions, feedback, fetches, extents, offered, unnamed, named };
+        let regions = RenewedRegions::default();
+        let executor = Executor {
+            parts,
+            devices,
+            sessions,
+            feedback,
+            fetches,
+            extents,
+            regions,
+            offered,
+            unnamed,
+            named,
+        };
         executor.lend_all_queues();
         executor
     }
@@ -177,6 +194,7 @@ impl Executor {
             self.devices.resize_with(at + 1, || None);
         }
         self.lend_queues(DeviceId(id), &device);
+        self.regions.update_device(&device);
         self.devices[at] = Some(DeviceEntry { device, lost: None, read_only: None });
     }
 
@@ -338,6 +356,7 @@ impl Executor {
             }
             Effect::PromoteReads { device, fills } => drop(self.command(device, Command::Promote(fills))),
             Effect::DeviceReleased { device } => self.remove_device(device),
+            Effect::RenewRegion { region } => self.renew_region(region),
             Effect::AwaitExtents { holder } => self.extents.await_end(holder),
             Effect::CheckBlock(check) => {
                 let id = check.check;

@@ -37,6 +37,7 @@ mod modes;
 mod peer;
 mod queue_grants;
 mod recorder;
+mod region_renewer;
 mod runtime;
 mod secret_file;
 mod session;

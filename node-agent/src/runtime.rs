@@ -52,6 +52,7 @@ use crate::modes::Modes;
 use crate::peer;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::Recorder;
+use crate::region_renewer::RegionRenewer;
 use crate::session::{Identity, SessionContext, SessionServer, SessionServerSettings, TenantSalts, own_uid};
 use crate::slack::ActiveProfiles;
 
@@ -193,6 +194,7 @@ impl Runtime {
             peers: peers.clone(),
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
+            region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
             metrics: metrics.clone(),
             queue_grants: queue_grants.clone(),
         };

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{
     Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, Place, ProgressEntry, ProgressUpdate,
-    RegionId, Reply, Source, Ticket,
+    RegionGrant, RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
 use reprise_agent_core::extents::PinnedBlock;
@@ -29,8 +29,8 @@ pub(crate) struct Engine {
     pending: BTreeMap<RequestId, PendingRequest>,
     /// Arrival of the last message to the agent: the socket preserves the order.
     pub(crate) last_sent: Tick,
-    readable: BTreeSet<RegionId>,
-    writable: BTreeSet<RegionId>,
+    readable: BTreeMap<RegionId, u32>,
+    writable: BTreeMap<RegionId, u32>,
     page: BTreeMap<ProgressEntry, Page>,
     requests: u64,
 }
@@ -100,8 +100,8 @@ impl Engine {
             tickets: BTreeMap::new(),
             pending: BTreeMap::new(),
             last_sent: Tick(0),
-            readable: BTreeSet::new(),
-            writable: BTreeSet::new(),
+            readable: BTreeMap::new(),
+            writable: BTreeMap::new(),
             page: BTreeMap::new(),
             requests: 0,
         }
@@ -222,7 +222,10 @@ impl Engine {
                 assert!(leases.len() <= count as usize);
                 for (lease, place) in leases {
                     let slot = place.arena().expect("engines reserve slots of the arena");
-                    assert!(self.writable.contains(&slot.region), "the region of a slot is granted before");
+                    assert!(
+                        self.writable.contains_key(&slot.region),
+                        "the region of a slot is granted before"
+                    );
                     assert_eq!(slot.bytes, self.layout.slot_bytes());
                     self.reserved.push((*lease, slot, now));
                 }
@@ -336,7 +339,7 @@ impl Engine {
                 if page.failed.contains(&at) || load.given_up.contains(&at) {
                     continue;
                 }
-                assert!(self.readable.contains(&slot.region), "the region of a slot is granted before");
+                assert!(self.readable.contains_key(&slot.region), "the region of a slot is granted before");
                 let key = &load.keys[at as usize];
                 let layers = memory.layers(*slot).get(..page.layers as usize).unwrap_or_default();
                 match verified(layers, 0, &self.layout, checksums) {
@@ -362,13 +365,14 @@ impl Engine {
         self.reserved.iter().map(|(_, slot, _)| *slot).chain(loaded)
     }
 
-    fn granted(&mut self, regions: &[(RegionId, Access)]) {
-        for (region, access) in regions {
-            let set = match access {
+    fn granted(&mut self, regions: &[RegionGrant]) {
+        for RegionGrant { region, generation, access } in regions {
+            let known = match access {
                 Access::ReadOnly => &mut self.readable,
                 Access::ReadWrite => &mut self.writable,
             };
-            assert!(set.insert(*region), "a region is granted once per access");
+            let earlier = known.insert(*region, *generation);
+            assert!(earlier.is_none_or(|earlier| earlier < *generation), "memory is granted once per access");
         }
     }
 }

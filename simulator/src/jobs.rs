@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use reprise_agent_core::effect::{ArenaSlot, BlockCheck, BlockRead, DeviceId};
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity};
+use reprise_agent_core::effect::{ArenaSlot, BlockCheck, BlockRead, DeviceId, RegionId};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, Renewal};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
 use reprise_policy::{Layout, Tier};
@@ -30,9 +30,20 @@ pub(crate) struct Jobs {
 /// An operation whose end is an event.
 #[derive(Debug)]
 pub(crate) enum Job {
-    Device { device: DeviceId, op: DeviceOp, covered: u64 },
-    Read { device: DeviceId, read: BlockRead, layout: Layout, layers: u32 },
+    Device {
+        device: DeviceId,
+        op: DeviceOp,
+        covered: u64,
+    },
+    Read {
+        device: DeviceId,
+        read: BlockRead,
+        layout: Layout,
+        layers: u32,
+    },
     Check(BlockCheck),
+    /// The replacement of a region's memory.
+    Renew(RegionId),
 }
 
 impl Job {
@@ -47,6 +58,7 @@ impl Job {
             },
             Job::Read { read, .. } => Some(read.slot),
             Job::Check(check) => Some(check.slot),
+            Job::Renew(_) => None,
         }
     }
 }
@@ -63,7 +75,7 @@ impl Jobs {
             Job::Device { device, .. } | Job::Read { device, .. } => {
                 disks[usize::from(device.0)].health.slowness
             }
-            Job::Check(_) => 1,
+            Job::Check(_) | Job::Renew(_) => 1,
         };
         if !timed::begin_job(env, self.node, number, &job) {
             self.schedule(env, number, slowness);
@@ -115,6 +127,10 @@ impl Jobs {
                     self.schedule(env, number, disk.health.slowness);
                 }
                 event
+            }
+            Job::Renew(region) => {
+                memory.renew(region);
+                Event::RegionRenewed { region, renewal: Renewal::Done }
             }
             Job::Check(check) => {
                 let layers = memory.layers(check.slot);

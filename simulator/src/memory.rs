@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use reprise_agent_core::effect::ArenaSlot;
+use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_policy::Layout;
 
 use crate::rng::mix;
@@ -47,6 +47,12 @@ impl Memory {
         let place = self.slots.entry((region, slot.offset)).or_insert_with(empty);
         place.layers.resize(layers_all as usize, 0);
         place.layers[layers.start as usize..layers.end as usize].copy_from_slice(tags);
+    }
+
+    /// Replaces the memory of a region by an empty one.
+    pub(crate) fn renew(&mut self, region: RegionId) {
+        assert!(!self.stranded.iter().any(|slot| slot.region == region), "a device may write to {region:?}");
+        self.slots.retain(|(of, _), _| *of != region.0);
     }
 
     /// Records that a device may write to a slot at any time.

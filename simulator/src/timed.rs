@@ -101,6 +101,7 @@ pub(crate) fn begin_job(env: &mut Environment, node: usize, number: u64, job: &J
         },
         Job::Read { read, .. } => (Path::NvmeRead, read.slot.bytes + HEADER_BYTES),
         Job::Check(check) => (Path::Dram, check.slot.bytes),
+        Job::Renew(_) => return false,
     };
     let then = env.agent_step(node, AgentStep::Job(number));
     match path {

@@ -32,6 +32,7 @@ mod peers;
 mod placement;
 mod prefix_chains;
 mod pressure;
+mod regions;
 mod rings;
 mod rotation;
 mod sessions;

@@ -6,7 +6,7 @@
 //! and the whole region after, so that later accesses cause no page fault.
 //!
 //! The first touch runs at 0.3–3 GB/s a core (the hypervisor may also have to allocate the memory), so
-//! several threads create the regions. An arena is never resized.
+//! several threads create the regions. An arena is never resized, but a region gets a new file before it passes to another tenant.
 //!
 //! Populating is not permanent: a process with a writable descriptor may punch holes into the file. The
 //! crate's doc describes the consequences.
@@ -14,7 +14,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread;
 
 use reprise_policy::ByteSize;
@@ -62,13 +62,17 @@ pub struct ArenaConfig {
 /// All regions of an agent.
 #[derive(Debug)]
 pub struct Arena {
-    regions: Vec<Arc<Region>>,
+    /// Replaced when a region passes to another tenant.
+    regions: Vec<RwLock<Arc<Region>>>,
+    huge: HugePolicy,
 }
 
 /// One memory file of the arena: the unit that engines map and io_uring registers.
 #[derive(Debug)]
 pub struct Region {
     id: u16,
+    /// Number of memory files that the region has had before.
+    generation: u32,
     memory: Arc<Memory>,
     writable: OwnedFd,
     readonly: OwnedFd,
@@ -135,9 +139,9 @@ impl Arena {
         let regions = (0u16..)
             .zip(fresh)
             .zip(coverages)
-            .map(|((id, fresh), coverage)| Arc::new(fresh.into_region(id, coverage)))
+            .map(|((id, fresh), coverage)| RwLock::new(Arc::new(fresh.into_region((id, 0), coverage))))
             .collect();
-        Ok(Arena { regions })
+        Ok(Arena { regions, huge: config.huge })
     }
 
     /// Makes the checks of [`Arena::new`] that precede the allocation.
@@ -150,8 +154,36 @@ impl Arena {
     }
 
     /// Returns the regions; the id of a region is its index.
-    pub fn regions(&self) -> &[Arc<Region>] {
-        &self.regions
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        self.regions.iter().map(current).collect()
+    }
+
+    /// Returns a region; `None` beyond the last one.
+    pub fn region(&self, id: u16) -> Option<Arc<Region>> {
+        self.regions.get(usize::from(id)).map(current)
+    }
+
+    /// Gives a region new, zeroed memory, which no descriptor or mapping of the old memory reaches, and returns it. The
+    /// pages of the old memory are freed first, also in processes that still map it. The caller must ensure that no
+    /// slot of the region is in use, and that no device maps it.
+    ///
+    /// # Errors
+    /// Too little memory, or too few descriptors: the region keeps its old memory, whose bytes are zeros.
+    pub fn renew(&self, id: u16) -> Result<Arc<Region>, BufferError> {
+        let Some(place) = self.regions.get(usize::from(id)) else {
+            return Err(self.no_region(id));
+        };
+        let old = current(place);
+        old.clear();
+        let fresh = FreshRegion::new(old.bytes(), self.huge)?;
+        let coverage = measure(&[fresh.addresses()]).pop().unwrap_or_default();
+        let renewed = Arc::new(fresh.into_region((id, old.generation + 1), coverage));
+        *place.write().unwrap_or_else(PoisonError::into_inner) = renewed.clone();
+        Ok(renewed)
+    }
+
+    fn no_region(&self, id: u16) -> BufferError {
+        BufferError::Invalid(format!("invalid region {id}: the arena has {} regions", self.regions.len()))
     }
 
     /// Returns the kind of pages of the whole arena; [`Arena::coverage`] has the parts.
@@ -161,22 +193,31 @@ impl Arena {
 
     /// Returns the page sizes that were measured when the arena was created.
     pub fn coverage(&self) -> PageCoverage {
-        self.regions.iter().map(|region| region.coverage).fold(PageCoverage::default(), PageCoverage::plus)
+        self.regions
+            .iter()
+            .map(|region| current(region).coverage)
+            .fold(PageCoverage::default(), PageCoverage::plus)
     }
 
     /// Returns `bytes` bytes from `offset` of a region; an error if the range lies outside.
     pub fn span(&self, region: u16, offset: u64, bytes: u64) -> Result<Span, BufferError> {
         match self.regions.get(usize::from(region)) {
-            Some(region) => region.span(offset, bytes),
-            None => Err(BufferError::Invalid(format!(
-                "invalid region {region}: the arena has {} regions",
-                self.regions.len()
-            ))),
+            Some(region) => current(region).span(offset, bytes),
+            None => Err(self.no_region(region)),
         }
     }
 }
 
+fn current(region: &RwLock<Arc<Region>>) -> Arc<Region> {
+    region.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
 impl Region {
+    /// Returns the number of memory files that the region has had before.
+    pub fn generation(&self) -> u32 {
+        self.generation
+    }
+
     /// Returns the region's index in the arena.
     pub fn id(&self) -> u16 {
         self.id
@@ -223,9 +264,11 @@ impl Region {
         Span::of(&self.memory, offset, bytes)
     }
 
-    /// Overwrites the region with zeros, before it is assigned to another tenant. The caller must ensure that
-    /// no slot of the region is in use.
-    pub fn zero(&self) {
+    /// Frees the pages of the memory file, whose bytes are zeros then; where that fails, overwrites them.
+    fn clear(&self) {
+        if sys::punch(self.writable.as_fd(), self.bytes()).is_ok() {
+            return;
+        }
         // SAFETY: the mapping is writable and `bytes()` long, and no reference into it exists (spans are
         // raw).
         unsafe { self.memory.as_ptr().write_bytes(0, self.memory.bytes()) };
@@ -270,9 +313,10 @@ impl FreshRegion {
         start..start + self.memory.bytes()
     }
 
-    fn into_region(self, id: u16, coverage: PageCoverage) -> Region {
+    fn into_region(self, (id, generation): (u16, u32), coverage: PageCoverage) -> Region {
         Region {
             id,
+            generation,
             memory: Arc::new(self.memory.with_region(id)),
             writable: self.writable,
             readonly: self.readonly,

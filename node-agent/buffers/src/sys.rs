@@ -36,6 +36,15 @@ pub(crate) fn sealed_memfd(name: &CStr, bytes: u64, extra_flags: libc::c_uint) -
     Ok(fd)
 }
 
+/// Frees all pages of a file, which then reads as zeros: fallocate(2).
+pub(crate) fn punch(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    let length = libc::off_t::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: fallocate(2) reads no memory of this process; the descriptor is open.
+    check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, 0, length) })?;
+    Ok(())
+}
+
 /// Calls memfd_create(2), with a flag that forbids executing the file where the kernel supports that (6.3).
 fn create_memfd(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
     let mut created = raw_memfd(name, flags | libc::MFD_NOEXEC_SEAL);

@@ -42,6 +42,7 @@ mod pending_space;
 mod pins;
 mod publish;
 mod readers;
+mod renewal;
 mod retained;
 mod rotation;
 mod sizes;
@@ -53,6 +54,7 @@ pub(crate) use accounts::{TenantIndex, Unmet, nvme_bytes};
 pub(crate) use acquire::{LocalBlock, LocalCopy, OfferedBlock};
 pub(crate) use ahead::AheadCopy;
 use arena::Arena;
+pub use arena::Renewal;
 use devices::Devices;
 pub(crate) use extents::LentSlot;
 use frames::Frames;
@@ -87,6 +89,10 @@ pub(crate) struct Cache {
     tiering: Tiering,
     /// Time of the current event.
     now: Tick,
+    /// Time from which regions may be taken again after a failed renewal.
+    renewals_from: Tick,
+    /// Frames of retiring regions that became clean with the current event.
+    leaving: Vec<FrameIndex>,
     /// Leases on frames whose contents are being checked.
     checks: Slab<Lease<Read>>,
     /// Space on the devices that accepted and unsaved blocks will need.
@@ -114,6 +120,8 @@ pub(crate) struct CacheOutcomes {
     pub(crate) capacity_changed: bool,
     /// Blocks were found on a device; their tenants may exceed their limits.
     pub(crate) recovered: bool,
+    /// Regions get no new blocks, because other tenants need them.
+    pub(crate) regions_retired: bool,
     /// Number of blocks that became durable.
     pub(crate) stored: u64,
     /// Write batches that ended, in order.
@@ -143,7 +151,7 @@ pub(crate) struct SlotRequest {
 impl CacheOutcomes {
     /// Whether there is nothing to route.
     pub(crate) fn is_empty(&self) -> bool {
-        let flags = self.arena_full || self.capacity_changed || self.recovered;
+        let flags = self.arena_full || self.capacity_changed || self.recovered || self.regions_retired;
         let lists = [self.used_again.is_empty(), self.lost_retentions.is_empty(), self.batches.is_empty()];
         !flags && self.stored == 0 && lists == [true; 3]
     }
@@ -161,6 +169,8 @@ impl Cache {
             devices: Devices::new(pools, settings),
             tiering: Tiering::new(settings),
             now: Tick(0),
+            renewals_from: Tick(0),
+            leaving: Vec::new(),
             checks: Slab::new(),
             pending_space: PendingSpace::default(),
             retained: Retained::default(),

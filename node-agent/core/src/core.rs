@@ -156,6 +156,9 @@ impl AgentCore {
         }
         self.begin_pulls();
         self.replicate.advance(&self.cache, context!(self));
+        // Before the regions are drained: blocks that are saved remain until they are durable.
+        self.route();
+        self.cache.drain_regions(context!(self));
         // Before the write-back, which shrinking may make urgent.
         self.quota.shrink(&mut self.cache, context!(self));
         self.route();
@@ -195,6 +198,7 @@ impl AgentCore {
             arena_full,
             capacity_changed,
             recovered,
+            regions_retired,
             stored,
             batches,
             used_again,
@@ -206,6 +210,9 @@ impl AgentCore {
         self.save.save_used_again(&mut self.cache, self.now, &used_again);
         if arena_full {
             self.save.expedite();
+        }
+        if regions_retired {
+            self.save.save_leaving(&mut self.cache, self.now);
         }
         for DoneBatch { batch, stored } in batches {
             match Extents::owns(batch) {
@@ -353,6 +360,7 @@ impl AgentCore {
 
     fn dispatch(&mut self, event: Event) {
         match event {
+            Event::RegionRenewed { region, renewal } => self.cache.region_renewed(region, renewal),
             Event::TenantNamed { tenant, name } => self.cache.name_tenant(tenant, name),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
@@ -494,6 +502,7 @@ impl AgentCore {
         let Some(size_class) = self.cache.open(*tenant, *layout) else { return };
         self.namespaces.open(*session, opened.namespace);
         self.sessions.insert(*session, size_class);
+        self.cache.session_opened(size_class);
         self.load.open(*session);
         self.save.open(*session);
         if let Some(gpu) = gpu {
@@ -511,6 +520,7 @@ impl AgentCore {
         self.prefetch.close(&mut self.cache, session);
         self.begun.close(&mut self.cache, session);
         self.namespaces.close(session);
+        self.cache.session_closed(size_class);
         self.cache.release_size_class(size_class);
     }
 

@@ -187,6 +187,10 @@ counters! {
     dram_evictions,
     /// Slot bytes of blocks dropped from DRAM.
     dram_evicted_bytes,
+    /// Regions of the arena that tenants gave up for other tenants.
+    regions_retired,
+    /// Regions of the arena that got new memory for another tenant.
+    regions_renewed,
     /// Blocks dropped from NVMe to make room.
     nvme_evictions,
     /// Slot bytes of blocks dropped from NVMe to make room.
@@ -412,7 +416,7 @@ owner_counters! {
     stored_bytes_total admission_admitted_blocks admission_first_use_blocks admission_low_value_blocks
     admission_budget_blocks admission_used_again_blocks pool_written_bytes journal_written_bytes
     demoted_blocks demoted_emergency_blocks skipped_dram_blocks dram_dropped_blocks
-    demoted_on_request_blocks deleted_blocks
+    demoted_on_request_blocks deleted_blocks regions_retired regions_renewed
 }
 
 owner_counters! {

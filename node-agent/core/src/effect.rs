@@ -55,6 +55,17 @@ pub enum Access {
     ReadWrite,
 }
 
+/// Right of a session to map the memory of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionGrant {
+    /// Region to map.
+    pub region: RegionId,
+    /// Number of memory files that the region has had before: memory of another generation is of another tenant.
+    pub generation: u32,
+    /// Access to the memory.
+    pub access: Access,
+}
+
 /// Action for the runtime.
 #[derive(Debug)]
 pub enum Effect {
@@ -113,6 +124,12 @@ pub enum Effect {
     DeviceReleased {
         /// Device to close.
         device: DeviceId,
+    },
+    /// Replaces the memory of a region, which has no blocks, by a new, zeroed memory file; the result is
+    /// `Event::RegionRenewed`. The old memory must not be used for anything that another tenant may see.
+    RenewRegion {
+        /// Region to renew.
+        region: RegionId,
     },
     /// Waits until no process can do I/O on the extents of a holder; the result is `Event::ExtentsReleased`.
     AwaitExtents {
@@ -226,7 +243,7 @@ pub enum Reply {
     /// Reserved slots, possibly fewer than requested.
     Reserved {
         /// Regions that the session has not received with this access before.
-        regions: Vec<(RegionId, Access)>,
+        regions: Vec<RegionGrant>,
         /// Leases and places of the slots, all of the requested kind.
         leases: Vec<(LeaseId, Place)>,
         /// Time to wait before requesting the rest; zero if no slot is missing.
@@ -255,7 +272,7 @@ pub enum Reply {
         /// Entry that shows the load's progress.
         entry: ProgressEntry,
         /// Regions that the session has not received with this access before.
-        regions: Vec<(RegionId, Access)>,
+        regions: Vec<RegionGrant>,
         /// One result per key.
         blocks: Vec<LoadedBlock>,
     },

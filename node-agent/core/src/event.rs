@@ -15,7 +15,10 @@ use reprise_policy::{
 };
 
 use crate::cache::ChainPlace;
-use crate::effect::{CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind, Ticket};
+pub use crate::cache::Renewal;
+use crate::effect::{
+    CheckId, DeviceId, FillId, LeaseId, LoadId, LookupId, PlaceId, PlaceKind, RegionId, Ticket,
+};
 use crate::extents::{ExtentHolder, PinId};
 use crate::pool::{DeviceError, DevicePool, OpToken, StoredBlock};
 
@@ -26,6 +29,13 @@ pub struct RequestId(pub u64);
 /// One input of [`AgentCore::apply`](crate::AgentCore::apply).
 #[derive(Debug)]
 pub enum Event {
+    /// Reports the result of `Effect::RenewRegion`.
+    RegionRenewed {
+        /// Region that was to get new memory.
+        region: RegionId,
+        /// Whether it has it.
+        renewal: Renewal,
+    },
     /// Names a tenant; its blocks carry the name on devices from now on. Precedes the first session and the
     /// first offer of the tenant. Without this event, the core writes the tenant's blocks without a name.
     TenantNamed {

@@ -87,6 +87,9 @@ pub const SHRINK_EVICTIONS_PER_APPLY: usize = 256;
 /// core.
 pub const SHRINK_INTERVAL: Duration = Duration::from_millis(1);
 
+/// Time after a failed renewal of a region until another one is tried: the machine has too little memory.
+pub const RENEWAL_RETRY: Duration = Duration::from_secs(1);
+
 /// Maximum regions of the arena: with 256 MiB each, 16 TiB.
 pub const REGIONS_MAX: usize = 65_536;
 

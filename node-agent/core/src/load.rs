@@ -130,6 +130,7 @@ impl Loads {
         for load in reader.loads() {
             self.end(cache, load);
         }
+        cache.revoke_regions(reader.regions());
         self.cancel_matches(session);
     }
 

@@ -1,21 +1,22 @@
 //! Sets of arena regions.
 
-/// Set of regions, by position in the arena.
+use std::collections::BTreeMap;
+
+/// Regions whose memory a session has received, by position in the arena, with the generation of the memory.
 #[derive(Debug, Default)]
 pub(crate) struct RegionSet {
-    words: Vec<u64>,
+    generations: BTreeMap<u16, u32>,
 }
 
 impl RegionSet {
-    /// Adds a region; returns whether it is new.
-    pub(crate) fn insert(&mut self, region: u16) -> bool {
-        let (word, bit) = (usize::from(region / 64), 1 << (region % 64));
-        if self.words.len() <= word {
-            self.words.resize(word + 1, 0);
-        }
-        let before = self.words[word];
-        self.words[word] |= bit;
-        before & bit == 0
+    /// Adds the memory of a region, which replaces an earlier one; returns whether it is new.
+    pub(crate) fn insert(&mut self, region: u16, generation: u32) -> bool {
+        self.generations.insert(region, generation) != Some(generation)
+    }
+
+    /// Iterates the regions with their generations.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u16, u32)> {
+        self.generations.iter().map(|(region, generation)| (*region, *generation))
     }
 }
 
@@ -24,12 +25,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn region_is_new_to_a_set_once() {
+    fn memory_of_a_region_is_new_to_a_set_once() {
         let mut set = RegionSet::default();
-        assert!(set.insert(3));
-        assert!(!set.insert(3));
-        assert!(set.insert(3000));
-        assert!(!set.insert(3000));
-        assert!(set.insert(2));
+        assert!(set.insert(3, 0) && !set.insert(3, 0));
+        assert!(set.insert(3000, 7) && !set.insert(3000, 7));
+        assert!(set.insert(3, 1) && !set.insert(3, 1), "the region has new memory");
+        assert_eq!(set.iter().collect::<Vec<_>>(), [(3, 1), (3000, 7)]);
     }
 }

@@ -81,6 +81,7 @@ impl Save {
         self.writeback.slack.remove(session);
         let Some(writer) = self.sessions.remove(&session) else { return };
         self.end_reservations(cache, &writer);
+        cache.revoke_regions(writer.regions());
         self.drop_tickets(&writer.tickets);
     }
 

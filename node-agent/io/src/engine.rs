@@ -1,7 +1,10 @@
 //! The trait of all I/O engines.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
+
+use reprise_buffers::Region;
 
 use crate::error::IoError;
 use crate::op::{Completion, Submission};
@@ -38,6 +41,17 @@ pub trait IoEngine: Send {
     /// `Invalid` when called by a second thread, `Lost` when the engine itself no longer works. Operations in
     /// flight remain in flight; drop the engine.
     fn reap(&mut self, wait: Wait, out: &mut Vec<Completion>) -> Result<(), IoError>;
+
+    /// Ends the registration of a region's memory, before the region is renewed. No operation on the region is in
+    /// flight. Engines that register no memory do nothing.
+    fn release_region(&mut self, region: u16) {
+        let _ = region;
+    }
+
+    /// Registers the new memory of a region, unless it is registered. Operations may use unregistered memory too.
+    fn add_region(&mut self, region: &Arc<Region>) {
+        let _ = region;
+    }
 
     /// Returns a handle that makes a waiting [`reap`](IoEngine::reap) return.
     fn waker(&self) -> Waker;

@@ -251,6 +251,18 @@ impl IoEngine for UringEngine {
         }
     }
 
+    fn release_region(&mut self, region: u16) {
+        if let Err(error) = self.fixed.release(&self.ring.uring, region) {
+            tracing::warn!(region, %error, "io_uring cannot release the memory of a region, which stays allocated");
+        }
+    }
+
+    fn add_region(&mut self, region: &Arc<Region>) {
+        if let Err(error) = self.fixed.add(&self.ring.uring, region) {
+            tracing::warn!(region = region.id(), %error, "io_uring cannot register a region, each operation on it maps its memory");
+        }
+    }
+
     fn waker(&self) -> Waker {
         self.bell.waker()
     }

@@ -67,12 +67,13 @@ pub trait Backing: Send + Sync + 'static {
     /// `Memory` if the machine has too little of it, or its limit of locked memory is too low.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, NvmeError>;
 
-    /// Makes an arena region accessible for the controller; returns the address of its first byte. The region stays
-    /// mapped while the backing lives.
+    /// Makes an arena region accessible for the controller until the result is dropped.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate).
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError>;
+    /// As [`map`](Self::map).
+    fn map_region(&self, region: &Region) -> Result<DmaMapping, NvmeError> {
+        self.map(&region.span(0, region.bytes())?)
+    }
 
     /// Maps a part of a BAR of the controller: its memory buffer. It gets an address that no other memory has, which
     /// the driver sets in the controller ([`Controller::memory_buffer`](crate::Controller::memory_buffer)).

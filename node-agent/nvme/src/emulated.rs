@@ -245,10 +245,6 @@ impl Backing for EmulatedController {
         self.shared.space.allocate(bytes)
     }
 
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
-        Ok(self.shared.space.map(region.span(0, region.bytes())?))
-    }
-
     fn map_own_bar(&self, bar: u8, _offset: u64, _bytes: u64) -> Result<EmulatedMemory, NvmeError> {
         Err(NvmeError::Unsupported(format!("BAR {bar} of an emulated controller has no memory")))
     }

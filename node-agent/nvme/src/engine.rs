@@ -20,7 +20,7 @@ use reprise_io::{
     Submission, Wait, Waker,
 };
 
-use crate::backing::{Backing, DmaMemory};
+use crate::backing::{Backing, DmaMapping, DmaMemory};
 use crate::controller::{Controller, Namespace};
 use crate::data::{DataFormat, Piece};
 use crate::error::NvmeError;
@@ -73,7 +73,7 @@ pub struct NvmeEngine<B: Backing> {
     free_pages: Vec<usize>,
     namespace: Namespace,
     bounds: Bounds,
-    regions: BTreeMap<u16, (Arc<Region>, u64)>,
+    regions: BTreeMap<u16, (Arc<Region>, DmaMapping)>,
     capacity: usize,
     command_timeout: Duration,
     operations: BTreeMap<u64, Operation>,
@@ -140,8 +140,8 @@ impl<B: Backing> NvmeEngine<B> {
     pub(crate) fn configure(&mut self, capacity: usize, regions: &[Arc<Region>]) -> Result<(), NvmeError> {
         self.capacity = capacity;
         for region in regions {
-            let base = self.controller.backing().map_region(region)?;
-            self.regions.insert(region.id(), (Arc::clone(region), base));
+            let mapping = self.controller.backing().map_region(region)?;
+            self.regions.insert(region.id(), (Arc::clone(region), mapping));
         }
         Ok(())
     }
@@ -419,6 +419,24 @@ impl<B: Backing> IoEngine for NvmeEngine<B> {
         }
     }
 
+    fn release_region(&mut self, region: u16) {
+        self.regions.remove(&region);
+    }
+
+    fn add_region(&mut self, region: &Arc<Region>) {
+        let is_known = self.regions.get(&region.id()).is_some_and(|(known, _)| Arc::ptr_eq(known, region));
+        if is_known {
+            return;
+        }
+        self.regions.remove(&region.id());
+        match self.controller.backing().map_region(region) {
+            Ok(mapping) => drop(self.regions.insert(region.id(), (Arc::clone(region), mapping))),
+            Err(error) => {
+                tracing::warn!(region = region.id(), %error, "cannot map a region for the controller, its data passes through a buffer")
+            }
+        }
+    }
+
     fn waker(&self) -> Waker {
         self.bell.waker()
     }
@@ -450,17 +468,17 @@ fn is_covered(operation: &Operation) -> bool {
 
 /// Where memory lies for the controller.
 struct Mapping<'a> {
-    regions: &'a BTreeMap<u16, (Arc<Region>, u64)>,
+    regions: &'a BTreeMap<u16, (Arc<Region>, DmaMapping)>,
     bounce: u64,
 }
 
 impl Mapping<'_> {
     /// Returns the address of a span of a registered region.
     fn address(&self, span: &Span) -> Option<u64> {
-        let (region, base) = self.regions.get(&span.region_id()?)?;
+        let (region, mapping) = self.regions.get(&span.region_id()?)?;
         // A region of another arena may have the same number.
         let at = span.as_ptr().addr().checked_sub(region.as_ptr().addr())? as u64;
-        (at + span.len() as u64 <= region.bytes()).then_some(base + at)
+        (at + span.len() as u64 <= region.bytes()).then_some(mapping.address() + at)
     }
 }
 

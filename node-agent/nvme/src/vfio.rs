@@ -28,7 +28,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use reprise_buffers::{Region, Span, check_available};
+use reprise_buffers::{Span, check_available};
 use reprise_io::PciAddress;
 
 pub use error::FunctionError;
@@ -181,16 +181,6 @@ impl Backing for VfioController {
             FunctionError::system(format!("allocate {bytes} bytes for a controller"), error)
         })?;
         self.domain.share(pages)
-    }
-
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
-        let address = self.domain.take_address(region.bytes())?;
-        // Mapped until the container is closed: with the last memory of this controller.
-        if let Err(error) = pages::map_region(&self.domain.container, address, region) {
-            self.domain.release_address(address);
-            return Err(mapping_error(error, region.bytes()).into());
-        }
-        Ok(address)
     }
 
     fn map(&self, span: &Span) -> Result<DmaMapping, NvmeError> {

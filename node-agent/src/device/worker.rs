@@ -331,6 +331,11 @@ impl Worker {
                 Ok(Command::Op(op)) => self.queue_op(op),
                 Ok(Command::Read(batch)) => self.queue_batch(&batch),
                 Ok(Command::Promote(fills)) => self.promote(fills),
+                Ok(Command::ReleaseRegion(region, released)) => {
+                    self.engine.release_region(region);
+                    drop(released);
+                }
+                Ok(Command::AddRegion(region)) => self.engine.add_region(&region),
                 Ok(Command::Close) => return CommandState::Closed,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return CommandState::Ended,
                 Err(TryRecvError::Empty) => return CommandState::Open,

@@ -116,6 +116,8 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("write_failures", "Writes of blocks that failed"),
     counter("dram_evictions", "Blocks evicted from DRAM to free space, or by Trim"),
     counter("dram_evicted_bytes", "Slot bytes of blocks evicted from DRAM"),
+    counter("regions_retired", "Arena regions that tenants gave up for other tenants"),
+    counter("regions_renewed", "Arena regions that got new memory for another tenant"),
     counter("nvme_evictions", "Blocks evicted from NVMe to free space"),
     counter("nvme_evicted_bytes", "Slot bytes of blocks evicted from NVMe"),
     counter("corrupt_blocks", "Stored blocks dropped because they failed verification"),

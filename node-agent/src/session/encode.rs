@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use reprise_agent_core::effect::{
     Access, ArenaSlot, CommitStatus, DeviceId, LeaseId, LoadedBlock, LookaheadReport, LossReason, Place,
-    RegionId, Reply, Source, Ticket,
+    RegionGrant, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::RequestId;
 use reprise_agent_core::extents::{PinRefusal, PinnedBlock};
@@ -100,18 +100,24 @@ struct Grants<'a> {
 }
 
 impl Grants<'_> {
-    fn grant(&mut self, regions: Vec<(RegionId, Access)>) -> Vec<local::RegionGrant> {
-        regions.into_iter().map(|(id, access)| self.grant_one(id, access)).collect()
+    fn grant(&mut self, regions: Vec<RegionGrant>) -> Vec<local::RegionGrant> {
+        regions.into_iter().filter_map(|grant| self.grant_one(grant)).collect()
     }
 
-    fn grant_one(&mut self, id: RegionId, access: Access) -> local::RegionGrant {
-        let region = &self.arena.regions()[usize::from(id.0)];
-        self.descriptors.push(Descriptor::Region(region.clone(), access));
-        local::RegionGrant {
+    /// Grants the memory of a region; `None` if the region has passed to another tenant since, which happens to replies
+    /// whose leases have expired.
+    fn grant_one(
+        &mut self,
+        RegionGrant { region: id, generation, access }: RegionGrant,
+    ) -> Option<local::RegionGrant> {
+        let region = self.arena.region(id.0).filter(|region| region.generation() == generation)?;
+        let bytes = region.bytes();
+        self.descriptors.push(Descriptor::Region(region, access));
+        Some(local::RegionGrant {
             region: u32::from(id.0),
-            bytes: region.bytes(),
+            bytes,
             writable: matches!(access, Access::ReadWrite),
-        }
+        })
     }
 }
 
@@ -269,6 +275,7 @@ const _: () = assert!(Source::PeerDram as u8 == 3 && Source::PeerNvme as u8 == 4
 #[cfg(test)]
 mod tests {
     use prost::Message;
+    use reprise_agent_core::effect::RegionId;
     use reprise_policy::LayoutSpec;
 
     use super::*;

@@ -168,7 +168,7 @@ fn bare_loop_obstacle() -> Option<Missing> {
             ));
         }
     };
-    let probe = reprise_io::probe(arena.regions());
+    let probe = reprise_io::probe(&arena.regions());
     if let Err(error) = probe.io_uring {
         return Some(Missing::new(
             format!("io_uring is not available: {error}"),

@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 
 use proptest::prelude::*;
+
 use reprise_buffers::{
     Access, Arena, ArenaConfig, BufferError, HUGE_PAGE_BYTES, HugePolicy, MappedRegion, PageKind,
     REGION_BYTES_MAX,
@@ -55,16 +57,30 @@ fn agent_and_other_engines_see_the_bytes_that_an_engine_writes() {
 }
 
 #[test]
-fn a_region_is_zero_at_first_and_after_zeroing() {
-    let arena = arena(2 * MIB, 2 * MIB, HugePolicy::Never);
-    let span = arena.span(0, 0, 2 * MIB).expect("all of it");
-    let mut bytes = vec![1; 2 << 20];
-    span.copy_out(&mut bytes);
-    assert!(bytes.iter().all(|byte| *byte == 0));
-    span.copy_in(&vec![7; 2 << 20]).expect("writable");
-    arena.regions()[0].zero();
-    span.copy_out(&mut bytes);
-    assert!(bytes.iter().all(|byte| *byte == 0));
+fn renewed_region_is_zero_and_out_of_reach_of_old_mappings_and_descriptors() {
+    let arena = arena(4 * MIB, 2 * MIB, HugePolicy::Never);
+    let old = arena.region(0).expect("the first region");
+    let engine = map(old.writable_fd(), old.bytes(), Access::ReadWrite).expect("a writable mapping");
+    let seen = |span: reprise_buffers::Span| {
+        let mut bytes = vec![1; span.len()];
+        span.copy_out(&mut bytes);
+        bytes
+    };
+    engine.span(0, 5).and_then(|span| span.copy_in(b"old of")).expect_err("too long");
+    engine.span(0, 3).and_then(|span| span.copy_in(b"old")).expect("writable");
+    let renewed = arena.renew(0).expect("2 MiB");
+    assert_eq!((old.generation(), renewed.generation(), renewed.id()), (0, 1, 0));
+    assert!(seen(engine.span(0, 2 * MIB).expect("mapped")).iter().all(|byte| *byte == 0), "pages are freed");
+    assert!(seen(arena.span(0, 0, 2 * MIB).expect("all of it")).iter().all(|byte| *byte == 0));
+    arena.span(0, 0, 3).and_then(|span| span.copy_in(b"new")).expect("writable");
+    let late = map(old.readonly_fd(), old.bytes(), Access::ReadOnly).expect("a descriptor of the old memory");
+    for mapping in [&engine, &late] {
+        assert_eq!(seen(mapping.span(0, 3).expect("mapped")), [0; 3]);
+    }
+    engine.span(0, 3).and_then(|span| span.copy_in(b"bad")).expect("writable");
+    assert_eq!(seen(arena.span(0, 0, 3).expect("inside")), b"new");
+    assert!(Arc::ptr_eq(&renewed, &arena.region(0).expect("the first region")));
+    assert!(arena.renew(2).is_err() && arena.region(2).is_none());
 }
 
 #[test]

@@ -254,7 +254,8 @@ impl Peer {
             .collect();
         let regions = if grant == Grant::First { vec![self.grant(true)] } else { vec![] };
         let reserved = local::Reserved { regions, leases, retry_after_us: 1000, devices: Vec::new() };
-        let fds = [self.arena.regions()[0].writable_fd()];
+        let region = &self.arena.regions()[0];
+        let fds = [region.writable_fd()];
         let fds: &[BorrowedFd<'_>] = if grant == Grant::First { &fds } else { &[] };
         self.reply_with(id, response::Body::Reserved(reserved), fds);
     }
@@ -318,7 +319,8 @@ impl Peer {
         let regions = if answer.grant == Grant::First { vec![self.grant(false)] } else { vec![] };
         let loaded =
             local::Loaded { load: answer.load, progress_entry: u32::from(answer.entry), regions, blocks };
-        let fds = [self.arena.regions()[0].readonly_fd()];
+        let region = &self.arena.regions()[0];
+        let fds = [region.readonly_fd()];
         let fds: &[BorrowedFd<'_>] = if answer.grant == Grant::First { &fds } else { &[] };
         self.reply_with(id, response::Body::Loaded(loaded), fds);
     }

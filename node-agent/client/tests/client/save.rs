@@ -234,7 +234,8 @@ fn a_lease_outside_the_region_ends_the_session() {
             leases: vec![local::Lease { lease: 1, place: Some(place(end)) }],
             ..local::Reserved::default()
         };
-        let fds = [peer.arena.regions()[0].writable_fd()];
+        let region = &peer.arena.regions()[0];
+        let fds = [region.writable_fd()];
         peer.reply_with(id, response::Body::Reserved(reserved), &fds);
         assert!(peer.receive().is_none(), "the client closes");
     });
@@ -254,7 +255,8 @@ fn a_lease_of_an_extent_in_place_of_a_slot_ends_the_session() {
             leases: vec![local::Lease { lease: 1, place: Some(place) }],
             ..local::Reserved::default()
         };
-        let fds = [peer.arena.regions()[0].writable_fd()];
+        let region = &peer.arena.regions()[0];
+        let fds = [region.writable_fd()];
         peer.reply_with(id, response::Body::Reserved(reserved), &fds);
         assert!(peer.receive().is_none(), "the client closes");
     });

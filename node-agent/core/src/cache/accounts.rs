@@ -4,9 +4,8 @@
 //! or holds one of its blocks, header page included. Slots whose free record is not durable yet are charged
 //! to no tenant, because no tenant can use them.
 //!
-//! * **DRAM.** Regions of the arena never change tenants, because this core never zeroes memory. A
-//!   reservation therefore keeps back unused regions for its tenant ([`Arena`](super::arena::Arena)), and a
-//!   tenant evicts only its own blocks.
+//! * **DRAM.** A tenant that needs a slot evicts its own blocks. Memory changes tenants by whole regions
+//!   (`arena::renewal`), so a reservation keeps back unused regions for its tenant ([`Arena`](super::arena::Arena)).
 //! * **NVMe.** Slots change tenants with their blocks: [`quota`] selects the tenant to evict from.
 //!
 //! Memory: about 350 bytes per tenant. None per block, because the size class identifies the tenant.

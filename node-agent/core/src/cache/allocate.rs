@@ -19,9 +19,12 @@ impl Cache {
             self.outcomes.arena_full = true;
             return None;
         }
+        let mut is_first = true;
         let place = loop {
             match self.arena.allocate(slot_group) {
                 Some(place) => break place,
+                // In addition to the eviction of own blocks: another tenant may hold the memory of this one.
+                None if std::mem::take(&mut is_first) => self.request_region(slot_group),
                 None if self.make_room(slot_group) => {}
                 None => {
                     self.outcomes.arena_full = true;

@@ -8,9 +8,9 @@
 //! region: unowned ──take──▶ owned by a group: [used|used|free|fresh…] ──last slot freed──▶ unowned
 //! ```
 //!
-//! Allocation and freeing are O(1). A region that has held data of a tenant never passes to another tenant,
-//! because this core never zeroes memory. Unused regions are therefore kept back for tenants with a
-//! reservation ([`reservations`]).
+//! Allocation and freeing are O(1). A region that has held data of a tenant passes to another tenant only with
+//! new memory ([`renewal`]). Unused regions are kept back for tenants with a reservation or a session
+//! ([`reservations`]).
 //!
 //! A group also keeps the eviction order of its readable, unleased, clean slots: a group that needs a slot
 //! needs one of its own size. A group without a victim may take over a region of another group of its tenant,
@@ -24,12 +24,17 @@ use reprise_policy::TenantId;
 use reprise_policy::eviction::{Block, EntryIndex, EvictionOrder, EvictionPolicy, Group};
 use reprise_policy::quota::{self, Quota, QuotaError};
 
+pub use crate::cache::arena::renewal::Renewal;
+use crate::cache::arena::renewal::{Renewals, Stage};
 use crate::cache::arena::reservations::Reservations;
 use crate::cache::frames::FrameIndex;
 use crate::effect::{ArenaSlot, RegionId};
 use crate::limits::{REGIONS_MAX, SLOTS_PER_REGION_MAX};
 
+mod renewal;
 mod reservations;
+#[cfg(test)]
+mod tests;
 mod victims;
 
 /// Position of a region that is not in its owner's list of regions with free slots.
@@ -60,6 +65,7 @@ pub(crate) struct Arena {
     /// Number of regions that no tenant has used yet.
     fresh: u64,
     reservations: Reservations,
+    renewals: Renewals,
     bytes: u64,
     used_bytes: u64,
 }
@@ -68,8 +74,13 @@ pub(crate) struct Arena {
 struct Region {
     id: RegionId,
     bytes: u64,
-    /// Tenant whose data the region has ever held.
+    /// Tenant whose data the region's memory has ever held.
     tenant: Option<TenantId>,
+    stage: Stage,
+    /// Number of memory files that the region has had before.
+    generation: u32,
+    /// Grants of the memory to open sessions, one for each kind of access.
+    grants: u32,
     owner: Option<SlotGroupId>,
     slots: u32,
     /// First slot that was not used since the owner took the region.
@@ -99,6 +110,11 @@ impl Region {
     fn full(&self) -> bool {
         self.used() == self.slots
     }
+
+    /// Whether another group of the tenant may take the region over after an eviction of all its blocks.
+    fn is_idle(&self) -> bool {
+        self.owner.is_some() && self.stage == Stage::InUse && self.evictable == self.used()
+    }
 }
 
 impl Arena {
@@ -111,6 +127,9 @@ impl Arena {
                 id: *id,
                 bytes: *bytes,
                 tenant: None,
+                stage: Stage::InUse,
+                generation: 0,
+                grants: 0,
                 owner: None,
                 slots: 0,
                 fresh: 0,
@@ -126,6 +145,7 @@ impl Arena {
             used_bytes: 0,
             fresh: regions.len() as u64,
             reservations: Reservations::default(),
+            renewals: Renewals::default(),
             idle: BTreeSet::new(),
             groups: Vec::new(),
             order: EvictionOrder::new(eviction),
@@ -159,9 +179,9 @@ impl Arena {
         quota::check_reservations(self.bytes, self.region_bytes_min(), quotas.iter().copied())
     }
 
-    /// Whether a tenant may receive replicas that no engine of this node requested. The tenant keeps a region
-    /// permanently, so a tenant without one gets its first only if enough remain for tenants with engines: of
-    /// unused, unreserved regions, half of all regions and at least two.
+    /// Whether a tenant may receive replicas that no engine of this node requested. A tenant without a region gets its
+    /// first only if enough remain for tenants with engines: of unused, unreserved regions, half of all regions and at
+    /// least two.
     pub(crate) fn may_accept_replicas(&self, tenant: TenantId) -> bool {
         let remaining_min = (self.regions.len() as u64).div_ceil(2).max(2);
         self.reservations.has_own(tenant, self.fresh)
@@ -230,11 +250,11 @@ impl Arena {
         region.free.push(place.slot);
         region.frames[usize::from(place.slot)] = FrameIndex::NONE;
         let empty = region.used() == 0;
-        let listed = region.partial_at != NOT_PARTIAL;
+        let may_list = region.partial_at == NOT_PARTIAL && region.stage == Stage::InUse;
         self.used_bytes -= self.group(owner).slot_bytes;
         if empty {
             self.disown(place.region);
-        } else if !listed {
+        } else if may_list {
             self.enter_partial(place.region, owner);
         }
         self.note_idle(place.region);
@@ -323,7 +343,7 @@ impl Arena {
     /// Updates the set of regions in which every used slot is evictable.
     fn note_idle(&mut self, region: u16) {
         let state = &self.regions[usize::from(region)];
-        if state.owner.is_some() && state.evictable == state.used() {
+        if state.is_idle() {
             self.idle.insert(region);
         } else {
             self.idle.remove(&region);
@@ -367,7 +387,8 @@ impl Arena {
         for (at, region) in self.regions.iter().enumerate() {
             let name = region.id.0;
             let Some(owner) = region.owner else {
-                if !self.unowned.contains(&(at as u16)) || region.fresh != 0 {
+                let is_free = self.unowned.contains(&(at as u16)) == (region.stage == Stage::InUse);
+                if !is_free || region.fresh != 0 {
                     return Err(format!("region {name} has no owner but is not free"));
                 }
                 continue;
@@ -384,7 +405,7 @@ impl Arena {
                 return Err(format!("region {name} is cut into more slots than fit"));
             }
             let listed = group.partial.get(region.partial_at as usize) == Some(&(at as u16));
-            if listed == region.full() {
+            if listed != (!region.full() && region.stage == Stage::InUse) {
                 return Err(format!("region {name}: free slots and the list of partial regions disagree"));
             }
             used_bytes += u64::from(region.used()) * group.slot_bytes;
@@ -393,9 +414,9 @@ impl Arena {
         if fresh != self.fresh {
             return Err(format!("{fresh} unused regions, {} counted", self.fresh));
         }
-        let idle = |region: &Region| region.owner.is_some() && region.evictable == region.used();
+        self.audit_renewals()?;
         let idle: BTreeSet<u16> =
-            (0..).zip(&self.regions).filter(|(_, region)| idle(region)).map(|(at, _)| at).collect();
+            (0..).zip(&self.regions).filter(|(_, region)| region.is_idle()).map(|(at, _)| at).collect();
         if idle != self.idle {
             return Err(format!("regions {:?} are idle, not {:?}", idle, self.idle));
         }
@@ -439,6 +460,7 @@ impl Arena {
             self.fresh -= 1;
             self.reservations.own(tenant);
         }
+        self.renewals.search_again();
         state.tenant = Some(tenant);
         state.owner = Some(group);
         state.slots = (state.bytes / slot_bytes).min(SLOTS_PER_REGION_MAX) as u32;
@@ -453,7 +475,11 @@ impl Arena {
         state.fresh = 0;
         state.free.clear();
         state.frames.clear();
-        self.unowned.push(region);
+        self.renewals.search_again();
+        match state.stage {
+            Stage::Retiring(_) => self.vacate(region),
+            Stage::InUse | Stage::Renewing(_) => self.unowned.push(region),
+        }
     }
 
     fn enter_partial(&mut self, region: u16, group: SlotGroupId) {
@@ -478,118 +504,5 @@ impl Arena {
 impl SlotGroup {
     fn new(tenant: TenantId, slot_bytes: u64) -> SlotGroup {
         SlotGroup { tenant, slot_bytes, size_classes: 0, partial: Vec::new() }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    const SLOT: u64 = 8192;
-
-    fn arena(regions: u16) -> Arena {
-        let regions: Vec<_> = (0..regions).map(|region| (RegionId(region), 4 * SLOT)).collect();
-        Arena::new(&regions, EvictionPolicy::default())
-    }
-
-    #[test]
-    fn rejects_unrequested_replicas_when_other_tenants_hold_all_regions() {
-        let (mut arena, engines, owed) = (arena(3), TenantId(1), TenantId(2));
-        arena.reserve(owed, 4 * SLOT);
-        assert!(arena.may_accept_replicas(owed));
-        arena.reserve(owed, 0);
-        let group = arena.join_slot_group(engines, SLOT);
-        assert_eq!(std::iter::from_fn(|| arena.allocate(group)).count(), 12);
-        arena.reserve(owed, 4 * SLOT);
-        assert!(!arena.may_accept_replicas(owed), "another tenant holds all regions permanently");
-        assert!(arena.may_accept_replicas(engines));
-    }
-
-    #[test]
-    fn allocates_every_slot_once_and_again_after_free() {
-        let mut arena = arena(3);
-        let group = arena.join_slot_group(TenantId::DEFAULT, SLOT);
-        let places: BTreeSet<RegionSlot> = std::iter::from_fn(|| {
-            let place = arena.allocate(group)?;
-            arena.set_frame(place, FrameIndex(0));
-            Some(place)
-        })
-        .collect();
-        assert_eq!(places.len(), 12);
-        let slots: BTreeSet<_> = places.iter().map(|place| arena.slot(*place)).collect();
-        assert_eq!(slots.len(), 12);
-        assert_eq!((arena.used_bytes(), arena.bytes()), (12 * SLOT, 12 * SLOT));
-        for place in places {
-            arena.free(place);
-            arena.audit().expect("consistent");
-        }
-        assert_eq!(arena.used_bytes(), 0);
-    }
-
-    #[test]
-    fn empty_region_serves_another_slot_size() {
-        let mut arena = arena(1);
-        let small = arena.join_slot_group(TenantId::DEFAULT, SLOT);
-        let large = arena.join_slot_group(TenantId::DEFAULT, 2 * SLOT);
-        let place = arena.allocate(small).expect("free");
-        assert_eq!(arena.allocate(large), None);
-        arena.free(place);
-        let place = arena.allocate(large).expect("free again");
-        assert_eq!(arena.slot(place).bytes, 2 * SLOT);
-    }
-
-    #[test]
-    fn region_with_data_of_a_tenant_never_passes_to_another_tenant() {
-        let mut arena = arena(1);
-        let first = arena.join_slot_group(TenantId(1), SLOT);
-        let second = arena.join_slot_group(TenantId(2), SLOT);
-        let place = arena.allocate(first).expect("free");
-        arena.free(place);
-        assert_eq!(arena.allocate(second), None);
-        assert!(arena.allocate(first).is_some());
-    }
-
-    #[test]
-    fn accepts_unrequested_replicas_only_while_half_of_the_regions_remain() {
-        let mut arena = arena(5);
-        let first = arena.join_slot_group(TenantId(1), SLOT);
-        assert!(arena.may_accept_replicas(TenantId(1)), "four regions remain");
-        arena.reserve(TenantId(9), 4 * SLOT);
-        assert!(arena.may_accept_replicas(TenantId(1)), "three unreserved regions remain");
-        arena.allocate(first).expect("free");
-        assert!(arena.may_accept_replicas(TenantId(1)), "the tenant owns a region");
-        assert!(!arena.may_accept_replicas(TenantId(2)));
-        assert!(arena.may_accept_replicas(TenantId(9)), "one region is reserved for the tenant");
-        assert!(!self::arena(2).may_accept_replicas(TenantId(1)), "only one region would remain");
-    }
-
-    #[test]
-    fn reclaims_only_regions_whose_slots_are_all_evictable() {
-        let mut arena = arena(1);
-        let small = arena.join_slot_group(TenantId::DEFAULT, SLOT);
-        let large = arena.join_slot_group(TenantId::DEFAULT, 2 * SLOT);
-        let places: Vec<RegionSlot> = (0..2)
-            .map(|frame| {
-                let place = arena.allocate(small).expect("free");
-                arena.set_frame(place, FrameIndex(frame));
-                place
-            })
-            .collect();
-        arena.add_evictable(places[0], FrameIndex(0), &Block::default());
-        assert_eq!(arena.reclaimable(large), None);
-        arena.add_evictable(places[1], FrameIndex(1), &Block::default());
-        assert_eq!(arena.reclaimable(large), Some(vec![FrameIndex(0), FrameIndex(1)]));
-        assert_eq!(arena.reclaimable(small), None, "a group evicts its own slots one by one");
-        arena.audit().expect("consistent");
-    }
-
-    #[test]
-    fn never_allocates_a_slot_larger_than_every_region() {
-        let mut arena = arena(2);
-        let group = arena.join_slot_group(TenantId::DEFAULT, 5 * SLOT);
-        assert_eq!(arena.allocate(group), None);
-        assert_eq!(arena.region_bytes_max(), 4 * SLOT);
     }
 }

@@ -113,6 +113,17 @@ impl Cache {
     /// Drops a block's copy in DRAM. The frame is clean, unleased and not in the policy.
     pub(super) fn evict_frame(&mut self, frame: FrameIndex) {
         let entry = self.frames.get(frame).entry().expect("a clean frame can be found");
+        self.count_eviction(entry, frame);
+        self.frames.get_mut(frame).set_entry(None);
+        self.free_frame(frame);
+        self.index.entry_mut(entry).set_dram(Dram::Absent);
+        self.resident_blocks -= 1;
+        self.replica_changed(entry, Tier::Dram, Change::Removed);
+        self.remove_if_absent(entry);
+    }
+
+    /// Counts the eviction of a block's copy in DRAM.
+    pub(super) fn count_eviction(&mut self, entry: EntryIndex, frame: FrameIndex) {
         self.counters.dram_evictions += 1;
         self.counters.dram_evicted_bytes += self.frame_slot(frame).bytes;
         let state = self.index.entry(entry);
@@ -120,12 +131,6 @@ impl Cache {
         self.counters.dram_dropped_blocks += u64::from(is_lost);
         let tenant = self.tenant_of(self.frames.get(frame).size_class);
         self.accounts.get_mut(tenant).counts.dram_evictions += 1;
-        self.frames.get_mut(frame).set_entry(None);
-        self.free_frame(frame);
-        self.index.entry_mut(entry).set_dram(Dram::Absent);
-        self.resident_blocks -= 1;
-        self.replica_changed(entry, Tier::Dram, Change::Removed);
-        self.remove_if_absent(entry);
     }
 
     /// Evicts the next victim; `false` if no block is evictable, or everything left is reserved.

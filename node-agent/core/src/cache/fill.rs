@@ -122,6 +122,7 @@ impl Cache {
         if error == FillError::Stranded {
             self.counters.arena_lost_bytes += self.frame_slot(frame).bytes;
             self.set_frame_state(frame, FrameState::Retired);
+            self.arena.stop_retiring(self.frames.get(frame).place.region);
         } else {
             self.set_frame_state(frame, FrameState::Orphan);
         }

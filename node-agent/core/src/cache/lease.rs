@@ -17,7 +17,7 @@ use crate::cache::frames::{CopyState, EvictionPosition, FrameIndex, FrameState};
 use crate::cache::index::Dram;
 use crate::cache::retained::LostRetention;
 use crate::cache::sizes::SizeClass;
-use crate::effect::{Access, ArenaSlot, Change, RegionId};
+use crate::effect::{Access, ArenaSlot, Change, RegionGrant};
 use crate::regions::RegionSet;
 
 /// Right to use the slot of a frame.
@@ -128,7 +128,11 @@ impl Cache {
             let place = before.place;
             self.arena.remove_evictable(place, frame);
         }
-        self.frames.get_mut(frame).state = state;
+        let changed = self.frames.get_mut(frame);
+        changed.state = state;
+        if state == FrameState::Clean && self.arena.is_retiring(changed.place.region) {
+            self.leaving.push(frame);
+        }
         self.update_unleased(frame);
     }
 
@@ -140,16 +144,22 @@ impl Cache {
     /// Returns those regions of frames that are not in the set yet, with the access that is granted to them,
     /// and adds them.
     pub(crate) fn new_regions(
-        &self,
+        &mut self,
         frames: impl Iterator<Item = FrameIndex>,
         access: Access,
         known: &mut RegionSet,
-    ) -> Vec<(RegionId, Access)> {
-        frames
-            .map(|frame| self.frames.get(frame).place.region)
-            .filter(|region| known.insert(*region))
-            .map(|region| (self.arena.region_id(region), access))
-            .collect()
+    ) -> Vec<RegionGrant> {
+        let mut grants = Vec::new();
+        for frame in frames {
+            let position = self.frames.get(frame).place.region;
+            let generation = self.arena.generation(position);
+            if known.insert(position, generation) {
+                self.arena.granted(position);
+                let region = self.arena.region_id(position);
+                grants.push(RegionGrant { region, generation, access });
+            }
+        }
+        grants
     }
 
     /// Makes an unleased frame evictable if it is clean, or frees it if it is an orphan.

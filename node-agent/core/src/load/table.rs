@@ -94,6 +94,11 @@ impl Reader {
         self.loads.iter().flatten().copied()
     }
 
+    /// Regions that the session may read.
+    pub(super) fn regions(&self) -> &RegionSet {
+        &self.readable
+    }
+
     fn set_load(&mut self, entry: ProgressEntry, load: Option<SlabId>) {
         self.loads[usize::from(entry.0)] = load;
     }
@@ -270,7 +275,7 @@ impl Loads {
     }
 
     /// Publishes the progress that the session does not know yet, and answers the load if it can be answered.
-    pub(super) fn publish(&mut self, cache: &Cache, cx: &mut Context, id: SlabId) {
+    pub(super) fn publish(&mut self, cache: &mut Cache, cx: &mut Context, id: SlabId) {
         let Some(load) = self.loads.get_mut(id) else { return };
         let (ready, pending) = (load.progress.ready(), load.progress.pending());
         let (known, answer) = match load.stage {
@@ -295,7 +300,7 @@ impl Loads {
         }
     }
 
-    fn answer(&mut self, cache: &Cache, cx: &mut Context, id: SlabId) {
+    fn answer(&mut self, cache: &mut Cache, cx: &mut Context, id: SlabId) {
         let Some(load) = self.loads.get(id) else { return };
         let mut frames: Vec<FrameIndex> = Vec::with_capacity(load.blocks.len());
         let mut blocks = Vec::with_capacity(load.blocks.len());

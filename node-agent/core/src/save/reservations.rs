@@ -32,6 +32,13 @@ pub(super) struct Writer {
     writable: RegionSet,
 }
 
+impl Writer {
+    /// Regions that the session may write.
+    pub(super) fn regions(&self) -> &RegionSet {
+        &self.writable
+    }
+}
+
 /// Slot that an engine fills.
 #[derive(Debug)]
 pub(super) struct Reservation {
@@ -70,6 +77,11 @@ impl Save {
         }
         self.end_group_if_empty(group);
         self.counters.reserve_slots_given += leases.len() as u64;
+        if leases.is_empty()
+            && let Err(refusal) = cache.check_regions(caller.size_class)
+        {
+            return cx.reply(caller, Reply::BadRequest(refusal));
+        }
         let complete = leases.len() as u64 >= u64::from(count);
         let retry_after = if complete { Duration::ZERO } else { cx.settings.retry_after };
         let Some(writer) = self.sessions.get_mut(&caller.session) else { return };

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_agent_core::effect::{
     Access, ArenaSlot, CommitStatus, LeaseId, LoadId, LoadedBlock, Place, ProgressEntry, ProgressUpdate,
-    RegionId, Reply, Source, Ticket,
+    RegionGrant, RegionId, Reply, Source, Ticket,
 };
 use reprise_agent_core::event::{RequestId, Scope};
 use reprise_policy::{BlockKey, Layout, TenantId, Tick};
@@ -30,8 +30,8 @@ pub(crate) struct Engine {
     pub(crate) replies: Vec<(RequestId, Reply)>,
     /// Notices: ticket, durable items, lost keys.
     pub(crate) notices: Vec<(Ticket, u32, Vec<BlockKey>)>,
-    readable: BTreeSet<RegionId>,
-    writable: BTreeSet<RegionId>,
+    readable: BTreeMap<RegionId, u32>,
+    writable: BTreeMap<RegionId, u32>,
     page: BTreeMap<ProgressEntry, Page>,
     requests: u64,
 }
@@ -83,8 +83,8 @@ impl Engine {
             requests_open: BTreeMap::new(),
             replies: Vec::new(),
             notices: Vec::new(),
-            readable: BTreeSet::new(),
-            writable: BTreeSet::new(),
+            readable: BTreeMap::new(),
+            writable: BTreeMap::new(),
             page: BTreeMap::new(),
             requests: 0,
         }
@@ -150,7 +150,7 @@ impl Engine {
                 );
                 for (lease, place) in leases {
                     let slot = place.arena().expect("a slot of the arena");
-                    assert!(self.writable.contains(&slot.region), "the region of a slot was granted");
+                    assert!(self.writable.contains_key(&slot.region), "the region of a slot was granted");
                     assert_eq!(slot.bytes, self.layout.slot_bytes());
                     self.reserved.push((*lease, slot));
                 }
@@ -176,7 +176,7 @@ impl Engine {
                 for block in blocks {
                     if let LoadedBlock::Ok { place, .. } = block {
                         let slot = place.arena().expect("loads end in the arena");
-                        assert!(self.readable.contains(&slot.region), "the region of a slot was granted");
+                        assert!(self.readable.contains_key(&slot.region), "the region of a slot was granted");
                     }
                 }
                 let page = &self.page[entry];
@@ -246,13 +246,14 @@ impl Engine {
         self.reserved.iter().map(|(_, slot)| *slot).chain(loaded)
     }
 
-    fn granted(&mut self, regions: &[(RegionId, Access)]) {
-        for (region, access) in regions {
-            let set = match access {
+    fn granted(&mut self, regions: &[RegionGrant]) {
+        for RegionGrant { region, generation, access } in regions {
+            let known = match access {
                 Access::ReadOnly => &mut self.readable,
                 Access::ReadWrite => &mut self.writable,
             };
-            assert!(set.insert(*region), "a region is granted once per access");
+            let earlier = known.insert(*region, *generation);
+            assert!(earlier.is_none_or(|earlier| earlier < *generation), "memory is granted once per access");
         }
     }
 }

@@ -41,6 +41,8 @@ pub(crate) struct Faults {
     pub(crate) check: u64,
     pub(crate) directory_stale: u64,
     pub(crate) device_lost: u64,
+    /// Failed replacements of a region's memory.
+    pub(crate) renewal: u64,
     /// Reads of a lost device that strand their slot.
     pub(crate) stranded: u64,
 }
@@ -80,6 +82,8 @@ pub(crate) struct Harness {
     pub(crate) recovered: BTreeSet<BlockKey>,
     pub(crate) reports: Vec<Diagnostic>,
     pub(crate) promoted: Vec<FillId>,
+    /// Tenant whose slots the memory of each region has had.
+    pub(crate) region_tenants: BTreeMap<RegionId, TenantId>,
     /// Answers to offers of peers: accepted keys, and the delay for the others.
     pub(crate) offer_answers: BTreeMap<PeerOfferId, (Vec<u32>, Duration)>,
     pub(crate) lost_devices: BTreeSet<DeviceId>,
@@ -190,6 +194,7 @@ impl Harness {
             recovered,
             reports: Vec::new(),
             promoted: Vec::new(),
+            region_tenants: BTreeMap::new(),
             offer_answers: BTreeMap::new(),
             lost_devices: BTreeSet::new(),
             read_only_devices: BTreeSet::new(),
@@ -464,6 +469,7 @@ impl Harness {
                     let slots = leases.iter().filter_map(|(_, place)| place.arena());
                     slots.for_each(|slot| self.assert_unused(slot));
                 }
+                self.assert_own_regions(session, &reply);
                 let now = self.now;
                 self.engine(session, |engine| engine.on_reply(request, reply, now));
             }
@@ -484,6 +490,11 @@ impl Harness {
                 }
             }
             Effect::PromoteReads { fills, .. } => self.promoted.extend(fills),
+            Effect::RenewRegion { region } => {
+                let mut slots = self.engines.values().flat_map(Engine::slots);
+                assert!(!slots.any(|slot| slot.region == region), "{region:?} is in use");
+                self.jobs.push(Job::Renew(region));
+            }
             Effect::AwaitExtents { holder } => self.jobs.push(Job::AwaitExtents(holder)),
             Effect::DeviceReleased { device } => {
                 self.assert_no_extents_on(device);
@@ -544,7 +555,7 @@ impl Harness {
             Job::Fetch { slot, .. } => Some(*slot),
             Job::Check(check) => Some(check.slot),
             Job::Lookup { .. } | Job::Place { .. } | Job::Offer { .. } => None,
-            Job::ExtentWrite(_) | Job::AwaitExtents(_) => None,
+            Job::ExtentWrite(_) | Job::AwaitExtents(_) | Job::Renew(_) => None,
         });
         let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was allocated while in use");

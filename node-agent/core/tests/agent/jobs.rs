@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason,
+    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason, RegionId,
 };
-use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement};
+use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement, Renewal};
 use reprise_agent_core::extents::ExtentHolder;
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
@@ -56,6 +56,8 @@ pub(crate) enum Job {
     },
     /// A client writes a payload.
     ExtentWrite(ExtentWrite),
+    /// The runtime replaces the memory of a region.
+    Renew(RegionId),
     /// The runtime waits for the end of a holder's I/O.
     AwaitExtents(ExtentHolder),
 }
@@ -76,7 +78,7 @@ impl Harness {
             Job::Read { layout, layers, .. } | Job::Fetch { layout, layers, .. } => {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
-            Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) => 0,
+            Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) | Job::Renew(_) => 0,
             Job::Place { .. } | Job::Offer { .. } | Job::ExtentWrite(_) | Job::AwaitExtents(_) => 0,
         };
         self.advance_to(job, to);
@@ -94,6 +96,7 @@ impl Harness {
             Job::Place { place, keys, reason, .. } => self.end_place(place, &keys, reason),
             Job::Offer { node, offer } => self.end_offer(node, &offer),
             Job::ExtentWrite(write) => self.end_extent_write(&write),
+            Job::Renew(region) => self.end_renewal(region),
             Job::AwaitExtents(holder) => self.end_await_extents(holder),
             Job::Lookup { lookup, keys } => {
                 if self.rng.chance(self.faults.lookup) {
@@ -145,6 +148,16 @@ impl Harness {
     pub(crate) fn fills(&self) -> Vec<usize> {
         let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
         (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
+    }
+
+    /// Gives a region new memory, or reports a random failure.
+    fn end_renewal(&mut self, region: RegionId) {
+        let renewal = if self.rng.chance(self.faults.renewal) { Renewal::Failed } else { Renewal::Done };
+        if renewal == Renewal::Done {
+            self.memory.renew(region);
+            self.region_tenants.remove(&region);
+        }
+        self.apply(Event::RegionRenewed { region, renewal });
     }
 
     /// Reports the true state of the slot, or a random fault: the core trusts the result.

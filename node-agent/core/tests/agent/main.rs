@@ -44,6 +44,7 @@ mod scenarios_outbound;
 mod scenarios_peers;
 mod scenarios_prefetch;
 mod scenarios_ranks;
+mod scenarios_regions;
 mod scenarios_retention;
 mod scenarios_rotation;
 mod scenarios_save;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_agent_core::effect::ArenaSlot;
+use reprise_agent_core::effect::{ArenaSlot, RegionId};
 use reprise_policy::Layout;
 
 use crate::rng::mix;
@@ -42,6 +42,12 @@ impl Memory {
             .or_insert_with(|| Slot { bytes: slot.bytes, layers: Vec::new() });
         place.layers.resize(layout.layers() as usize, 0);
         place.layers[layers.start as usize..layers.end as usize].fill(tag);
+    }
+
+    /// Replaces the memory of a region by an empty one.
+    pub(crate) fn renew(&mut self, region: RegionId) {
+        assert!(!self.stranded.iter().any(|slot| slot.region == region), "a device may write to {region:?}");
+        self.slots.retain(|(of, _), _| *of != region.0);
     }
 
     /// Marks a slot as writable by a lost device at any time.

@@ -16,6 +16,7 @@ use crate::random::{TENANTS, finish_all, random_setup, step};
 use crate::rng::{for_seeds, has_fixed_seeds};
 
 const QUIET: Faults = Faults {
+    renewal: 0,
     write_media: 0,
     read: 0,
     refused: 0,

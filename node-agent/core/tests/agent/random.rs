@@ -30,6 +30,7 @@ const TENANT_STRIDE: u64 = 100;
 
 /// Faults of random runs, without lost devices.
 pub(crate) const FAULTS: Faults = Faults {
+    renewal: 50,
     write_media: 20,
     read: 15,
     refused: 15,

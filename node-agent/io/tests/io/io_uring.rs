@@ -131,7 +131,7 @@ fn too_little_locked_memory_only_costs_registered_buffers() {
     let directory = directory();
     without(libc::SYS_io_uring_register, Some(REGISTER_BUFFERS), libc::ENOMEM, || {
         let arena = arena();
-        assert!(probe(arena.regions()).registered_buffers.is_err());
+        assert!(probe(&arena.regions()).registered_buffers.is_err());
         let mut engine =
             open_engine(device(&directory), &settings(EngineChoice::Auto, &arena)).expect("an engine");
         assert_eq!(engine.kind(), EngineKind::IoUring);
@@ -208,7 +208,7 @@ fn assert_reopens(path: &Path) {
 #[test]
 fn this_machine_has_io_uring_with_registered_buffers() {
     let arena = arena();
-    let found = probe(arena.regions());
+    let found = probe(&arena.regions());
     found.io_uring.expect("io_uring");
     assert_eq!(found.registered_buffers.expect("registered buffers"), arena.regions().len());
 }

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_nvme::spec::{Command, READ, Status, WRITE};
 use reprise_nvme::vfio::{PciFunction, VfioController};
-use reprise_nvme::{Backing, Controller, DataFormat, DmaMemory, DriverSettings, Ended, Piece, QueuePair};
+use reprise_nvme::{
+    Backing, Controller, DataFormat, DmaMapping, DmaMemory, DriverSettings, Ended, Piece, QueuePair,
+};
 
 use crate::{Outcome, ensure};
 
@@ -22,7 +24,7 @@ pub(crate) type Queue = QueuePair<VfioController>;
 pub(crate) struct Lab {
     pub(crate) controller: Controller<VfioController>,
     arena: Arena,
-    base: u64,
+    mapping: DmaMapping,
 }
 
 pub(crate) fn arena() -> Outcome<Arena> {
@@ -34,9 +36,9 @@ impl Lab {
     pub(crate) fn open(function: &PciFunction) -> Outcome<Lab> {
         let backing = VfioController::open(function.clone())?;
         let arena = arena()?;
-        let base = backing.map_region(&arena.regions()[0])?;
+        let mapping = backing.map_region(&arena.regions()[0])?;
         let settings = DriverSettings { admin_timeout: LONG, ..DriverSettings::default() };
-        Ok(Lab { controller: Controller::start(backing, settings)?, arena, base })
+        Ok(Lab { controller: Controller::start(backing, settings)?, arena, mapping })
     }
 
     pub(crate) fn span(&self, at: u64, bytes: u64) -> Span {
@@ -55,7 +57,7 @@ impl Lab {
     }
 
     pub(crate) fn piece(&self, at: u64, bytes: u64) -> Piece {
-        Piece { address: self.base + at, bytes }
+        Piece { address: self.mapping.address() + at, bytes }
     }
 
     /// Runs a transfer of pieces, described by the format, to its end.

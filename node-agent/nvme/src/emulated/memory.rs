@@ -91,15 +91,10 @@ impl AddressSpace {
         Ok(EmulatedMemory { block, offset: 0, bytes })
     }
 
-    /// Maps a span while the address space lives.
-    pub(super) fn map(&self, span: Span) -> u64 {
-        self.add(Mapping::Span(span))
-    }
-
     /// Maps a span until the result is dropped.
     pub(super) fn map_until_dropped(&self, span: Span) -> DmaMapping {
         let bytes = span.len() as u64;
-        let address = self.map(span);
+        let address = self.add(Mapping::Span(span));
         DmaMapping::new(address, bytes, Box::new(Unmap { address, state: Arc::clone(&self.state) }))
     }
 

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use reprise_buffers::{Region, Span};
+use reprise_buffers::Span;
 
 use super::calls;
 
@@ -110,13 +110,6 @@ impl Drop for Pages {
         let rc = unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert_eq!(rc, 0, "munmap: {}", io::Error::last_os_error());
     }
-}
-
-/// Maps an arena region at an address for the devices of a container.
-pub(super) fn map_region(container: &File, address: u64, region: &Region) -> io::Result<()> {
-    // SAFETY: the arena creates no references into regions (`reprise_buffers`): spans copy, and other processes may
-    // write at any time already. VFIO pins the pages, so they are not reused while they are mapped for the device.
-    unsafe { calls::map(container, address, region.as_ptr(), region.bytes()) }
 }
 
 /// Maps a span of whole pages at an address for the devices of a container.

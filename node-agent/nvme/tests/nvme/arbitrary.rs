@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use reprise_buffers::Region;
 use reprise_nvme::emulated::{EmulatedController, EmulatedMemory};
 use reprise_nvme::spec::{CQE_BYTES, Command, SQE_BYTES, offset};
-use reprise_nvme::{Backing, Controller, DmaMemory, DriverSettings, NvmeError};
+use reprise_nvme::{Backing, Controller, DmaMapping, DmaMemory, DriverSettings, NvmeError};
 
 use crate::bench_rig::emulation;
 
@@ -61,7 +61,7 @@ impl Backing for Hostile {
         self.memory.lock().expect("no panic").push(std::sync::Arc::clone(&memory));
         Ok(Memory(memory))
     }
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
+    fn map_region(&self, region: &Region) -> Result<DmaMapping, NvmeError> {
         self.inner.map_region(region)
     }
     fn map_own_bar(&self, bar: u8, _offset: u64, _bytes: u64) -> Result<Memory, NvmeError> {

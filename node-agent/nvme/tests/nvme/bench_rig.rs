@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use reprise_buffers::{Arena, ArenaConfig, HugePolicy, Span};
 use reprise_nvme::emulated::{EmulatedController, Emulation, EmulationCounters, Storage};
 use reprise_nvme::spec::{Command, READ, Status, WRITE};
-use reprise_nvme::{Backing, Controller, DataFormat, DriverSettings, Ended, NvmeError, Piece, QueuePair};
+use reprise_nvme::{
+    Backing, Controller, DataFormat, DmaMapping, DriverSettings, Ended, NvmeError, Piece, QueuePair,
+};
 
 /// Size of the data memory.
 pub(crate) const ARENA_BYTES: u64 = 4 << 20;
@@ -21,7 +23,7 @@ pub(crate) type Queue = QueuePair<EmulatedController>;
 pub(crate) struct Rig {
     pub(crate) controller: Controller<EmulatedController>,
     arena: Arena,
-    base: u64,
+    mapping: DmaMapping,
 }
 
 pub(crate) fn settings() -> DriverSettings {
@@ -43,8 +45,8 @@ impl Rig {
         let config = ArenaConfig { bytes: ARENA_BYTES, region_bytes: ARENA_BYTES, huge: HugePolicy::Never };
         let arena = Arena::new(&config).expect("4 MiB");
         let region = Arc::clone(&arena.regions()[0]);
-        let base = backing.map_region(&region)?;
-        Ok(Rig { controller: Controller::start(backing, settings)?, arena, base })
+        let mapping = backing.map_region(&region)?;
+        Ok(Rig { controller: Controller::start(backing, settings)?, arena, mapping })
     }
 
     /// Ends driver and controller.
@@ -70,7 +72,7 @@ impl Rig {
     }
 
     pub(crate) fn piece(&self, at: u64, bytes: u64) -> Piece {
-        Piece { address: self.base + at, bytes }
+        Piece { address: self.mapping.address() + at, bytes }
     }
 
     /// Returns a transfer of pieces, described for the next command of a queue.

@@ -59,7 +59,7 @@ impl Backing for Private {
         self.controller.allocate(bytes)
     }
 
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
+    fn map_region(&self, region: &Region) -> Result<DmaMapping, NvmeError> {
         self.controller.map_region(region)
     }
 

@@ -66,7 +66,7 @@ impl LostDevice {
         while let Ok(command) = self.context.commands.recv() {
             match command {
                 // The reads fail with their batch.
-                Command::Promote(_) => {}
+                Command::Promote(_) | Command::ReleaseRegion(..) | Command::AddRegion(_) => {}
                 Command::Op(op) => self.report.done.push((op.token, Err(DeviceError::Lost))),
                 Command::Read(batch) => {
                     let failed = |fill| (fill, FillUpdate::Failed(FillError::Device));

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use reprise_buffers::Region;
 use reprise_io::simulated::{CrashMode, Image};
 use reprise_nvme::emulated::{EmulatedController, EmulatedMemory, Emulation, Storage};
-use reprise_nvme::{Backing, DeviceSettings, NvmeDevice, NvmeError};
+use reprise_nvme::{Backing, DeviceSettings, DmaMapping, NvmeDevice, NvmeError};
 
 use super::power_loss::{Coverage, Random, lives_of};
 use super::test_bench::PoweredDevice;
@@ -56,7 +56,7 @@ impl Backing for Bus {
         self.with(Err(NvmeError::Gone), |controller| controller.allocate(bytes))
     }
 
-    fn map_region(&self, region: &Region) -> Result<u64, NvmeError> {
+    fn map_region(&self, region: &Region) -> Result<DmaMapping, NvmeError> {
         self.with(Err(NvmeError::Gone), |controller| controller.map_region(region))
     }
 

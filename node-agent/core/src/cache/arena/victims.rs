@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use reprise_policy::eviction::{Class, EntryIndex, Group};
 
+use crate::cache::arena::renewal::Stage;
 use crate::cache::arena::{Arena, RegionSlot, SlotGroup, SlotGroupId};
 use crate::cache::frames::FrameIndex;
 
@@ -47,7 +48,8 @@ impl Arena {
         }
         let could_take = |(region, count): &(u16, u32)| {
             let region = &self.regions[usize::from(*region)];
-            region.owner.is_some_and(|owner| owner != group)
+            region.stage == Stage::InUse
+                && region.owner.is_some_and(|owner| owner != group)
                 && region.tenant == Some(*tenant)
                 && region.bytes >= *slot_bytes
                 && region.evictable + count == region.used()

@@ -43,6 +43,17 @@ impl Save {
         }
     }
 
+    /// Queues blocks in DRAM only for writing whose regions pass to other tenants, as far as admission accepts them. Starts
+    /// the writes of the others at once.
+    pub(crate) fn save_leaving(&mut self, cache: &mut Cache, now: Tick) {
+        for frame in cache.leaving_frames() {
+            if self.room_for_demotions(cache) >= cache.frame_slot(frame).bytes {
+                self.save_dram_only(cache, now, frame, WriteCause::Demoted);
+            }
+        }
+        self.writeback.expedite();
+    }
+
     fn room_for_demotions(&self, cache: &Cache) -> u64 {
         cache.share_of_arena(DEMOTION_ARENA_PERMILLE).saturating_sub(self.writeback.unsaved_bytes())
     }

@@ -43,6 +43,7 @@ const FAULTS: Faults = Faults {
     directory_stale: 60,
     device_lost: 0,
     stranded: 0,
+    renewal: 100,
 };
 
 pub(super) fn seeds() -> Vec<Vec<u8>> {

@@ -30,6 +30,7 @@ conformance! {
     transfers:
         written_bytes_are_read_back,
         every_registered_region_can_be_read_and_written,
+        new_memory_of_a_region_is_read_and_written_and_the_old_is_untouched,
         memory_outside_the_registered_regions_works_too,
         many_operations_in_flight_each_reach_their_own_place,
         scattered_spans_are_read_and_written_in_order,

@@ -32,6 +32,37 @@ pub(crate) fn every_registered_region_can_be_read_and_written(fixture: &Fixture)
     }
 }
 
+/// Also before the engine knows the new memory, and if it has not released the old one.
+pub(crate) fn new_memory_of_a_region_is_read_and_written_and_the_old_is_untouched(fixture: &Fixture) {
+    let mut engine = fixture.open();
+    let old = fixture.arena().region(0).expect("the first region");
+    for (round, releases, adds) in
+        [(1, true, true), (2, false, true), (3, true, false), (4, false, false), (5, true, true)]
+    {
+        let before = fixture.registered(8192, 8192);
+        before.copy_in(&pattern(round, 8192)).expect("writable");
+        run(engine.as_mut(), write(1, 0, vec![before.clone()]));
+        if releases {
+            engine.release_region(0);
+        }
+        let renewed = fixture.arena().renew(0).expect("4 MiB");
+        for _ in 0..2 {
+            if adds {
+                engine.add_region(&renewed);
+            }
+        }
+        let after = fixture.registered(8192, 8192);
+        assert!(bytes_of(&after) == [0; 8192] && bytes_of(&before) == [0; 8192], "round {round}");
+        run(engine.as_mut(), read(2, 0, vec![after.clone()]));
+        assert!(bytes_of(&after) == pattern(round, 8192), "round {round}");
+        after.copy_in(&pattern(round + 10, 8192)).expect("writable");
+        run(engine.as_mut(), write(3, 16_384, vec![after]));
+        assert!(fixture.seen(16_384, 8192) == pattern(round + 10, 8192), "round {round}");
+        assert_eq!(bytes_of(&before), [0; 8192], "round {round}");
+    }
+    assert_eq!(bytes_of(&old.span(0, old.bytes()).expect("all of it")), vec![0; 4 << 20]);
+}
+
 pub(crate) fn memory_outside_the_registered_regions_works_too(fixture: &Fixture) {
     let mut engine = fixture.open();
     let mut source = buffer(&pattern(5, 64 << 10));
