@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use reprise_client::{BlockStatus, Scope, Source};
 use reprise_e2e::cluster::{numbers, wait_for_sources};
-use reprise_e2e::content::{key, layout_of, small};
+use reprise_e2e::content::{self, key, layout_of, small};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::disk::{PAGE, PoolFile};
 use reprise_e2e::engine::object_bytes;
@@ -299,18 +299,18 @@ fn configurations_that_would_write_plaintext_are_refused() {
     let without_keys = "[[tenants]]\nname = \"team-a\"\nencrypted = true\n".to_owned();
     let config = AgentConfig { extra: without_keys, ..AgentConfig::named("node") };
     let refusal = env.refusal(&config);
-    assert!(refusal.stderr.contains("set encryption.keys"), "{}", refusal.stderr);
+    assert!(refusal.text.contains("set encryption.keys"), "{}", refusal.text);
     let config = AgentConfig { session: "extents = true".to_owned(), ..keys.config("node") };
     let refusal = env.refusal(&config);
-    assert!(refusal.stderr.contains("session.extents"), "{}", refusal.stderr);
+    assert!(refusal.text.contains("session.extents"), "{}", refusal.text);
     keys.write("team-a", &['x']);
     let refusal = env.refusal(&keys.config("node"));
-    assert!(refusal.stderr.contains("64 hexadecimal digits"), "{}", refusal.stderr);
+    assert!(refusal.text.contains("64 hexadecimal digits"), "{}", refusal.text);
     keys.write("team-a", &['1']);
     let mode = fs::Permissions::from(std::os::unix::fs::PermissionsExt::from_mode(0o644));
     fs::set_permissions(keys.0.join("team-a"), mode).expect("the file is the test's");
     let refusal = env.refusal(&keys.config("node"));
-    assert!(refusal.stderr.contains("chmod 600"), "{}", refusal.stderr);
+    assert!(refusal.text.contains("chmod 600"), "{}", refusal.text);
 }
 
 #[test]
@@ -339,7 +339,7 @@ fn blocks_of_a_tenant_vanish_from_the_cluster_when_its_key_is_removed() {
     let other = agents[1].engine_of(small(), "team-b");
     wait_for_sources(&reader, &of_a, PATIENCE);
     wait_for_sources(&other, &of_b, PATIENCE);
-    let pins = a.client().pin_blocks(&keys(&of_a[..4]), PATIENCE).expect("pinned");
+    let pins = a.client().pin_blocks(&content::keys(&of_a[..4]), PATIENCE).expect("pinned");
     assert_eq!(pins.counts.affected, 4);
     keys[0].remove("team-a");
     wait_until("the session ends", PATIENCE, || a.client().trim().is_err().then_some(()));
