@@ -34,7 +34,7 @@ pub(crate) use settings::{
     ArenaSettings, DeviceSettings, LogFormat, LogSettings, PeerSettings, PoolSettings, SessionSettings,
     Settings,
 };
-pub(crate) use tenants::{TenantSection, TenantSettings};
+pub(crate) use tenants::{EncryptionSettings, TenantSection, TenantSettings};
 
 /// Maximum size of a configuration file. A larger one is a mistake, for example the path of a device.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -63,6 +63,7 @@ pub(crate) struct Config {
     pub(crate) limits: LimitsSection,
     pub(crate) kubernetes: KubernetesSection,
     pub(crate) log: LogSection,
+    pub(crate) encryption: EncryptionSection,
 }
 
 /// Identity of the node.
@@ -250,6 +251,14 @@ pub(crate) struct LimitsSection {
     pub(crate) read_bytes: ByteSize,
 }
 
+/// Encryption of blocks on devices.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct EncryptionSection {
+    /// Folder with the keys of each tenant. Empty: none.
+    pub(crate) keys: PathBuf,
+}
+
 /// Format and level of the log.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -323,6 +332,9 @@ queue_pairs = 0            # queue pairs of each NVMe controller that clients ma
 queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
 queue_depth = {session_queue_depth}         # maximum entries of such a queue
 
+[encryption]
+keys = ""                  # folder with the encryption keys of each tenant (docs/SECURITY.md); empty: devices have plaintext
+
 [arena]
 bytes = "{arena_bytes}"    # memory for blocks; allocated completely at start
 region_bytes = "{region_bytes}" # size of a shared-memory file; a multiple of 2MiB, at most 1GiB
@@ -375,6 +387,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # [[tenants]]
 # name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions without a tenant use "default"
 # number = 7               # stored with its blocks on devices; derived from the name by default
+# encrypted = true         # never written to devices in plaintext: its keys are in encryption.keys
 # uids = ["2000-2999"]     # its sessions' users; with `uids` or `gids` (primary groups), others may not use the tenant
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}

@@ -9,6 +9,7 @@
 //! all commands with errors until the core has released it.
 
 pub(crate) mod access;
+mod encryption;
 mod health;
 mod identity;
 mod names;
@@ -39,6 +40,7 @@ use reprise_policy::{DevicePlace, TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
 use crate::core_loop::{Clock, Inbox};
+use crate::encryption::EncryptionKeys;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::Metrics;
 use crate::queue_grants::LendingDevice;
@@ -137,6 +139,7 @@ pub(crate) struct RecoveryInfo {
 pub(crate) struct DeviceContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
+    pub(crate) keys: EncryptionKeys,
     pub(crate) clock: Clock,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -340,6 +343,7 @@ fn begin(
         commands: command_receiver,
         inbox: context.inbox.clone(),
         arena: context.arena.clone(),
+        keys: context.keys.clone(),
         clock: context.clock,
         metrics: context.metrics.device(id),
         sync_failed: sync_failed.clone(),

@@ -24,6 +24,7 @@ mod device;
 #[cfg(feature = "kubernetes")]
 mod device_reconciler;
 mod directory;
+mod encryption;
 mod error;
 mod executor;
 #[cfg(test)]
@@ -38,6 +39,7 @@ mod queue_grants;
 mod recorder;
 mod region_renewer;
 mod runtime;
+mod secret_file;
 mod session;
 mod slack;
 

@@ -43,6 +43,7 @@ use crate::device::{self, Device, DeviceContext};
 use crate::directory::{
     CHANGES_QUEUED_MAX, DirectoryClient, DirectoryEvent, DirectorySettings, DirectorySink, Registration,
 };
+use crate::encryption::KeyReader;
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::{Deployment, Executor, ExecutorParts, ReleasedDevice};
 use crate::in_cluster::{ClusterNode, ClusterSettings};
@@ -79,6 +80,8 @@ pub(crate) struct Runtime {
     admin: AdminServer,
     admin_context: Arc<AdminContext>,
     cluster: Option<ClusterNode>,
+    /// Ends with the agent.
+    _key_reader: KeyReader,
     ready: Ready,
 }
 
@@ -123,8 +126,15 @@ impl Runtime {
         let mut metrics = Metrics::new(&settings.node.name, arena.coverage());
         metrics.register_certificates(&certificates);
         let metrics = Arc::new(metrics);
-        let context =
-            DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
+        let keys = settings.encryption_keys();
+        let first_keys = keys.read_first()?;
+        let context = DeviceContext {
+            inbox: inbox.clone(),
+            arena: arena.clone(),
+            keys: keys.clone(),
+            clock,
+            metrics: metrics.clone(),
+        };
         let opened = device::open_all(&settings.pool, &context)?;
         let mut devices = Vec::with_capacity(opened.len());
         let mut pools = Vec::with_capacity(opened.len());
@@ -185,6 +195,7 @@ impl Runtime {
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
+            keys: keys.clone(),
             metrics: metrics.clone(),
             queue_grants: queue_grants.clone(),
         };
@@ -196,6 +207,7 @@ impl Runtime {
             .map_err(|error| {
                 AgentError::new(ErrorKind::Resource, "cannot spawn the core thread").with_source(error)
             })?;
+        let key_reader = KeyReader::start(keys.clone(), first_keys, inbox.clone())?;
         let bindings = cluster.as_ref().map(ClusterSettings::bindings).transpose()?.flatten();
         let identity = cluster
             .as_ref()
@@ -211,6 +223,7 @@ impl Runtime {
             identity,
             users: settings.session.users.clone().with_privileged([0, own_uid()?]),
             salts: TenantSalts::within(settings.session.salts.clone()),
+            keys,
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
@@ -272,6 +285,7 @@ impl Runtime {
             admin,
             admin_context,
             cluster,
+            _key_reader: key_reader,
             ready,
         })
     }

@@ -20,9 +20,9 @@ use reprise_policy::queue_grants::{PAIRS_PER_GRANT_MAX, QueueGrantLimits};
 use serde::Deserialize;
 
 use super::{
-    Addresses, ArenaSection, CacheSection, Config, HugePages, IoEngineChoice, KubernetesSettings,
-    LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection, RetentionSettings,
-    SessionSection, SlackSection, TenantSettings,
+    Addresses, ArenaSection, CacheSection, Config, EncryptionSettings, HugePages, IoEngineChoice,
+    KubernetesSettings, LimitsSection, LogSection, NodeSection, PeersSection, PlacementSettings, PoolSection,
+    RetentionSettings, SessionSection, SlackSection, TenantSettings,
 };
 use crate::error::{AgentError, ErrorKind};
 use crate::session::TenantUsers;
@@ -91,6 +91,7 @@ pub(crate) struct Settings {
     pub(crate) tls: TlsSettings,
     pub(crate) kubernetes: KubernetesSettings,
     pub(crate) log: LogSettings,
+    pub(crate) encryption: EncryptionSettings,
 }
 
 /// Identity of the node.
@@ -242,6 +243,7 @@ impl Config {
             tls: self.tls.clone(),
             kubernetes: self.kubernetes.validate()?,
             log: self.log.validate()?,
+            encryption: self.validate_encryption()?,
         })
     }
 }

@@ -1,6 +1,8 @@
 //! Tenants of the configuration: their quotas, users and groups.
 
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 
 use reprise_agent_core::TenantQuotas;
 use reprise_policy::quota::{self, Quota};
@@ -10,8 +12,9 @@ use reprise_policy::{ByteSize, TenantId, TenantName};
 use serde::Deserialize;
 
 use super::{Config, Settings};
+use crate::encryption::EncryptionKeys;
 use crate::error::{AgentError, ErrorKind};
-use crate::session::TenantUsers;
+use crate::session::{TenantSalts, TenantUsers};
 
 /// A tenant of the configuration.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -21,6 +24,9 @@ pub(crate) struct TenantSection {
     /// Number stored with its blocks on devices; derived from the name by default.
     #[serde(default)]
     pub(crate) number: Option<u16>,
+    /// Whether its blocks are never written to devices in plaintext.
+    #[serde(default)]
+    pub(crate) encrypted: bool,
     /// Users whose sessions have this tenant, and only this one.
     #[serde(default)]
     pub(crate) uids: Vec<IdRange>,
@@ -59,6 +65,13 @@ impl TryFrom<String> for IdRange {
     }
 }
 
+/// Folder with keys, and the tenants that must have one.
+#[derive(Clone, Debug)]
+pub(crate) struct EncryptionSettings {
+    keys: Option<PathBuf>,
+    required: BTreeSet<TenantName>,
+}
+
 /// Name and quotas of a tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct TenantSettings {
@@ -67,6 +80,12 @@ pub(crate) struct TenantSettings {
 }
 
 impl Settings {
+    /// Returns the encryption keys of tenants, which are not read yet.
+    pub(crate) fn encryption_keys(&self) -> EncryptionKeys {
+        let salts = TenantSalts::within(self.session.salts.clone());
+        EncryptionKeys::within(self.encryption.keys.clone(), self.encryption.required.clone(), salts)
+    }
+
     /// Returns a registry with the configured tenants.
     pub(crate) fn tenant_registry(&self) -> TenantRegistry {
         let mut registry = TenantRegistry::default();
@@ -107,6 +126,25 @@ impl Config {
             sum_fits("nvme", quota::check_reservations(usable, 1, nvme))?;
         }
         Ok(tenants)
+    }
+
+    /// Validates the folder of keys, and returns it with the tenants that need a key.
+    pub(super) fn validate_encryption(&self) -> Result<EncryptionSettings, AgentError> {
+        let keys = (!self.encryption.keys.as_os_str().is_empty()).then(|| self.encryption.keys.clone());
+        let encrypted = self.tenants.iter().filter(|tenant| tenant.encrypted);
+        let required: BTreeSet<TenantName> = encrypted.map(|tenant| tenant.name.clone()).collect();
+        if let (None, Some(name)) = (&keys, required.first()) {
+            return Err(refuse(
+                name,
+                "it is encrypted, but there are no keys: set encryption.keys to their folder",
+            ));
+        }
+        if let (Some(_), true) = (&keys, self.session.extents) {
+            let what = "session.extents lets clients read and write blocks on devices, which would be ciphertext: \
+                        remove it, or encryption.keys";
+            return Err(AgentError::new(ErrorKind::Config, what));
+        }
+        Ok(EncryptionSettings { keys, required })
     }
 
     /// Validates the users and groups of tenants.

@@ -11,6 +11,7 @@
 
 use std::ops::Range;
 
+use reprise_agent_core::pool::header::encryption::Groups;
 use reprise_policy::Layout;
 use reprise_policy::layout::PAGE_BYTES;
 
@@ -28,6 +29,8 @@ impl PieceMap {
         // The smallest number of objects that fills whole pages; a power of two, at most `PAGE_BYTES`.
         let shift = layout.object_bytes().trailing_zeros().min(PAGE_BYTES.trailing_zeros());
         let unit = u32::try_from(PAGE_BYTES >> shift).expect("at most 4096");
+        // Both are powers of two. A piece has whole groups, so that it is decrypted and verified on arrival.
+        let unit = unit.max(Groups::of(&layout).map_or(1, Groups::per_group));
         let fitting = u32::try_from(read_bytes / layout.object_bytes()).unwrap_or(u32::MAX);
         let objects_per_piece = (fitting / unit * unit).max(unit).min(objects);
         PieceMap { layout, objects_per_piece }

@@ -24,7 +24,9 @@ use reprise_io::CloseOutcome;
 use reprise_policy::Tier;
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::encryption::Decryptor;
 use super::pieces::PieceMap;
+use crate::encryption::EncryptionKeys;
 
 /// Bytes that a batch reads before the next batch gets its turn. Large enough that, of two windows of one
 /// load, the first completes while the second keeps the device busy. Small enough (9 ms at 3.6 GB/s) that a
@@ -71,6 +73,7 @@ pub(super) struct Reads {
     /// Blocks with unreported changes.
     changed: VecDeque<(BatchIndex, usize)>,
     pending: PendingReads,
+    keys: EncryptionKeys,
 }
 
 /// Pieces left to read.
@@ -116,12 +119,19 @@ enum State {
     Reading {
         checksums: Box<[u32]>,
         fresh: bool,
+        /// Of an encrypted block.
+        decryptor: Option<Decryptor>,
     },
     Failing(FillError),
     Done,
 }
 
 impl Reads {
+    /// Decrypts blocks of encrypted tenants with these keys.
+    pub(super) fn with_keys(keys: EncryptionKeys) -> Reads {
+        Reads { keys, ..Reads::default() }
+    }
+
     /// Adds a batch.
     ///
     /// # Errors
@@ -235,13 +245,13 @@ impl Reads {
         &mut self,
         name: PieceName,
         result: Result<(), FillError>,
-        header: Option<&PageBuffer>,
+        header: Option<&mut PageBuffer>,
     ) {
         let Some(batch) = &mut self.batches[name.batch.0] else { return };
         let block = &mut batch.blocks[name.block];
         block.in_flight -= 1;
         match result {
-            Ok(()) => block.arrive(&batch.pieces, name.piece, header),
+            Ok(()) => block.arrive(&batch.pieces, name.piece, header, &self.keys),
             Err(error) => block.fail(error),
         }
         if block.has_update(&batch.pieces) && !block.is_changed {
@@ -376,19 +386,30 @@ impl Block {
         Some(PieceRead { piece: name, offset: slot_offset, into, header: Some(header) })
     }
 
-    fn arrive(&mut self, pieces: &PieceMap, piece: u32, header: Option<&PageBuffer>) {
+    fn arrive(
+        &mut self,
+        pieces: &PieceMap,
+        piece: u32,
+        header: Option<&mut PageBuffer>,
+        keys: &EncryptionKeys,
+    ) {
         self.arrived[piece as usize / 64] |= 1 << (piece % 64);
         if let (State::AwaitingHeader, Some(header)) = (&self.state, header) {
-            match self.decode(pieces, header) {
-                Some(checksums) => self.state = State::Reading { checksums, fresh: true },
-                None => self.fail(FillError::Corrupt),
+            match self.decode(pieces, header, keys) {
+                Ok((checksums, decryptor)) => {
+                    self.state = State::Reading { checksums, fresh: true, decryptor };
+                }
+                Err(error) => self.fail(error),
             }
         }
         // Only leading pieces are verified: data behind a gap would leave the CPU cache before the gap
         // closes in any case.
         while self.verified < pieces.count() && self.has_arrived(self.verified) {
-            let State::Reading { checksums, .. } = &self.state else { return };
-            if !verify(&self.slot, pieces, self.verified, checksums) {
+            let State::Reading { checksums, decryptor, .. } = &self.state else { return };
+            let is_open = decryptor
+                .as_ref()
+                .is_none_or(|decryptor| decryptor.open_piece(&self.slot, pieces, self.verified));
+            if !is_open || !verify(&self.slot, pieces, self.verified, checksums) {
                 self.fail(FillError::Corrupt);
                 return;
             }
@@ -396,13 +417,20 @@ impl Block {
         }
     }
 
-    /// Returns the checksums if the header matches the journal.
-    fn decode(&self, pieces: &PieceMap, page: &PageBuffer) -> Option<Box<[u32]>> {
+    /// Returns the checksums if the header, decrypted, matches the journal.
+    fn decode(
+        &self,
+        pieces: &PieceMap,
+        page: &mut PageBuffer,
+        keys: &EncryptionKeys,
+    ) -> Result<(Box<[u32]>, Option<Decryptor>), FillError> {
         let BlockRead { key, generation, header_crc, .. } = self.read;
-        let header = decode_header(page, &ExpectedHeader { key, generation, header_crc }).ok()?;
+        let expected = ExpectedHeader { key, generation, header_crc };
+        let decryptor = Decryptor::of_page(page, &expected, keys)?;
+        let header = decode_header(page, &expected).map_err(|_| FillError::Corrupt)?;
         let matches =
             header.layout == *pieces.layout() && header.checksums.len() == pieces.layout().objects() as usize;
-        matches.then_some(header.checksums)
+        if matches { Ok((header.checksums, decryptor)) } else { Err(FillError::Corrupt) }
     }
 
     fn has_arrived(&self, piece: u32) -> bool {
@@ -433,7 +461,7 @@ impl Block {
                 self.state = State::Done;
                 Some(update)
             }
-            State::Reading { checksums, fresh } => {
+            State::Reading { checksums, fresh, .. } => {
                 let layers = pieces.layers(self.verified);
                 let complete = layers == pieces.layout().layers();
                 let checksums = std::mem::take(fresh)

@@ -10,8 +10,8 @@
 //! flight.
 //!
 //! Limits: the engine's maximum of operations, and [`IN_FLIGHT_BYTES_MAX`], but always
-//! [`IN_FLIGHT_OPS_MIN`] operations. All reads of a class together are one item of the queue; [`Reads`] selects
-//! the next block.
+//! [`IN_FLIGHT_OPS_MIN`] operations. All reads of a class together are one item of the queue;
+//! [`Reads`](super::reads::Reads) selects the next block.
 //!
 //! Every report wakes the core's thread, so progress of fills is collected for up to [`REPORT_DELAY_MAX`]
 //! while the device has more to read. Completed operations are reported immediately, since the pool waits
@@ -30,16 +30,19 @@ use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    CloseOutcome, Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue,
-    Submission, Token, Wait,
+    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
+    Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
+use super::encryption::{EncryptError, Encryptor, WriteForm, form_of};
 use super::health::{Access, Health};
-use super::reads::{PendingReads, PieceName, PieceRead, Reads};
+use super::reads::PieceName;
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
+use crate::encryption::EncryptionKeys;
 use crate::metrics::{DeviceMetrics, QueueDepths};
+use read_classes::{ReadsByClass, ReadsQueued};
 
 /// Number of read classes.
 const READ_CLASSES: usize = 2;
@@ -76,6 +79,7 @@ pub(super) struct WorkerContext {
     pub(super) commands: Receiver<Command>,
     pub(super) inbox: Inbox,
     pub(super) arena: Arc<Arena>,
+    pub(super) keys: EncryptionKeys,
     pub(super) clock: Clock,
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
@@ -104,6 +108,7 @@ pub(super) struct Worker {
     /// Time of the first unreported progress.
     progress_since: Option<Instant>,
     pages: PageBufferPool,
+    encryptor: Encryptor,
     health: Health,
 }
 
@@ -114,8 +119,9 @@ enum Work {
     Write {
         token: OpToken,
         offset: u64,
-        from: Vec<Span>,
         pages: PageBuffer,
+        /// Of a block, and how it is written.
+        payload: Option<(Span, WriteForm)>,
     },
     Sync {
         token: OpToken,
@@ -131,7 +137,7 @@ struct InFlight {
 
 enum Purpose {
     Piece { class: ReadClass, piece: PieceName, header: Option<PageBuffer> },
-    Write { token: OpToken, pages: PageBuffer },
+    Write { token: OpToken, pages: PageBuffer, encrypted: Option<PageBuffer> },
     Sync { token: OpToken },
 }
 
@@ -140,79 +146,6 @@ struct CompletedOp {
     bytes: u64,
     latency: Duration,
     result: Result<(), IoError>,
-}
-
-/// Reads of one class, and whether their [`Work::Piece`] is in the queue.
-struct ClassReads {
-    reads: Reads,
-    queued: ReadsQueued,
-}
-
-/// Reads of both classes.
-struct ReadsByClass {
-    awaited: ClassReads,
-    prefetch: ClassReads,
-    /// Whose turn it is, while awaited reads and promoted ones wait.
-    turn: ReadClass,
-}
-
-impl ReadsByClass {
-    fn new() -> ReadsByClass {
-        let empty = || ClassReads { reads: Reads::default(), queued: ReadsQueued::No };
-        ReadsByClass { awaited: empty(), prefetch: empty(), turn: ReadClass::Prefetch }
-    }
-
-    /// Returns the next read of a rank, with the class whose batch it is of. Promoted reads ahead alternate with
-    /// the reads of loads, so neither starves the other.
-    fn next(&mut self, rank: ReadClass, pages: &PageBufferPool) -> Option<(ReadClass, PieceRead)> {
-        if rank == ReadClass::Prefetch {
-            return self.prefetch.reads.next(pages).map(|read| (rank, read));
-        }
-        let turn = self.turn;
-        let mut of = |class| match class {
-            ReadClass::Awaited => self.awaited.reads.next(pages),
-            ReadClass::Prefetch => self.prefetch.reads.next_promoted(pages),
-        };
-        let other = match turn {
-            ReadClass::Awaited => ReadClass::Prefetch,
-            ReadClass::Prefetch => ReadClass::Awaited,
-        };
-        let (class, read) = match of(turn) {
-            Some(read) => (turn, read),
-            None => (other, of(other)?),
-        };
-        self.turn = if class == turn { other } else { turn };
-        Some((class, read))
-    }
-
-    fn of(&mut self, class: ReadClass) -> &mut ClassReads {
-        match class {
-            ReadClass::Awaited => &mut self.awaited,
-            ReadClass::Prefetch => &mut self.prefetch,
-        }
-    }
-
-    fn pending(&self) -> PendingReads {
-        let (awaited, prefetch) = (self.awaited.reads.pending(), self.prefetch.reads.pending());
-        PendingReads { pieces: awaited.pieces + prefetch.pieces, bytes: awaited.bytes + prefetch.bytes }
-    }
-
-    fn take_updates(&mut self, updates: &mut Vec<(FillId, FillUpdate)>) {
-        self.awaited.reads.take_updates(updates);
-        self.prefetch.reads.take_updates(updates);
-    }
-
-    fn fail_all(&mut self, closed: CloseOutcome) {
-        self.awaited.reads.fail_all(closed);
-        self.prefetch.reads.fail_all(closed);
-    }
-}
-
-/// Whether [`Work::Piece`] of a class is in the queue; it is queued at most once.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ReadsQueued {
-    Yes,
-    No,
 }
 
 /// Whether the thread continues.
@@ -229,7 +162,9 @@ impl Work {
     /// Returns the bytes of a write.
     fn bytes(&self) -> u64 {
         match self {
-            Work::Write { from, .. } => from.iter().map(|span| span.len() as u64).sum(),
+            Work::Write { pages, payload, .. } => {
+                (pages.len() + payload.as_ref().map_or(0, |(payload, _)| payload.len())) as u64
+            }
             Work::Piece(_) | Work::Sync { .. } => 0,
         }
     }
@@ -258,7 +193,7 @@ impl Worker {
                 capacity: COMMANDS_MAX + READ_CLASSES,
                 delay_max: WRITE_DELAY_MAX,
             }),
-            reads: ReadsByClass::new(),
+            reads: ReadsByClass::new(&context.keys),
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
@@ -269,6 +204,7 @@ impl Worker {
             report: context.empty_report(),
             progress_since: None,
             pages: PageBufferPool::new(PAGES_KEPT.min(capacity)),
+            encryptor: Encryptor::default(),
             health: Health::default(),
             context,
             engine,
@@ -347,7 +283,7 @@ impl Worker {
 
     /// Reads the remaining pieces of these fills with the rank of loads.
     fn promote(&mut self, fills: Vec<FillId>) {
-        if self.reads.prefetch.reads.promote(&fills.into_iter().collect()) {
+        if self.reads.promote(&fills.into_iter().collect()) {
             self.queue_reads(ReadClass::Awaited);
         }
     }
@@ -373,8 +309,7 @@ impl Worker {
             DeviceOpKind::WritePages { offset, bytes } => match PageBuffer::new(bytes.len()) {
                 Ok(mut pages) => {
                     pages.copy_from_slice(&bytes);
-                    let from = vec![pages.span()];
-                    (OpClass::Write, Work::Write { token, offset, from, pages })
+                    (OpClass::Write, Work::Write { token, offset, pages, payload: None })
                 }
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
@@ -382,18 +317,23 @@ impl Worker {
                 if header.len() as u64 != PAGE_BYTES {
                     return self.refuse_op(token, "invalid size of a header");
                 }
+                if !matches!(form_of(&header, &self.context.keys), Ok(WriteForm::Plain)) {
+                    return self.refuse_plaintext(token, &EncryptError::Plaintext);
+                }
                 let mut pages = self.pages.take();
                 pages.copy_from_slice(&header);
-                let from = vec![pages.span()];
-                (OpClass::Write, Work::Write { token, offset, from, pages })
+                (OpClass::Write, Work::Write { token, offset, pages, payload: None })
             }
             DeviceOpKind::WriteBlock { offset, header, slot } => {
                 match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {
                         let mut pages = self.pages.take();
                         pages.copy_from_slice(&header);
-                        let from = vec![pages.span(), payload];
-                        (OpClass::Write, Work::Write { token, offset, from, pages })
+                        let form = match form_of(&header, &self.context.keys) {
+                            Ok(form) => form,
+                            Err(error) => return self.refuse_plaintext(token, &error),
+                        };
+                        (OpClass::Write, Work::Write { token, offset, pages, payload: Some((payload, form)) })
                     }
                     _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
@@ -415,6 +355,13 @@ impl Worker {
         self.progress_since.get_or_insert_with(Instant::now);
     }
 
+    /// The tenant's keys were removed meanwhile, or a peer offered blocks of a layout that cannot be encrypted.
+    fn refuse_plaintext(&mut self, token: OpToken, error: &EncryptError) {
+        tracing::warn!(path = %self.context.path, %error, "did not write a block, because it cannot be encrypted");
+        self.report.done.push((token, Err(DeviceError::Refused)));
+        self.progress_since.get_or_insert_with(Instant::now);
+    }
+
     fn may_submit(&self) -> bool {
         let ops = self.in_flight.len() - self.free_tokens.len();
         !self.free_tokens.is_empty()
@@ -428,8 +375,27 @@ impl Worker {
             self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
                 Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
-                Work::Write { token, offset, from, pages } => {
-                    (Purpose::Write { token, pages }, Op::Write { offset, from })
+                Work::Write { token, offset, mut pages, payload } => {
+                    let written = match payload {
+                        None => Ok((None, None)),
+                        Some((payload, WriteForm::Plain)) => Ok((None, Some(payload))),
+                        Some((payload, WriteForm::Encrypted { layout, key })) => {
+                            let encrypted = self.encryptor.encrypt(&mut pages, &payload, (&layout, &key));
+                            encrypted.map(|mut buffer| {
+                                let span = buffer.span();
+                                (Some(buffer), Some(span))
+                            })
+                        }
+                    };
+                    let (encrypted, payload) = match written {
+                        Ok(written) => written,
+                        Err(error) => {
+                            self.refuse_plaintext(token, &error);
+                            continue;
+                        }
+                    };
+                    let from = std::iter::once(pages.span()).chain(payload).collect();
+                    (Purpose::Write { token, pages, encrypted }, Op::Write { offset, from })
                 }
                 Work::Piece(class) => {
                     self.reads.of(class).queued = ReadsQueued::No;
@@ -507,18 +473,21 @@ impl Worker {
             }
         };
         match purpose {
-            Purpose::Piece { class, piece, header } => {
+            Purpose::Piece { class, piece, mut header } => {
                 self.context.metrics.read(bytes, latency);
                 let outcome = error.map_or(Ok(()), |error| Err(read_error(error)));
-                self.reads.of(class).reads.finish(piece, outcome, header.as_ref());
+                self.reads.of(class).reads.finish(piece, outcome, header.as_mut());
                 self.progress_since.get_or_insert_with(Instant::now);
                 if let Some(header) = header {
                     self.pages.put(header);
                 }
             }
-            Purpose::Write { token, pages } => {
+            Purpose::Write { token, pages, encrypted } => {
                 self.context.metrics.write(bytes, latency);
                 self.pages.put(pages);
+                if let Some(buffer) = encrypted {
+                    self.encryptor.put(buffer);
+                }
                 self.report.done.push((token, error.map_or(Ok(()), Err)));
             }
             Purpose::Sync { token } => {
@@ -569,6 +538,7 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
 mod lost;
 #[cfg(test)]
 mod power_loss;
+mod read_classes;
 #[cfg(test)]
 mod test_bench;
 #[cfg(test)]

@@ -25,6 +25,8 @@ use reprise_policy::{
 };
 use reprise_proto::local::{self, FailureKind, PROTOCOL_VERSION};
 
+use reprise_agent_core::pool::header::encryption::Groups;
+
 use super::backend::StatedBackend;
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
@@ -96,6 +98,7 @@ pub(super) fn perform_handshake(
     let greeting = read_hello(&mut frames).and_then(|hello| {
         let gpu = locate_gpu(&context.root, &hello).map_err(Some)?;
         check_identity(context, &hello, peer.ids).map_err(Some)?;
+        check_key(context, &hello).map_err(Some)?;
         let salt = find_salt(context, &hello).map_err(Some)?;
         let tenant = bind_tenant(context, &hello, salt.as_ref()).map_err(Some)?;
         Ok(Greeting { hello, tenant, salt, gpu })
@@ -207,6 +210,33 @@ fn check_identity(context: &SessionContext, hello: &Hello, ids: Ids) -> Result<(
         None => Ok(()),
     });
     checked.map_err(|(kind, message)| Rejection { id: hello.id, kind, reason: Reason::Refused, message })
+}
+
+/// Checks that blocks of an encrypted tenant can be encrypted. In a cluster, a missing key may be on its way.
+fn check_key(context: &SessionContext, hello: &Hello) -> Result<(), Rejection> {
+    let Hello { tenant, layout, .. } = hello;
+    let refuse = |kind, message| Err(Rejection { id: hello.id, kind, reason: Reason::Refused, message });
+    let kind = if context.identity.is_some() { FailureKind::Busy } else { FailureKind::BadRequest };
+    context.keys.learn(tenant);
+    match context.keys.of(tenant) {
+        None => Ok(()),
+        Some(keys) if keys.is_empty() => refuse(
+            kind,
+            format!(
+                "the blocks of tenant '{tenant}' must be encrypted, and this node has no key: create the file '{tenant}' in \
+                 the folder encryption.keys of the agent's configuration; in Kubernetes, see keySecretRef of the CacheTenant"
+            ),
+        ),
+        Some(_) if Groups::of(layout).is_none() => refuse(
+            FailureKind::BadRequest,
+            format!(
+                "blocks of {} objects cannot be encrypted, because their tags do not fit: use a tenant without encryption, \
+                 or fewer layers in a block",
+                layout.objects()
+            ),
+        ),
+        Some(_) => Ok(()),
+    }
 }
 
 /// Returns the salt of the greeting's tenant. In a cluster, a missing salt may be on its way to this node.

@@ -1,22 +1,18 @@
 //! Isolation salts of tenants, in the files of a folder.
 //!
-//! A file has the name of its tenant and 64 hexadecimal digits. It is read by each greeting, so that a new tenant needs
+//! A file has the name of its tenant and 64 hexadecimal digits. With the word `encrypted` behind them, the blocks of the
+//! tenant must be encrypted on devices: the word arrives with the salt, so no block is written before. A file is read by each greeting, so that a new tenant needs
 //! no restart: in a cluster, the kubelet updates the folder from a Secret. A session of a tenant without a salt is
 //! refused, because keys without a secret can be guessed. The tenant `default` has no salt.
 
-use std::fs::File;
-use std::io::{ErrorKind as IoKind, Read as _};
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use reprise_policy::{TenantName, TenantSalt};
 
-/// Bytes of a file that are read: 64 digits and white space. A longer file is not a salt.
-const FILE_BYTES_MAX: u64 = 256;
+use crate::secret_file::{self, SecretError};
 
-/// Permissions that must not be set: others may not read it, and only its owner may write it. The group may read it,
-/// because Kubernetes gives files of Secrets to the group of a pod.
-const FORBIDDEN_MODE: u32 = 0o037;
+/// Word in the file of a tenant whose blocks must be encrypted on devices.
+const ENCRYPTED: &str = "encrypted";
 
 /// Salts of the tenants of this node.
 #[derive(Clone, Debug, Default)]
@@ -39,6 +35,21 @@ impl TenantSalts {
         TenantSalts { folder }
     }
 
+    /// Whether the salt of a tenant declares that its blocks must be encrypted; `None` if the salt cannot be read. Without
+    /// a folder, nothing is declared.
+    pub(crate) fn requires_encryption(&self, tenant: &TenantName) -> Option<bool> {
+        let Some(folder) = &self.folder else { return Some(false) };
+        let path = folder.join(tenant.as_str());
+        secret_file::read_marked(&path, 1, Some(ENCRYPTED)).ok().map(|(_, is_encrypted)| is_encrypted)
+    }
+
+    /// Returns the tenants with a file in the folder.
+    pub(crate) fn tenants(&self) -> Vec<TenantName> {
+        let entries =
+            self.folder.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    }
+
     /// Returns the salt of a tenant; `None` for the default tenant.
     ///
     /// # Errors
@@ -55,15 +66,16 @@ impl TenantSalts {
             )));
         };
         let path = folder.join(tenant.as_str());
-        read(&path).map(Some).map_err(|error| match error {
-            SaltError::Missing(_) => SaltError::Missing(format!(
+        let read = secret_file::read_marked(&path, 1, Some(ENCRYPTED));
+        read.map(|(secrets, _)| Some(TenantSalt::new(secrets[0]))).map_err(|error| match error {
+            SecretError::Missing => SaltError::Missing(format!(
                 "this node has no isolation salt of tenant '{tenant}' ({}): create it with `reprise tenant create-salt \
                  {tenant} --folder {}` if no node has it, or copy the file from another node; in Kubernetes, create the \
                  CacheTenant '{tenant}'",
                 path.display(),
                 folder.display()
             )),
-            SaltError::Unusable(words) => SaltError::Unusable(format!(
+            SecretError::Unusable(words) => SaltError::Unusable(format!(
                 "cannot use the isolation salt of tenant '{tenant}' ({}): {words}",
                 path.display()
             )),
@@ -71,38 +83,11 @@ impl TenantSalts {
     }
 }
 
-/// Reads a salt's file.
-fn read(path: &Path) -> Result<TenantSalt, SaltError> {
-    let unusable = |words: String| Err(SaltError::Unusable(words));
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == IoKind::NotFound => return Err(SaltError::Missing(String::new())),
-        Err(error) => return unusable(format!("{error}: make it readable for the agent's user")),
-    };
-    let mode = match file.metadata() {
-        Ok(metadata) if metadata.is_file() => metadata.mode() & 0o777,
-        Ok(_) => return unusable("it is not a regular file".to_owned()),
-        Err(error) => return unusable(error.to_string()),
-    };
-    if mode & FORBIDDEN_MODE != 0 {
-        return unusable(format!("its mode is {mode:04o}, so other users can access it: run `chmod 600`"));
-    }
-    let mut text = String::new();
-    if let Err(error) = file.take(FILE_BYTES_MAX).read_to_string(&mut text) {
-        return unusable(error.to_string());
-    }
-    TenantSalt::from_hex(&text).ok_or_else(|| {
-        SaltError::Unusable(
-            "it does not have 64 hexadecimal digits: copy the file from another node, or remove it and create a new one"
-                .to_owned(),
-        )
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt as _;
+    use std::path::Path;
 
     use super::*;
 

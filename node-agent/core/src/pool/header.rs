@@ -14,6 +14,8 @@ use reprise_policy::layout::OBJECTS_MAX;
 use reprise_policy::tenant::TENANT_NAME_BYTES_MAX;
 use reprise_policy::{BlockKey, ContentId, Generation, Layout, TenantName};
 
+pub mod encryption;
+
 use super::PageNumber;
 use super::page::{CRC_AT, PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
 

@@ -76,14 +76,14 @@ impl Fixture {
     }
 
     /// Fills a read's buffers from the image and completes it.
-    fn complete(&mut self, read: PieceRead, result: Result<(), FillError>) {
+    fn complete(&mut self, mut read: PieceRead, result: Result<(), FillError>) {
         let mut at = read.offset as usize;
         for span in &read.into {
             span.copy_in(&self.image[at..at + span.len()]).expect("writable");
             at += span.len();
         }
         drop(read.into);
-        self.reads.finish(read.piece, result, read.header.as_ref());
+        self.reads.finish(read.piece, result, read.header.as_mut());
     }
 
     fn updates(&mut self) -> Vec<(FillId, FillUpdate)> {

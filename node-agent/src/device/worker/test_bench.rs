@@ -139,6 +139,7 @@ impl<D: PoweredDevice> TestBench<D> {
             commands: receiver,
             inbox,
             arena: arena.clone(),
+            keys: crate::encryption::EncryptionKeys::default(),
             clock: Clock::start(),
             metrics: Metrics::new("test", PageCoverage::default()).device(DeviceId(0)),
             sync_failed: Arc::default(),

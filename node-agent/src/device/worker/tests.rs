@@ -14,6 +14,7 @@ use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec, Tick};
 use reprise_agent_core::effect::FillId;
 
 use super::*;
+use crate::device::reads::PendingReads;
 use crate::metrics::Metrics;
 
 /// Maximum wait for events that take microseconds.
@@ -86,6 +87,7 @@ fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
         commands: receiver,
         inbox,
         arena: Arc::new(Arena::new(&config).expect("2 MiB")),
+        keys: crate::encryption::EncryptionKeys::default(),
         clock: Clock::start(),
         metrics: Metrics::new("test", reprise_buffers::PageCoverage::default()).device(DeviceId(0)),
         sync_failed: Arc::default(),

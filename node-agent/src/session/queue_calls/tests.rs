@@ -49,6 +49,7 @@ impl Fixture {
             identity: None,
             users: TenantUsers::default(),
             salts: TenantSalts::default(),
+            keys: crate::encryption::EncryptionKeys::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
