@@ -93,8 +93,8 @@ fn assignment(objects: &[Value]) -> Assignment {
 
 fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Option<Refusal> {
     let names = ClusterNames::of(one);
-    let found = cluster::dereference::ClusterInputs {
-        agent_config: cluster::dereference::AgentConfigInputs {
+    let found = cluster::inputs::ClusterInputs {
+        agent_config: cluster::inputs::AgentConfigInputs {
             names,
             pools: Vec::new(),
             tenants: Vec::new(),

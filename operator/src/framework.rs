@@ -5,12 +5,16 @@
 
 pub mod api_client;
 pub mod backoff;
+pub mod change;
 pub mod child;
 pub mod child_stores;
 pub mod children;
 pub mod clock;
+pub mod controller;
 pub mod digest;
 pub mod error;
+pub mod events;
+pub mod feed;
 pub(crate) mod field_ownership;
 pub mod finalizers;
 pub mod labels;
@@ -18,7 +22,6 @@ pub mod lease;
 pub mod metrics;
 pub mod optional_kinds;
 pub mod own_writes;
-pub mod queue;
 pub mod refusal;
 pub mod services;
 pub mod status;

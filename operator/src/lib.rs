@@ -2,9 +2,9 @@
 //! settings.
 //!
 //! ```text
-//! API server ──watches──► stores ──changes──► queues ──► reconcilers ──► API server
-//!                                                            │
-//!                               dereference → validate → build → apply → status
+//! API server ──watches──► stores ──changes──► controllers ──► reconcilers ──► API server
+//!                                                                │
+//!                                   dereference → validate → build → apply → status
 //! ```
 //!
 //! Each kind has one reconciler, a pipeline of five steps, one file each:
@@ -18,8 +18,8 @@
 //! * A reconcile is a function of the stored objects. Killed between any two writes, run twice, or run by two
 //!   operators, it ends in the same objects.
 //! * A converged cluster receives no writes.
-//! * If another writer owns a field, the operator reports the conflict and leaves the field. Only fields that
-//!   it owns exclusively ([`framework::child::Ownership`]) are restored, with an event.
+//! * The operator owns the fields that it applies. If another writer changes one, it is restored, with an event and a
+//!   metric ([`framework::children`]).
 //! * One reconciler ([`reconcile::node`]) writes the specs of all `CacheNode`s, for all clusters and pools.
 //! * Modes and budgets come from the resources. The operator overwrites differing values in a control plane
 //!   ([`reconcile::control_plane`]) and reports values that another client had set.

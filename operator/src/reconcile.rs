@@ -8,6 +8,7 @@ pub mod cluster;
 pub mod context;
 pub mod control_plane;
 pub mod deletion_guard;
+pub mod membership;
 pub mod names;
 pub mod node;
 pub mod orphans;
@@ -18,7 +19,7 @@ pub mod secrets;
 pub mod selection;
 pub mod stores;
 pub mod tenant;
-pub mod watch;
+pub mod watches;
 
 crate::framework::status::implement_status!(
     reprise_crds::KVCacheClusterStatus,

@@ -1,9 +1,9 @@
 //! The life of one operator replica, from start to exit.
 //!
-//! Start order: admin port, watches, lease, queues. A replica that waits for the lease has filled its stores
+//! Start order: admin port, watches, lease, controllers. A replica that waits for the lease has filled its stores
 //! already, so it can take over at once.
 //!
-//! On SIGTERM the queues finish their running reconciles while the lease is still renewed; then the lease is
+//! On SIGTERM the controllers finish their running reconciles while the lease is still renewed; then the lease is
 //! released. Losing the lease ends the process immediately, because another replica may already be
 //! reconciling.
 
@@ -22,12 +22,11 @@ use tokio::sync::watch as flag;
 use crate::admin::certificate::AdminCertificate;
 use crate::admin::scrapers;
 use crate::framework::api_client::ApiRequests;
+use crate::framework::controller;
 use crate::framework::lease::{Account, Election};
-use crate::framework::queue;
 use crate::reconcile::context::Context;
 use crate::reconcile::stores::Stores;
-use crate::reconcile::watch::{ReconcileRequests, Triggers};
-use crate::reconcile::{allocation, cluster, node, orphans, pool, profile, tenant, watch};
+use crate::reconcile::{allocation, cluster, node, orphans, pool, profile, tenant, watches};
 use crate::settings::Settings;
 use crate::{admin, signing};
 
@@ -45,7 +44,7 @@ pub struct ListenAddresses {
 /// Runs one replica until `stop` completes.
 ///
 /// # Errors
-/// The admin port is in use, the lease was lost, or a watch or queue ended unexpectedly.
+/// The admin port is in use, the lease was lost, or a watch or controller ended unexpectedly.
 pub async fn run(
     (client, counts): (Client, ApiRequests),
     settings: Settings,
@@ -64,10 +63,8 @@ pub async fn run(
     let mut election = Election::new(leases, settings.identity.clone(), account.clone());
     let (stores, writers) = Stores::new();
     let stores = Arc::new(stores);
-    let (triggers, requests) = Triggers::new();
-    let triggers = Arc::new(triggers);
     let counted = (client.clone(), counts);
-    let context = Context::new(counted, Arc::clone(&stores), Arc::clone(&triggers), settings);
+    let context = Context::new(counted, Arc::clone(&stores), settings);
     let context = Arc::new(context);
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
@@ -75,7 +72,7 @@ pub async fn run(
     let keeping = certificate.map(|certificate| tokio::spawn(certificate.keep()));
     let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
     let serving = tokio::spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
-    let mut watches = watch::start(&client, &stores, writers, &triggers);
+    let mut watches = watches::start(&client, &stores, writers);
     listening(ListenAddresses { admin })?;
     let mut stop = std::pin::pin!(stop);
     let begun = async {
@@ -92,8 +89,8 @@ pub async fn run(
     }
     tracing::info!("acquired the lease; starting to reconcile");
     context.metrics.leader.set(1);
-    open_triggers(&triggers, &stores);
-    let mut queues = start_queues(&context, requests, &is_stopping);
+    let mut controllers = start_controllers(&context, &is_stopping);
+    stores.reconcile_everything();
     let sweeping = tokio::spawn({
         let context = Arc::clone(&context);
         async move { orphans::run(&context).await }
@@ -102,13 +99,12 @@ pub async fn run(
         let context = Arc::clone(&context);
         async move { signing::run(&context).await }
     });
-    stores.notify_orphans();
     let ended = tokio::select! {
         () = &mut stop => Ok(()),
         () = election.renew_until_lost() => Err(anyhow::anyhow!("lost the lease")),
         _ = watches.join_next() => Err(anyhow::anyhow!("a watch ended")),
-        // A queue ends if one of its reconciles panics.
-        _ = futures_util::future::select_all(&mut queues) => Err(anyhow::anyhow!("a queue ended")),
+        // A controller ends if one of its reconciles panics.
+        _ = futures_util::future::select_all(&mut controllers) => Err(anyhow::anyhow!("a controller ended")),
     };
     sweeping.abort();
     signing.abort();
@@ -118,10 +114,10 @@ pub async fn run(
     }
     ended?;
     tracing::info!("stopping; waiting for running reconciles");
-    stopping.send(true).context("all queues ended")?;
-    let aborts: Vec<_> = queues.iter().map(tokio::task::JoinHandle::abort_handle).collect();
+    stopping.send(true).context("all controllers ended")?;
+    let aborts: Vec<_> = controllers.iter().map(tokio::task::JoinHandle::abort_handle).collect();
     tokio::select! {
-        _ = futures_util::future::join_all(queues) => {}
+        _ = futures_util::future::join_all(controllers) => {}
         () = tokio::time::sleep(STOPS_WITHIN) => {
             tracing::info!("aborting reconciles that still run; the next replica repeats them");
             // Aborted before the lease is released, so that they do not write while another replica
@@ -157,49 +153,29 @@ fn guard(
     Ok((Guard::new(security, scrapers::reviewed(context.client.clone())), Some(certificate)))
 }
 
-/// Opens the triggers, which enqueues all objects once.
-fn open_triggers(triggers: &Arc<Triggers>, stores: &Arc<Stores>) {
-    let (triggers, stores) = (Arc::clone(triggers), Arc::clone(stores));
-    tokio::spawn(async move { triggers.open(&stores).await });
-}
-
-fn start_queues(
+/// Starts all controllers. They end when `stop` is set, or if a reconcile panics.
+fn start_controllers(
     context: &Arc<Context>,
-    requests: ReconcileRequests,
     stop: &flag::Receiver<bool>,
 ) -> Vec<tokio::task::JoinHandle<()>> {
     let stores = &context.stores;
     let (shared, stop) = (|| Arc::clone(context), || stop.clone());
+    let clusters =
+        controller::run(cluster::controller::controller(stores), cluster::reconcile, shared(), stop());
+    let pools = controller::run(pool::controller::controller(stores), pool::reconcile, shared(), stop());
+    let nodes = controller::run(node::controller::controller(stores), node::reconcile, shared(), stop());
+    let tenants =
+        controller::run(tenant::controller::controller(stores), tenant::reconcile, shared(), stop());
+    let profiles =
+        controller::run(profile::controller::controller(stores), profile::reconcile, shared(), stop());
+    let allocations =
+        controller::run(allocation::controller::controller(stores), allocation::reconcile, shared(), stop());
     vec![
-        tokio::spawn(queue::run(
-            stores.clusters.clone(),
-            requests.clusters,
-            cluster::reconcile,
-            shared(),
-            stop(),
-        )),
-        tokio::spawn(queue::run(stores.pools.clone(), requests.pools, pool::reconcile, shared(), stop())),
-        tokio::spawn(queue::run(stores.nodes.clone(), requests.nodes, node::reconcile, shared(), stop())),
-        tokio::spawn(queue::run(
-            stores.tenants.clone(),
-            requests.tenants,
-            tenant::reconcile,
-            shared(),
-            stop(),
-        )),
-        tokio::spawn(queue::run(
-            stores.profiles.clone(),
-            requests.profiles,
-            profile::reconcile,
-            shared(),
-            stop(),
-        )),
-        tokio::spawn(queue::run(
-            stores.allocations.clone(),
-            requests.allocations,
-            allocation::reconcile,
-            shared(),
-            stop(),
-        )),
+        tokio::spawn(clusters),
+        tokio::spawn(pools),
+        tokio::spawn(nodes),
+        tokio::spawn(tenants),
+        tokio::spawn(profiles),
+        tokio::spawn(allocations),
     ]
 }

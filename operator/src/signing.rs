@@ -22,11 +22,11 @@ use serde_json::json;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
+use crate::framework::feed::{WATCH_LOST, WatchBackoff};
 use crate::framework::metrics::Write;
 use crate::reconcile::authority::{self, AuthorityState};
 use crate::reconcile::context::Context;
 use crate::reconcile::names::ClusterNames;
-use crate::reconcile::watch::{WATCH_LOST, WatchBackoff};
 
 pub mod certificate;
 pub mod review;

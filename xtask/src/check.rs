@@ -45,6 +45,7 @@ const CHECKS: &[Check] = &[
         "nothing of operator/src/framework imports other modules of the operator",
         figures::arrows_from_framework,
     ),
+    ("a call cycle of the operator has at most three files", figures::operator_call_cycle),
 ];
 
 /// Runs all checks and prints the offences.

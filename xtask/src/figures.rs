@@ -85,7 +85,14 @@ pub(crate) fn run_operator() -> ExitCode {
     let files = sources(&tree, OPERATOR);
     let arrows = layers::arrows(&files, OPERATOR);
     let divided = layers::layers(&arrows);
-    let cycle = largest_cycle(&calls(&files)).into_iter().map(str::to_owned).collect();
+    let calls = calls(&files);
+    let cycle = largest_cycle(&calls);
+    let short = |path: &str| path.trim_start_matches(OPERATOR).trim_end_matches(".rs").to_owned();
+    let calls_within = |file: &&str| {
+        let called = calls[*file].iter().filter(|other| cycle.contains(other)).map(|other| short(other));
+        format!("{} → {}", short(file), called.collect::<Vec<_>>().join(", "))
+    };
+    let cycle: Vec<String> = cycle.iter().map(calls_within).collect();
     let operator = tree.rust().filter(|file| file.path.starts_with("operator/"));
     let all: usize = operator.map(|file| file.text.lines().count()).sum();
     let with = |name: &str, max: Option<usize>, parts: Vec<String>| Figure {
@@ -109,6 +116,13 @@ pub(crate) fn run_operator() -> ExitCode {
     ];
     print_all(&figures);
     ExitCode::SUCCESS
+}
+
+/// Files of the operator in a call cycle of more than three.
+pub(crate) fn operator_call_cycle(tree: &Tree) -> Vec<String> {
+    let files = sources(tree, OPERATOR);
+    let cycle: Vec<String> = largest_cycle(&calls(&files)).into_iter().map(str::to_owned).collect();
+    if cycle.len() > CYCLE_MAX { cycle } else { Vec::new() }
 }
 
 /// Arrows from the operator's framework to other modules.

@@ -8,6 +8,7 @@ use reprise_e2e::process::{StartingProcess, binary};
 use reprise_e2e::{PATIENCE, control_plane, wait_until};
 use serde_json::{Value, json};
 
+use crate::operator::field_ownership::{wait_restored, wait_warning};
 use crate::operator::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, versions};
 
 #[test]
@@ -112,36 +113,36 @@ fn agent_and_member_start_with_generated_configurations() {
 }
 
 #[test]
-fn foreign_edits_are_restored_or_reported_and_deleted_children_recreated() {
-    let (k8s, _operator) = TestCluster::with_operator();
+fn foreign_edits_are_restored_and_deleted_children_recreated() {
+    let (k8s, operator) = TestCluster::with_operator();
     k8s.cluster(json!({}));
     let before = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
     k8s.wait_for("DaemonSet", "c-agent");
 
-    // A field that only the operator owns is restored.
+    // A field of a configuration.
     let edit = json!({ "data": { "agent.toml": "# mine now" } });
     k8s.merge("ConfigMap", "c-agent", &edit);
     wait_until("the configuration is restored", PATIENCE, || {
         (k8s.get("ConfigMap", "c-agent")?.data["data"] == before).then_some(())
     });
 
-    // A field that others may own is reported and keeps their value.
+    // A field of a workload. Another field of the same manager is kept.
+    let members = k8s.wait_for("StatefulSet", "c-controlplane").data["spec"]["replicas"].clone();
+    assert_ne!(members, 3);
     k8s.apply(&json!({
-        "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": { "name": "c-controlplane" }, "spec": { "replicas": 3 },
+        "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": { "name": "c-controlplane", "labels": { "theirs": "yes" } },
+        "spec": { "replicas": 3 },
     }));
-    k8s.wait_message(
-        "KVCacheCluster",
-        "c",
-        ["Ready", "False", "FieldConflict"],
-        &[OTHER_MANAGER, "replicas"],
+    wait_restored(&k8s, "StatefulSet", "c-controlplane", "/spec/replicas", Some(&members));
+    wait_warning(
+        &k8s,
+        ("KVCacheCluster", "c"),
+        "SetBack",
+        &[OTHER_MANAGER, "spec.replicas", "c-controlplane"],
     );
-    std::thread::sleep(QUIET_PERIOD);
-    assert_eq!(
-        k8s.get("StatefulSet", "c-controlplane").expect("the object exists").data["spec"]["replicas"],
-        3
-    );
-    // With the same value in the spec there is no conflict.
-    k8s.cluster(json!({ "controlPlane": { "replicas": 3 } }));
+    assert!(operator.metric("reprise_operator_put_backs_total", "kind=\"StatefulSet\"") >= 1.0);
+    let kept = k8s.wait_for("StatefulSet", "c-controlplane");
+    assert_eq!(kept.labels().get("theirs").map(String::as_str), Some("yes"));
     k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Progressing"]);
 
     for (kind, name) in [("DaemonSet", "c-agent"), ("Service", "c-controlplane"), ("CacheNode", "n1")] {

@@ -38,7 +38,7 @@ fn warnings(k8s: &TestCluster, kind: &str, name: &str, reason: &str) -> Vec<Stri
 }
 
 /// Waits for a warning event whose message contains these words.
-fn wait_warning(k8s: &TestCluster, about: (&str, &str), reason: &str, words: &[&str]) {
+pub(crate) fn wait_warning(k8s: &TestCluster, about: (&str, &str), reason: &str, words: &[&str]) {
     let what = format!("{about:?} has an event {reason} with {words:?}");
     wait_until(&what, PATIENCE, || {
         std::thread::sleep(Duration::from_millis(50));

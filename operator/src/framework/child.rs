@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::framework::digest;
 use crate::framework::field_ownership::extra_fields;
+use crate::framework::field_ownership::restore::Extras;
 use crate::framework::labels::APPLIED;
 
 /// API group of admission policies.
@@ -44,16 +45,6 @@ pub enum ChildKind {
     PodMonitor,
 }
 
-/// Ownership of a child's fields.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ownership {
-    /// Only the operator writes the fields: changes by other writers are reverted.
-    Exclusive,
-    /// Users and other controllers may own fields (replicas, resources): the conflict is reported and the
-    /// fields are not changed.
-    Shared,
-}
-
 /// An object that the operator wants to exist.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Child {
@@ -63,8 +54,6 @@ pub struct Child {
     pub name: String,
     /// Namespace, if the kind has one.
     pub namespace: Option<String>,
-    /// Ownership of its fields.
-    pub ownership: Ownership,
     /// The complete object, with the digest annotation.
     pub body: Value,
     /// Digest of metadata and fields.
@@ -155,7 +144,7 @@ impl Child {
     ///
     /// # Panics
     /// Panics if `metadata` or `rest` is not a JSON object.
-    pub fn new(kind: ChildKind, ownership: Ownership, mut metadata: Value, rest: &Value) -> Child {
+    pub fn new(kind: ChildKind, mut metadata: Value, rest: &Value) -> Child {
         let resource = kind.resource();
         let digest = digest::of(&format!("{metadata}{rest}"));
         metadata["annotations"] = json!({ APPLIED: digest });
@@ -168,7 +157,7 @@ impl Child {
         });
         let fields = body.as_object_mut().expect("made above");
         fields.extend(rest.as_object().expect("fields of an object").clone());
-        Child { kind, name, namespace, ownership, body, digest }
+        Child { kind, name, namespace, body, digest }
     }
 
     /// Whether the live object contains the child, and the child was applied last.
@@ -176,19 +165,23 @@ impl Child {
         let applied = live.annotations().get(APPLIED).is_some_and(|applied| *applied == self.digest);
         let is_it = |live: Value| {
             contains_desired(&live, &self.body)
-                && !(self.is_closed() && extra_fields::has_any(&live, &self.body))
+                && !(self.extras() == Extras::Removed && extra_fields::has_any(&live, &self.body))
         };
         applied && serde_json::to_value(live).is_ok_and(is_it)
     }
 
-    /// Whether only the operator may add fields. Other components add to service accounts: OpenShift adds
-    /// Secrets.
-    pub fn is_closed(&self) -> bool {
+    /// Entries that other managers add are removed from objects that grant access and from configuration. Other
+    /// components add to the rest: OpenShift adds Secrets to service accounts.
+    pub(crate) fn extras(&self) -> Extras {
         use ChildKind::{
             ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
         };
-        let closed = [ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
-        self.ownership == Ownership::Exclusive && closed.contains(&self.kind)
+        match self.kind {
+            ClusterRoleBinding | ConfigMap | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding => {
+                Extras::Removed
+            }
+            _ => Extras::Kept,
+        }
     }
 }
 
@@ -233,7 +226,7 @@ mod tests {
 
     fn child(rest: &Value) -> Child {
         let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
-        Child::new(ChildKind::ConfigMap, Ownership::Exclusive, metadata, rest)
+        Child::new(ChildKind::ConfigMap, metadata, rest)
     }
 
     fn live(child: &Child, change: impl FnOnce(&mut Value)) -> DynamicObject {
@@ -250,7 +243,7 @@ mod tests {
         let desired = child(&rest);
         assert!(!desired.is_applied(&live(&desired, |live| live["data"]["l"] = json!("mine"))));
         let metadata = json!({ "name": "a", "namespace": "n", "labels": { "of": "c" } });
-        let open = Child::new(ChildKind::ServiceAccount, Ownership::Exclusive, metadata, &rest);
+        let open = Child::new(ChildKind::ServiceAccount, metadata, &rest);
         assert!(open.is_applied(&live(&open, |live| live["data"]["l"] = json!("mine"))));
     }
 

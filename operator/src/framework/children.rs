@@ -1,12 +1,12 @@
 //! Applies the children of a cluster, and deletes those that are no longer desired.
 //!
-//! Changes of other writers to exclusive children are reverted and reported
+//! Changes of other writers to applied fields are reverted and reported
 //! ([`crate::framework::field_ownership::restore`]).
 //!
 //! Invariants:
 //! * a child that is up to date is not written;
 //! * an object without the cluster's uid in its label is never changed;
-//! * a conflict or rejection of one child does not affect the others. The exception are pods whose device
+//! * a rejection of one child does not affect the others. The exception are pods whose device
 //!   claims have no template: they could not start, so the running ones are kept.
 
 use std::collections::BTreeSet;
@@ -14,20 +14,19 @@ use std::time::{Duration, Instant};
 
 use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
 use kube::core::Status;
-use kube::{Client, Resource, ResourceExt};
+use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
 
-use crate::framework::child::{Child, ChildKind, Ownership, missing_paths};
+use crate::framework::child::{Child, ChildKind, missing_paths};
 use crate::framework::error::OperatorError;
+use crate::framework::events::Subject;
 use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
-use crate::framework::field_ownership::extra_fields;
-use crate::framework::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
+use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
 use crate::framework::services::Services;
-use crate::framework::status::RestoredFields;
 
 /// HTTP status codes for invalid objects (by the API server or an admission policy): malformed, too large,
 /// invalid fields.
@@ -42,8 +41,6 @@ const NAMESPACE_TERMINATING: &str = "NamespaceTerminating";
 pub struct ApplyOutcome {
     /// Children that could not be applied, with the remedy.
     pub refused: Vec<Refusal>,
-    /// Children whose fields were restored.
-    pub(crate) restored: Vec<RestoredFields>,
     /// Delay until the next paced child may be restored ([`crate::framework::field_ownership::restore`]).
     pub(crate) next_restore: Option<Duration>,
 }
@@ -52,8 +49,6 @@ pub struct ApplyOutcome {
 enum ChildOutcome {
     /// It is as desired, or is paced.
     UpToDate,
-    /// Its fields were restored.
-    Restored(RestoredFields),
     /// It cannot be applied.
     Rejected(Refusal),
 }
@@ -72,16 +67,17 @@ pub(crate) fn api(client: &Client, kind: ChildKind, namespace: Option<&str>) -> 
 }
 
 /// Applies the desired children of a cluster. `others` are children that are written elsewhere, by kind and
-/// name.
+/// name. Events about other writers are published on the cluster.
 ///
 /// # Errors
 /// The API server did not respond, or rejected a write for a transient reason.
 pub async fn apply(
     context: &Services,
-    cluster_uid: &str,
+    cluster: &Subject,
     desired: &[Child],
     others: &[(ChildKind, String)],
 ) -> Result<ApplyOutcome, OperatorError> {
+    let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
     let mut applied = ApplyOutcome::default();
     let mut refused = BTreeSet::new();
     for child in desired {
@@ -89,9 +85,8 @@ pub async fn apply(
             refused.insert(child.kind);
             continue;
         }
-        match apply_one(context, cluster_uid, child).await? {
+        match apply_one(context, cluster, child).await? {
             ChildOutcome::UpToDate => {}
-            ChildOutcome::Restored(restored) => applied.restored.push(restored),
             ChildOutcome::Rejected(refusal) => {
                 context.metrics.record_conflict(child.kind.as_str());
                 applied.refused.push(refusal);
@@ -124,9 +119,10 @@ fn must_keep(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
 /// Applies a child unless it is up to date.
 async fn apply_one(
     context: &Services,
-    cluster_uid: &str,
+    cluster: &Subject,
     child: &Child,
 ) -> Result<ChildOutcome, OperatorError> {
+    let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
     let namespace = child.namespace.as_deref();
     let api = api(&context.client, child.kind, namespace);
     let key = key(child.kind, namespace, &child.name);
@@ -152,69 +148,36 @@ async fn apply_one(
             }
         }
     }
-    let (written, taken) = match write(context, &api, &key, child).await {
-        Ok(WriteOutcome::Written(written)) => (written, None),
-        Ok(WriteOutcome::Restored(written, taken)) => (written, Some(taken)),
+    let write = OwnedWrite {
+        api: &api,
+        kind: child.kind.as_str(),
+        key: &key,
+        name: &child.name,
+        part: Part::Object,
+        params: PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict),
+        body: &child.body,
+        extras: child.extras(),
+        subject: cluster,
+    };
+    let removed = |written: &DynamicObject| {
+        let live = live.as_deref().filter(|live| was_reduced(context, &key, child, (*live, written)))?;
+        Some(missing_paths(live, &child.body).join(", "))
+    };
+    let written = match restore::apply(context, &write, removed).await {
+        Ok(WriteOutcome::Written(written)) => written,
         Ok(WriteOutcome::Paced(_)) => return Ok(ChildOutcome::UpToDate),
         Err(error) => return to_refusal(&key, error).map(ChildOutcome::Rejected),
     };
     context.metrics.record_write(child.kind.as_str(), Write::Apply);
     tracing::info!(object = %key, "applied");
-    let (written, taken) = match remove_extra_fields(&api, child, &written).await {
-        Ok(None) => (written, taken),
-        Ok(Some((without, added))) => {
-            context.metrics.record_write(child.kind.as_str(), Write::Apply);
-            context.other_writers.record_restore(&key, Instant::now());
-            (without, Some(added))
-        }
-        Err(error) => return to_refusal(&key, error).map(ChildOutcome::Rejected),
-    };
     if child.kind == ChildKind::ResourceClaimTemplate && !child.is_applied(&written) {
         // Its spec is immutable: if kept, it would still lack the fields after the API server supports them.
         delete(context, child.kind, &written).await?;
         return Ok(ChildOutcome::Rejected(unsupported_fields(&key)));
     }
-    let taken = taken.or_else(|| {
-        let live = live.as_deref().filter(|live| was_reduced(context, &key, child, (*live, &written)))?;
-        let taken = ForeignWrite::removed(&missing_paths(live, &child.body).join(", "));
-        context.other_writers.record_restore(&key, Instant::now());
-        Some(taken)
-    });
     let version = written.resource_version().unwrap_or_default();
     context.record_applied(key, child.digest.clone(), version);
-    let what = written.object_ref(&child.kind.resource());
-    Ok(taken.map_or(ChildOutcome::UpToDate, |taken| {
-        ChildOutcome::Restored(RestoredFields { kind: child.kind.as_str(), what, taken })
-    }))
-}
-
-/// Applies a child. Exclusive children overwrite changes of other writers.
-async fn write(
-    context: &Services,
-    api: &Api<DynamicObject>,
-    key: &str,
-    child: &Child,
-) -> Result<WriteOutcome<DynamicObject>, kube::Error> {
-    let (name, part) = (child.name.as_str(), Part::Object);
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict);
-    match child.ownership {
-        Ownership::Exclusive => {
-            let ours = OwnedWrite { api, key, name, part, params, body: &child.body };
-            restore::apply(&context.other_writers, &ours).await
-        }
-        Ownership::Shared => {
-            conflict::apply(api, name, part, &params, &child.body).await.map(WriteOutcome::Written)
-        }
-    }
-}
-
-/// Removes fields that other writers added to an exclusive child.
-async fn remove_extra_fields(
-    api: &Api<DynamicObject>,
-    child: &Child,
-    written: &DynamicObject,
-) -> Result<Option<(DynamicObject, ForeignWrite)>, kube::Error> {
-    if child.is_closed() { extra_fields::remove(api, written, &child.body).await } else { Ok(None) }
+    Ok(ChildOutcome::UpToDate)
 }
 
 /// Whether another writer had removed fields that this write restored. If the API server only normalizes a
@@ -229,15 +192,12 @@ fn was_reduced(
     let was_applied = live.annotations().get(APPLIED).is_none_or(|applied| *applied == child.digest);
     let is_old = context.last_applied(key).is_some_and(|(_, known)| Some(&known) == version);
     let is_changed = version != live.metadata.resource_version.as_ref();
-    child.ownership == Ownership::Exclusive && was_applied && is_changed && !is_old
+    was_applied && is_changed && !is_old
 }
 
 /// Converts a permanent error to a refusal; transient errors are returned.
 fn to_refusal(key: &str, error: kube::Error) -> Result<Refusal, OperatorError> {
     match error {
-        kube::Error::Api(status) if conflict::is_field_conflict(&status) => {
-            Ok(field_conflict(key, &status.message))
-        }
         kube::Error::Api(status) if INVALID.contains(&status.code) => {
             let message = format!("the API server rejects {key}: {}", status.message);
             Ok(Refusal::new(Reason::InvalidSpec, message))
@@ -292,16 +252,6 @@ fn foreign_object(found: &DynamicObject, cluster_uid: &str, child: &Child) -> Op
         "{kind} {name} exists but does not belong to this cluster: delete it, or use another name for the KVCacheCluster"
     );
     Some(Refusal::new(Reason::Conflict, message))
-}
-
-/// Returns the refusal for a field conflict; the API server's message contains managers and fields.
-fn field_conflict(key: &str, conflict_message: &str) -> Refusal {
-    let conflict_message = conflict_message.split_whitespace().collect::<Vec<_>>().join(" ");
-    let message = format!(
-        "another manager owns fields of {key}, so the operator does not change it: release them (kubectl apply --server-side \
-         without these fields, as that manager): {conflict_message}"
-    );
-    Refusal::new(Reason::FieldConflict, message)
 }
 
 /// Deletes children that are no longer desired. Returns those that the operator is not permitted to delete.

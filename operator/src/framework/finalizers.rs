@@ -16,9 +16,9 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use crate::framework::error::OperatorError;
+use crate::framework::events::kind_of;
 use crate::framework::metrics::Write;
 use crate::framework::services::Services;
-use crate::framework::status::kind_of;
 
 /// HTTP status code: the object does not exist.
 const NOT_FOUND: u16 = 404;

@@ -15,8 +15,8 @@ use std::sync::{Mutex, PoisonError};
 use serde::Serialize;
 
 /// Digest of a part of an object. It is valid only within one process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Digest(u64);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Digest(u64);
 
 impl Digest {
     /// Computes the digest of a value's JSON form.

@@ -5,11 +5,9 @@
 //! published as an event. A change of only the message is not, because messages contain counts of nodes and
 //! pods.
 
-use std::borrow::Cow;
 use std::fmt::Debug;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::{Api, PatchParams};
 use kube::runtime::events::{Event, EventType};
 use kube::{Resource, ResourceExt};
@@ -21,8 +19,9 @@ use serde_json::{Value, json};
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
+use crate::framework::events::{self, Subject, kind_of};
 use crate::framework::field_ownership::conflict::Part;
-use crate::framework::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
+use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
 use crate::framework::services::Services;
 
@@ -94,7 +93,7 @@ pub async fn write<K, S>(
     fresh: S,
 ) -> Result<Option<Duration>, OperatorError>
 where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize,
     S: Status,
 {
     let StatusWrite { object, api, before, findings } = write;
@@ -149,28 +148,24 @@ pub(crate) async fn apply<K>(
     body: &Value,
 ) -> Result<Option<Duration>, kube::Error>
 where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize,
 {
     let name = object.name_any();
     let key = format!("status of {}/{}/{name}", kind_of::<K>(), object.namespace().unwrap_or_default());
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-    let ours = OwnedWrite { api, key: &key, name: &name, part: Part::Status, params, body };
-    match restore::apply(&context.other_writers, &ours).await? {
-        WriteOutcome::Written(_) => {}
-        WriteOutcome::Restored(_, taken) => {
-            let restored = RestoredFields { kind: kind_of::<K>(), what: object.object_ref(&()), taken };
-            report_restored(context, object, &restored).await;
-        }
-        WriteOutcome::Paced(wait) => return Ok(Some(wait)),
-    }
-    Ok(None)
-}
-
-/// Returns the kind's name as a static string, for metric labels.
-pub(crate) fn kind_of<K: Resource<DynamicType = ()>>() -> &'static str {
-    match K::kind(&()) {
-        Cow::Borrowed(kind) => kind,
-        Cow::Owned(_) => "other",
+    let ours = OwnedWrite {
+        api,
+        kind: kind_of::<K>(),
+        key: &key,
+        name: &name,
+        part: Part::Status,
+        params: PatchParams::apply(OPERATOR_FIELD_MANAGER),
+        body,
+        extras: Extras::Kept,
+        subject: &Subject::of(object),
+    };
+    match restore::apply(context, &ours, |_| None).await? {
+        WriteOutcome::Written(_) => Ok(None),
+        WriteOutcome::Paced(wait) => Ok(Some(wait)),
     }
 }
 
@@ -184,65 +179,15 @@ pub(crate) async fn publish_event<K: Resource<DynamicType = ()>>(
     let (name, condition, reason) = (object.name_any(), finding.kind.as_str(), finding.reason.as_str());
     let (status, message) = (finding.status.as_str(), &finding.message);
     tracing::info!(kind, name, condition, status, reason, %message, "condition changed");
-    let note = format!("{condition} is {status}: {message}");
     let event = Event {
         type_: severity(finding, object.meta().creation_timestamp.as_ref().map(clock::since)),
         reason: reason.to_owned(),
-        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
+        note: Some(format!("{condition} is {status}: {message}")),
         action: condition.to_owned(),
         secondary: None,
     };
-    match context.recorder.publish(&event, &object.object_ref(&())).await {
-        Ok(()) => context.metrics.record_write(kind, Write::Event),
-        Err(error) => tracing::info!(%error, "cannot publish an event"),
-    }
+    events::publish(context, &Subject::of(object), event).await;
 }
-
-/// An object whose fields were restored.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct RestoredFields {
-    /// Kind of the object.
-    pub(crate) kind: &'static str,
-    /// Reference to the object.
-    pub(crate) what: ObjectReference,
-    /// The reverted change of another writer.
-    pub(crate) taken: ForeignWrite,
-}
-
-/// Counts restored fields and publishes an event on an object that users watch.
-pub(crate) async fn report_restored<K>(context: &Services, object: &K, restored: &RestoredFields)
-where
-    K: Resource<DynamicType = ()>,
-{
-    let RestoredFields { kind, what, taken: ForeignWrite { by, fields } } = restored;
-    let name = what.name.clone().unwrap_or_default();
-    context.metrics.record_restore(kind);
-    tracing::info!(kind, name, by, fields, "restored fields that another writer had changed");
-    let note = format!(
-        "{fields} of {kind} {name}, which only the operator owns, were changed by {by}; the operator has restored them. Change \
-         the Reprise resource or the chart value from which they derive. From the fifth time within 10 min, the operator \
-         restores an object once a minute"
-    );
-    let event = Event {
-        type_: EventType::Warning,
-        reason: Reason::SetBack.as_str().to_owned(),
-        note: Some(note.chars().take(NOTE_CHARS_MAX).collect()),
-        action: PUT_BACK.to_owned(),
-        // Events with the same object and reason are merged, keeping the first note; the field path keeps
-        // events about other fields separate.
-        secondary: Some(ObjectReference { field_path: Some(fields.clone()), ..what.clone() }),
-    };
-    match context.recorder.publish(&event, &object.object_ref(&())).await {
-        Ok(()) => context.metrics.record_write(kind_of::<K>(), Write::Event),
-        Err(error) => tracing::info!(%error, "cannot publish an event"),
-    }
-}
-
-/// Action of events about restored fields.
-const PUT_BACK: &str = "PutBack";
-
-/// Kubernetes' limit on the length of an event's note, in characters.
-const NOTE_CHARS_MAX: usize = 1024;
 
 /// Age of an object up to which transient reasons cause no warning: referenced objects may follow, and agents
 /// and control planes are starting.

@@ -1,6 +1,6 @@
 //! Detects stuck reconcile queues, for the liveness probe.
 //!
-//! A waiting reconcile is aborted after a minute ([`crate::framework::queue`]). One that runs longer blocks its thread
+//! A waiting reconcile is aborted after a minute ([`crate::framework::controller`]). One that runs longer blocks its thread
 //! or waits for a lock that is never released. A queue that panicked or is never polled runs no reconciles at
 //! all, so each queue sends heartbeats. Neither recovers by itself; the kubelet must restart the process.
 //!

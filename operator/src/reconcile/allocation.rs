@@ -42,14 +42,15 @@ use reprise_crds::GPUQueueAllocation;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::node::readiness::next_check;
 use apply::WriteError;
 use dereference::AgentQueues;
 
 pub mod apply;
 pub mod build;
+pub mod controller;
 pub mod dereference;
 pub mod failed_writes;
 pub mod grant;
@@ -102,7 +103,7 @@ async fn report(
     }
     for other in others {
         tracing::info!(error = %other.error, "cannot update another allocation of this node; queued it again");
-        context.triggers.enqueue_allocation(&other.object).await;
+        context.stores.feeds.allocations.request(other.object).await;
     }
     Ok(())
 }

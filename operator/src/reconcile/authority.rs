@@ -38,7 +38,7 @@ use crate::framework::error::OperatorError;
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::cluster::build::metadata;
+use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{ClusterNames, Component};
 use crate::reconcile::secrets;
@@ -207,9 +207,9 @@ impl Authorities {
 pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
     let names = ClusterNames::of(cluster);
     let name = names.authority();
-    match context.stores.secrets.get(&names.namespace, &name) {
+    match context.secrets.get(&names.namespace, &name) {
         Some(stored) => of_secret(&names, context, &stored),
-        None if context.stores.secrets.is_absent(&names.namespace, &name) => AuthorityState::Absent,
+        None if context.secrets.is_absent(&names.namespace, &name) => AuthorityState::Absent,
         None => fetch(&names, context).await,
     }
 }

@@ -12,25 +12,24 @@ use crate::framework::error::OperatorError;
 use crate::framework::finalizers;
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard::{self, GuardOutcome};
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::names::IN_USE_FINALIZER;
 
 pub mod apply;
 pub mod build;
 pub mod certificates;
+pub mod controller;
 pub mod dereference;
 pub mod external_etcd;
+pub mod inputs;
 pub mod status;
 pub mod validate;
 pub mod versions;
 pub mod volumes;
+mod workloads;
 
-/// Port of the members' gRPC services.
-pub const GRPC_PORT: u16 = 7400;
 /// Port of the members' metrics and health checks.
 pub const MEMBER_ADMIN_PORT: u16 = 7401;
-
-/// Age of a `CacheNode` report above which the agent counts as absent.
-pub const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Polling interval of an external etcd, which sends no events; shorter after a failed check.
 const POLL_INTERVAL: Duration = Duration::from_secs(30);

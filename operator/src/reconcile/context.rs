@@ -15,8 +15,8 @@ use crate::reconcile::control_plane::ControlPlanes;
 use crate::reconcile::deletion_guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
 use crate::reconcile::profile::source::SourceCache;
+use crate::reconcile::secrets::Secrets;
 use crate::reconcile::stores::Stores;
-use crate::reconcile::watch::Triggers;
 use crate::settings::Settings;
 
 /// Services of the framework, stores, settings, and memory between reconciles. The memory never affects the desired
@@ -25,8 +25,8 @@ pub struct Context {
     services: Services,
     /// Objects as the watches last reported them.
     pub stores: Arc<Stores>,
-    /// Senders of reconcile requests.
-    pub triggers: Arc<Triggers>,
+    /// Secrets of clusters.
+    pub secrets: Secrets,
     /// Settings from the command line.
     pub settings: Settings,
     /// Last check results of external etcd stores.
@@ -49,20 +49,15 @@ pub struct Context {
 
 impl Context {
     /// Creates a context with empty memory.
-    pub fn new(
-        client: (Client, ApiRequests),
-        stores: Arc<Stores>,
-        triggers: Arc<Triggers>,
-        settings: Settings,
-    ) -> Context {
+    pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
         let replica = Replica { identity: &settings.identity, namespace: &settings.namespace };
-        let own_writes = Arc::clone(&triggers.own_writes);
+        let own_writes = Arc::clone(&stores.own_writes);
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
             authorities: Authorities::default(),
             control_planes: ControlPlanes::new(settings.control_planes.clone()),
             stores,
-            triggers,
+            secrets: Secrets::default(),
             settings,
             store_checks: EtcdChecks::default(),
             storage_classes: StorageClassCache::default(),
@@ -111,8 +106,7 @@ pub(crate) mod tests {
             control_planes: BTreeMap::new(),
             unused_for: Duration::from_secs(60),
         };
-        let (triggers, _) = Triggers::new();
         let counted = (client, ApiRequests::default());
-        Arc::new(Context::new(counted, Arc::new(Stores::new().0), Arc::new(triggers), settings))
+        Arc::new(Context::new(counted, Arc::new(Stores::new().0), settings))
     }
 }

@@ -36,8 +36,8 @@ use self::quiescence::SessionReports;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{Finalizer, FinalizerOutcome, Forbidden, try_set};
 use crate::framework::status::publish_event;
-use crate::reconcile::cluster::dereference::belongs_to;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::belongs_to;
 use crate::reconcile::names::{ClusterNames, DELETE_IN_USE, IN_USE_FINALIZER};
 
 mod quiescence;

@@ -7,6 +7,8 @@ use serde_json::{Value, json};
 
 use crate::framework::labels::{CLUSTER_UID, MANAGED_BY, OPERATOR};
 
+/// Port of the members' gRPC services.
+pub const GRPC_PORT: u16 = 7400;
 /// Annotation of pods: digest of the configuration at their start.
 pub const CONFIGURATION: &str = "reprise.dev/configuration";
 /// Annotation of pods: digest of the secrets at their start.
@@ -175,7 +177,7 @@ impl ClusterNames {
 
     /// Returns `host:port` of the control plane's Service.
     pub fn control_plane_address(&self) -> String {
-        format!("{}.{}.svc:{}", self.control_plane(), self.namespace, crate::reconcile::cluster::GRPC_PORT)
+        format!("{}.{}.svc:{}", self.control_plane(), self.namespace, GRPC_PORT)
     }
 
     /// Labels of all objects of a component.

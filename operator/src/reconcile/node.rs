@@ -18,6 +18,7 @@ use crate::reconcile::context::Context;
 pub mod apply;
 pub mod build;
 mod contested_status;
+pub mod controller;
 pub mod dereference;
 pub mod mode;
 pub mod readiness;

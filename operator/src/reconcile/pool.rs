@@ -9,12 +9,13 @@ use reprise_crds::SSDPool;
 
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{FinalizerOutcome, ObjectState};
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard::{self, GuardOutcome};
+use crate::reconcile::membership::REPORT_TIMEOUT;
 
 pub mod apply;
 pub mod build;
+pub mod controller;
 pub mod dereference;
 pub mod status;
 pub mod validate;

@@ -25,13 +25,14 @@ use reprise_crds::SlackProfile;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use build::RolloutState;
 
 pub mod apply;
 pub mod build;
 pub mod content;
+pub mod controller;
 pub mod decisions;
 pub mod dereference;
 pub mod files;

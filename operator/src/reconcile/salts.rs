@@ -20,7 +20,7 @@ use serde_json::json;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::CLUSTER_UID;
 use crate::framework::metrics::Write;
-use crate::reconcile::cluster::build::metadata;
+use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{ClusterNames, Component};
 
@@ -36,7 +36,7 @@ pub(crate) async fn ensure(
     let names = ClusterNames::of(cluster);
     let name = names.salts();
     let tenants: Vec<String> = tenants.iter().map(|tenant| tenant.name_any()).collect();
-    let known = context.stores.secrets.get(&names.namespace, &name);
+    let known = context.secrets.get(&names.namespace, &name);
     let has = |tenant: &String| known.as_ref().is_some_and(|secret| secret.data["data"][tenant].is_string());
     if tenants.iter().all(has) {
         return Ok(());

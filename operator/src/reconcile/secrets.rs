@@ -23,11 +23,11 @@ use tokio::time::timeout;
 
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
+use crate::framework::feed::{WATCH_LOST, WatchBackoff};
 use crate::framework::labels::CLUSTER_UID;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::stores::Stores;
-use crate::reconcile::watch::{Triggers, WATCH_LOST, WatchBackoff};
 
 /// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
 const KNOWN_WITHIN: Duration = Duration::from_secs(5);
@@ -63,7 +63,6 @@ pub struct Secrets {
 struct Watching {
     client: Client,
     stores: Arc<Stores>,
-    triggers: Arc<Triggers>,
     names: ClusterNames,
 }
 
@@ -98,24 +97,15 @@ impl Secrets {
     }
 
     /// Watches the Secrets of a cluster, and waits until their state is known.
-    pub async fn follow(
-        &self,
-        names: &ClusterNames,
-        client: &Client,
-        (stores, triggers): (&Arc<Stores>, &Arc<Triggers>),
-    ) {
+    pub async fn follow(&self, names: &ClusterNames, client: &Client, stores: &Arc<Stores>) {
         let states = secrets_of(names).map(|name| {
             let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
             // Watches that have ended.
             watched.retain(|_, state| state.has_changed().is_ok());
             let start = || {
                 let (sender, state) = watch::channel(State::Unknown);
-                let watching = Watching {
-                    client: client.clone(),
-                    stores: Arc::clone(stores),
-                    triggers: Arc::clone(triggers),
-                    names: names.clone(),
-                };
+                let watching =
+                    Watching { client: client.clone(), stores: Arc::clone(stores), names: names.clone() };
                 tokio::spawn(watching.run(name.clone(), sender));
                 state
             };
@@ -211,7 +201,7 @@ impl Watching {
             sender.send_replace(state);
             let cluster = self.stores.cluster_by_uid(&self.names.uid);
             match cluster {
-                Some(cluster) if was_known => self.triggers.enqueue_cluster(&cluster).await,
+                Some(cluster) if was_known => self.stores.feeds.clusters.request(cluster).await,
                 Some(_) => {}
                 None => return,
             }

@@ -4,15 +4,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use k8s_openapi::api::core::v1::{Namespace, Node};
+use kube::ResourceExt;
+use kube::api::DynamicObject;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, Store, store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use tokio::sync::Notify;
 
 use crate::framework::child_stores::{ChildStores, ChildWriters};
+use crate::framework::feed::{Feed, Signal};
+use crate::framework::labels::CLUSTER_UID;
+use crate::framework::own_writes::OwnWrites;
 use crate::reconcile::assignment::Assignment;
 use crate::reconcile::assignment::current::CurrentAssignment;
-use crate::reconcile::secrets::Secrets;
 
 /// Readers of all stores.
 #[derive(Debug)]
@@ -33,10 +37,12 @@ pub struct Stores {
     pub namespaces: Store<Namespace>,
     /// All CacheNodes, one per node with an agent.
     pub cache_nodes: Store<CacheNode>,
-    /// Secrets of clusters.
-    pub secrets: Secrets,
     /// Objects that the operator created, by kind, without Secrets.
     pub children: Arc<ChildStores>,
+    /// Changes of the objects, for the controllers.
+    pub feeds: Feeds,
+    /// Last writes of this process.
+    pub own_writes: Arc<OwnWrites>,
     /// Wakes the task that deletes orphaned objects.
     orphans: Notify,
     /// Version of the assignment's inputs, incremented on each change.
@@ -52,6 +58,37 @@ struct CachedAssignment {
     /// What nodes had at that time.
     current: CurrentAssignment,
     assignment: Arc<Assignment>,
+}
+
+/// Changes of all watched kinds, and signals to reconcile all objects of some kinds.
+#[derive(Debug, Default)]
+pub struct Feeds {
+    /// Changes of KVCacheClusters.
+    pub clusters: Arc<Feed<KVCacheCluster>>,
+    /// Changes of SSDPools.
+    pub pools: Arc<Feed<SSDPool>>,
+    /// Changes of CacheTenants.
+    pub tenants: Arc<Feed<CacheTenant>>,
+    /// Changes of SlackProfiles.
+    pub profiles: Arc<Feed<SlackProfile>>,
+    /// Changes of GPUQueueAllocations.
+    pub allocations: Arc<Feed<GPUQueueAllocation>>,
+    /// Changes of Kubernetes nodes.
+    pub nodes: Arc<Feed<Node>>,
+    /// Changes of namespaces.
+    pub namespaces: Arc<Feed<Namespace>>,
+    /// Changes of CacheNodes.
+    pub cache_nodes: Arc<Feed<CacheNode>>,
+    /// Changes of children.
+    pub children: Arc<Feed<DynamicObject>>,
+    /// Reconciles all objects of all kinds.
+    pub everything: Signal,
+    /// Reconciles all objects that may depend on the labels of a node.
+    pub node_labels: Signal,
+    /// Reconciles all objects that depend on the assignment of pods to tenants.
+    pub pod_assignment: Signal,
+    /// Reconciles all clusters.
+    pub all_clusters: Signal,
 }
 
 /// Writers of all stores, for the watches.
@@ -89,8 +126,9 @@ impl Stores {
             nodes,
             namespaces,
             cache_nodes,
-            secrets: Secrets::default(),
             children: Arc::new(children),
+            feeds: Feeds::default(),
+            own_writes: Arc::default(),
             orphans: Notify::new(),
             version: AtomicU64::new(1),
             assignment: Mutex::default(),
@@ -128,6 +166,13 @@ impl Stores {
     /// Marks the assignment as outdated, because one of its inputs changed.
     pub fn invalidate_assignment(&self) {
         self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Reconciles everything, because the assignment may have changed or deletions may have been missed.
+    pub fn reconcile_everything(&self) {
+        self.invalidate_assignment();
+        self.notify_orphans();
+        self.feeds.everything.send();
     }
 
     /// Wakes the task that deletes orphaned objects.
@@ -181,5 +226,16 @@ impl Stores {
     /// Returns a cluster by its unique id.
     pub fn cluster_by_uid(&self, uid: &str) -> Option<Arc<KVCacheCluster>> {
         self.clusters.find(|cluster| cluster.metadata.uid.as_deref() == Some(uid))
+    }
+
+    /// Returns the cluster that a child belongs to.
+    pub fn cluster_of_child(&self, child: &DynamicObject) -> Option<Arc<KVCacheCluster>> {
+        self.cluster_by_uid(child.labels().get(CLUSTER_UID)?)
+    }
+
+    /// Returns the cluster that a node is assigned to.
+    pub fn cluster_of_node(&self, node: &CacheNode) -> Option<Arc<KVCacheCluster>> {
+        let named = node.spec.cluster_ref.as_ref()?;
+        self.clusters.get(&ObjectRef::new(named.name.as_str()).within(named.namespace.as_str()))
     }
 }

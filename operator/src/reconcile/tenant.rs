@@ -12,11 +12,12 @@ use reprise_crds::CacheTenant;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, FinalizerOutcome, ObjectState, try_set};
-use crate::reconcile::cluster::REPORT_TIMEOUT;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 pub mod budget;
+pub mod controller;
 pub mod dereference;
 pub mod pods;
 pub mod status;

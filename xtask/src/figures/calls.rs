@@ -4,7 +4,7 @@
 //! * `self.name(…)`, `parameter.name(…)`, and `self.field.name(…)` with any number of fields: a method of the type that
 //!   the declarations of the `impl`, the parameter and the fields name;
 //! * `Type::name`, with or without parentheses, and `Self::name`: a method of that type;
-//! * `module::name(…)`: a function of that module;
+//! * `module::name(…)`: a function of that module; `outer::module::name(…)`: of that one in `outer`, if there is one;
 //! * `name(…)`: a function that a `use` of the file names.
 //!
 //! Types are found by name. If several files define a method of one name for types of one name, all of them count,
@@ -166,8 +166,14 @@ impl<'f> Definitions<'f> {
                 "self" => return,
                 other => other,
             };
-            let defining = self.free.get(name).into_iter().flatten();
-            called.extend(defining.filter(|file| **file != site.path && module_name(file) == module));
+            let defining = self.free.get(name).into_iter().flatten().copied();
+            let files: Vec<&str> =
+                defining.filter(|file| *file != site.path && module_name(file) == module).collect();
+            // `kind::step::function`: of several modules `step`, that of the kind.
+            let outer = names.len().checked_sub(3).map(|at| names[at]);
+            let is_inner = |file: &&str| outer.is_some_and(|outer| module_name(parent(file)) == outer);
+            let inner: Vec<&str> = files.iter().copied().filter(is_inner).collect();
+            called.extend(if inner.is_empty() { files } else { inner });
         }
     }
 
@@ -245,6 +251,20 @@ mod tests {
         let called: Vec<_> = calls["src/a.rs"].iter().copied().collect();
         assert_eq!(called, ["src/b.rs", "src/d.rs", "src/e.rs", "src/f.rs", "src/g.rs"]);
         assert!(calls["src/b.rs"].is_empty());
+    }
+
+    #[test]
+    fn longer_paths_distinguish_modules_of_one_name() {
+        let files = files(&[
+            ("src/a.rs", "fn a() { one::step::run(); }"),
+            ("src/b.rs", "fn b() { step::run(); }"),
+            ("src/one/step.rs", "fn run() {}"),
+            ("src/two/step.rs", "fn run() {}"),
+        ]);
+        let calls = calls(&files);
+        let called = |file: &str| calls[file].iter().copied().collect::<Vec<_>>();
+        assert_eq!(called("src/a.rs"), ["src/one/step.rs"]);
+        assert_eq!(called("src/b.rs"), ["src/one/step.rs", "src/two/step.rs"]);
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! Restores fields that only the operator owns, and reports which writer changed them.
+//! The one rule for fields that another writer changes: the operator owns all fields that it applies, so it writes them
+//! again, and reports their writer.
 //!
-//! If an edit could change an RBAC binding, an admission policy or an agent's configuration, they would
-//! protect nothing. So the operator writes these fields again. Each time it emits an event and increments a
-//! metric. If the other writer does not stop, the operator limits its own rate.
+//! Each time it emits an event and increments a metric. If the other writer does not stop, the operator limits its own
+//! rate.
 //!
 //! ```text
 //!  apply without force ──no other manager owns the fields──▶ written
@@ -14,7 +14,7 @@
 //! * An apply does not remove a field that another writer added. [`crate::framework::field_ownership::extra_fields`]
 //!   removes it afterwards.
 //! * A field that another writer removed has no owner, so restoring it causes no conflict. The caller detects
-//!   that case and reports [`ForeignWrite::removed`].
+//!   that case.
 //! * The pace never drops below once a minute: the other writer may be an attacker, whose change would last
 //!   that long. One write a minute is negligible for the API server.
 //! * No condition depends on this memory. Another replica, or the next process, would not have it and would
@@ -26,26 +26,46 @@ use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kube::Api;
+use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::PatchParams;
 use kube::core::Status;
+use kube::runtime::events::{Event, EventType};
+use kube::{Api, Resource};
+use reprise_crds::status::Reason;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::framework::events::{self, Subject};
 use crate::framework::field_ownership::conflict::{self, Part};
+use crate::framework::field_ownership::extra_fields;
+use crate::framework::services::Services;
 
 /// Number of restores of one object within [`WITHIN`] from which on it is paced.
 pub(crate) const PACED_FROM: usize = 5;
 const WITHIN: Duration = Duration::from_secs(600);
 /// Time between two restores of a paced object.
 const PACED_INTERVAL: Duration = Duration::from_secs(60);
+/// Action of events about restored fields.
+const PUT_BACK: &str = "PutBack";
 /// Most fields that an event names.
 const FIELDS_MAX: usize = 5;
 
-/// A write of fields that the operator owns exclusively.
+/// Handling of entries that other managers add to an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extras {
+    /// They are kept: other components add to workloads, services and accounts.
+    Kept,
+    /// They are removed: they would be a right, a setting or a device.
+    Removed,
+}
+
+/// A write of fields that the operator owns.
 pub(crate) struct OwnedWrite<'a, K> {
     /// Client for the object's kind.
     pub api: &'a Api<K>,
+    /// Kind of the object, for the metric.
+    pub kind: &'static str,
     /// Key of the object: `kind/namespace/name`.
     pub key: &'a str,
     /// Name of the object.
@@ -56,15 +76,17 @@ pub(crate) struct OwnedWrite<'a, K> {
     pub params: PatchParams,
     /// Body of the apply.
     pub body: &'a Value,
+    /// Handling of entries that other managers added.
+    pub extras: Extras,
+    /// Object that users watch: events are published on it.
+    pub subject: &'a Subject,
 }
 
 /// Result of an [`OwnedWrite`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WriteOutcome<K> {
-    /// Written. No other manager owned the fields.
+    /// Written, if necessary over the values of another writer.
     Written(K),
-    /// Written over the values of another writer.
-    Restored(K, ForeignWrite),
     /// Not written: the object is paced for this long.
     Paced(Duration),
 }
@@ -105,30 +127,78 @@ impl ForeignWrite {
     }
 }
 
-/// Writes fields that the operator owns exclusively, unless the object is paced.
+/// Writes fields that the operator owns, unless the object is paced. Reports another writer of these fields by an event
+/// and a metric. `removed` returns the fields that another writer had removed, by the written object.
 ///
 /// # Errors
-/// The API server rejected the request for another reason than field ownership.
+/// The API server rejected a request for another reason than field ownership.
 pub(crate) async fn apply<K>(
-    other_writers: &OtherWriters,
+    services: &Services,
     write: &OwnedWrite<'_, K>,
+    removed: impl FnOnce(&K) -> Option<String>,
 ) -> Result<WriteOutcome<K>, kube::Error>
 where
-    K: Clone + DeserializeOwned + Debug,
+    K: Resource + Clone + Debug + DeserializeOwned + Serialize,
 {
-    let OwnedWrite { api, key, name, part, params, body } = write;
+    let OwnedWrite { api, key, name, part, params, body, extras, .. } = write;
+    let other_writers = &services.other_writers;
     if let Some(wait) = other_writers.pacing_delay(key, Instant::now()) {
         return Ok(WriteOutcome::Paced(wait));
     }
-    match conflict::apply(api, name, *part, params, body).await {
+    let (mut written, mut foreign) = match conflict::apply(api, name, *part, params, body).await {
         Err(kube::Error::Api(status)) if conflict::is_field_conflict(&status) => {
-            let foreign = ForeignWrite::from_status(&status);
             let written = conflict::apply(api, name, *part, &params.clone().force(), body).await?;
-            other_writers.record_restore(key, Instant::now());
-            Ok(WriteOutcome::Restored(written, foreign))
+            (written, Some(ForeignWrite::from_status(&status)))
         }
-        answer => answer.map(WriteOutcome::Written),
+        answer => (answer?, None),
+    };
+    if *extras == Extras::Removed
+        && let Some((without, added)) = extra_fields::remove(api, &written, body).await?
+    {
+        (written, foreign) = (without, Some(added));
     }
+    let foreign = foreign.or_else(|| removed(&written).map(|fields| ForeignWrite::removed(&fields)));
+    if let Some(foreign) = foreign {
+        other_writers.record_restore(key, Instant::now());
+        report(services, write, &written, &foreign).await;
+    }
+    Ok(WriteOutcome::Written(written))
+}
+
+/// Counts restored fields and publishes an event.
+async fn report<K: Resource>(
+    services: &Services,
+    write: &OwnedWrite<'_, K>,
+    written: &K,
+    ForeignWrite { by, fields }: &ForeignWrite,
+) {
+    let kind = write.kind;
+    services.metrics.record_restore(kind);
+    tracing::info!(kind, name = write.name, by, fields, "restored fields that another writer had changed");
+    let note = format!(
+        "{fields} of {kind} {}, which only the operator owns, were changed by {by}; the operator has restored them. Change \
+         the Reprise resource or the chart value from which they derive. From the fifth time within 10 min, the operator \
+         restores an object once a minute",
+        write.name
+    );
+    let event = Event {
+        type_: EventType::Warning,
+        reason: Reason::SetBack.as_str().to_owned(),
+        note: Some(note),
+        action: PUT_BACK.to_owned(),
+        // Events with the same object and reason are merged, keeping the first note; the field path keeps
+        // events about other fields separate.
+        secondary: Some(ObjectReference {
+            api_version: write.body["apiVersion"].as_str().map(str::to_owned),
+            kind: Some(kind.to_owned()),
+            name: Some(write.name.to_owned()),
+            namespace: written.meta().namespace.clone(),
+            uid: written.meta().uid.clone(),
+            field_path: Some(fields.clone()),
+            ..ObjectReference::default()
+        }),
+    };
+    events::publish(services, write.subject, event).await;
 }
 
 /// One process's memory of other writers. It decides when to write and which event is new, never what a

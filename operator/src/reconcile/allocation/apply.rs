@@ -176,7 +176,7 @@ async fn write(
     });
     let params =
         PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
-    context.triggers.own_writes.record(object.metadata.uid.as_ref(), &Some(status));
+    context.own_writes.record(object.metadata.uid.as_ref(), &Some(status));
     match api.patch_status(&name, &params, &Patch::Merge(&body)).await {
         Ok(_) => {}
         // The allocation was deleted concurrently, and its grant with it.

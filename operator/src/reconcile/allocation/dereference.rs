@@ -16,8 +16,8 @@ use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, Slac
 use super::grant::{LendableController, budget};
 use crate::framework::error::OperatorError;
 use crate::reconcile::assignment::PoolAssignment;
-use crate::reconcile::cluster::status::has_reported;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::has_reported;
 use crate::reconcile::node::dereference::cluster_of;
 
 /// The inputs to the grant decision for one node.

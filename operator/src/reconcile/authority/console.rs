@@ -22,7 +22,7 @@ use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::APPLIED;
 use crate::framework::metrics::Write;
-use crate::reconcile::cluster::build::metadata;
+use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{ClusterNames, Component};
 
@@ -37,7 +37,7 @@ pub(crate) async fn ensure(
 ) -> Result<(), OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.console();
-    let stored = context.stores.secrets.get(&names.namespace, &name);
+    let stored = context.secrets.get(&names.namespace, &name);
     let identity = Identity::new(&names.in_certificates(), Role::Console).map_err(failed)?;
     let present = stored.as_deref().and_then(files);
     let Some(new) = next(present.as_ref(), authority, &identity, SystemTime::now())? else { return Ok(()) };

@@ -6,13 +6,13 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
 
-use super::dereference::ClusterInputs;
+use super::inputs::ClusterInputs;
 use super::{build, certificates};
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
 use crate::framework::error::OperatorError;
+use crate::framework::events::Subject;
 use crate::framework::refusal::Refusal;
-use crate::framework::status::report_restored;
 use crate::reconcile::authority::{self, AuthorityState, console};
 use crate::reconcile::context::Context;
 use crate::reconcile::node;
@@ -28,7 +28,7 @@ pub async fn apply(
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
     // Pods would wait for their certificates, and a managed etcd for its own.
-    if let Some(refusal) = context.stores.secrets.forbidden(&inputs.agent_config.names) {
+    if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
         return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     }
     let created;
@@ -58,10 +58,7 @@ pub async fn apply(
     kept.push((ChildKind::ConfigMap, names.authorities()));
     kept.push((ChildKind::Secret, names.salts()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
-    let mut applied = children::apply(context, &names.uid, &wanted, &kept).await?;
-    for restored in &applied.restored {
-        report_restored(context, cluster, restored).await;
-    }
+    let mut applied = children::apply(context, &Subject::of(cluster), &wanted, &kept).await?;
     applied.refused.extend(nodes(inputs, context));
     Ok(applied)
 }

@@ -24,8 +24,8 @@ use std::collections::BTreeMap;
 use k8s_openapi::ByteString;
 use k8s_openapi::jiff::civil::Date;
 use k8s_openapi::jiff::{Span, Timestamp, tz::TimeZone};
+use kube::ResourceExt;
 use kube::api::{DynamicObject, PatchParams, PostParams};
-use kube::{Resource, ResourceExt};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, date_time_ymd,
@@ -35,17 +35,17 @@ use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
-use super::build::metadata;
+use super::build::metadata::metadata;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, api};
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
+use crate::framework::events::Subject;
 use crate::framework::field_ownership::conflict::Part;
-use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
+use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
-use crate::framework::status::{RestoredFields, report_restored};
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{ClusterNames, Component};
 
@@ -152,7 +152,7 @@ impl Secrets {
     /// before its certificates.
     fn from_store(context: &Context, names: &ClusterNames) -> Secrets {
         let find = |name: &str| {
-            let found = context.stores.secrets.get(&names.namespace, name)?;
+            let found = context.secrets.get(&names.namespace, name)?;
             Some((*found).clone())
         };
         Secrets { authority: find(&names.etcd_authority()), certificates: find(&names.etcd_tls()) }
@@ -262,16 +262,19 @@ async fn store(
             whole["metadata"]["resourceVersion"] = json!(live.metadata.resource_version);
             let key = children::key(ChildKind::Secret, Some(&names.namespace), name);
             let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-            let ours = OwnedWrite { api: &api, key: &key, name, part: Part::Object, params, body: &whole };
-            let stored =
-                restore::apply(&context.other_writers, &ours).await.map_err(OperatorError::api(what))?;
-            match stored {
+            let ours = OwnedWrite {
+                api: &api,
+                kind: ChildKind::Secret.as_str(),
+                key: &key,
+                name,
+                part: Part::Object,
+                params,
+                body: &whole,
+                extras: Extras::Kept,
+                subject: &Subject::of(cluster),
+            };
+            match restore::apply(context, &ours, |_| None).await.map_err(OperatorError::api(what))? {
                 WriteOutcome::Written(_) => {}
-                WriteOutcome::Restored(_, taken) => {
-                    let what = live.object_ref(&ChildKind::Secret.resource());
-                    let restored = RestoredFields { kind: ChildKind::Secret.as_str(), what, taken };
-                    report_restored(context, cluster, &restored).await;
-                }
                 WriteOutcome::Paced(_) => return Ok(SecretWrite::Deferred),
             }
         }

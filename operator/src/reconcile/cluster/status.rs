@@ -3,24 +3,23 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kube::api::DynamicObject;
 use reprise_crds::cluster::{
     AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts,
 };
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
-use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find, holds};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
-use super::REPORT_TIMEOUT;
 use super::build::configuration::agent_digest;
-use super::build::is_scaled_to_zero;
-use super::dereference::ClusterInputs;
-use super::versions::{Versions, image_of};
+use super::inputs::ClusterInputs;
+use super::versions::Versions;
+use super::workloads::is_scaled_to_zero;
+use super::workloads::{EtcdMembers, etcd_members, number, updated};
 use crate::framework::children::ApplyOutcome;
 use crate::framework::clock;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::authority::AuthorityState;
-use crate::reconcile::names::ClusterNames;
+use crate::reconcile::membership::{has_reported, is_ready};
 
 /// Time after the first `EtcdReady` within which missing etcd members are not reported.
 const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);
@@ -73,35 +72,6 @@ pub fn compute(
         ..KVCacheClusterStatus::default()
     };
     (status, findings)
-}
-
-/// Returns a number from a workload's status if its template has the desired image; 0 while the controller
-/// has not observed the current template.
-pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
-    let is_seen = |workload: &&DynamicObject| {
-        let observed = workload.data["status"]["observedGeneration"].as_i64();
-        observed.is_some() && observed == workload.metadata.generation
-    };
-    let is_wanted = |workload: &&DynamicObject| image_of(workload).is_some_and(|runs| runs == image);
-    number(workload.filter(is_seen).filter(is_wanted), field)
-}
-
-/// Returns a number from a workload's status; 0 if it is missing.
-fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
-    let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
-    number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
-}
-
-/// Whether a node's agent has reported within [`REPORT_TIMEOUT`].
-pub fn has_reported(node: &CacheNode) -> bool {
-    let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
-    last.is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
-}
-
-/// Whether a node's agent serves engines.
-pub fn is_ready(node: &CacheNode) -> bool {
-    let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    has_reported(node) && holds(conditions, Type::AgentReady, 0)
 }
 
 fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
@@ -179,37 +149,6 @@ fn etcd(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
             Finding::no(kind, Reason::Progressing, message)
         }
     }
-}
-
-/// Number of members of a managed etcd.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct EtcdMembers {
-    desired: u32,
-    ready: u32,
-}
-
-impl EtcdMembers {
-    /// Whether etcd has a quorum.
-    pub(super) fn answer(self) -> bool {
-        self.ready > self.desired / 2
-    }
-
-    /// Returns a refusal if etcd has a quorum but lacks members.
-    fn missing(self, names: &ClusterNames) -> Option<Refusal> {
-        let EtcdMembers { desired, ready } = self;
-        let spare = ready.saturating_sub(desired / 2);
-        let message = format!(
-            "{ready} of {desired} members of etcd are ready; it loses its quorum if {spare} more fail: check pods and volume claims of {}",
-            names.etcd()
-        );
-        (self.answer() && ready < desired).then(|| Refusal::new(Reason::MembersMissing, message))
-    }
-}
-
-/// Returns the number of desired and ready members.
-pub(super) fn etcd_members(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> EtcdMembers {
-    let desired = u32::from(cluster.spec.etcd.managed.clone().unwrap_or_default().replicas);
-    EtcdMembers { desired, ready: number(etcd, "readyReplicas") }
 }
 
 fn control_plane(members: &MemberCounts) -> Finding {

@@ -10,9 +10,9 @@ use reprise_crds::cluster::{
 };
 use reprise_crds::status::Reason;
 
-use super::build::is_scaled_to_zero;
-use super::dereference::ClusterInputs;
+use super::inputs::ClusterInputs;
 use super::versions;
+use super::workloads::is_scaled_to_zero;
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::framework::refusal::Refusal;

@@ -22,9 +22,10 @@ use reprise_crds::cluster::RunningVersions;
 use reprise_crds::fields::Version;
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 
-use super::dereference::ClusterInputs;
-use super::status::{has_reported, updated};
+use super::inputs::ClusterInputs;
+use super::workloads::{has_ready_pods, image_of, updated};
 use crate::framework::refusal::Refusal;
+use crate::reconcile::membership::has_reported;
 use crate::settings::DefaultImages;
 
 /// Maximum difference of minor versions between agents and members.
@@ -353,19 +354,6 @@ fn is_version(text: &str) -> bool {
 /// Returns the numbers of a version, for ordering.
 fn numbers(version: &str) -> Vec<u64> {
     version.split(|letter: char| !letter.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
-}
-
-/// Whether any pod of a workload is ready.
-pub(super) fn has_ready_pods(workload: &DynamicObject) -> bool {
-    let status = &workload.data["status"];
-    [&status["readyReplicas"], &status["numberReady"]]
-        .iter()
-        .any(|ready| ready.as_u64().is_some_and(|ready| ready > 0))
-}
-
-/// Returns the image of a workload's pods.
-pub(super) fn image_of(workload: &DynamicObject) -> Option<String> {
-    workload.data["spec"]["template"]["spec"]["containers"][0]["image"].as_str().map(str::to_owned)
 }
 
 #[cfg(test)]

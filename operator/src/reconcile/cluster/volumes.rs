@@ -16,7 +16,7 @@ use reprise_crds::cluster::EtcdMode;
 use tokio::sync::Mutex;
 
 use super::build::ETCD_CLAIM;
-use super::status::etcd_members;
+use super::workloads::etcd_members;
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard;
 use crate::reconcile::names::ClusterNames;

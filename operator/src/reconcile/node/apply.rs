@@ -6,27 +6,25 @@
 //! `CacheNode`. The label identifies the operator's objects; if it was removed, the field manager does. Both
 //! are in the store, so all reconcilers agree.
 
-use std::time::Instant;
-
 use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
 use kube::api::{Api, PatchParams};
-use kube::{Resource, ResourceExt};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde_json::{Value, json};
 
 use super::build::DesiredCacheNode;
 use super::dereference::NodeInputs;
+use crate::framework::change::is_by_operator;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
+use crate::framework::events::Subject;
 use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
-use crate::framework::field_ownership::extra_fields;
-use crate::framework::field_ownership::restore::{self, ForeignWrite, OwnedWrite, WriteOutcome};
+use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::metrics::Write;
-use crate::framework::status::{RestoredFields, publish_event, report_restored};
+use crate::framework::status::publish_event;
 use crate::reconcile::context::Context;
-use crate::reconcile::watch::is_by_operator;
 
 /// Key of a node in [`crate::framework::field_ownership::restore`].
 pub(crate) fn key(node: &str) -> String {
@@ -146,38 +144,35 @@ async fn write(
     });
     let (api, key) = (Api::<CacheNode>::all(context.client.clone()), key(&name));
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER);
-    let ours = OwnedWrite { api: &api, key: &key, name: &name, part: Part::Object, params, body: &body };
-    let outcome = restore::apply(&context.other_writers, &ours).await;
-    let (written, taken) = match outcome.map_err(OperatorError::api(format!("apply CacheNode {name}")))? {
-        WriteOutcome::Written(written) => (written, None),
-        WriteOutcome::Restored(written, taken) => (written, Some(taken)),
+    let digest = digest::of(&json!(normalized(spec.clone())).to_string());
+    let known = context.last_applied(&key);
+    let removed = |written: &CacheNode| {
+        let generation = written.metadata.generation.unwrap_or_default().to_string();
+        removed_fields(live?, (&digest, &generation), known).map(str::to_owned)
+    };
+    // Only an existing object has other writers.
+    let subject = live.map_or_else(|| Subject::of(node), Subject::of);
+    let ours = OwnedWrite {
+        api: &api,
+        kind: "CacheNode",
+        key: &key,
+        name: &name,
+        part: Part::Object,
+        params,
+        body: &body,
+        extras: Extras::Removed,
+        subject: &subject,
+    };
+    let outcome = restore::apply(context, &ours, removed).await;
+    let written = match outcome.map_err(OperatorError::api(format!("apply CacheNode {name}")))? {
+        WriteOutcome::Written(written) => written,
         WriteOutcome::Paced(_) => return Ok(()),
     };
     context.metrics.record_write("CacheNode", Write::Apply);
-    let without = extra_fields::remove(&api, &written, &body).await;
-    let (written, taken) = match without.map_err(OperatorError::api(format!("trim CacheNode {name}")))? {
-        None => (written, taken),
-        Some((without, added)) => {
-            context.metrics.record_write("CacheNode", Write::Apply);
-            context.other_writers.record_restore(&key, Instant::now());
-            (without, Some(added))
-        }
-    };
     let (claims, profiles, queues) = (spec.claims.len(), spec.profiles.len(), spec.queues.len());
     tracing::info!(node = name, claims, profiles, queues, "applied CacheNode");
-    let digest = digest::of(&json!(normalized(spec.clone())).to_string());
     let generation = written.metadata.generation.unwrap_or_default().to_string();
-    let taken = taken.or_else(|| {
-        let fields = removed_fields(live?, (&digest, &generation), context.last_applied(&key))?;
-        let taken = ForeignWrite::removed(fields);
-        context.other_writers.record_restore(&key, Instant::now());
-        Some(taken)
-    });
     context.record_applied(key, digest, generation);
-    if let Some(taken) = taken {
-        let restored = RestoredFields { kind: "CacheNode", what: written.object_ref(&()), taken };
-        report_restored(context, &written, &restored).await;
-    }
     Ok(())
 }
 

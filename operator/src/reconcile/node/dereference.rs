@@ -16,8 +16,8 @@ use crate::reconcile::allocation::lifecycle;
 use crate::reconcile::assignment::Assignment;
 use crate::reconcile::cluster::build::configuration::agent_digest;
 use crate::reconcile::cluster::dereference::agent_config_inputs;
-use crate::reconcile::cluster::status::has_reported;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::has_reported;
 use crate::reconcile::profile::PROFILES_MAX;
 use crate::reconcile::profile::order::selected;
 

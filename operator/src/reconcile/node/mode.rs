@@ -193,7 +193,7 @@ async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Resul
     let was = conditions.first().map(|condition| (condition.status, condition.reason.clone()));
     if set(&mut conditions, finding, generation, &clock::now()) == Change::None {
         // An older write of this process may not have reached the store yet.
-        context.triggers.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
+        context.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
         // The condition does not change if the mode is reverted repeatedly.
         if finding.reason == Reason::SetBack {
             publish_event(context, live, finding).await;
@@ -208,7 +208,7 @@ async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Resul
         "status": { "conditions": conditions },
     });
     let api: Api<CacheNode> = Api::all(context.client.clone());
-    context.triggers.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
+    context.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
     match apply(context, live, &api, &body).await {
         // Paced: written later, after the next check of the control plane.
         Ok(Some(_)) => return Ok(()),

@@ -25,8 +25,8 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node, NodeCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::ResourceExt;
 use kube::api::{Api, PatchParams};
-use kube::{Resource, ResourceExt};
 use reprise_crds::CacheNode;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use serde_json::{Value, json};
@@ -35,13 +35,13 @@ use super::apply::is_ours;
 use super::build::DesiredCacheNode;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
+use crate::framework::events::Subject;
 use crate::framework::field_ownership::conflict::Part;
-use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
+use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
-use crate::framework::status::{RestoredFields, report_restored};
-use crate::reconcile::cluster::REPORT_TIMEOUT;
-use crate::reconcile::cluster::status::{has_reported, is_ready};
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::REPORT_TIMEOUT;
+use crate::reconcile::membership::{has_reported, is_ready};
 use crate::reconcile::names::AGENT_READY;
 
 /// Field manager of the condition and of nothing else, so applying an empty status removes the condition.
@@ -131,7 +131,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let wanted = match step {
         Step::Nothing => {
             // An older write of this process may not have reached the store yet.
-            context.triggers.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
+            context.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
             return Ok(());
         }
         Step::Set(condition) => Some(&**condition),
@@ -144,14 +144,20 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let api: Api<Node> = Api::all(context.client.clone());
     let key = format!("{AGENT_READY} of Node//{name}");
     let params = PatchParams::apply(FIELD_MANAGER);
-    let ours = OwnedWrite { api: &api, key: &key, name: &name, part: Part::Status, params, body: &body };
-    context.triggers.own_writes.record(node.metadata.uid.as_ref(), &wanted);
-    match restore::apply(&context.other_writers, &ours).await {
+    let ours = OwnedWrite {
+        api: &api,
+        kind: "Node",
+        key: &key,
+        name: &name,
+        part: Part::Status,
+        params,
+        body: &body,
+        extras: Extras::Kept,
+        subject: &Subject::of(node),
+    };
+    context.own_writes.record(node.metadata.uid.as_ref(), &wanted);
+    match restore::apply(context, &ours, |_| None).await {
         Ok(WriteOutcome::Written(_)) => {}
-        Ok(WriteOutcome::Restored(written, taken)) => {
-            let restored = RestoredFields { kind: "Node", what: written.object_ref(&()), taken };
-            report_restored(context, node, &restored).await;
-        }
         // Written later: the agent's next report triggers it.
         Ok(WriteOutcome::Paced(_)) => return Ok(()),
         // The node was deleted concurrently, and the condition with it.

@@ -9,9 +9,9 @@ use reprise_crds::node::{AppliedPool, Device};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
 use crate::reconcile::assignment::PoolAssignment;
-use crate::reconcile::cluster::dereference::tenants;
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard::{self, DeletionGuard};
+use crate::reconcile::membership::tenants;
 use crate::reconcile::names::ClusterNames;
 
 /// The inputs of a pool.

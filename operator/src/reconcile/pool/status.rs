@@ -13,8 +13,8 @@ use super::build::{Wipe, wipe};
 use super::dereference::{PoolInputs, PoolNode};
 use crate::framework::finalizers::{self, FinalizerOutcome};
 use crate::framework::refusal::Refusal;
-use crate::reconcile::cluster::status::has_reported;
 use crate::reconcile::deletion_guard::{self, GuardOutcome};
+use crate::reconcile::membership::has_reported;
 use crate::reconcile::names::{IN_USE_FINALIZER, WIPE_FINALIZER};
 
 /// Maximum number of names in a message.

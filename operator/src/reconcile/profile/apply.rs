@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use kube::ResourceExt;
-use reprise_crds::SlackProfile;
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::{KVCacheCluster, SlackProfile};
 
 use super::build::Rollout;
 use super::content::Revision;
@@ -24,7 +25,11 @@ pub async fn apply(
     let change = context.decisions.replace(profile, decided, || nodes_with(profile, stores));
     if change.clusters {
         let namespace = profile.namespace().unwrap_or_default();
-        context.triggers.enqueue_clusters_in(stores, &namespace).await;
+        let of_namespace =
+            |cluster: &KVCacheCluster| cluster.namespace().is_some_and(|other| other == namespace);
+        for cluster in stores.clusters.state_filter(of_namespace) {
+            stores.feeds.clusters.request(cluster).await;
+        }
         context.decisions.remove_deleted(stores);
     }
     if !change.nodes.is_empty() {
@@ -34,7 +39,9 @@ pub async fn apply(
             "decided the revision of nodes"
         );
     }
-    context.triggers.enqueue_nodes(stores, &change.nodes).await;
+    for node in change.nodes.iter().filter_map(|name| stores.nodes.get(&ObjectRef::new(name))) {
+        stores.feeds.nodes.request(node).await;
+    }
 }
 
 /// Returns the nodes whose spec has the profile.

@@ -15,8 +15,8 @@ use kube::ResourceExt;
 use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
 
 use super::PROFILES_MAX;
-use crate::reconcile::cluster::dereference::belongs_to;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::belongs_to;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::selection::selects;
 

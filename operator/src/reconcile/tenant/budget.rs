@@ -21,10 +21,10 @@ use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
 use crate::framework::refusal::Refusal;
-use crate::reconcile::cluster::dereference::applies_to;
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{Budget, CallError, POLL_INTERVAL, RETRY_INTERVAL, TierBytes};
 use crate::reconcile::deletion_guard;
+use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 
 /// Result of setting the budget at one control plane.

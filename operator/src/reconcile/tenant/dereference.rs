@@ -8,9 +8,9 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::fields::Quantity;
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
-use crate::reconcile::cluster::dereference::tenants;
-use crate::reconcile::cluster::status::has_reported;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::has_reported;
+use crate::reconcile::membership::tenants;
 use crate::reconcile::names::ClusterNames;
 
 /// Capacity and reservations of one kind, for one node or for every node of a cluster.

@@ -16,9 +16,9 @@ use reprise_policy::TenantName;
 use reprise_policy::identity::{BINDINGS_BYTES_MAX, PodBindings, ServiceAccount};
 
 use crate::framework::digest;
-use crate::reconcile::cluster::dereference::applies_to;
-use crate::reconcile::cluster::status::has_reported;
 use crate::reconcile::context::Context;
+use crate::reconcile::membership::applies_to;
+use crate::reconcile::membership::has_reported;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::selection::selects;
 

@@ -21,12 +21,12 @@ use reprise_crds::{CacheTenant, CacheTenantStatus};
 use super::budget;
 use crate::framework::clock;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::cluster::dereference::applies_to;
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{
     MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, UsageUnknown,
 };
 use crate::reconcile::deletion_guard;
+use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::ClusterNames;
 
 /// Interval between writes of values that differ by more than [`SMALLEST_CHANGE`], or of `OverQuota`.

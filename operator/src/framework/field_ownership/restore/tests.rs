@@ -4,6 +4,7 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::json;
 
 use super::*;
+use crate::framework::services::tests::services;
 use crate::framework::test_api_server::{CannedResponse, error_response, serve};
 
 const KEY: &str = "ConfigMap/n/c";
@@ -20,58 +21,76 @@ fn of_fields(fields: &[&str]) -> CannedResponse {
     error_response(409, &fields.iter().map(cause).collect())
 }
 
-/// Applies an object against these responses. Returns the outcome and whether each request was forced.
+/// Applies an object against these responses. Returns the outcome and whether each patch was forced.
 async fn applied(
-    other_writers: &OtherWriters,
+    services: &Services,
     answers: Vec<CannedResponse>,
 ) -> (Result<WriteOutcome<ConfigMap>, kube::Error>, Vec<bool>) {
     let (client, server) = serve(answers);
     let api: Api<ConfigMap> = Api::namespaced(client, "n");
+    let subject = Subject::of(&ConfigMap::default());
     let write = OwnedWrite {
         api: &api,
+        kind: "ConfigMap",
         key: KEY,
         name: "c",
         part: Part::Object,
         params: PatchParams::apply("test"),
         body: &json!({ "data": {} }),
+        extras: Extras::Kept,
+        subject: &subject,
     };
-    let outcome = apply(other_writers, &write).await;
+    let outcome = apply(services, &write, |_| None).await;
     (outcome, server.requests().iter().map(|request| request.path.contains("force=true")).collect())
+}
+
+fn restores(services: &Services) -> bool {
+    services.metrics.text().contains("put_backs_total{kind=\"ConfigMap\"} 1")
 }
 
 #[tokio::test]
 async fn writes_without_force_if_no_other_manager_owns_fields() {
-    let (outcome, forced) = applied(&OtherWriters::default(), vec![stored()]).await;
+    let services = services();
+    let (outcome, forced) = applied(&services, vec![stored()]).await;
     assert!(matches!(outcome, Ok(WriteOutcome::Written(_))), "{outcome:?}");
-    assert_eq!(forced, [false]);
+    assert_eq!((forced, restores(&services)), (vec![false], false));
 }
 
 #[tokio::test]
-async fn restores_foreign_fields_with_force_and_names_the_writer() {
-    let fields = [".data.f", ".data.e", ".data.d", ".data.c", ".data.b", ".data.a"];
-    let (outcome, forced) = applied(&OtherWriters::default(), vec![of_fields(&fields), stored()]).await;
-    let Ok(WriteOutcome::Restored(_, foreign)) = outcome else { panic!("{outcome:?}") };
+async fn restores_foreign_fields_with_force_and_counts_it() {
+    let services = services();
+    let (outcome, forced) = applied(&services, vec![of_fields(&[".data.a"]), stored()]).await;
+    assert!(matches!(outcome, Ok(WriteOutcome::Written(_))), "{outcome:?}");
+    assert_eq!((forced, restores(&services)), (vec![false, true], true));
+}
+
+#[test]
+fn names_the_managers_and_at_most_five_fields() {
+    let cause = |field: &str| json!({ "reason": "FieldManagerConflict", "message": "conflict with \"kubectl\" using v1", "field": field });
+    let causes: Vec<_> =
+        ["f", "e", "d", "c", "b", "a"].iter().map(|name| cause(&format!(".data.{name}"))).collect();
+    let status = serde_json::from_value(json!({ "details": { "causes": causes } })).expect("a status");
+    let foreign = ForeignWrite::from_status(&status);
     assert_eq!(foreign.by, "\"kubectl\" using v1");
     assert_eq!(foreign.fields, ".data.a, .data.b, .data.c, .data.d, .data.e, 1 more");
-    assert_eq!(forced, [false, true]);
 }
 
 #[tokio::test]
 async fn failed_forced_apply_is_an_error_and_not_counted_as_restore() {
-    let other_writers = OtherWriters::default();
+    let services = services();
     let (outcome, _) =
-        applied(&other_writers, vec![of_fields(&[".data.a"]), error_response(403, &json!([]))]).await;
+        applied(&services, vec![of_fields(&[".data.a"]), error_response(403, &json!([]))]).await;
     assert!(matches!(outcome, Err(kube::Error::Api(status)) if status.code == 403));
-    assert!(other_writers.of_fields.lock().expect("no panic").is_empty());
+    assert!(services.other_writers.of_fields.lock().expect("no panic").is_empty());
 }
 
 #[tokio::test]
 async fn does_not_write_paced_object() {
-    let other_writers = OtherWriters::default();
+    let services = services();
     for _ in 0..PACED_FROM {
-        other_writers.record_restore(KEY, Instant::now());
+        services.other_writers.record_restore(KEY, Instant::now());
     }
-    let (outcome, forced) = applied(&other_writers, vec![stored()]).await;
+    let (outcome, forced) = applied(&services, vec![stored()]).await;
     assert!(matches!(outcome, Ok(WriteOutcome::Paced(_))), "{outcome:?}");
     assert_eq!(forced, Vec::<bool>::new());
 }

@@ -16,10 +16,10 @@ use reprise_crds::cluster::{DeviceAccess, DeviceAccessMode, GpuAccess, GpuAccess
 use serde_json::{Value, json};
 
 use super::agents::CONTAINER;
-use super::metadata;
-use crate::framework::child::{Child, ChildKind, Ownership};
+use super::metadata::metadata;
+use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
-use crate::reconcile::cluster::dereference::AgentConfigInputs;
+use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::names::{ClusterNames, Component};
 
 /// RDMA cards access memory directly, so it must not move. `ibv_reg_mr` locks it, beyond RLIMIT_MEMLOCK.
@@ -150,7 +150,7 @@ impl Access {
         let template = |claim: &Claim| {
             let metadata = metadata(cluster, names, Component::Agent, &claim.name);
             let rest = json!({ "spec": claim.spec });
-            Child::new(ChildKind::ResourceClaimTemplate, Ownership::Exclusive, metadata, &rest)
+            Child::new(ChildKind::ResourceClaimTemplate, metadata, &rest)
         };
         self.claims.values().map(template).collect()
     }

@@ -22,13 +22,13 @@ use super::access::Access;
 use super::certificates::{self, Process};
 use super::configuration::{AGENT_FILE, FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory};
 use super::identities;
+use super::metadata::{config_map, metadata};
 use super::pods::{
     DefaultResources, MIN_READY_SECONDS, probe, pull, resources, startup_probe, tolerations, unprivileged,
     without_empty,
 };
-use super::{config_map, metadata};
-use crate::framework::child::{Child, ChildKind, Ownership};
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::framework::child::{Child, ChildKind};
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::{CONFIGURATION, Component};
 
 /// Name of the agent's container.
@@ -67,11 +67,11 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
     let access = Access::of(cluster, &inputs.agent_config);
     let set = daemon_set(cluster, inputs, &access);
     let mut children = vec![
-        super::service_account(meta(&name)),
+        super::metadata::service_account(meta(&name)),
         binding(inputs),
         config_map(meta(&name), &files(cluster, inputs)),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
-        Child::new(ChildKind::DaemonSet, Ownership::Shared, meta(&name), &set),
+        Child::new(ChildKind::Service, meta(&name), &service),
+        Child::new(ChildKind::DaemonSet, meta(&name), &set),
     ];
     children.extend(access.templates(cluster, names));
     children
@@ -92,7 +92,7 @@ fn binding(inputs: &ClusterInputs) -> Child {
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": AGENT_ROLE },
         "subjects": [{ "kind": "ServiceAccount", "name": names.agent(), "namespace": names.namespace }],
     });
-    Child::new(ChildKind::ClusterRoleBinding, Ownership::Exclusive, metadata, &rest)
+    Child::new(ChildKind::ClusterRoleBinding, metadata, &rest)
 }
 
 fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {

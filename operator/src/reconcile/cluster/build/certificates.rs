@@ -9,10 +9,10 @@ use reprise_crds::KVCacheCluster;
 use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
+use super::metadata::{config_map, metadata};
 use super::pods::{pull, unprivileged};
-use super::{config_map, metadata};
-use crate::framework::child::{Child, ChildKind, Ownership};
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::framework::child::{Child, ChildKind};
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::Component;
 
 /// Folder of the process's certificate, key and trusted authorities.
@@ -59,7 +59,7 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": MEMBER_ROLE },
         "subjects": [{ "kind": "ServiceAccount", "name": names.control_plane(), "namespace": names.namespace }],
     });
-    let binding = Child::new(ChildKind::ClusterRoleBinding, Ownership::Exclusive, metadata, &rest);
+    let binding = Child::new(ChildKind::ClusterRoleBinding, metadata, &rest);
     authorities.into_iter().chain([binding]).collect()
 }
 

@@ -12,9 +12,10 @@ use serde_json::{Map, Value, json};
 
 use super::certificates::CERTIFICATES_FOLDER;
 use crate::framework::digest;
-use crate::reconcile::cluster::dereference::AgentConfigInputs;
-use crate::reconcile::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
+use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
+use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::names::ClusterNames;
+use crate::reconcile::names::GRPC_PORT;
 use crate::reconcile::tenant::dereference::without_reservation;
 
 /// Directory of the configuration in pods.

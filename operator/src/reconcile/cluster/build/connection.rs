@@ -3,7 +3,7 @@
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
 
-use super::{config_map, metadata};
+use super::metadata::{config_map, metadata};
 use crate::framework::child::Child;
 use crate::reconcile::names::{ClusterNames, Component};
 

@@ -22,11 +22,11 @@ use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
 use serde_json::{Value, json};
 
+use super::metadata::{metadata, service_account};
 use super::pods::{DefaultResources, probe, pull, resources, restricted, unprivileged, without_empty};
-use super::{metadata, service_account};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::certificates::CertificateDigests;
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
 
 /// Standard ports of etcd.
@@ -88,14 +88,9 @@ pub(super) fn build(
     } });
     vec![
         service_account(meta()),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(), &headless),
-        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(), &budget),
-        Child::new(
-            ChildKind::StatefulSet,
-            Ownership::Shared,
-            meta(),
-            &stateful_set(cluster, inputs, certificates),
-        ),
+        Child::new(ChildKind::Service, meta(), &headless),
+        Child::new(ChildKind::PodDisruptionBudget, meta(), &budget),
+        Child::new(ChildKind::StatefulSet, meta(), &stateful_set(cluster, inputs, certificates)),
     ]
 }
 
@@ -123,11 +118,6 @@ fn owns_claims(live: Option<&DynamicObject>) -> bool {
         let policy = &live.data["spec"]["persistentVolumeClaimRetentionPolicy"];
         live.data["status"]["readyReplicas"].as_u64() > Some(0) || policy["whenDeleted"] == "Delete"
     })
-}
-
-/// Whether the StatefulSet is scaled to zero, as in a CA change.
-pub(in crate::reconcile::cluster) fn is_scaled_to_zero(live: &DynamicObject) -> bool {
-    live.data["spec"]["replicas"].as_u64() == Some(0)
 }
 
 fn stateful_set(

@@ -5,9 +5,9 @@
 use reprise_crds::KVCacheCluster;
 use serde_json::{Map, Value, json};
 
-use super::{config_map, metadata};
+use super::metadata::{config_map, metadata};
 use crate::framework::child::Child;
-use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::Component;
 use crate::reconcile::tenant::pods;
 

@@ -21,7 +21,7 @@ use reprise_policy::identity::TOKEN_AUDIENCE;
 use serde_json::{Value, json};
 
 use super::connection::{in_host_memory, offloading};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 
 /// Name of the socket volume.
@@ -60,10 +60,9 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     let parameters =
         json!({ "name": names.tenants(), "namespace": names.namespace, "parameterNotFoundAction": "Allow" });
     let binding = json!({ "spec": { "policyName": names.injection(), "paramRef": parameters } });
-    let ours = Ownership::Exclusive;
     vec![
-        Child::new(ChildKind::MutatingAdmissionPolicy, ours, metadata(), &policy),
-        Child::new(ChildKind::MutatingAdmissionPolicyBinding, ours, metadata(), &binding),
+        Child::new(ChildKind::MutatingAdmissionPolicy, metadata(), &policy),
+        Child::new(ChildKind::MutatingAdmissionPolicyBinding, metadata(), &binding),
     ]
 }
 

@@ -9,15 +9,16 @@ use serde_json::{Value, json};
 
 use super::certificates::{self, Process};
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
+use super::metadata::{config_map, metadata, service_account};
 use super::pods::{
     DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
     unprivileged, without_empty,
 };
-use super::{config_map, metadata, service_account};
-use crate::framework::child::{Child, ChildKind, Ownership};
+use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
-use crate::reconcile::cluster::dereference::ClusterInputs;
-use crate::reconcile::cluster::{GRPC_PORT, MEMBER_ADMIN_PORT};
+use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
+use crate::reconcile::cluster::inputs::ClusterInputs;
+use crate::reconcile::names::GRPC_PORT;
 use crate::reconcile::names::{CONFIGURATION, Component, SECRETS};
 
 /// Default CPU of a member.
@@ -54,15 +55,10 @@ pub(super) fn build(
     vec![
         service_account(meta(&name)),
         config_map(meta(&name), &json!(members(cluster, names))),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&names.members()), &headless),
-        Child::new(ChildKind::Service, Ownership::Shared, meta(&name), &service),
-        Child::new(ChildKind::PodDisruptionBudget, Ownership::Shared, meta(&name), &budget),
-        Child::new(
-            ChildKind::StatefulSet,
-            Ownership::Shared,
-            meta(&name),
-            &stateful_set(cluster, inputs, etcd_certificates),
-        ),
+        Child::new(ChildKind::Service, meta(&names.members()), &headless),
+        Child::new(ChildKind::Service, meta(&name), &service),
+        Child::new(ChildKind::PodDisruptionBudget, meta(&name), &budget),
+        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs, etcd_certificates)),
     ]
 }
 

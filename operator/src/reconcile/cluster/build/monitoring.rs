@@ -5,8 +5,8 @@ use reprise_crds::cluster::{EtcdMode, MonitoringMode};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use serde_json::{Value, json};
 
-use super::metadata;
-use crate::framework::child::{Child, ChildKind, Ownership};
+use super::metadata::metadata;
+use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::names::{ClusterNames, Component};
 
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
@@ -40,7 +40,7 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
             },
         });
         let metadata = metadata(cluster, names, component, &name);
-        Child::new(ChildKind::PodMonitor, Ownership::Shared, metadata, &rest)
+        Child::new(ChildKind::PodMonitor, metadata, &rest)
     };
     let mut monitors = vec![
         monitor(Component::Agent, names.agent(), "admin"),

@@ -16,8 +16,9 @@ use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
-use crate::reconcile::cluster::dereference::{AgentConfigInputs, NamedPool};
 use crate::reconcile::cluster::external_etcd::EtcdCheck;
+use crate::reconcile::cluster::inputs::{AgentConfigInputs, NamedPool};
+use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::{CONFIGURATION, SECRETS};
 use crate::settings::DefaultImages;
 

@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
-use crate::reconcile::cluster::dereference::{AgentConfigInputs, NamedPool};
+use crate::reconcile::cluster::inputs::{AgentConfigInputs, NamedPool};
+use crate::reconcile::names::ClusterNames;
 use crate::settings::DefaultImages;
 
 fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {

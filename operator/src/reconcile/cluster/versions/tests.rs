@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::reconcile::assignment::ClusterAssignment;
-use crate::reconcile::cluster::dereference::AgentConfigInputs;
+use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::control_plane;
 use crate::reconcile::names::ClusterNames;
 

@@ -11,7 +11,6 @@ use crate::framework::api_client::ApiRequests;
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::test_api_server::{CannedResponse, RequestLog, error_response, serve};
 use crate::reconcile::stores::Stores;
-use crate::reconcile::watch::Triggers;
 use crate::settings::{DefaultImages, Settings};
 
 const SERVES: &str = "the agent serves engines";
@@ -225,9 +224,8 @@ async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
         unused_for: Duration::ZERO,
     };
     let (stores, _writers) = Stores::new();
-    let (triggers, _requests) = Triggers::new();
     let counted = (client, ApiRequests::default());
-    (Context::new(counted, Arc::new(stores), Arc::new(triggers), settings), requests_log)
+    (Context::new(counted, Arc::new(stores), settings), requests_log)
 }
 
 fn taken() -> CannedResponse {

@@ -1,13 +1,14 @@
-//! Progress that a queue reports to the watchdog.
+//! Progress that a controller reports to the watchdog.
 
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::runtime::reflector::store;
 use kube::runtime::watcher::Event;
-use tokio::sync::mpsc::channel;
 
 use super::*;
+use crate::framework::change::Change;
+use crate::framework::feed::Feed;
 use crate::framework::services::tests::services;
 use crate::framework::watchdog::STUCK_AFTER;
 
@@ -30,11 +31,12 @@ async fn watchdog_sees_hanging_reconcile_until_it_ends() {
     let (store, mut writer) = store::<Node>();
     let mut node = Node::default();
     node.metadata.name = Some("n1".to_owned());
-    // The queue starts once the store is filled.
-    for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
+    // The controller starts once the store is filled.
+    for event in [Event::Init, Event::InitApply(node.clone()), Event::InitDone] {
         writer.apply_watcher_event(&event);
     }
-    let (requests, receiver) = channel(1);
+    let feed: Feed<Node> = Feed::default();
+    let controller = Controller::for_shared_stream(feed.changes(Change::is_foreign), store);
     let (stop, stops) = watch::channel(false);
     let (begin, begins) = watch::channel(false);
     let reconcile = move |_: Arc<Node>, _: Arc<Box<Services>>| {
@@ -44,17 +46,17 @@ async fn watchdog_sees_hanging_reconcile_until_it_ends() {
             Ok(Action::await_change())
         }
     };
-    let queue = tokio::spawn(run(store, receiver, reconcile, Arc::clone(&context), stops));
+    let queue = tokio::spawn(run(controller, reconcile, Arc::clone(&context), stops));
     let later = || Instant::now() + STUCK_AFTER + Duration::from_secs(1);
     let reports_stuck =
         |words: &str| context.watchdog.stuck(later()).is_some_and(|stuck| stuck.contains(words));
     until(|| reports_stuck("the queue of Node has sent no heartbeat")).await;
-    requests.send(ObjectRef::new("n1")).await.expect("the queue receives");
+    feed.request(Arc::new(node)).await;
     until(|| reports_stuck("the reconcile of Node//n1")).await;
     assert_eq!(context.watchdog.stuck(Instant::now()), None, "the reconcile may take some time");
     begin.send(true).expect("the reconcile waits for it");
     until(|| !reports_stuck("the reconcile of Node//n1")).await;
-    stop.send(true).expect("the queue runs until then");
+    stop.send(true).expect("the controller runs until then");
     queue.await.expect("it ends");
     assert_eq!(context.watchdog.stuck(later()), None, "a stopped queue is not stuck");
 }

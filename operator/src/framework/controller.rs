@@ -1,0 +1,123 @@
+//! Runs a controller: serial per object, bounded concurrency per kind, retries with a growing delay, and progress for
+//! the watchdog.
+
+use std::fmt::Debug;
+use std::future::Future;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use kube::runtime::Controller;
+use kube::runtime::controller::{Action, Config};
+use kube::{Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+
+use crate::framework::error::OperatorError;
+use crate::framework::events::kind_of;
+use crate::framework::services::Services;
+use crate::framework::watchdog::HEARTBEAT_INTERVAL;
+
+/// Key of the log condition for a failed reconcile.
+const RECONCILE_FAILED: &str = "reconcile_failed";
+
+/// Concurrent reconciles per kind. Enough to use the API server well, few enough to leave it capacity for
+/// other clients.
+const AT_ONCE: u16 = 8;
+
+/// Timeout of a reconcile. Most take milliseconds; a longer one waits for a peer that does not answer.
+const RECONCILE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs a controller until `stop` is set. Then running reconciles finish before it returns.
+pub async fn run<K, C, F, R>(
+    controller: Controller<K>,
+    reconcile: F,
+    context: Arc<C>,
+    stop: watch::Receiver<bool>,
+) where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+    C: Deref<Target = Services> + Send + Sync + 'static,
+    F: Fn(Arc<K>, Arc<C>) -> R + Send + 'static,
+    R: Future<Output = Result<Action, OperatorError>> + Send + 'static,
+{
+    let timed = move |object: Arc<K>, context: Arc<C>| {
+        let key = key(&*object);
+        timed(key, kind_of::<K>(), reconcile(object, Arc::clone(&context)), context)
+    };
+    let failed =
+        |object: Arc<K>, error: &OperatorError, context: Arc<C>| retry(&key(&*object), error, &context);
+    // A task, because the trigger must be `Sync`. It ends with the process.
+    let stopped = tokio::spawn(stopped(stop));
+    let working = controller
+        .with_config(Config::default().concurrency(AT_ONCE))
+        .graceful_shutdown_on(async move { drop(stopped.await) })
+        .run(timed, failed, Arc::clone(&context))
+        // Results were handled above, and requests for deleted objects need no action.
+        .for_each(async |_| ());
+    tokio::select! {
+        () = working => {}
+        () = send_heartbeats(kind_of::<K>(), &context) => {}
+    }
+    context.watchdog.queue_stopped(kind_of::<K>());
+}
+
+/// Runs a reconcile with a time limit, and records its progress and result.
+async fn timed<C: Deref<Target = Services>>(
+    key: String,
+    kind: &'static str,
+    reconcile: impl Future<Output = Result<Action, OperatorError>>,
+    context: Arc<C>,
+) -> Result<Action, OperatorError> {
+    let begun = Instant::now();
+    context.watchdog.reconcile_started(kind, &key, begun);
+    let ended = tokio::time::timeout(RECONCILE_TIMEOUT, reconcile).await;
+    let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
+    let result = if ended.is_ok() { "done" } else { "failed" };
+    context.metrics.record_reconcile(kind, result, begun.elapsed());
+    context.watchdog.reconcile_finished(kind, &key, Instant::now());
+    if ended.is_ok() {
+        context.backoff.record_success(&key);
+        tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
+    }
+    ended
+}
+
+/// Logs a failed reconcile and returns when it is repeated.
+fn retry(key: &str, error: &OperatorError, context: &Services) -> Action {
+    let wait = context.backoff.record_failure(key);
+    // Another writer was first. The retry sees its result, so no warning is needed.
+    if error.code() == Some(409) {
+        tracing::info!(
+            condition = "reconcile_conflict",
+            %error,
+            object = key,
+            ?wait,
+            "retrying reconcile: the object was modified concurrently (409)"
+        );
+    } else {
+        tracing::warn!(condition = RECONCILE_FAILED, %error, object = key, ?wait, "reconcile failed; retrying");
+    }
+    Action::requeue(wait)
+}
+
+/// Sends heartbeats of a queue to the watchdog until the task ends.
+async fn send_heartbeats(kind: &'static str, context: &Services) {
+    loop {
+        context.watchdog.heartbeat(kind, Instant::now());
+        tokio::time::sleep(HEARTBEAT_INTERVAL).await;
+    }
+}
+
+/// Waits until the process should stop.
+async fn stopped(mut stop: watch::Receiver<bool>) {
+    // An error means that the sender is gone, which also ends the process.
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+fn key<K: Resource<DynamicType = ()>>(object: &K) -> String {
+    format!("{}/{}/{}", kind_of::<K>(), object.namespace().unwrap_or_default(), object.name_any())
+}
+
+#[cfg(test)]
+mod tests;

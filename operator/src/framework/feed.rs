@@ -1,0 +1,218 @@
+//! Watches that several controllers share: each kind is watched once and stored once, and its changes are passed to all
+//! subscribers.
+//!
+//! kube's shared streams pass no deletions, so a deleted child would not be applied again. A [`Feed`] passes them like
+//! other changes.
+
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::{Stream, StreamExt, stream};
+use kube::api::Api;
+use kube::runtime::reflector::reflector;
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::utils::Backoff;
+use kube::runtime::watcher::{DefaultBackoff, Event};
+use kube::runtime::{WatchStreamExt, watcher};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+use tokio::sync::watch;
+
+use crate::framework::change::{Change, LastSeen, WatchedKind, strip};
+use crate::framework::own_writes::OwnWrites;
+
+/// Changes buffered for a subscriber. A controller takes them at once and keeps one request per object.
+const CHANGES_MAX: usize = 1024;
+
+/// Longest delay before a failed watch restarts.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// Key of the log condition for a lost watch.
+pub(crate) const WATCH_LOST: &str = "watch_lost";
+
+/// Changes of the objects of one kind.
+#[derive(Debug)]
+pub struct Feed<K> {
+    subscribers: Mutex<Vec<mpsc::Sender<(Arc<K>, Change)>>>,
+}
+
+impl<K> Default for Feed<K> {
+    fn default() -> Feed<K> {
+        Feed { subscribers: Mutex::default() }
+    }
+}
+
+impl<K: Send + Sync + 'static> Feed<K> {
+    /// Subscribes to the objects whose changes are relevant, from now on.
+    pub fn changes(
+        &self,
+        is_relevant: fn(Change) -> bool,
+    ) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
+        let (sender, receiver) = mpsc::channel(CHANGES_MAX);
+        self.subscribers.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
+        let changes = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<(Arc<K>, Change)>| {
+            let change = receiver.recv().await?;
+            Some((change, receiver))
+        });
+        changes.filter_map(move |(object, change)| std::future::ready(is_relevant(change).then_some(object)))
+    }
+
+    /// Requests that an object is reconciled, as if another writer had changed it.
+    pub async fn request(&self, object: Arc<K>) {
+        self.publish(object, Change::Other).await;
+    }
+
+    async fn publish(&self, object: Arc<K>, change: Change) {
+        let subscribers = {
+            let mut subscribers = self.subscribers.lock().unwrap_or_else(PoisonError::into_inner);
+            subscribers.retain(|subscriber| !subscriber.is_closed());
+            subscribers.clone()
+        };
+        for subscriber in subscribers {
+            // Fails only while the controllers are shutting down.
+            let _ = subscriber.send((Arc::clone(&object), change)).await;
+        }
+    }
+}
+
+/// Maps the objects of a stream to related ones, and drops those without.
+pub fn only_some<K: Send + Sync + 'static, T: Send + 'static>(
+    objects: impl Stream<Item = Arc<K>> + Send + 'static,
+    related: impl Fn(&K) -> Option<T> + Send + 'static,
+) -> impl Stream<Item = T> + Send + 'static {
+    objects.filter_map(move |object| std::future::ready(related(&object)))
+}
+
+/// Requests to reconcile all objects of the subscribed kinds. Several that no controller has handled yet count once.
+#[derive(Debug)]
+pub struct Signal(watch::Sender<()>);
+
+impl Default for Signal {
+    fn default() -> Signal {
+        Signal(watch::Sender::new(()))
+    }
+}
+
+impl Signal {
+    /// Sends the signal to all subscribers.
+    pub fn send(&self) {
+        self.0.send_replace(());
+    }
+
+    /// Subscribes to the signals from now on.
+    pub fn subscribe(&self) -> impl Stream<Item = ()> + Send + 'static + use<> {
+        stream::unfold(self.0.subscribe(), async |mut receiver| {
+            receiver.changed().await.ok()?;
+            Some(((), receiver))
+        })
+    }
+}
+
+/// A watch of one kind.
+pub(crate) struct Watch<K: kube::runtime::reflector::Lookup + Clone + 'static>
+where
+    K::DynamicType: Clone + Eq + std::hash::Hash,
+{
+    pub(crate) api: Api<K>,
+    pub(crate) config: watcher::Config,
+    pub(crate) writer: Writer<K>,
+    pub(crate) feed: Arc<Feed<K>>,
+    pub(crate) own_writes: Arc<OwnWrites>,
+}
+
+/// Delays of a watch that cannot start: kube's own, capped at [`PAUSE_MAX`], because a new holder of the
+/// lease sees no changes until its watches run. A few replicas with a dozen watches each do not overload the API
+/// server.
+#[derive(Default)]
+pub(crate) struct WatchBackoff(DefaultBackoff);
+
+impl Iterator for WatchBackoff {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        self.0.next().map(|pause| pause.min(PAUSE_MAX))
+    }
+}
+
+impl Backoff for WatchBackoff {
+    fn reset(&mut self) {
+        self.0.reset();
+    }
+}
+
+impl<K> Watch<K>
+where
+    K: WatchedKind + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K::DynamicType: Clone + Eq + std::hash::Hash,
+{
+    /// Watches until the task ends. A failed watch restarts with a growing delay.
+    ///
+    /// `on_change` runs after the store has changed and before the subscribers receive the change. `on_list` runs after all
+    /// objects were listed: deletions may have been missed before.
+    pub(crate) async fn run(self, on_change: impl Fn(&K, Change) + Send, on_list: impl Fn() + Send) {
+        let Watch { api, config, writer, feed, own_writes } = self;
+        let mut seen = LastSeen::default();
+        let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
+        let mut events = std::pin::pin!(reflector(writer, stream));
+        while let Some(event) = events.next().await {
+            let (object, change) = match event {
+                Ok(Event::Apply(object) | Event::InitApply(object)) => {
+                    let change = seen.record(&object, &own_writes);
+                    (object, change)
+                }
+                Ok(Event::Delete(object)) => {
+                    seen.forget(&object, &own_writes);
+                    (object, Change::Spec)
+                }
+                Ok(Event::Init) => continue,
+                Ok(Event::InitDone) => {
+                    let kind = std::any::type_name::<K>();
+                    tracing::info!(recovered = WATCH_LOST, kind, "watch established");
+                    on_list();
+                    continue;
+                }
+                Err(error) => {
+                    let kind = std::any::type_name::<K>();
+                    tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
+                    continue;
+                }
+            };
+            on_change(&object, change);
+            feed.publish(Arc::new(object), change).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn subscribers_receive_relevant_changes_and_requests() {
+        let feed: Feed<u8> = Feed::default();
+        feed.request(Arc::new(0)).await;
+        let mut all = Box::pin(feed.changes(Change::is_any));
+        let mut foreign = Box::pin(feed.changes(Change::is_foreign));
+        feed.publish(Arc::new(1), Change::OwnWrite).await;
+        feed.request(Arc::new(2)).await;
+        assert_eq!((all.next().await.as_deref(), all.next().await.as_deref()), (Some(&1), Some(&2)));
+        assert_eq!(foreign.next().await.as_deref(), Some(&2));
+        drop(foreign);
+        feed.request(Arc::new(3)).await;
+        assert_eq!(all.next().await.as_deref(), Some(&3), "a stopped subscriber is ignored");
+    }
+
+    #[tokio::test]
+    async fn several_signals_are_received_once() {
+        let signal = Signal::default();
+        let mut signals = Box::pin(signal.subscribe());
+        assert_eq!(signals.next().now_or_never(), None);
+        signal.send();
+        signal.send();
+        assert_eq!(signals.next().await, Some(()));
+        assert_eq!(signals.next().now_or_never(), None);
+    }
+}

@@ -1,0 +1,96 @@
+//! Inputs of a cluster, as its reconcile reads them ([`super::dereference`]).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kube::api::DynamicObject;
+use reprise_crds::{CacheNode, CacheTenant, SSDPool};
+use reprise_policy::identity::PodBindings;
+
+use super::external_etcd::EtcdCheck;
+use crate::framework::child::ChildKind;
+use crate::framework::child_stores::KindAccess;
+use crate::framework::refusal::Refusal;
+use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
+use crate::reconcile::authority::AuthorityState;
+use crate::reconcile::control_plane::StateResult;
+use crate::reconcile::names::ClusterNames;
+use crate::settings::DefaultImages;
+
+/// Inputs of the agents' configuration other than the cluster itself.
+#[derive(Clone, Debug)]
+pub struct AgentConfigInputs {
+    /// Identity of the cluster, from which names of children derive.
+    pub names: ClusterNames,
+    /// The pools that it names, in the order of the spec.
+    pub pools: Vec<NamedPool>,
+    /// Tenants that apply to the cluster.
+    pub tenants: Vec<Arc<CacheTenant>>,
+    /// The agents' current configuration. While all pools are rejected, it is the only record of settings
+    /// accepted before.
+    pub running: Option<String>,
+}
+
+impl AgentConfigInputs {
+    /// Returns the names of its pools of raw devices.
+    pub fn raw_pools(&self) -> impl Iterator<Item = &str> {
+        let key = self.names.key();
+        let is_raw =
+            move |named: &&NamedPool| named.bound_pool(&key).is_some_and(|pool| pool.spec.devices.is_some());
+        self.pools.iter().filter(is_raw).map(|named| named.name.as_str())
+    }
+}
+
+/// The objects that a cluster refers to.
+#[derive(Clone, Debug)]
+pub struct ClusterInputs {
+    /// Inputs of the agents' configuration.
+    pub agent_config: AgentConfigInputs,
+    /// Nodes of the cluster.
+    pub assignment: ClusterAssignment,
+    /// `CacheNode`s of its nodes, with the agents' reports.
+    pub cache_nodes: Vec<Arc<CacheNode>>,
+    /// Assignment of pods to tenants.
+    pub bindings: PodBindings,
+    /// Profile files that are mounted next to the agents' configuration.
+    pub profiles: BTreeMap<String, String>,
+    /// Images of its pods.
+    pub images: DefaultImages,
+    /// Result of the last check of an external etcd.
+    pub store: Option<EtcdCheck>,
+    /// DaemonSet of the agents, if it exists.
+    pub agents: Option<Arc<DynamicObject>>,
+    /// StatefulSet of the members, if it exists.
+    pub members: Option<Arc<DynamicObject>>,
+    /// State reported by the control plane; `None` if no member is ready.
+    pub control_plane_state: Option<StateResult>,
+    /// The StatefulSet of a managed etcd.
+    pub etcd: Option<Arc<DynamicObject>>,
+    /// Set if etcd's volumes cannot be provisioned: why.
+    pub volumes: Option<String>,
+    /// Set if the CA of etcd's certificates is lost.
+    pub authority: Option<Refusal>,
+    /// Authority of the certificates of agents and members.
+    pub certificates: AuthorityState,
+    /// Optional kinds, and whether the operator can create them here.
+    pub access: BTreeMap<ChildKind, KindAccess>,
+}
+
+/// A pool that a cluster names.
+#[derive(Clone, Debug)]
+pub struct NamedPool {
+    /// Name of the pool.
+    pub name: String,
+    /// The pool, if it exists.
+    pub pool: Option<Arc<SSDPool>>,
+    /// Cluster and nodes that the pool is assigned to.
+    pub assignment: PoolAssignment,
+}
+
+impl NamedPool {
+    /// Returns the pool if it is assigned to this cluster.
+    pub fn bound_pool(&self, cluster: &str) -> Option<&SSDPool> {
+        let has = self.assignment.is_used() && self.assignment.cluster.as_deref() == Some(cluster);
+        self.pool.as_deref().filter(|_| has)
+    }
+}

@@ -1,0 +1,54 @@
+//! Membership of nodes and tenants in clusters, and reports of the agents of nodes. Below the reconcilers of all
+//! kinds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kube::ResourceExt;
+use reprise_crds::status::{ConditionType, holds};
+use reprise_crds::{CacheNode, CacheTenant};
+
+use crate::framework::clock;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::tenant;
+
+/// Age of a `CacheNode` report above which the agent counts as absent.
+pub const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Whether a node's agent has reported within [`REPORT_TIMEOUT`].
+pub fn has_reported(node: &CacheNode) -> bool {
+    let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
+    last.is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
+}
+
+/// Whether a node's agent serves engines.
+pub fn is_ready(node: &CacheNode) -> bool {
+    let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    has_reported(node) && holds(conditions, ConditionType::AgentReady, 0)
+}
+
+/// Whether a node belongs to a cluster.
+pub fn belongs_to(node: &CacheNode, cluster: &ClusterNames) -> bool {
+    node.spec.cluster_ref.as_ref().is_some_and(|named| {
+        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+    })
+}
+
+/// Returns the accepted tenants that apply to a cluster, by name.
+pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
+    let is_right =
+        |tenant: &CacheTenant| applies_to(tenant, cluster) && tenant::validate::validate(tenant).is_none();
+    let mut tenants = context.stores.tenants.state_filter(is_right);
+    tenants.sort_by_key(|tenant| tenant.name_any());
+    tenants
+}
+
+/// Whether a tenant applies to a cluster.
+pub fn applies_to(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
+    let named = &tenant.spec.clusters;
+    let is_it = |named: &reprise_crds::fields::ClusterRef| {
+        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
+    };
+    named.is_empty() || named.iter().any(is_it)
+}

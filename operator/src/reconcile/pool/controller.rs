@@ -1,0 +1,45 @@
+//! The controller of pools, and the changes of pools on which other objects depend.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kube::runtime::Controller;
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::status::{ConditionStatus, ConditionType, find};
+use reprise_crds::{CacheNode, SSDPool};
+
+use crate::framework::change::{Change, WatchedKind, status_is_own};
+use crate::framework::own_writes::Digest;
+use crate::reconcile::deletion_guard;
+use crate::reconcile::stores::Stores;
+
+impl WatchedKind for SSDPool {
+    /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
+    ///
+    /// When a refusal starts or ends, many nodes may be affected, and a label of a single node may cause it.
+    fn dependencies(&self) -> Option<Digest> {
+        let is_deleting = self.metadata.deletion_timestamp.as_ref().map(|_| deletion_guard::has_guard(self));
+        let conditions = self.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+        let accepted = find(conditions, ConditionType::Accepted);
+        let is_refused = accepted.is_some_and(|accepted| accepted.status == ConditionStatus::False);
+        (is_deleting.is_some() || is_refused).then(|| Digest::of(&(is_deleting, is_refused)))
+    }
+
+    status_is_own!();
+}
+
+/// A pool is also reconciled after changes of the `CacheNode`s with its claims or devices.
+pub fn controller(stores: &Arc<Stores>) -> Controller<SSDPool> {
+    let feeds = &stores.feeds;
+    Controller::for_shared_stream(feeds.pools.changes(Change::is_foreign), stores.pools.clone())
+        .watches_shared_stream(feeds.cache_nodes.changes(Change::is_any), |node| pools_of(&node))
+        .reconcile_all_on(feeds.everything.subscribe())
+        .reconcile_all_on(feeds.node_labels.subscribe())
+}
+
+fn pools_of(node: &CacheNode) -> Vec<ObjectRef<SSDPool>> {
+    let claimed = node.spec.claims.iter().map(|claim| &claim.pool);
+    let devices = node.status.iter().flat_map(|status| &status.devices).map(|device| &device.pool);
+    let pools: BTreeSet<&str> = claimed.chain(devices).map(|pool| pool.as_str()).collect();
+    pools.into_iter().map(ObjectRef::new).collect()
+}

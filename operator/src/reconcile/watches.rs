@@ -1,0 +1,138 @@
+//! Watches: fill the stores, pass changes to the controllers, and signal changes that affect all objects of a kind.
+//!
+//! | changed | reconciled |
+//! |---|---|
+//! | spec of a cluster, pool, tenant or profile; acceptance of a cluster or pool | everything: the assignment may have changed |
+//! | name or labels of a node | the node, all clusters, pools, profiles and allocations |
+//! | name or labels of a namespace | all clusters and the tenants that select pods, if such tenants exist |
+//! | spec of a `CacheNode`, if that changes the assignment | everything |
+//! | other changes | the objects that the controllers name, for example [`crate::reconcile::cluster::controller`] |
+//!
+//! After a watch was lost and its objects were listed again, everything is reconciled, because deletions may have been
+//! missed.
+
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::sync::Arc;
+
+use kube::api::{Api, DynamicObject};
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::watcher;
+use kube::{Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::task::JoinSet;
+
+use crate::framework::change::{Change, WatchedKind};
+use crate::framework::feed::{Feed, Watch};
+use crate::framework::labels::{MANAGED_BY, OPERATOR};
+use crate::framework::optional_kinds;
+use crate::reconcile::node::apply::is_foreign;
+use crate::reconcile::stores::{Stores, Writers};
+use crate::reconcile::tenant::pods;
+
+/// Starts all watches. They end when the set is dropped.
+pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    let feeds = &stores.feeds;
+    let watches = Watches { client, stores };
+    tasks.spawn(watches.all(writers.clusters, &feeds.clusters, reconcile_on_spec_change));
+    tasks.spawn(watches.all(writers.pools, &feeds.pools, reconcile_on_spec_change));
+    tasks.spawn(watches.all(writers.tenants, &feeds.tenants, reconcile_on_spec_change));
+    tasks.spawn(watches.all(writers.profiles, &feeds.profiles, reconcile_on_spec_change));
+    tasks.spawn(watches.all(writers.allocations, &feeds.allocations, |_, _, _| {}));
+    tasks.spawn(watches.all(writers.nodes, &feeds.nodes, |stores, _, change| {
+        if change.is_spec() {
+            stores.invalidate_assignment();
+            stores.feeds.node_labels.send();
+        }
+    }));
+    tasks.spawn(watches.all(writers.namespaces, &feeds.namespaces, |stores, _, change| {
+        if change.is_spec() && stores.tenants.find(pods::selects_pods).is_some() {
+            stores.feeds.pod_assignment.send();
+        }
+    }));
+    tasks.spawn(watches.all(writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
+        if change.is_spec() && stores.cache_node_changed(&cache_node.name_any()) {
+            stores.reconcile_everything();
+        }
+        if change.is_spec() && is_foreign(cache_node) {
+            // Conditions of the cluster that selects the node name this CacheNode.
+            stores.feeds.all_clusters.send();
+        }
+    }));
+    for (kind, writer) in writers.children {
+        let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
+        let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
+        let following = watches.of(api, ours, writer, &feeds.children, |stores, child, _| {
+            if stores.cluster_of_child(child).is_none() {
+                stores.notify_orphans();
+            }
+        });
+        if kind.is_optional() {
+            let (children, stores) = (Arc::clone(&stores.children), Arc::clone(stores));
+            let on_usable = async move { stores.feeds.all_clusters.send() };
+            tasks.spawn(optional_kinds::follow(client.clone(), kind, children, on_usable, following));
+        } else {
+            tasks.spawn(following);
+        }
+    }
+    tasks
+}
+
+/// Reconciles everything after a change that may affect the assignment.
+fn reconcile_on_spec_change<K>(stores: &Stores, _: &K, change: Change) {
+    if change.is_spec() {
+        stores.reconcile_everything();
+    }
+}
+
+/// Client and stores of all watches.
+struct Watches<'a> {
+    client: &'a Client,
+    stores: &'a Arc<Stores>,
+}
+
+impl Watches<'_> {
+    /// Returns the watch of all objects of a kind. `on_change` runs before the controllers receive a change.
+    fn all<K, F>(
+        &self,
+        writer: Writer<K>,
+        feed: &Arc<Feed<K>>,
+        on_change: F,
+    ) -> impl Future<Output = ()> + Send + 'static + use<K, F>
+    where
+        K: WatchedKind
+            + Resource<DynamicType = ()>
+            + Clone
+            + DeserializeOwned
+            + Debug
+            + Send
+            + Sync
+            + 'static,
+        F: Fn(&Stores, &K, Change) + Send + 'static,
+    {
+        self.of(Api::all(self.client.clone()), watcher::Config::default(), writer, feed, on_change)
+    }
+
+    fn of<K, F>(
+        &self,
+        api: Api<K>,
+        config: watcher::Config,
+        writer: Writer<K>,
+        feed: &Arc<Feed<K>>,
+        on_change: F,
+    ) -> impl Future<Output = ()> + Send + 'static + use<K, F>
+    where
+        K: WatchedKind + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+        K::DynamicType: Clone + Eq + Hash + Send + Sync,
+        F: Fn(&Stores, &K, Change) + Send + 'static,
+    {
+        let own_writes = Arc::clone(&self.stores.own_writes);
+        let watch = Watch { api, config, writer, feed: Arc::clone(feed), own_writes };
+        let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
+        watch.run(
+            move |object, change| on_change(&stores, object, change),
+            move || listed.reconcile_everything(),
+        )
+    }
+}
