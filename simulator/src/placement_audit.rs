@@ -29,7 +29,7 @@ pub(crate) struct PlacementAudit {
     pub(crate) refused: Option<Tick>,
     /// A grant is about to be applied.
     granted: bool,
-    /// Engines have saved blocks that are not durable yet.
+    /// Blocks that engines have saved, or that leave DRAM, are not durable yet.
     saving: bool,
     may_evict: bool,
     evictions: u64,
@@ -85,8 +85,10 @@ impl PlacementAudit {
         // A lost device also reduces the memory of its tenants.
         self.may_evict |= counters.devices_lost > self.devices_lost;
         self.devices_lost = counters.devices_lost;
+        // Blocks in DRAM only are saved when their region passes to another tenant.
+        self.saving |= counters.demoting_bytes > 0;
         assert!(
-            evicted == 0 || self.may_evict,
+            evicted == 0 || self.may_evict || self.saving,
             "node {node} evicts {evicted} blocks although only offered blocks need room"
         );
         let moved = counters.moved_blocks - std::mem::replace(&mut self.moved, counters.moved_blocks);

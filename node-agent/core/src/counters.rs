@@ -283,6 +283,8 @@ counters! {
     unsaved_bytes,
     /// Gauge: blocks that are not durable yet.
     unsaved_blocks,
+    /// Gauge: slot bytes of the unsaved blocks that are demoted: they were in DRAM only before.
+    demoting_bytes,
     /// Gauge: read leases of loads, peers and checks on slots.
     read_leases,
     /// Gauge: blocks readable in DRAM.

@@ -113,6 +113,7 @@ impl Save {
         all.reserved_bytes = self.reserved_bytes;
         all.unsaved_bytes = self.writeback.unsaved_bytes();
         all.unsaved_blocks = self.writeback.unsaved_blocks() as u64;
+        all.demoting_bytes = self.demoting_bytes();
         all.writeback_deferred_bytes = self.writeback.deferred_bytes();
     }
 

@@ -432,7 +432,11 @@ impl<B: Backing> IoEngine for NvmeEngine<B> {
         match self.controller.backing().map_region(region) {
             Ok(mapping) => drop(self.regions.insert(region.id(), (Arc::clone(region), mapping))),
             Err(error) => {
-                tracing::warn!(region = region.id(), %error, "cannot map a region for the controller, its data passes through a buffer")
+                tracing::warn!(
+                    region = region.id(),
+                    %error,
+                    "cannot map a region for the controller, its data passes through a buffer"
+                );
             }
         }
     }

@@ -173,6 +173,7 @@ pub(crate) const CORE: &[MetricInfo] = &[
     gauge("reserved_bytes", "Bytes of slots reserved by sessions"),
     gauge("unsaved_bytes", "Slot bytes of blocks that are not durable yet"),
     gauge("unsaved_blocks", "Blocks that are not durable yet"),
+    gauge("demoting_bytes", "Slot bytes of blocks that are not durable yet and were in DRAM only before"),
     gauge("read_leases", "Leases of readers (loads and peers) on slots"),
     gauge("dram_blocks", "Blocks readable in DRAM"),
     gauge("nvme_blocks", "Blocks on NVMe"),

@@ -31,10 +31,13 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// Key of the log condition for a lost watch.
 pub(crate) const WATCH_LOST: &str = "watch_lost";
 
+/// An object and what changed of it.
+type Published<K> = (Arc<K>, Change);
+
 /// Changes of the objects of one kind.
 #[derive(Debug)]
 pub struct Feed<K> {
-    subscribers: Mutex<Vec<mpsc::Sender<(Arc<K>, Change)>>>,
+    subscribers: Mutex<Vec<mpsc::Sender<Published<K>>>>,
 }
 
 impl<K> Default for Feed<K> {
@@ -51,7 +54,7 @@ impl<K: Send + Sync + 'static> Feed<K> {
     ) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
         let (sender, receiver) = mpsc::channel(CHANGES_MAX);
         self.subscribers.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
-        let changes = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<(Arc<K>, Change)>| {
+        let changes = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<Published<K>>| {
             let change = receiver.recv().await?;
             Some((change, receiver))
         });

@@ -63,7 +63,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     for (kind, writer) in writers.children {
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        let following = watches.of(api, ours, writer, &feeds.children, |stores, child, _| {
+        let following = watches.of((api, ours), writer, &feeds.children, |stores, child, _| {
             if stores.cluster_of_child(child).is_none() {
                 stores.notify_orphans();
             }
@@ -111,13 +111,12 @@ impl Watches<'_> {
             + 'static,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        self.of(Api::all(self.client.clone()), watcher::Config::default(), writer, feed, on_change)
+        self.of((Api::all(self.client.clone()), watcher::Config::default()), writer, feed, on_change)
     }
 
     fn of<K, F>(
         &self,
-        api: Api<K>,
-        config: watcher::Config,
+        (api, config): (Api<K>, watcher::Config),
         writer: Writer<K>,
         feed: &Arc<Feed<K>>,
         on_change: F,

@@ -197,7 +197,7 @@ fn injected_flaws_are_detected() {
         (Variant::GrantsInOrderOfArrival, 0..100, "over its limit"),
         (Variant::DramCountsAsDurable, 0..100, "is durable where it is not"),
         (Variant::ModesIgnored, 0..100, "places blocks on node"),
-        (Variant::CordonsIgnored, 0..100, "and is not active"),
+        (Variant::CordonsIgnored, 110..210, "and is not active"),
         (Variant::DrainsIgnored, 0..100, "does not drain"),
         (Variant::OffersWithoutDeadline, 0..100, "an offer exceeds its deadline"),
         (Variant::OffersEvictBlocks, 0..100, "although only offered blocks need room"),

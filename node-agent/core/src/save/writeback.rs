@@ -48,7 +48,7 @@ pub(super) struct WriteBack {
     /// Part of `unsaved_bytes` that peers offered.
     replicated_bytes: u64,
     /// Part of `unsaved_bytes` whose DRAM copies will be the next victims.
-    demoted_bytes: u64,
+    demoting_bytes: u64,
     batches: Vec<Batch>,
     batches_started: u64,
     urgency: Urgency,
@@ -134,7 +134,7 @@ impl WriteBack {
             queue: Queue::default(),
             unsaved_bytes: 0,
             replicated_bytes: 0,
-            demoted_bytes: 0,
+            demoting_bytes: 0,
             batches: Vec::new(),
             batches_started: 0,
             urgency: Urgency::Normal,
@@ -205,7 +205,7 @@ impl WriteBack {
     fn add_bytes_of(&mut self, cause: WriteCause, bytes: u64) {
         match cause {
             WriteCause::Committed => {}
-            WriteCause::Demoted => self.demoted_bytes += bytes,
+            WriteCause::Demoted => self.demoting_bytes += bytes,
             WriteCause::Replicated => self.replicated_bytes += bytes,
         }
     }
@@ -213,7 +213,7 @@ impl WriteBack {
     fn remove_bytes_of(&mut self, cause: WriteCause, bytes: u64) {
         match cause {
             WriteCause::Committed => {}
-            WriteCause::Demoted => self.demoted_bytes -= bytes,
+            WriteCause::Demoted => self.demoting_bytes -= bytes,
             WriteCause::Replicated => self.replicated_bytes -= bytes,
         }
     }
@@ -552,7 +552,7 @@ impl Save {
             ensure!(items == ticket.waiting && items > 0, "{:?} waits for {items} items", ticket.ticket);
         }
         let (counted, counted_replicas) = (self.writeback.unsaved_bytes, self.writeback.replicated_bytes);
-        let counted_demotions = self.writeback.demoted_bytes;
+        let counted_demotions = self.writeback.demoting_bytes;
         ensure!(
             of_demotions == counted_demotions,
             "{of_demotions} bytes demoted, {counted_demotions} counted"

@@ -31,7 +31,7 @@ impl Save {
             return;
         }
         let room = self.room_for_demotions(cache);
-        let Some(demotions) = cache.due_demotions(self.writeback.demoted_bytes, room) else { return };
+        let Some(demotions) = cache.due_demotions(self.writeback.demoting_bytes, room) else { return };
         for (frame, temperature) in &demotions.frames {
             let record = self.save_dram_only(cache, cx.now, *frame, WriteCause::Demoted);
             if let Some(block) = record.and_then(|record| self.writeback.unsaved.get_mut(record)) {
@@ -52,6 +52,11 @@ impl Save {
             }
         }
         self.writeback.expedite();
+    }
+
+    /// Slot bytes of blocks that are not durable yet and were in DRAM only before.
+    pub(crate) fn demoting_bytes(&self) -> u64 {
+        self.writeback.demoting_bytes
     }
 
     fn room_for_demotions(&self, cache: &Cache) -> u64 {
