@@ -81,9 +81,10 @@ enum Benchmark {
     Local,
     /// Compare loads from a peer over TCP with a plain TCP stream.
     Peer,
-    /// Measure the cost of TLS, against loads and look-ups without it.
+    /// Measure the cost of encryption: TLS, and blocks on devices.
     ///
-    /// Loads over loopback in this process, paired, and encryption of records on one core.
+    /// Paired with the same operations without it: loads over loopback in this process, look-ups at members, and loads
+    /// from and saves to the device of an agent.
     Secure,
     /// Measure one match call over 8,192 keys.
     Match,
@@ -248,9 +249,12 @@ impl Benchmark {
                 optional: &["iperf3"],
                 ..cluster
             },
-            Benchmark::Secure => {
-                Requirements { name: "secure", memory_bytes: secure::MEMORY_BYTES, ..cluster }
-            }
+            Benchmark::Secure => Requirements {
+                name: "secure",
+                disk_bytes: mib(secure::pool_mib(settings)),
+                memory_bytes: secure::MEMORY_BYTES.max(mib(secure::ARENA_MIB)),
+                ..cluster
+            },
             Benchmark::Match => Requirements {
                 name: "match",
                 disk_bytes: mib(match_call::POOL_MIB),

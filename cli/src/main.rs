@@ -10,6 +10,7 @@ mod check;
 mod config;
 mod demo;
 mod doctor;
+mod encryption_keys;
 mod engine_process;
 mod engine_profile;
 mod events;

@@ -1,4 +1,4 @@
-//! `reprise tenant`: lists, sets and removes the cluster-wide budgets of tenants.
+//! `reprise tenant`: lists, sets and removes the cluster-wide budgets of tenants, and creates their secrets.
 //!
 //! Each tenant's ledger is kept by one member, so `list` asks every member and merges the answers.
 
@@ -18,8 +18,9 @@ use serde::Serialize;
 use tonic::transport::Channel;
 
 use crate::config::Config;
+use crate::encryption_keys::KeyChange;
 use crate::members::{Members, MembersArgs, endpoint, runtime};
-use crate::{salts, status};
+use crate::{encryption_keys, salts, status};
 use reprise_testkit::output::{Audience, Table, bytes_text};
 
 /// Timeout of one call to a member.
@@ -47,6 +48,12 @@ enum Action {
         /// Name of the tenant.
         name: TenantName,
     },
+    #[command(flatten)]
+    Secret(SecretAction),
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+enum SecretAction {
     /// Create the secret isolation salt of a tenant on this node.
     ///
     /// Run it on one node and copy the file to all others. Sessions of a tenant without a salt are refused. In
@@ -57,6 +64,19 @@ enum Action {
         /// Create the file in this directory: session.salts of the agents.
         #[arg(long, value_name = "DIR")]
         folder: PathBuf,
+    },
+    /// Create a key by which agents encrypt a tenant's blocks on devices.
+    ///
+    /// Run it on one node and copy the file to all others. In Kubernetes, set keySecretRef of the CacheTenant.
+    CreateKey {
+        /// Name of the tenant.
+        name: TenantName,
+        /// Create the file in this directory: encryption.keys of the agents.
+        #[arg(long, value_name = "DIR")]
+        folder: PathBuf,
+        /// Put a new key before the existing ones, which still decrypt.
+        #[arg(long)]
+        rotate: bool,
     },
 }
 
@@ -123,9 +143,9 @@ struct Share {
     used: Amounts,
 }
 
-/// Output of `reprise tenant create-salt --json`.
+/// Output of `reprise tenant create-salt --json` and `create-key --json`.
 #[derive(Debug, Serialize)]
-struct CreatedSalt {
+struct CreatedSecret {
     tenant: String,
     file: PathBuf,
 }
@@ -145,40 +165,49 @@ struct NewBudget {
 }
 
 pub(crate) fn command(args: &TenantArgs, config: &Config, audience: Audience) -> anyhow::Result<()> {
-    if let Action::CreateSalt { name, folder } = &args.action {
-        let file = salts::create(name, folder)?;
-        audience.emit(&CreatedSalt { tenant: name.to_string(), file: file.clone() });
+    let members = || args.members.find(config);
+    match &args.action {
+        Action::Secret(action) => action.create(audience),
+        Action::List => runtime()?.block_on(list(&members()?, audience)),
+        Action::Set(set) => {
+            let (members, request) = (members()?, set.request()?);
+            let call = async |mut client: PlacementClient<Channel>| client.set_tenant(request.clone()).await;
+            runtime()?.block_on(at_any(&members, call))?;
+            audience.emit(&BudgetChange::to(&request));
+            audience.print_line(format!("set the budget of tenant '{}'", set.name));
+            Ok(())
+        }
+        Action::Remove { name } => {
+            let (members, request) = (members()?, RemoveTenantRequest { name: name.to_string() });
+            let call =
+                async |mut client: PlacementClient<Channel>| client.remove_tenant(request.clone()).await;
+            runtime()?.block_on(at_any(&members, call))?;
+            audience.emit(&BudgetChange { tenant: name.to_string(), budget: None });
+            audience.print_line(format!("removed the budget of tenant '{name}'"));
+            Ok(())
+        }
+    }
+}
+
+impl SecretAction {
+    /// Creates the file of a secret on this node.
+    fn create(&self, audience: Audience) -> anyhow::Result<()> {
+        let (name, file, what) = match self {
+            SecretAction::CreateSalt { name, folder } => {
+                (name, salts::create(name, folder)?, "the isolation salt")
+            }
+            SecretAction::CreateKey { name, folder, rotate } => {
+                let change = if *rotate { KeyChange::Rotate } else { KeyChange::Create };
+                (name, encryption_keys::create(name, folder, change)?, "an encryption key")
+            }
+        };
+        audience.emit(&CreatedSecret { tenant: name.to_string(), file: file.clone() });
         audience.print_line(format!(
-            "created the isolation salt of tenant '{name}': copy {} to all nodes, readable by the agent's user only",
+            "created {what} of tenant '{name}': copy {} to all nodes, readable by the agent's user only",
             file.display()
         ));
-        return Ok(());
+        Ok(())
     }
-    let members = args.members.find(config)?;
-    runtime()?.block_on(async {
-        match &args.action {
-            Action::List => list(&members, audience).await,
-            Action::Set(set) => {
-                let request = set.request()?;
-                let call =
-                    async |mut client: PlacementClient<Channel>| client.set_tenant(request.clone()).await;
-                at_any(&members, call).await?;
-                audience.emit(&BudgetChange::to(&request));
-                audience.print_line(format!("set the budget of tenant '{}'", set.name));
-                Ok(())
-            }
-            Action::Remove { name } => {
-                let request = RemoveTenantRequest { name: name.to_string() };
-                let call =
-                    async |mut client: PlacementClient<Channel>| client.remove_tenant(request.clone()).await;
-                at_any(&members, call).await?;
-                audience.emit(&BudgetChange { tenant: name.to_string(), budget: None });
-                audience.print_line(format!("removed the budget of tenant '{name}'"));
-                Ok(())
-            }
-            Action::CreateSalt { .. } => unreachable!("handled above"),
-        }
-    })
 }
 
 impl SetArgs {

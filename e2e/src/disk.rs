@@ -97,10 +97,16 @@ impl PoolFile {
     pub fn forge_version(&self, offset: u64, version: u32) {
         let mut page = self.read(offset, PAGE as usize);
         page[VERSION_AT..VERSION_AT + 4].copy_from_slice(&version.to_le_bytes());
+        self.write(offset, &page);
+        self.seal(offset);
+    }
+
+    /// Fixes the checksum of the page at `offset`.
+    pub fn seal(&self, offset: u64) {
+        let page = self.read(offset, PAGE as usize);
         let crc = checksum(CrcAlgorithm::Crc32Iscsi, &page[..CHECKSUM_AT]);
         let crc = u32::try_from(crc).expect("a checksum of 32 bits");
-        page[CHECKSUM_AT..].copy_from_slice(&crc.to_le_bytes());
-        self.write(offset, &page);
+        self.write(offset + CHECKSUM_AT as u64, &crc.to_le_bytes());
     }
 
     /// Reads `length` bytes at `offset`.

@@ -332,6 +332,9 @@ queue_pairs = 0            # queue pairs of each NVMe controller that clients ma
 queue_pairs_per_session = {queue_pairs_per_session} # of them, at most for one client
 queue_depth = {session_queue_depth}         # maximum entries of such a queue
 
+[encryption]
+keys = ""                  # folder with the encryption keys of each tenant (docs/SECURITY.md); empty: devices have plaintext
+
 [arena]
 bytes = "{arena_bytes}"    # memory for blocks; allocated completely at start
 region_bytes = "{region_bytes}" # size of a shared-memory file; a multiple of 2MiB, at most 1GiB

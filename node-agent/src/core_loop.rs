@@ -82,6 +82,10 @@ pub(crate) enum Input {
     },
     /// A device was opened under a free number; events with its blocks follow.
     Attach(Box<AttachedDevice>),
+    /// A tenant that must be encrypted has no key.
+    TenantErased(TenantName),
+    /// Such a tenant has a key again.
+    TenantRestored(TenantName),
     /// The memory of a region was replaced, or that failed.
     RegionRenewed {
         renewal: Renewal,
@@ -356,6 +360,17 @@ impl CoreLoop {
                 let AttachedDevice { id, device, pool } = *attached;
                 self.executor.add_device(id, device);
                 self.apply(Event::DeviceAttached { device: id, pool: Box::new(pool) });
+            }
+            Input::TenantErased(name) => {
+                self.executor.end_sessions_of(&name);
+                if let Some(tenant) = self.executor.tenant_number(&name) {
+                    self.apply(Event::TenantErased { tenant });
+                }
+            }
+            Input::TenantRestored(name) => {
+                if let Some(tenant) = self.executor.tenant_number(&name) {
+                    self.apply(Event::TenantRestored { tenant });
+                }
             }
             Input::RegionRenewed { renewal, memory } => {
                 let region = RegionId(memory.id());

@@ -568,6 +568,9 @@ impl Worker {
             let event = CoreEvent::Recovered { device: id, blocks: blocks.to_vec() };
             let _ = self.inbox().send(Input::Event(event));
         }
+        for name in names.into_values().filter(|name| self.parts.context.keys.are_missing(name)) {
+            let _ = self.inbox().send(Input::TenantErased(name));
+        }
     }
 
     fn send_to_core(&self, event: Option<CoreEvent>) {

@@ -1,11 +1,13 @@
 //! Keys of tenants whose blocks are encrypted on devices, in the files of a folder.
 //!
 //! A file has the name of its tenant, and a key of 64 hexadecimal digits in each line. The first key encrypts, the others
-//! decrypt what was written before they were replaced. Keys are in memory only.
+//! decrypt blocks that were written before they were replaced. Keys are in memory only.
 //!
-//! A tenant that must be encrypted stays so while its file is missing or unusable: nothing of it is written then.
+//! A tenant that must be encrypted stays so while its file is missing or unusable: nothing of it is written then. When the
+//! file of a tenant is removed, all copies of its blocks on this node are dropped, and its sessions end.
 
 use std::collections::{BTreeSet, HashMap};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -15,8 +17,10 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use reprise_agent_core::pool::header::encryption::TenantKey;
 use reprise_policy::TenantName;
 
+use crate::core_loop::{Inbox, Input};
 use crate::error::{AgentError, ErrorKind};
 use crate::secret_file::{self, SecretError};
+use crate::session::TenantSalts;
 
 /// Maximum number of keys of a tenant: the first one, and former ones.
 const KEYS_MAX: usize = 16;
@@ -28,53 +32,135 @@ const READ_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EncryptionKeys {
     folder: Option<PathBuf>,
-    /// Tenants that the configuration declares.
-    required: Arc<BTreeSet<TenantName>>,
+    /// Tenants that the configuration declares, or the files of their salts.
+    required: Arc<RwLock<BTreeSet<TenantName>>>,
+    salts: TenantSalts,
     current: Arc<RwLock<HashMap<TenantName, Arc<[TenantKey]>>>>,
+}
+
+/// Whether a node knows if a tenant must be encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Declaration {
+    Known,
+    /// The tenant's salt is not on this node.
+    Unknown,
 }
 
 /// What a reading of the folder has changed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KeyChanges {
-    /// Tenants that have no key any more: their blocks must be dropped.
+    /// Tenants that must be encrypted and no longer have a key: their blocks must be dropped.
     pub(crate) erased: Vec<TenantName>,
-    /// Files that cannot be used, with the remedy.
-    pub(crate) unusable: Vec<(TenantName, SecretError)>,
+    /// Tenants that must be encrypted, as their salts declare since the last reading, and have no key yet.
+    pub(crate) awaited: Vec<TenantName>,
+    /// Tenants without a key that have one again.
+    pub(crate) restored: Vec<TenantName>,
+    /// What cannot be used, with the remedy; keys stay as they were.
+    pub(crate) unusable: Vec<String>,
 }
 
 impl EncryptionKeys {
-    /// Uses the keys in this folder; `required` are tenants that must have one.
-    pub(crate) fn within(folder: Option<PathBuf>, required: BTreeSet<TenantName>) -> EncryptionKeys {
-        EncryptionKeys { folder, required: Arc::new(required), current: Arc::default() }
+    /// Uses the keys in this folder; `required` are tenants that must have one, besides those whose salts declare it.
+    pub(crate) fn within(
+        folder: Option<PathBuf>,
+        required: BTreeSet<TenantName>,
+        salts: TenantSalts,
+    ) -> EncryptionKeys {
+        let required = Arc::new(RwLock::new(required));
+        EncryptionKeys { folder, required, salts, ..EncryptionKeys::default() }
     }
 
     /// Returns the keys of a tenant, the one that encrypts first; empty if it must be encrypted and has none. `None`: the
     /// tenant is not encrypted.
     pub(crate) fn of(&self, tenant: &TenantName) -> Option<Arc<[TenantKey]>> {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        current.get(tenant).cloned().or_else(|| self.required.contains(tenant).then(|| Arc::from([])))
+        let current = self.current.read().unwrap_or_else(PoisonError::into_inner).get(tenant).cloned();
+        current.or_else(|| self.is_required(tenant).then(|| Arc::from([])))
+    }
+
+    fn is_required(&self, tenant: &TenantName) -> bool {
+        self.required.read().unwrap_or_else(PoisonError::into_inner).contains(tenant)
+    }
+
+    /// Learns from a tenant's salt whether the tenant must be encrypted. Precedes each session and each offer of blocks:
+    /// nothing of a tenant is written before.
+    pub(crate) fn learn(&self, tenant: &TenantName) -> Declaration {
+        if self.is_required(tenant) {
+            return Declaration::Known;
+        }
+        match self.salts.requires_encryption(tenant) {
+            Some(true) => {
+                self.required.write().unwrap_or_else(PoisonError::into_inner).insert(tenant.clone());
+                Declaration::Known
+            }
+            Some(false) => Declaration::Known,
+            None => Declaration::Unknown,
+        }
+    }
+
+    /// Whether a tenant must be encrypted and has no key.
+    pub(crate) fn are_missing(&self, tenant: &TenantName) -> bool {
+        self.of(tenant).is_some_and(|keys| keys.is_empty())
+    }
+
+    /// Reads the folder for the first time.
+    ///
+    /// # Errors
+    /// A file cannot be used.
+    pub(crate) fn read_first(&self) -> Result<KeyChanges, AgentError> {
+        for tenant in self.salts.tenants() {
+            self.learn(&tenant);
+        }
+        let mut changes = self.read();
+        changes.erased.append(&mut changes.awaited);
+        match changes.unusable.first() {
+            None => Ok(changes),
+            Some(error) => Err(AgentError::new(ErrorKind::Config, error.clone())),
+        }
     }
 
     /// Reads the folder again. A tenant whose file cannot be used keeps its keys.
     pub(crate) fn read(&self) -> KeyChanges {
-        let Some(folder) = &self.folder else { return KeyChanges::default() };
         let mut changes = KeyChanges::default();
+        let Some(folder) = &self.folder else { return changes };
+        let mut names = match tenants_in(folder) {
+            Ok(names) => names,
+            // A folder that is gone, for example of a file system that is not mounted, must not erase all tenants.
+            Err(error) => {
+                let what =
+                    format!("cannot read the folder encryption.keys = '{}': {error}", folder.display());
+                changes.unusable.push(what);
+                return changes;
+            }
+        };
+        names.extend(self.required.read().unwrap_or_else(PoisonError::into_inner).iter().cloned());
+        names.extend(self.current.read().unwrap_or_else(PoisonError::into_inner).keys().cloned());
+        // Before the lock, for which devices would wait.
+        let files: Vec<_> = names
+            .into_iter()
+            .map(|tenant| (secret_file::read(&folder.join(tenant.as_str()), KEYS_MAX), tenant))
+            .collect();
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
-        let mut names = tenants_in(folder);
-        names.extend(current.keys().cloned());
-        for tenant in names {
-            match secret_file::read(&folder.join(tenant.as_str()), KEYS_MAX) {
+        for (file, tenant) in files {
+            match file {
                 Ok(secrets) => {
-                    current.insert(tenant, secrets.iter().map(TenantKey::new).collect());
+                    let keys: Arc<[TenantKey]> = secrets.iter().map(TenantKey::new).collect();
+                    let before = current.insert(tenant.clone(), keys);
+                    if before.is_some_and(|keys| keys.is_empty()) {
+                        changes.restored.push(tenant);
+                    }
                 }
                 Err(SecretError::Missing) => {
                     // The entry stays: a tenant that was encrypted is never written in plaintext.
-                    let before = current.insert(tenant.clone(), Arc::from([]));
-                    if before.is_some_and(|keys| !keys.is_empty()) {
-                        changes.erased.push(tenant);
+                    match current.insert(tenant.clone(), Arc::from([])) {
+                        Some(keys) if keys.is_empty() => {}
+                        Some(_) => changes.erased.push(tenant),
+                        None => changes.awaited.push(tenant),
                     }
                 }
-                Err(error) => changes.unusable.push((tenant, error)),
+                Err(error) => {
+                    let what = format!("cannot use the encryption keys of tenant '{tenant}': {error}");
+                    changes.unusable.push(what);
+                }
             }
         }
         changes
@@ -82,9 +168,13 @@ impl EncryptionKeys {
 }
 
 /// Returns the tenants with a file in a folder.
-fn tenants_in(folder: &Path) -> BTreeSet<TenantName> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+fn tenants_in(folder: &Path) -> io::Result<BTreeSet<TenantName>> {
+    let mut names = BTreeSet::new();
+    for entry in std::fs::read_dir(folder)? {
+        // Others are not of tenants, such as the links of a mounted Secret.
+        names.extend(entry?.file_name().to_str().and_then(|name| name.parse::<TenantName>().ok()));
+    }
+    Ok(names)
 }
 
 /// Thread that reads the keys once a second, and ends when it is dropped.
@@ -95,33 +185,31 @@ pub(crate) struct KeyReader {
 }
 
 impl KeyReader {
-    /// Reads the keys for the first time, and starts the thread. `erased` receives tenants that lost their last key.
+    /// Starts the thread, which notifies the core of tenants that lost their last key, or have one again. `first` is the
+    /// result of [`EncryptionKeys::read_first`].
     ///
     /// # Errors
-    /// A file cannot be used, or no thread can be started.
+    /// No thread can be started.
     pub(crate) fn start(
         keys: EncryptionKeys,
-        erased: impl Fn(TenantName) + Send + 'static,
+        first: KeyChanges,
+        inbox: Inbox,
     ) -> Result<KeyReader, AgentError> {
-        if let Some((tenant, error)) = keys.read().unusable.first() {
-            let what = format!("cannot use the encryption keys of tenant '{tenant}': {error}");
-            return Err(AgentError::new(ErrorKind::Config, what));
-        }
         let (stop, stopped) = bounded::<()>(0);
         let body = move || {
             let mut reported = Vec::new();
-            while stopped.recv_timeout(READ_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                let KeyChanges { erased: gone, unusable } = keys.read();
-                for tenant in gone {
-                    tracing::warn!(%tenant, "the last encryption key of a tenant is gone: dropping its blocks");
-                    erased(tenant);
-                }
-                if unusable != reported {
-                    for (tenant, error) in &unusable {
-                        tracing::warn!(%tenant, %error, "keeping the former encryption keys of a tenant");
+            let mut changes = first;
+            while report(&changes, &inbox) {
+                if changes.unusable != reported {
+                    for error in &changes.unusable {
+                        tracing::warn!(error, "keeping the former encryption keys");
                     }
-                    reported = unusable;
+                    reported = changes.unusable;
                 }
+                if stopped.recv_timeout(READ_INTERVAL) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
+                changes = keys.read();
             }
         };
         let thread = std::thread::Builder::new().name("encryption-keys".to_owned()).spawn(body);
@@ -133,11 +221,114 @@ impl KeyReader {
     }
 }
 
+/// Notifies the core of changes; `false` if it has stopped.
+fn report(changes: &KeyChanges, inbox: &Inbox) -> bool {
+    for tenant in &changes.erased {
+        tracing::warn!(%tenant, "a tenant that must be encrypted has no key: dropping its blocks");
+    }
+    for tenant in changes.erased.iter().chain(&changes.awaited) {
+        if inbox.send(Input::TenantErased(tenant.clone())).is_err() {
+            return false;
+        }
+    }
+    for tenant in &changes.restored {
+        tracing::info!(%tenant, "a tenant has an encryption key again");
+        if inbox.send(Input::TenantRestored(tenant.clone())).is_err() {
+            return false;
+        }
+    }
+    true
+}
+
 impl Drop for KeyReader {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    fn name(text: &str) -> TenantName {
+        text.parse().expect("a name")
+    }
+
+    /// Writes a file with keys, each made of one digit.
+    fn write(folder: &Path, tenant: &str, digits: &[&str]) {
+        let path = folder.join(tenant);
+        let lines: Vec<String> = digits.iter().map(|digit| digit.repeat(64)).collect();
+        fs::write(&path, lines.join("\n")).expect("writable");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("ours");
+    }
+
+    fn keys_of(keys: &EncryptionKeys, tenant: &str) -> Option<usize> {
+        keys.of(&name(tenant)).map(|keys| keys.len())
+    }
+
+    #[test]
+    fn first_line_encrypts_and_changes_are_found_without_a_restart() {
+        let folder = tempfile::tempdir().expect("a directory");
+        write(folder.path(), "team-a", &["1"]);
+        let keys =
+            EncryptionKeys::within(Some(folder.path().to_owned()), BTreeSet::new(), TenantSalts::default());
+        assert_eq!(keys.read_first().expect("usable"), KeyChanges::default());
+        let first = |keys: &EncryptionKeys| keys.of(&name("team-a")).expect("encrypted")[0].id();
+        let before = first(&keys);
+        write(folder.path(), "team-a", &["2", "1"]);
+        assert_eq!(keys.read(), KeyChanges::default());
+        assert_ne!(first(&keys), before);
+        assert_eq!((keys_of(&keys, "team-a"), keys_of(&keys, "team-b")), (Some(2), None));
+    }
+
+    #[test]
+    fn tenant_stays_encrypted_without_a_key_and_each_change_is_reported_once() {
+        let folder = tempfile::tempdir().expect("a directory");
+        write(folder.path(), "team-a", &["1"]);
+        let required = BTreeSet::from([name("team-b")]);
+        let keys = EncryptionKeys::within(Some(folder.path().to_owned()), required, TenantSalts::default());
+        let first = keys.read_first().expect("usable");
+        assert_eq!(first, KeyChanges { erased: vec![name("team-b")], ..KeyChanges::default() });
+        fs::remove_file(folder.path().join("team-a")).expect("exists");
+        let erased = keys.read();
+        assert_eq!(erased, KeyChanges { erased: vec![name("team-a")], ..KeyChanges::default() });
+        assert_eq!(keys.read(), KeyChanges::default());
+        assert!(keys.are_missing(&name("team-a")) && keys.are_missing(&name("team-b")));
+        write(folder.path(), "team-a", &["3"]);
+        let restored = KeyChanges { restored: vec![name("team-a")], ..KeyChanges::default() };
+        assert_eq!((keys.read(), keys.read()), (restored, KeyChanges::default()));
+    }
+
+    #[test]
+    fn unusable_file_is_refused_at_start_and_keeps_the_former_keys_later() {
+        let folder = tempfile::tempdir().expect("a directory");
+        write(folder.path(), "team-a", &["1"]);
+        let keys =
+            EncryptionKeys::within(Some(folder.path().to_owned()), BTreeSet::new(), TenantSalts::default());
+        keys.read_first().expect("usable");
+        write(folder.path(), "team-a", &["1", "x"]);
+        let changes = keys.read();
+        assert_eq!((changes.erased.len(), changes.unusable.len()), (0, 1));
+        assert_eq!(keys_of(&keys, "team-a"), Some(1));
+        fs::rename(folder.path(), folder.path().with_extension("away")).expect("ours");
+        let changes = keys.read();
+        assert_eq!(
+            (changes.erased.len(), changes.unusable.len()),
+            (0, 1),
+            "a folder that is away erases nothing"
+        );
+        fs::rename(folder.path().with_extension("away"), folder.path()).expect("ours");
+        let error =
+            EncryptionKeys::within(Some(folder.path().to_owned()), BTreeSet::new(), TenantSalts::default())
+                .read_first()
+                .expect_err("no key")
+                .chain();
+        assert!(error.contains("team-a") && error.contains("64 hexadecimal digits"), "{error}");
     }
 }

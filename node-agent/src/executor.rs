@@ -36,6 +36,7 @@ use reprise_transport::{CompositeTransport, Transport};
 use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
+use crate::encryption::EncryptionKeys;
 use crate::metrics::{BlockPath, Metrics, Phase};
 use crate::queue_grants::QueueGrantService;
 use crate::region_renewer::RegionRenewer;
@@ -81,6 +82,8 @@ pub(crate) struct ExecutorParts {
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     pub(crate) checker: Checker,
     pub(crate) region_renewer: RegionRenewer,
+    /// Encryption keys of tenants.
+    pub(crate) keys: EncryptionKeys,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) queue_grants: Arc<QueueGrantService>,
 }
@@ -240,6 +243,19 @@ impl Executor {
         for (_, connected) in self.sessions.drain() {
             connected.session.close();
         }
+    }
+
+    /// Ends the sessions of a tenant whose encryption keys are gone.
+    pub(crate) fn end_sessions_of(&self, tenant: &TenantName) {
+        let sessions = self.sessions.values().map(|connected| &connected.session);
+        for session in sessions.filter(|session| session.peer().tenant == *tenant) {
+            session.end(&format!("the encryption keys of tenant '{tenant}' were removed from this node"));
+        }
+    }
+
+    /// Returns the number of a tenant; `None` if another tenant has it on this node.
+    pub(crate) fn tenant_number(&self, name: &TenantName) -> Option<TenantId> {
+        lock(&self.parts.tenants).number_of(name)
     }
 
     /// Records the receipt of a request, for its latency. Returns its span, to be entered while it is
@@ -468,6 +484,11 @@ impl Executor {
                     layouts,
                     "rejecting offers of blocks with new layouts: the layout table of this node is full except for entries reserved for local engines"
                 );
+            }
+            Diagnostic::TenantErased { tenant, blocks } => {
+                let name = lock(&self.parts.tenants).name(*tenant).cloned();
+                let tenant = name.map_or_else(|| tenant.0.to_string(), |name| name.to_string());
+                tracing::info!(tenant, blocks, "no block of a tenant without encryption keys is left");
             }
             Diagnostic::WritesStopped { device, reason } => self.stop_writes(*device, reason),
             Diagnostic::DeviceLost { device, reason } => {

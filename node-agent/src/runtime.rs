@@ -127,7 +127,7 @@ impl Runtime {
         metrics.register_certificates(&certificates);
         let metrics = Arc::new(metrics);
         let keys = settings.encryption_keys();
-        let key_reader = KeyReader::start(keys.clone(), |_tenant| {})?;
+        let first_keys = keys.read_first()?;
         let context = DeviceContext {
             inbox: inbox.clone(),
             arena: arena.clone(),
@@ -195,6 +195,7 @@ impl Runtime {
             tenants: tenants.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
             region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
+            keys: keys.clone(),
             metrics: metrics.clone(),
             queue_grants: queue_grants.clone(),
         };
@@ -206,6 +207,7 @@ impl Runtime {
             .map_err(|error| {
                 AgentError::new(ErrorKind::Resource, "cannot spawn the core thread").with_source(error)
             })?;
+        let key_reader = KeyReader::start(keys.clone(), first_keys, inbox.clone())?;
         let bindings = cluster.as_ref().map(ClusterSettings::bindings).transpose()?.flatten();
         let identity = cluster
             .as_ref()

@@ -33,6 +33,18 @@ pub(crate) enum SecretError {
 /// # Errors
 /// [`SecretError`].
 pub(crate) fn read(path: &Path, secrets_max: usize) -> Result<Vec<Secret>, SecretError> {
+    read_marked(path, secrets_max, None).map(|(secrets, _)| secrets)
+}
+
+/// Reads the secrets of a file, and whether it also has this word.
+///
+/// # Errors
+/// [`SecretError`].
+pub(crate) fn read_marked(
+    path: &Path,
+    secrets_max: usize,
+    word: Option<&str>,
+) -> Result<(Vec<Secret>, bool), SecretError> {
     let unusable = |words: String| Err(SecretError::Unusable(words));
     let file = match File::open(path) {
         Ok(file) => file,
@@ -51,12 +63,12 @@ pub(crate) fn read(path: &Path, secrets_max: usize) -> Result<Vec<Secret>, Secre
     if let Err(error) = file.take(LINE_BYTES_MAX * secrets_max as u64).read_to_string(&mut text) {
         return unusable(error.to_string());
     }
-    let secrets: Option<Vec<Secret>> = text
-        .split_whitespace()
-        .map(|line| TenantSalt::from_hex(line).map(|secret| *secret.secret()))
-        .collect();
+    let (marks, lines): (Vec<&str>, Vec<&str>) =
+        text.split_whitespace().partition(|line| Some(*line) == word);
+    let secrets: Option<Vec<Secret>> =
+        lines.into_iter().map(|line| TenantSalt::from_hex(line).map(|secret| *secret.secret())).collect();
     match secrets {
-        Some(secrets) if (1..=secrets_max).contains(&secrets.len()) => Ok(secrets),
+        Some(secrets) if (1..=secrets_max).contains(&secrets.len()) => Ok((secrets, !marks.is_empty())),
         _ => unusable(format!(
             "it does not have 64 hexadecimal digits in each of 1 to {secrets_max} lines: copy the file from another \
              node, or remove it and create a new one"

@@ -39,7 +39,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use reprise_agent_core::effect::{DeviceId, Reply, Ticket};
+use reprise_agent_core::effect::{DeviceId, PlaceKind, Reply, Ticket};
 use reprise_agent_core::event::{self, Event, RequestId};
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
@@ -85,6 +85,10 @@ pub(crate) const REQUESTS_IN_FLIGHT_MAX: usize = 1024;
 
 /// Answer to requests during shutdown.
 const STOPPING: &str = "the agent is stopping; reconnect when it is available again";
+
+/// Answer to requests of an encrypted tenant for extents or queue pairs.
+const NO_EXTENTS: &str = "blocks of this tenant are encrypted on devices, so clients cannot read or write them there: use \
+                          the arena, or a tenant without encryption";
 
 /// The core's end of a session.
 pub(crate) struct Session {
@@ -209,6 +213,13 @@ impl Session {
         self.outbound.close();
     }
 
+    /// Reports to the client why its session ends, and reads no further request.
+    pub(crate) fn end(&self, message: &str) {
+        self.fence();
+        self.refuse(0, local::FailureKind::BadRequest, message);
+        self.outbound.close_when_sent();
+    }
+
     /// Reads no further request of the session.
     fn fence(&self) {
         self.is_fenced.store(true, Ordering::Release);
@@ -285,6 +296,12 @@ fn read_until_end(
     }
 }
 
+/// Whether a request lets the client read or write a device itself.
+fn uses_extents(body: &event::Request) -> bool {
+    use event::Request::{Pin, Reserve};
+    matches!(body, Pin { .. } | Reserve { kind: PlaceKind::Extent, .. })
+}
+
 fn frees_resources(body: &event::Request) -> bool {
     use event::Request::{Abort, Release, Unpin};
     matches!(body, Abort { .. } | Release { .. } | Unpin { .. })
@@ -329,6 +346,12 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
         }
         DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {
             session.refuse(id.0, local::FailureKind::Busy, STOPPING);
+            true
+        }
+        DecodeResult::Request { id, body }
+            if uses_extents(&body) && context.keys.of(&session.peer.tenant).is_some() =>
+        {
+            session.refuse(id.0, local::FailureKind::BadRequest, NO_EXTENTS);
             true
         }
         DecodeResult::Request { id, body: event::Request::Load(load) }

@@ -140,7 +140,7 @@ pub enum FillUpdate {
     Failed(FillError),
 }
 
-/// Reason why a fill failed. A transport reports `Corrupt`, `Absent` and `PeerLost`.
+/// Reason why a fill failed. A transport reports `Corrupt`, `Absent` and `PeerLost`; a device all but `PeerLost`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum FillError {
     /// The device reported an error.
@@ -156,8 +156,8 @@ pub enum FillError {
     /// The header or an object does not match its checksum, key or generation.
     #[error("verification failed")]
     Corrupt,
-    /// The peer does not have the block, or no longer has it.
-    #[error("the peer does not have the block")]
+    /// The peer does not have the block, or no longer has it. Of a device: the block's encryption key is gone.
+    #[error("the block is absent, or its encryption key is gone")]
     Absent,
     /// The peer is unreachable, has stalled, violated the protocol, or missed the deadline.
     #[error("the connection to the peer was lost")]

@@ -560,6 +560,7 @@ fn note_report(env: &mut Environment, node: usize, report: &Diagnostic) {
         Diagnostic::CorruptMemory { .. } => env.count("corrupt memory"),
         Diagnostic::DeviceLost { .. } => env.count("devices lost"),
         Diagnostic::WritesStopped { .. } => env.count("devices read-only"),
+        Diagnostic::TenantErased { .. } => env.count("tenants erased"),
         Diagnostic::Unstorable { .. }
         | Diagnostic::Overcommitted { .. }
         | Diagnostic::OffersRefused { .. } => {}

@@ -5,9 +5,11 @@
 //! | [`records`] | encryption and decryption of records on one core | – |
 //! | [`peer_load`] | loads from a peer over TLS, on loopback | the same loads without TLS |
 //! | [`look_ups`] | look-ups at a member with TLS | the same look-ups at a member without TLS |
+//! | [`at_rest`] | loads and saves of a tenant with a key | those of a tenant without one, at the same agent |
 //!
-//! Only the look-ups need other processes. The first line states the machine, its load, and where records are encrypted.
+//! The last two need other processes. The first line states the machine, its load, and where records are encrypted.
 
+mod at_rest;
 mod look_ups;
 mod peer_load;
 mod records;
@@ -19,6 +21,7 @@ use reprise_testkit::bench::Settings;
 use reprise_testkit::bench::report::Figure;
 use serde::Serialize;
 
+pub(super) use at_rest::{ARENA_MIB, pool_mib};
 pub(super) use peer_load::MEMORY_BYTES;
 
 /// Name of the cluster in the certificates of the benchmark.
@@ -60,6 +63,7 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
         figures.push(peer_load::run(case, settings)?);
     }
     figures.extend(look_ups::run(settings)?);
+    figures.extend(at_rest::run(settings)?);
     Ok(figures)
 }
 

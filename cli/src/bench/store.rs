@@ -243,7 +243,7 @@ fn decoupled(
 }
 
 /// Loads every block from the device into the arena, verified, with two windows in flight; returns GB/s.
-fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Result<f64> {
+pub(super) fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Result<f64> {
     client.trim().context("trim")?;
     let request = LoadRequest { keys: keys.to_vec(), deadline: PATIENCE, read_bytes, scope: Scope::Local };
     let mut cold = Ok(());

@@ -14,6 +14,7 @@ mod control_plane;
 mod corruption;
 mod descriptors;
 mod disk_stall;
+mod encryption;
 mod engine_states;
 mod engines;
 mod events;

@@ -149,7 +149,7 @@ fn rejects_a_pool_of_a_newer_format_with_both_versions() {
     copies.iter().for_each(|copy| pool.forge_version(*copy, 41));
     let before = pool.read(0, 4096);
     let refused = agent.try_start().expect_err("the format is newer");
-    refused.assert_reports(DEVICE, &["format version 41", "up to 3", "newer agent"]);
+    refused.assert_reports(DEVICE, &["format version 41", "up to 4", "newer agent"]);
     assert_eq!(pool.read(0, 4096), before, "the pool was changed");
 }
 

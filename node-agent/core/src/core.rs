@@ -9,8 +9,8 @@
 //!                       └───────────────────────────────┘
 //! ```
 //!
-//! Eleven owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch, begun, retention and
-//! quota. The core passes each event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
+//! Twelve owners hold the state: cache, transfer, load, save, serve, extents, replicate, prefetch, begun, retention,
+//! erasures and quota. The core passes each event to one of them, and the outcomes of an owner to other owners, until no outcome is left. Owners do not
 //! know each other; all of them may use the cache.
 //!
 //! The core processes one event at a time and needs no locks. Everything that takes time is an effect whose
@@ -39,6 +39,7 @@ use crate::begun::Begun;
 use crate::cache::{Cache, CacheOutcomes, DoneBatch, EvictionPosition, SizeClassId, TenantUsage};
 use crate::context::Caller;
 use crate::effect::{Effect, FillId, PlaceKind, RegionId, Reply};
+use crate::erasures::Erasures;
 use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
@@ -63,6 +64,7 @@ macro_rules! context {
     };
 }
 
+mod erase;
 mod manage;
 mod queries;
 
@@ -86,6 +88,7 @@ pub struct AgentCore {
     prefetch: Prefetch,
     begun: Begun,
     retention: Retention,
+    erasures: Erasures,
     namespaces: Namespaces,
 }
 
@@ -99,6 +102,7 @@ enum TimerOwner {
     Prefetch,
     Begun,
     Retention,
+    Erasure,
 }
 
 impl AgentCore {
@@ -128,6 +132,7 @@ impl AgentCore {
             prefetch: Prefetch::default(),
             begun: Begun::default(),
             retention: Retention::default(),
+            erasures: Erasures::default(),
             namespaces: Namespaces::default(),
             settings,
         };
@@ -165,6 +170,7 @@ impl AgentCore {
         self.save.write_back(&mut self.cache, context!(self), self.transfer.device_reads());
         self.cache.keep_pool_free(context!(self));
         self.cache.release_devices(context!(self));
+        self.erasures.watch(&self.cache, self.now);
         self.cache.announce(context!(self));
         std::mem::swap(&mut self.out, effects);
     }
@@ -353,8 +359,9 @@ impl AgentCore {
         let (load, serve) = (self.load.first_due(), self.serve.first_due());
         let (prefetch, retention) = (self.prefetch.first_due(), self.retention.first_due());
         let (save, replicate) = (self.save.next_deadline(&self.settings), self.replicate.next_deadline());
-        let begun = self.begun.first_due();
-        let all = [load, serve, save, replicate, prefetch, begun, retention, self.quota.next_deadline()];
+        let (begun, erasure) = (self.begun.first_due(), self.erasures.first_due());
+        let quota = self.quota.next_deadline();
+        let all = [load, serve, save, replicate, prefetch, begun, retention, erasure, quota];
         all.into_iter().flatten().min()
     }
 
@@ -362,6 +369,8 @@ impl AgentCore {
         match event {
             Event::RegionRenewed { region, renewal } => self.cache.region_renewed(region, renewal),
             Event::TenantNamed { tenant, name } => self.cache.name_tenant(tenant, name),
+            Event::TenantErased { tenant } => self.erase_tenant(tenant),
+            Event::TenantRestored { tenant } => self.erasures.end(&mut self.cache, tenant),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body, received } => {
@@ -535,6 +544,7 @@ impl AgentCore {
                 (self.prefetch.first_due(), TimerOwner::Prefetch),
                 (self.begun.first_due(), TimerOwner::Begun),
                 (self.retention.first_due(), TimerOwner::Retention),
+                (self.erasures.first_due(), TimerOwner::Erasure),
             ];
             let due = due.into_iter().filter_map(|(at, owner)| Some((at?, owner)));
             let Some((_, owner)) = due.filter(|(at, _)| *at <= self.now).min() else { return };
@@ -547,6 +557,7 @@ impl AgentCore {
                 TimerOwner::Prefetch => self.prefetch.fire_timer(cache, cx.now),
                 TimerOwner::Begun => self.begun.fire_timer(cache, cx.now),
                 TimerOwner::Retention => self.retention.fire_timer(cache, cx.now),
+                TimerOwner::Erasure => self.erase_step(),
             }
             self.route();
         }

@@ -383,6 +383,8 @@ counters! {
     demoted_on_request_blocks,
     /// Blocks that were removed on request.
     deleted_blocks,
+    /// Blocks that were removed because the keys of their tenant are gone.
+    erased_blocks,
     /// Gauge: bytes in use in the journals.
     journal_used_bytes,
     /// Gauge: total bytes of the journals.
@@ -418,7 +420,7 @@ owner_counters! {
     stored_bytes_total admission_admitted_blocks admission_first_use_blocks admission_low_value_blocks
     admission_budget_blocks admission_used_again_blocks pool_written_bytes journal_written_bytes
     demoted_blocks demoted_emergency_blocks skipped_dram_blocks dram_dropped_blocks
-    demoted_on_request_blocks deleted_blocks regions_retired regions_renewed
+    demoted_on_request_blocks deleted_blocks erased_blocks regions_retired regions_renewed
 }
 
 owner_counters! {

@@ -470,6 +470,13 @@ pub enum Diagnostic {
         /// Number of layouts in use, over all tenants.
         layouts: usize,
     },
+    /// No block of an erased tenant is left on this node.
+    TenantErased {
+        /// Tenant whose keys are gone.
+        tenant: TenantId,
+        /// Number of blocks that were removed.
+        blocks: u64,
+    },
     /// A device can no longer be written. Its blocks are still read.
     WritesStopped {
         /// Device that rejects writes.

@@ -44,6 +44,17 @@ pub enum Event {
         /// Name of the tenant.
         name: TenantName,
     },
+    /// A tenant that must be encrypted no longer has a key. The core removes its blocks, and gives it no slots until
+    /// `TenantRestored`. The runtime closes its sessions.
+    TenantErased {
+        /// Number of the tenant on this node.
+        tenant: TenantId,
+    },
+    /// An erased tenant has a key again.
+    TenantRestored {
+        /// Number of the tenant on this node.
+        tenant: TenantId,
+    },
     /// An engine opened a session; the runtime has verified its handshake.
     SessionOpened(SessionOpened),
     /// A session ended, and with it its reservations, loads, and leases of the arena. Its extents stay in quarantine

@@ -31,6 +31,7 @@ mod core;
 mod counters;
 pub mod directives;
 pub mod effect;
+mod erasures;
 pub mod event;
 pub mod extents;
 pub mod heartbeats;

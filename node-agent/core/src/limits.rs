@@ -263,6 +263,15 @@ pub const LOOKAHEAD_LISTED_MAX: Duration = Duration::from_secs(600);
 /// Time for which blocks that a command has prefetched stay staged. Then, they are like all others.
 pub const PREFETCH_REQUESTED_MAX: Duration = Duration::from_secs(30);
 
+/// Places of the index that one step of the erasure of tenants visits, about 1 µs each if all are removed.
+pub const ERASE_STEP_ENTRIES: usize = 1024;
+
+/// Time between two of these steps: 200,000 blocks per second at most, 20 % of a core.
+pub const ERASE_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Time until blocks of erased tenants that were in use are looked for again.
+pub const ERASE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Places of the index that one step of a command for a whole namespace visits, about 1 µs each if all are changed.
 pub const NAMESPACE_STEP_ENTRIES: usize = 4096;
 

@@ -293,7 +293,7 @@ impl Transfer {
     fn fail(&mut self, cache: &mut Cache, cx: &mut Context, id: SlabId, error: FillError) {
         let Some(mut fill) = self.fills.remove(id) else { return };
         let error = match (fill.origin, error) {
-            (FillSource::Device(_), FillError::Absent | FillError::PeerLost) => FillError::Device,
+            (FillSource::Device(_), FillError::PeerLost) => FillError::Device,
             (_, error) => error,
         };
         self.count_failure(error);

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use super::{Config, Settings};
 use crate::encryption::EncryptionKeys;
 use crate::error::{AgentError, ErrorKind};
-use crate::session::TenantUsers;
+use crate::session::{TenantSalts, TenantUsers};
 
 /// A tenant of the configuration.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -82,7 +82,8 @@ pub(crate) struct TenantSettings {
 impl Settings {
     /// Returns the encryption keys of tenants, which are not read yet.
     pub(crate) fn encryption_keys(&self) -> EncryptionKeys {
-        EncryptionKeys::within(self.encryption.keys.clone(), self.encryption.required.clone())
+        let salts = TenantSalts::within(self.session.salts.clone());
+        EncryptionKeys::within(self.encryption.keys.clone(), self.encryption.required.clone(), salts)
     }
 
     /// Returns a registry with the configured tenants.

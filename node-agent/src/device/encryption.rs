@@ -5,11 +5,11 @@
 
 use reprise_agent_core::event::FillError;
 use reprise_agent_core::pool::header::encryption::{
-    self, BlockCipher, GroupTags, Groups, SALT_BYTES, TAG_BYTES, TenantKey, key_of, open_header,
+    self, BlockCipher, GroupTags, Groups, SALT_BYTES, TAG_BYTES, TenantKey, key_of, names_block, open_header,
 };
-use reprise_agent_core::pool::header::read_header;
+use reprise_agent_core::pool::header::{ExpectedHeader, read_header};
 use reprise_buffers::{PageBuffer, Span};
-use reprise_policy::Layout;
+use reprise_policy::{Layout, TenantName};
 use ring::rand::{SecureRandom as _, SystemRandom};
 
 use super::pieces::PieceMap;
@@ -27,6 +27,9 @@ pub(super) enum EncryptError {
     /// The header page has no room for tags.
     #[error("its layout has too many objects to be encrypted")]
     TooManyObjects,
+    /// A client has written the payload.
+    #[error("a client has written it in plaintext, and its tenant has a key since then")]
+    Plaintext,
     /// Header and slot do not match, or no memory is left.
     #[error("{0}")]
     Refused(&'static str),
@@ -59,12 +62,16 @@ pub(super) struct Decryptor {
 /// # Errors
 /// [`EncryptError::NoKey`], [`EncryptError::TooManyObjects`].
 pub(super) fn form_of(header: &[u8], keys: &EncryptionKeys) -> Result<WriteForm, EncryptError> {
-    let Some(tenant) = encryption::tenant_of(header) else { return Ok(WriteForm::Plain) };
-    let Some(keys) = keys.of(&tenant) else { return Ok(WriteForm::Plain) };
+    let Some(keys) = keys.of(&owner(encryption::tenant_of(header))) else { return Ok(WriteForm::Plain) };
     let key = keys.first().cloned().ok_or(EncryptError::NoKey)?;
     let (header, _) = read_header(header).map_err(|_| EncryptError::Refused("invalid header page"))?;
     Groups::of(&header.layout).ok_or(EncryptError::TooManyObjects)?;
     Ok(WriteForm::Encrypted { layout: header.layout, key })
+}
+
+/// Tenant of a header page. Only pages of the default tenant have no name.
+fn owner(tenant: Option<TenantName>) -> TenantName {
+    tenant.unwrap_or_else(TenantName::default_tenant)
 }
 
 impl Encryptor {
@@ -90,7 +97,11 @@ impl Encryptor {
             BlockCipher::for_block(header, layout, key, &salt).ok_or(EncryptError::TooManyObjects)?;
         payload.copy_out(&mut buffer);
         let of_objects = usize::try_from(layout.block_bytes()).expect("a block is at most 128 MiB");
-        let objects = buffer.get_mut(..of_objects).ok_or(EncryptError::Refused("invalid size of a slot"))?;
+        let Some((objects, padding)) = buffer.split_at_mut_checked(of_objects) else {
+            return Err(EncryptError::Refused("invalid size of a slot"));
+        };
+        // The slot may have been another block's, whose bytes are not encrypted here.
+        padding.fill(0);
         let tags: Vec<[u8; TAG_BYTES]> = (0..)
             .zip(objects.chunks_mut(group_bytes(layout, cipher.groups())))
             .map(|(group, bytes)| cipher.seal_group(group, bytes))
@@ -101,9 +112,14 @@ impl Encryptor {
 
     /// Takes back the buffer of a completed write.
     pub(super) fn put(&mut self, buffer: PageBuffer) {
-        if self.spare.len() < SPARE_BUFFERS_MAX && !buffer.is_lent() {
-            self.spare.push(buffer);
+        if buffer.is_lent() {
+            return;
         }
+        // The oldest one may have the size of a layout that is no longer written.
+        if self.spare.len() == SPARE_BUFFERS_MAX {
+            self.spare.remove(0);
+        }
+        self.spare.push(buffer);
     }
 }
 
@@ -111,10 +127,18 @@ impl Decryptor {
     /// Restores the header page of an encrypted block; `None` for a block that is not encrypted.
     ///
     /// # Errors
-    /// `Absent`: the key is gone. `Corrupt`: the page was changed.
-    pub(super) fn of_page(page: &mut [u8], keys: &EncryptionKeys) -> Result<Option<Decryptor>, FillError> {
+    /// `Absent`: the key is gone. `Corrupt`: the page was changed, or is another block's.
+    pub(super) fn of_page(
+        page: &mut [u8],
+        expected: &ExpectedHeader,
+        keys: &EncryptionKeys,
+    ) -> Result<Option<Decryptor>, FillError> {
+        // A damaged page may name any key. The caller finds the damage.
         let Some((tenant, id)) = key_of(page) else { return Ok(None) };
-        let key = tenant.and_then(|tenant| keys.of(&tenant)?.iter().find(|key| key.id() == id).cloned());
+        if !names_block(page, expected) {
+            return Err(FillError::Corrupt);
+        }
+        let key = keys.of(&owner(tenant)).and_then(|keys| keys.iter().find(|key| key.id() == id).cloned());
         let (cipher, tags) =
             open_header(page, &key.ok_or(FillError::Absent)?).map_err(|_| FillError::Corrupt)?;
         Ok(Some(Decryptor { cipher, tags }))

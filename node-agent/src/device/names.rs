@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use reprise_agent_core::pool::StoredBlock;
+use reprise_agent_core::pool::header::encryption::{key_of, names_block};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_policy::{TenantId, TenantName};
@@ -46,11 +47,16 @@ fn keep_youngest<'a>(blocks: &mut Vec<&'a StoredBlock>, block: &'a StoredBlock) 
     }
 }
 
-/// Returns the name in a header page if the page matches the journal.
+/// Returns the name in a header page if the page matches the journal. An encrypted page is not decrypted, because its key
+/// may be gone.
 fn name_in(page: &[u8], block: &StoredBlock) -> Option<TenantName> {
     let expected =
         ExpectedHeader { key: block.key, generation: block.generation, header_crc: block.header_crc };
-    decode_header(page, &expected).ok()?.tenant
+    match key_of(page) {
+        Some((tenant, _)) if names_block(page, &expected) => tenant,
+        Some(_) => None,
+        None => decode_header(page, &expected).ok()?.tenant,
+    }
 }
 
 #[cfg(test)]
@@ -58,6 +64,7 @@ mod tests {
     use std::cell::Cell;
 
     use reprise_agent_core::pool::PageNumber;
+    use reprise_agent_core::pool::header::encryption::{BlockCipher, SALT_BYTES, TAG_BYTES, TenantKey};
     use reprise_agent_core::pool::header::{HeaderFields, encode_header};
     use reprise_policy::{BlockKey, ContentId, Dtype, Generation, Layout, LayoutSpec, Parts};
 
@@ -138,6 +145,20 @@ mod tests {
         assert_eq!(disk.names(), BTreeMap::from([(TenantId(7), name("a"))]));
         disk.pages.clear();
         assert!(disk.names().is_empty(), "nothing can be read");
+    }
+
+    #[test]
+    fn name_in_an_encrypted_page_needs_no_key() {
+        let mut disk = Disk::of(&[(1, 7, Some("a")), (2, 9, Some("b"))]);
+        for number in [1, 2] {
+            let page = disk.pages.get_mut(&PageNumber(number).offset()).expect("written");
+            let cipher = BlockCipher::for_block(page, &layout(), &TenantKey::new(&[7; 32]), &[3; SALT_BYTES]);
+            let cipher = cipher.expect("a small layout");
+            cipher.seal_header(page, &vec![[0; TAG_BYTES]; cipher.groups().count() as usize]);
+        }
+        assert_eq!(disk.names(), BTreeMap::from([(TenantId(7), name("a")), (TenantId(9), name("b"))]));
+        disk.stored[0].generation.0 += 1;
+        assert_eq!(disk.names(), BTreeMap::from([(TenantId(9), name("b"))]), "the page of an older block");
     }
 
     #[test]

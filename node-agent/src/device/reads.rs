@@ -425,9 +425,9 @@ impl Block {
         keys: &EncryptionKeys,
     ) -> Result<(Box<[u32]>, Option<Decryptor>), FillError> {
         let BlockRead { key, generation, header_crc, .. } = self.read;
-        let decryptor = Decryptor::of_page(page, keys)?;
-        let header = decode_header(page, &ExpectedHeader { key, generation, header_crc });
-        let header = header.map_err(|_| FillError::Corrupt)?;
+        let expected = ExpectedHeader { key, generation, header_crc };
+        let decryptor = Decryptor::of_page(page, &expected, keys)?;
+        let header = decode_header(page, &expected).map_err(|_| FillError::Corrupt)?;
         let matches =
             header.layout == *pieces.layout() && header.checksums.len() == pieces.layout().objects() as usize;
         if matches { Ok((header.checksums, decryptor)) } else { Err(FillError::Corrupt) }

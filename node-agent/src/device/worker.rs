@@ -10,8 +10,8 @@
 //! flight.
 //!
 //! Limits: the engine's maximum of operations, and [`IN_FLIGHT_BYTES_MAX`], but always
-//! [`IN_FLIGHT_OPS_MIN`] operations. All reads of a class together are one item of the queue; [`Reads`] selects
-//! the next block.
+//! [`IN_FLIGHT_OPS_MIN`] operations. All reads of a class together are one item of the queue;
+//! [`Reads`](super::reads::Reads) selects the next block.
 //!
 //! Every report wakes the core's thread, so progress of fills is collected for up to [`REPORT_DELAY_MAX`]
 //! while the device has more to read. Completed operations are reported immediately, since the pool waits
@@ -30,18 +30,19 @@ use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    CloseOutcome, Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue,
-    Submission, Token, Wait,
+    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
+    Token, Wait,
 };
 use reprise_policy::layout::PAGE_BYTES;
 
-use super::encryption::{Encryptor, WriteForm, form_of};
+use super::encryption::{EncryptError, Encryptor, WriteForm, form_of};
 use super::health::{Access, Health};
-use super::reads::{PendingReads, PieceName, PieceRead, Reads};
+use super::reads::PieceName;
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
 use crate::encryption::EncryptionKeys;
 use crate::metrics::{DeviceMetrics, QueueDepths};
+use read_classes::{ReadsByClass, ReadsQueued};
 
 /// Number of read classes.
 const READ_CLASSES: usize = 2;
@@ -145,79 +146,6 @@ struct CompletedOp {
     bytes: u64,
     latency: Duration,
     result: Result<(), IoError>,
-}
-
-/// Reads of one class, and whether their [`Work::Piece`] is in the queue.
-struct ClassReads {
-    reads: Reads,
-    queued: ReadsQueued,
-}
-
-/// Reads of both classes.
-struct ReadsByClass {
-    awaited: ClassReads,
-    prefetch: ClassReads,
-    /// Whose turn it is, while awaited reads and promoted ones wait.
-    turn: ReadClass,
-}
-
-impl ReadsByClass {
-    fn new(keys: &EncryptionKeys) -> ReadsByClass {
-        let empty = || ClassReads { reads: Reads::with_keys(keys.clone()), queued: ReadsQueued::No };
-        ReadsByClass { awaited: empty(), prefetch: empty(), turn: ReadClass::Prefetch }
-    }
-
-    /// Returns the next read of a rank, with the class whose batch it is of. Promoted reads ahead alternate with
-    /// the reads of loads, so neither starves the other.
-    fn next(&mut self, rank: ReadClass, pages: &PageBufferPool) -> Option<(ReadClass, PieceRead)> {
-        if rank == ReadClass::Prefetch {
-            return self.prefetch.reads.next(pages).map(|read| (rank, read));
-        }
-        let turn = self.turn;
-        let mut of = |class| match class {
-            ReadClass::Awaited => self.awaited.reads.next(pages),
-            ReadClass::Prefetch => self.prefetch.reads.next_promoted(pages),
-        };
-        let other = match turn {
-            ReadClass::Awaited => ReadClass::Prefetch,
-            ReadClass::Prefetch => ReadClass::Awaited,
-        };
-        let (class, read) = match of(turn) {
-            Some(read) => (turn, read),
-            None => (other, of(other)?),
-        };
-        self.turn = if class == turn { other } else { turn };
-        Some((class, read))
-    }
-
-    fn of(&mut self, class: ReadClass) -> &mut ClassReads {
-        match class {
-            ReadClass::Awaited => &mut self.awaited,
-            ReadClass::Prefetch => &mut self.prefetch,
-        }
-    }
-
-    fn pending(&self) -> PendingReads {
-        let (awaited, prefetch) = (self.awaited.reads.pending(), self.prefetch.reads.pending());
-        PendingReads { pieces: awaited.pieces + prefetch.pieces, bytes: awaited.bytes + prefetch.bytes }
-    }
-
-    fn take_updates(&mut self, updates: &mut Vec<(FillId, FillUpdate)>) {
-        self.awaited.reads.take_updates(updates);
-        self.prefetch.reads.take_updates(updates);
-    }
-
-    fn fail_all(&mut self, closed: CloseOutcome) {
-        self.awaited.reads.fail_all(closed);
-        self.prefetch.reads.fail_all(closed);
-    }
-}
-
-/// Whether [`Work::Piece`] of a class is in the queue; it is queued at most once.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ReadsQueued {
-    Yes,
-    No,
 }
 
 /// Whether the thread continues.
@@ -355,7 +283,7 @@ impl Worker {
 
     /// Reads the remaining pieces of these fills with the rank of loads.
     fn promote(&mut self, fills: Vec<FillId>) {
-        if self.reads.prefetch.reads.promote(&fills.into_iter().collect()) {
+        if self.reads.promote(&fills.into_iter().collect()) {
             self.queue_reads(ReadClass::Awaited);
         }
     }
@@ -389,6 +317,9 @@ impl Worker {
                 if header.len() as u64 != PAGE_BYTES {
                     return self.refuse_op(token, "invalid size of a header");
                 }
+                if !matches!(form_of(&header, &self.context.keys), Ok(WriteForm::Plain)) {
+                    return self.refuse_plaintext(token, &EncryptError::Plaintext);
+                }
                 let mut pages = self.pages.take();
                 pages.copy_from_slice(&header);
                 (OpClass::Write, Work::Write { token, offset, pages, payload: None })
@@ -400,7 +331,7 @@ impl Worker {
                         pages.copy_from_slice(&header);
                         let form = match form_of(&header, &self.context.keys) {
                             Ok(form) => form,
-                            Err(error) => return self.refuse_op(token, &error.to_string()),
+                            Err(error) => return self.refuse_plaintext(token, &error),
                         };
                         (OpClass::Write, Work::Write { token, offset, pages, payload: Some((payload, form)) })
                     }
@@ -420,6 +351,13 @@ impl Worker {
     /// Only a bug in the core leads here.
     fn refuse_op(&mut self, token: OpToken, reason: &str) {
         tracing::error!(path = %self.context.path, reason, "rejected a device operation");
+        self.report.done.push((token, Err(DeviceError::Refused)));
+        self.progress_since.get_or_insert_with(Instant::now);
+    }
+
+    /// The tenant's keys were removed meanwhile, or a peer offered blocks of a layout that cannot be encrypted.
+    fn refuse_plaintext(&mut self, token: OpToken, error: &EncryptError) {
+        tracing::warn!(path = %self.context.path, %error, "did not write a block, because it cannot be encrypted");
         self.report.done.push((token, Err(DeviceError::Refused)));
         self.progress_since.get_or_insert_with(Instant::now);
     }
@@ -452,7 +390,7 @@ impl Worker {
                     let (encrypted, payload) = match written {
                         Ok(written) => written,
                         Err(error) => {
-                            self.refuse_op(token, &error.to_string());
+                            self.refuse_plaintext(token, &error);
                             continue;
                         }
                     };
@@ -600,6 +538,7 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
 mod lost;
 #[cfg(test)]
 mod power_loss;
+mod read_classes;
 #[cfg(test)]
 mod test_bench;
 #[cfg(test)]

@@ -15,6 +15,7 @@ use reprise_transport::{CompositeTransport, Transport};
 
 use super::{Deployment, Executor, lock};
 use crate::directory::StrangerRequest;
+use crate::encryption::Declaration;
 
 /// Time for which a node may fetch the blocks that were offered to it. Offers and fetches end much earlier.
 const OFFERED_FOR: Duration = Duration::from_secs(60);
@@ -180,10 +181,18 @@ impl Executor {
         let peer::PeerOffer { offer, from, tenant, layout, keys } = offer;
         let node = self.parts.directory.node_of(&from);
         let acts_for = self.parts.directory.acts_for(&from, &tenant);
+        let is_unknown =
+            tenant != TenantName::default_tenant() && self.parts.keys.learn(&tenant) == Declaration::Unknown;
+        let has_no_key = self.parts.keys.are_missing(&tenant);
         // Only nodes of the cluster may register tenant names here.
         let tenant =
             node.filter(|_| acts_for).map(|from| (from, lock(&self.parts.tenants).enter_offered(&tenant)));
         let reason = match tenant {
+            Some((_, Ok(_))) if is_unknown => {
+                "the tenant's salt, which declares whether it must be encrypted, is not on this node"
+                    .to_owned()
+            }
+            Some((_, Ok(_))) if has_no_key => "the tenant must be encrypted and has no key here".to_owned(),
             Some((from, Ok(tenant))) => return Some(PeerOffer { offer, from, tenant, layout, keys }),
             Some((_, Err(error))) => error.to_string(),
             None => "the peer is not known to act for the tenant".to_owned(),

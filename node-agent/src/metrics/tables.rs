@@ -229,6 +229,7 @@ pub(crate) const CORE: &[MetricInfo] = &[
     ),
     counter("demoted_on_request_blocks", "Copies in DRAM that were dropped on request"),
     counter("deleted_blocks", "Blocks that were removed on request"),
+    counter("erased_blocks", "Blocks that were removed because the encryption keys of their tenant are gone"),
     gauge("journal_used_bytes", "Bytes of the journals in use"),
     gauge("journal_capacity_bytes", "Bytes of the journals"),
     counter("journal_checkpoints", "Checkpoints written by the open pools"),

@@ -217,6 +217,7 @@ fn check_key(context: &SessionContext, hello: &Hello) -> Result<(), Rejection> {
     let Hello { tenant, layout, .. } = hello;
     let refuse = |kind, message| Err(Rejection { id: hello.id, kind, reason: Reason::Refused, message });
     let kind = if context.identity.is_some() { FailureKind::Busy } else { FailureKind::BadRequest };
+    context.keys.learn(tenant);
     match context.keys.of(tenant) {
         None => Ok(()),
         Some(keys) if keys.is_empty() => refuse(

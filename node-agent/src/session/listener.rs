@@ -325,6 +325,10 @@ fn serve(place: &Place, socket: UnixStream, id: SessionId, peer: Peer) {
     let opened = NewSession { opened, session: session.clone(), progress };
     if context.inbox.send(Input::SessionOpened(Box::new(opened))).is_ok() {
         session.outbound.send(outbound::Outgoing::Frame(welcome));
+        // If the keys were removed before the core knew this session, it has not ended it.
+        if context.keys.are_missing(tenant) {
+            session.end(&format!("the encryption keys of tenant '{tenant}' were removed from this node"));
+        }
         read_requests(context, &session, &mut frames);
     }
     // A client that closes its sending side ends the session. A rejected client must still receive the

@@ -20,7 +20,7 @@ use reprise_proto::local::{self, FailureKind, response::Body};
 use super::decode::DecodeResult;
 use super::frame::{Descriptor, Frame, FrameReader};
 use super::outbound::Outgoing;
-use super::{STOPPING, Session, SessionContext, submit_request};
+use super::{NO_EXTENTS, STOPPING, Session, SessionContext, submit_request};
 use crate::queue_grants::{NewGrant, NewQueue, RevocationEnd, RevocationSink};
 
 /// A request about queue pairs.
@@ -94,6 +94,9 @@ impl<'scope, 'env> QueueCalls<'scope, 'env> {
         }
         // Closed with the job, unless queue pairs are granted.
         let file = if matches!(call, QueueCall::Register { .. }) { frames.take_descriptor() } else { None };
+        if !call.frees_resources() && self.context.keys.of(&self.session.peer.tenant).is_some() {
+            return self.session.refuse(id, FailureKind::BadRequest, NO_EXTENTS);
+        }
         let Some(jobs) = self.thread() else {
             let text = "the agent cannot spawn a thread for queue pairs: retry later";
             tracing::warn!(

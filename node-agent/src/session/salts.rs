@@ -1,6 +1,7 @@
 //! Isolation salts of tenants, in the files of a folder.
 //!
-//! A file has the name of its tenant and 64 hexadecimal digits. It is read by each greeting, so that a new tenant needs
+//! A file has the name of its tenant and 64 hexadecimal digits. With the word `encrypted` behind them, the blocks of the
+//! tenant must be encrypted on devices: the word arrives with the salt, so no block is written before. A file is read by each greeting, so that a new tenant needs
 //! no restart: in a cluster, the kubelet updates the folder from a Secret. A session of a tenant without a salt is
 //! refused, because keys without a secret can be guessed. The tenant `default` has no salt.
 
@@ -9,6 +10,9 @@ use std::path::PathBuf;
 use reprise_policy::{TenantName, TenantSalt};
 
 use crate::secret_file::{self, SecretError};
+
+/// Word in the file of a tenant whose blocks must be encrypted on devices.
+const ENCRYPTED: &str = "encrypted";
 
 /// Salts of the tenants of this node.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +35,21 @@ impl TenantSalts {
         TenantSalts { folder }
     }
 
+    /// Whether the salt of a tenant declares that its blocks must be encrypted; `None` if the salt cannot be read. Without
+    /// a folder, nothing is declared.
+    pub(crate) fn requires_encryption(&self, tenant: &TenantName) -> Option<bool> {
+        let Some(folder) = &self.folder else { return Some(false) };
+        let path = folder.join(tenant.as_str());
+        secret_file::read_marked(&path, 1, Some(ENCRYPTED)).ok().map(|(_, is_encrypted)| is_encrypted)
+    }
+
+    /// Returns the tenants with a file in the folder.
+    pub(crate) fn tenants(&self) -> Vec<TenantName> {
+        let entries =
+            self.folder.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    }
+
     /// Returns the salt of a tenant; `None` for the default tenant.
     ///
     /// # Errors
@@ -47,8 +66,8 @@ impl TenantSalts {
             )));
         };
         let path = folder.join(tenant.as_str());
-        let read = secret_file::read(&path, 1).map(|secrets| Some(TenantSalt::new(secrets[0])));
-        read.map_err(|error| match error {
+        let read = secret_file::read_marked(&path, 1, Some(ENCRYPTED));
+        read.map(|(secrets, _)| Some(TenantSalt::new(secrets[0]))).map_err(|error| match error {
             SecretError::Missing => SaltError::Missing(format!(
                 "this node has no isolation salt of tenant '{tenant}' ({}): create it with `reprise tenant create-salt \
                  {tenant} --folder {}` if no node has it, or copy the file from another node; in Kubernetes, create the \

@@ -86,6 +86,8 @@ pub(crate) struct Tenant {
     pub(crate) id: TenantId,
     /// Name of the tenant, once the runtime has sent it.
     pub(crate) name: Option<TenantName>,
+    /// Whether its encryption keys are gone: it gets no slots.
+    is_erased: bool,
     dram: Account,
     nvme: Account,
     pub(crate) counts: TenantCounts,
@@ -187,7 +189,7 @@ impl Accounts {
         let index = TenantIndex(self.tenants.len() as u16);
         let account = Account::new(Quota::UNLIMITED);
         let counts = TenantCounts::default();
-        self.tenants.push(Tenant { id, name: None, dram: account, nvme: account, counts });
+        self.tenants.push(Tenant { id, name: None, is_erased: false, dram: account, nvme: account, counts });
         self.by_id.insert(id, index);
         Some(index)
     }
@@ -331,14 +333,25 @@ impl Cache {
         }
     }
 
+    /// Sets whether the encryption keys of a tenant are gone.
+    pub(crate) fn set_erased(&mut self, index: TenantIndex, is_erased: bool) {
+        self.accounts.get_mut(index).is_erased = is_erased;
+    }
+
+    /// Whether the encryption keys of a tenant are gone.
+    pub(crate) fn is_erased(&self, index: TenantIndex) -> bool {
+        self.accounts.get(index).is_erased
+    }
+
     /// Counts a block that is not saved because the tenant's limit is smaller than one block.
     pub(crate) fn count_limited(&mut self, request: SlotRequest) {
         self.accounts.get_mut(request.tenant).counts.nvme_limited_bytes += request.slot_bytes;
     }
 
-    /// Whether blocks of a lane fit a device and the tenant's limit.
+    /// Whether blocks of a lane fit a device and the tenant's limit, and can be encrypted if they must be.
     pub(crate) fn may_be_saved(&self, request: SlotRequest) -> bool {
-        self.devices.can_hold(request.slot_bytes)
+        !self.is_erased(request.tenant)
+            && self.devices.can_hold(request.slot_bytes)
             && self.accounts.nvme(request.tenant).quota.limit() >= nvme_bytes(request.slot_bytes)
     }
 }

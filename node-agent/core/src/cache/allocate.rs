@@ -8,13 +8,16 @@ use crate::cache::sizes::{SizeClass, SizeClassId};
 impl Cache {
     /// Allocates a frame with a slot for a size class, evicting other blocks if the arena is full or the
     /// tenant at its limit. `None` if nothing of the tenant's is evictable, and the rest of the arena belongs
-    /// to other tenants.
+    /// to other tenants, and for an erased tenant.
     pub(super) fn allocate_frame(
         &mut self,
         size_class: SizeClassId,
         state: FrameState,
     ) -> Option<FrameIndex> {
         let SizeClass { slot_group, slot_bytes, tenant_index: tenant, .. } = *self.sizes.get(size_class);
+        if self.is_erased(tenant) {
+            return None;
+        }
         if !self.make_room_below_limit(tenant, slot_group, slot_bytes) {
             self.outcomes.arena_full = true;
             return None;

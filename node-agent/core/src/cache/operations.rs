@@ -111,7 +111,7 @@ impl Cache {
 
     /// Drops a stored block that could not be read or failed verification. After a medium error, its slot is
     /// quarantined. After a checksum mismatch, the slot is freed: the committing client may have sent a wrong
-    /// checksum, and could otherwise use up the pool.
+    /// checksum, and could otherwise use up the pool. A block whose key is gone leaves a usable slot, too.
     pub(super) fn drop_stored(&mut self, cx: &mut Context, entry: EntryIndex, error: FillError) {
         let Some(stored) = self.index.entry(entry).stored() else { return };
         let key = self.index.entry(entry).key();
@@ -122,6 +122,10 @@ impl Cache {
             self.counters.corrupt_blocks += 1;
             let (device, page) = (stored.device, stored.page);
             cx.emit(Effect::Diagnostic(Diagnostic::CorruptBlock { device, page, key }));
+            return;
+        }
+        if error == FillError::Absent {
+            self.devices.free(stored.device, stored.page);
             return;
         }
         let device = self.devices.device_mut(stored.device);

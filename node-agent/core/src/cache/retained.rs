@@ -231,6 +231,19 @@ impl Cache {
     /// Removes all copies of a block from this node. Loads that hold the copy in DRAM keep it until they end; a slot
     /// of a device that a client has pinned is freed after its pin.
     pub(crate) fn delete(&mut self, key: &BlockKey, size_class: SizeClassId) -> Change {
+        let change = self.remove_copies(key, size_class);
+        self.counters.deleted_blocks += u64::from(matches!(change, Change::Done(_)));
+        change
+    }
+
+    /// As [`Cache::delete`], for a block whose encryption key is gone.
+    pub(crate) fn erase(&mut self, key: &BlockKey, size_class: SizeClassId) -> Change {
+        let change = self.remove_copies(key, size_class);
+        self.counters.erased_blocks += u64::from(matches!(change, Change::Done(_)));
+        change
+    }
+
+    fn remove_copies(&mut self, key: &BlockKey, size_class: SizeClassId) -> Change {
         let Some(entry) = self.entry_of(key, size_class) else { return Change::Absent };
         let state = self.index.entry(entry);
         let slot_bytes = self.slot_bytes(size_class);
@@ -248,7 +261,6 @@ impl Cache {
             0 => self.remove_if_absent(entry),
             _ => self.remove_stored(entry),
         }
-        self.counters.deleted_blocks += 1;
         Change::Done(on_device + if frame.is_some() { slot_bytes } else { 0 })
     }
 

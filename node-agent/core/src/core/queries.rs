@@ -64,6 +64,7 @@ impl AgentCore {
         prefetch.audit(cache, &self.settings.prefetch)?;
         begun.audit(cache, self.sessions.keys())?;
         retention.audit(cache, &self.settings)?;
+        self.erasures.audit(cache)?;
         audit::compare(&Owners {
             sessions: &self.sessions,
             cache,

@@ -11,7 +11,7 @@ use super::page::{PAGE, bytes_at, intact, is_blank, put, seal, u32_at, u64_at};
 use super::record::BankIncarnation;
 
 /// Format version that this build reads and writes.
-pub const FORMAT_VERSION: u32 = 3;
+pub const FORMAT_VERSION: u32 = 4;
 
 const MAGIC: [u8; 8] = *b"REPRISE\0";
 const MAGIC_AT: usize = 0;

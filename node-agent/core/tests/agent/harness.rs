@@ -74,6 +74,8 @@ pub(crate) struct Harness {
     pub(crate) faults: Faults,
     /// Replicas announced to the directory.
     pub(crate) announced: BTreeSet<(BlockKey, Tier)>,
+    /// Tenants whose encryption keys are gone.
+    pub(crate) erased: BTreeSet<TenantId>,
     /// All contents ever committed under a key, on any node.
     pub(crate) committed_tags: BTreeMap<BlockKey, BTreeSet<Tag>>,
     /// Keys that engines of this node have committed since it started.
@@ -189,6 +191,7 @@ impl Harness {
             jobs: Vec::new(),
             faults: setup.faults,
             announced: BTreeSet::new(),
+            erased: BTreeSet::new(),
             committed_tags: BTreeMap::new(),
             committed: BTreeSet::new(),
             recovered,

@@ -33,6 +33,7 @@ mod scenarios_begun;
 mod scenarios_chains;
 mod scenarios_demotion;
 mod scenarios_devices;
+mod scenarios_erasure;
 mod scenarios_extent_limits;
 mod scenarios_extents;
 mod scenarios_inbound;

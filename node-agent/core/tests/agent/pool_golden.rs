@@ -1,4 +1,4 @@
-//! The bytes of format version 3, fixed by files that an independent program generated from
+//! The bytes of format version 4, fixed by files that an independent program generated from
 //! `docs/FORMAT.md`.
 //!
 //! A difference here means that existing pools can no longer be read: change the version, not the
@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use crate::pool_harness::disk::Disk;
 use crate::pool_harness::{batch, block_write, layout, params, recover};
 use proptest::prelude::*;
+use reprise_agent_core::pool::header::encryption::{BlockCipher, SALT_BYTES, TenantKey, open_header};
 use reprise_agent_core::pool::header::{
     ExpectedHeader, HEADER_BYTES, HeaderError, HeaderFields, decode_header, encode_header, read_header,
 };
@@ -27,6 +28,7 @@ const CHECKPOINT_PAGE: &str = include_str!("fixtures/checkpoint_page.hex");
 const TAIL_PAGE: &str = include_str!("fixtures/tail_page.hex");
 const SLOT_HEADER: &str = include_str!("fixtures/slot_header.hex");
 const SLOT_HEADER_NAMED: &str = include_str!("fixtures/slot_header_named.hex");
+const SLOT_HEADER_ENCRYPTED: &str = include_str!("fixtures/slot_header_encrypted.hex");
 
 const DEVICE_BYTES: u64 = 64 << 20;
 const PAGE: u64 = 4096;
@@ -231,6 +233,21 @@ fn a_slot_header_matches_its_fixture_with_a_tenant_name_and_is_valid_without_one
     assert_eq!(read_header(&first).expect("intact").0.tenant, None);
     let second = write(&mut pool, 0x22, Some(name)).expect("written");
     assert_page(&second, SLOT_HEADER_NAMED, "slot header with a name");
+}
+
+#[test]
+fn the_header_of_an_encrypted_block_matches_its_fixture_and_is_restored() {
+    let (plain, key) = (fixture(SLOT_HEADER_NAMED), TenantKey::new(&[0x42; 32]));
+    let salt: [u8; SALT_BYTES] = std::array::from_fn(|at| at as u8 + 1);
+    let mut page = plain.clone();
+    let cipher = BlockCipher::for_block(&mut page, &layout(3), &key, &salt).expect("few objects");
+    let mut payload: Vec<u8> = (0..layout(3).block_bytes()).map(|at| (at * 7) as u8).collect();
+    let groups = (0..).zip(payload.chunks_mut(layout(3).object_bytes() as usize));
+    let tags: Vec<_> = groups.map(|(group, bytes)| cipher.seal_group(group, bytes)).collect();
+    cipher.seal_header(&mut page, &tags);
+    assert_page(&page, SLOT_HEADER_ENCRYPTED, "encrypted slot header");
+    open_header(&mut page, &key).expect("the key of the page");
+    assert_page(&page, SLOT_HEADER_NAMED, "restored slot header");
 }
 
 #[test]

@@ -272,7 +272,18 @@ fn some_quota(rng: &mut Rng, slot: u64, slots: usize) -> Quota {
 }
 
 fn environment_changes(harness: &mut Harness) {
-    match harness.rng.below(12) {
+    match harness.rng.below(13) {
+        12 => {
+            let tenant = TenantId(1 + harness.rng.below(usize::from(TENANTS) - 1) as u16);
+            let event = match harness.erased.remove(&tenant) {
+                true => Event::TenantRestored { tenant },
+                false => {
+                    harness.erased.insert(tenant);
+                    Event::TenantErased { tenant }
+                }
+            };
+            harness.apply(event);
+        }
         6 | 7 => {
             let mode = [NodeMode::Active, NodeMode::Active, NodeMode::Cordoned, NodeMode::Draining];
             let (mode, revision) = (mode[harness.rng.below(4)], harness.rng.below(60) as u64);
@@ -352,6 +363,11 @@ pub(crate) fn finish_all(harness: &mut Harness) {
         harness.pass(Duration::from_secs(2));
         harness.finish_jobs();
     }
+    for tenant in std::mem::take(&mut harness.erased) {
+        let usage = harness.core.tenant_usage().find(|usage| usage.tenant == tenant);
+        assert_eq!(usage.map_or(0, |usage| usage.nvme.used), 0, "blocks of an erased tenant remain");
+        harness.apply(Event::TenantRestored { tenant });
+    }
     let counters = harness.core.counters();
     let left = [
         ("sessions", counters.sessions),
@@ -417,6 +433,7 @@ impl Coverage {
 #[test]
 fn random_runs_neither_leak_nor_hang_nor_read_wrong_bytes() {
     let coverage = Coverage::of(&[
+        "erased_blocks",
         "duplicate_items",
         "durable_items",
         "lost_items",

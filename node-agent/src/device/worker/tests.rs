@@ -14,6 +14,7 @@ use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec, Tick};
 use reprise_agent_core::effect::FillId;
 
 use super::*;
+use crate::device::reads::PendingReads;
 use crate::metrics::Metrics;
 
 /// Maximum wait for events that take microseconds.

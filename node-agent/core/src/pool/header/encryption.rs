@@ -17,8 +17,8 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
 use ring::{digest, hmac};
 
 use super::{
-    CHECKSUMS_AT, CONTENT_AT, HeaderError, KEY_AT, LAYOUT_AT, TENANT_BYTES_AT, UUID_AT, bytes_at, intact,
-    put, seal, tenant_at,
+    CHECKSUMS_AT, CONTENT_AT, ExpectedHeader, HEADER_BYTES, HeaderError, KEY_AT, LAYOUT_AT, TENANT_BYTES_AT,
+    UUID_AT, bytes_at, intact, put, read_header, seal, tenant_at,
 };
 
 const SALT_AT: usize = 100;
@@ -134,9 +134,17 @@ impl Groups {
     }
 }
 
-/// Returns the tenant and the key of an encrypted block's header page; `None` for plaintext.
+/// Returns the tenant and the key of an encrypted block's header page; `None` for plaintext, and for a damaged page.
 pub fn key_of(page: &[u8]) -> Option<(Option<TenantName>, KeyId)> {
-    (page.get(KIND_AT)? == &AES_256_GCM_KIND).then(|| (tenant_at(page), KeyId(bytes_at(page, KEY_ID_AT))))
+    let is_encrypted = page.len() == HEADER_BYTES && page[KIND_AT] == AES_256_GCM_KIND;
+    (is_encrypted && intact(page).is_some()).then(|| (tenant_at(page), KeyId(bytes_at(page, KEY_ID_AT))))
+}
+
+/// Whether the readable fields of a header page name the expected block. Without the key, the checksum that the journal
+/// recorded cannot be compared.
+pub fn names_block(page: &[u8], expected: &ExpectedHeader) -> bool {
+    let found = read_header(page);
+    found.is_ok_and(|(header, _)| (header.key, header.generation) == (expected.key, expected.generation))
 }
 
 /// Returns the tenant of a header page.

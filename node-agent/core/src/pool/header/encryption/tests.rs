@@ -1,4 +1,4 @@
-//! Encrypted blocks: what is restored, what is refused, and what a page shows.
+//! Encrypted blocks: restored and refused pages and groups, and the readable part of a page.
 
 use proptest::prelude::*;
 use reprise_policy::{BlockKey, ContentId, Generation, LayoutSpec, Parts};
