@@ -241,7 +241,7 @@ mod tests {
         };
         assert!(feasible(&[], &[lost]).message.contains("1Gi on devices"));
         let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let (_, findings) = compute(&spec, &[], &[refused], None, None);
+        let (_, findings) = compute(&spec, &[], &[refused], None, []);
         let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("a condition");
         assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
         assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);
