@@ -239,8 +239,9 @@ fn every_changed_bit_of_an_encrypted_block_is_found() {
     let changed =
         [SALT_AT, KIND_AT, 40, 48, CHECKSUMS_AT + 5, tags + 1, tags + TAG_BYTES, tags + objects * TAG_BYTES];
     for (number, at) in (2..).zip(changed) {
-        pool.flip(header(number) + at, 0);
-        pool.seal(header(number));
+        let page = header(number);
+        pool.flip(page + at, 0);
+        pool.seal(page);
     }
     // Bits of the header page only.
     let last = 2 + changed.len() as u64;
