@@ -65,7 +65,9 @@ pub struct CacheTenantSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("isolation is immutable because the keys of blocks depend on it: create a new CacheTenant with another name"))]
     pub isolation: Isolation,
-    /// Encryption key of the tenant's blocks, with `Encrypted`. Not in this release.
+    /// Encryption keys of the tenant's blocks, with `Encrypted`: 64 hexadecimal digits in each of up to 16 lines. The
+    /// first key encrypts, the others decrypt older blocks. Without the entry, all blocks of the tenant are erased. The
+    /// operator needs the value `rbac.keySecrets` of the chart to read it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_secret_ref: Option<NamespacedKeyRef>,
     /// Tenant number in the block headers on devices. Absent: derived from the name. Set it if an agent
@@ -96,7 +98,7 @@ choice! {
     Isolation {
         /// Block keys contain the tenant's salt, so equal prompts of two tenants have different keys.
         Salted,
-        /// As `Salted`, and data on devices is encrypted. Not in this release.
+        /// As `Salted`, and data on devices is encrypted with the keys in `keySecretRef`.
         Encrypted,
         /// Tenants with this isolation share blocks. Not in this release.
         Shared,
@@ -178,8 +180,8 @@ pub struct CacheTenantStatus {
     /// accurate to 1/64; otherwise it is the last known usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<TenantUsage>,
-    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`,
-    /// `OverQuota`, `DeletionBlocked`.
+    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `KeyAvailable`,
+    /// `UsageKnown`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

@@ -106,6 +106,8 @@ words! {
         BudgetApplied,
         /// Agents accept only the pods selected by the tenant as that tenant.
         PodsBound,
+        /// Agents have the encryption key of the tenant. False with reason `Erased`: no node has blocks of the tenant.
+        KeyAvailable,
     }
 }
 
@@ -173,6 +175,8 @@ words! {
         ConfirmationMissing,
         /// A wipe, release or purge is still in progress.
         Releasing,
+        /// The encryption key is gone, and no node has blocks of the tenant.
+        Erased,
         /// The request exceeds the remaining budget.
         OverBudget,
         /// The reservations exceed the capacity.

@@ -1,5 +1,6 @@
 //! Tenants: configuration of agents, feasibility of reservations, mapping of pods, and conflicts.
 
+use k8s_openapi::ByteString;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
@@ -105,5 +106,56 @@ fn pod_tenants_follow_namespaces_without_agent_restart() {
     wait_until("the file names no tenant", PATIENCE, || {
         tenant_map(&k8s).filter(|(file, _)| file["tenants"] == json!([]))
     });
+    assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
+}
+
+#[test]
+fn keys_of_an_encrypted_tenant_are_copied_rotated_and_erased_with_their_secret() {
+    let (k8s, _operator) = TestCluster::with_operator();
+    k8s.cluster(json!({}));
+    let [first, second] = ["1", "2"].map(|digit| digit.repeat(64));
+    let secret = |keys: &str| {
+        let metadata = json!({ "name": "kv-key" });
+        k8s.apply(&json!({ "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": { "key": keys } }));
+    };
+    let namespace = k8s.wait_for("ConfigMap", "c-agent").metadata.namespace.expect("it has a namespace");
+    let reference = json!({ "namespace": namespace, "name": "kv-key", "key": "key" });
+    tenant(&k8s, "team-a", &json!({ "isolation": "Encrypted", "keySecretRef": reference }));
+    k8s.wait_message(
+        "CacheTenant",
+        "team-a",
+        ["KeyAvailable", "False", "Releasing"],
+        &["kv-key", "does not exist"],
+    );
+    let entry = |secret: &str| {
+        let data = k8s.get("Secret", secret)?.data["data"]["team-a"].clone();
+        let ByteString(bytes) = serde_json::from_value(data).ok()?;
+        Some(String::from_utf8(bytes).expect("text"))
+    };
+    let salt = wait_until("the salt declares the encryption", PATIENCE, || entry("c-salts"));
+    assert!(salt.ends_with("\nencrypted\n"), "{salt}");
+    assert_eq!(entry("c-keys"), None);
+
+    secret(&first);
+    k8s.wait_condition("CacheTenant", "team-a", ["KeyAvailable", "True", "AsDesired"]);
+    assert_eq!(entry("c-keys"), Some(format!("{first}\n")));
+    let agents = k8s.wait_for("DaemonSet", "c-agent").data["spec"].clone();
+    secret(&format!("{second}\n{first}"));
+    wait_until("the copy has the new key", PATIENCE, || {
+        (entry("c-keys")? == format!("{second}\n{first}\n")).then_some(())
+    });
+    secret("not a key");
+    k8s.wait_message(
+        "CacheTenant",
+        "team-a",
+        ["KeyAvailable", "False", "SecretInvalid"],
+        &["64 hexadecimal digits"],
+    );
+    assert_eq!(entry("c-keys"), Some(format!("{second}\n{first}\n")), "an invalid entry erases nothing");
+
+    k8s.delete("Secret", "kv-key");
+    k8s.wait_condition("CacheTenant", "team-a", ["KeyAvailable", "False", "Releasing"]);
+    assert_eq!(entry("c-keys"), None);
+    assert_eq!(entry("c-salts"), Some(salt));
     assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
 }

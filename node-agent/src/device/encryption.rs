@@ -8,7 +8,7 @@ use reprise_agent_core::pool::header::encryption::{
     self, BlockCipher, GroupTags, Groups, SALT_BYTES, TAG_BYTES, TenantKey, key_of, names_block, open_header,
 };
 use reprise_agent_core::pool::header::{ExpectedHeader, read_header};
-use reprise_buffers::{PageBuffer, Span};
+use reprise_buffers::{PageBuffer, Span, crc32c};
 use reprise_policy::{Layout, TenantName};
 use ring::rand::{SecureRandom as _, SystemRandom};
 
@@ -95,17 +95,20 @@ impl Encryptor {
         SystemRandom::new().fill(&mut salt).map_err(|_| EncryptError::Refused("no random numbers"))?;
         let cipher =
             BlockCipher::for_block(header, layout, key, &salt).ok_or(EncryptError::TooManyObjects)?;
-        payload.copy_out(&mut buffer);
         let of_objects = usize::try_from(layout.block_bytes()).expect("a block is at most 128 MiB");
         let Some((objects, padding)) = buffer.split_at_mut_checked(of_objects) else {
             return Err(EncryptError::Refused("invalid size of a slot"));
         };
         // The slot may have been another block's, whose bytes are not encrypted here.
         padding.fill(0);
-        let tags: Vec<[u8; TAG_BYTES]> = (0..)
-            .zip(objects.chunks_mut(group_bytes(layout, cipher.groups())))
-            .map(|(group, bytes)| cipher.seal_group(group, bytes))
-            .collect();
+        let group_bytes = group_bytes(layout, cipher.groups());
+        let mut tags: Vec<[u8; TAG_BYTES]> = Vec::with_capacity(cipher.groups().count() as usize);
+        // Copied group by group, so that its bytes are in the processor's cache when they are encrypted.
+        for (group, bytes) in (0..).zip(objects.chunks_mut(group_bytes)) {
+            let plaintext = payload.slice(group as usize * group_bytes, bytes.len());
+            plaintext.map_err(|_| EncryptError::Refused("invalid size of a slot"))?.copy_out(bytes);
+            tags.push(cipher.seal_group(group, bytes));
+        }
         cipher.seal_header(header, &tags);
         Ok(buffer)
     }
@@ -144,12 +147,19 @@ impl Decryptor {
         Ok(Some(Decryptor { cipher, tags }))
     }
 
-    /// Decrypts the objects of a piece in a slot; `false` if one does not match its tag.
-    pub(super) fn open_piece(&self, slot: &Span, pieces: &PieceMap, piece: u32) -> bool {
+    /// Decrypts the objects of a piece in a slot; `false` if one does not match its tag, or its checksum. Both are verified
+    /// in private memory, which is in the processor's cache.
+    pub(super) fn open_piece(
+        &self,
+        slot: &Span,
+        (pieces, piece): (&PieceMap, u32),
+        checksums: &[u32],
+    ) -> bool {
         let (groups, layout) = (self.cipher.groups(), pieces.layout());
         let objects = pieces.objects(piece);
         let range = objects.start / groups.per_group()..objects.end.div_ceil(groups.per_group());
         let group_bytes = group_bytes(layout, groups);
+        let object_bytes = usize::try_from(layout.object_bytes()).expect("a block is at most 128 MiB");
         let of_objects = usize::try_from(layout.block_bytes()).expect("a block is at most 128 MiB");
         let mut private = vec![0; group_bytes.min(of_objects)];
         range.into_iter().all(|group| {
@@ -157,7 +167,12 @@ impl Decryptor {
             let private = &mut private[..group_bytes.min(of_objects - start)];
             let Ok(shared) = slot.slice(start, private.len()) else { return false };
             shared.copy_out(private);
+            let first = (group * groups.per_group()) as usize;
             self.cipher.open_group(group, &self.tags[group as usize], private)
+                && private
+                    .chunks(object_bytes)
+                    .zip(&checksums[first..])
+                    .all(|(object, checksum)| crc32c(object) == *checksum)
                 && shared.copy_in(private).is_ok()
         })
     }

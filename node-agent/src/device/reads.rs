@@ -406,10 +406,11 @@ impl Block {
         // closes in any case.
         while self.verified < pieces.count() && self.has_arrived(self.verified) {
             let State::Reading { checksums, decryptor, .. } = &self.state else { return };
-            let is_open = decryptor
-                .as_ref()
-                .is_none_or(|decryptor| decryptor.open_piece(&self.slot, pieces, self.verified));
-            if !is_open || !verify(&self.slot, pieces, self.verified, checksums) {
+            let is_intact = match decryptor {
+                Some(decryptor) => decryptor.open_piece(&self.slot, (pieces, self.verified), checksums),
+                None => verify(&self.slot, pieces, self.verified, checksums),
+            };
+            if !is_intact {
                 self.fail(FillError::Corrupt);
                 return;
             }

@@ -145,6 +145,11 @@ impl ClusterNames {
         format!("{}-salts", self.name)
     }
 
+    /// Name of the Secret with the encryption keys of tenants. Agents mount it.
+    pub fn keys(&self) -> String {
+        format!("{}-keys", self.name)
+    }
+
     /// Name of the cluster in certificates. Names of namespaces and clusters contain no dots.
     pub fn in_certificates(&self) -> String {
         format!("{}.{}", self.name, self.namespace)

@@ -1,7 +1,8 @@
 //! Isolation salts of a cluster's tenants: Secret `<cluster>-salts` with an entry for each tenant, which agents mount.
 //!
 //! A salt is created when its CacheTenant first applies to the cluster. It is never changed, and it outlives the
-//! CacheTenant: with another salt, none of the tenant's blocks would be found.
+//! CacheTenant: with another salt, none of the tenant's blocks would be found. The entry of an encrypted tenant also has
+//! the word `encrypted`: with the salt, an agent learns that it may write no block of the tenant in plaintext.
 //!
 //! Invariant: an entry is added to the Secret's version that lacks it. If two operators add one at the same time, the
 //! API server rejects one of them, which then retries.
@@ -13,6 +14,7 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt;
 use kube::api::{Api, Patch, PatchParams, PostParams};
+use reprise_crds::tenant::Isolation;
 use reprise_crds::{CacheTenant, KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_policy::TenantSalt;
 use serde_json::json;
@@ -23,6 +25,9 @@ use crate::framework::metrics::Write;
 use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{ClusterNames, Component};
+
+/// Word in the entry of an encrypted tenant, which agents read.
+const ENCRYPTED: &str = "encrypted";
 
 /// Creates the missing salts of a cluster's tenants.
 ///
@@ -35,10 +40,12 @@ pub(crate) async fn ensure(
 ) -> Result<(), OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.salts();
-    let tenants: Vec<String> = tenants.iter().map(|tenant| tenant.name_any()).collect();
+    let tenants: Vec<(String, Isolation)> =
+        tenants.iter().map(|tenant| (tenant.name_any(), tenant.spec.isolation)).collect();
     let known = context.secrets.get(&names.namespace, &name);
-    let has = |tenant: &String| known.as_ref().is_some_and(|secret| secret.data["data"][tenant].is_string());
-    if tenants.iter().all(has) {
+    let known: BTreeMap<String, ByteString> =
+        known.and_then(|secret| serde_json::from_value(secret.data["data"].clone()).ok()).unwrap_or_default();
+    if missing(&known, &tenants, || TenantSalt::new([0; TenantSalt::SIZE])).is_empty() {
         return Ok(());
     }
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
@@ -78,16 +85,22 @@ pub(crate) async fn ensure(
     Ok(())
 }
 
-/// Returns a salt for each tenant that has none. Present salts never change.
+/// Returns an entry for each tenant that lacks its salt, or the word for encryption. Present salts never change.
 fn missing(
     present: &BTreeMap<String, ByteString>,
-    tenants: &[String],
+    tenants: &[(String, Isolation)],
     random: impl Fn() -> TenantSalt,
 ) -> BTreeMap<String, ByteString> {
-    let lacking = tenants.iter().filter(|tenant| !present.contains_key(*tenant));
-    lacking
-        .map(|tenant| (tenant.clone(), ByteString(format!("{}\n", random().to_hex()).into_bytes())))
-        .collect()
+    let entry = |(tenant, isolation): &(String, Isolation)| {
+        let before = present.get(tenant).map(|bytes| bytes.0.clone());
+        let is_encrypted = *isolation == Isolation::Encrypted;
+        let mut entry = before.clone().unwrap_or_else(|| format!("{}\n", random().to_hex()).into_bytes());
+        if is_encrypted && !String::from_utf8_lossy(&entry).split_whitespace().any(|word| word == ENCRYPTED) {
+            entry.extend_from_slice(format!("{ENCRYPTED}\n").as_bytes());
+        }
+        (before.as_ref() != Some(&entry)).then(|| (tenant.clone(), ByteString(entry)))
+    };
+    tenants.iter().filter_map(entry).collect()
 }
 
 fn secret(
@@ -110,7 +123,9 @@ mod tests {
 
     #[test]
     fn each_tenant_gets_one_salt_that_never_changes() {
-        let tenants = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let tenants = |names: &[&str]| {
+            names.iter().map(|name| ((*name).to_owned(), Isolation::Salted)).collect::<Vec<_>>()
+        };
         let count = Cell::new(0);
         let next = || {
             count.set(count.get() + 1);
@@ -124,5 +139,11 @@ mod tests {
         assert_ne!(salt("a"), salt("b"));
         let more = missing(&first, &tenants(&["a", "c"]), next);
         assert_eq!(more.keys().collect::<Vec<_>>(), ["c"]);
+        let encrypted = [("a".to_owned(), Isolation::Encrypted), ("d".to_owned(), Isolation::Encrypted)];
+        let marked = missing(&first, &encrypted, next);
+        let text = |name: &str| String::from_utf8(marked[name].0.clone()).expect("text");
+        assert_eq!(text("a"), format!("{}\nencrypted\n", salt("a").to_hex()), "the salt stays");
+        assert!(text("d").ends_with("\nencrypted\n"), "{}", text("d"));
+        assert!(missing(&marked, &encrypted, next).is_empty());
     }
 }

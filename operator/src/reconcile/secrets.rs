@@ -121,8 +121,9 @@ impl Secrets {
 }
 
 /// Names of a cluster's Secrets.
-fn secrets_of(names: &ClusterNames) -> [String; 5] {
-    [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()]
+fn secrets_of(names: &ClusterNames) -> [String; 6] {
+    let (salts, keys) = (names.salts(), names.keys());
+    [names.authority(), names.console(), salts, keys, names.etcd_authority(), names.etcd_tls()]
 }
 
 /// The refusal of a cluster whose Secrets the operator may not read.

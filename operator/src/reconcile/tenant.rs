@@ -1,5 +1,5 @@
 //! `CacheTenant`: validates it, checks that reservations fit, sets its budget at the control planes of its
-//! clusters, and reports its usage. Limits per node and the assignment of pods reach the agents through the
+//! clusters, copies its encryption keys, and reports its usage. Limits per node and the assignment of pods reach the agents through the
 //! children of clusters ([`crate::reconcile::cluster`]), so nothing is built here.
 
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 pub mod budget;
 pub mod controller;
 pub mod dereference;
+pub mod keys;
 pub mod pods;
 pub mod status;
 pub mod usage;
@@ -73,11 +74,14 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
         FinalizerOutcome::Done(_) => {}
         FinalizerOutcome::Forbidden(refused) => forbidden = Some((BUDGET_FINALIZER, refused)),
     }
+    let keys = keys::sync(&tenant, refused.as_ref(), &context).await?;
     let checks = dereference::dereference(&tenant, &context);
     let measured = usage::measure(&tenant, &context).await;
     let bindings = pods::binding_status(&tenant, &context);
     let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
-    let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), pods);
+    let key = keys.as_ref().map(|keys| keys::finding(&tenant, keys, &measured));
+    let more: Vec<_> = pods.into_iter().chain(key).collect();
+    let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
     let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = report.usage;
     findings.extend(report.findings);
@@ -93,7 +97,9 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let wait = crate::framework::status::write(&context, write, fresh).await?;
     // Capacities change with reports of many nodes, so they are polled instead of watched.
     let awaited = if pods::is_awaited(&bindings) { PODS_POLL_INTERVAL } else { REPORT_TIMEOUT };
-    let next = budget::next_check(&results).unwrap_or(REPORT_TIMEOUT).min(report.next).min(awaited);
+    let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
+    let next =
+        budget::next_check(&results).unwrap_or(REPORT_TIMEOUT).min(report.next).min(awaited).min(read_again);
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }
 

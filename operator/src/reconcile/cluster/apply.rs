@@ -57,6 +57,7 @@ pub async fn apply(
     // It is not built while the authority cannot be read.
     kept.push((ChildKind::ConfigMap, names.authorities()));
     kept.push((ChildKind::Secret, names.salts()));
+    kept.push((ChildKind::Secret, names.keys()));
     let wanted = build::build(cluster, inputs, digests.as_ref());
     let mut applied = children::apply(context, &Subject::of(cluster), &wanted, &kept).await?;
     applied.refused.extend(nodes(inputs, context));

@@ -16,7 +16,7 @@ pub fn compute(
     checks: &[CapacityCheck],
     results: &[BudgetResult],
     refused: Option<&Refusal>,
-    pods: Option<Finding>,
+    more: impl IntoIterator<Item = Finding>,
 ) -> (CacheTenantStatus, Vec<Finding>) {
     let mut findings = vec![match refused {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
@@ -24,7 +24,7 @@ pub fn compute(
     }];
     findings.push(feasible(checks, results));
     findings.extend(applied(tenant, results, refused));
-    findings.extend(pods);
+    findings.extend(more);
     let wrong = findings.iter().find(|found| found.status == ConditionStatus::False);
     let ready = match wrong {
         Some(found) => Finding::no(Type::Ready, found.reason, &found.message),
@@ -241,7 +241,7 @@ mod tests {
         };
         assert!(feasible(&[], &[lost]).message.contains("1Gi on devices"));
         let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let (_, findings) = compute(&spec, &[], &[refused], None, None);
+        let (_, findings) = compute(&spec, &[], &[refused], None, []);
         let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("a condition");
         assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
         assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);

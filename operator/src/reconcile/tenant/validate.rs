@@ -10,9 +10,9 @@ use crate::framework::refusal::Refusal;
 pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
     let spec = &tenant.spec;
     let refuse = |message: String| Some(Refusal::new(Reason::Unsupported, message));
-    if spec.isolation != Isolation::Salted {
+    if spec.isolation == Isolation::Shared {
         return refuse(format!(
-            "isolation {} is not supported by this release: create a CacheTenant with Salted",
+            "isolation {} is not supported by this release: create a CacheTenant with Salted or Encrypted",
             spec.isolation
         ));
     }

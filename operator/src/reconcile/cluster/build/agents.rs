@@ -20,7 +20,9 @@ use serde_json::{Value, json};
 
 use super::access::Access;
 use super::certificates::{self, Process};
-use super::configuration::{AGENT_FILE, FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory};
+use super::configuration::{
+    AGENT_FILE, FOLDER, KEYS_FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory,
+};
 use super::identities;
 use super::metadata::{config_map, metadata};
 use super::pods::{
@@ -217,11 +219,17 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         "name": "salts",
         "secret": { "secretName": inputs.agent_config.names.salts(), "defaultMode": 0o400, "optional": true },
     });
-    let mut volumes = vec![config, identities::volume(inputs), salts];
+    // With the first key of an encrypted tenant. Agents read the folder once a second.
+    let keys = json!({
+        "name": "keys",
+        "secret": { "secretName": inputs.agent_config.names.keys(), "defaultMode": 0o400, "optional": true },
+    });
+    let mut volumes = vec![config, identities::volume(inputs), salts, keys];
     let mut mounts = vec![
         json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }),
         identities::mount(),
         json!({ "name": "salts", "mountPath": SALTS_FOLDER, "readOnly": true }),
+        json!({ "name": "keys", "mountPath": KEYS_FOLDER, "readOnly": true }),
     ];
     for (index, folder) in folders.iter().enumerate() {
         let name = format!("node-{index}");

@@ -24,6 +24,8 @@ pub const FOLDER: &str = "/etc/reprise";
 pub const AGENT_FILE: &str = "agent.toml";
 /// Directory with the isolation salts of tenants in agents' pods.
 pub const SALTS_FOLDER: &str = "/etc/reprise-salts";
+/// Directory with the encryption keys of tenants in agents' pods.
+pub const KEYS_FOLDER: &str = "/etc/reprise-keys";
 /// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
 /// Directory of members with the CA, and with a managed etcd's client certificate.
@@ -44,6 +46,7 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
             "allow_uids": agents.socket.allow_uids,
             "salts": SALTS_FOLDER,
         },
+        "encryption": { "keys": KEYS_FOLDER },
         "arena": {
             "bytes": size(&cache.dram),
             "region_bytes": size(&cache.region_size),

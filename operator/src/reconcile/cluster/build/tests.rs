@@ -585,7 +585,12 @@ fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
     let mounts = pod["containers"][0]["volumeMounts"].as_array().expect("mounts");
     let mount = json!({ "name": "salts", "mountPath": "/etc/reprise-salts", "readOnly": true });
     assert!(mounts.contains(&mount), "{mounts:?}");
+    let keys = json!({ "secretName": "c-keys", "defaultMode": 0o400, "optional": true });
+    assert!(volumes.contains(&json!({ "name": "keys", "secret": keys })), "{volumes:?}");
+    let mount = json!({ "name": "keys", "mountPath": "/etc/reprise-keys", "readOnly": true });
+    assert!(mounts.contains(&mount), "{mounts:?}");
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
+    assert_eq!(agent["encryption"]["keys"].as_str(), Some("/etc/reprise-keys"));
     assert_eq!(agent["session"]["salts"].as_str(), Some("/etc/reprise-salts"));
     let environment = pod["containers"][0]["env"].as_array().expect("an environment").clone();
     let expected = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
