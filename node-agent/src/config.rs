@@ -192,6 +192,8 @@ pub(crate) struct TenantSection {
     pub(crate) dram: QuotaSection,
     #[serde(default)]
     pub(crate) nvme: QuotaSection,
+    #[serde(default)]
+    pub(crate) bandwidth: tenants::BandwidthSection,
 }
 
 /// Guaranteed and maximum bytes of a tenant.
@@ -396,6 +398,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # number = 7               # stored with its blocks on devices; derived from the name by default
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}
+# bandwidth = {{ weight = 2 }}   # share of reads, writes and peers' requests while tenants compete: 1 to 1000, default 1
 
 [writeback]
 delay = "{delay}"          # maximum time before a committed block is written

@@ -1,6 +1,9 @@
 //! Several tenants: each keeps to its quotas on a node and to its own blocks, also after a kill of the agent,
 //! and to its budget in the cluster.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -85,6 +88,67 @@ fn a_tenant_at_its_memory_quota_waits_instead_of_getting_an_error() {
     assert_eq!(b.reserve(8).expect("other tenants are not affected").len(), 8);
     drop(held);
     assert_eq!(a.reserve(1).expect("released slots can be reserved").len(), 1);
+}
+
+/// Descriptors of the memory files of an agent's regions, as a process keeps them that received them once.
+fn regions(agent: &mut Agent) -> Vec<File> {
+    let folder = format!("/proc/{}/fd", agent.running().id());
+    let entries =
+        std::fs::read_dir(folder).expect("the agent runs").map(|entry| entry.expect("an entry").path());
+    let is_region = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("/memfd:reprise-region"))
+    };
+    entries.filter(is_region).map(|path| File::open(path).expect("a descriptor")).collect()
+}
+
+/// Number of files with any byte that is not zero.
+fn with_data(files: &[File]) -> usize {
+    let has_data = |file: &&File| {
+        let mut bytes = vec![0; file.metadata().expect("its size").len() as usize];
+        file.read_exact_at(&mut bytes, 0).expect("readable");
+        bytes.iter().any(|byte| *byte != 0)
+    };
+    files.iter().filter(has_data).count()
+}
+
+#[test]
+fn memory_passes_to_another_tenant_out_of_reach_of_old_descriptors_and_blocks_stay_on_nvme() {
+    let env = TestEnv::new();
+    // Four regions of 8 MiB, without quotas.
+    let config = AgentConfig { extra: String::new(), ..config() };
+    let mut agent = env.agent(&config);
+    let (of_a, of_b): (Vec<u64>, Vec<u64>) = ((0..28).collect(), (1000..1024).collect());
+    let a = agent.engine_of(large(), "team-a");
+    for part in of_a.chunks(4) {
+        a.save_durably(part);
+    }
+    let old = regions(&mut agent);
+    assert_eq!(with_data(&old), old.len(), "the tenant fills the memory");
+    drop(a);
+    wait_until("the session has ended", PATIENCE, || {
+        agent.admin().json("/status")["sessions"].as_array().is_some_and(Vec::is_empty)
+    });
+
+    let b = agent.engine_of(large(), "team-b");
+    for part in of_b.chunks(4) {
+        b.save_durably(part);
+        b.load_all(part, &LoadParams::LOCAL);
+    }
+    b.load_all(&of_b, &LoadParams::LOCAL);
+    assert!(agent.admin().counter("regions_renewed") >= 2, "{:?}", agent.admin().counters());
+    let new = regions(&mut agent);
+    assert!(with_data(&new) > 0, "descriptors of the new memory show its bytes");
+    let renewed = agent.admin().counter("regions_renewed") as usize;
+    let unchanged = old.len() - 2 * renewed;
+    assert_eq!(with_data(&old), unchanged, "the writable and the read-only descriptor of each passed region");
+
+    let a = agent.engine_of(large(), "team-a");
+    assert_eq!(a.matches(&of_a, Scope::Local).len(), of_a.len(), "no durable block is lost");
+    for part in of_a.chunks(4) {
+        a.load_all(part, &LoadParams::LOCAL);
+    }
+    b.load_all(&of_b[..4], &LoadParams::LOCAL);
+    assert_eq!(agent.admin().counter("corrupt_blocks"), 0);
 }
 
 /// Runs `reprise tenant` and returns its output, or its error.

@@ -120,6 +120,8 @@ pub enum DeviceOpKind {
     },
     /// Writes a header page and, directly behind it, a slot's payload, as one contiguous write.
     WriteBlock {
+        /// Tenant of the block, whose share of the device the write takes.
+        tenant: TenantId,
         /// Byte offset of the header page on the device.
         offset: u64,
         /// Header page of 4096 bytes.

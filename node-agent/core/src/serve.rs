@@ -7,18 +7,20 @@
 //!
 //! Serves must not displace this node's engines: frames leased to serves are at most a share of the arena
 //! ([`Settings::arena_serves_permille`](crate::Settings)). Further blocks wait until earlier ones end;
-//! waiting requests take turns. One block may always start, so every request completes.
+//! waiting requests take turns, and tenants get shares by their weights. One block may always start, so every request
+//! completes.
 //!
 //! A serve neither asks other peers nor waits for a fetch from one. Otherwise two agents could wait for each
 //! other's fetches forever.
 //!
 //! Files call only files before them in this order: `send`, `table`, then this one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Tick};
+use reprise_policy::fair_queue::FairQueue;
+use reprise_policy::{BlockKey, TenantId, Tick};
 
 use crate::cache::{Cache, LocalBlock, LocalCopy};
 use crate::context::Context;
@@ -27,6 +29,7 @@ use crate::effect::{ReadClass, ServeId};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVES_MAX};
 use crate::serve::table::{Header, Serve, ServeBlock, waiter};
+use crate::settings::Settings;
 use crate::timers::Timers;
 use crate::waiter::{Advanced, Attached, FillRequest, Joins, WaitId, WaiterId, WaiterOwner};
 
@@ -35,13 +38,13 @@ mod send;
 mod table;
 
 /// All requests of peers, and the arena space that they use.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Serves {
     serves: BTreeMap<ServeId, Serve>,
     /// Slot bytes of the blocks leased to serves; a slot counts once for each lease.
     leased_bytes: u64,
-    /// Requests with blocks that were not started.
-    waiting: VecDeque<ServeId>,
+    /// Requests with blocks that were not started, by tenant.
+    waiting: FairQueue<TenantId, ServeId>,
     timers: Timers<ServeId>,
     outcomes: Vec<ServeOutcome>,
     counters: ServeCounters,
@@ -59,6 +62,18 @@ pub(crate) enum ServeOutcome {
 }
 
 impl Serves {
+    /// Creates the owner, without requests.
+    pub(crate) fn new(settings: &Settings) -> Serves {
+        Serves {
+            serves: BTreeMap::new(),
+            leased_bytes: 0,
+            waiting: FairQueue::new(settings.bandwidth.clone()),
+            timers: Timers::default(),
+            outcomes: Vec::new(),
+            counters: ServeCounters::default(),
+        }
+    }
+
     /// Whether there is anything to route.
     pub(crate) fn has_outcomes(&self) -> bool {
         !self.outcomes.is_empty()
@@ -107,25 +122,29 @@ impl Serves {
             return;
         }
         let expires = cx.now.after(request.deadline);
+        self.waiting.push(&request.tenant, id);
         self.serves.insert(id, Serve::new(request, expires));
         self.timers.set(expires, id);
-        self.waiting.push_back(id);
     }
 
     /// Starts blocks of the first waiting request, as far as the share of the arena allows; `false` if none
     /// may start now. The outcomes must be routed before the next call.
     pub(crate) fn begin_next(&mut self, cache: &mut Cache, cx: &mut Context) -> bool {
-        while let Some(id) = self.waiting.pop_front() {
-            let Some(serve) = self.serves.get(&id) else { continue };
+        while let Some(id) = self.waiting.front().copied() {
+            let Some(serve) = self.serves.get(&id) else {
+                self.waiting.pop(|_| 0);
+                continue;
+            };
             let blocks = serve.next..self.limit(cache, cx, serve);
             if blocks.is_empty() {
-                self.waiting.push_front(id);
                 return false;
             }
+            let (tenant, bytes) = (serve.tenant, blocks.len() as u64 * serve.layout.slot_bytes());
+            self.waiting.pop(|_| bytes);
             let is_begun = blocks.end as usize == serve.blocks.len();
             self.begin_blocks(cache, cx, id, blocks);
             if !is_begun {
-                self.waiting.push_back(id);
+                self.waiting.push(&tenant, id);
             }
             return true;
         }

@@ -14,6 +14,7 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::block_command::RetentionUsage;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::quota::{self, Quota, QuotaError, QuotaUsage};
 use reprise_policy::{TenantId, TenantName};
 
@@ -220,6 +221,11 @@ impl Accounts {
     /// Indices of all tenants.
     pub(crate) fn ids(&self) -> impl Iterator<Item = TenantIndex> + use<> {
         (0..self.tenants.len() as u16).map(TenantIndex)
+    }
+
+    /// Returns the weights by index.
+    pub(crate) fn weights(&self, weights: &Weights<TenantId>) -> Weights<TenantIndex> {
+        self.ids().map(|index| (index, weights.of(&self.get(index).id))).collect()
     }
 
     /// Charges a tenant for an arena slot.

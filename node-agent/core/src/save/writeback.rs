@@ -19,24 +19,27 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::demotion::Temperature;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::{BlockKey, Tick};
 
 use crate::cache::{
-    Cache, EvictionPosition, FrameIndex, FrameState, Lease, Save as Saving, SlotRequest, SpaceState,
-    nvme_bytes,
+    Cache, EvictionPosition, FrameIndex, FrameState, Lease, Save as Saving, SlotRequest, SpaceState, Target,
+    TenantIndex, nvme_bytes,
 };
 use crate::context::Context;
 use crate::effect::DeviceId;
-use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
-use crate::pool::{BatchId, BlockWrite, StoredBlock};
+use crate::limits::WRITE_ATTEMPTS_MAX;
+use crate::pool::{BatchId, StoredBlock};
 use crate::save::Save;
-use crate::save::queue::{Lane, Queue, WriteCause};
+use crate::save::queue::{Lane, LanePlace, Queue, WriteCause};
 use crate::save::slack::{Release, Slack, Written};
 use crate::save::tickets::{ItemOutcome, TicketList};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
+use new_batch::NewBatch;
 
 mod demote;
+mod new_batch;
 mod release;
 
 /// Unsaved blocks, their queue, and the batches in flight.
@@ -105,33 +108,12 @@ struct Batch {
     blocks: Vec<SlabId>,
 }
 
-/// Batch that is being put together.
-#[derive(Debug)]
-struct NewBatch {
-    id: BatchId,
-    blocks: Vec<SlabId>,
-    writes: Vec<BlockWrite>,
-    bytes: u64,
-}
-
-impl NewBatch {
-    fn new(id: BatchId) -> NewBatch {
-        NewBatch { id, blocks: Vec::new(), writes: Vec::new(), bytes: 0 }
-    }
-
-    /// Whether one more block fits. The first one always does.
-    fn has_room(&self, slot_bytes: u64, bytes_max: u64) -> bool {
-        let count = self.blocks.len();
-        count == 0 || (self.bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX)
-    }
-}
-
 impl WriteBack {
     /// Creates an empty queue.
-    pub(super) fn new() -> WriteBack {
+    pub(super) fn new(weights: Weights<TenantIndex>) -> WriteBack {
         WriteBack {
             unsaved: Slab::new(),
-            queue: Queue::default(),
+            queue: Queue::new(weights),
             unsaved_bytes: 0,
             replicated_bytes: 0,
             demoted_bytes: 0,
@@ -249,17 +231,25 @@ impl WriteBack {
         let bytes_max = cx.settings.writeback_bytes;
         let mut batches: BTreeMap<DeviceId, NewBatch> = BTreeMap::new();
         let mut written = Written::default();
-        for lane in self.queue.lanes() {
+        let mut targets_of: BTreeMap<Lane, Vec<Target>> = BTreeMap::new();
+        let mut places = self.queue.places();
+        while let Some(place) = places.pop_first() {
+            let lane = place.lane();
             let slot_bytes = lane.slot_bytes;
-            let mut targets = cache.write_targets(slot_bytes);
+            if place != self.queue.place(lane) {
+                // Another lane of the tenant was served meanwhile.
+                places.insert(self.queue.place(lane));
+                continue;
+            }
+            let targets = targets_of.entry(lane).or_insert_with(|| cache.write_targets(slot_bytes));
             let is_full = |batch: &NewBatch| !batch.has_room(slot_bytes, bytes_max);
             targets.retain(|target| !batches.get(&target.device).is_some_and(is_full));
-            while let Some(since) = self.queue.oldest_of(lane)
+            if let Some(since) = self.queue.oldest_of(lane)
                 && release.includes(slot_bytes, since, written.bytes)
                 && !targets.is_empty()
                 && make_nvme_room(cache, lane)
             {
-                let Some((device, page)) = cache.allocate_page(&mut targets, lane.request()) else { break };
+                let Some((device, page)) = cache.allocate_page(targets, lane.request()) else { continue };
                 let batch = batches.entry(device).or_insert_with(|| {
                     self.batches_started += 1;
                     NewBatch::new(BatchId(self.batches_started))
@@ -271,8 +261,8 @@ impl WriteBack {
                 batch.bytes += slot_bytes;
                 batch.blocks.push(record);
                 batch.writes.push(cache.block_write(&block.lease, page));
-                if is_full(batch) {
-                    targets.retain(|target| target.device != device);
+                if self.queue.oldest_of(lane).is_some() {
+                    places.insert(self.queue.place(lane));
                 }
             }
         }
@@ -415,7 +405,7 @@ impl Save {
             None => self.write_back_in_slack(cache, cx, device_reads),
         };
         let mut urgency = Urgency::Stalled;
-        for lane in self.writeback.queue.lanes() {
+        for lane in self.writeback.queue.places().into_iter().map(LanePlace::lane) {
             if can_never_be_written(cache, lane) && self.drop_lane(cache, cx, lane) == Remaining::Some {
                 urgency = Urgency::Normal;
             }

@@ -81,6 +81,7 @@ fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
     let (inbox, inputs) = Inbox::new();
     let (commands, receiver) = bounded(COMMANDS_MAX);
     let context = WorkerContext {
+        bandwidth: reprise_policy::fair_order::Weights::default(),
         device: DeviceId(0),
         path: "simulated".to_owned(),
         commands: receiver,
@@ -144,7 +145,13 @@ impl Fixture {
             slot: slot(block),
         };
         let blocks = blocks.into_iter().map(block).collect();
-        ReadBatch { class, blocks, layout: layout(), read_bytes: 8 << 10 }
+        ReadBatch {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            class,
+            blocks,
+            layout: layout(),
+            read_bytes: 8 << 10,
+        }
     }
 
     fn op(&self, token: u64, kind: DeviceOpKind) {
@@ -223,7 +230,15 @@ fn written_block_has_its_header_in_front_and_survives_after_a_sync() {
     fixture.device.corrupt(|image| image.write(0, &vec![0; 5 * stride() as usize]));
     let span = fixture.arena.span(0, slot(3).offset, slot(3).bytes).expect("inside");
     span.copy_in(&payload(3)).expect("writable");
-    fixture.op(7, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    fixture.op(
+        7,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: 3 * stride(),
+            header: header(3).0,
+            slot: slot(3),
+        },
+    );
     assert_eq!(fixture.done(), (7, Ok(())));
     fixture.op(8, DeviceOpKind::WritePages { offset: 0, bytes: vec![9; 8192] });
     assert_eq!(fixture.done(), (8, Ok(())));
@@ -245,9 +260,25 @@ fn medium_error_fails_one_block_and_one_write() {
     let expected: Vec<_> =
         (0..5).map(|block| (block, if block == 2 { Err(FillError::Device) } else { Ok(()) })).collect();
     assert_eq!(fixture.ends(5), expected);
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 2 * stride(), header: header(2).0, slot: slot(2) });
+    fixture.op(
+        1,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: 2 * stride(),
+            header: header(2).0,
+            slot: slot(2),
+        },
+    );
     assert_eq!(fixture.done(), (1, Err(DeviceError::Media)));
-    fixture.op(2, DeviceOpKind::WriteBlock { offset: stride(), header: header(1).0, slot: slot(1) });
+    fixture.op(
+        2,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: stride(),
+            header: header(1).0,
+            slot: slot(1),
+        },
+    );
     assert_eq!(fixture.done(), (2, Ok(())));
     assert_eq!(fixture.media_errors.load(Ordering::Relaxed), 2, "both are counted");
 }
@@ -310,7 +341,15 @@ fn full_device_rejects_a_write_and_is_still_read() {
     fixture.read(0..5);
     assert!(fixture.ends(5).iter().all(|(_, end)| end.is_ok()));
     fixture.device.inject(Fault::everywhere(FaultKind::Full));
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    fixture.op(
+        1,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: 3 * stride(),
+            header: header(3).0,
+            slot: slot(3),
+        },
+    );
     let DeviceReport { lost, done, fills, .. } = fixture.report();
     assert_eq!(lost, None);
     assert!(done == [(OpToken(1), Err(DeviceError::Unwritable))] && fills.is_empty(), "{done:?}, {fills:?}");
@@ -348,7 +387,15 @@ fn lack_of_kernel_memory_does_not_lose_the_device() {
     fixture.device.inject(Fault::everywhere(FaultKind::Busy));
     fixture.read(0..BLOCKS);
     assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Refused)));
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: slot(0) });
+    fixture.op(
+        1,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: 0,
+            header: header(0).0,
+            slot: slot(0),
+        },
+    );
     assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
     fixture.device.heal();
     fixture.read(0..BLOCKS);
@@ -361,7 +408,15 @@ fn invalid_operations_are_rejected_individually() {
     fixture.op(1, DeviceOpKind::WritePages { offset: 0, bytes: vec![0; 100] });
     assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
     let outside = ArenaSlot { region: RegionId(9), offset: 0, bytes: 4096 };
-    fixture.op(2, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: outside });
+    fixture.op(
+        2,
+        DeviceOpKind::WriteBlock {
+            tenant: reprise_policy::TenantId::DEFAULT,
+            offset: 0,
+            header: header(0).0,
+            slot: outside,
+        },
+    );
     assert_eq!(fixture.done(), (2, Err(DeviceError::Refused)));
     fixture.read(0..3);
     assert_eq!(fixture.ends(3).len(), 3);
