@@ -7,6 +7,7 @@
 mod device;
 mod directory;
 mod engine;
+mod flood;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod grpc_directory;
@@ -85,6 +86,10 @@ enum Benchmark {
     ///
     /// Loads over loopback in this process, paired, and encryption of records on one core.
     Secure,
+    /// Measure hits and load times of a tenant while another one floods.
+    ///
+    /// Two agents, next to the same flood on two other agents. Not part of `all`.
+    Flood,
     /// Measure one match call over 8,192 keys.
     Match,
     /// Measure memory, look-ups and rebuild of the replica directory.
@@ -186,6 +191,7 @@ impl Benchmark {
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Secure => secure::run(settings),
+            Benchmark::Flood => flood::run(settings),
             Benchmark::Match => match_call::run(settings),
             Benchmark::Directory { entries } => {
                 let mut figures = directory::run(*entries, settings)?;
@@ -251,6 +257,12 @@ impl Benchmark {
             Benchmark::Secure => {
                 Requirements { name: "secure", memory_bytes: secure::MEMORY_BYTES, ..cluster }
             }
+            Benchmark::Flood => Requirements {
+                name: "flood",
+                disk_bytes: flood::AGENTS * mib(flood::POOL_MIB),
+                memory_bytes: flood::AGENTS * mib(flood::ARENA_MIB),
+                ..cluster
+            },
             Benchmark::Match => Requirements {
                 name: "match",
                 disk_bytes: mib(match_call::POOL_MIB),

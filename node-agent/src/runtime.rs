@@ -123,8 +123,13 @@ impl Runtime {
         let mut metrics = Metrics::new(&settings.node.name, arena.coverage());
         metrics.register_certificates(&certificates);
         let metrics = Arc::new(metrics);
-        let context =
-            DeviceContext { inbox: inbox.clone(), arena: arena.clone(), clock, metrics: metrics.clone() };
+        let context = DeviceContext {
+            inbox: inbox.clone(),
+            arena: arena.clone(),
+            bandwidth: settings.bandwidth_weights(),
+            clock,
+            metrics: metrics.clone(),
+        };
         let opened = device::open_all(&settings.pool, &context)?;
         let mut devices = Vec::with_capacity(opened.len());
         let mut pools = Vec::with_capacity(opened.len());
@@ -413,6 +418,7 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         hot_reads: settings.placement.hot_reads,
         hot_window: settings.placement.hot_window,
         tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
+        bandwidth: settings.bandwidth_weights(),
         prefetch: settings.prefetch,
         retention_permille: settings.retention.permille,
         retention_blocks_max: settings.retention.blocks_per_tenant,
@@ -435,6 +441,7 @@ fn listen_for_peers(
         stall_timeout: peers.stall_timeout,
         connections_max,
         security: security.clone(),
+        weights: settings.bandwidth_weights_by_name(),
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
     let mut transports = CompositeTransport::builder(peer::sink(inbox.clone()));

@@ -30,16 +30,19 @@ use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
-    CloseOutcome, Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue,
-    Submission, Token, Wait,
+    Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
+    Token, Wait, WriteFlow,
 };
+use reprise_policy::TenantId;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::health::{Access, Health};
-use super::reads::{PendingReads, PieceName, PieceRead, Reads};
+use super::reads::PieceName;
 use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
 use crate::metrics::{DeviceMetrics, QueueDepths};
+use class_reads::{ReadsByClass, ReadsQueued};
 
 /// Number of read classes.
 const READ_CLASSES: usize = 2;
@@ -76,6 +79,8 @@ pub(super) struct WorkerContext {
     pub(super) commands: Receiver<Command>,
     pub(super) inbox: Inbox,
     pub(super) arena: Arc<Arena>,
+    /// Weights of tenants in shares of the device.
+    pub(super) bandwidth: Weights<TenantId>,
     pub(super) clock: Clock,
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
@@ -113,6 +118,8 @@ enum Work {
     Piece(ReadClass),
     Write {
         token: OpToken,
+        /// `None` for pages of the journal.
+        tenant: Option<TenantId>,
         offset: u64,
         from: Vec<Span>,
         pages: PageBuffer,
@@ -140,79 +147,6 @@ struct CompletedOp {
     bytes: u64,
     latency: Duration,
     result: Result<(), IoError>,
-}
-
-/// Reads of one class, and whether their [`Work::Piece`] is in the queue.
-struct ClassReads {
-    reads: Reads,
-    queued: ReadsQueued,
-}
-
-/// Reads of both classes.
-struct ReadsByClass {
-    awaited: ClassReads,
-    prefetch: ClassReads,
-    /// Whose turn it is, while awaited reads and promoted ones wait.
-    turn: ReadClass,
-}
-
-impl ReadsByClass {
-    fn new() -> ReadsByClass {
-        let empty = || ClassReads { reads: Reads::default(), queued: ReadsQueued::No };
-        ReadsByClass { awaited: empty(), prefetch: empty(), turn: ReadClass::Prefetch }
-    }
-
-    /// Returns the next read of a rank, with the class whose batch it is of. Promoted reads ahead alternate with
-    /// the reads of loads, so neither starves the other.
-    fn next(&mut self, rank: ReadClass, pages: &PageBufferPool) -> Option<(ReadClass, PieceRead)> {
-        if rank == ReadClass::Prefetch {
-            return self.prefetch.reads.next(pages).map(|read| (rank, read));
-        }
-        let turn = self.turn;
-        let mut of = |class| match class {
-            ReadClass::Awaited => self.awaited.reads.next(pages),
-            ReadClass::Prefetch => self.prefetch.reads.next_promoted(pages),
-        };
-        let other = match turn {
-            ReadClass::Awaited => ReadClass::Prefetch,
-            ReadClass::Prefetch => ReadClass::Awaited,
-        };
-        let (class, read) = match of(turn) {
-            Some(read) => (turn, read),
-            None => (other, of(other)?),
-        };
-        self.turn = if class == turn { other } else { turn };
-        Some((class, read))
-    }
-
-    fn of(&mut self, class: ReadClass) -> &mut ClassReads {
-        match class {
-            ReadClass::Awaited => &mut self.awaited,
-            ReadClass::Prefetch => &mut self.prefetch,
-        }
-    }
-
-    fn pending(&self) -> PendingReads {
-        let (awaited, prefetch) = (self.awaited.reads.pending(), self.prefetch.reads.pending());
-        PendingReads { pieces: awaited.pieces + prefetch.pieces, bytes: awaited.bytes + prefetch.bytes }
-    }
-
-    fn take_updates(&mut self, updates: &mut Vec<(FillId, FillUpdate)>) {
-        self.awaited.reads.take_updates(updates);
-        self.prefetch.reads.take_updates(updates);
-    }
-
-    fn fail_all(&mut self, closed: CloseOutcome) {
-        self.awaited.reads.fail_all(closed);
-        self.prefetch.reads.fail_all(closed);
-    }
-}
-
-/// Whether [`Work::Piece`] of a class is in the queue; it is queued at most once.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ReadsQueued {
-    Yes,
-    No,
 }
 
 /// Whether the thread continues.
@@ -257,8 +191,9 @@ impl Worker {
             queue: ReadFirstQueue::new(QueueSettings {
                 capacity: COMMANDS_MAX + READ_CLASSES,
                 delay_max: WRITE_DELAY_MAX,
+                weights: context.bandwidth.clone(),
             }),
-            reads: ReadsByClass::new(),
+            reads: ReadsByClass::new(&context.bandwidth),
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
@@ -336,7 +271,7 @@ impl Worker {
     }
 
     fn queue_batch(&mut self, batch: &ReadBatch) {
-        if self.reads.of(batch.class).reads.add(&self.context.arena, batch).is_ok() {
+        if self.reads.add(&self.context.arena, batch).is_ok() {
             return self.queue_reads(batch.class);
         }
         tracing::error!(path = %self.context.path, blocks = batch.blocks.len(), "invalid batch of reads");
@@ -347,7 +282,7 @@ impl Worker {
 
     /// Reads the remaining pieces of these fills with the rank of loads.
     fn promote(&mut self, fills: Vec<FillId>) {
-        if self.reads.prefetch.reads.promote(&fills.into_iter().collect()) {
+        if self.reads.promote(&fills.into_iter().collect()) {
             self.queue_reads(ReadClass::Awaited);
         }
     }
@@ -367,14 +302,14 @@ impl Worker {
     }
 
     fn queue_op(&mut self, op: DeviceOp) {
-        let token = op.token;
-        let (class, work) = match op.kind {
-            DeviceOpKind::Sync => (OpClass::Sync, Work::Sync { token }),
+        let (token, tenant) = (op.token, op.kind.tenant());
+        let work = match op.kind {
+            DeviceOpKind::Sync => Work::Sync { token },
             DeviceOpKind::WritePages { offset, bytes } => match PageBuffer::new(bytes.len()) {
                 Ok(mut pages) => {
                     pages.copy_from_slice(&bytes);
                     let from = vec![pages.span()];
-                    (OpClass::Write, Work::Write { token, offset, from, pages })
+                    Work::Write { token, tenant, offset, from, pages }
                 }
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
@@ -385,24 +320,31 @@ impl Worker {
                 let mut pages = self.pages.take();
                 pages.copy_from_slice(&header);
                 let from = vec![pages.span()];
-                (OpClass::Write, Work::Write { token, offset, from, pages })
+                Work::Write { token, tenant, offset, from, pages }
             }
-            DeviceOpKind::WriteBlock { offset, header, slot } => {
+            DeviceOpKind::WriteBlock { offset, header, slot, .. } => {
                 match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {
                         let mut pages = self.pages.take();
                         pages.copy_from_slice(&header);
                         let from = vec![pages.span(), payload];
-                        (OpClass::Write, Work::Write { token, offset, from, pages })
+                        Work::Write { token, tenant, offset, from, pages }
                     }
                     _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
             }
         };
         // The last entries are reserved for the reads.
-        let has_room = self.queue.len() < COMMANDS_MAX;
-        let bytes = work.bytes();
-        if !has_room || self.queue.push(self.context.clock.now(), class, work).is_err() {
+        if self.queue.len() >= COMMANDS_MAX {
+            return self.refuse_op(token, "the device's queue is full");
+        }
+        let (now, bytes) = (self.context.clock.now(), work.bytes());
+        let pushed = if matches!(work, Work::Sync { .. }) {
+            self.queue.push(now, OpClass::Sync, work)
+        } else {
+            self.queue.push_write(now, WriteFlow { tenant, bytes }, work)
+        };
+        if pushed.is_err() {
             return self.refuse_op(token, "the device's queue is full");
         }
         self.write_bytes_queued += bytes;
@@ -424,12 +366,16 @@ impl Worker {
     fn submit(&mut self) {
         while self.may_submit() {
             let now = self.context.clock.now();
-            let Some(work) = self.queue.pop(now) else { break };
+            let Some(work) = self.queue.pop(now, |tenant| self.reads.may_precede(tenant)) else { break };
             self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
                 Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
-                Work::Write { token, offset, from, pages } => {
-                    (Purpose::Write { token, pages }, Op::Write { offset, from })
+                Work::Write { token, tenant, offset, from, pages } => {
+                    let op = Op::Write { offset, from };
+                    if let Some(tenant) = tenant {
+                        self.reads.charge_write(tenant, op.bytes());
+                    }
+                    (Purpose::Write { token, pages }, op)
                 }
                 Work::Piece(class) => {
                     self.reads.of(class).queued = ReadsQueued::No;
@@ -566,6 +512,7 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
     }
 }
 
+mod class_reads;
 mod lost;
 #[cfg(test)]
 mod power_loss;
