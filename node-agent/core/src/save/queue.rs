@@ -2,7 +2,7 @@
 //!
 //! A lane without a free slot, or whose tenant is at its limit, does not delay the others. Tenants get shares of the
 //! writes by their weights ([`FairOrder`]); of one tenant, the lane with the oldest block is served first. A run starts
-//! with a list of all lanes ([`Candidates`]), and each of its blocks costs O(log lanes).
+//! with a list of all lanes ([`Candidates`]), and each of its blocks costs O(log tenants).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -65,23 +65,23 @@ impl Lane {
 pub(super) struct Candidates {
     /// Tenants with lanes, by start tag.
     tenants: BTreeSet<(u128, TenantIndex)>,
-    /// Lanes of each tenant, by the time at which their oldest blocks were queued.
-    lanes: BTreeMap<TenantIndex, BTreeSet<(Tick, Lane)>>,
+    /// Lanes of each tenant, in the order of their oldest blocks at the start of the run. A lane is served until it is
+    /// empty or cannot be served.
+    lanes: BTreeMap<TenantIndex, VecDeque<Lane>>,
 }
 
 impl Candidates {
-    /// Removes the lane that is served next. [`Candidates::resume`] must follow.
+    /// Returns the lane that is served next. [`Candidates::resume`] must follow.
     pub(super) fn take(&mut self) -> Option<Lane> {
         let (_, tenant) = self.tenants.pop_first()?;
-        let (_, lane) = self.lanes.get_mut(&tenant)?.pop_first()?;
-        Some(lane)
+        self.lanes.get(&tenant)?.front().copied()
     }
 
-    /// Continues after a lane: with it and the tenant's other lanes if it was served, with the others if it was not.
+    /// Continues after a lane, without it if it is empty or was not served.
     pub(super) fn resume(&mut self, queue: &Queue, lane: Lane, attempt: Attempt) {
         let lanes = self.lanes.entry(lane.tenant).or_default();
-        if attempt == Attempt::Served {
-            lanes.extend(queue.oldest_of(lane).map(|oldest| (oldest, lane)));
+        if attempt == Attempt::Refused || queue.oldest_of(lane).is_none() {
+            lanes.pop_front();
         }
         if !lanes.is_empty() {
             self.tenants.insert((queue.shares.tag(&lane.tenant), lane.tenant));
@@ -156,17 +156,19 @@ impl Queue {
         Some(first.record)
     }
 
-    /// Returns all lanes.
-    pub(super) fn lanes(&self) -> impl Iterator<Item = Lane> {
-        self.lanes.keys().copied()
+    /// Returns all lanes in the order of their oldest blocks.
+    pub(super) fn lanes(&self) -> Vec<Lane> {
+        let mut lanes: Vec<(Option<Tick>, Lane)> =
+            self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
+        lanes.sort_unstable();
+        lanes.into_iter().map(|(_, lane)| lane).collect()
     }
 
     /// Returns all lanes in the order of their service.
     pub(super) fn candidates(&self) -> Candidates {
         let mut candidates = Candidates::default();
         for lane in self.lanes() {
-            let lanes = candidates.lanes.entry(lane.tenant).or_default();
-            lanes.extend(self.oldest_of(lane).map(|oldest| (oldest, lane)));
+            candidates.lanes.entry(lane.tenant).or_default().push_back(lane);
             candidates.tenants.insert((self.shares.tag(&lane.tenant), lane.tenant));
         }
         candidates
@@ -219,16 +221,16 @@ mod tests {
     }
 
     #[test]
-    fn serves_blocks_of_a_tenant_by_age_and_lanes_in_order() {
+    fn serves_the_lane_with_the_oldest_block_of_a_tenant_first() {
         let (large, small) = (lane(8192, 0), lane(4096, 0));
         let mut queue = Queue::new(Weights::default());
         queue.push(large, SlabId(1), Tick(2));
         queue.push(small, SlabId(2), Tick(1));
         queue.push(small, SlabId(3), Tick(3));
         assert_eq!((queue.oldest(), queue.bytes()), (Some(Tick(1)), 16_384));
-        assert_eq!(serve(&mut queue, 2), [(small, SlabId(2)), (large, SlabId(1))]);
+        assert_eq!(serve(&mut queue, 1), [(small, SlabId(2))]);
         queue.push_front(small, SlabId(2), Tick(1));
-        assert_eq!(serve(&mut queue, 9), [(small, SlabId(2)), (small, SlabId(3))]);
+        assert_eq!(serve(&mut queue, 9), [(small, SlabId(2)), (small, SlabId(3)), (large, SlabId(1))]);
         assert_eq!((queue.is_empty(), queue.bytes(), queue.pop(small)), (true, 0, None));
     }
 

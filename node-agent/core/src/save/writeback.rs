@@ -402,8 +402,7 @@ impl Save {
             None => self.write_back_in_slack(cache, cx, device_reads),
         };
         let mut urgency = Urgency::Stalled;
-        let lanes: Vec<Lane> = self.writeback.queue.lanes().collect();
-        for lane in lanes {
+        for lane in self.writeback.queue.lanes() {
             if can_never_be_written(cache, lane) && self.drop_lane(cache, cx, lane) == Remaining::Some {
                 urgency = Urgency::Normal;
             }
