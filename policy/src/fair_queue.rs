@@ -80,7 +80,7 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         self.len = self.flows.values().map(VecDeque::len).sum();
     }
 
-    /// Number of requests.
+    /// Number of requests of all flows.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -1,4 +1,4 @@
-//! What a tenant loses while another one floods the cache: hits and load times, alone and beside the flood.
+//! Losses of a tenant while another one floods the cache: hits and load times, alone and during the flood.
 //!
 //! ```text
 //! node 1:  tenant B loads prefixes of its working set ◀── NVMe of node 1, and of node 2 through the peer connection
@@ -74,7 +74,7 @@ const FLOOD_SESSIONS: usize = 2;
 const FLOOD_BLOCKS: usize = 8;
 const FLOOD_KEPT: usize = 8;
 
-/// What runs beside B.
+/// Load of the machine while B replays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Leg {
     Alone,
@@ -129,9 +129,9 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let seed = AtomicU64::new(1 << 20);
     let measure = |leg| match leg {
         Leg::Alone => replay(&reader, &prefixes, || false),
-        Leg::SameAgents => beside(&sockets, &seed, &layout, |more| replay(&reader, &prefixes, more)),
+        Leg::SameAgents => during_flood(&sockets, &seed, &layout, |more| replay(&reader, &prefixes, more)),
         Leg::OtherAgents => {
-            beside(&self::sockets(&others), &seed, &layout, |more| replay(&reader, &prefixes, more))
+            during_flood(&self::sockets(&others), &seed, &layout, |more| replay(&reader, &prefixes, more))
         }
     };
     let legs = [Leg::Alone, Leg::SameAgents, Leg::OtherAgents];
@@ -160,7 +160,7 @@ fn await_announced(reader: &Client, prefixes: &[Vec<BlockKey>]) -> anyhow::Resul
     Ok(())
 }
 
-/// Starts two agents.
+/// Starts a cluster of two agents.
 fn start(settings: &Settings) -> anyhow::Result<Cluster> {
     let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
     cluster.configure_agents(AGENT_SETTINGS);
@@ -207,8 +207,8 @@ fn replay(client: &Client, prefixes: &[Vec<BlockKey>], more: impl Fn() -> bool) 
     Ok(loads)
 }
 
-/// Measures beside a flood, which has filled its quotas before.
-fn beside(
+/// Measures during a flood, which has filled its quotas before.
+fn during_flood(
     sockets: &[PathBuf],
     seed: &AtomicU64,
     layout: &Layout,
@@ -326,7 +326,7 @@ fn figures(rounds: &[[Loads; 3]]) -> anyhow::Result<Vec<Figure>> {
     let lost = rounds.iter().map(|round| hit_rate(&round[alone]) - hit_rate(&round[same])).collect();
     let p99 = |loads: &Loads| percentile(&loads.milliseconds, 99);
     let p50 = |loads: &Loads| percentile(&loads.milliseconds, 50);
-    let (by_alone, by_other) = ("alone", "beside the same flood on other agents");
+    let (by_alone, by_other) = ("alone", "during the same flood on other agents");
     let absolute = |name: &str, leg: usize, unit, value: &dyn Fn(&Loads) -> f64| {
         Figure::absolute(name, median(of(leg, value)), unit, Target::None)
     };

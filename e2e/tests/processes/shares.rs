@@ -1,6 +1,6 @@
 //! A tenant that floods two agents at ten times its quotas costs another tenant no hits.
 //!
-//! What the flood adds to times is measured by `reprise bench flood`: it depends on the machine.
+//! Times are measured by `reprise bench flood`, because they depend on the machine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -45,7 +45,7 @@ fn config(node: &str, plane: &ControlPlane) -> AgentConfig {
     }
 }
 
-/// Loads of the tenant: blocks that it asked for, and what it got.
+/// Loads of the tenant: requested blocks, hits and their sources.
 #[derive(Default)]
 struct Replay {
     blocks: u64,
@@ -116,7 +116,7 @@ fn flood_at_ten_times_its_quotas_costs_another_tenant_no_hits() {
     assert_eq!(alone.hits, alone.blocks, "the working set is within the quotas");
 
     let (is_over, saved) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
-    let beside = thread::scope(|scope| {
+    let during = thread::scope(|scope| {
         let mut sessions = Vec::new();
         for (node, agent) in (0..).zip(&agents) {
             for session in 0..SESSIONS {
@@ -130,9 +130,9 @@ fn flood_at_ten_times_its_quotas_costs_another_tenant_no_hits() {
         // A session that ends early has panicked, which the scope reports.
         replay(&b, || is_flooded() || sessions.iter().any(|session| session.is_finished()))
     });
-    let lost = 100.0 * (beside.blocks - beside.hits) as f64 / beside.blocks as f64;
-    assert!(lost <= 1.0, "{lost} % of {} blocks were lost", beside.blocks);
-    assert!(beside.from_nvme > 0 && beside.from_peer > 0, "loads reached both channels");
+    let lost = 100.0 * (during.blocks - during.hits) as f64 / during.blocks as f64;
+    assert!(lost <= 1.0, "{lost} % of {} blocks were lost", during.blocks);
+    assert!(during.from_nvme > 0 && during.from_peer > 0, "loads reached both channels");
     for agent in &agents {
         assert_eq!(agent.admin().counter("corrupt_blocks"), 0);
     }

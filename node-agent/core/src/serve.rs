@@ -128,8 +128,8 @@ impl Serves {
         self.timers.set(expires, id);
     }
 
-    /// Starts blocks of the first waiting request that may start some now; `false` if there is none. The outcomes must
-    /// be routed before the next call.
+    /// Starts blocks of the first waiting request that may start some now; `false` without one. The outcomes must be
+    /// routed before the next call.
     pub(crate) fn begin_next(&mut self, cache: &mut Cache, cx: &mut Context) -> bool {
         while let Some((tenant, id, blocks)) = self.next_start(cache, cx) {
             let Some(serve) = self.serves.get(&id) else {

@@ -30,7 +30,7 @@ impl Leased {
         self.total
     }
 
-    /// Counts a lease.
+    /// Counts a new lease of a slot.
     pub(super) fn begin(&mut self, tenant: TenantId, bytes: u64) {
         self.total += bytes;
         let leased = self.by_tenant.entry(tenant).or_insert_with(|| {
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(
             [A, B].map(|tenant| leased.room(tenant, SHARE)),
             [100, 100],
-            "what is free, or its own part"
+            "the free space, or its own part"
         );
         leased.end(A, 100);
         leased.end(B, 600);

@@ -39,7 +39,7 @@ impl NewBatch {
         count == 0 || (self.bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX)
     }
 
-    /// Adds a block.
+    /// Adds a block to the batch.
     pub(super) fn add(&mut self, record: SlabId, write: BlockWrite, slot_bytes: u64) {
         self.blocks.push(record);
         self.writes.push(write);
