@@ -7,6 +7,7 @@
 mod device;
 mod directory;
 mod engine;
+mod flood;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod grpc_directory;
@@ -86,6 +87,10 @@ enum Benchmark {
     /// Paired with the same operations without it: loads over loopback in this process, look-ups at members, and loads
     /// from and saves to the device of an agent.
     Secure,
+    /// Measure hits and load times of a tenant while another one floods.
+    ///
+    /// Two agents, next to the same flood on two other agents. Not part of `all`.
+    Flood,
     /// Measure one match call over 8,192 keys.
     Match,
     /// Measure memory, look-ups and rebuild of the replica directory.
@@ -187,6 +192,7 @@ impl Benchmark {
             Benchmark::Local => local::run(settings),
             Benchmark::Peer => peer::run(settings),
             Benchmark::Secure => secure::run(settings),
+            Benchmark::Flood => flood::run(settings),
             Benchmark::Match => match_call::run(settings),
             Benchmark::Directory { entries } => {
                 let mut figures = directory::run(*entries, settings)?;
@@ -253,6 +259,12 @@ impl Benchmark {
                 name: "secure",
                 disk_bytes: mib(secure::pool_mib(settings)),
                 memory_bytes: secure::MEMORY_BYTES.max(mib(secure::ARENA_MIB)),
+                ..cluster
+            },
+            Benchmark::Flood => Requirements {
+                name: "flood",
+                disk_bytes: flood::AGENTS * mib(flood::POOL_MIB),
+                memory_bytes: flood::AGENTS * mib(flood::ARENA_MIB),
                 ..cluster
             },
             Benchmark::Match => Requirements {

@@ -84,6 +84,9 @@ pub struct CacheTenantSpec {
     /// Quotas on each node. A change restarts agents according to `agents.updateStrategy`.
     #[serde(default)]
     pub per_node: Quotas,
+    /// Share of bandwidth on each node. A change restarts agents according to `agents.updateStrategy`.
+    #[serde(default)]
+    pub bandwidth: Bandwidth,
     /// Upper bound on NVMe queue pairs of all of the tenant's GPUs. Absent: no limit. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
@@ -143,6 +146,27 @@ pub struct Quota {
     /// Upper limit in bytes. Absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<Quantity>,
+}
+
+/// Share of the bandwidth of devices and of peers' requests.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Bandwidth {
+    /// Weight of the tenant while several compete: NVMe reads, NVMe writes and blocks for peers are divided in the
+    /// ratio of the weights. A tenant alone gets everything.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1000))]
+    pub weight: u32,
+}
+
+impl Default for Bandwidth {
+    fn default() -> Self {
+        Bandwidth { weight: one() }
+    }
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// Reference to a service account.

@@ -391,6 +391,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # uids = ["2000-2999"]     # its sessions' users; with `uids` or `gids` (primary groups), others may not use the tenant
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}
+# bandwidth = {{ weight = 2 }}   # share of reads, writes and peers' requests while tenants compete: 1 to 1000, default 1
 
 [writeback]
 delay = "{delay}"          # maximum time before a committed block is written

@@ -36,6 +36,7 @@ use reprise_agent_core::pool::{DeviceError, DeviceOp, DevicePool, PoolParams, St
 use reprise_buffers::{Arena, Region};
 use reprise_io::{Caching, DeviceDescription, EngineKind, SharedFile, Waker};
 use reprise_nvme::QueueLender;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::{DevicePlace, TenantId, TenantName};
 
 use crate::config::{DeviceSettings, PoolSettings};
@@ -140,6 +141,8 @@ pub(crate) struct DeviceContext {
     pub(crate) inbox: Inbox,
     pub(crate) arena: Arc<Arena>,
     pub(crate) keys: EncryptionKeys,
+    /// Weights of tenants in shares of devices.
+    pub(crate) bandwidth: Weights<TenantId>,
     pub(crate) clock: Clock,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -344,6 +347,7 @@ fn begin(
         inbox: context.inbox.clone(),
         arena: context.arena.clone(),
         keys: context.keys.clone(),
+        bandwidth: context.bandwidth.clone(),
         clock: context.clock,
         metrics: context.metrics.device(id),
         sync_failed: sync_failed.clone(),

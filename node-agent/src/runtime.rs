@@ -132,6 +132,7 @@ impl Runtime {
             inbox: inbox.clone(),
             arena: arena.clone(),
             keys: keys.clone(),
+            bandwidth: settings.bandwidth_weights(),
             clock,
             metrics: metrics.clone(),
         };
@@ -427,6 +428,7 @@ fn core_settings(settings: &Settings) -> CoreSettings {
         hot_reads: settings.placement.hot_reads,
         hot_window: settings.placement.hot_window,
         tenants: settings.tenants.iter().map(|tenant| tenant.quotas).collect(),
+        bandwidth: settings.bandwidth_weights(),
         prefetch: settings.prefetch,
         retention_permille: settings.retention.permille,
         retention_blocks_max: settings.retention.blocks_per_tenant,
@@ -449,6 +451,7 @@ fn listen_for_peers(
         stall_timeout: peers.stall_timeout,
         connections_max,
         security: security.clone(),
+        weights: settings.bandwidth_weights_by_name(),
         ..TcpSettings::new(peers.listen, settings.node.name.clone())
     };
     let mut transports = CompositeTransport::builder(peer::sink(inbox.clone()));

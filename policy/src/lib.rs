@@ -14,6 +14,8 @@ pub mod content;
 pub mod demotion;
 pub mod device_place;
 pub mod eviction;
+pub mod fair_order;
+pub mod fair_queue;
 #[cfg(test)]
 mod fuzz;
 pub mod identity;

@@ -153,7 +153,7 @@ impl Extent {
 pub(crate) fn written_bytes(kind: &DeviceOpKind) -> Option<Range<u64>> {
     match kind {
         DeviceOpKind::WritePages { offset, bytes } => Some(*offset..offset + bytes.len() as u64),
-        DeviceOpKind::WriteBlock { offset, header, slot } => {
+        DeviceOpKind::WriteBlock { offset, header, slot, .. } => {
             Some(*offset..offset + header.len() as u64 + slot.bytes)
         }
         DeviceOpKind::WriteHeader { offset, header } => Some(*offset..offset + header.len() as u64),

@@ -38,6 +38,7 @@ mod rings;
 mod rotation;
 mod sessions;
 mod shard_owners;
+mod shares;
 mod slack;
 mod start_errors;
 mod tenants;

@@ -7,8 +7,9 @@
 //! `accounts`, `devices`, `pending_space`), `blocks`, `lease`, `order`, `listed`, `evict`, `operations`, `space`,
 //! `tiering`, `allocate`, `acquire`, then the others.
 
+use reprise_policy::fair_order::Weights;
 use reprise_policy::key::HASH_SLOTS;
-use reprise_policy::{BlockKey, SlotSet, Tick, Tier};
+use reprise_policy::{BlockKey, SlotSet, TenantId, Tick, Tier};
 
 use crate::context::Context;
 use crate::counters::{CacheCounters, Counters};
@@ -181,6 +182,11 @@ impl Cache {
             outcomes: CacheOutcomes::default(),
             counters: CacheCounters::default(),
         }
+    }
+
+    /// Weights of the configured tenants, by index.
+    pub(crate) fn weights(&self, weights: &Weights<TenantId>) -> Weights<TenantIndex> {
+        self.accounts.weights(weights)
     }
 
     /// Forgets the changes and outcomes of adding recovered blocks. Replaces the list of changes, because

@@ -117,16 +117,18 @@ impl AgentCore {
         regions: &[(RegionId, u64)],
     ) -> (AgentCore, Vec<Effect>) {
         let (pools, stored): (Vec<_>, Vec<_>) = pools.into_iter().unzip();
+        let cache = Cache::new(&settings, pools, regions);
+        let weights = cache.weights(&settings.bandwidth);
         let mut core = AgentCore {
             now: Tick(0),
             out: Vec::new(),
             sessions: BTreeMap::new(),
-            cache: Cache::new(&settings, pools, regions),
+            cache,
             quota: Quotas::default(),
             transfer: Transfer::new(),
             load: Loads::new(),
-            save: Save::new(),
-            serve: Serves::default(),
+            save: Save::new(weights),
+            serve: Serves::new(&settings),
             extents: Extents::new(&settings),
             replicate: Replicate::new(&settings),
             prefetch: Prefetch::default(),

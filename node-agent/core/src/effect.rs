@@ -369,6 +369,8 @@ pub enum ReadClass {
 /// header page together with the first piece.
 #[derive(Clone, Debug)]
 pub struct ReadBatch {
+    /// Tenant of all blocks, whose share of the device the reads take.
+    pub tenant: TenantId,
     /// Rank of the reads at the device.
     pub class: ReadClass,
     /// Blocks to read.

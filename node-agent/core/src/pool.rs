@@ -120,6 +120,8 @@ pub enum DeviceOpKind {
     },
     /// Writes a header page and, directly behind it, a slot's payload, as one contiguous write.
     WriteBlock {
+        /// Tenant of the block, whose share of the device the write takes.
+        tenant: TenantId,
         /// Byte offset of the header page on the device.
         offset: u64,
         /// Header page of 4096 bytes.
@@ -136,6 +138,16 @@ pub enum DeviceOpKind {
     },
     /// Makes all operations durable whose completion was reported before (fdatasync).
     Sync,
+}
+
+impl DeviceOpKind {
+    /// Tenant whose share of the device the operation takes; `None` for those of the pool.
+    pub fn tenant(&self) -> Option<TenantId> {
+        match self {
+            DeviceOpKind::WriteBlock { tenant, .. } => Some(*tenant),
+            DeviceOpKind::WritePages { .. } | DeviceOpKind::WriteHeader { .. } | DeviceOpKind::Sync => None,
+        }
+    }
 }
 
 /// Block to write into a pool slot.

@@ -11,10 +11,11 @@
 
 use std::collections::BTreeMap;
 
+use reprise_policy::fair_order::Weights;
 use reprise_policy::slack::WriteSlack;
 use reprise_policy::{SessionId, Tick};
 
-use crate::cache::{Cache, FrameState};
+use crate::cache::{Cache, FrameState, TenantIndex};
 use crate::counters::{Counters, SaveCounters};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
@@ -49,7 +50,7 @@ pub(crate) struct Save {
 
 impl Save {
     /// Creates the owner, without sessions and blocks.
-    pub(crate) fn new() -> Save {
+    pub(crate) fn new(weights: Weights<TenantIndex>) -> Save {
         Save {
             sessions: BTreeMap::new(),
             reservations: Slab::new(),
@@ -57,7 +58,7 @@ impl Save {
             reserved_bytes: 0,
             tickets: Slab::new(),
             awaited_tickets: 0,
-            writeback: WriteBack::new(),
+            writeback: WriteBack::new(weights),
             timers: Timers::default(),
             counters: SaveCounters::default(),
         }

@@ -7,18 +7,20 @@
 //!
 //! Serves must not displace this node's engines: frames leased to serves are at most a share of the arena
 //! ([`Settings::arena_serves_permille`](crate::Settings)). Further blocks wait until earlier ones end;
-//! waiting requests take turns. One block may always start, so every request completes.
+//! waiting requests of a tenant take turns, and tenants get shares by their weights. One block may always start, so every
+//! request completes.
 //!
 //! A serve neither asks other peers nor waits for a fetch from one. Otherwise two agents could wait for each
 //! other's fetches forever.
 //!
-//! Files call only files before them in this order: `send`, `table`, then this one.
+//! Files call only files before them in this order: `leased`, `send`, `table`, then this one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Tick};
+use reprise_policy::fair_queue::FairQueue;
+use reprise_policy::{BlockKey, TenantId, Tick};
 
 use crate::cache::{Cache, LocalBlock, LocalCopy};
 use crate::context::Context;
@@ -26,22 +28,24 @@ use crate::counters::{Counters, ServeCounters};
 use crate::effect::{ReadClass, ServeId};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVES_MAX};
+use crate::serve::leased::Leased;
 use crate::serve::table::{Header, Serve, ServeBlock, waiter};
+use crate::settings::Settings;
 use crate::timers::Timers;
 use crate::waiter::{Advanced, Attached, FillRequest, Joins, WaitId, WaiterId, WaiterOwner};
 
 mod audit;
+mod leased;
 mod send;
 mod table;
 
 /// All requests of peers, and the arena space that they use.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Serves {
     serves: BTreeMap<ServeId, Serve>,
-    /// Slot bytes of the blocks leased to serves; a slot counts once for each lease.
-    leased_bytes: u64,
-    /// Requests with blocks that were not started.
-    waiting: VecDeque<ServeId>,
+    leased: Leased,
+    /// Requests with blocks that were not started, by tenant.
+    waiting: FairQueue<TenantId, ServeId>,
     timers: Timers<ServeId>,
     outcomes: Vec<ServeOutcome>,
     counters: ServeCounters,
@@ -59,6 +63,18 @@ pub(crate) enum ServeOutcome {
 }
 
 impl Serves {
+    /// Creates the owner, without requests.
+    pub(crate) fn new(settings: &Settings) -> Serves {
+        Serves {
+            serves: BTreeMap::new(),
+            leased: Leased::new(settings.bandwidth.clone()),
+            waiting: FairQueue::new(settings.bandwidth.clone()),
+            timers: Timers::default(),
+            outcomes: Vec::new(),
+            counters: ServeCounters::default(),
+        }
+    }
+
     /// Whether there is anything to route.
     pub(crate) fn has_outcomes(&self) -> bool {
         !self.outcomes.is_empty()
@@ -107,29 +123,37 @@ impl Serves {
             return;
         }
         let expires = cx.now.after(request.deadline);
+        self.waiting.push(&request.tenant, id);
         self.serves.insert(id, Serve::new(request, expires));
         self.timers.set(expires, id);
-        self.waiting.push_back(id);
     }
 
-    /// Starts blocks of the first waiting request, as far as the share of the arena allows; `false` if none
-    /// may start now. The outcomes must be routed before the next call.
+    /// Starts blocks of the first waiting request that may start some now; `false` without one. The outcomes must be
+    /// routed before the next call.
     pub(crate) fn begin_next(&mut self, cache: &mut Cache, cx: &mut Context) -> bool {
-        while let Some(id) = self.waiting.pop_front() {
-            let Some(serve) = self.serves.get(&id) else { continue };
-            let blocks = serve.next..self.limit(cache, cx, serve);
-            if blocks.is_empty() {
-                self.waiting.push_front(id);
-                return false;
-            }
+        while let Some((tenant, id, blocks)) = self.next_start(cache, cx) {
+            let Some(serve) = self.serves.get(&id) else {
+                self.waiting.pop_of(&tenant, 0);
+                continue;
+            };
             let is_begun = blocks.end as usize == serve.blocks.len();
+            self.waiting.pop_of(&tenant, blocks.len() as u64 * serve.layout.slot_bytes());
             self.begin_blocks(cache, cx, id, blocks);
             if !is_begun {
-                self.waiting.push_back(id);
+                self.waiting.push(&tenant, id);
             }
             return true;
         }
         false
+    }
+
+    /// Returns the first waiting request with blocks that may start, or one that has ended.
+    fn next_start(&self, cache: &Cache, cx: &Context) -> Option<(TenantId, ServeId, Range<u32>)> {
+        self.waiting.fronts().find_map(|(tenant, id)| {
+            let Some(serve) = self.serves.get(id) else { return Some((*tenant, *id, 0..0)) };
+            let blocks = serve.next..self.limit(cache, cx, serve);
+            (!blocks.is_empty()).then_some((*tenant, *id, blocks))
+        })
     }
 
     /// Stores the wait of a block whose read was started or joined, and sends the layers that are verified.
@@ -230,8 +254,8 @@ impl Serves {
     /// Returns the end of the range of a request's blocks that may start now.
     fn limit(&self, cache: &Cache, cx: &Context, serve: &Serve) -> u32 {
         let share = cache.share_of_arena(cx.settings.arena_serves_permille);
-        let blocks = share.saturating_sub(self.leased_bytes) / serve.layout.slot_bytes();
-        let blocks = if self.leased_bytes == 0 { blocks.max(1) } else { blocks };
+        let blocks = self.leased.room(serve.tenant, share) / serve.layout.slot_bytes();
+        let blocks = if self.leased.total() == 0 { blocks.max(1) } else { blocks };
         (u64::from(serve.next) + blocks).min(serve.blocks.len() as u64) as u32
     }
 
@@ -271,6 +295,7 @@ impl Serves {
                 self.lose(cx, id, block);
                 continue;
             };
+            cache.count_served(entry);
             if cache.entry(entry).stored().is_some() {
                 entries.push(entry);
             }

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use reprise_policy::TenantId;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::eviction::EvictionPolicy;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::prefetch::{HIGH_WATER_PERMILLE, WINDOW_MAX};
 
 use crate::cache::TenantQuotas;
@@ -39,7 +41,8 @@ pub struct Settings {
     pub reservation_timeout: Duration,
     /// Time for which a complete load may be held.
     pub load_hold_timeout: Duration,
-    /// Maximum share of the arena, in thousandths, for blocks that are being sent to peers.
+    /// Maximum share of the arena, in thousandths, for blocks that are being sent to peers. While several tenants compete,
+    /// they may together have up to twice as much.
     pub arena_serves_permille: u16,
     /// Delay that a session is asked to wait when the arena is full.
     pub retry_after: Duration,
@@ -63,6 +66,8 @@ pub struct Settings {
     pub hot_window: Duration,
     /// Quotas of tenants. Other tenants have no reservation and no limit.
     pub tenants: Vec<TenantQuotas>,
+    /// Weights of tenants in shares of bandwidth; other tenants have 1.
+    pub bandwidth: Weights<TenantId>,
     /// Limits of reads ahead of loads.
     pub prefetch: PrefetchSettings,
     /// Share, in thousandths, of what a tenant can have in a tier that its retention pins may keep.
@@ -143,6 +148,7 @@ impl Default for Settings {
             hot_reads: 4,
             hot_window: Duration::from_secs(60),
             tenants: Vec::new(),
+            bandwidth: Weights::default(),
             prefetch: PrefetchSettings::default(),
             // Loads, saves and blocks read ahead of the tenant keep the rest.
             retention_permille: 250,

@@ -53,7 +53,7 @@ pub use op::{Bounds, Completion, IO_ALIGN, IOVECS_MAX, Op, Submission, TRANSFER_
 pub use open::{EngineChoice, EngineSettings, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, open_engine};
 pub use place::{device_place, gpu_place, pci_place};
 pub use probe::{IoProbe, RingMode, probe};
-pub use queue::{OpClass, QueueSettings, ReadFirstQueue};
+pub use queue::{OpClass, QueueSettings, ReadFirstQueue, WriteFlow};
 pub use shared::{HolderNumber, SharedFile};
 pub use signature::{POOL_MAGIC, SIGNATURE_BYTES, foreign_signature};
 pub use smart::{HealthLog, health_log};

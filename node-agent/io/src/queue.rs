@@ -5,13 +5,19 @@
 //! Prefetches are reads that nothing waits for yet: they precede writes that are not overdue, because they are
 //! useless when late, and they start only while no other read waits.
 //!
-//! Once writes are overdue, they alternate with waiting reads: a flood of writes cannot starve reads either.
+//! Writes of several tenants get shares by weight ([`FairQueue`]), in order for each tenant.
+//!
+//! Once writes are overdue, they alternate with waiting reads: a flood of writes cannot starve reads either. The caller
+//! decides whether a tenant's write may precede: a tenant that has had its share of the device waits for the reads of
+//! others.
 //! The module does no I/O and reads no clock; time is passed in as a [`Tick`].
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use reprise_policy::Tick;
+use reprise_policy::fair_order::Weights;
+use reprise_policy::fair_queue::FairQueue;
+use reprise_policy::{TenantId, Tick};
 
 /// Class of an operation in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,25 +32,47 @@ pub enum OpClass {
     Sync,
 }
 
+/// Whose write an item is, and its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WriteFlow {
+    /// Tenant; `None` for pages of the journal, for which batches of all tenants wait.
+    pub tenant: Option<TenantId>,
+    /// Bytes to write.
+    pub bytes: u64,
+}
+
 /// Limits of a [`ReadFirstQueue`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct QueueSettings {
     /// Maximum number of items over all classes.
     pub capacity: usize,
     /// Maximum time that a write waits behind reads.
     pub delay_max: Duration,
+    /// Weights of the tenants of writes.
+    pub weights: Weights<TenantId>,
 }
 
-/// A bounded queue that prefers reads. First in, first out within a class.
+/// A bounded queue that prefers reads. First in, first out within a class, and for writes within a tenant.
 #[derive(Debug)]
 pub struct ReadFirstQueue<T> {
     settings: QueueSettings,
     reads: VecDeque<T>,
     prefetches: VecDeque<T>,
     syncs: VecDeque<T>,
-    /// Each with the instant from which it precedes reads.
-    writes: VecDeque<(Tick, T)>,
+    /// Writes of no tenant.
+    own_writes: VecDeque<Write<T>>,
+    writes: FairQueue<TenantId, Write<T>>,
+    /// Instants from which writes precede reads, by number. Numbers and instants have the same order.
+    due: BTreeMap<u64, Tick>,
+    numbers: u64,
     turn: Turn,
+}
+
+#[derive(Debug)]
+struct Write<T> {
+    number: u64,
+    bytes: u64,
+    item: T,
 }
 
 /// Class that is served next while writes are overdue and reads wait.
@@ -58,16 +86,37 @@ impl<T> ReadFirstQueue<T> {
     /// Creates an empty queue.
     pub fn new(settings: QueueSettings) -> ReadFirstQueue<T> {
         ReadFirstQueue {
+            writes: FairQueue::new(settings.weights.clone()),
+            own_writes: VecDeque::new(),
+            due: BTreeMap::new(),
+            numbers: 0,
             settings,
             reads: VecDeque::new(),
             prefetches: VecDeque::new(),
             syncs: VecDeque::new(),
-            writes: VecDeque::new(),
             turn: Turn::Write,
         }
     }
 
-    /// Queues an item.
+    /// Queues a write.
+    ///
+    /// # Errors
+    /// Returns the item when the queue is full.
+    pub fn push_write(&mut self, now: Tick, flow: WriteFlow, item: T) -> Result<(), T> {
+        if self.len() == self.settings.capacity {
+            return Err(item);
+        }
+        self.numbers += 1;
+        self.due.insert(self.numbers, now.after(self.settings.delay_max));
+        let write = Write { number: self.numbers, bytes: flow.bytes, item };
+        match flow.tenant {
+            Some(tenant) => self.writes.push(&tenant, write),
+            None => self.own_writes.push_back(write),
+        }
+        Ok(())
+    }
+
+    /// Queues an item; a write is one of no tenant.
     ///
     /// # Errors
     /// Returns the item when the queue is full.
@@ -79,33 +128,51 @@ impl<T> ReadFirstQueue<T> {
             OpClass::Read => self.reads.push_back(item),
             OpClass::Prefetch => self.prefetches.push_back(item),
             OpClass::Sync => self.syncs.push_back(item),
-            OpClass::Write => self.writes.push_back((now.after(self.settings.delay_max), item)),
+            OpClass::Write => return self.push_write(now, WriteFlow { tenant: None, bytes: 0 }, item),
         }
         Ok(())
     }
 
-    /// Removes the item that the device should get next.
-    pub fn pop(&mut self, now: Tick) -> Option<T> {
+    /// Removes the item that the device should get next. `may_precede` is whether an overdue write of a tenant may precede
+    /// the waiting reads.
+    pub fn pop(&mut self, now: Tick, may_precede: impl Fn(TenantId) -> bool) -> Option<T> {
         if let Some(sync) = self.syncs.pop_front() {
             return Some(sync);
         }
         let reads = if self.reads.is_empty() { &self.prefetches } else { &self.reads };
         if reads.is_empty() {
             self.turn = Turn::Write;
-            return self.writes.pop_front().map(|(_, item)| item);
+            return self.pop_write(|_| true);
         }
         let overdue = self.overdue_at().is_some_and(|due| due <= now);
-        if overdue && self.turn == Turn::Write {
+        if overdue
+            && self.turn == Turn::Write
+            && let Some(write) = self.pop_write(may_precede)
+        {
             self.turn = Turn::Read;
-            return self.writes.pop_front().map(|(_, item)| item);
+            return Some(write);
         }
         self.turn = Turn::Write;
         self.reads.pop_front().or_else(|| self.prefetches.pop_front())
     }
 
+    /// Removes the next write of the pool, or of a tenant for which `may_start` is true.
+    fn pop_write(&mut self, may_start: impl Fn(TenantId) -> bool) -> Option<T> {
+        let write = self.own_writes.pop_front().or_else(|| {
+            let mut fronts = self.writes.fronts();
+            let (tenant, bytes) = fronts
+                .find(|(tenant, _)| may_start(**tenant))
+                .map(|(tenant, write)| (*tenant, write.bytes))?;
+            drop(fronts);
+            self.writes.pop_of(&tenant, bytes)
+        })?;
+        self.due.remove(&write.number);
+        Some(write.item)
+    }
+
     /// Returns the instant from which the oldest write precedes reads.
     pub fn overdue_at(&self) -> Option<Tick> {
-        self.writes.front().map(|(due, _)| *due)
+        self.due.first_key_value().map(|(_, due)| *due)
     }
 
     /// Returns the number of items of one class.
@@ -113,14 +180,14 @@ impl<T> ReadFirstQueue<T> {
         match class {
             OpClass::Read => self.reads.len(),
             OpClass::Prefetch => self.prefetches.len(),
-            OpClass::Write => self.writes.len(),
+            OpClass::Write => self.due.len(),
             OpClass::Sync => self.syncs.len(),
         }
     }
 
     /// Returns the number of items of all classes.
     pub fn len(&self) -> usize {
-        self.reads.len() + self.prefetches.len() + self.syncs.len() + self.writes.len()
+        self.reads.len() + self.prefetches.len() + self.syncs.len() + self.due.len()
     }
 
     /// Reports whether the queue is empty.
@@ -138,11 +205,15 @@ mod tests {
     const DELAY: Duration = Duration::from_micros(100);
 
     fn queue(capacity: usize) -> ReadFirstQueue<u32> {
-        ReadFirstQueue::new(QueueSettings { capacity, delay_max: DELAY })
+        ReadFirstQueue::new(QueueSettings {
+            capacity,
+            delay_max: DELAY,
+            weights: [(TenantId(1), 3)].into_iter().collect(),
+        })
     }
 
     fn drain(queue: &mut ReadFirstQueue<u32>, now: Tick) -> Vec<u32> {
-        std::iter::from_fn(|| queue.pop(now)).collect()
+        std::iter::from_fn(|| queue.pop(now, |_| true)).collect()
     }
 
     fn push_all(queue: &mut ReadFirstQueue<u32>, items: &[(OpClass, u32)]) {
@@ -164,7 +235,7 @@ mod tests {
     fn writes_are_served_at_once_when_no_read_waits() {
         let mut queue = queue(8);
         push_all(&mut queue, &[(Write, 1)]);
-        assert_eq!(queue.pop(Tick(0)), Some(1));
+        assert_eq!(queue.pop(Tick(0), |_| true), Some(1));
     }
 
     #[test]
@@ -173,6 +244,39 @@ mod tests {
         push_all(&mut queue, &[(Write, 1), (Write, 2), (Write, 3), (Read, 10), (Read, 11)]);
         assert_eq!(queue.overdue_at(), Some(Tick(100)));
         assert_eq!(drain(&mut queue, Tick(100)), [1, 10, 2, 11, 3]);
+    }
+
+    #[test]
+    fn writes_of_tenants_get_shares_by_weight_behind_those_of_the_pool() {
+        let mut queue = queue(64);
+        for number in 0..12 {
+            for tenant in [1, 2] {
+                let flow = WriteFlow { tenant: Some(TenantId(tenant)), bytes: 4096 };
+                let pushed =
+                    queue.push_write(Tick(u64::from(number)), flow, u32::from(tenant) * 100 + number);
+                pushed.expect("there is room");
+            }
+        }
+        push_all(&mut queue, &[(Write, 7)]);
+        assert_eq!((queue.pop(Tick(0), |_| true), queue.count(Write)), (Some(7), 24));
+        let first: Vec<u32> = (0..12).filter_map(|_| queue.pop(Tick(0), |_| true)).collect();
+        let of =
+            |tenant: u32| first.iter().filter(|item| **item / 100 == tenant).copied().collect::<Vec<_>>();
+        assert_eq!((of(1).len(), of(2).len()), (9, 3), "{first:?}");
+        assert!(of(1).is_sorted() && of(2).is_sorted());
+        assert_eq!(queue.overdue_at(), Some(Tick(103)), "the oldest write that waits is of the other tenant");
+    }
+
+    #[test]
+    fn overdue_writes_of_a_tenant_that_has_had_its_share_wait_for_reads() {
+        let mut queue = queue(8);
+        for (tenant, item) in [(1, 1), (1, 2), (2, 3)] {
+            let flow = WriteFlow { tenant: Some(TenantId(tenant)), bytes: 4096 };
+            queue.push_write(Tick(0), flow, item).expect("there is room");
+        }
+        push_all(&mut queue, &[(Read, 10), (Read, 11), (Read, 12), (Write, 4)]);
+        let served = std::iter::from_fn(|| queue.pop(Tick(100), |tenant| tenant == TenantId(2)));
+        assert_eq!(served.collect::<Vec<_>>(), [4, 10, 3, 11, 12, 1, 2]);
     }
 
     #[test]
@@ -187,7 +291,7 @@ mod tests {
     fn a_read_that_arrives_late_precedes_waiting_prefetches() {
         let mut queue = queue(8);
         push_all(&mut queue, &[(Prefetch, 1), (Prefetch, 2)]);
-        assert_eq!(queue.pop(Tick(0)), Some(1));
+        assert_eq!(queue.pop(Tick(0), |_| true), Some(1));
         push_all(&mut queue, &[(Read, 3)]);
         assert_eq!(drain(&mut queue, Tick(0)), [3, 2]);
     }
@@ -228,7 +332,7 @@ mod tests {
                 }
                 let overdue = queue.overdue_at().is_some_and(|due| due <= now);
                 let reads_waited = queue.count(Read) > 0;
-                if let Some(item) = queue.pop(now) {
+                if let Some(item) = queue.pop(now, |_| true) {
                     let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
                     reads_past_overdue = if matches!(class, Read | Prefetch) && overdue { reads_past_overdue + 1 } else if class == Write { 0 } else { reads_past_overdue };
                     prop_assert!(reads_past_overdue <= 1);

@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use reprise_agent_core::TenantQuotas;
+use reprise_policy::fair_order::{WEIGHT_MAX, Weights};
 use reprise_policy::quota::{self, Quota};
 use reprise_policy::tenant::{TENANTS_MAX, TenantRegistry};
 use reprise_policy::{ByteSize, TenantId, TenantName};
@@ -37,6 +38,8 @@ pub(crate) struct TenantSection {
     pub(crate) dram: QuotaSection,
     #[serde(default)]
     pub(crate) nvme: QuotaSection,
+    #[serde(default)]
+    pub(crate) bandwidth: BandwidthSection,
 }
 
 /// Guaranteed and maximum bytes of a tenant.
@@ -72,11 +75,26 @@ pub(crate) struct EncryptionSettings {
     required: BTreeSet<TenantName>,
 }
 
+/// Share of a tenant in the bandwidth of devices and of peers' requests.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct BandwidthSection {
+    pub(crate) weight: u32,
+}
+
+impl Default for BandwidthSection {
+    fn default() -> Self {
+        BandwidthSection { weight: 1 }
+    }
+}
+
 /// Name and quotas of a tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct TenantSettings {
     pub(crate) name: TenantName,
     pub(crate) quotas: TenantQuotas,
+    /// Weight in shares of bandwidth.
+    pub(crate) weight: u32,
 }
 
 impl Settings {
@@ -89,10 +107,20 @@ impl Settings {
     /// Returns a registry with the configured tenants.
     pub(crate) fn tenant_registry(&self) -> TenantRegistry {
         let mut registry = TenantRegistry::default();
-        for TenantSettings { name, quotas } in &self.tenants {
+        for TenantSettings { name, quotas, .. } in &self.tenants {
             registry.enter(name, Some(quotas.tenant)).expect("the validation applied the same rules");
         }
         registry
+    }
+
+    /// Returns the weights of the configured tenants in shares of bandwidth.
+    pub(crate) fn bandwidth_weights(&self) -> Weights<TenantId> {
+        self.tenants.iter().map(|tenant| (tenant.quotas.tenant, tenant.weight)).collect()
+    }
+
+    /// As [`bandwidth_weights`](Self::bandwidth_weights), by name.
+    pub(crate) fn bandwidth_weights_by_name(&self) -> Weights<TenantName> {
+        self.tenants.iter().map(|tenant| (tenant.name.clone(), tenant.weight)).collect()
     }
 }
 
@@ -109,7 +137,12 @@ impl Config {
             }
             let number = section.number.map(TenantId);
             let tenant = registry.enter(name, number).map_err(|error| refuse(name, &error.to_string()))?;
-            tenants.push(TenantSettings { name: name.clone(), quotas: section.quotas(tenant)? });
+            let weight = section.bandwidth.weight;
+            if !(1..=WEIGHT_MAX).contains(&weight) {
+                let text = format!("invalid bandwidth.weight {weight}: expected 1 to {WEIGHT_MAX}");
+                return Err(refuse(name, &text));
+            }
+            tenants.push(TenantSettings { name: name.clone(), quotas: section.quotas(tenant)?, weight });
         }
         let sum_fits = |room: &str, checked: Result<u64, quota::QuotaError>| {
             let error = |error| AgentError::new(ErrorKind::Config, format!("[[tenants]] {room}: {error}"));
@@ -195,6 +228,20 @@ mod tests {
         assert_eq!((quotas.dram.reserved(), quotas.dram.limit()), (0, 1 << 30));
         assert_eq!((quotas.nvme.reserved(), quotas.nvme.limit()), (1 << 30, u64::MAX));
         assert_eq!(settings.tenant_registry().name(TenantId(7)), Some(&settings.tenants[0].name));
+    }
+
+    #[test]
+    fn weights_are_those_of_the_sections_and_one_otherwise() {
+        let text = "[[tenants]]\nname = 'a'\nnumber = 7\nbandwidth = { weight = 4 }\n[[tenants]]\nname = 'b'\nnumber = 8";
+        let settings = validate(text).expect("valid");
+        let weights = settings.bandwidth_weights();
+        assert_eq!([7, 8, 9].map(|number| weights.of(&TenantId(number))), [4, 1, 1]);
+        assert_eq!(settings.bandwidth_weights_by_name().of(&"a".parse().expect("a name")), 4);
+        for weight in [0, 1001] {
+            let text = format!("[[tenants]]\nname = 'a'\nbandwidth = {{ weight = {weight} }}");
+            let error = validate(&text).map(drop).expect_err("out of range");
+            assert!(error.contains("bandwidth.weight") && error.contains("1 to 1000"), "{error}");
+        }
     }
 
     #[test]

@@ -14,15 +14,15 @@
 //!
 //! This module does no I/O: [`Reads::next`] returns the next read, [`Reads::finish`] takes its completion.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
 use reprise_agent_core::effect::{BlockRead, FillId, ReadBatch};
 use reprise_agent_core::event::{FillError, FillUpdate};
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::CloseOutcome;
-use reprise_policy::Tier;
 use reprise_policy::layout::PAGE_BYTES;
+use reprise_policy::{TenantId, Tier};
 
 use super::encryption::Decryptor;
 use super::pieces::PieceMap;
@@ -64,16 +64,23 @@ pub(super) struct InvalidBatch;
 #[derive(Default)]
 pub(super) struct Reads {
     batches: Vec<Option<Batch>>,
-    /// Batches with pieces left to read; the first one has the turn.
-    order: VecDeque<BatchIndex>,
+    /// Batches with pieces left to read, by tenant.
+    turns: BTreeMap<TenantId, Turns>,
     /// Batches with promoted blocks, which [`Reads::next_promoted`] returns.
-    promoted: VecDeque<BatchIndex>,
-    /// Bytes that the first batch has read in its turn.
-    turn_bytes: u64,
+    promoted: BTreeMap<TenantId, VecDeque<BatchIndex>>,
     /// Blocks with unreported changes.
     changed: VecDeque<(BatchIndex, usize)>,
     pending: PendingReads,
     keys: EncryptionKeys,
+}
+
+/// Batches of one tenant with pieces left to read.
+#[derive(Default)]
+struct Turns {
+    /// The first one has the turn.
+    order: VecDeque<BatchIndex>,
+    /// Bytes that the first batch has read in its turn.
+    turn_bytes: u64,
 }
 
 /// Pieces left to read.
@@ -85,6 +92,7 @@ pub(super) struct PendingReads {
 }
 
 struct Batch {
+    tenant: TenantId,
     pieces: PieceMap,
     blocks: Vec<Block>,
     /// Next piece and block, in layer-major order.
@@ -126,6 +134,13 @@ enum State {
     Done,
 }
 
+impl PieceRead {
+    /// Bytes to read, including a header page.
+    pub(super) fn bytes(&self) -> u64 {
+        self.into.iter().map(|span| span.len() as u64).sum()
+    }
+}
+
 impl Reads {
     /// Decrypts blocks of encrypted tenants with these keys.
     pub(super) fn with_keys(keys: EncryptionKeys) -> Reads {
@@ -148,7 +163,9 @@ impl Reads {
         };
         self.pending.pieces += pending.pieces;
         self.pending.bytes += pending.bytes;
+        let tenant = batch.tenant;
         let batch = Some(Batch {
+            tenant,
             pieces,
             blocks,
             next: (0, 0),
@@ -162,42 +179,46 @@ impl Reads {
             Some(free) => *free = batch,
             None => self.batches.push(batch),
         }
-        self.order.push_back(BatchIndex(index));
+        self.turns.entry(tenant).or_default().order.push_back(BatchIndex(index));
         Ok(BatchIndex(index))
     }
 
-    /// Returns the next read; `None` if nothing is left to read.
-    pub(super) fn next(&mut self, pages: &PageBufferPool) -> Option<PieceRead> {
-        while let Some(index) = self.order.front().copied() {
-            let Some(read) = self.next_of(index, pages) else {
-                self.order.pop_front();
-                self.turn_bytes = 0;
+    /// Returns the next read of a tenant; `None` if nothing is left to read.
+    pub(super) fn next(&mut self, tenant: TenantId, pages: &PageBufferPool) -> Option<PieceRead> {
+        while let Some(index) = self.turns.get(&tenant)?.order.front().copied() {
+            let read = self.next_of(index, pages);
+            let turns = self.turns.get_mut(&tenant)?;
+            let Some(read) = read else {
+                turns.order.pop_front();
+                turns.turn_bytes = 0;
                 continue;
             };
-            self.turn_bytes += read.into.iter().map(|span| span.len() as u64).sum::<u64>();
-            if self.turn_bytes >= TURN_BYTES {
-                self.order.rotate_left(1);
-                self.turn_bytes = 0;
+            turns.turn_bytes += read.bytes();
+            if turns.turn_bytes >= TURN_BYTES {
+                turns.order.rotate_left(1);
+                turns.turn_bytes = 0;
             }
             return Some(read);
         }
+        self.turns.remove(&tenant);
         None
     }
 
-    /// Returns the next read of a promoted block; `None` if no promoted block has pieces left to read.
-    pub(super) fn next_promoted(&mut self, pages: &PageBufferPool) -> Option<PieceRead> {
-        while let Some(index) = self.promoted.front().copied() {
+    /// Returns the next read of a tenant's promoted blocks; `None` if none has pieces left to read.
+    pub(super) fn next_promoted(&mut self, tenant: TenantId, pages: &PageBufferPool) -> Option<PieceRead> {
+        while let Some(index) = self.promoted.get(&tenant)?.front().copied() {
             if let Some(read) = self.next_in(index, |batch| batch.next_promoted_piece(index, pages)) {
                 return Some(read);
             }
-            self.promoted.pop_front();
+            self.promoted.get_mut(&tenant)?.pop_front();
         }
+        self.promoted.remove(&tenant);
         None
     }
 
-    /// Promotes the blocks of these fills; returns whether any is being read here.
-    pub(super) fn promote(&mut self, fills: &HashSet<FillId>) -> bool {
-        let mut any = false;
+    /// Promotes the blocks of these fills; returns the tenants of those that are being read here.
+    pub(super) fn promote(&mut self, fills: &HashSet<FillId>) -> BTreeSet<TenantId> {
+        let mut tenants = BTreeSet::new();
         for (at, batch) in self.batches.iter_mut().enumerate() {
             let Some(batch) = batch else { continue };
             let before = batch.promoted.len();
@@ -209,13 +230,14 @@ impl Reads {
                 batch.promoted.sort_unstable();
                 // Pieces that were submitted are passed over.
                 batch.next_promoted = (0, 0);
-                any = true;
-                if !self.promoted.contains(&BatchIndex(at)) {
-                    self.promoted.push_back(BatchIndex(at));
+                tenants.insert(batch.tenant);
+                let promoted = self.promoted.entry(batch.tenant).or_default();
+                if !promoted.contains(&BatchIndex(at)) {
+                    promoted.push_back(BatchIndex(at));
                 }
             }
         }
-        any
+        tenants
     }
 
     /// Returns the amount left to read.

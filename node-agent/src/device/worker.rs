@@ -31,8 +31,10 @@ use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind, OpToken};
 use reprise_buffers::{Arena, PageBuffer, PageBufferPool, Span};
 use reprise_io::{
     Completion, IoEngine, IoError, IoErrorKind, Op, OpClass, QueueSettings, ReadFirstQueue, Submission,
-    Token, Wait,
+    Token, Wait, WriteFlow,
 };
+use reprise_policy::TenantId;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::layout::PAGE_BYTES;
 
 use super::encryption::{EncryptError, Encryptor, WriteForm, form_of};
@@ -42,7 +44,7 @@ use super::{COMMANDS_MAX, Command};
 use crate::core_loop::{Clock, DeviceReport, Inbox, Input};
 use crate::encryption::EncryptionKeys;
 use crate::metrics::{DeviceMetrics, QueueDepths};
-use read_classes::{ReadsByClass, ReadsQueued};
+use class_reads::{ReadsByClass, ReadsQueued};
 
 /// Number of read classes.
 const READ_CLASSES: usize = 2;
@@ -80,6 +82,8 @@ pub(super) struct WorkerContext {
     pub(super) inbox: Inbox,
     pub(super) arena: Arc<Arena>,
     pub(super) keys: EncryptionKeys,
+    /// Weights of tenants in shares of the device.
+    pub(super) bandwidth: Weights<TenantId>,
     pub(super) clock: Clock,
     pub(super) metrics: DeviceMetrics,
     /// See [`DeviceInfo`](super::DeviceInfo).
@@ -118,6 +122,8 @@ enum Work {
     Piece(ReadClass),
     Write {
         token: OpToken,
+        /// `None` for pages of the journal.
+        tenant: Option<TenantId>,
         offset: u64,
         pages: PageBuffer,
         /// Of a block, and how it is written.
@@ -192,8 +198,9 @@ impl Worker {
             queue: ReadFirstQueue::new(QueueSettings {
                 capacity: COMMANDS_MAX + READ_CLASSES,
                 delay_max: WRITE_DELAY_MAX,
+                weights: context.bandwidth.clone(),
             }),
-            reads: ReadsByClass::new(&context.keys),
+            reads: ReadsByClass::new(&context.keys, &context.bandwidth),
             in_flight: (0..capacity).map(|_| None).collect(),
             free_tokens: (0..capacity).rev().collect(),
             in_flight_bytes: 0,
@@ -272,7 +279,7 @@ impl Worker {
     }
 
     fn queue_batch(&mut self, batch: &ReadBatch) {
-        if self.reads.of(batch.class).reads.add(&self.context.arena, batch).is_ok() {
+        if self.reads.add(&self.context.arena, batch).is_ok() {
             return self.queue_reads(batch.class);
         }
         tracing::error!(path = %self.context.path, blocks = batch.blocks.len(), "invalid batch of reads");
@@ -303,13 +310,13 @@ impl Worker {
     }
 
     fn queue_op(&mut self, op: DeviceOp) {
-        let token = op.token;
-        let (class, work) = match op.kind {
-            DeviceOpKind::Sync => (OpClass::Sync, Work::Sync { token }),
+        let (token, tenant) = (op.token, op.kind.tenant());
+        let work = match op.kind {
+            DeviceOpKind::Sync => Work::Sync { token },
             DeviceOpKind::WritePages { offset, bytes } => match PageBuffer::new(bytes.len()) {
                 Ok(mut pages) => {
                     pages.copy_from_slice(&bytes);
-                    (OpClass::Write, Work::Write { token, offset, pages, payload: None })
+                    Work::Write { token, tenant, offset, pages, payload: None }
                 }
                 Err(error) => return self.refuse_op(token, &error.to_string()),
             },
@@ -322,9 +329,9 @@ impl Worker {
                 }
                 let mut pages = self.pages.take();
                 pages.copy_from_slice(&header);
-                (OpClass::Write, Work::Write { token, offset, pages, payload: None })
+                Work::Write { token, tenant, offset, pages, payload: None }
             }
-            DeviceOpKind::WriteBlock { offset, header, slot } => {
+            DeviceOpKind::WriteBlock { offset, header, slot, .. } => {
                 match self.context.arena.span(slot.region.0, slot.offset, slot.bytes) {
                     Ok(payload) if header.len() as u64 == PAGE_BYTES => {
                         let mut pages = self.pages.take();
@@ -333,16 +340,23 @@ impl Worker {
                             Ok(form) => form,
                             Err(error) => return self.refuse_plaintext(token, &error),
                         };
-                        (OpClass::Write, Work::Write { token, offset, pages, payload: Some((payload, form)) })
+                        Work::Write { token, tenant, offset, pages, payload: Some((payload, form)) }
                     }
                     _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
             }
         };
         // The last entries are reserved for the reads.
-        let has_room = self.queue.len() < COMMANDS_MAX;
-        let bytes = work.bytes();
-        if !has_room || self.queue.push(self.context.clock.now(), class, work).is_err() {
+        if self.queue.len() >= COMMANDS_MAX {
+            return self.refuse_op(token, "the device's queue is full");
+        }
+        let (now, bytes) = (self.context.clock.now(), work.bytes());
+        let pushed = if matches!(work, Work::Sync { .. }) {
+            self.queue.push(now, OpClass::Sync, work)
+        } else {
+            self.queue.push_write(now, WriteFlow { tenant, bytes }, work)
+        };
+        if pushed.is_err() {
             return self.refuse_op(token, "the device's queue is full");
         }
         self.write_bytes_queued += bytes;
@@ -371,11 +385,11 @@ impl Worker {
     fn submit(&mut self) {
         while self.may_submit() {
             let now = self.context.clock.now();
-            let Some(work) = self.queue.pop(now) else { break };
+            let Some(work) = self.queue.pop(now, |tenant| self.reads.may_precede(tenant)) else { break };
             self.write_bytes_queued -= work.bytes();
             let (purpose, op) = match work {
                 Work::Sync { token } => (Purpose::Sync { token }, Op::Sync),
-                Work::Write { token, offset, mut pages, payload } => {
+                Work::Write { token, tenant, offset, mut pages, payload } => {
                     let written = match payload {
                         None => Ok((None, None)),
                         Some((payload, WriteForm::Plain)) => Ok((None, Some(payload))),
@@ -395,7 +409,11 @@ impl Worker {
                         }
                     };
                     let from = std::iter::once(pages.span()).chain(payload).collect();
-                    (Purpose::Write { token, pages, encrypted }, Op::Write { offset, from })
+                    let op = Op::Write { offset, from };
+                    if let Some(tenant) = tenant {
+                        self.reads.charge_write(tenant, op.bytes());
+                    }
+                    (Purpose::Write { token, pages, encrypted }, op)
                 }
                 Work::Piece(class) => {
                     self.reads.of(class).queued = ReadsQueued::No;
@@ -535,10 +553,10 @@ pub(crate) fn read_error(error: DeviceError) -> FillError {
     }
 }
 
+mod class_reads;
 mod lost;
 #[cfg(test)]
 mod power_loss;
-mod read_classes;
 #[cfg(test)]
 mod test_bench;
 #[cfg(test)]

@@ -237,7 +237,7 @@ pub(crate) const CORE: &[MetricInfo] = &[
 ];
 
 /// The core's values for each tenant, in its order.
-pub(crate) const TENANT: &[MetricInfo; 13] = &[
+pub(crate) const TENANT: &[MetricInfo; 16] = &[
     gauge("tenant_dram_used_bytes", "Bytes of arena slots used by a tenant"),
     gauge("tenant_dram_reserved_bytes", "Bytes of the arena guaranteed to a tenant"),
     gauge("tenant_dram_limit_bytes", "Maximum bytes of the arena for a tenant; 2^63-1 if unlimited"),
@@ -248,6 +248,9 @@ pub(crate) const TENANT: &[MetricInfo; 13] = &[
     counter("tenant_nvme_evictions", "Blocks of a tenant evicted from NVMe"),
     counter("tenant_dram_limited_bytes", "Bytes evicted from DRAM or rejected because of the tenant's limit"),
     counter("tenant_nvme_limited_bytes", "Bytes evicted from NVMe because of the tenant's limit"),
+    counter("tenant_nvme_read_bytes", "Bytes of a tenant's blocks read from NVMe"),
+    counter("tenant_nvme_written_bytes", "Bytes of a tenant's blocks written to NVMe"),
+    counter("tenant_served_bytes", "Bytes of a tenant's blocks sent to peers"),
     gauge("tenant_retention_blocks", "Blocks of a tenant with a retention pin"),
     gauge("tenant_retention_dram_bytes", "Bytes in DRAM that retention pins of a tenant keep"),
     gauge("tenant_retention_nvme_bytes", "Bytes on devices that retention pins of a tenant keep"),

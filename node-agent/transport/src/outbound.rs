@@ -10,7 +10,8 @@
 //!
 //! Invariants:
 //!
-//! * Pieces are sent in the order of the core's calls; a range longer than a frame is sent as several frames.
+//! * Pieces of one tenant are sent in the order of the core's calls; a range longer than a frame is sent as several
+//!   frames. Tenants get shares of the connection by weight ([`FairQueue`]). Ends of requests and answers precede.
 //! * A data frame is sent only when the requester's credit covers it. A frame is at most a quarter of the
 //!   window, and the requester holds back less than a quarter, so waiting for credit always ends.
 //! * A request that has ended is unknown: later pieces of the core for it are dropped.
@@ -20,13 +21,17 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use reprise_buffers::Span;
-use reprise_policy::{Layout, Tier};
+use reprise_policy::fair_order::Weights;
+use reprise_policy::fair_queue::FairQueue;
+use reprise_policy::{Layout, TenantName, Tier};
 
 use crate::limits::{
     BLOCKS_PER_CONNECTION_MAX, CREDIT_PARTS, DATA_FRAME_BYTES_MAX, QUEUED_PIECES_MAX,
     REQUESTS_PER_CONNECTION_MAX, SERVER_SLACK,
 };
-use crate::wire::{BlocksBody, FrameHeader, Kind, OfferAnswerBody, ProtocolError, encode_block_header};
+use crate::wire::{
+    BlocksBody, FRAME_HEADER_BYTES, FrameHeader, Kind, OfferAnswerBody, ProtocolError, encode_block_header,
+};
 
 /// State of all requests and offers of a connection's server.
 pub(crate) struct Outbound {
@@ -39,7 +44,9 @@ pub(crate) struct Outbound {
     deadlines: BTreeSet<(Duration, u64)>,
     /// Number of unfinished blocks of all requests.
     blocks: usize,
-    pieces: VecDeque<Piece>,
+    /// Ends of cancelled requests, and answers to offers.
+    control: VecDeque<Piece>,
+    pieces: FairQueue<TenantName, Piece>,
     window: u64,
     credit: u64,
 }
@@ -113,6 +120,7 @@ struct OpenOffer {
 
 struct Serve {
     stream: u64,
+    tenant: TenantName,
     layout: Layout,
     phases: Vec<Phase>,
     unfinished: usize,
@@ -144,14 +152,15 @@ enum Piece {
 
 impl Outbound {
     /// Creates the state; `window` is the credit that the requester announced.
-    pub(crate) fn new(window: u64) -> Outbound {
+    pub(crate) fn new(window: u64, weights: Weights<TenantName>) -> Outbound {
         Outbound {
             serves: HashMap::new(),
             offers: HashMap::new(),
             streams: HashMap::new(),
             deadlines: BTreeSet::new(),
             blocks: 0,
-            pieces: VecDeque::new(),
+            control: VecDeque::new(),
+            pieces: FairQueue::new(weights),
             window,
             credit: window,
         }
@@ -167,7 +176,8 @@ impl Outbound {
         let blocks = body.keys.len();
         self.open_stream((serve, stream), blocks, until)?;
         let phases = vec![Phase::Waiting; blocks];
-        self.serves.insert(serve, Serve { stream, layout: body.layout, phases, unfinished: blocks, until });
+        let (layout, tenant) = (body.layout, body.tenant.clone());
+        self.serves.insert(serve, Serve { stream, tenant, layout, phases, unfinished: blocks, until });
         Ok(())
     }
 
@@ -214,7 +224,9 @@ impl Outbound {
         let Some(open) = self.offers.get_mut(&offer) else { return Ok(()) };
         let (stream, Some(keys)) = (open.stream, open.keys.take()) else { return Ok(()) };
         let body = OfferAnswerBody { retry_after, keys, taken: taken.to_vec() }.encode();
-        self.push(Piece::Answer { offer, stream, body })
+        self.check_room()?;
+        self.control.push_back(Piece::Answer { offer, stream, body });
+        Ok(())
     }
 
     /// Cancels a request: its pieces are dropped, and [`Step::Aborted`] comes next.
@@ -223,8 +235,9 @@ impl Outbound {
         let is_offer = self.offers.contains_key(&number);
         self.forget(number);
         self.pieces.retain(|piece| !piece.is_of(number));
+        self.control.retain(|piece| !piece.is_of(number));
         if !is_offer {
-            self.pieces.push_front(Piece::Aborted { serve: number });
+            self.control.push_front(Piece::Aborted { serve: number });
         }
     }
 
@@ -250,13 +263,15 @@ impl Outbound {
         }
         if self.deadlines.len() < open {
             let (serves, offers) = (&self.serves, &self.offers);
-            self.pieces.retain(|piece| match piece {
+            let is_open = |piece: &Piece| match piece {
                 Piece::Aborted { .. } => true,
                 Piece::Answer { offer, .. } => offers.contains_key(offer),
                 Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => {
                     serves.contains_key(&place.serve)
                 }
-            });
+            };
+            self.pieces.retain(is_open);
+            self.control.retain(is_open);
         }
         expired
     }
@@ -325,10 +340,14 @@ impl Outbound {
 
     /// Returns the next action; `None` when nothing is queued or the credit does not cover the next frame.
     pub(crate) fn next(&mut self) -> Option<Step> {
-        if self.next_data_bytes().is_some_and(|bytes| bytes > self.credit) {
+        if self.control.is_empty() && self.waits_for_credit() {
             return None;
         }
-        Some(match self.pieces.pop_front()? {
+        let next = match self.control.pop_front() {
+            Some(piece) => piece,
+            None => self.next_piece()?,
+        };
+        Some(match next {
             Piece::Aborted { serve } => Step::Aborted { serve },
             Piece::Answer { offer, stream, body } => {
                 self.forget(offer);
@@ -343,15 +362,33 @@ impl Outbound {
                 let header = FrameHeader::bare(Kind::Absent, place.stream, place.block);
                 Step::Frame(place.frame(header, Body::Nothing, Some(place.done(false))))
             }
-            Piece::Data { place, from, offset, last } => {
-                Step::Frame(self.data_frame(place, from, (offset, last)))
-            }
+            Piece::Data { place, from, offset, last } => Step::Frame(data_frame(place, from, (offset, last))),
         })
+    }
+
+    /// Removes the next piece of the tenant whose turn it is. Of a range longer than a frame, it is one frame.
+    fn next_piece(&mut self) -> Option<Piece> {
+        let frame_bytes_max = self.frame_bytes_max();
+        let front = self.pieces.front_mut()?;
+        if let Piece::Data { place, from, offset, last: _ } = front
+            && from.len() as u64 > frame_bytes_max
+        {
+            let (split, place, at) = (frame_bytes_max as usize, *place, *offset);
+            let part = from.slice(0, split).expect("the split lies inside");
+            *from = from.slice(split, from.len() - split).expect("the split lies inside");
+            *offset += frame_bytes_max;
+            self.credit -= frame_bytes_max;
+            self.pieces.charge(frame_bytes(frame_bytes_max));
+            return Some(Piece::Data { place, from: part, offset: at, last: false });
+        }
+        let piece = self.pieces.pop(|piece| frame_bytes(piece.data_bytes()))?;
+        self.credit -= piece.data_bytes();
+        Some(piece)
     }
 
     /// Reports whether [`Outbound::next`] would return an action.
     pub(crate) fn has_next(&self) -> bool {
-        !self.pieces.is_empty() && !self.waits_for_credit()
+        !self.control.is_empty() || (!self.pieces.is_empty() && !self.waits_for_credit())
     }
 
     /// Reports whether a queued piece waits for credit.
@@ -374,7 +411,8 @@ impl Outbound {
 
     /// Clears all state and returns the requests that were open or not yet reported as aborted, in order.
     pub(crate) fn abort_all(&mut self) -> Vec<u64> {
-        let unreported = self.pieces.drain(..).filter_map(|piece| match piece {
+        self.pieces.retain(|_| false);
+        let unreported = self.control.drain(..).filter_map(|piece| match piece {
             Piece::Aborted { serve } => Some(serve),
             _ => None,
         });
@@ -408,28 +446,6 @@ impl Outbound {
         DATA_FRAME_BYTES_MAX.min(self.window / CREDIT_PARTS)
     }
 
-    /// Splits one frame off the front of a range; puts the rest back.
-    fn data_frame(&mut self, place: Place, from: Span, (offset, last): (u64, bool)) -> OutFrame {
-        let bytes = (from.len() as u64).min(self.frame_bytes_max());
-        let split = usize::try_from(bytes).expect("a frame is at most 8 MiB");
-        self.credit -= bytes;
-        let (memory, done) = if split < from.len() {
-            let rest = from.slice(split, from.len() - split).expect("the split lies inside");
-            self.pieces.push_front(Piece::Data { place, from: rest, offset: offset + bytes, last });
-            (from.slice(0, split).expect("the split lies inside"), None)
-        } else {
-            (from, last.then(|| place.done(true)))
-        };
-        let header = FrameHeader {
-            kind: Kind::Data,
-            stream: place.stream,
-            block: place.block,
-            argument: u32::try_from(offset).expect("a block is at most 128 MiB"),
-            length: u32::try_from(bytes).expect("a frame is at most 8 MiB"),
-        };
-        place.frame(header, Body::Memory(memory), done)
-    }
-
     fn find(&self, serve: u64, block: u32) -> Result<Option<(Place, Phase, Layout)>, InvalidCall> {
         let Some(open) = self.serves.get(&serve) else { return Ok(None) };
         let phase = *open.phases.get(block as usize).ok_or(InvalidCall::Block)?;
@@ -447,12 +463,18 @@ impl Outbound {
         serve.phases[place.block as usize] = phase;
     }
 
+    /// Queues a piece of an open request.
     fn push(&mut self, piece: Piece) -> Result<(), InvalidCall> {
-        if self.pieces.len() >= QUEUED_PIECES_MAX {
-            return Err(InvalidCall::Queue);
-        }
-        self.pieces.push_back(piece);
+        self.check_room()?;
+        let serve = piece.serve().and_then(|serve| self.serves.get(&serve));
+        let tenant = &serve.expect("find found the request").tenant;
+        self.pieces.push(tenant, piece);
         Ok(())
+    }
+
+    fn check_room(&self) -> Result<(), InvalidCall> {
+        let is_full = self.pieces.len() + self.control.len() >= QUEUED_PIECES_MAX;
+        if is_full { Err(InvalidCall::Queue) } else { Ok(()) }
     }
 
     fn forget(&mut self, serve: u64) {
@@ -479,7 +501,42 @@ impl Place {
     }
 }
 
+/// Bytes of a frame, for the shares.
+fn frame_bytes(data_bytes: u64) -> u64 {
+    FRAME_HEADER_BYTES as u64 + data_bytes
+}
+
+/// The frame of a range that fits into one.
+fn data_frame(place: Place, from: Span, (offset, last): (u64, bool)) -> OutFrame {
+    let header = FrameHeader {
+        kind: Kind::Data,
+        stream: place.stream,
+        block: place.block,
+        argument: u32::try_from(offset).expect("a block is at most 128 MiB"),
+        length: u32::try_from(from.len()).expect("a frame is at most 8 MiB"),
+    };
+    place.frame(header, Body::Memory(from), last.then(|| place.done(true)))
+}
+
 impl Piece {
+    /// Payload bytes of the piece.
+    fn data_bytes(&self) -> u64 {
+        match self {
+            Piece::Data { from, .. } => from.len() as u64,
+            _ => 0,
+        }
+    }
+
+    /// Request of a piece that is queued for a tenant.
+    fn serve(&self) -> Option<u64> {
+        match self {
+            Piece::Header { place, .. } | Piece::Data { place, .. } | Piece::Absent { place } => {
+                Some(place.serve)
+            }
+            Piece::Aborted { .. } | Piece::Answer { .. } => None,
+        }
+    }
+
     /// Reports whether the piece belongs to the request or offer of this number.
     fn is_of(&self, number: u64) -> bool {
         match self {
@@ -491,3 +548,6 @@ impl Piece {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

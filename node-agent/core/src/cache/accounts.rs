@@ -13,6 +13,8 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::block_command::RetentionUsage;
+use reprise_policy::eviction::EntryIndex;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::quota::{self, Quota, QuotaError, QuotaUsage};
 use reprise_policy::{TenantId, TenantName};
 
@@ -78,6 +80,12 @@ pub struct TenantCounts {
     pub dram_limited_bytes: u64,
     /// Bytes of blocks that were evicted from NVMe, or not saved there, because of the tenant's own limit.
     pub nvme_limited_bytes: u64,
+    /// Bytes of blocks whose read from NVMe was started.
+    pub nvme_read_bytes: u64,
+    /// Bytes of blocks whose write to NVMe was started.
+    pub nvme_written_bytes: u64,
+    /// Bytes of blocks that were sent to peers, or are being sent.
+    pub served_bytes: u64,
 }
 
 /// State of one tenant.
@@ -115,7 +123,7 @@ pub(crate) struct Accounts {
 
 impl TenantUsage {
     /// Names and values, as in `Stats` and metrics. A limit that is not set is 2⁶⁴ − 1.
-    pub fn fields(&self) -> [(&'static str, u64); 13] {
+    pub fn fields(&self) -> [(&'static str, u64); 16] {
         let TenantUsage { dram, nvme, counts, retention, .. } = self;
         [
             ("tenant_dram_used_bytes", dram.used),
@@ -128,6 +136,9 @@ impl TenantUsage {
             ("tenant_nvme_evictions", counts.nvme_evictions),
             ("tenant_dram_limited_bytes", counts.dram_limited_bytes),
             ("tenant_nvme_limited_bytes", counts.nvme_limited_bytes),
+            ("tenant_nvme_read_bytes", counts.nvme_read_bytes),
+            ("tenant_nvme_written_bytes", counts.nvme_written_bytes),
+            ("tenant_served_bytes", counts.served_bytes),
             ("tenant_retention_blocks", retention.blocks),
             ("tenant_retention_dram_bytes", retention.dram_bytes),
             ("tenant_retention_nvme_bytes", retention.nvme_bytes),
@@ -221,6 +232,11 @@ impl Accounts {
     /// Indices of all tenants.
     pub(crate) fn ids(&self) -> impl Iterator<Item = TenantIndex> + use<> {
         (0..self.tenants.len() as u16).map(TenantIndex)
+    }
+
+    /// Returns the weights by index.
+    pub(crate) fn weights(&self, weights: &Weights<TenantId>) -> Weights<TenantIndex> {
+        self.ids().map(|index| (index, weights.of(&self.get(index).id))).collect()
     }
 
     /// Charges a tenant for an arena slot.
@@ -346,6 +362,13 @@ impl Cache {
     /// Counts a block that is not saved because the tenant's limit is smaller than one block.
     pub(crate) fn count_limited(&mut self, request: SlotRequest) {
         self.accounts.get_mut(request.tenant).counts.nvme_limited_bytes += request.slot_bytes;
+    }
+
+    /// Counts a block that is sent to a peer.
+    pub(crate) fn count_served(&mut self, entry: EntryIndex) {
+        let size_class = self.index.entry(entry).size_class();
+        let (tenant, bytes) = (self.tenant_of(size_class), self.sizes.get(size_class).slot_bytes);
+        self.accounts.get_mut(tenant).counts.served_bytes += bytes;
     }
 
     /// Whether blocks of a lane fit a device and the tenant's limit, and can be encrypted if they must be.

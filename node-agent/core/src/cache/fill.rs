@@ -40,6 +40,8 @@ impl Cache {
         self.index.entry_mut(entry).set_dram(Dram::Filling(frame));
         self.frames.get_mut(frame).set_entry(Some(entry));
         let slot = self.frame_slot(frame);
+        let tenant = self.tenant_of(size_class);
+        self.accounts.get_mut(tenant).counts.nvme_read_bytes += slot.bytes;
         let StoredBlock { page, generation, header_crc, .. } = self.devices.stored(stored);
         let read = BlockRead { fill: FillId(fill.0), key, page, generation, header_crc, slot };
         Some((stored.device, Lease::new(frame), read))

@@ -223,6 +223,7 @@ impl Cache {
     ) -> Option<(DeviceId, PageNumber)> {
         let place = self.devices.allocate(targets, request.slot_bytes)?;
         self.accounts.charge_nvme(request.tenant, request.slot_bytes);
+        self.accounts.get_mut(request.tenant).counts.nvme_written_bytes += request.slot_bytes;
         self.charge_write(place.0, request.slot_bytes, targets);
         Some(place)
     }

@@ -404,7 +404,12 @@ impl DevicePool {
         assert_eq!(bytes, block.slot.bytes, "the arena slot is one of this layout");
         batch.block_started(block.page, block.key);
         let token = self.operations.begin(Purpose::Block { batch: batch.id(), page: block.page });
-        let kind = DeviceOpKind::WriteBlock { offset: block.page.offset(), header, slot: block.slot };
+        let kind = DeviceOpKind::WriteBlock {
+            tenant: block.tenant,
+            offset: block.page.offset(),
+            header,
+            slot: block.slot,
+        };
         ops.push(DeviceOp { token, kind });
     }
 

@@ -1,21 +1,27 @@
 //! Queue of unsaved blocks: one lane per tenant, slot size and cause, each in order of commit.
 //!
-//! A lane without a free slot, or whose tenant is at its limit, does not delay the others. The lane with the
-//! oldest block is served first. The number of lanes is small (layouts in use), so iterating them is cheap.
+//! A lane without a free slot, or whose tenant is at its limit, does not delay the others. Tenants get shares of the
+//! writes by their weights ([`FairOrder`]); of one tenant, the lane with the oldest block is served first. A run starts
+//! with a list of all lanes ([`Candidates`]), and each of its blocks costs O(log tenants).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use reprise_policy::Tick;
+use reprise_policy::fair_order::{FairOrder, Weights};
 
 use crate::cache::{SlotRequest, TenantIndex};
 use crate::slab::SlabId;
 
 /// Lanes with at least one block.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Queue {
     /// Blocks of each lane; without empty lanes.
     lanes: BTreeMap<Lane, VecDeque<Waiting>>,
     bytes: u64,
+    /// Tenants with blocks.
+    shares: FairOrder<TenantIndex>,
+    /// Number of lanes of each of these.
+    lanes_of: BTreeMap<TenantIndex, usize>,
 }
 
 /// Blocks that compete for the same space.
@@ -54,7 +60,50 @@ impl Lane {
     }
 }
 
+/// Lanes that a run may still serve.
+#[derive(Debug, Default)]
+pub(super) struct Candidates {
+    /// Tenants with lanes, by start tag.
+    tenants: BTreeSet<(u128, TenantIndex)>,
+    /// Lanes of each tenant, in the order of their oldest blocks at the start of the run. A lane is served until it is
+    /// empty or cannot be served.
+    lanes: BTreeMap<TenantIndex, VecDeque<Lane>>,
+}
+
+impl Candidates {
+    /// Returns the lane that is served next. [`Candidates::resume`] must follow.
+    pub(super) fn take(&mut self) -> Option<Lane> {
+        let (_, tenant) = self.tenants.pop_first()?;
+        self.lanes.get(&tenant)?.front().copied()
+    }
+
+    /// Continues after a lane, without it if it is empty or was not served.
+    pub(super) fn resume(&mut self, queue: &Queue, lane: Lane, attempt: Attempt) {
+        let lanes = self.lanes.entry(lane.tenant).or_default();
+        if attempt == Attempt::Refused || queue.oldest_of(lane).is_none() {
+            lanes.pop_front();
+        }
+        if !lanes.is_empty() {
+            self.tenants.insert((queue.shares.tag(&lane.tenant), lane.tenant));
+        }
+    }
+}
+
+/// Result of an attempt to serve a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attempt {
+    /// The first block was removed.
+    Served,
+    /// The lane cannot be served in this run.
+    Refused,
+}
+
 impl Queue {
+    /// Creates an empty queue.
+    pub(super) fn new(weights: Weights<TenantIndex>) -> Queue {
+        Queue { lanes: BTreeMap::new(), bytes: 0, shares: FairOrder::new(weights), lanes_of: BTreeMap::new() }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.lanes.is_empty()
     }
@@ -84,32 +133,63 @@ impl Queue {
     /// Appends a block to a lane.
     pub(super) fn push(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
-        self.lanes.entry(lane).or_default().push_back(Waiting { record, since });
+        self.lane_mut(lane).push_back(Waiting { record, since });
     }
 
     /// Reinserts a block at the front of a lane.
     pub(super) fn push_front(&mut self, lane: Lane, record: SlabId, since: Tick) {
         self.bytes += lane.slot_bytes;
-        self.lanes.entry(lane).or_default().push_front(Waiting { record, since });
+        self.lane_mut(lane).push_front(Waiting { record, since });
     }
 
     /// Removes the first block of a lane.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
         let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
-        if queue.is_empty() {
+        let is_empty = queue.is_empty();
+        self.shares.charge(&lane.tenant, lane.slot_bytes);
+        if is_empty {
             self.lanes.remove(&lane);
+            self.leave(lane.tenant);
         }
         self.bytes -= lane.slot_bytes;
         Some(first.record)
     }
 
-    /// Lanes in the order of their oldest blocks.
+    /// Returns all lanes in the order of their oldest blocks.
     pub(super) fn lanes(&self) -> Vec<Lane> {
         let mut lanes: Vec<(Option<Tick>, Lane)> =
             self.lanes.iter().map(|(lane, queue)| (queue.front().map(|first| first.since), *lane)).collect();
         lanes.sort_unstable();
         lanes.into_iter().map(|(_, lane)| lane).collect()
+    }
+
+    /// Returns all lanes in the order of their service.
+    pub(super) fn candidates(&self) -> Candidates {
+        let mut candidates = Candidates::default();
+        for lane in self.lanes() {
+            candidates.lanes.entry(lane.tenant).or_default().push_back(lane);
+            candidates.tenants.insert((self.shares.tag(&lane.tenant), lane.tenant));
+        }
+        candidates
+    }
+
+    fn lane_mut(&mut self, lane: Lane) -> &mut VecDeque<Waiting> {
+        if !self.lanes.contains_key(&lane) {
+            *self.lanes_of.entry(lane.tenant).or_default() += 1;
+            self.shares.activate(&lane.tenant);
+        }
+        self.lanes.entry(lane).or_default()
+    }
+
+    /// Counts one lane of a tenant less.
+    fn leave(&mut self, tenant: TenantIndex) {
+        let Some(lanes) = self.lanes_of.get_mut(&tenant) else { return };
+        *lanes -= 1;
+        if *lanes == 0 {
+            self.lanes_of.remove(&tenant);
+            self.shares.deactivate(&tenant);
+        }
     }
 
     /// Iterates all queued blocks, for the audit.
@@ -124,25 +204,57 @@ impl Queue {
 mod tests {
     use super::*;
 
+    /// Removes up to `count` blocks in the order of their service.
+    fn serve(queue: &mut Queue, count: usize) -> Vec<(Lane, SlabId)> {
+        let mut candidates = queue.candidates();
+        let next = || {
+            let lane = candidates.take()?;
+            let record = queue.pop(lane)?;
+            candidates.resume(queue, lane, Attempt::Served);
+            Some((lane, record))
+        };
+        std::iter::from_fn(next).take(count).collect()
+    }
+
+    fn lane(slot_bytes: u64, tenant: u16) -> Lane {
+        Lane { slot_bytes, tenant: TenantIndex(tenant), cause: WriteCause::Committed }
+    }
+
     #[test]
-    fn serves_lanes_by_age_and_blocks_in_order() {
-        let cause = WriteCause::Committed;
-        let lane = |slot_bytes, tenant| Lane { slot_bytes, tenant: TenantIndex(tenant), cause };
-        let (large, small, others) = (lane(8192, 0), lane(4096, 0), lane(4096, 1));
-        let mut queue = Queue::default();
+    fn serves_the_lane_with_the_oldest_block_of_a_tenant_first() {
+        let (large, small) = (lane(8192, 0), lane(4096, 0));
+        let mut queue = Queue::new(Weights::default());
         queue.push(large, SlabId(1), Tick(2));
         queue.push(small, SlabId(2), Tick(1));
         queue.push(small, SlabId(3), Tick(3));
-        queue.push(others, SlabId(4), Tick(4));
-        assert_eq!((queue.lanes(), queue.bytes()), (vec![small, large, others], 20_480));
-        assert_eq!((queue.pop(small), queue.oldest()), (Some(SlabId(2)), Some(Tick(2))));
-        assert_eq!(queue.lanes(), [large, small, others]);
+        assert_eq!((queue.oldest(), queue.bytes()), (Some(Tick(1)), 16_384));
+        assert_eq!(serve(&mut queue, 1), [(small, SlabId(2))]);
         queue.push_front(small, SlabId(2), Tick(1));
-        assert_eq!(
-            (queue.pop(small), queue.pop(small), queue.pop(small)),
-            (Some(SlabId(2)), Some(SlabId(3)), None)
-        );
-        assert_eq!((queue.pop(others), queue.pop(large)), (Some(SlabId(4)), Some(SlabId(1))));
-        assert_eq!((queue.is_empty(), queue.bytes()), (true, 0));
+        assert_eq!(serve(&mut queue, 9), [(small, SlabId(2)), (small, SlabId(3)), (large, SlabId(1))]);
+        assert_eq!((queue.is_empty(), queue.bytes(), queue.pop(small)), (true, 0, None));
+    }
+
+    #[test]
+    fn tenants_get_shares_by_weight_however_old_their_blocks_are() {
+        let mut queue = Queue::new([(TenantIndex(1), 2)].into_iter().collect());
+        (0..30).for_each(|number| queue.push(lane(4096, 0), SlabId(number), Tick(number)));
+        (0..30).for_each(|number| queue.push(lane(4096, 1), SlabId(100 + number), Tick(1000 + number)));
+        let served = [serve(&mut queue, 15), serve(&mut queue, 15)].concat();
+        let of = |tenant| served.iter().filter(|(lane, _)| lane.tenant.0 == tenant).count();
+        assert_eq!((of(0), of(1)), (10, 20), "{served:?}");
+    }
+
+    #[test]
+    fn lane_that_cannot_be_served_does_not_delay_other_lanes() {
+        let mut queue = Queue::new(Weights::default());
+        let lanes = [lane(4096, 0), lane(8192, 0), lane(4096, 1)];
+        (0..3).zip(lanes).for_each(|(number, lane)| queue.push(lane, SlabId(number), Tick(number)));
+        let mut candidates = queue.candidates();
+        let mut refused = BTreeSet::new();
+        while let Some(lane) = candidates.take() {
+            refused.insert(lane);
+            candidates.resume(&queue, lane, Attempt::Refused);
+        }
+        assert_eq!(refused, BTreeSet::from(lanes));
     }
 }

@@ -19,24 +19,27 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::demotion::Temperature;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::{BlockKey, Tick};
 
 use crate::cache::{
     Cache, EvictionPosition, FrameIndex, FrameState, Lease, Save as Saving, SlotRequest, SpaceState,
-    nvme_bytes,
+    TenantIndex, nvme_bytes,
 };
 use crate::context::Context;
 use crate::effect::DeviceId;
-use crate::limits::{BATCH_BLOCKS_MAX, WRITE_ATTEMPTS_MAX};
-use crate::pool::{BatchId, BlockWrite, StoredBlock};
+use crate::limits::WRITE_ATTEMPTS_MAX;
+use crate::pool::{BatchId, StoredBlock};
 use crate::save::Save;
-use crate::save::queue::{Lane, Queue, WriteCause};
+use crate::save::queue::{Attempt, Lane, Queue, WriteCause};
 use crate::save::slack::{Release, Slack, Written};
 use crate::save::tickets::{ItemOutcome, TicketList};
 use crate::settings::Settings;
 use crate::slab::{Slab, SlabId};
+use new_batch::{NewBatch, Run};
 
 mod demote;
+mod new_batch;
 mod release;
 
 /// Unsaved blocks, their queue, and the batches in flight.
@@ -105,33 +108,12 @@ struct Batch {
     blocks: Vec<SlabId>,
 }
 
-/// Batch that is being put together.
-#[derive(Debug)]
-struct NewBatch {
-    id: BatchId,
-    blocks: Vec<SlabId>,
-    writes: Vec<BlockWrite>,
-    bytes: u64,
-}
-
-impl NewBatch {
-    fn new(id: BatchId) -> NewBatch {
-        NewBatch { id, blocks: Vec::new(), writes: Vec::new(), bytes: 0 }
-    }
-
-    /// Whether one more block fits. The first one always does.
-    fn has_room(&self, slot_bytes: u64, bytes_max: u64) -> bool {
-        let count = self.blocks.len();
-        count == 0 || (self.bytes + slot_bytes <= bytes_max && count < BATCH_BLOCKS_MAX)
-    }
-}
-
 impl WriteBack {
     /// Creates an empty queue.
-    pub(super) fn new() -> WriteBack {
+    pub(super) fn new(weights: Weights<TenantIndex>) -> WriteBack {
         WriteBack {
             unsaved: Slab::new(),
-            queue: Queue::default(),
+            queue: Queue::new(weights),
             unsaved_bytes: 0,
             replicated_bytes: 0,
             demoting_bytes: 0,
@@ -243,45 +225,50 @@ impl WriteBack {
             || cache.writable_devices() == 0
     }
 
-    /// Starts a batch on each device that has slots for the oldest released blocks, which go to the devices in turn;
-    /// returns the number of batches, and their blocks.
+    /// Starts a batch on each device that has slots for released blocks, which go to the devices in turn; returns the
+    /// number of batches, and their blocks.
     fn start_batches(&mut self, cache: &mut Cache, cx: &mut Context, release: &Release) -> (u64, Written) {
-        let bytes_max = cx.settings.writeback_bytes;
-        let mut batches: BTreeMap<DeviceId, NewBatch> = BTreeMap::new();
-        let mut written = Written::default();
-        for lane in self.queue.lanes() {
-            let slot_bytes = lane.slot_bytes;
-            let mut targets = cache.write_targets(slot_bytes);
-            let is_full = |batch: &NewBatch| !batch.has_room(slot_bytes, bytes_max);
-            targets.retain(|target| !batches.get(&target.device).is_some_and(is_full));
-            while let Some(since) = self.queue.oldest_of(lane)
-                && release.includes(slot_bytes, since, written.bytes)
-                && !targets.is_empty()
-                && make_nvme_room(cache, lane)
-            {
-                let Some((device, page)) = cache.allocate_page(&mut targets, lane.request()) else { break };
-                let batch = batches.entry(device).or_insert_with(|| {
-                    self.batches_started += 1;
-                    NewBatch::new(BatchId(self.batches_started))
-                });
-                let record = self.queue.pop(lane).expect("just seen");
-                let block = self.unsaved.get_mut(record).expect("queued records live");
-                block.state = SaveState::Writing(batch.id);
-                written.add(release, slot_bytes, since.after(cx.settings.writeback_delay));
-                batch.bytes += slot_bytes;
-                batch.blocks.push(record);
-                batch.writes.push(cache.block_write(&block.lease, page));
-                if is_full(batch) {
-                    targets.retain(|target| target.device != device);
-                }
-            }
+        let mut run = Run { release, batches: BTreeMap::new(), written: Written::default() };
+        let mut candidates = self.queue.candidates();
+        while let Some(lane) = candidates.take() {
+            let attempt = self.add_to_batch(cache, cx, lane, &mut run);
+            candidates.resume(&self.queue, lane, attempt);
         }
+        let Run { batches, written, .. } = run;
         let started = batches.len() as u64;
         for (device, NewBatch { id, blocks, writes, .. }) in batches {
             self.batches.push(Batch { id, device, blocks });
             cache.start_batch(cx, device, id, writes);
         }
         (started, written)
+    }
+
+    /// Adds the oldest block of a lane to a batch, if the block is released and a device has room for it.
+    fn add_to_batch(&mut self, cache: &mut Cache, cx: &Context, lane: Lane, run: &mut Run) -> Attempt {
+        let slot_bytes = lane.slot_bytes;
+        let is_released = |since| run.release.includes(slot_bytes, since, run.written.bytes);
+        let Some(since) = self.queue.oldest_of(lane).filter(|since| is_released(*since)) else {
+            return Attempt::Refused;
+        };
+        let mut targets = cache.write_targets(slot_bytes);
+        let is_full = |batch: &NewBatch| !batch.has_room(slot_bytes, cx.settings.writeback_bytes);
+        targets.retain(|target| !run.batches.get(&target.device).is_some_and(is_full));
+        if targets.is_empty() || !make_nvme_room(cache, lane) {
+            return Attempt::Refused;
+        }
+        let Some((device, page)) = cache.allocate_page(&mut targets, lane.request()) else {
+            return Attempt::Refused;
+        };
+        let batch = run.batches.entry(device).or_insert_with(|| {
+            self.batches_started += 1;
+            NewBatch::new(BatchId(self.batches_started))
+        });
+        let record = self.queue.pop(lane).expect("just seen");
+        let block = self.unsaved.get_mut(record).expect("queued records live");
+        block.state = SaveState::Writing(batch.id);
+        run.written.add(run.release, slot_bytes, since.after(cx.settings.writeback_delay));
+        batch.add(record, cache.block_write(&block.lease, page), slot_bytes);
+        Attempt::Served
     }
 
     /// Removes a batch that has ended, and releases the space that its tenants are charged for. Stored blocks

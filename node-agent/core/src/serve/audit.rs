@@ -9,7 +9,7 @@ impl Serves {
     /// Checks the invariants within the serves. Costs time in proportion to their whole state.
     pub(crate) fn audit(&self, cache: &Cache) -> Result<(), String> {
         let leased: u64 = self.leases().map(|frame| cache.frame_slot(frame).bytes).sum();
-        let counted = self.leased_bytes;
+        let counted = self.leased.total();
         ensure!(leased == counted, "{leased} bytes leased to serves, {counted} counted");
         // A request whose deadline has passed has no timer: its last blocks are being sent.
         let (serves, timers) = (self.serves.len(), self.timers.len());

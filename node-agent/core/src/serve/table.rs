@@ -163,13 +163,13 @@ impl Serves {
     /// Sets the state of a block, and returns the state before.
     pub(super) fn set_block(&mut self, id: ServeId, block: u32, state: ServeBlock) -> Option<ServeBlock> {
         let serve = self.serves.get_mut(&id)?;
-        let slot_bytes = serve.layout.slot_bytes();
+        let (tenant, slot_bytes) = (serve.tenant, serve.layout.slot_bytes());
         let (is_ended, is_leased) = (state == ServeBlock::Ended, state.lease().is_some());
         let before = std::mem::replace(&mut serve.blocks[block as usize], state);
         serve.open -= u32::from(is_ended && before != ServeBlock::Ended);
         match (before.lease().is_some(), is_leased) {
-            (false, true) => self.leased_bytes += slot_bytes,
-            (true, false) => self.leased_bytes -= slot_bytes,
+            (false, true) => self.leased.begin(tenant, slot_bytes),
+            (true, false) => self.leased.end(tenant, slot_bytes),
             _ => {}
         }
         Some(before)

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
-use reprise_policy::{BlockKey, NodeId, Tick};
+use reprise_policy::{BlockKey, NodeId, TenantId, Tick};
 
 use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClass, SizeClassId};
 use crate::context::Context;
@@ -21,7 +21,7 @@ use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, Waiter
 /// Blocks to read, grouped by device.
 #[derive(Debug, Default)]
 struct Reads {
-    by_device: Vec<(DeviceId, Vec<BlockRead>)>,
+    by_device: Vec<((DeviceId, TenantId), Vec<BlockRead>)>,
 }
 
 /// Whether the arena may have room for one more block of a size. Trying again after every failure would cost
@@ -33,7 +33,7 @@ enum ArenaSpace {
 }
 
 impl Reads {
-    fn push(&mut self, device: DeviceId, read: BlockRead) {
+    fn push(&mut self, device: (DeviceId, TenantId), read: BlockRead) {
         match self.by_device.iter_mut().find(|(other, _)| *other == device) {
             Some((_, reads)) => reads.push(read),
             None => self.by_device.push((device, vec![read])),
@@ -101,9 +101,9 @@ impl Transfer {
                 }
             }
         }
-        for (device, blocks) in reads.by_device {
+        for ((device, tenant), blocks) in reads.by_device {
             let (class, layout) = (request.class, request.layout);
-            let batch = ReadBatch { class, blocks, layout, read_bytes: request.read_bytes };
+            let batch = ReadBatch { tenant, class, blocks, layout, read_bytes: request.read_bytes };
             cx.emit(Effect::ReadBlocks { device, batch });
         }
     }
@@ -117,9 +117,10 @@ impl Transfer {
         reads: &mut Reads,
     ) -> Option<u32> {
         let (device, lease, read) = cache.begin_read(entry, self.fills.next_id())?;
-        reads.push(device, read);
+        let size_class = cache.size_class_of(&lease);
+        reads.push((device, size_class.tenant), read);
         self.device_reads += 1;
-        self.reads.begin(device, cache.size_class_of(&lease).slot_bytes, now);
+        self.reads.begin(device, size_class.slot_bytes, now);
         let fill = Fill { class, ..Fill::new(lease, FillSource::Device(device), None) };
         Some(self.fills.insert(fill).slot())
     }

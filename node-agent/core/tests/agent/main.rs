@@ -50,6 +50,7 @@ mod scenarios_retention;
 mod scenarios_rotation;
 mod scenarios_save;
 mod scenarios_scale;
+mod scenarios_shares;
 mod scenarios_slack;
 mod scenarios_tenants;
 mod speed;

@@ -5,7 +5,7 @@ use reprise_agent_core::effect::{ArenaSlot, ReadClass, RegionId};
 use reprise_agent_core::pool::PageNumber;
 use reprise_agent_core::pool::header::{HeaderFields, encode_header};
 use reprise_buffers::{ArenaConfig, HugePolicy, crc32c};
-use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec};
+use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec, TenantId};
 
 use super::*;
 
@@ -64,7 +64,8 @@ impl Fixture {
             blocks.push(BlockRead { fill: FillId(block as u64), key, page, generation, header_crc, slot });
         }
         damage(&mut image);
-        let batch = ReadBatch { class: ReadClass::Awaited, blocks, layout, read_bytes };
+        let batch =
+            ReadBatch { tenant: TenantId::DEFAULT, class: ReadClass::Awaited, blocks, layout, read_bytes };
         let mut reads = Reads::default();
         let index = reads.add(&arena, &batch).expect("valid slots");
         Fixture { arena, image, batch, reads, index, pages: PageBufferPool::new(4) }
@@ -72,7 +73,7 @@ impl Fixture {
 
     /// Returns all reads in the order in which they would be submitted.
     fn submit_all(&mut self) -> Vec<PieceRead> {
-        std::iter::from_fn(|| self.reads.next(&self.pages)).collect()
+        std::iter::from_fn(|| self.reads.next(TenantId::DEFAULT, &self.pages)).collect()
     }
 
     /// Fills a read's buffers from the image and completes it.
@@ -157,7 +158,7 @@ fn failed_block_is_reported_after_its_reads_have_completed() {
 #[test]
 fn failed_block_is_not_read_further() {
     let mut fixture = Fixture::new(4 << 10, |_| {});
-    let first = fixture.reads.next(&fixture.pages).expect("a read");
+    let first = fixture.reads.next(TenantId::DEFAULT, &fixture.pages).expect("a read");
     assert_eq!(first.piece.block, 0);
     fixture.complete(first, Err(FillError::Device));
     assert_eq!(layers_of(&fixture.updates()[0].1), Err(FillError::Device));
@@ -182,7 +183,8 @@ fn lost_device_fails_every_block_that_is_not_done() {
 #[test]
 fn stranded_slots_of_a_lost_device_are_reported_separately() {
     let mut fixture = Fixture::new(16 << 10, |_| {});
-    let mut reads: Vec<PieceRead> = (0..5).filter_map(|_| fixture.reads.next(&fixture.pages)).collect();
+    let mut reads: Vec<PieceRead> =
+        (0..5).filter_map(|_| fixture.reads.next(TenantId::DEFAULT, &fixture.pages)).collect();
     let blocks: Vec<usize> = reads.iter().map(|read| read.piece.block).collect();
     assert_eq!(blocks, [0, 1, 2, 0, 1]);
     // The third block has no reads in flight. The first has already failed, but its second read is in
@@ -202,7 +204,7 @@ fn waiting_reads_are_counted_in_pieces_and_bytes() {
     let mut fixture = Fixture::new(8 << 10, |_| {});
     let block = PAGE_BYTES + layout().slot_bytes();
     assert_eq!(fixture.reads.pending(), PendingReads { pieces: 12, bytes: 3 * block });
-    let first = fixture.reads.next(&fixture.pages).expect("a read");
+    let first = fixture.reads.next(TenantId::DEFAULT, &fixture.pages).expect("a read");
     assert_eq!(
         fixture.reads.pending(),
         PendingReads { pieces: 11, bytes: 3 * block - PAGE_BYTES - (8 << 10) }
@@ -211,7 +213,7 @@ fn waiting_reads_are_counted_in_pieces_and_bytes() {
     fixture.reads.fail_all(CloseOutcome::Drained);
     fixture.updates();
     assert_eq!(fixture.reads.pending(), PendingReads::default());
-    assert!(fixture.reads.next(&fixture.pages).is_none());
+    assert!(fixture.reads.next(TenantId::DEFAULT, &fixture.pages).is_none());
     assert_eq!(fixture.reads.pending(), PendingReads::default());
 }
 

@@ -46,7 +46,7 @@ impl Worker {
                 Purpose::Piece { .. } => {}
             }
         }
-        while let Some(work) = queue.pop(context.clock.now()) {
+        while let Some(work) = queue.pop(context.clock.now(), |_| true) {
             match work {
                 Work::Write { token, .. } | Work::Sync { token } => lost(token),
                 Work::Piece(_) => {}

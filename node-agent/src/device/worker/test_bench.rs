@@ -134,6 +134,7 @@ impl<D: PoweredDevice> TestBench<D> {
         let (inbox, inputs) = Inbox::new();
         let (commands, receiver) = bounded(COMMANDS_MAX);
         let context = WorkerContext {
+            bandwidth: Weights::default(),
             device: DeviceId(0),
             path: "simulated".to_owned(),
             commands: receiver,
@@ -255,8 +256,13 @@ impl<D: PoweredDevice> TestBench<D> {
             header_crc: block.header_crc,
             slot: place(index, &layout),
         });
-        let batch =
-            ReadBatch { class: ReadClass::Awaited, blocks: reads.collect(), layout, read_bytes: 16 << 10 };
+        let batch = ReadBatch {
+            tenant: TenantId::DEFAULT,
+            class: ReadClass::Awaited,
+            blocks: reads.collect(),
+            layout,
+            read_bytes: 16 << 10,
+        };
         self.commands.send(Command::Read(batch)).expect("the worker is here");
         let mut left = blocks.len();
         while left > 0 {

@@ -14,7 +14,7 @@ use reprise_policy::{BlockKey, ContentId, Generation, Layout, LayoutSpec, Tick};
 use reprise_agent_core::effect::FillId;
 
 use super::*;
-use crate::device::reads::PendingReads;
+use crate::device::reads::{PendingReads, PieceRead};
 use crate::metrics::Metrics;
 
 /// Maximum wait for events that take microseconds.
@@ -76,12 +76,23 @@ fn slot(block: u32) -> ArenaSlot {
     }
 }
 
+/// Write of a block from its arena slot to its place on the device.
+fn write(block: u32) -> DeviceOpKind {
+    write_from(block, slot(block))
+}
+
+fn write_from(block: u32, slot: ArenaSlot) -> DeviceOpKind {
+    let (tenant, header) = (TenantId::DEFAULT, header(block).0);
+    DeviceOpKind::WriteBlock { tenant, offset: u64::from(block) * stride(), header, slot }
+}
+
 /// Resources of a worker with an arena of 2 MiB.
 fn context() -> (WorkerContext, Sender<Command>, Receiver<Input>) {
     let config = ArenaConfig { bytes: 2 << 20, region_bytes: 2 << 20, huge: HugePolicy::Never };
     let (inbox, inputs) = Inbox::new();
     let (commands, receiver) = bounded(COMMANDS_MAX);
     let context = WorkerContext {
+        bandwidth: Weights::default(),
         device: DeviceId(0),
         path: "simulated".to_owned(),
         commands: receiver,
@@ -146,7 +157,7 @@ impl Fixture {
             slot: slot(block),
         };
         let blocks = blocks.into_iter().map(block).collect();
-        ReadBatch { class, blocks, layout: layout(), read_bytes: 8 << 10 }
+        ReadBatch { tenant: TenantId::DEFAULT, class, blocks, layout: layout(), read_bytes: 8 << 10 }
     }
 
     fn op(&self, token: u64, kind: DeviceOpKind) {
@@ -225,7 +236,7 @@ fn written_block_has_its_header_in_front_and_survives_after_a_sync() {
     fixture.device.corrupt(|image| image.write(0, &vec![0; 5 * stride() as usize]));
     let span = fixture.arena.span(0, slot(3).offset, slot(3).bytes).expect("inside");
     span.copy_in(&payload(3)).expect("writable");
-    fixture.op(7, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    fixture.op(7, write(3));
     assert_eq!(fixture.done(), (7, Ok(())));
     fixture.op(8, DeviceOpKind::WritePages { offset: 0, bytes: vec![9; 8192] });
     assert_eq!(fixture.done(), (8, Ok(())));
@@ -235,6 +246,71 @@ fn written_block_has_its_header_in_front_and_survives_after_a_sync() {
     let mut on_device = vec![0; stride() as usize];
     image.read(3 * stride(), &mut on_device);
     assert!(on_device[..4096] == *header(3).0 && on_device[4096..] == payload(3));
+}
+
+/// Tenants of the next reads of a rank: tenant 1 reads the first half of the blocks, tenant 2 the second one.
+fn next_tenants(reads: &mut ReadsByClass, rank: ReadClass, count: usize) -> Vec<TenantId> {
+    let pages = PageBufferPool::new(1);
+    let tenant = |read: PieceRead| TenantId(1 + (read.offset >= u64::from(BLOCKS / 2) * stride()) as u16);
+    let next = || reads.next(rank, &pages).map(|(_, read)| tenant(read));
+    std::iter::from_fn(next).take(count).collect()
+}
+
+#[test]
+fn tenants_get_shares_of_reads_by_weight_and_all_that_others_leave() {
+    let (context, ..) = context();
+    let half = BLOCKS / 2;
+    for class in [ReadClass::Awaited, ReadClass::Prefetch] {
+        let mut reads = ReadsByClass::new(&[(TenantId(1), 3)].into_iter().collect());
+        for (tenant, blocks) in [(2, half..BLOCKS), (1, 0..half)] {
+            let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(class, blocks) };
+            assert!(reads.add(&context.arena, &batch).is_ok());
+        }
+        let first = next_tenants(&mut reads, class, 40);
+        let of_first = first.iter().filter(|tenant| **tenant == TenantId(1)).count();
+        assert!((28..=32).contains(&of_first), "{of_first} of 40 reads have a weight of 3 in 4");
+        let rest = next_tenants(&mut reads, class, usize::MAX);
+        assert_eq!(rest.len(), 120, "four reads for each block");
+        assert!(rest[80..].iter().all(|tenant| *tenant == TenantId(2)), "the other tenant has ended");
+    }
+}
+
+#[test]
+fn writes_count_against_the_share_of_reads() {
+    let (context, ..) = context();
+    let half = BLOCKS / 2;
+    let mut reads = ReadsByClass::new(&Weights::default());
+    for (tenant, blocks) in [(1, 0..half), (2, half..BLOCKS)] {
+        let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(ReadClass::Awaited, blocks) };
+        assert!(reads.add(&context.arena, &batch).is_ok());
+    }
+    let [first, second, third] = [1, 2, 3].map(TenantId);
+    assert!(reads.may_precede(first) && reads.may_precede(third));
+    // Ten reads of 8 KiB.
+    reads.charge_write(first, 80 << 10);
+    reads.charge_write(third, 80 << 10);
+    assert!(!reads.may_precede(first) && reads.may_precede(second) && !reads.may_precede(third));
+    // The first reads of blocks have 12 KiB.
+    let next = next_tenants(&mut reads, ReadClass::Awaited, 6);
+    assert!(next.iter().all(|tenant| *tenant == second), "{next:?}");
+    next_tenants(&mut reads, ReadClass::Awaited, 8);
+    assert!([first, third].iter().any(|tenant| reads.may_precede(*tenant)), "both have caught up");
+}
+
+#[test]
+fn promoted_reads_have_the_share_of_their_tenant() {
+    let (context, ..) = context();
+    let half = BLOCKS / 2;
+    let mut reads = ReadsByClass::new(&Weights::default());
+    for (tenant, class, blocks) in [(1, ReadClass::Awaited, 0..half), (2, ReadClass::Prefetch, half..BLOCKS)]
+    {
+        let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(class, blocks) };
+        assert!(reads.add(&context.arena, &batch).is_ok());
+    }
+    assert!(reads.promote(&(half..BLOCKS).map(|block| FillId(block.into())).collect()));
+    let first = next_tenants(&mut reads, ReadClass::Awaited, 40);
+    let of_first = first.iter().filter(|tenant| **tenant == TenantId(1)).count();
+    assert!((18..=22).contains(&of_first), "{of_first} of 40 reads");
 }
 
 #[test]
@@ -247,9 +323,9 @@ fn medium_error_fails_one_block_and_one_write() {
     let expected: Vec<_> =
         (0..5).map(|block| (block, if block == 2 { Err(FillError::Device) } else { Ok(()) })).collect();
     assert_eq!(fixture.ends(5), expected);
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 2 * stride(), header: header(2).0, slot: slot(2) });
+    fixture.op(1, write(2));
     assert_eq!(fixture.done(), (1, Err(DeviceError::Media)));
-    fixture.op(2, DeviceOpKind::WriteBlock { offset: stride(), header: header(1).0, slot: slot(1) });
+    fixture.op(2, write(1));
     assert_eq!(fixture.done(), (2, Ok(())));
     assert_eq!(fixture.media_errors.load(Ordering::Relaxed), 2, "both are counted");
 }
@@ -312,7 +388,7 @@ fn full_device_rejects_a_write_and_is_still_read() {
     fixture.read(0..5);
     assert!(fixture.ends(5).iter().all(|(_, end)| end.is_ok()));
     fixture.device.inject(Fault::everywhere(FaultKind::Full));
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 3 * stride(), header: header(3).0, slot: slot(3) });
+    fixture.op(1, write(3));
     let DeviceReport { lost, done, fills, .. } = fixture.report();
     assert_eq!(lost, None);
     assert!(done == [(OpToken(1), Err(DeviceError::Unwritable))] && fills.is_empty(), "{done:?}, {fills:?}");
@@ -350,7 +426,7 @@ fn lack_of_kernel_memory_does_not_lose_the_device() {
     fixture.device.inject(Fault::everywhere(FaultKind::Busy));
     fixture.read(0..BLOCKS);
     assert!(fixture.ends(BLOCKS as usize).iter().all(|(_, end)| *end == Err(FillError::Refused)));
-    fixture.op(1, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: slot(0) });
+    fixture.op(1, write(0));
     assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
     fixture.device.heal();
     fixture.read(0..BLOCKS);
@@ -363,7 +439,7 @@ fn invalid_operations_are_rejected_individually() {
     fixture.op(1, DeviceOpKind::WritePages { offset: 0, bytes: vec![0; 100] });
     assert_eq!(fixture.done(), (1, Err(DeviceError::Refused)));
     let outside = ArenaSlot { region: RegionId(9), offset: 0, bytes: 4096 };
-    fixture.op(2, DeviceOpKind::WriteBlock { offset: 0, header: header(0).0, slot: outside });
+    fixture.op(2, write_from(0, outside));
     assert_eq!(fixture.done(), (2, Err(DeviceError::Refused)));
     fixture.read(0..3);
     assert_eq!(fixture.ends(3).len(), 3);

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use reprise_fuzz::Unstructured;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::{BlockKey, Layout, TenantName, Tier};
 
 use super::{PLACE_BYTES, PLACES, arena, layouts};
@@ -60,7 +61,7 @@ struct Conversation {
 impl Conversation {
     fn new(window: u64) -> Conversation {
         Conversation {
-            outbound: Outbound::new(window),
+            outbound: Outbound::new(window, Weights::default()),
             window,
             now: Duration::ZERO,
             serves: BTreeMap::new(),

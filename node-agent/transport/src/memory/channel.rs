@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use reprise_buffers::{PIECE_BYTES, Span};
 use reprise_policy::TenantName;
+use reprise_policy::fair_order::Weights;
 use reprise_policy::peer::{Offer, PeerEvent};
 
 use crate::counters::{Counters, add, raise};
@@ -78,7 +79,7 @@ impl UpFrame {
 impl Channel {
     pub(super) fn new(window: u64, stalled_since: Option<Duration>) -> Channel {
         Channel {
-            outbound: Outbound::new(window),
+            outbound: Outbound::new(window, Weights::default()),
             stalled_since,
             inbound: Inbound::new(),
             upward: VecDeque::new(),

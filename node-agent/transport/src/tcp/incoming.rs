@@ -155,7 +155,7 @@ fn serve(
 ) {
     let common = Arc::clone(&registered.common);
     let born = Instant::now();
-    let outbound = Outbound::new(hello.credit_bytes);
+    let outbound = Outbound::new(hello.credit_bytes, common.settings.weights.clone());
     let incoming = Arc::new(Incoming {
         common: Arc::clone(&common),
         socket,

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use reprise_identity::Security;
 use reprise_identity::limits::CONNECTION_AGE_MAX;
+use reprise_policy::TenantName;
+use reprise_policy::fair_order::Weights;
 
 use super::socket::{SocketOptions, set_congestion};
 use crate::error::TransportError;
@@ -59,6 +61,8 @@ pub struct TcpSettings {
     pub socket_buffer_bytes: Option<usize>,
     /// Congestion control of all connections.
     pub congestion: Congestion,
+    /// Weights of tenants in shares of each connection that a peer opened.
+    pub weights: Weights<TenantName>,
     /// Whether connections use TLS, and the certificates.
     pub security: Security,
 }
@@ -80,6 +84,7 @@ impl TcpSettings {
             connections_per_peer: 1,
             socket_buffer_bytes: None,
             congestion: Congestion::System,
+            weights: Weights::default(),
             security: Security::Plain,
         }
     }

@@ -352,7 +352,7 @@ impl Harness {
                 DeviceOpKind::WriteHeader { offset, header } => {
                     self.disk.write_begun(op.token.0, *offset, header.to_vec());
                 }
-                DeviceOpKind::WriteBlock { offset, header, slot } => {
+                DeviceOpKind::WriteBlock { offset, header, slot, .. } => {
                     let key = self.model.key_being_written(*offset);
                     let mut bytes = header.to_vec();
                     bytes.extend(payload(&key, slot.bytes));

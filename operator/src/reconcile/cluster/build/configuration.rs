@@ -3,7 +3,7 @@
 
 use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
-use reprise_crds::tenant::{Quota, Quotas};
+use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
 use reprise_crds::{KVCacheCluster, SSDPool};
 use reprise_policy::ByteSize;
 use reprise_policy::admission::AdmissionMode;
@@ -193,8 +193,8 @@ pub fn state_directory(names: &ClusterNames) -> String {
 /// Returns the tenant's section in the agents' configuration; `None` if it only has default limits.
 /// `reserves` is whether its memory reservation applies.
 fn tenant_section(tenant: &reprise_crds::CacheTenant, reserves: bool) -> Option<Value> {
-    let (quotas, number) = (&tenant.spec.per_node, tenant.spec.number);
-    if *quotas == Quotas::default() && number.is_none() {
+    let (quotas, number, bandwidth) = (&tenant.spec.per_node, tenant.spec.number, &tenant.spec.bandwidth);
+    if *quotas == Quotas::default() && number.is_none() && *bandwidth == Bandwidth::default() {
         return None;
     }
     let mut section = json!({
@@ -207,6 +207,9 @@ fn tenant_section(tenant: &reprise_crds::CacheTenant, reserves: bool) -> Option<
     }
     if let Some(number) = number {
         section["number"] = json!(number);
+    }
+    if *bandwidth != Bandwidth::default() {
+        section["bandwidth"] = json!({ "weight": bandwidth.weight });
     }
     Some(section)
 }

@@ -184,6 +184,10 @@ fn restarts_agents_only_if_their_configuration_changes() {
     );
     // The control plane enforces cluster-wide budgets.
     let cluster = cluster(json!({}));
+    let weighted = tenant(found(&cluster), json!({ "bandwidth": { "weight": 4 } }));
+    let text = configuration::agent(&cluster, &weighted.agent_config);
+    let agent: toml::Table = text.parse().expect("TOML");
+    assert_eq!(agent["tenants"][0]["bandwidth"]["weight"].as_integer(), Some(4));
     let budgeted = tenant(found(&cluster), json!({ "budget": { "ssd": { "limit": "1Gi" } } }));
     assert_eq!(
         configuration::agent(&cluster, &budgeted.agent_config),
