@@ -430,6 +430,7 @@ mod tests {
 
     use super::*;
     use crate::core_loop::Inbox;
+    use crate::public_tenant::PublicTenant;
     use crate::queue_grants::QueueGrantService;
     use crate::session::{SESSIONS_MAX, TenantSalts, TenantUsers};
 
@@ -471,6 +472,7 @@ mod tests {
             identity: None,
             users: TenantUsers::default(),
             salts: TenantSalts::default(),
+            public_tenant: PublicTenant::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
