@@ -65,6 +65,11 @@ pub struct CacheTenantSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("isolation is immutable because the keys of blocks depend on it: create a new CacheTenant with another name"))]
     pub isolation: Isolation,
+    /// Whether sessions of all tenants may read the tenant's blocks, those from before included, for example shared system
+    /// prompts. Only its own sessions save and delete blocks. At most one tenant of a cluster is public, the oldest one.
+    /// Readers get copies within their own quotas. Their sessions must connect again after a tenant became public.
+    #[serde(default)]
+    pub public: bool,
     /// Encryption key of the tenant's blocks, with `Encrypted`. Not in this release.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_secret_ref: Option<NamespacedKeyRef>,
@@ -178,8 +183,8 @@ pub struct CacheTenantStatus {
     /// accurate to 1/64; otherwise it is the last known usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<TenantUsage>,
-    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `UsageKnown`,
-    /// `OverQuota`, `DeletionBlocked`.
+    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `Public`,
+    /// `UsageKnown`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

@@ -106,6 +106,8 @@ words! {
         BudgetApplied,
         /// Agents accept only the pods selected by the tenant as that tenant.
         PodsBound,
+        /// Sessions of all tenants may read the tenant's blocks.
+        Public,
     }
 }
 
