@@ -65,6 +65,11 @@ pub struct CacheTenantSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("isolation is immutable because the keys of blocks depend on it: create a new CacheTenant with another name"))]
     pub isolation: Isolation,
+    /// Whether sessions of all tenants may read the tenant's blocks, those from before included, for example shared system
+    /// prompts. Only its own sessions save and delete blocks. At most one tenant of a cluster is public, the oldest one.
+    /// Readers get copies within their own quotas. Their sessions must connect again after a tenant became public.
+    #[serde(default)]
+    pub public: bool,
     /// Encryption keys of the tenant's blocks, with `Encrypted`: 64 hexadecimal digits in each of up to 16 lines. The
     /// first key encrypts, the others decrypt older blocks. Without the entry, all blocks of the tenant are erased. The
     /// operator needs the value `rbac.keySecrets` of the chart to read it.
@@ -204,7 +209,7 @@ pub struct CacheTenantStatus {
     /// accurate to 1/64; otherwise it is the last known usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<TenantUsage>,
-    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `KeyAvailable`,
+    /// Conditions: `Ready`, `Accepted`, `QuotaFeasible`, `BudgetApplied`, `PodsBound`, `KeyAvailable`, `Public`,
     /// `UsageKnown`, `OverQuota`, `DeletionBlocked`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]

@@ -165,7 +165,7 @@ impl Engine {
     /// If a byte is wrong: no test allows that.
     pub fn load(&self, numbers: &[u64], loading: &LoadParams) -> Result<Vec<Outcome>, ClientError> {
         let LoadParams { deadline, scope, read_bytes } = *loading;
-        let request = LoadRequest { keys: keys(numbers), deadline, read_bytes, scope };
+        let request = LoadRequest { deadline, read_bytes, scope, ..LoadRequest::new(keys(numbers)) };
         let load = self.client.load(&request)?;
         self.compare(&load, numbers)
     }

@@ -44,6 +44,7 @@ use crate::core_loop::{Inbox, Input, Liveness};
 use crate::directory::DirectoryClient;
 use crate::error::{AgentError, ErrorKind};
 use crate::metrics::{CORE, Metrics, PEER, QUEUE_GRANTS, TenantRows, describe};
+use crate::public_tenant::PublicTenant;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::Recorder;
 use crate::slack::ActiveProfiles;
@@ -75,6 +76,7 @@ pub(crate) struct AdminContext {
     /// Maximum number of connections.
     pub(crate) connections_max: usize,
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
+    pub(crate) public_tenant: PublicTenant,
     pub(crate) slack: ActiveProfiles,
     pub(crate) queue_grants: Arc<QueueGrantService>,
     pub(crate) recorder: Arc<Recorder>,

@@ -53,7 +53,7 @@ use crate::device::{ControllerHandle, DeviceContext, OpenedDevice, access};
 use crate::error::{AgentError, ErrorKind};
 use crate::executor::ReleasedDevice;
 use crate::modes::Modes;
-use crate::runtime::OwnEndpoints;
+use crate::runtime::{OwnEndpoints, public_tenant_event};
 use device_health::{Amplification, LatencyMonitor, WearMonitor};
 use device_records::DeviceRecords;
 use device_tasks::{OpenResult, WipeOutcome};
@@ -415,6 +415,10 @@ impl Worker {
         self.profiles.refresh();
         if let Some(bindings) = &self.parts.bindings {
             bindings.refresh();
+            let public = &self.parts.admin.public_tenant;
+            if public.set(bindings.current().public()) {
+                self.send_to_core(Some(public_tenant_event(public, &self.parts.admin.tenants)));
+            }
         }
         self.gpus = gpus::read(&self.parts.root);
         let Some(desired) = &self.desired else { return };

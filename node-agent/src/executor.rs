@@ -8,6 +8,7 @@
 //! | descriptors of devices | with the reply that names an extent of them | the session is closed |
 //! | end of a client's own I/O | polled ([`extents`]) | polled again |
 //! | device operations, reads | bounded queue, above the core's maximum in flight | reported as rejected |
+//! | copies of public blocks | the queue of the copying thread | reported as refused |
 //! | checks of blocks in DRAM | the checker's queue | reported as not verified |
 //! | new memory of a region | the thread for regions, after all devices released the old one ([`regions`]) | reported as failed |
 //! | lookups, announcements | the directory client's queues | the client reports or re-announces |
@@ -33,11 +34,13 @@ use reprise_policy::tenant::TenantRegistry;
 use reprise_policy::{NamespaceDigest, SessionId, TenantId, TenantName};
 use reprise_transport::{CompositeTransport, Transport};
 
+use crate::block_copier::BlockCopier;
 use crate::checker::Checker;
 use crate::device::{Command, Device, DeviceInfo, UnsentCommand, read_error};
 use crate::directory::{DirectoryClient, OwnState, PlacementRequest};
 use crate::encryption::EncryptionKeys;
 use crate::metrics::{BlockPath, Metrics, Phase};
+use crate::public_tenant::PublicTenant;
 use crate::queue_grants::QueueGrantService;
 use crate::region_renewer::RegionRenewer;
 use crate::session::{Peer, Session};
@@ -80,7 +83,10 @@ pub(crate) struct ExecutorParts {
     pub(crate) peers: Option<Arc<CompositeTransport>>,
     /// Names and numbers of tenants, shared with the sessions.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
+    /// Tenant whose blocks all agents may fetch.
+    pub(crate) public_tenant: PublicTenant,
     pub(crate) checker: Checker,
+    pub(crate) block_copier: BlockCopier,
     pub(crate) region_renewer: RegionRenewer,
     /// Encryption keys of tenants.
     pub(crate) keys: EncryptionKeys,
@@ -374,6 +380,11 @@ impl Executor {
             Effect::DeviceReleased { device } => self.remove_device(device),
             Effect::RenewRegion { region } => self.renew_region(region),
             Effect::AwaitExtents { holder } => self.extents.await_end(holder),
+            Effect::CopyBlocks(batch) => {
+                if let Err(fills) = self.parts.block_copier.submit(batch) {
+                    self.feedback.extend(fills.into_iter().map(|fill| failed(fill, FillError::Refused)));
+                }
+            }
             Effect::CheckBlock(check) => {
                 let id = check.check;
                 if self.parts.checker.submit(check).is_err() {

@@ -16,6 +16,7 @@
 
 mod admin;
 mod bindings;
+mod block_copier;
 mod checker;
 mod config;
 mod core_loop;
@@ -35,6 +36,7 @@ mod kubernetes;
 mod metrics;
 mod modes;
 mod peer;
+mod public_tenant;
 mod queue_grants;
 mod recorder;
 mod region_renewer;

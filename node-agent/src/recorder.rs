@@ -174,7 +174,7 @@ pub(crate) mod tests {
     }
 
     fn lookup(ranks: Ranks, count: u8) -> Request {
-        Request::Match { keys: keys(count), ranks, scope: Scope::Local, position: Some(0) }
+        Request::Match { keys: keys(count), ranks, scope: Scope::Local, position: Some(0), public: None }
     }
 
     fn note(recorder: &Recorder, layout: &Layout, request: &Request) {
@@ -194,6 +194,7 @@ pub(crate) mod tests {
             deadline: std::time::Duration::ZERO,
             read_bytes: 0,
             scope: Scope::Local,
+            public: None,
         };
         note(&recorder, &layout(1), &Request::Load(load));
         let call = recording.calls.try_recv().expect("a recorded call");

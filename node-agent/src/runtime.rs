@@ -35,6 +35,7 @@ use serde::Serialize;
 
 use crate::admin::{AdminContext, AdminPort, AdminServer, ArenaInfo};
 use crate::bindings::BindingsFile;
+use crate::block_copier::BlockCopier;
 use crate::checker::Checker;
 use crate::config::{ArenaSettings, HugePages, PeerSettings, Settings};
 use crate::core_loop::{Clock, CoreLoop, Inbox, Input, Liveness};
@@ -50,6 +51,7 @@ use crate::in_cluster::{ClusterNode, ClusterSettings};
 use crate::metrics::Metrics;
 use crate::modes::Modes;
 use crate::peer;
+use crate::public_tenant::PublicTenant;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::Recorder;
 use crate::region_renewer::RegionRenewer;
@@ -121,6 +123,12 @@ impl Runtime {
         let limits = ConnectionLimits::of(&settings, cluster.is_some())?;
         let clock = Clock::start();
         let tenants = Arc::new(Mutex::new(settings.tenant_registry()));
+        let bindings = cluster.as_ref().map(ClusterSettings::bindings).transpose()?.flatten();
+        let public = match &bindings {
+            Some(bindings) => bindings.current().public().cloned(),
+            None => settings.public_tenant.clone(),
+        };
+        let public_tenant = PublicTenant::new(public);
         let (inbox, inputs) = Inbox::new();
         let arena = Arc::new(allocate_arena(&arena)?);
         let mut metrics = Metrics::new(&settings.node.name, arena.coverage());
@@ -186,6 +194,8 @@ impl Runtime {
             Some(_) => QueueGrantService::of_allocations(queue_limits),
             None => QueueGrantService::new(queue_limits),
         });
+        // The first input of the core: sessions start later.
+        let _ = inbox.send(Input::Event(public_tenant_event(&public_tenant, &tenants)));
         let parts = ExecutorParts {
             devices,
             released: releases,
@@ -194,7 +204,9 @@ impl Runtime {
             complete: complete.clone(),
             peers: peers.clone(),
             tenants: tenants.clone(),
+            public_tenant: public_tenant.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
+            block_copier: BlockCopier::start(arena.clone(), inbox.clone())?,
             region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
             keys: keys.clone(),
             metrics: metrics.clone(),
@@ -209,7 +221,6 @@ impl Runtime {
                 AgentError::new(ErrorKind::Resource, "cannot spawn the core thread").with_source(error)
             })?;
         let key_reader = KeyReader::start(keys.clone(), first_keys, inbox.clone())?;
-        let bindings = cluster.as_ref().map(ClusterSettings::bindings).transpose()?.flatten();
         let identity = cluster
             .as_ref()
             .zip(bindings.clone())
@@ -225,6 +236,7 @@ impl Runtime {
             users: settings.session.users.clone().with_privileged([0, own_uid()?]),
             salts: TenantSalts::within(settings.session.salts.clone()),
             keys,
+            public_tenant: public_tenant.clone(),
             tenants: tenants.clone(),
             draining: AtomicBool::new(false),
             rejected: metrics.rejected().clone(),
@@ -251,6 +263,7 @@ impl Runtime {
             },
             ready: AtomicBool::new(cluster.is_none()),
             tenants,
+            public_tenant,
             slack,
             queue_grants,
             recorder,
@@ -358,6 +371,12 @@ pub(crate) struct OwnEndpoints {
 }
 
 /// Registers tenant names recovered with blocks.
+/// Returns the event that declares the current public tenant.
+pub(crate) fn public_tenant_event(public: &PublicTenant, tenants: &Mutex<TenantRegistry>) -> Event {
+    let tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
+    Event::PublicTenant(public.current().and_then(|name| tenants.number_of(&name)))
+}
+
 pub(crate) fn restore_tenant_names(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
     let mut tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
     for (number, name) in names {

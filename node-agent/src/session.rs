@@ -40,18 +40,21 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use reprise_agent_core::effect::{DeviceId, PlaceKind, Reply, Ticket};
-use reprise_agent_core::event::{self, Event, RequestId};
+use reprise_agent_core::event::{self, Event, LoadRequest, PublicKeys, RequestId};
 use reprise_agent_core::limits;
 use reprise_buffers::{Arena, PROGRESS_BLOCKS_MAX, PROGRESS_ENTRIES};
 use reprise_daemon::rejected_connections::{Listener, Reason, RejectedConnections};
 use reprise_policy::session::{LayerReport, TransferBackend};
 use reprise_policy::tenant::TenantRegistry;
-use reprise_policy::{BlockKey, DevicePlace, Layout, NamespaceDigest, SessionId, TenantId, TenantName};
+use reprise_policy::{
+    BlockKey, DevicePlace, KeyInputs, Layout, NamespaceDigest, SessionId, TenantId, TenantName, TenantSalt,
+};
 use reprise_proto::local;
 
 use crate::core_loop::{Inbox, Input, Request};
 use crate::encryption::EncryptionKeys;
 use crate::metrics::{BlockCount, BlockPath, Direction};
+use crate::public_tenant::PublicTenant;
 use crate::queue_grants::QueueGrantService;
 use crate::recorder::{Caller, Recorder};
 use crate::slack::{ActiveProfiles, SlackReports};
@@ -105,7 +108,15 @@ pub(crate) struct Session {
     layout: Layout,
     /// Namespace from its greeting, without the tenant's salt.
     namespace: NamespaceDigest,
+    /// Tenant whose blocks it may copy.
+    public: Option<PublicSalt>,
     backend: StatedBackend,
+}
+
+/// The public tenant for sessions of other tenants. They never get its salt.
+struct PublicSalt {
+    tenant: TenantId,
+    salt: TenantSalt,
 }
 
 /// Properties of a client.
@@ -140,6 +151,8 @@ pub(crate) struct SessionContext {
     pub(crate) salts: TenantSalts,
     /// Encryption keys of tenants.
     pub(crate) keys: EncryptionKeys,
+    /// Tenant whose blocks all tenants may copy.
+    pub(crate) public_tenant: PublicTenant,
     /// Names and numbers of tenants; locked briefly by each greeting.
     pub(crate) tenants: Arc<Mutex<TenantRegistry>>,
     /// Set during shutdown: requests are rejected, notices are still sent.
@@ -173,6 +186,18 @@ impl Session {
     /// Returns the namespace from the greeting, without the tenant's salt.
     pub(crate) fn stated_namespace(&self) -> NamespaceDigest {
         self.namespace
+    }
+
+    /// Adds the keys of the same blocks of the public tenant. The core checks whether the tenant still is public.
+    fn add_public_keys(&self, body: &mut event::Request, inputs: Option<KeyInputs>) {
+        let Some((PublicSalt { tenant, salt }, inputs)) = self.public.as_ref().zip(inputs) else {
+            return;
+        };
+        let (event::Request::Match { public, .. } | event::Request::Load(LoadRequest { public, .. })) = body
+        else {
+            return;
+        };
+        *public = Some(PublicKeys { tenant: *tenant, keys: inputs.keys(&self.namespace, salt) });
     }
 
     /// Returns the number of pending requests.
@@ -344,17 +369,17 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
             session.refuse(id, local::FailureKind::BadRequest, &message);
             true
         }
-        DecodeResult::Request { id, body: _ } if context.draining.load(Ordering::Relaxed) => {
+        DecodeResult::Request { id, .. } if context.draining.load(Ordering::Relaxed) => {
             session.refuse(id.0, local::FailureKind::Busy, STOPPING);
             true
         }
-        DecodeResult::Request { id, body }
+        DecodeResult::Request { id, body, .. }
             if uses_extents(&body) && context.keys.of(&session.peer.tenant).is_some() =>
         {
             session.refuse(id.0, local::FailureKind::BadRequest, NO_EXTENTS);
             true
         }
-        DecodeResult::Request { id, body: event::Request::Load(load) }
+        DecodeResult::Request { id, body: event::Request::Load(load), .. }
             if load.keys.len() > session.load_blocks_max =>
         {
             let message = format!(
@@ -365,7 +390,8 @@ fn submit_request(context: &SessionContext, session: &Session, decoded: DecodeRe
             session.refuse(id.0, local::FailureKind::BadRequest, &message);
             true
         }
-        DecodeResult::Request { id, body } => {
+        DecodeResult::Request { id, mut body, inputs } => {
+            session.add_public_keys(&mut body, inputs);
             // Requests that release resources are never rejected, as the resources would stay in use.
             let frees = frees_resources(&body);
             if session.in_flight.fetch_add(1, Ordering::Relaxed) >= REQUESTS_IN_FLIGHT_MAX && !frees {

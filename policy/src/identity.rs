@@ -60,6 +60,9 @@ pub struct PodBindings {
     namespaces: BTreeMap<String, TenantName>,
     /// Tenant of each service account, by [`ServiceAccount::key`]; overrides the tenant of its namespace.
     service_accounts: BTreeMap<String, TenantName>,
+    /// Tenant whose blocks sessions of all tenants may read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    public: Option<TenantName>,
 }
 
 /// Reason why a session may not use the tenant that it names; the text states the remedy.
@@ -154,6 +157,16 @@ impl PodBindings {
     pub fn bind_service_account(&mut self, account: &ServiceAccount, tenant: &TenantName) {
         self.bind_tenant(tenant);
         self.service_accounts.insert(account.key(), tenant.clone());
+    }
+
+    /// Sets the tenant whose blocks sessions of all tenants may read.
+    pub fn set_public(&mut self, tenant: TenantName) {
+        self.public = Some(tenant);
+    }
+
+    /// Returns the tenant whose blocks sessions of all tenants may read.
+    pub fn public(&self) -> Option<&TenantName> {
+        self.public.as_ref()
     }
 
     /// Returns the tenant of a namespace.
@@ -272,5 +285,10 @@ mod tests {
         );
         assert_eq!(serde_json::from_str::<PodBindings>(&text).expect("reads"), bindings());
         assert!(serde_json::from_str::<PodBindings>(&text.replace("\"tenants\"", "\"tenant\"")).is_err());
+        let mut public = bindings();
+        public.set_public(tenant("c"));
+        let written = serde_json::to_string(&public).expect("JSON");
+        assert_eq!(written, text.replace("\"b\"}}", "\"b\"},\"public\":\"c\"}"));
+        assert_eq!(serde_json::from_str::<PodBindings>(&written).expect("reads"), public);
     }
 }

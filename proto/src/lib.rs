@@ -20,7 +20,7 @@ pub mod local {
     tonic::include_proto!("reprise.local.v1");
 
     /// Version of the local session protocol; the agent rejects clients with another version.
-    pub const PROTOCOL_VERSION: u32 = 10;
+    pub const PROTOCOL_VERSION: u32 = 11;
 
     /// Maximum length of a frame in bytes, without its 4-byte length. A match over 8,192 keys takes 128
     /// KiB; a load reply of 8,192 blocks with 64 checksums each takes 2.3 MiB.

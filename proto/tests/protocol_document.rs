@@ -72,20 +72,28 @@ fn hello_with_a_numa_node() -> local::Hello {
 
 fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
     use request::Body;
+    let packed = [[0; 8].as_slice(), &[0x44; 32]].concat().into();
+    let inputs = Some(local::KeyInputs { packed, input_bytes: 40, namespaces: Vec::new() });
+    let of_a_key = local::Match { keys: run(0x11, 16), ..local::Match::default() };
     let item = local::CommitItem { lease: 9, key: run(0x11, 16), checksums: run(0x22, 8) };
     let commit = local::Commit { items: vec![item], priority: 1, parent: run(0x33, 16), position: Some(300) };
-    let load =
-        local::Load { keys: run(0x11, 16), deadline_us: 5_000_000, read_bytes: 524_288, local_only: true };
+    let load = local::Load {
+        keys: run(0x11, 16),
+        deadline_us: 5_000_000,
+        read_bytes: 524_288,
+        local_only: true,
+        inputs: None,
+    };
     vec![
         (
             "`Hello`",
-            "version 10, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
+            "version 11, namespace 32 × 77, layout 32, 2, 8, 128, 1, 16, 3, 4, client \"vllm-0\", tenant \"team-a\", token \"jwt\", \
              GPU 0000:3b:00.0",
             Body::Hello(hello()),
         ),
         (
             "`Hello` with a NUMA node",
-            "version 10, namespace, layout and tenant as before, NUMA node 1",
+            "version 11, namespace, layout and tenant as before, NUMA node 1",
             Body::Hello(hello_with_a_numa_node()),
         ),
         ("`Reserve`", "3 slots", Body::Reserve(local::Reserve { count: 3, kind: 0 })),
@@ -100,23 +108,14 @@ fn requests() -> Vec<(&'static str, &'static str, request::Body)> {
         (
             "`Match`",
             "key 16 × 11, local only; position 300",
-            Body::Match(local::Match {
-                keys: run(0x11, 16),
-                local_only: true,
-                all_ranks: false,
-                position: Some(300),
-            }),
+            Body::Match(local::Match { local_only: true, position: Some(300), ..of_a_key.clone() }),
         ),
         (
-            "`Match` of all ranks",
-            "key 16 × 11",
-            Body::Match(local::Match {
-                keys: run(0x11, 16),
-                local_only: false,
-                all_ranks: true,
-                position: None,
-            }),
+            "`Match` with the inputs of its key",
+            "key 16 × 11, local only; input of 40 bytes: group 0, rank 0, hash 32 × 44",
+            Body::Match(local::Match { local_only: true, inputs, ..of_a_key.clone() }),
         ),
+        ("`Match` of all ranks", "key 16 × 11", Body::Match(local::Match { all_ranks: true, ..of_a_key })),
         ("`Load`", "key 16 × 11, 5 s, reads of 512 KiB, local only", Body::Load(load)),
         ("`Release`", "load 6", Body::Release(local::Release { load: 6 })),
         ("`Stats`", "", Body::Stats(local::Stats {})),
@@ -224,6 +223,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         progress_entries: 64,
         progress_entry_bytes: 1088,
         tenant_salt: vec![0x55; 32].into(),
+        public_tenant: "prompts".into(),
     };
     let reserved = local::Reserved {
         regions: grants(),
@@ -264,7 +264,7 @@ fn responses() -> Vec<(&'static str, &'static str, response::Body)> {
         ("`Failure`", "`BUSY`, \"full\"", Body::Failure(failure)),
         (
             "`Welcome`",
-            "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes, salt 32 × 55",
+            "session 5, \"node-a\", \"0.1.0\", 64 entries of 1,088 bytes, salt 32 × 55, public tenant \"prompts\"",
             Body::Welcome(welcome),
         ),
         (

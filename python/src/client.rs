@@ -74,7 +74,7 @@ impl Client {
         all_ranks: bool,
         position: Option<u32>,
     ) -> PyResult<Vec<u32>> {
-        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position });
+        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position, inputs: None });
         let matched = py.detach(|| match all_ranks {
             false => self.client.match_keys(&keys, options),
             true => self.client.match_ranks(&keys, options),

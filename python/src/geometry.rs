@@ -260,14 +260,13 @@ pub(crate) fn block_keys<'py>(
     group: u32,
     shard: u32,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let (part, of_tenant) = (KeyPart { group, shard }, namespace.tenant.0.namespace(&namespace.digest));
-    let key = |hash: PyResult<Bound<'py, PyAny>>| {
+    let hash = |hash: PyResult<Bound<'py, PyAny>>| {
         let hash = hash?;
-        let bytes = hash
-            .cast::<PyBytes>()
-            .map_err(|_| PyTypeError::new_err(format!("invalid hash {hash}: expected bytes")))?;
-        Ok(BlockKey::derive(&of_tenant, bytes.as_bytes(), part))
+        hash.cast_into::<PyBytes>()
+            .map_err(|error| PyTypeError::new_err(format!("invalid hash {}: expected bytes", error.into_inner())))
     };
-    let keys: Vec<BlockKey> = hashes.try_iter()?.map(key).collect::<PyResult<_>>()?;
+    let hashes: Vec<Bound<'py, PyBytes>> = hashes.try_iter()?.map(hash).collect::<PyResult<_>>()?;
+    let bytes = hashes.iter().map(|hash| hash.as_bytes());
+    let keys = namespace.tenant.0.derive(&namespace.digest, bytes, KeyPart { group, shard });
     Ok(PyBytes::new(py, &BlockKey::pack(&keys)))
 }

@@ -126,7 +126,7 @@ impl Session {
         let Some(client) = self.keeper().and_then(|keeper| keeper.responsive()) else {
             return Ok(None);
         };
-        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position });
+        let (Keys(keys), options) = (keys, MatchOptions { scope: scope(local), position, inputs: None });
         let started = match all_ranks {
             false => client.start_match(&keys, options),
             true => client.start_match_ranks(&keys, options),

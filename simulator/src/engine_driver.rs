@@ -102,7 +102,13 @@ fn act(engines: &mut Engines, env: &mut Environment, session: SessionId, memory:
         50..52 => request_other_tenant(engines, env, session, layout),
         52..60 => {
             let scope = scope(env);
-            let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope };
+            let body = Request::Match {
+                keys: keys.clone(),
+                ranks: Ranks::Own,
+                position: Some(0),
+                scope,
+                public: None,
+            };
             engines.ask(env, session, RequestKind::Match(keys, scope), body);
         }
         60..80 => load(engines, env, session, keys),
@@ -130,12 +136,22 @@ fn request_other_tenant(engines: &mut Engines, env: &mut Environment, session: S
     let other = TenantId(env.rng.below(usize::from(env.setup.tenants)) as u16);
     let keys = draw_keys(env, other, layout);
     if env.rng.chance(500) {
-        let body =
-            Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope: Scope::Local };
+        let body = Request::Match {
+            keys: keys.clone(),
+            ranks: Ranks::Own,
+            position: Some(0),
+            scope: Scope::Local,
+            public: None,
+        };
         return engines.ask(env, session, RequestKind::Match(keys, Scope::Local), body);
     }
-    let load =
-        LoadRequest { keys: keys.clone(), deadline: Duration::ZERO, read_bytes: 0, scope: Scope::Local };
+    let load = LoadRequest {
+        keys: keys.clone(),
+        deadline: Duration::ZERO,
+        read_bytes: 0,
+        scope: Scope::Local,
+        public: None,
+    };
     engines.ask(env, session, RequestKind::Load(keys), Request::Load(load));
 }
 
@@ -176,7 +192,7 @@ fn abort(engines: &mut Engines, env: &mut Environment, session: SessionId, count
 fn load(engines: &mut Engines, env: &mut Environment, session: SessionId, keys: Vec<BlockKey>) {
     let deadline = if env.rng.chance(300) { Duration::ZERO } else { env.rng.micros(500..200_000) };
     let scope = scope(env);
-    let load = LoadRequest { keys: keys.clone(), deadline, read_bytes: 0, scope };
+    let load = LoadRequest { keys: keys.clone(), deadline, read_bytes: 0, scope, public: None };
     engines.ask(env, session, RequestKind::Load(keys), Request::Load(load));
 }
 

@@ -374,6 +374,7 @@ impl Node {
             Effect::PromoteReads { .. } => {}
             Effect::DeviceReleased { .. } => unreachable!("devices of this simulation stay until they fail"),
             Effect::AwaitExtents { holder } => process.await_extents(env, node, holder),
+            Effect::CopyBlocks(_) => unreachable!("no tenant of this simulation is public"),
             Effect::RenewRegion { region } => process.jobs.begin(env, &self.disks, Job::Renew(region)),
             Effect::CheckBlock(check) => process.jobs.begin(env, &self.disks, Job::Check(check)),
             Effect::Lookup { lookup, keys, timeout } => {

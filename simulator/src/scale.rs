@@ -167,7 +167,8 @@ fn match_own(simulation: &mut Simulation) {
         let held = &simulation.nodes[node].process().replicas.held;
         let keys: BTreeSet<BlockKey> = held.iter().map(|(key, _)| *key).collect();
         let (keys, scope) = (Vec::from_iter(keys), Scope::Local);
-        let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope };
+        let body =
+            Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope, public: None };
         let Simulation { env, nodes, .. } = &mut *simulation;
         nodes[node].process().engines.ask(env, session, RequestKind::Match(keys, scope), body);
     }

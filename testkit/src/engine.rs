@@ -26,7 +26,7 @@ use reprise_client::{
     Source, Ticket,
 };
 use reprise_policy::key::KeyPart;
-use reprise_policy::{BlockKey, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
+use reprise_policy::{BlockKey, KeyInputs, Layout, NamespaceDigest, NamespaceSpec, TenantName, prefix_hash};
 
 use memory::KvMemory;
 #[cfg(not(feature = "rings"))]
@@ -141,6 +141,16 @@ pub fn namespace(layout: &Layout) -> NamespaceDigest {
 pub fn chain_keys(namespace: &NamespaceDigest, hash_ids: &[u64]) -> Vec<BlockKey> {
     let none_hash = prefix_hash::none_hash(HASH_SEED);
     chain(namespace, none_hash, hash_ids).into_iter().map(|block| block.key).collect()
+}
+
+/// Returns the inputs of the keys of a prompt's blocks, from which an agent derives the keys of a public tenant.
+pub fn chain_inputs(hash_ids: &[u64]) -> Option<KeyInputs> {
+    KeyInputs::of(chain_hashes(hash_ids).iter().map(|hash| &hash[..]), KeyPart::default())
+}
+
+/// Returns the inputs of the keys of blocks.
+fn inputs<'a>(chain: impl IntoIterator<Item = &'a ChainBlock>) -> Option<KeyInputs> {
+    KeyInputs::of(chain.into_iter().map(|block| &block.prefix_hash[..]), KeyPart::default())
 }
 
 /// Returns the prefix hashes of a prompt's blocks, from which their keys derive.
@@ -322,7 +332,7 @@ impl Engine {
     ) -> anyhow::Result<usize> {
         let keys: Vec<BlockKey> = chain.iter().map(|block| block.key).collect();
         let started = Instant::now();
-        let options = MatchOptions { scope: Scope::Cluster, position: Some(0) };
+        let options = MatchOptions { scope: Scope::Cluster, position: Some(0), inputs: inputs(chain) };
         let sources = self.client.match_keys(&keys, options)?;
         outcome.match_us = micros(started);
         let matched = sources.len();
@@ -378,6 +388,7 @@ impl Engine {
             deadline: LOAD_DEADLINE,
             read_bytes: 0,
             scope: plan.scope,
+            inputs: inputs(positions.iter().map(|position| &plan.chain[*position])),
         };
         let load = self.client.load(&request)?;
         for (position, block) in positions.iter().zip(load.blocks()) {

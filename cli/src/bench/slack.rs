@@ -216,7 +216,7 @@ impl Engine {
     /// readable.
     fn load(&self, keys: &[BlockKey], layers: &mut Vec<f64>) -> anyhow::Result<Duration> {
         let (deadline, read_bytes, scope) = (PATIENCE, OBJECT_BYTES, Scope::Local);
-        let request = LoadRequest { keys: keys.to_vec(), deadline, read_bytes, scope };
+        let request = LoadRequest { keys: keys.to_vec(), deadline, read_bytes, scope, inputs: None };
         let started = Instant::now();
         let load = self.client.load(&request).context("load")?;
         for layer in 0..self.client.layout().layers() {

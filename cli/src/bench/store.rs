@@ -245,7 +245,8 @@ fn decoupled(
 /// Loads every block from the device into the arena, verified, with two windows in flight; returns GB/s.
 pub(super) fn cold_load(client: &Client, keys: &[BlockKey], read_bytes: u64) -> anyhow::Result<f64> {
     client.trim().context("trim")?;
-    let request = LoadRequest { keys: keys.to_vec(), deadline: PATIENCE, read_bytes, scope: Scope::Local };
+    let (deadline, scope) = (PATIENCE, Scope::Local);
+    let request = LoadRequest { deadline, read_bytes, scope, ..LoadRequest::new(keys.to_vec()) };
     let mut cold = Ok(());
     let mut loaded = 0;
     let started = Instant::now();

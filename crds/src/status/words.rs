@@ -108,6 +108,8 @@ words! {
         PodsBound,
         /// Agents have the encryption key of the tenant. False with reason `Erased`: no node has blocks of the tenant.
         KeyAvailable,
+        /// Sessions of all tenants may read the tenant's blocks.
+        Public,
     }
 }
 

@@ -33,6 +33,7 @@ mod peers;
 mod placement;
 mod prefix_chains;
 mod pressure;
+mod public_tenant;
 mod regions;
 mod rings;
 mod rotation;

@@ -140,8 +140,7 @@ fn flood(engine: &Engine, first: u64, is_over: &AtomicBool, rounds: &AtomicU64) 
         if is_over.load(Ordering::Relaxed) {
             break;
         }
-        let request =
-            LoadRequest { keys: keys(&hot), deadline: PATIENCE, read_bytes: 0, scope: Scope::Local };
+        let request = LoadRequest { deadline: PATIENCE, scope: Scope::Local, ..LoadRequest::new(keys(&hot)) };
         let load = engine.client().load(&request).expect("the agent responds");
         engine.compare(&load, &hot).expect("the agent responds");
         drop(held.replace(load));

@@ -78,9 +78,10 @@ pub(crate) struct Session {
     reader: Mutex<Option<JoinHandle<()>>>,
     layout: Layout,
     call_timeout: Duration,
-    welcome: local::Welcome,
+    pub(crate) welcome: local::Welcome,
     /// Namespace with the tenant's salt.
     namespace: NamespaceDigest,
+    pub(crate) learned_salt: Option<LearnedSalt>,
 }
 
 impl ConnectOptions {
@@ -186,8 +187,9 @@ impl Client {
             call_timeout: options.call_timeout,
             welcome: local::Welcome::default(),
             namespace: options.namespace,
+            learned_salt: options.learned_salt.clone(),
         };
-        let (tenant, learned_salt) = (options.tenant.clone(), options.learned_salt.clone());
+        let tenant = options.tenant.clone();
         match session.call("hello", request::Body::Hello(options.into_hello()?)) {
             Ok(response::Body::Welcome(mut welcome)) => {
                 // The salt is a secret: it must not appear in a debug form.
@@ -195,8 +197,8 @@ impl Client {
                     .map_err(|error| session.broken(error))?;
                 session.namespace = session.namespace.of_tenant(salt.as_ref());
                 session.welcome = welcome;
-                if let Some(learned) = learned_salt {
-                    learned.set(salt);
+                if let Some(learned) = &session.learned_salt {
+                    learned.set(salt, session.has_public_tenant());
                 }
             }
             Ok(_) => return Err(session.broken(ClientError::unexpected("hello"))),

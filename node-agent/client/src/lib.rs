@@ -54,6 +54,7 @@ pub mod matching;
 pub mod paged;
 pub mod path;
 pub mod queues;
+mod recent_inputs;
 mod regions;
 pub mod reservation;
 mod token;

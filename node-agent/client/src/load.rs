@@ -14,14 +14,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use reprise_buffers::{Access, ProgressReader, Span, WaitOutcome};
-use reprise_policy::BlockKey;
 use reprise_policy::session::{Scope, Source};
+use reprise_policy::{BlockKey, KeyInputs};
 use reprise_proto::local::{self, request, response};
 
 use crate::client::Session;
 use crate::connection::PendingCall;
 use crate::deadline;
 use crate::error::ClientError;
+use crate::matching::inputs_message;
 
 mod copy;
 
@@ -45,6 +46,9 @@ pub struct LoadRequest {
     pub read_bytes: u64,
     /// Where the agent searches for the blocks.
     pub scope: Scope,
+    /// Inputs of the leading keys, in their order: blocks of the public tenant are loaded too. `None`: those that
+    /// [`LearnedSalt`](crate::LearnedSalt) remembers. Not sent if no tenant is public.
+    pub inputs: Option<KeyInputs>,
 }
 
 /// Whether copies are verified.
@@ -126,7 +130,8 @@ pub struct Load {
 impl LoadRequest {
     /// Creates a load with defaults: the whole cluster, [`LOAD_DEADLINE_DEFAULT`], the agent's read size.
     pub fn new(keys: Vec<BlockKey>) -> LoadRequest {
-        LoadRequest { keys, deadline: LOAD_DEADLINE_DEFAULT, read_bytes: 0, scope: Scope::default() }
+        let (deadline, scope) = (LOAD_DEADLINE_DEFAULT, Scope::default());
+        LoadRequest { keys, deadline, read_bytes: 0, scope, inputs: None }
     }
 }
 
@@ -186,12 +191,22 @@ impl ProgressWait {
 
 impl PendingLoad {
     pub(crate) fn start(session: &Arc<Session>, request: &LoadRequest) -> Result<PendingLoad, ClientError> {
+        let inputs = match &request.inputs {
+            Some(inputs) if inputs.len() > request.keys.len() => {
+                let (inputs, keys) = (inputs.len(), request.keys.len());
+                let what = format!("load: {inputs} inputs of {keys} keys: expected at most one for each key");
+                return Err(ClientError::BadRequest(what));
+            }
+            Some(inputs) => Some(inputs.clone()),
+            None => session.recent_inputs(&request.keys, 1),
+        };
         let body = local::Load {
             keys: Bytes::from(BlockKey::pack(&request.keys)),
             // 0 would mean the agent's default instead of "at once".
             deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX).max(1),
             read_bytes: request.read_bytes,
             local_only: request.scope == Scope::Local,
+            inputs: inputs.filter(|_| session.has_public_tenant()).map(inputs_message),
         };
         let timeout = request.deadline.saturating_add(session.call_timeout());
         let _span = session.span("load").entered();

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use reprise_policy::BlockKey;
 use reprise_policy::session::{Ranks, Scope, Source};
+use reprise_policy::{BlockKey, KeyInputs};
 use reprise_proto::local::{self, request, response};
 
 use crate::client::{Client, Session, check_count};
@@ -23,7 +23,7 @@ use crate::connection::PendingCall;
 use crate::error::ClientError;
 
 /// Properties of a match.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatchOptions {
     /// Nodes to search for blocks.
     pub scope: Scope,
@@ -31,6 +31,9 @@ pub struct MatchOptions {
     /// if the caller does not know it. With it, the agent evicts the blocks in the order of their chain, even those
     /// that it has found on its devices after a restart or received from peers.
     pub position: Option<u32>,
+    /// Inputs of the keys, one for each: blocks of the public tenant count too. `None`: those that
+    /// [`LearnedSalt`](crate::LearnedSalt) remembers. Not sent if no tenant is public.
+    pub inputs: Option<KeyInputs>,
 }
 
 /// A requested match. It holds no blocks, so it may be dropped at any time.
@@ -62,7 +65,7 @@ enum MatchState {
 impl From<Scope> for MatchOptions {
     /// Options of a match whose position is not known.
     fn from(scope: Scope) -> MatchOptions {
-        MatchOptions { scope, position: None }
+        MatchOptions { scope, position: None, inputs: None }
     }
 }
 
@@ -152,15 +155,23 @@ impl PendingMatch {
                 keys.len()
             )));
         }
-        let packed = match ranks {
-            Ranks::Own => BlockKey::pack(keys),
-            Ranks::All => BlockKey::pack(&block_after_block(keys, blocks)),
+        let order = block_after_block(keys.len(), blocks, ranks);
+        let keys: Vec<BlockKey> = order.iter().map(|at| keys[*at]).collect();
+        let inputs = match options.inputs {
+            Some(inputs) if inputs.len() == keys.len() => Some(inputs.select(order.into_iter())),
+            Some(inputs) => {
+                let (inputs, keys) = (inputs.len(), keys.len());
+                let what = format!("match: {inputs} inputs of {keys} keys: expected one for each key");
+                return Err(ClientError::BadRequest(what));
+            }
+            None => session.recent_inputs(&keys, parts),
         };
         let body = local::Match {
-            keys: Bytes::from(packed),
+            keys: Bytes::from(BlockKey::pack(&keys)),
             local_only: options.scope == Scope::Local,
             all_ranks: ranks == Ranks::All,
             position: options.position,
+            inputs: inputs.filter(|_| session.has_public_tenant()).map(inputs_message),
         };
         let span = session.span("match");
         let entered = span.enter();
@@ -223,7 +234,17 @@ impl PendingMatch {
     }
 }
 
-/// Reorders keys from rank after rank to block after block.
-fn block_after_block(keys: &[BlockKey], blocks: usize) -> Vec<BlockKey> {
-    (0..blocks).flat_map(|block| keys.iter().skip(block).step_by(blocks).copied()).collect()
+/// Indices of keys in the order block after block: those of all ranks are passed in the order rank after rank.
+fn block_after_block(keys: usize, blocks: usize, ranks: Ranks) -> Vec<usize> {
+    match ranks {
+        Ranks::Own => (0..keys).collect(),
+        Ranks::All => (0..blocks).flat_map(|block| (block..keys).step_by(blocks)).collect(),
+    }
+}
+
+/// Returns the message for inputs of keys.
+pub(crate) fn inputs_message(inputs: KeyInputs) -> local::KeyInputs {
+    let input_bytes = u32::try_from(inputs.input_bytes()).expect("an input has at most 72 bytes");
+    let namespaces = inputs.namespaces().iter().map(|namespace| namespace.0.to_vec().into()).collect();
+    local::KeyInputs { packed: inputs.into_packed().into(), input_bytes, namespaces }
 }

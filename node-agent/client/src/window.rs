@@ -25,20 +25,25 @@ impl Client {
         window_blocks: usize,
         mut use_window: impl FnMut(usize, &Load) -> ControlFlow<()>,
     ) -> Result<(), ClientError> {
-        let start = |keys: &[_]| self.start_load(&LoadRequest { keys: keys.to_vec(), ..*request });
+        let start = |keys: &[_], first: usize| {
+            let inputs = request.inputs.as_ref();
+            let inputs = inputs.map(|inputs| inputs.select((first..inputs.len()).take(keys.len())));
+            self.start_load(&LoadRequest { keys: keys.to_vec(), inputs, ..*request })
+        };
         if window_blocks == 0 {
             return Err(ClientError::BadRequest("invalid window of 0 blocks".into()));
         }
         let mut windows = request.keys.chunks(window_blocks);
-        let mut coming = windows.next().map(start).transpose()?;
+        let mut coming = windows.next().map(|keys| start(keys, 0)).transpose()?;
         let mut first_block = 0;
         while let Some(pending) = coming {
             let load = pending.wait()?;
-            coming = windows.next().map(start).transpose()?;
+            let next_block = first_block + load.blocks().len();
+            coming = windows.next().map(|keys| start(keys, next_block)).transpose()?;
             if use_window(first_block, &load).is_break() {
                 break;
             }
-            first_block += load.blocks().len();
+            first_block = next_block;
         }
         Ok(())
     }

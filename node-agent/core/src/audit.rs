@@ -2,7 +2,7 @@
 //!
 //! Each owner checks its own state. Here, what two owners know of the same thing is compared.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_policy::SessionId;
 
@@ -41,7 +41,10 @@ pub(crate) fn compare(owners: &Owners) -> Result<(), String> {
     compare_waits(transfer, load, (serve, prefetch))?;
     retention.audit_frames(cache)?;
     let ahead = prefetch.leases().chain(cache.retained_frames());
-    cache.audit_leases(load.leases().chain(serve.leases()).chain(ahead))?;
+    cache.audit_leases(load.leases().chain(serve.leases()).chain(ahead).chain(transfer.import_frames()))?;
+    let pinned: BTreeSet<_> =
+        extents.pinned().chain(transfer.pinned()).map(|stored| (stored.device, stored.page)).collect();
+    ensure!(pinned.iter().copied().eq(cache.pinned_slots()), "pinned slots: not those of pins and imports");
     cache.audit_accounts(save.being_written(), extents.lent())?;
     cache.audit_size_classes(sessions.len() + replicate.waiting_pulls().count())?;
     let frames = transfer.retained().chain(save.unsaved_frames());

@@ -43,7 +43,7 @@ use crate::erasures::Erasures;
 use crate::event::{Event, FillUpdate, PeerEvent, Request, RequestId, SessionOpened};
 use crate::extents::Extents;
 use crate::limits::SESSIONS_MAX;
-use crate::load::{LoadOutcome, Loads};
+use crate::load::{LoadOutcome, Loads, MatchRequest};
 use crate::namespaces::Namespaces;
 use crate::pool::{DevicePool, StoredBlock};
 use crate::prefetch::{Prefetch, PrefetchOutcome};
@@ -373,6 +373,7 @@ impl AgentCore {
             Event::TenantNamed { tenant, name } => self.cache.name_tenant(tenant, name),
             Event::TenantErased { tenant } => self.erase_tenant(tenant),
             Event::TenantRestored { tenant } => self.erasures.end(&mut self.cache, tenant),
+            Event::PublicTenant(tenant) => self.load.set_public_tenant(tenant),
             Event::SessionOpened(opened) => self.open_session(&opened),
             Event::SessionClosed { session } => self.close_session(session),
             Event::Request { session, request, body, received } => {
@@ -467,8 +468,9 @@ impl AgentCore {
                 self.save.abort(cache, cx, caller, &leases);
             }
             Request::AwaitDurable { ticket } => self.save.await_durable(cx, caller, ticket),
-            Request::Match { keys, ranks, position, scope } => {
-                self.load.match_keys(cache, cx, caller, (keys, ranks, position, scope));
+            Request::Match { keys, ranks, position, scope, public } => {
+                let wanted = MatchRequest { keys, ranks, position, scope, public };
+                self.load.match_keys(cache, cx, caller, wanted);
             }
             Request::Load(wanted) => {
                 self.namespaces.used(session, cache.size_class(size_class));

@@ -107,6 +107,10 @@ counters! {
     peer_fills,
     /// Payload bytes of blocks fetched from peers.
     peer_fill_bytes,
+    /// Blocks copied from those of a public tenant, for other tenants.
+    imported_blocks,
+    /// Payload bytes of blocks copied from those of a public tenant.
+    imported_bytes,
     /// Fills that failed with a device error.
     fill_device_errors,
     /// Fills that a device did not start.
@@ -463,7 +467,7 @@ owner_counters! {
 
 owner_counters! {
     /// Counters of transfers.
-    TransferCounters: device_fills device_fill_bytes peer_fills peer_fill_bytes fill_device_errors
+    TransferCounters: device_fills device_fill_bytes peer_fills peer_fill_bytes imported_blocks imported_bytes fill_device_errors
     fill_refused fill_corrupt fill_absent fill_peer_lost pulled_blocks pulled_bytes
 }
 

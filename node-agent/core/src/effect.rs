@@ -136,6 +136,8 @@ pub enum Effect {
         /// Holder whose session has ended.
         holder: ExtentHolder,
     },
+    /// Copies blocks within the arena, from a public tenant to another one; the results are `Event::Fill`.
+    CopyBlocks(CopyBatch),
     /// Compares a block in the arena with its checksums; the result is `Event::CheckDone`.
     CheckBlock(BlockCheck),
     /// Asks the directory for replicas on other nodes; the result is `LookupAnswered` or `LookupFailed`.
@@ -396,6 +398,28 @@ pub struct BlockRead {
     pub header_crc: u32,
     /// Arena slot for the payload.
     pub slot: ArenaSlot,
+}
+
+/// Blocks of one layout to copy within the arena.
+#[derive(Clone, Debug)]
+pub struct CopyBatch {
+    /// Layout of all blocks.
+    pub layout: Layout,
+    /// Blocks to copy.
+    pub blocks: Vec<BlockCopy>,
+}
+
+/// Block to copy to another slot of the arena.
+#[derive(Clone, Debug)]
+pub struct BlockCopy {
+    /// Fill to report progress for.
+    pub fill: FillId,
+    /// Slot to read. Another process may write to it.
+    pub from: ArenaSlot,
+    /// Slot to write.
+    pub into: ArenaSlot,
+    /// CRC32C that each object must have. The copied bytes are verified, not those of either slot.
+    pub checksums: Box<[u32]>,
 }
 
 /// Block in the arena to compare with its checksums.

@@ -55,6 +55,8 @@ pub enum Event {
         /// Number of the tenant on this node.
         tenant: TenantId,
     },
+    /// Sets the tenant whose blocks all tenants may copy; `None`: no tenant. In force until the next such event.
+    PublicTenant(Option<TenantId>),
     /// An engine opened a session; the runtime has verified its handshake.
     SessionOpened(SessionOpened),
     /// A session ended, and with it its reservations, loads, and leases of the arena. Its extents stay in quarantine
@@ -290,6 +292,8 @@ pub enum Request {
         position: Option<u32>,
         /// Nodes to search for blocks.
         scope: Scope,
+        /// Keys of the same blocks of a public tenant.
+        public: Option<PublicKeys>,
     },
     /// Makes blocks readable in the arena.
     Load(LoadRequest),
@@ -378,6 +382,18 @@ pub struct LoadRequest {
     pub read_bytes: u64,
     /// Nodes to search for blocks.
     pub scope: Scope,
+    /// Keys of the same blocks of a public tenant.
+    pub public: Option<PublicKeys>,
+}
+
+/// Keys of the leading blocks of a request in the namespace of a public tenant, in the order of the request. Ignored if the
+/// tenant is not the public one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PublicKeys {
+    /// Tenant whose blocks may be copied.
+    pub tenant: TenantId,
+    /// Keys of its blocks.
+    pub keys: Box<[BlockKey]>,
 }
 
 /// Result of a check.

@@ -22,7 +22,7 @@
 
 use std::collections::BTreeMap;
 
-use reprise_policy::{BlockKey, SessionId, Tick};
+use reprise_policy::{BlockKey, SessionId, TenantId, Tick};
 
 use crate::cache::Cache;
 use crate::context::{Caller, Context};
@@ -44,6 +44,8 @@ mod progress;
 mod sources;
 mod table;
 
+pub(crate) use matches::MatchRequest;
+
 /// All loads and lookups, their sessions and their deadlines.
 #[derive(Debug)]
 pub(crate) struct Loads {
@@ -53,6 +55,8 @@ pub(crate) struct Loads {
     /// Loads whose fills failed before they were answered.
     retries: BTreeMap<SlabId, Retry>,
     timers: Timers<LoadTimer>,
+    /// Tenant whose blocks all tenants may copy.
+    public_tenant: Option<TenantId>,
     outcomes: Vec<LoadOutcome>,
     counters: LoadCounters,
 }
@@ -84,9 +88,15 @@ impl Loads {
             sessions: BTreeMap::new(),
             retries: BTreeMap::new(),
             timers: Timers::default(),
+            public_tenant: None,
             outcomes: Vec::new(),
             counters: LoadCounters::default(),
         }
+    }
+
+    /// Sets the tenant whose blocks all tenants may copy. Without it, loads in progress copy no further blocks.
+    pub(crate) fn set_public_tenant(&mut self, tenant: Option<TenantId>) {
+        self.public_tenant = tenant;
     }
 
     /// Whether there is anything to route.
@@ -283,7 +293,7 @@ impl Loads {
         match self.end_lookup(id) {
             Some(Purpose::Match(waiting)) => self.finish_match(cache, cx, waiting, &found),
             Some(Purpose::Load { load, blocks, otherwise }) => {
-                self.attach_found(cache, cx, load, (&blocks, found, otherwise));
+                self.attach_found(cache, cx, load, (blocks, found, otherwise));
             }
             None => {}
         }

@@ -274,8 +274,9 @@ impl Serves {
             layout,
             read_bytes: cx.settings.read_bytes_default,
             class: ReadClass::Awaited,
-            joins: Joins::DeviceReads,
+            joins: Joins::Local,
             local,
+            imports: None,
             remote: None,
         }));
     }

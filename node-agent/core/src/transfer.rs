@@ -10,6 +10,8 @@
 //! After a failure, the block is removed from its source. The slot of a failed fill becomes an orphan until
 //! its readers release it. A slot that its device has not released is retired. A read that the device did not
 //! start leaves the block in place.
+//!
+//! An import fills a slot from a block of a public tenant. Its source stays leased or pinned until the fill ends.
 
 use std::collections::BTreeMap;
 
@@ -19,17 +21,19 @@ use crate::cache::{Cache, EvictionPosition, Fill as Filling, FrameIndex, Lease, 
 use crate::context::Context;
 use crate::counters::{Counters, TransferCounters};
 use crate::effect::{DeviceId, FetchBlock, FillId, LossReason, ReadClass, Source};
-use crate::event::{FillError, FillUpdate, Replica};
+use crate::event::{FillError, FillUpdate};
 use crate::slab::{Slab, SlabId};
 use crate::transfer::device_reads::ReadEnd;
 pub(crate) use crate::transfer::device_reads::{DeviceRate, DeviceReads};
+use crate::transfer::imports::ImportSource;
 use crate::transfer::peers::Peers;
 use crate::transfer::waits::{WaitList, Waits};
-use crate::waiter::{Advanced, Attached, Failed, WaitId, WaiterId, WaiterOwner};
+use crate::waiter::{Advanced, Attached, Failed, Replicas, WaitId, WaiterId, WaiterOwner};
 
 mod audit;
 mod device_reads;
 mod fetch;
+mod imports;
 mod peers;
 mod waits;
 
@@ -85,7 +89,9 @@ struct Fill {
     /// Tier of the source, on this node or on the peer.
     tier: Tier,
     /// Other replicas; `None` if the directory was not asked.
-    others: Option<Vec<Replica>>,
+    others: Option<Replicas>,
+    /// Block of a public tenant that is copied; `None` for the tenant's own block.
+    import: Option<ImportSource>,
     verdict: Verdict,
     keep: Retention,
 }
@@ -104,6 +110,8 @@ enum Retention {
 enum FillSource {
     Device(DeviceId),
     Peer(NodeId),
+    /// Another slot of the arena.
+    Arena,
 }
 
 /// State of a fill's checksums.
@@ -119,13 +127,13 @@ impl FillSource {
     fn device(self) -> Option<DeviceId> {
         match self {
             FillSource::Device(device) => Some(device),
-            FillSource::Peer(_) => None,
+            FillSource::Peer(_) | FillSource::Arena => None,
         }
     }
 }
 
 impl Fill {
-    fn new(lease: Lease<Filling>, origin: FillSource, others: Option<Vec<Replica>>) -> Fill {
+    fn new(lease: Lease<Filling>, origin: FillSource, others: Option<Replicas>) -> Fill {
         Fill {
             lease,
             origin,
@@ -134,6 +142,7 @@ impl Fill {
             waiters: WaitList::EMPTY,
             tier: Tier::Nvme,
             others,
+            import: None,
             verdict: Verdict::Plausible,
             keep: Retention::Cached,
         }
@@ -144,7 +153,13 @@ impl Fill {
         match self.origin {
             FillSource::Device(_) => Source::OwnNvme,
             FillSource::Peer(_) => Source::of_peer(self.tier),
+            FillSource::Arena => Source::OwnDram,
         }
+    }
+
+    /// Whether the block is read from its own copy on a device.
+    fn is_read_back(&self) -> bool {
+        self.origin.device().is_some() && self.import.is_none()
     }
 }
 
@@ -223,8 +238,7 @@ impl Transfer {
     /// Marks a fetch so that its block becomes durable here.
     pub(crate) fn retain(&mut self, cache: &mut Cache, slot: u32) {
         let Some(fill) = self.fills.at_mut(slot) else { return };
-        let is_read = matches!(fill.origin, FillSource::Device(_));
-        if !is_read && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
+        if !fill.is_read_back() && std::mem::replace(&mut fill.keep, Retention::Saved) == Retention::Cached {
             let size_class = cache.frame(fill.lease.frame()).size_class;
             self.retained_bytes += cache.slot_bytes(size_class);
             cache.add_pending(size_class);
@@ -281,6 +295,14 @@ impl Transfer {
                 self.counters.peer_fills += 1;
                 self.counters.peer_fill_bytes += bytes;
             }
+            FillSource::Arena => {}
+        }
+        if let Some(source) = fill.import {
+            self.counters.imported_blocks += 1;
+            self.counters.imported_bytes += bytes;
+            if let ImportSource::Local(copy) = source {
+                cache.release_public(copy);
+            }
         }
         let finished = cache.finish_fill(fill.lease, fill.origin.device());
         if let (Retention::Saved, Some((frame, position))) = (fill.keep, finished) {
@@ -309,6 +331,7 @@ impl Transfer {
                     self.peers.suspect(node, cx.now);
                 }
             }
+            FillSource::Arena => {}
         }
         self.end_retention(cache, &fill);
         let failed = Failed { error, others: fill.others };
@@ -317,6 +340,10 @@ impl Transfer {
         self.outcomes.extend(reports);
         self.waits.clear(&mut fill.waiters);
         cache.fail_fill(cx, fill.lease, fill.origin.device(), error);
+        if let Some(ImportSource::Local(copy)) = fill.import {
+            cache.public_copy_failed(cx, &copy, error);
+            cache.release_public(copy);
+        }
     }
 
     fn count_failure(&mut self, error: FillError) {

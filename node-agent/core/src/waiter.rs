@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use reprise_policy::{BlockKey, Layout};
+use reprise_policy::{BlockKey, Layout, TenantId};
 
-use crate::cache::{FrameIndex, Lease, LocalBlock, Read, SizeClassId};
+use crate::cache::{FrameIndex, Lease, LocalBlock, PublicCopy, Read, SizeClassId};
 use crate::effect::{LossReason, ReadClass, Source};
 use crate::event::{FillError, Replica};
 
@@ -63,8 +63,38 @@ pub(crate) struct FillRequest {
     pub(crate) joins: Joins,
     /// Blocks that this node has or is filling.
     pub(crate) local: Vec<(u32, LocalBlock)>,
+    /// Blocks that a public tenant has on this node.
+    pub(crate) imports: Option<LocalImports>,
     /// Blocks to fetch from peers.
     pub(crate) remote: Option<RemoteBlocks>,
+}
+
+/// Blocks to copy from those of a public tenant on this node.
+#[derive(Debug)]
+pub(crate) struct LocalImports {
+    /// Size class of the copies.
+    pub(crate) size_class: SizeClassId,
+    pub(crate) blocks: Vec<Import>,
+}
+
+/// Block to copy from one of a public tenant.
+#[derive(Debug)]
+pub(crate) struct Import {
+    /// Index of the block in its object.
+    pub(crate) block: u32,
+    /// Key of the copy.
+    pub(crate) key: BlockKey,
+    /// Block to copy.
+    pub(crate) copy: PublicCopy,
+}
+
+/// Replicas of a block on other nodes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Replicas {
+    /// Under the block's own key.
+    pub(crate) own: Vec<Replica>,
+    /// Under the key of the same block of a public tenant.
+    pub(crate) public: Vec<Replica>,
 }
 
 /// Fills in progress that an object may wait for.
@@ -72,8 +102,8 @@ pub(crate) struct FillRequest {
 pub(crate) enum Joins {
     /// All fills.
     All,
-    /// Reads of devices only.
-    DeviceReads,
+    /// Reads of devices and copies within the arena.
+    Local,
 }
 
 /// Blocks to fetch from peers.
@@ -84,8 +114,20 @@ pub(crate) struct RemoteBlocks {
     pub(crate) deadline: Duration,
     /// Reason to report for blocks without a replica.
     pub(crate) otherwise: LossReason,
-    /// Index, key and known replicas of each block.
-    pub(crate) blocks: Vec<(u32, BlockKey, Vec<Replica>)>,
+    /// Public tenant of the blocks' public keys, if there are any.
+    pub(crate) public: Option<TenantId>,
+    pub(crate) blocks: Vec<RemoteBlock>,
+}
+
+/// Block to fetch from a peer.
+#[derive(Debug)]
+pub(crate) struct RemoteBlock {
+    /// Index of the block in its object.
+    pub(crate) block: u32,
+    pub(crate) key: BlockKey,
+    /// Key of the same block of the public tenant.
+    pub(crate) public_key: Option<BlockKey>,
+    pub(crate) replicas: Replicas,
 }
 
 /// A waiter was attached to a fill.
@@ -118,7 +160,7 @@ pub(crate) struct Advanced {
 pub(crate) struct Failed {
     pub(crate) error: FillError,
     /// Other replicas of the block; `None` if the directory was not asked.
-    pub(crate) others: Option<Vec<Replica>>,
+    pub(crate) others: Option<Replicas>,
 }
 
 /// Wait of a block, for the audit.

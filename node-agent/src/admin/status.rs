@@ -171,6 +171,8 @@ struct QueueGrant {
 struct Tenant {
     name: String,
     number: u16,
+    /// Whether sessions of all tenants may read its blocks.
+    public: bool,
     grant_version: u64,
     dram: ResourceUsage,
     nvme: ResourceUsage,
@@ -364,8 +366,10 @@ fn tenant(context: &AdminContext, usage: &TenantUsage) -> Tenant {
         reserved: held.quota.reserved(),
         limit: Some(held.quota.limit()).filter(|limit| *limit < u64::MAX),
     };
+    let name = super::tenant_name(context, usage.tenant);
     Tenant {
-        name: super::tenant_name(context, usage.tenant),
+        public: context.public_tenant.current().is_some_and(|public| public.as_str() == name),
+        name,
         number: usage.tenant.0,
         grant_version: usage.grant.map_or(0, |grant| grant.version),
         dram: holding(&usage.dram),

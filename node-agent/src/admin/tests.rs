@@ -45,6 +45,7 @@ fn context(inbox: Inbox, liveness: Liveness) -> Arc<AdminContext> {
         arena: ArenaInfo { bytes: 0, regions: 0, page_kind: String::new() },
         settings: settings(),
         tenants: Arc::default(),
+        public_tenant: PublicTenant::default(),
         slack: ActiveProfiles::default(),
         queue_grants: Arc::new(QueueGrantService::new(settings().session.queue_grants)),
         recorder: Arc::new(Recorder::new("test".to_owned())),

@@ -12,6 +12,7 @@ use reprise_agent_core::{PrefetchSettings, limits::LOAD_DEADLINE_MAX};
 use reprise_buffers::{REGION_BYTES_MAX, REGIONS_MAX};
 use reprise_identity::TlsSettings;
 use reprise_io::{DeviceDescription, IfMissing, Reserve};
+use reprise_policy::TenantName;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::admission::budget::DailyBudget;
 use reprise_policy::eviction::EvictionPolicy;
@@ -66,6 +67,8 @@ pub(crate) struct Settings {
     pub(crate) pool: PoolSettings,
     pub(crate) cache: CacheSettings,
     pub(crate) tenants: Vec<TenantSettings>,
+    /// Tenant whose blocks all tenants may read.
+    pub(crate) public_tenant: Option<TenantName>,
     pub(crate) writeback_delay: Duration,
     pub(crate) writeback_bytes: u64,
     pub(crate) slack_delay: Duration,
@@ -223,6 +226,7 @@ impl Config {
             pool: self.pool.validate(&self.session)?,
             cache: self.cache.validate()?,
             tenants: self.validate_tenants()?,
+            public_tenant: self.validate_public_tenant()?,
             writeback_delay: self.writeback.delay.0,
             writeback_bytes: self.writeback.bytes.0,
             slack_delay: self.writeback.slack_delay.0,

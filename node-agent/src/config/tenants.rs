@@ -28,6 +28,9 @@ pub(crate) struct TenantSection {
     /// Whether its blocks are never written to devices in plaintext.
     #[serde(default)]
     pub(crate) encrypted: bool,
+    /// Whether sessions of all tenants may read its blocks; for at most one tenant.
+    #[serde(default)]
+    pub(crate) public: bool,
     /// Users whose sessions have this tenant, and only this one.
     #[serde(default)]
     pub(crate) uids: Vec<IdRange>,
@@ -180,6 +183,27 @@ impl Config {
         Ok(EncryptionSettings { keys, required })
     }
 
+    /// Returns the public tenant.
+    pub(super) fn validate_public_tenant(&self) -> Result<Option<TenantName>, AgentError> {
+        let mut public = self.tenants.iter().filter(|tenant| tenant.public).map(|tenant| &tenant.name);
+        let Some(name) = public.next() else { return Ok(None) };
+        if let Some(other) = public.next() {
+            let what = format!("public = true is set for tenant '{name}' too: set it for one tenant");
+            return Err(refuse(other, &what));
+        }
+        if *name == TenantName::default_tenant() {
+            let what =
+                "it has no isolation salt, so it cannot be public: use another tenant for shared prompts";
+            return Err(refuse(name, what));
+        }
+        if self.session.salts.as_os_str().is_empty() {
+            let what =
+                "a public tenant needs an isolation salt: set session.salts to the folder of the salts";
+            return Err(refuse(name, what));
+        }
+        Ok(Some(name.clone()))
+    }
+
     /// Validates the users and groups of tenants.
     pub(super) fn validate_users(&self) -> Result<TenantUsers, AgentError> {
         let mut users = TenantUsers::default();
@@ -258,6 +282,24 @@ mod tests {
         let both = tenant("a", "gids = ['1-5']") + &tenant("b", "gids = ['5']");
         let text = validate(&both).map(drop).expect_err("refused");
         assert!(text.contains("'b': gids 5-5 are listed for tenant 'a' too"), "{text}");
+    }
+
+    #[test]
+    fn at_most_one_tenant_with_a_salt_is_public() {
+        let salts = "[session]\nsalts = '/etc/reprise/salts'\n";
+        let tenant = |name: &str, public: bool| format!("[[tenants]]\nname = '{name}'\npublic = {public}\n");
+        let settings =
+            validate(&(salts.to_owned() + &tenant("a", true) + &tenant("b", false))).expect("valid");
+        assert_eq!(settings.public_tenant.map(String::from).as_deref(), Some("a"));
+        assert_eq!(validate(&tenant("a", false)).expect("valid").public_tenant, None);
+        for (text, wanted) in [
+            (salts.to_owned() + &tenant("a", true) + &tenant("b", true), "for tenant 'a' too"),
+            (salts.to_owned() + &tenant("default", true), "no isolation salt"),
+            (tenant("a", true), "set session.salts"),
+        ] {
+            let refused = validate(&text).map(drop).expect_err("refused");
+            assert!(refused.contains(wanted), "{refused}");
+        }
     }
 
     #[test]

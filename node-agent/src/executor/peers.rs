@@ -1,7 +1,7 @@
 //! Blocks of peers and for peers: fetches, offers, and the requests of peers.
 //!
 //! A node gets the blocks of a tenant only if it acts for the tenant: according to the control plane, or because this
-//! node has offered blocks of the tenant to it. Other requests wait for news of the control plane
+//! node has offered blocks of the tenant to it. Every node gets those of the public tenant. Other requests wait for news of the control plane
 //! ([`DirectoryClient::await_tenant`](crate::directory::DirectoryClient::await_tenant)), then find no blocks.
 
 use std::collections::HashMap;
@@ -157,7 +157,7 @@ impl Executor {
             let number = lock(&self.parts.tenants).number_of(tenant)?;
             Some(self.offered.contains((directory.node_of(node)?, number), Instant::now()))
         };
-        directory.acts_for(node, tenant) || offered().unwrap_or(false)
+        self.parts.public_tenant.is(tenant) || directory.acts_for(node, tenant) || offered().unwrap_or(false)
     }
 
     /// Replaces the name of the tenant by its number. If another tenant has the number here, there are no blocks.

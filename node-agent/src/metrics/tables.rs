@@ -46,6 +46,8 @@ pub(crate) const CORE: &[MetricInfo] = &[
     counter("device_fill_bytes", "Payload bytes read from devices"),
     counter("peer_fills", "Blocks fetched from peers"),
     counter("peer_fill_bytes", "Payload bytes fetched from peers"),
+    counter("imported_blocks", "Blocks copied from those of the public tenant"),
+    counter("imported_bytes", "Payload bytes copied from blocks of the public tenant"),
     counter("fill_device_errors", "Fills that failed with a device error"),
     counter("fill_refused", "Fills that a device rejected for lack of memory or queue space"),
     counter("fill_corrupt", "Fills that failed verification"),

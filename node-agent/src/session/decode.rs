@@ -16,12 +16,12 @@ use reprise_agent_core::limits::{
     COMMIT_ITEMS_MAX, LOAD_BLOCKS_MAX, LOAD_DEADLINE_MAX, LOOKAHEAD_REQUESTS_MAX, MATCH_KEYS_MAX,
     RESERVE_SLOTS_MAX,
 };
-use reprise_policy::BlockKey;
 use reprise_policy::prefetch::{BegunRequest, LookaheadRequest, RequestState};
 use reprise_policy::queue_grants::{GrantGeneration, MemoryNumber};
 use reprise_policy::session::{LayerReport, MODEL_BYTES_MAX, Ranks, TransferBackend};
 use reprise_policy::slack::content::MICROS_MAX;
 use reprise_policy::slack::{Computation, Phase};
+use reprise_policy::{BlockKey, KeyInputs, NamespaceDigest};
 use reprise_proto::local::{self, KEYS_PER_CALL_MAX};
 
 use super::queue_calls::QueueCall;
@@ -34,7 +34,12 @@ const _: () =
 #[derive(Debug)]
 pub(super) enum DecodeResult {
     /// A request for the core.
-    Request { id: RequestId, body: Request },
+    Request {
+        id: RequestId,
+        body: Request,
+        /// Inputs of the keys of a match or load.
+        inputs: Option<KeyInputs>,
+    },
     /// A report about the engine's computation, whose profile is looked up for the core.
     Layer { id: u64, report: LayerReport },
     /// A statement of what moves the session's blocks.
@@ -78,8 +83,9 @@ pub(super) fn request(frame: Bytes) -> Result<DecodeResult, String> {
             Err(message) => DecodeResult::Rejection { id, message },
         });
     }
-    Ok(match convert(body) {
-        Ok(body) => DecodeResult::Request { id: RequestId(id), body },
+    let decoded = key_inputs(&body).and_then(|inputs| Ok((convert(body)?, inputs)));
+    Ok(match decoded {
+        Ok((body, inputs)) => DecodeResult::Request { id: RequestId(id), body, inputs },
         Err(message) => DecodeResult::Rejection { id, message },
     })
 }
@@ -104,6 +110,37 @@ fn queue_call(body: &local::request::Body) -> Option<Result<QueueCall, String>> 
     }
 }
 
+/// Returns the inputs of the keys of a match or load.
+fn key_inputs(body: &local::request::Body) -> Result<Option<KeyInputs>, String> {
+    use local::request::Body;
+    let (call, inputs) = match body {
+        Body::Match(local::Match { inputs, .. }) => ("match", inputs),
+        Body::Load(local::Load { inputs, .. }) => ("load", inputs),
+        _ => return Ok(None),
+    };
+    let Some(inputs) = inputs else { return Ok(None) };
+    let local::KeyInputs { packed, input_bytes, namespaces } = inputs;
+    let inputs = usize::try_from(*input_bytes).ok();
+    let inputs = inputs.and_then(|bytes| KeyInputs::unpack(packed.to_vec(), bytes)).ok_or_else(|| {
+        format!(
+            "{call}: invalid inputs, {} bytes of {input_bytes} each: expected 9 to {} bytes each",
+            packed.len(),
+            KeyInputs::INPUT_BYTES_MAX
+        )
+    })?;
+    if inputs.len() > KEYS_PER_CALL_MAX || namespaces.len() > inputs.len() {
+        let (inputs, namespaces) = (inputs.len(), namespaces.len());
+        return Err(format!(
+            "{call}: {inputs} inputs, {namespaces} namespaces: expected at most one for each key"
+        ));
+    }
+    let namespace = |bytes: &Bytes| <[u8; 32]>::try_from(bytes.as_ref()).map(NamespaceDigest);
+    let namespaces: Result<Vec<_>, _> = namespaces.iter().map(namespace).collect();
+    let namespaces =
+        namespaces.map_err(|_| format!("{call}: invalid namespace of inputs: expected 32 bytes"))?;
+    Ok(Some(inputs.with_namespaces(namespaces)))
+}
+
 fn convert(body: local::request::Body) -> Result<Request, String> {
     use local::request::Body;
     match body {
@@ -120,11 +157,12 @@ fn convert(body: local::request::Body) -> Result<Request, String> {
             count_within("abort: leases", leases.len())?;
             Ok(Request::Abort { leases: leases.into_iter().map(LeaseId).collect() })
         }
-        Body::Match(local::Match { keys, local_only, all_ranks, position }) => Ok(Request::Match {
+        Body::Match(local::Match { keys, local_only, all_ranks, position, .. }) => Ok(Request::Match {
             keys: unpack("match: keys", &keys)?,
             ranks: if all_ranks { Ranks::All } else { Ranks::Own },
             position,
             scope: scope(local_only),
+            public: None,
         }),
         Body::Load(load) => convert_load(&load),
         Body::Release(local::Release { load }) => Ok(Request::Release { load: LoadId(load) }),
@@ -262,6 +300,7 @@ fn convert_load(load: &local::Load) -> Result<Request, String> {
         deadline,
         read_bytes: load.read_bytes,
         scope: scope(load.local_only),
+        public: None,
     }))
 }
 
@@ -321,8 +360,14 @@ mod tests {
         assert!(refusal(reserve(0, 0)).contains("reserve"));
         assert!(refusal(reserve(u32::MAX, 1)).contains("reserve"));
         assert!(refusal(reserve(1, 2)).contains("invalid kind 2"));
-        let load = local::Load { keys: keys(16), deadline_us: u64::MAX, read_bytes: 0, local_only: false };
+        let load = local::Load { keys: keys(16), deadline_us: u64::MAX, ..local::Load::default() };
         assert!(refusal(Body::Load(load)).contains("deadline"));
+        for (bytes, input_bytes) in [(41, 40), (40, 8), (73, 73), (9 * 8193, 9)] {
+            let inputs = Some(local::KeyInputs { packed: keys(bytes), input_bytes, namespaces: Vec::new() });
+            let text =
+                refusal(Body::Match(local::Match { keys: keys(16), inputs, ..local::Match::default() }));
+            assert!(text.contains("inputs"), "{text}");
+        }
         let suspect = local::Suspect { load: 1, blocks: Vec::new() };
         assert!(refusal(Body::Suspect(suspect)).contains("suspect: blocks"));
         assert!(refusal(Body::Hello(local::Hello::default())).contains("first message"));

@@ -50,16 +50,18 @@ fn requests_in_the_document_are_decoded() {
         ("Abort", "Abort { leases: [LeaseId(9), LeaseId(300)] }"),
         (
             "Match",
-            "Match { keys: [11111111111111111111111111111111], ranks: Own, position: Some(300), scope: Local }",
+            "Match { keys: [11111111111111111111111111111111], ranks: Own, position: Some(300), scope: Local, public: \
+             None }",
         ),
         (
             "Match` of all ranks",
-            "Match { keys: [11111111111111111111111111111111], ranks: All, position: None, scope: Cluster }",
+            "Match { keys: [11111111111111111111111111111111], ranks: All, position: None, scope: Cluster, public: \
+             None }",
         ),
         (
             "Load",
             "Load(LoadRequest { keys: [11111111111111111111111111111111], deadline: 5s, read_bytes: 524288, scope: \
-             Local })",
+             Local, public: None })",
         ),
         ("Release", "Release { load: LoadId(6) }"),
         ("Stats", "Stats"),
@@ -88,10 +90,23 @@ fn requests_in_the_document_are_decoded() {
         ("Unpin", "Unpin { pins: [PinId(9), PinId(300)] }"),
     ] {
         match decode::request(example(message).into()).expect("readable") {
-            DecodeResult::Request { id: RequestId(2), body } => assert_eq!(format!("{body:?}"), meaning),
+            DecodeResult::Request { id: RequestId(2), body, inputs: None } => {
+                assert_eq!(format!("{body:?}"), meaning)
+            }
             other => panic!("{message} is decoded as {other:?}"),
         }
     }
+}
+
+#[test]
+fn inputs_of_keys_in_the_document_are_decoded() {
+    let message = example("Match` with the inputs of its key");
+    let decoded = decode::request(message.into()).expect("readable");
+    let DecodeResult::Request { inputs: Some(inputs), .. } = decoded else {
+        panic!("no inputs: {decoded:?}")
+    };
+    assert_eq!((inputs.len(), inputs.input_bytes(), inputs.namespaces()), (1, 40, &[][..]));
+    assert_eq!(inputs.packed()[8..], [0x44; 32]);
 }
 
 #[test]

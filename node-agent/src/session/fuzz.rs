@@ -81,14 +81,28 @@ fn seeds() -> Vec<Vec<u8>> {
         prefix_tokens: 200,
         previous_layer_us: 300,
     };
+    let inputs = Some(local::KeyInputs {
+        packed: vec![7; 80].into(),
+        input_bytes: 40,
+        namespaces: vec![vec![7; 32].into()],
+    });
+    let matched = local::Match {
+        keys: keys(),
+        local_only: true,
+        all_ranks: true,
+        position: Some(2),
+        inputs: inputs.clone(),
+    };
+    let (deadline_us, read_bytes) = (1_000, 65_536);
+    let load = local::Load { keys: keys(), deadline_us, read_bytes, local_only: false, inputs };
     let bodies = [
         Body::Hello(hello),
         Body::Reserve(local::Reserve { count: 4, kind: 1 }),
         Body::Commit(commit),
         Body::AwaitDurable(local::AwaitDurable { ticket: 9 }),
         Body::Abort(local::Abort { leases: vec![1, 2] }),
-        Body::Match(local::Match { keys: keys(), local_only: true, all_ranks: true, position: Some(2) }),
-        Body::Load(local::Load { keys: keys(), deadline_us: 1_000, read_bytes: 65_536, local_only: false }),
+        Body::Match(matched),
+        Body::Load(load),
         Body::Release(local::Release { load: 5 }),
         Body::Suspect(local::Suspect { load: 5, blocks: vec![0, 1] }),
         Body::Stats(local::Stats {}),
@@ -114,7 +128,7 @@ fn message(input: &[u8]) {
     }
     match decode::request(Bytes::copy_from_slice(input)) {
         Err(message) | Ok(DecodeResult::Rejection { message, .. }) => assert!(!message.is_empty()),
-        Ok(DecodeResult::Request { id, body }) => {
+        Ok(DecodeResult::Request { id, body, .. }) => {
             assert!(id.0 > 0, "number 0 is that of notices");
             assert!((1..=KEYS_PER_CALL_MAX).contains(&items(&body)), "a list beyond the limit");
         }

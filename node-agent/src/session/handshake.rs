@@ -31,7 +31,7 @@ use super::backend::StatedBackend;
 use super::frame::{Descriptor, FrameError, FrameReader, Incoming, Limits};
 use super::outbound::{self, Outbound};
 use super::salts::SaltError;
-use super::{Ids, Peer, Session, SessionContext, encode};
+use super::{Ids, Peer, PublicSalt, Session, SessionContext, encode};
 
 /// Time limit for the whole handshake; clients send the greeting immediately.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -66,6 +66,7 @@ struct Greeting {
     hello: Hello,
     tenant: TenantId,
     salt: Option<TenantSalt>,
+    public: Option<(TenantName, PublicSalt)>,
     gpu: Option<DevicePlace>,
 }
 
@@ -101,7 +102,8 @@ pub(super) fn perform_handshake(
         check_key(context, &hello).map_err(Some)?;
         let salt = find_salt(context, &hello).map_err(Some)?;
         let tenant = bind_tenant(context, &hello, salt.as_ref()).map_err(Some)?;
-        Ok(Greeting { hello, tenant, salt, gpu })
+        let public = find_public(context, &hello);
+        Ok(Greeting { hello, tenant, salt, public, gpu })
     });
     let greeting = match greeting {
         Ok(greeting) => greeting,
@@ -132,7 +134,8 @@ fn open(
     mut frames: FrameReader,
     (id, peer, greeting): (SessionId, Peer, Greeting),
 ) -> Option<Handshake> {
-    let Greeting { hello, tenant, salt, gpu } = greeting;
+    let Greeting { hello, tenant, salt, public, gpu } = greeting;
+    let (public_tenant, public) = public.unzip();
     let (progress, page) = match progress_page() {
         Ok(made) => made,
         Err(error) => {
@@ -153,6 +156,7 @@ fn open(
         progress_entries: u32::from(PROGRESS_ENTRIES),
         progress_entry_bytes: u32::try_from(PROGRESS_ENTRY_BYTES).expect("entries are a few KiB"),
         tenant_salt: salt.as_ref().map(|salt| salt.secret().to_vec()).unwrap_or_default().into(),
+        public_tenant: public_tenant.map(String::from).unwrap_or_default(),
     };
     let opened = SessionOpened {
         session: id,
@@ -177,6 +181,7 @@ fn open(
         load_blocks_max: encode::load_blocks_max(hello.layout),
         layout: hello.layout,
         namespace: hello.namespace,
+        public,
         backend: StatedBackend::default(),
     };
     let welcome = encode::welcome(hello.id, welcome, Descriptor::Progress(page));
@@ -248,6 +253,27 @@ fn find_salt(context: &SessionContext, hello: &Hello) -> Result<Option<TenantSal
         };
         Rejection { id: hello.id, kind, reason: Reason::Refused, message }
     })
+}
+
+/// Returns the public tenant and its salt. `None` for sessions of that tenant, and without its salt.
+fn find_public(context: &SessionContext, hello: &Hello) -> Option<(TenantName, PublicSalt)> {
+    let name = context.public_tenant.current().filter(|name| *name != hello.tenant)?;
+    let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
+    let found = match (context.salts.of(&name), tenants.enter(&name, None)) {
+        (Ok(Some(salt)), Ok(tenant)) => Ok(PublicSalt { tenant, salt }),
+        (Ok(None), _) => Err("it has no isolation salt".to_owned()),
+        (Err(SaltError::Missing(message) | SaltError::Unusable(message)), _) => Err(message),
+        (_, Err(error)) => Err(error.to_string()),
+    };
+    match found {
+        Ok(public) => Some((name, public)),
+        Err(reason) => {
+            if context.public_tenant.is_first_failure() {
+                tracing::warn!(tenant = %name, reason, "sessions of this node cannot read blocks of the public tenant");
+            }
+            None
+        }
+    }
 }
 
 /// Returns the number of the greeting's tenant, if the namespace is not another tenant's.

@@ -434,6 +434,7 @@ mod tests {
 
     use super::*;
     use crate::core_loop::Inbox;
+    use crate::public_tenant::PublicTenant;
     use crate::queue_grants::QueueGrantService;
     use crate::session::{SESSIONS_MAX, TenantSalts, TenantUsers};
 
@@ -476,6 +477,7 @@ mod tests {
             users: TenantUsers::default(),
             salts: TenantSalts::default(),
             keys: crate::encryption::EncryptionKeys::default(),
+            public_tenant: PublicTenant::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),

@@ -84,6 +84,7 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
     let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = report.usage;
+    findings.extend(pods::public_finding(&tenant, &context));
     findings.extend(report.findings);
     findings.extend(forbidden.map(|(finalizer, refused)| {
         finalizers::forbidden_condition(&*tenant, finalizer, WAITED_FOR, &refused)

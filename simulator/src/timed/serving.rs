@@ -215,7 +215,8 @@ impl Serving {
             return self.wait(env, node, turn);
         }
         let scope = Scope::Cluster;
-        let body = Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope };
+        let body =
+            Request::Match { keys: keys.clone(), ranks: Ranks::Own, position: Some(0), scope, public: None };
         self.ask(env, node, (turn, Asked::Match), (RequestKind::Match(keys, scope), body));
     }
 
@@ -267,6 +268,7 @@ impl Serving {
             deadline: Duration::ZERO,
             read_bytes: 0,
             scope: Scope::Cluster,
+            public: None,
         };
         self.ask(env, node, (turn, Asked::Load), (RequestKind::Load(keys), Request::Load(load)));
     }

@@ -265,6 +265,7 @@ impl<'a> Loading<'a> {
             deadline: left.min(self.options.deadline),
             read_bytes: 0,
             scope: self.options.scope,
+            inputs: None,
         };
         let pending = self.client.start_load(&request)?;
         self.asked += count;

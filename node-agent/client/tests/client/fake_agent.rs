@@ -173,6 +173,7 @@ impl Peer {
             progress_entries: u32::from(PROGRESS_ENTRIES),
             progress_entry_bytes: PROGRESS_ENTRY_BYTES as u32,
             tenant_salt: salt.to_vec().into(),
+            public_tenant: String::new(),
         };
         self.reply_with(id, response::Body::Welcome(welcome), &[self.progress.readonly_fd()]);
         hello

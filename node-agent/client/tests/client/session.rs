@@ -341,7 +341,7 @@ fn calls_and_answers_match_the_bytes_in_the_document() {
     agent.end(client);
 
     let (agent, client) = session_of_the_document("Match", "Failure");
-    let options = MatchOptions { scope: Scope::Local, position: Some(300) };
+    let options = MatchOptions { scope: Scope::Local, position: Some(300), inputs: None };
     let error = client.match_keys(&[key(0x11)], options).expect_err("refused");
     assert!(matches!(&error, ClientError::Busy(text) if text == "full"), "{error}");
     agent.end(client);

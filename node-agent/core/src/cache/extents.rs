@@ -51,9 +51,9 @@ impl Cache {
         self.devices.usable_devices().map(|device| device.pool.earlier_leases().len() as u64).sum()
     }
 
-    /// Number of pinned slots.
-    pub(crate) fn pinned_slots(&self) -> usize {
-        self.devices.pins.len()
+    /// Slots that are pinned, by sessions and by imports.
+    pub(crate) fn pinned_slots(&self) -> impl Iterator<Item = (DeviceId, PageNumber)> {
+        self.devices.pins.keys().copied()
     }
 
     /// Allocates up to `count` slots to lend for blocks of a size class, evicting blocks of its tenant at the tenant's
@@ -247,16 +247,21 @@ impl Cache {
             return Err(PinRefusal::NotDurable);
         }
         self.count_use(entry);
+        self.pin_stored(entry, stored);
+        let StoredBlock { generation, header_crc, page, layout, .. } = self.devices.stored(stored);
+        let (device, bytes) = (stored.device, layout.slot_bytes());
+        Ok((stored, Place::Extent { device, generation, offset: page.offset(), bytes, header_crc }))
+    }
+
+    /// Keeps the slot of a block on a device until [`Cache::unpin`].
+    pub(super) fn pin_stored(&mut self, entry: EntryIndex, stored: Stored) {
         self.devices.remove_evictable(entry);
-        let new = Pin { key: *key, count: 0, removed: false };
+        let new = Pin { key: self.index.entry(entry).key(), count: 0, removed: false };
         let pin = self.devices.pins.entry((stored.device, stored.page)).or_insert(new);
         pin.count += 1;
         if pin.count == 1 {
             self.devices.device_mut(stored.device).extents += 1;
         }
-        let StoredBlock { generation, header_crc, page, layout, .. } = self.devices.stored(stored);
-        let (device, bytes) = (stored.device, layout.slot_bytes());
-        Ok((stored, Place::Extent { device, generation, offset: page.offset(), bytes, header_crc }))
     }
 
     /// Ends a pin. With the last one, the block is evictable again, as the most recently used, or its slot is

@@ -228,6 +228,17 @@ impl Cache {
         }
     }
 
+    /// Returns the layouts of the keys of a match: that of the session's rank, or those of all ranks of its group.
+    pub(crate) fn rank_layouts(&self, own: SizeClassId, ranks: Ranks) -> Vec<Layout> {
+        let own = self.sizes.get(own).layout;
+        match ranks {
+            Ranks::Own => vec![own],
+            Ranks::All => (0..own.spec().tp_size)
+                .filter_map(|tp_rank| LayoutSpec { tp_rank, ..*own.spec() }.validate().ok())
+                .collect(),
+        }
+    }
+
     /// Number of size classes in use.
     pub(crate) fn size_classes_in_use(&self) -> usize {
         self.sizes.in_use()

@@ -58,7 +58,7 @@ impl AgentCore {
         load.audit(cache)?;
         save.audit(cache)?;
         serve.audit(cache)?;
-        extents.audit(cache)?;
+        extents.audit()?;
         self.quota.audit(cache)?;
         replicate.audit()?;
         prefetch.audit(cache, &self.settings.prefetch)?;

@@ -10,6 +10,7 @@ use reprise_policy::{BlockKey, SessionId, Tick};
 use crate::cache::RankClasses;
 use crate::context::{Caller, Context};
 use crate::effect::{Effect, LookupId, LossReason, Source};
+use crate::event::{PublicKeys, Ranks};
 use crate::limits::LOOKUP_GRACE;
 use crate::load::{LoadTimer, Loads};
 use crate::slab::SlabId;
@@ -31,7 +32,7 @@ pub(super) enum Purpose {
     Load {
         /// Load that needs the blocks.
         load: SlabId,
-        /// Indices of its blocks, in the order of the lookup's keys.
+        /// Indices of its blocks, in the order of the lookup's keys. Public keys of the first of them follow.
         blocks: Vec<u32>,
         /// Reason to report for blocks without a replica.
         otherwise: LossReason,
@@ -50,10 +51,14 @@ pub(super) struct WaitingMatch {
     pub(super) sources: Vec<Source>,
     /// Keys after that run that this lookup covers.
     pub(super) rest: Vec<BlockKey>,
-    /// Indices of the keys in `rest` that were looked up.
+    /// Indices of the keys in `rest` that were looked up. Public keys of the first of them follow.
     pub(super) queried: Vec<u32>,
     /// Keys after `rest`, for a second lookup.
     pub(super) later: Vec<BlockKey>,
+    /// Keys of the leading blocks of a public tenant.
+    pub(super) public: Option<PublicKeys>,
+    /// Ranks of the keys.
+    pub(super) ranks: Ranks,
 }
 
 impl Loads {

@@ -7,17 +7,66 @@
 //!
 //! A match of all ranks is a match of a chain of parts: those of a block follow each other, so the leading run of parts
 //! has all parts of its leading blocks.
+//!
+//! A block that is not under its own key counts if it can be copied from a public tenant. The directory is asked for both
+//! keys.
 
-use reprise_policy::BlockKey;
 use reprise_policy::eviction::EntryIndex;
+use reprise_policy::{BlockKey, Layout};
 
 use crate::cache::{Cache, RankClasses};
 use crate::context::{Caller, Context};
 use crate::effect::{Reply, Source};
-use crate::event::{Ranks, Replica, Scope};
+use crate::event::{PublicKeys, Ranks, Replica, Scope};
 use crate::limits::{LOOKUPS_MAX, MATCH_FIRST_KEYS, MATCH_KEYS_MAX};
 use crate::load::Loads;
 use crate::load::lookups::{Purpose, WaitingMatch};
+
+/// Match of a session.
+#[derive(Debug)]
+pub(crate) struct MatchRequest {
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) ranks: Ranks,
+    pub(crate) position: Option<u32>,
+    pub(crate) scope: Scope,
+    pub(crate) public: Option<PublicKeys>,
+}
+
+/// Where the blocks of a match are on this node: under their own keys, or under those of a public tenant.
+struct LocalSearch<'a> {
+    cache: &'a Cache,
+    classes: &'a RankClasses,
+    public: Option<(&'a PublicKeys, Vec<Layout>)>,
+}
+
+impl<'a> LocalSearch<'a> {
+    fn new(
+        cache: &'a Cache,
+        (caller, ranks): (Caller, Ranks),
+        classes: &'a RankClasses,
+        public: Option<&'a PublicKeys>,
+    ) -> LocalSearch<'a> {
+        let public = public.map(|public| (public, cache.rank_layouts(caller.size_class, ranks)));
+        LocalSearch { cache, classes, public }
+    }
+
+    /// Source of the key at a position of the match on this node.
+    fn source(&self, key: &BlockKey, position: usize) -> Option<Source> {
+        let class = self.classes.at(position);
+        let own = class.and_then(|class| self.cache.local_source(key, class));
+        own.or_else(|| {
+            let (public, layouts) = self.public.as_ref()?;
+            let layout = &layouts[position % layouts.len()];
+            self.cache.public_source(public.keys.get(position)?, (public.tenant, layout))
+        })
+    }
+
+    /// Returns the indices of those keys that are not on this node. The first key has this position in the match.
+    fn missing(&self, keys: &[BlockKey], first: usize) -> Vec<u32> {
+        let is_absent = |(at, key): &(u32, &BlockKey)| self.source(key, first + *at as usize).is_none();
+        (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
+    }
+}
 
 impl Loads {
     /// Handles a `Match` of a session.
@@ -26,7 +75,7 @@ impl Loads {
         cache: &mut Cache,
         cx: &mut Context,
         caller: Caller,
-        (mut keys, ranks, position, scope): (Vec<BlockKey>, Ranks, Option<u32>, Scope),
+        MatchRequest { mut keys, ranks, position, scope, public }: MatchRequest,
     ) {
         if keys.len() > MATCH_KEYS_MAX {
             let text = format!("{} keys in one match: send at most {MATCH_KEYS_MAX}", keys.len());
@@ -41,13 +90,19 @@ impl Loads {
         self.counters.matches += 1;
         self.counters.match_keys += keys.len() as u64;
         let run = cache.leading_run(&keys, &classes);
-        let (entries, sources): (Vec<EntryIndex>, Vec<Source>) = run.into_iter().unzip();
+        let (entries, mut sources): (Vec<EntryIndex>, Vec<Source>) = run.into_iter().unzip();
         cache.touch_matched(&entries, classes.ranks(), position);
+        let public = public.filter(|public| self.public_tenant == Some(public.tenant));
+        let search = LocalSearch::new(cache, (caller, ranks), &classes, public.as_ref());
+        if search.public.is_some() {
+            let rest = keys.iter().enumerate().skip(sources.len());
+            sources.extend(rest.map_while(|(position, key)| search.source(key, position)));
+        }
         if sources.len() == keys.len() || scope == Scope::Local || self.lookups.len() >= LOOKUPS_MAX {
             return self.answer_match(cx, caller, sources, &classes);
         }
         let mut rest = keys.split_off(sources.len());
-        let mut queried = missing_keys(cache, &rest, (&classes, sources.len()));
+        let mut queried = search.missing(&rest, sources.len());
         // For a short rest, one larger lookup is cheaper than a second one.
         let later = match queried.get(MATCH_FIRST_KEYS) {
             Some(end) if queried.len() > 2 * MATCH_FIRST_KEYS => rest.split_off(*end as usize),
@@ -57,7 +112,8 @@ impl Loads {
             queried.truncate(MATCH_FIRST_KEYS);
         }
         let deadline = cx.now.after(cx.settings.lookup_timeout);
-        let waiting = WaitingMatch { caller, classes, deadline, sources, rest, queried, later };
+        let waiting =
+            WaitingMatch { caller, classes, deadline, sources, rest, queried, later, public, ranks };
         self.query_for_match(cache, cx, waiting);
     }
 
@@ -65,7 +121,11 @@ impl Loads {
         if waiting.queried.is_empty() {
             return self.finish_match(cache, cx, waiting, &[]);
         }
-        let keys = waiting.queried.iter().map(|at| waiting.rest[*at as usize]).collect();
+        let own = waiting.queried.iter().map(|at| waiting.rest[*at as usize]);
+        let public = waiting.public.as_ref().map_or(&[][..], |public| &public.keys[..]);
+        let known = waiting.sources.len();
+        let of_public = |at: &u32| public.get(known + *at as usize).copied();
+        let keys = own.chain(waiting.queried.iter().map_while(of_public)).collect();
         let timeout = waiting.deadline.since(cx.now);
         self.query_directory(cx, keys, Purpose::Match(waiting), timeout);
     }
@@ -78,23 +138,31 @@ impl Loads {
         waiting: WaitingMatch,
         found: &[Vec<Replica>],
     ) {
-        let WaitingMatch { caller, classes, deadline, mut sources, rest, queried, later } = waiting;
+        let WaitingMatch { caller, classes, deadline, mut sources, rest, queried, later, public, ranks } =
+            waiting;
+        let public = public.filter(|public| self.public_tenant == Some(public.tenant));
+        let search = LocalSearch::new(cache, (caller, ranks), &classes, public.as_ref());
         let known = sources.len();
-        let mut answers = queried.iter().zip(found).peekable();
+        let mut answers = queried.iter().enumerate().peekable();
         for (at, key) in (0..).zip(&rest) {
-            let answer = answers.next_if(|(queried, _)| **queried == at);
-            let elsewhere = || answer.and_then(|(_, replicas)| best_source(replicas));
-            let local = classes.at(sources.len()).and_then(|class| cache.local_source(key, class));
-            let Some(source) = local.or_else(elsewhere) else { break };
+            let answer = answers.next_if(|(_, queried)| **queried == at).map(|(answer, _)| answer);
+            let replicas = |answer: usize| found.get(answer).and_then(|replicas| best_source(replicas));
+            let elsewhere = || {
+                let answer = answer?;
+                let of_public = public.as_ref().and_then(|_| replicas(queried.len() + answer));
+                replicas(answer).or(of_public)
+            };
+            let Some(source) = search.source(key, sources.len()).or_else(elsewhere) else { break };
             sources.push(source);
         }
         let is_whole = sources.len() == known + rest.len();
         if !is_whole || later.is_empty() || self.lookups.len() >= LOOKUPS_MAX || deadline <= cx.now {
             return self.answer_match(cx, caller, sources, &classes);
         }
-        let queried = missing_keys(cache, &later, (&classes, sources.len()));
+        let queried = search.missing(&later, sources.len());
+        let (rest, later) = (later, Vec::new());
         let waiting =
-            WaitingMatch { caller, classes, deadline, sources, rest: later, queried, later: Vec::new() };
+            WaitingMatch { caller, classes, deadline, sources, rest, queried, later, public, ranks };
         self.query_for_match(cache, cx, waiting);
     }
 
@@ -114,15 +182,6 @@ impl Loads {
         self.counters.matched(&sources);
         cx.reply(caller, Reply::Matched { sources });
     }
-}
-
-/// Returns the indices of those keys that are not on this node. The first key has this position in the match.
-fn missing_keys(cache: &Cache, keys: &[BlockKey], (classes, first): (&RankClasses, usize)) -> Vec<u32> {
-    let is_absent = |(at, key): &(u32, &BlockKey)| {
-        let class = classes.at(first + *at as usize);
-        class.and_then(|class| cache.local_source(key, class)).is_none()
-    };
-    (0..).zip(keys).filter(is_absent).map(|(at, _)| at).collect()
 }
 
 /// Returns the source of the replica with the fastest tier.

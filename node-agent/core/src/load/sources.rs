@@ -4,6 +4,9 @@
 //! Room for one block of a load is thus never made by evicting another. Blocks that are not on this node are
 //! looked up in the directory once the fills of the others were started.
 //!
+//! A block that is not here may be copied from the same block of a public tenant: from this node, or from a peer that the
+//! directory names for the public key. The sources of all copies are leased before the first slot is allocated too.
+//!
 //! Loads that were not answered when a fill failed try the next source. Loads that were answered report the
 //! block as failed: the engine may have read some layers already, and another replica may differ in bits,
 //! because checksums belong to a replica.
@@ -17,7 +20,9 @@ use crate::load::lookups::Purpose;
 use crate::load::table::LoadBlock;
 use crate::load::{LoadOutcome, Loads};
 use crate::slab::SlabId;
-use crate::waiter::{Failed, FillRequest, Joins, RemoteBlocks, WaiterOwner};
+use crate::waiter::{
+    Failed, FillRequest, Import, Joins, LocalImports, RemoteBlock, RemoteBlocks, Replicas, WaiterOwner,
+};
 
 /// Blocks of a load whose fills failed before the load was answered.
 #[derive(Debug)]
@@ -31,8 +36,20 @@ pub(super) struct Retry {
 struct Search {
     /// Blocks that this node has or is filling.
     local: Vec<(u32, LocalBlock)>,
+    /// Blocks that a public tenant has on this node.
+    imports: Vec<Import>,
     /// Other blocks, in the order of the load.
     absent: Vec<u32>,
+}
+
+/// Blocks with the answers of the directory, and the reason to report without a replica.
+type Answered = (Vec<u32>, Vec<Replicas>, LossReason);
+
+impl Search {
+    /// Whether no fill is needed.
+    fn is_complete(&self) -> bool {
+        self.local.is_empty() && self.imports.is_empty()
+    }
 }
 
 impl Loads {
@@ -44,14 +61,15 @@ impl Loads {
         id: SlabId,
         (blocks, otherwise): (&[u32], LossReason),
     ) {
-        let Search { local, absent } = self.search(cache, id, blocks);
+        let mut search = self.search(cache, id, blocks);
+        self.search_public(cache, id, &mut search);
         let Some(load) = self.loads.get_mut(id) else { return };
-        load.absent = (absent, otherwise);
-        if local.is_empty() {
+        load.absent = (std::mem::take(&mut search.absent), otherwise);
+        if search.is_complete() {
             self.look_up_absent(cx, id);
             return self.publish(cache, cx, id);
         }
-        self.request(cache, id, local, None);
+        self.request(cache, id, search, None);
     }
 
     /// Looks up the blocks in the directory that are not on this node, if the load's scope allows it.
@@ -67,7 +85,10 @@ impl Loads {
             }
             return;
         }
-        let keys = blocks.iter().map(|block| load.keys[*block as usize]).collect();
+        let own = blocks.iter().map(|block| load.keys[*block as usize]);
+        let public = load.public_of(self.public_tenant).map_or(&[][..], |public| &public.keys[..]);
+        // Blocks are in the order of the load, so those with a public key come first.
+        let keys = own.chain(blocks.iter().map_while(|block| public.get(*block as usize).copied())).collect();
         let timeout = cx.settings.lookup_timeout.min(load.deadline.since(cx.now));
         self.query_directory(cx, keys, Purpose::Load { load: id, blocks, otherwise }, timeout);
     }
@@ -78,12 +99,18 @@ impl Loads {
         cache: &mut Cache,
         cx: &mut Context,
         id: SlabId,
-        (blocks, found, otherwise): (&[u32], Vec<Vec<Replica>>, LossReason),
+        (blocks, mut found, otherwise): (Vec<u32>, Vec<Vec<Replica>>, LossReason),
     ) {
         let Some(load) = self.loads.get(id) else { return };
-        let answers = found.into_iter().chain(std::iter::repeat_with(Vec::new));
+        let public = found.split_off(blocks.len().min(found.len()));
+        let mut answers = found.into_iter();
+        let mut public = public.into_iter();
+        let replicas = |block: &u32| {
+            let (own, public) = (answers.next().unwrap_or_default(), public.next().unwrap_or_default());
+            (*block, Replicas { own, public })
+        };
         let unplaced = |(block, _): &(u32, _)| load.blocks[*block as usize] == LoadBlock::Unplaced;
-        let (blocks, replicas) = blocks.iter().copied().zip(answers).filter(unplaced).unzip();
+        let (blocks, replicas) = blocks.iter().map(replicas).filter(unplaced).unzip();
         self.place_with_replicas(cache, cx, id, (blocks, replicas, otherwise));
     }
 
@@ -121,22 +148,27 @@ impl Loads {
         cache: &mut Cache,
         cx: &mut Context,
         id: SlabId,
-        (blocks, replicas, otherwise): (Vec<u32>, Vec<Vec<Replica>>, LossReason),
+        (blocks, replicas, otherwise): Answered,
     ) {
-        let Search { local, absent } = self.search(cache, id, &blocks);
-        if local.is_empty() && absent.is_empty() {
+        let mut search = self.search(cache, id, &blocks);
+        if search.is_complete() && search.absent.is_empty() {
             return self.publish(cache, cx, id);
         }
         let Some(load) = self.loads.get(id) else { return };
         // Other loads may join these fills, so one short deadline must not cut the fetch short.
         let deadline = load.deadline.since(cx.now).max(cx.settings.load_deadline_default);
-        let mut absent = absent.into_iter().peekable();
-        let of_absent = |(block, replicas): (u32, Vec<Replica>)| {
-            absent.next_if_eq(&block).map(|block| (block, load.keys[block as usize], replicas))
+        let public = load.public_of(self.public_tenant);
+        let mut absent = std::mem::take(&mut search.absent).into_iter().peekable();
+        let of_absent = |(block, replicas): (u32, Replicas)| {
+            let block = absent.next_if_eq(&block)?;
+            let public_key = public.and_then(|public| public.keys.get(block as usize)).copied();
+            Some(RemoteBlock { block, key: load.keys[block as usize], public_key, replicas })
         };
         let blocks = blocks.into_iter().zip(replicas).filter_map(of_absent).collect();
-        let remote = RemoteBlocks { size_class: load.caller.size_class, deadline, otherwise, blocks };
-        self.request(cache, id, local, Some(remote));
+        let public = public.map(|public| public.tenant);
+        let size_class = load.caller.size_class;
+        let remote = RemoteBlocks { size_class, deadline, otherwise, public, blocks };
+        self.request(cache, id, search, Some(remote));
     }
 
     /// Leases the blocks in DRAM; returns the others.
@@ -161,15 +193,28 @@ impl Loads {
         search
     }
 
-    /// Requests the fills of blocks.
-    fn request(
-        &mut self,
-        cache: &Cache,
-        id: SlabId,
-        local: Vec<(u32, LocalBlock)>,
-        remote: Option<RemoteBlocks>,
-    ) {
+    /// Acquires the absent blocks that a public tenant has on this node.
+    fn search_public(&self, cache: &mut Cache, id: SlabId, search: &mut Search) {
         let Some(load) = self.loads.get(id) else { return };
+        let Some(public) = load.public_of(self.public_tenant) else { return };
+        let layout = cache.size_class(load.caller.size_class).layout;
+        let keys = search.absent.iter().map_while(|block| public.keys.get(*block as usize).copied());
+        let mut copies = cache.acquire_public(keys, (public.tenant, &layout)).into_iter();
+        for block in std::mem::take(&mut search.absent) {
+            match copies.next().flatten() {
+                Some(copy) => {
+                    search.imports.push(Import { block, key: load.keys[block as usize], copy });
+                }
+                None => search.absent.push(block),
+            }
+        }
+    }
+
+    /// Requests the fills of blocks.
+    fn request(&mut self, cache: &Cache, id: SlabId, search: Search, remote: Option<RemoteBlocks>) {
+        let Some(load) = self.loads.get(id) else { return };
+        let Search { local, imports, .. } = search;
+        let size_class = load.caller.size_class;
         self.outcomes.push(LoadOutcome::Fetch(FillRequest {
             object: (WaiterOwner::Load, id.0),
             layout: cache.size_class(load.caller.size_class).layout,
@@ -177,6 +222,7 @@ impl Loads {
             class: ReadClass::Awaited,
             joins: Joins::All,
             local,
+            imports: Some(LocalImports { size_class, blocks: imports }),
             remote,
         }));
     }

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use reprise_policy::eviction::EntryIndex;
-use reprise_policy::{BlockKey, Tick};
+use reprise_policy::{BlockKey, TenantId, Tick};
 
 use crate::cache::{Cache, FrameIndex, Lease, Read};
 use crate::context::{Caller, Context};
 use crate::effect::{
     Access, Effect, LoadId, LoadedBlock, LossReason, Place, ProgressEntry, ProgressUpdate, Reply, Source,
 };
-use crate::event::{LoadRequest, Scope};
+use crate::event::{LoadRequest, PublicKeys, Scope};
 use crate::limits::{LOAD_DEADLINE_MAX, PROGRESS_ENTRIES};
 use crate::load::progress::LayerProgress;
 use crate::load::{LoadOutcome, LoadTimer, Loads};
@@ -26,6 +26,8 @@ pub(super) struct Load {
     pub(super) blocks: Box<[LoadBlock]>,
     pub(super) progress: LayerProgress,
     pub(super) scope: Scope,
+    /// Keys of its leading blocks of a public tenant.
+    pub(super) public: Option<PublicKeys>,
     pub(super) read_bytes: u64,
     /// Deadline of the blocks; once they are complete, the end of the hold time.
     pub(super) deadline: Tick,
@@ -140,12 +142,18 @@ impl Load {
             blocks: (0..blocks).map(|_| LoadBlock::Unplaced).collect(),
             progress: LayerProgress::new(layers, blocks),
             scope: wanted.scope,
+            public: wanted.public,
             read_bytes,
             deadline,
             stage: Stage::Placing,
             absent: (Vec::new(), LossReason::Miss),
             entry,
         }
+    }
+
+    /// Returns the keys of a public tenant, unless another tenant is the public one.
+    pub(super) fn public_of(&self, tenant: Option<TenantId>) -> Option<&PublicKeys> {
+        self.public.as_ref().filter(|public| tenant == Some(public.tenant))
     }
 
     /// Takes the lease of a block that waits, with the layers it had; the block is unplaced then.

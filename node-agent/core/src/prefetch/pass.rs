@@ -237,8 +237,9 @@ impl Prefetch {
                 layout: cache.size_class(class).layout,
                 read_bytes: cx.settings.read_bytes_default,
                 class: ReadClass::Prefetch,
-                joins: Joins::DeviceReads,
+                joins: Joins::Local,
                 local,
+                imports: None,
                 remote: None,
             })
         }));

@@ -1,6 +1,6 @@
 //! Checks of the transfers' invariants, for tests.
 
-use crate::cache::{Cache, FrameIndex, FrameState};
+use crate::cache::{Cache, FrameIndex, FrameState, PublicCopy, Stored};
 use crate::transfer::{Fill, FillSource, Retention, Transfer};
 use crate::waiter::{KnownWait, WaiterId};
 
@@ -50,6 +50,20 @@ impl Transfer {
     pub(crate) fn retained(&self) -> impl Iterator<Item = FrameIndex> {
         let retained = self.fills.iter().filter(|(_, fill)| fill.keep == Retention::Saved);
         retained.map(|(_, fill)| fill.lease.frame())
+    }
+
+    /// Frames that imports read.
+    pub(crate) fn import_frames(&self) -> impl Iterator<Item = FrameIndex> {
+        self.imports().filter_map(PublicCopy::frame)
+    }
+
+    /// Slots of devices that imports have pinned.
+    pub(crate) fn pinned(&self) -> impl Iterator<Item = Stored> {
+        self.imports().filter_map(PublicCopy::stored)
+    }
+
+    fn imports(&self) -> impl Iterator<Item = &PublicCopy> {
+        self.fills.iter().filter_map(|(_, fill)| fill.import.as_ref()?.local())
     }
 
     /// All waits, with the state of their fills.

@@ -9,31 +9,44 @@ use reprise_policy::eviction::EntryIndex;
 use reprise_policy::routing::{self, Candidate, LoadHint};
 use reprise_policy::{BlockKey, NodeId, TenantId, Tick};
 
-use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClass, SizeClassId};
+use crate::cache::{BlockOrigin, Cache, LocalBlock, SizeClassId};
 use crate::context::Context;
 use crate::effect::{
     BlockRead, DeviceId, Effect, FetchBlock, FetchId, FetchRequest, FillId, LossReason, ReadBatch, ReadClass,
 };
 use crate::event::Replica;
+use crate::transfer::imports::ImportSource;
 use crate::transfer::{Fill, FillSource, Transfer, TransferOutcome};
-use crate::waiter::{Attached, FillRequest, Joins, RemoteBlocks, WaiterId, WaiterOwner};
+use crate::waiter::{
+    Attached, FillRequest, Joins, RemoteBlock, RemoteBlocks, Replicas, WaiterId, WaiterOwner,
+};
 
 /// Blocks to read, grouped by device.
 #[derive(Debug, Default)]
-struct Reads {
-    by_device: Vec<((DeviceId, TenantId), Vec<BlockRead>)>,
+pub(super) struct Reads {
+    pub(super) by_device: Vec<((DeviceId, TenantId), Vec<BlockRead>)>,
 }
 
 /// Whether the arena may have room for one more block of a size. Trying again after every failure would cost
 /// the request's blocks times the arena's regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ArenaSpace {
+pub(super) enum ArenaSpace {
     Maybe,
     None,
 }
 
+/// Replica to fetch a block from.
+#[derive(Debug)]
+struct Origin {
+    node: NodeId,
+    /// Other replicas; `None` if the directory was not asked.
+    others: Option<Replicas>,
+    /// Key of the replica, if it is one of the public tenant.
+    public_key: Option<BlockKey>,
+}
+
 impl Reads {
-    fn push(&mut self, device: (DeviceId, TenantId), read: BlockRead) {
+    pub(super) fn push(&mut self, device: (DeviceId, TenantId), read: BlockRead) {
         match self.by_device.iter_mut().find(|(other, _)| *other == device) {
             Some((_, reads)) => reads.push(read),
             None => self.by_device.push((device, vec![read])),
@@ -43,9 +56,10 @@ impl Reads {
 
 impl Transfer {
     /// Starts or joins the fills of a request, and reports for each block whether it was attached.
-    pub(crate) fn begin(&mut self, cache: &mut Cache, cx: &mut Context, request: FillRequest) {
+    pub(crate) fn begin(&mut self, cache: &mut Cache, cx: &mut Context, mut request: FillRequest) {
         let (owner, object) = request.object;
         self.read(cache, cx, &request);
+        self.import(cache, cx, &mut request);
         if let Some(remote) = request.remote {
             self.fetch(cache, cx, request.object, remote);
         }
@@ -61,7 +75,8 @@ impl Transfer {
         block: (BlockKey, SizeClassId),
         node: NodeId,
     ) -> Result<(), LossReason> {
-        let (fill, started) = self.begin_fetch(cache, block, (node, None), BlockOrigin::Placed)?;
+        let from = Origin { node, others: None, public_key: None };
+        let (fill, started) = self.begin_fetch(cache, block, from, BlockOrigin::Placed)?;
         self.retain(cache, fill);
         self.pulls.entry((node, block.1)).or_default().push(started);
         Ok(())
@@ -71,7 +86,8 @@ impl Transfer {
     pub(crate) fn send_fetches(&mut self, cache: &Cache, cx: &mut Context) {
         for ((node, size_class), blocks) in std::mem::take(&mut self.pulls) {
             let deadline = cx.settings.load_deadline_default;
-            self.send_fetch(cache, cx, (node, blocks), (size_class, deadline));
+            let tenant = cache.size_class(size_class).tenant;
+            self.send_fetch(cache, cx, (node, tenant, blocks), (size_class, deadline));
         }
     }
 
@@ -133,24 +149,26 @@ impl Transfer {
         (owner, object): (WaiterOwner, u64),
         remote: RemoteBlocks,
     ) {
-        let RemoteBlocks { size_class, deadline, otherwise, blocks } = remote;
-        let mut groups: Vec<(NodeId, Vec<FetchBlock>)> = Vec::new();
+        let RemoteBlocks { size_class, deadline, otherwise, public, blocks } = remote;
+        let own = cache.size_class(size_class).tenant;
+        let mut groups: Vec<((NodeId, TenantId), Vec<FetchBlock>)> = Vec::new();
         let mut room = ArenaSpace::Maybe;
-        for (block, key, replicas) in blocks {
+        for RemoteBlock { block, key, public_key, replicas } in blocks {
             let waiter = WaiterId { object, block, owner };
             // An earlier block with the same key may have started the fill.
             if let Some(fill) = cache.fill_of_key(&key, size_class) {
                 self.attach(cache, fill, waiter, true);
                 continue;
             }
-            let Some((node, others)) = self.choose_peer(replicas, cx.now) else {
+            let public = public.zip(public_key);
+            let Some(from) = self.choose_origin(replicas, public.map(|(_, key)| key), cx.now) else {
                 self.refuse(waiter, otherwise);
                 continue;
             };
+            let tenant = public.filter(|_| from.public_key.is_some()).map_or(own, |(tenant, _)| tenant);
+            let to = (from.node, tenant);
             let begun = match room {
-                ArenaSpace::Maybe => {
-                    self.begin_fetch(cache, (key, size_class), (node, Some(others)), BlockOrigin::Loaded)
-                }
+                ArenaSpace::Maybe => self.begin_fetch(cache, (key, size_class), from, BlockOrigin::Loaded),
                 ArenaSpace::None => Err(LossReason::NoSpace),
             };
             let (fill, started) = match begun {
@@ -164,13 +182,13 @@ impl Transfer {
                 }
             };
             self.attach(cache, fill, waiter, false);
-            match groups.iter_mut().find(|(peer, _)| *peer == node) {
+            match groups.iter_mut().find(|(known, _)| *known == to) {
                 Some((_, blocks)) => blocks.push(started),
-                None => groups.push((node, vec![started])),
+                None => groups.push((to, vec![started])),
             }
         }
-        for (node, blocks) in groups {
-            self.send_fetch(cache, cx, (node, blocks), (size_class, deadline));
+        for ((node, tenant), blocks) in groups {
+            self.send_fetch(cache, cx, (node, tenant, blocks), (size_class, deadline));
         }
     }
 
@@ -179,12 +197,14 @@ impl Transfer {
         &mut self,
         cache: &mut Cache,
         wanted: (BlockKey, SizeClassId),
-        (node, others): (NodeId, Option<Vec<Replica>>),
+        Origin { node, others, public_key }: Origin,
         origin: BlockOrigin,
     ) -> Result<(u32, FetchBlock), LossReason> {
-        let (lease, block) = cache.begin_fetch(wanted, self.fills.next_id(), origin)?;
+        let (lease, mut block) = cache.begin_fetch(wanted, self.fills.next_id(), origin)?;
         self.peers.enqueue(node, block.into.bytes);
-        let fill = self.fills.insert(Fill::new(lease, FillSource::Peer(node), others));
+        let import = public_key.map(|_| ImportSource::Peer);
+        block.key = public_key.unwrap_or(block.key);
+        let fill = self.fills.insert(Fill { import, ..Fill::new(lease, FillSource::Peer(node), others) });
         Ok((fill.slot(), block))
     }
 
@@ -193,13 +213,24 @@ impl Transfer {
         &mut self,
         cache: &Cache,
         cx: &mut Context,
-        (node, blocks): (NodeId, Vec<FetchBlock>),
+        (node, tenant, blocks): (NodeId, TenantId, Vec<FetchBlock>),
         (size_class, deadline): (SizeClassId, Duration),
     ) {
         self.fetches += 1;
-        let &SizeClass { tenant, layout, .. } = cache.size_class(size_class);
+        let layout = cache.size_class(size_class).layout;
         let request = FetchRequest { fetch: FetchId(self.fetches), tenant, layout, deadline, blocks };
         cx.emit(Effect::PeerFetch { node, request });
+    }
+
+    /// Selects a replica of a block; of the public tenant's block if the tenant has none.
+    fn choose_origin(&self, replicas: Replicas, public_key: Option<BlockKey>, now: Tick) -> Option<Origin> {
+        let Replicas { own, public } = replicas;
+        if let Some((node, own)) = self.choose_peer(own, now) {
+            return Some(Origin { node, others: Some(Replicas { own, public }), public_key: None });
+        }
+        let (public_key, (node, public)) = public_key.zip(self.choose_peer(public, now))?;
+        let others = Some(Replicas { own: Vec::new(), public });
+        Some(Origin { node, others, public_key: Some(public_key) })
     }
 
     /// Selects the peer to fetch a block from; returns it and the remaining replicas. The load of a peer is
@@ -219,11 +250,11 @@ impl Transfer {
     }
 
     fn may_join(&self, fill: u32, joins: Joins) -> bool {
-        let is_read = |fill: &Fill| fill.origin.device().is_some();
-        joins == Joins::All || self.fills.at(fill).is_some_and(is_read)
+        let is_local = |fill: &Fill| !matches!(fill.origin, FillSource::Peer(_));
+        joins == Joins::All || self.fills.at(fill).is_some_and(is_local)
     }
 
-    fn attach(&mut self, cache: &mut Cache, slot: u32, waiter: WaiterId, joined: bool) {
+    pub(super) fn attach(&mut self, cache: &mut Cache, slot: u32, waiter: WaiterId, joined: bool) {
         let id = self.fills.id_at(slot).expect("a frame that is being filled has a fill");
         let fill = self.fills.get_mut(id).expect("just seen");
         if let (true, FillSource::Device(device)) = (waiter.owner.awaits(), fill.origin)
@@ -255,7 +286,7 @@ impl Transfer {
         }
     }
 
-    fn refuse(&mut self, waiter: WaiterId, reason: LossReason) {
+    pub(super) fn refuse(&mut self, waiter: WaiterId, reason: LossReason) {
         self.outcomes.push(TransferOutcome::Refused(waiter, reason));
     }
 }

@@ -29,11 +29,12 @@ impl Harness {
         (parent, position): (Option<BlockKey>, Option<u32>),
     ) -> RequestId {
         let engine = self.engines.get_mut(&session).expect("an open session");
-        let layout = engine.layout;
+        let (layout, tenant) = (engine.layout, engine.tenant);
         let slots: Vec<_> = engine.reserved.drain(..keys.len().min(engine.reserved.len())).collect();
         let mut items = Vec::new();
         for ((lease, slot), key) in slots.into_iter().zip(keys) {
             let tag = self.new_tag(*key);
+            self.public.note_content(tenant, tag);
             self.memory.write(slot, &layout, 0..layout.layers(), tag);
             items.push(CommitItem { lease, key: Some(*key), checksums: checksums(tag, &layout) });
         }
@@ -53,7 +54,7 @@ impl Harness {
         position: Option<u32>,
         scope: Scope,
     ) -> RequestId {
-        let body = Request::Match { keys: keys.to_vec(), ranks: Ranks::Own, position, scope };
+        let body = Request::Match { keys: keys.to_vec(), ranks: Ranks::Own, position, scope, public: None };
         self.request(session, RequestKind::Match(keys.to_vec(), scope), body)
     }
 }

@@ -8,8 +8,8 @@ use reprise_agent_core::effect::{
     PlaceKind, RegionId, ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    CommitRequest, Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request, RequestId,
-    Scope, SessionOpened,
+    Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, PublicKeys, Request, RequestId, Scope,
+    SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -24,6 +24,7 @@ use crate::engine::{Engine, RequestKind};
 use crate::jobs::Job;
 use crate::memory::{Memory, Tag, overlap};
 use crate::peers::{PeerServe, Peers, SendState, ServeIds};
+use crate::public::PublicBlocks;
 use crate::rng::Rng;
 
 /// Probabilities of faults, in thousandths.
@@ -78,6 +79,7 @@ pub(crate) struct Harness {
     pub(crate) erased: BTreeSet<TenantId>,
     /// All contents ever committed under a key, on any node.
     pub(crate) committed_tags: BTreeMap<BlockKey, BTreeSet<Tag>>,
+    pub(crate) public: PublicBlocks,
     /// Keys that engines of this node have committed since it started.
     pub(crate) committed: BTreeSet<BlockKey>,
     /// Keys found on devices when the node started.
@@ -93,7 +95,7 @@ pub(crate) struct Harness {
     pub(crate) read_only_devices: BTreeSet<DeviceId>,
     /// Detached devices that may be attached again.
     pub(crate) released: BTreeSet<DeviceId>,
-    setup: Setup,
+    pub(crate) setup: Setup,
     serve_ids: ServeIds,
     sessions: u64,
     tags: Tag,
@@ -193,6 +195,7 @@ impl Harness {
             announced: BTreeSet::new(),
             erased: BTreeSet::new(),
             committed_tags: BTreeMap::new(),
+            public: PublicBlocks::default(),
             committed: BTreeSet::new(),
             recovered,
             reports: Vec::new(),
@@ -258,6 +261,7 @@ impl Harness {
         let setup = Setup { seed: self.rng.next(), ..self.setup };
         let mut harness = Harness::open(setup, self.disks, pools);
         (harness.committed_tags, harness.peers, harness.tags) = (self.committed_tags, self.peers, self.tags);
+        harness.public = PublicBlocks { tenant: None, ..self.public };
         harness
     }
 
@@ -344,9 +348,7 @@ impl Harness {
 
     pub(crate) fn request(&mut self, session: SessionId, kind: RequestKind, body: Request) -> RequestId {
         let request = self.engines.get_mut(&session).expect("an open session").add_request(kind);
-        if let Request::Commit(CommitRequest { items, .. }) = &body {
-            self.committed.extend(items.iter().filter_map(|item| item.key));
-        }
+        self.note_keys(session, &body);
         let received = self.now;
         self.apply(Event::Request { session, request, body, received });
         request
@@ -379,7 +381,8 @@ impl Harness {
     ) -> RequestId {
         let wait = if deadline.is_zero() { self.setup.settings.load_deadline_default } else { deadline };
         let kind = RequestKind::Load { keys: keys.to_vec(), answer_by: self.now.after(wait) };
-        let body = Request::Load(LoadRequest { keys: keys.to_vec(), deadline, read_bytes: 0, scope });
+        let body =
+            Request::Load(LoadRequest { keys: keys.to_vec(), deadline, read_bytes: 0, scope, public: None });
         self.request(session, kind, body)
     }
 
@@ -394,7 +397,6 @@ impl Harness {
         self.request(session, RequestKind::Other, Request::Suspect { load, blocks });
     }
 
-    /// Requests blocks of the default tenant.
     pub(crate) fn peer_request(&mut self, keys: &[BlockKey], layout: Layout, deadline: Duration) -> ServeId {
         self.peer_request_of(TenantId::DEFAULT, keys, layout, deadline)
     }
@@ -408,19 +410,17 @@ impl Harness {
     ) -> ServeId {
         let serve = self.serve_ids.next();
         self.serves.insert(serve, PeerServe::new(keys.to_vec(), layout));
-        let keys = keys.to_vec();
-        self.apply(Event::PeerRequest(PeerRequest { serve, tenant, layout, keys, deadline }));
+        let request = PeerRequest { serve, tenant, layout, keys: keys.to_vec(), deadline };
+        self.apply(Event::PeerRequest(request));
         self.remove_ended_serves();
         serve
     }
 
     /// Sends part of a serve's block, or reports the end of the block.
     pub(crate) fn send(&mut self, serve: ServeId, block: u32) {
-        let committed_tags = &self.committed_tags;
-        let Some(state) = self.serves.get_mut(&serve) else { return };
-        let sent = state.send(block, &self.memory, |key, tag| {
-            assert!(committed_tags[key].contains(&tag), "{key}: content {tag} was never committed");
-        });
+        let Some(mut state) = self.serves.remove(&serve) else { return };
+        let sent = state.send(block, &self.memory, |key, tag| self.assert_committed(key, tag));
+        let state = self.serves.entry(serve).or_insert(state);
         if !sent && state.is_sent(block) {
             state.blocks[block as usize].state = SendState::Ended;
             self.apply(Event::Peer(PeerEvent::ServeDone { serve, block }));
@@ -506,12 +506,13 @@ impl Harness {
                 self.lost_devices.remove(&device);
                 assert!(self.released.insert(device), "a device is released once");
             }
-            Effect::PeerFetch { node, request: FetchRequest { layout, blocks, .. } } => {
+            Effect::PeerFetch { node, request: FetchRequest { layout, blocks, tenant, .. } } => {
                 for FetchBlock { fill, key, into: slot } in blocks {
                     self.assert_unused(slot);
-                    self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: 0 });
+                    self.jobs.push(Job::Fetch { node, tenant, fill, key, slot, layout, layers: 0 });
                 }
             }
+            Effect::CopyBlocks(batch) => self.begin_copies(batch),
             Effect::CheckBlock(check) => self.jobs.push(Job::Check(check)),
             Effect::Lookup { lookup, keys, .. } => self.jobs.push(Job::Lookup { lookup, keys }),
             Effect::Announce { changes } => {
@@ -548,7 +549,7 @@ impl Harness {
     }
 
     /// Checks that an allocated slot is not in use.
-    fn assert_unused(&self, slot: ArenaSlot) {
+    pub(crate) fn assert_unused(&self, slot: ArenaSlot) {
         let of_jobs = self.jobs.iter().filter_map(|job| match job {
             Job::Device { op, .. } => match &op.kind {
                 DeviceOpKind::WriteBlock { slot, .. } => Some(*slot),
@@ -557,17 +558,20 @@ impl Harness {
             Job::Read { read, .. } => Some(read.slot),
             Job::Fetch { slot, .. } => Some(*slot),
             Job::Check(check) => Some(check.slot),
+            Job::Copy { copy, .. } => Some(copy.into),
             Job::Lookup { .. } | Job::Place { .. } | Job::Offer { .. } => None,
             Job::ExtentWrite(_) | Job::AwaitExtents(_) | Job::Renew(_) => None,
         });
-        let mut used = of_jobs.chain(self.engines.values().flat_map(Engine::slots));
+        let mut used =
+            of_jobs.chain(self.copy_sources()).chain(self.engines.values().flat_map(Engine::slots));
         assert!(!used.any(|other| overlap(slot, other)), "{slot:?} was allocated while in use");
         assert!(!self.serves.values().any(|serve| serve.uses(slot)), "{slot:?} is still being sent");
         assert!(slot.offset + slot.bytes <= self.setup.region_bytes, "{slot:?} lies outside its region");
     }
 
     pub(crate) fn assert_committed(&self, key: &BlockKey, tag: Tag) {
-        assert!(self.committed_tags[key].contains(&tag), "{key}: content {tag} was never committed");
+        let is_own = self.committed_tags.get(key).is_some_and(|tags| tags.contains(&tag));
+        assert!(is_own || self.may_be_copy(key, tag), "{key}: content {tag} was never committed");
     }
 
     pub(crate) fn new_tag(&mut self, key: BlockKey) -> Tag {

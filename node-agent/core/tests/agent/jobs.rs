@@ -4,18 +4,20 @@
 use std::time::Duration;
 
 use reprise_agent_core::effect::{
-    ArenaSlot, BlockCheck, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason, RegionId,
+    ArenaSlot, BlockCheck, BlockCopy, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason,
+    RegionId,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement, Renewal};
 use reprise_agent_core::extents::ExtentHolder;
 use reprise_agent_core::pool::header::{ExpectedHeader, decode_header};
 use reprise_agent_core::pool::{DeviceError, DeviceOp, DeviceOpKind};
-use reprise_policy::{BlockKey, Layout, NodeId, Tier};
+use reprise_policy::{BlockKey, Layout, NodeId, TenantId, Tier};
 
 use crate::disk::DiskWrite;
 use crate::extent_client::ExtentWrite;
 use crate::harness::{Harness, layout_of};
 use crate::memory::{Tag, checksums};
+use crate::public::PUBLIC;
 
 /// Operation in flight whose result is an event.
 #[derive(Debug)]
@@ -33,6 +35,7 @@ pub(crate) enum Job {
     },
     Fetch {
         node: NodeId,
+        tenant: TenantId,
         fill: FillId,
         key: BlockKey,
         slot: ArenaSlot,
@@ -44,6 +47,10 @@ pub(crate) enum Job {
         keys: Vec<BlockKey>,
     },
     Check(BlockCheck),
+    Copy {
+        copy: BlockCopy,
+        layout: Layout,
+    },
     Place {
         place: PlaceId,
         keys: Vec<BlockKey>,
@@ -78,7 +85,7 @@ impl Harness {
             Job::Read { layout, layers, .. } | Job::Fetch { layout, layers, .. } => {
                 layers + 1 + self.rng.below((layout.layers() - layers) as usize) as u32
             }
-            Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) | Job::Renew(_) => 0,
+            Job::Device { .. } | Job::Lookup { .. } | Job::Check(_) | Job::Renew(_) | Job::Copy { .. } => 0,
             Job::Place { .. } | Job::Offer { .. } | Job::ExtentWrite(_) | Job::AwaitExtents(_) => 0,
         };
         self.advance_to(job, to);
@@ -89,10 +96,11 @@ impl Harness {
         match self.jobs.swap_remove(job) {
             Job::Device { device, op, covered } => self.end_device_op(device, &op, covered),
             Job::Read { device, read, layout, layers } => self.read_on(device, read, layout, layers..to),
-            Job::Fetch { node, fill, key, slot, layout, layers } => {
-                self.fetch_on(node, (fill, key, slot), layout, layers..to);
+            Job::Fetch { node, tenant, fill, key, slot, layout, layers } => {
+                self.fetch_on((node, tenant), (fill, key, slot), layout, layers..to);
             }
             Job::Check(check) => self.end_check(&check),
+            Job::Copy { copy, layout } => self.end_copy(&copy, &layout),
             Job::Place { place, keys, reason, .. } => self.end_place(place, &keys, reason),
             Job::Offer { node, offer } => self.end_offer(node, &offer),
             Job::ExtentWrite(write) => self.end_extent_write(&write),
@@ -115,6 +123,7 @@ impl Harness {
         let update = FillUpdate::Failed(error);
         match self.jobs.swap_remove(job) {
             Job::Read { read, .. } => self.apply(Event::Fill { fill: read.fill, update }),
+            Job::Copy { copy, .. } => self.apply(Event::Fill { fill: copy.fill, update }),
             Job::Fetch { fill, .. } => self.apply(Event::Peer(PeerEvent::Fill { fill, update })),
             other => panic!("{other:?} is not a fill"),
         }
@@ -138,7 +147,7 @@ impl Harness {
 
     /// Completes all jobs except reads and fetches, and those that result.
     pub(crate) fn finish_jobs_but_fills(&mut self) {
-        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
+        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. } | Job::Copy { .. });
         while let Some(job) = self.jobs.iter().position(|job| !is_fill(job)) {
             self.advance(job);
         }
@@ -146,7 +155,7 @@ impl Harness {
 
     /// Positions of reads and fetches.
     pub(crate) fn fills(&self) -> Vec<usize> {
-        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. });
+        let is_fill = |job: &Job| matches!(job, Job::Read { .. } | Job::Fetch { .. } | Job::Copy { .. });
         (0..self.jobs.len()).filter(|at| is_fill(&self.jobs[*at])).collect()
     }
 
@@ -158,6 +167,20 @@ impl Harness {
             self.region_tenants.remove(&region);
         }
         self.apply(Event::RegionRenewed { region, renewal });
+    }
+
+    /// Copies a block, if it matches its checksums.
+    fn end_copy(&mut self, copy: &BlockCopy, layout: &Layout) {
+        let BlockCopy { fill, from, into, checksums } = copy;
+        let update = match self.memory.verify(*from, layout, checksums, layout.layers()) {
+            _ if self.is_refused() => FillUpdate::Failed(FillError::Refused),
+            Some(tag) => {
+                self.memory.write(*into, layout, 0..layout.layers(), tag);
+                FillUpdate::Layers { layers: layout.layers(), checksums: None, tier: Tier::Dram }
+            }
+            None => FillUpdate::Failed(FillError::Corrupt),
+        };
+        self.apply(Event::Fill { fill: *fill, update });
     }
 
     /// Reports the true state of the slot, or a random fault: the core trusts the result.
@@ -205,7 +228,7 @@ impl Harness {
             assert_eq!(layout_of(key), offer.layout, "{key} is offered with its layout");
             if !self.is_unanswered() {
                 taken.push(at);
-                let tag = *self.committed_tags[key].last().expect("only committed blocks are offered");
+                let tag = self.last_tag(key);
                 self.peers.held.entry(node).or_default().insert(*key, (tag, Tier::Nvme));
             }
         }
@@ -294,7 +317,7 @@ impl Harness {
 
     fn fetch_on(
         &mut self,
-        node: NodeId,
+        (node, tenant): (NodeId, TenantId),
         peer: (FillId, BlockKey, ArenaSlot),
         layout: Layout,
         layers: std::ops::Range<u32>,
@@ -303,6 +326,8 @@ impl Harness {
         let held = self.peers.held.get(&node).and_then(|blocks| blocks.get(&key)).copied();
         let error = match held {
             _ if layout_of(&key) != layout => Some(FillError::Absent),
+            // Peers find blocks by key, layout and tenant.
+            _ if self.public.keys.contains(&key) != (tenant == PUBLIC) => Some(FillError::Absent),
             None => Some(FillError::Absent),
             Some(_) if self.rng.chance(self.faults.fetch) => {
                 Some([FillError::PeerLost, FillError::Corrupt][self.rng.below(2)])
@@ -315,7 +340,7 @@ impl Harness {
         }
         let (tag, tier) = held.expect("held, or an error above");
         if layers.end < layout.layers() {
-            self.jobs.push(Job::Fetch { node, fill, key, slot, layout, layers: layers.end });
+            self.jobs.push(Job::Fetch { node, tenant, fill, key, slot, layout, layers: layers.end });
         }
         let update = self.progress(Progress { slot, layout, layers, tag, tier });
         self.apply(Event::Peer(PeerEvent::Fill { fill, update }));

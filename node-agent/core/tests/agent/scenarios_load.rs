@@ -289,11 +289,16 @@ fn block_of_another_layout_is_missing() {
 fn rejects_calls_beyond_a_limit_with_the_limit() {
     let (mut harness, session) = harness(0);
     let many = vec![key(0); MATCH_KEYS_MAX + 1];
-    let body =
-        Request::Match { keys: many.clone(), ranks: Ranks::Own, position: Some(0), scope: Scope::Local };
+    let body = Request::Match {
+        keys: many.clone(),
+        ranks: Ranks::Own,
+        position: Some(0),
+        scope: Scope::Local,
+        public: None,
+    };
     harness.request(session, RequestKind::Other, body);
     let keys = many[..LOAD_BLOCKS_MAX + 1].to_vec();
-    let wanted = LoadRequest { keys, deadline: LATER, read_bytes: 0, scope: Scope::Local };
+    let wanted = LoadRequest { keys, deadline: LATER, read_bytes: 0, scope: Scope::Local, public: None };
     harness.request(session, RequestKind::Other, Request::Load(wanted));
     for (_, reply) in harness.engines[&session].replies.iter().rev().take(2) {
         assert!(matches!(reply, Reply::BadRequest(text) if text.contains("at most")), "{reply:?}");
@@ -334,7 +339,7 @@ fn deadline_counts_from_the_receipt_of_the_load() {
     harness.pass(Duration::from_millis(8));
     let request = harness.engines.get_mut(&session).expect("open").add_request(RequestKind::Other);
     let deadline = Duration::from_millis(10);
-    let wanted = LoadRequest { keys: keys(0..1), deadline, read_bytes: 0, scope: Scope::Local };
+    let wanted = LoadRequest { keys: keys(0..1), deadline, read_bytes: 0, scope: Scope::Local, public: None };
     harness.apply(Event::Request { session, request, body: Request::Load(wanted), received });
     harness.pass(Duration::from_millis(1));
     assert!(!answered(&harness, session));

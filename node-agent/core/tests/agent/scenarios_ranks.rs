@@ -49,7 +49,7 @@ fn answer(harness: &mut Harness, session: SessionId, keys: Vec<BlockKey>, scope:
     harness.request(
         session,
         RequestKind::Other,
-        Request::Match { keys, ranks: Ranks::All, position: Some(0), scope },
+        Request::Match { keys, ranks: Ranks::All, position: Some(0), scope, public: None },
     );
     harness.finish_jobs();
     harness.engines[&session].replies.last().expect("a reply").1.clone()

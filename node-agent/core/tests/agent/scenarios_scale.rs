@@ -112,7 +112,7 @@ impl Quick {
 
     fn load(&mut self, keys: Vec<BlockKey>) {
         let deadline = Duration::from_secs(60);
-        let wanted = LoadRequest { keys, deadline, read_bytes: 0, scope: Scope::Local };
+        let wanted = LoadRequest { keys, deadline, read_bytes: 0, scope: Scope::Local, public: None };
         self.apply(Event::Request {
             session: SESSION,
             request: RequestId(1),

@@ -148,13 +148,20 @@ fn speed_of_match_load_and_commit() {
             ranks: Ranks::Own,
             position: Some(0),
             scope: Scope::Cluster,
+            public: None,
         };
         bench.apply(Event::Request { session: SESSION, request: RequestId(1), body, received: Tick(1) });
     });
     let mut loads = Vec::new();
     let load_time = best(|| {
         let keys = chain.clone();
-        let wanted = LoadRequest { keys, deadline: Duration::ZERO, read_bytes: 0, scope: Scope::Cluster };
+        let wanted = LoadRequest {
+            keys,
+            deadline: Duration::ZERO,
+            read_bytes: 0,
+            scope: Scope::Cluster,
+            public: None,
+        };
         let Reply::Loaded { load, .. } = bench.request(Request::Load(wanted)) else { panic!("not loaded") };
         loads.push(*load);
     });
@@ -192,6 +199,7 @@ fn speed_of_a_cold_load_and_of_its_progress() {
         deadline: Duration::ZERO,
         read_bytes: 0,
         scope: Scope::Cluster,
+        public: None,
     };
     let body = Request::Load(wanted);
     let start = now();

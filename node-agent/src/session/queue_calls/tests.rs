@@ -16,6 +16,7 @@ use reprise_proto::local::request;
 
 use super::*;
 use crate::core_loop::{Inbox, Input};
+use crate::public_tenant::PublicTenant;
 use crate::queue_grants::QueueGrantService;
 use crate::queue_grants::tests::{DEVICE, FakeLender, attach};
 use crate::session::frame::Limits;
@@ -50,6 +51,7 @@ impl Fixture {
             users: TenantUsers::default(),
             salts: TenantSalts::default(),
             keys: crate::encryption::EncryptionKeys::default(),
+            public_tenant: PublicTenant::default(),
             tenants: Arc::default(),
             draining: AtomicBool::new(false),
             rejected: RejectedConnections::default(),
@@ -78,6 +80,7 @@ impl Fixture {
             load_blocks_max: 1,
             layout: crate::recorder::tests::layout(1),
             namespace: reprise_policy::NamespaceDigest([1; 32]),
+            public: None,
             backend: StatedBackend::default(),
         });
         let (noted, inputs) = channel();

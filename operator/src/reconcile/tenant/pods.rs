@@ -21,6 +21,7 @@ use crate::reconcile::membership::applies_to;
 use crate::reconcile::membership::has_reported;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::selection::selects;
+use crate::reconcile::tenant::validate::validate;
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
@@ -83,7 +84,21 @@ pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> Po
         let share = bind(&mut bound.bindings, tenant, &name, namespaces, &mut room);
         bound.shares.insert(tenant.name_any(), share);
     }
+    if let Some(name) = public_tenant(tenants) {
+        bound.bindings.set_public(name);
+    }
     bound
+}
+
+/// Returns the tenant whose blocks all tenants may read: the oldest accepted one that declares it. Not `default`, which has
+/// no salt.
+fn public_tenant(tenants: &[Arc<CacheTenant>]) -> Option<TenantName> {
+    let is_public = |tenant: &&Arc<CacheTenant>| tenant.spec.public && validate(tenant).is_none();
+    let oldest = tenants
+        .iter()
+        .filter(is_public)
+        .min_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()))?;
+    oldest.name_any().parse().ok()
 }
 
 /// Binds the selected names that no other tenant has.
@@ -210,6 +225,50 @@ pub fn finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Findi
     }))
 }
 
+/// Returns condition `Public` of a tenant that declares that all tenants may read its blocks.
+pub fn public_finding(tenant: &CacheTenant, context: &Context) -> Option<Finding> {
+    let names = |cluster: Arc<reprise_crds::KVCacheCluster>| ClusterNames::of(&cluster);
+    let clusters = context.stores.clusters.state().into_iter().map(names);
+    let owners = clusters.filter(|cluster| applies_to(tenant, cluster)).map(|cluster| {
+        let owner = assign(&cluster, context).bindings.public().map(ToString::to_string);
+        (cluster.key(), owner)
+    });
+    is_public_in(tenant, owners)
+}
+
+/// Evaluates the public tenants of the clusters that a tenant applies to.
+fn is_public_in(
+    tenant: &CacheTenant,
+    mut owners: impl Iterator<Item = (String, Option<String>)>,
+) -> Option<Finding> {
+    if !tenant.spec.public {
+        return None;
+    }
+    let (kind, own) = (ConditionType::Public, tenant.name_any());
+    let other = owners.find_map(|(cluster, owner)| match owner {
+        Some(owner) if owner == own => None,
+        owner => Some((cluster, owner)),
+    });
+    Some(match other {
+        None => Finding::yes(
+            kind,
+            Reason::AsDesired,
+            "new sessions of all tenants may read its blocks, once their agents have applied the current file",
+        ),
+        Some((cluster, Some(owner))) => {
+            let message = format!(
+                "the older tenant {owner} is public in {cluster}: set public to false for one of them, or limit both to other clusters"
+            );
+            Finding::no(kind, Reason::Conflict, message)
+        }
+        Some((cluster, None)) => {
+            let message =
+                format!("its spec is not accepted, so no tenant of {cluster} is public: correct the spec");
+            Finding::no(kind, Reason::InvalidSpec, message)
+        }
+    })
+}
+
 /// Whether some node has yet to apply the current assignment.
 pub fn is_awaited(statuses: &[BindingStatus]) -> bool {
     statuses.iter().any(|status| !status.late.is_empty())
@@ -321,6 +380,30 @@ mod tests {
         assert_eq!((condition.status, condition.reason), (ConditionStatus::True, Reason::AsDesired));
         assert!(condition.message.contains("1 namespaces and 0 service accounts"), "{}", condition.message);
         assert_eq!(finding(&tenants[2], &[]), None);
+    }
+
+    #[test]
+    fn oldest_accepted_tenant_that_declares_it_is_public() {
+        let public = || json!({ "public": true });
+        let refused = json!({ "public": true, "maxGpuQueuePairs": 4 });
+        let tenants = [
+            tenant("refused", 1, refused),
+            tenant("young", 3, public()),
+            tenant("old", 2, public()),
+            tenant("other", 1, json!({})),
+        ];
+        let bound = decide(&tenants, &[]);
+        assert_eq!(bound.bindings.public().map(ToString::to_string).as_deref(), Some("old"));
+        assert!(!bound.bindings.is_bound(&"old".parse().expect("a name")), "it selects no pods");
+        let finding = |tenant: &CacheTenant, owner: Option<&str>| {
+            let owners = [("n/c".to_owned(), owner.map(str::to_owned))];
+            is_public_in(tenant, owners.into_iter()).map(|found| (found.status, found.reason))
+        };
+        assert_eq!(finding(&tenants[2], Some("old")), Some((ConditionStatus::True, Reason::AsDesired)));
+        assert_eq!(finding(&tenants[1], Some("old")), Some((ConditionStatus::False, Reason::Conflict)));
+        assert_eq!(finding(&tenants[0], None), Some((ConditionStatus::False, Reason::InvalidSpec)));
+        assert_eq!(finding(&tenants[3], Some("old")), None, "it does not declare it");
+        assert_eq!(decide(&tenants[3..], &[]).bindings.public(), None);
     }
 
     #[test]

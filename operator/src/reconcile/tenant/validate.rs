@@ -1,8 +1,10 @@
 //! Validates a tenant.
 
+use kube::ResourceExt;
 use reprise_crds::CacheTenant;
 use reprise_crds::status::Reason;
 use reprise_crds::tenant::{Isolation, Quotas};
+use reprise_policy::TenantName;
 
 use crate::framework::refusal::Refusal;
 
@@ -15,6 +17,10 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
             "isolation {} is not supported by this release: create a CacheTenant with Salted or Encrypted",
             spec.isolation
         ));
+    }
+    if spec.public && tenant.name_any() == TenantName::default_tenant().as_str() {
+        let message = "tenant default has no isolation salt, so it cannot be public: use another tenant for shared prompts";
+        return Some(Refusal::new(Reason::InvalidSpec, message.to_owned()));
     }
     if let Some(message) = unreadable(&spec.budget) {
         return Some(Refusal::new(Reason::InvalidSpec, message));

@@ -181,6 +181,7 @@ fn hostile(
                 ranks: Default::default(),
                 position: choices.arbitrary().ok()?,
                 scope: Scope::Local,
+                public: None,
             }
         }
         _ => {

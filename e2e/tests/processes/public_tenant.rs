@@ -1,0 +1,161 @@
+//! The public tenant: other tenants read its blocks, on its node and from other nodes, and change nothing of it.
+
+use reprise_client::{
+    BlockAction, BlockCommand, BlockSelection, Client, CommitOptions, CommitStatus, ConnectOptions,
+    LoadRequest, MatchOptions, Scope,
+};
+use reprise_e2e::control_plane::Store;
+use reprise_e2e::{Agent, AgentConfig, PATIENCE, TestEnv, wait_until};
+use reprise_policy::session::Ranks;
+use reprise_policy::{BlockKey, ByteSize, TenantName};
+use reprise_testkit::configuration;
+use reprise_testkit::engine::{self as reference, RequestOutcome};
+
+use crate::processes::tenants::{prompts, reference_engine};
+
+const DECLARATION: &str = "[[tenants]]\nname = \"prompts\"\npublic = true\n";
+
+fn tenant(name: &str) -> TenantName {
+    name.parse().expect("a name")
+}
+
+/// Returns what a new engine of a tenant finds and saves of a prompt.
+fn run(agent: &Agent, name: &str, prompt: &[u64]) -> RequestOutcome {
+    // Readers need the salt of the public tenant on their node.
+    configuration::provide_salt(&agent.files().socket, &tenant("prompts")).expect("the folder is the test's");
+    let outcome = reference_engine(agent, &tenant(name)).run(prompt).expect("served");
+    assert_eq!((outcome.mismatches, outcome.errors, outcome.lost), (0, 0, 0), "{outcome:?}");
+    outcome
+}
+
+/// Hits on this node, hits on peers, and saved blocks.
+fn summary(outcome: &RequestOutcome) -> (u64, u64, u64) {
+    let hits = &outcome.hits;
+    (hits.own_dram + hits.own_nvme, hits.peer_dram + hits.peer_nvme, outcome.saved)
+}
+
+fn client(agent: &Agent, name: &str) -> Client {
+    let stated = reference::namespace(&prompts());
+    configuration::provide_salt(&agent.files().socket, &tenant(name)).expect("the folder is the test's");
+    let options = ConnectOptions::new(&agent.files().socket, stated, prompts()).tenant(tenant(name));
+    Client::connect(options).expect("a session")
+}
+
+fn chain(name: &str, prompt: &[u64]) -> Vec<BlockKey> {
+    let stated = reference::namespace(&prompts());
+    reference::chain_keys(&stated.of_tenant(Some(&configuration::test_salt(&tenant(name)))), prompt)
+}
+
+fn with_inputs(prompt: &[u64]) -> MatchOptions {
+    MatchOptions { scope: Scope::Cluster, position: Some(0), inputs: reference::chain_inputs(prompt) }
+}
+
+/// Names of the public tenants on the status page.
+fn public_tenants(agent: &Agent) -> Vec<String> {
+    let page = agent.admin().json("/status");
+    let tenants = page["tenants"].as_array().expect("a list").iter();
+    let public = tenants.filter(|tenant| tenant["public"] == true);
+    public.map(|tenant| tenant["name"].as_str().expect("a name").to_owned()).collect()
+}
+
+fn imported(agent: &Agent) -> u64 {
+    agent.admin().counter("imported_blocks")
+}
+
+#[test]
+fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
+    let env = TestEnv::new();
+    let member = env.control_plane(Store::Memory);
+    let config = |name: &str, extra: &str| AgentConfig {
+        arena: ByteSize(64 << 20),
+        control_plane: vec![member.address().to_owned()],
+        extra: extra.to_owned(),
+        ..AgentConfig::named(name)
+    };
+    let (mut first, second) =
+        (env.agent(&config("first", DECLARATION)), env.agent(&config("second", DECLARATION)));
+    let prompt: Vec<u64> = (1..=6).collect();
+    assert_eq!(summary(&run(&first, "prompts", &prompt)), (0, 0, 6), "the owner saves it");
+    first.admin().wait_quiet(PATIENCE);
+    assert_eq!(public_tenants(&first), ["prompts"]);
+
+    // On the node, in front of an own question. The second request finds the reader's own copies.
+    let question: Vec<u64> = (1..=8).collect();
+    assert_eq!(summary(&run(&first, "team-a", &question)), (6, 0, 2));
+    assert_eq!(imported(&first), 6);
+    assert_eq!(summary(&run(&first, "team-a", &question)), (8, 0, 0));
+    assert_eq!(imported(&first), 6);
+
+    // From the device.
+    let owner = client(&first, "prompts");
+    assert_eq!(owner.public_tenant(), None, "its own blocks need no copies");
+    first.admin().wait_quiet(PATIENCE);
+    owner.trim().expect("trimmed");
+    assert_eq!(summary(&run(&first, "team-b", &prompt)), (6, 0, 0));
+    assert_eq!(imported(&first), 12);
+
+    // From the other node.
+    configuration::provide_salt(&second.files().socket, &tenant("prompts"))
+        .expect("the folder is the test's");
+    let reader = client(&second, "team-c");
+    assert_eq!(reader.public_tenant(), Some("prompts"));
+    let own = chain("team-c", &prompt);
+    wait_until("the directory has the blocks", PATIENCE, || {
+        let sources = reader.match_keys(&own, with_inputs(&prompt)).expect("answered");
+        (sources.len() == 6).then_some(())
+    });
+    assert!(reader.match_keys(&own, Scope::Cluster).expect("answered").is_empty(), "without inputs");
+    assert_eq!(summary(&run(&second, "team-c", &prompt)), (0, 6, 0));
+    assert_eq!(imported(&second), 6);
+
+    // Other tenants stay invisible, also with the same calls and the inputs of their prompt.
+    let private: Vec<u64> = (101..=104).collect();
+    assert_eq!(summary(&run(&first, "team-d", &private)), (0, 0, 4));
+    let reader = client(&first, "team-a");
+    let guessed = chain("team-a", &private);
+    assert!(reader.match_keys(&guessed, with_inputs(&private)).expect("answered").is_empty());
+    let load = LoadRequest { inputs: reference::chain_inputs(&private), ..LoadRequest::new(guessed) };
+    assert!(reader.load(&load).expect("answered").blocks().iter().all(|block| !block.is_ok()));
+
+    // Even with the public keys, which it cannot derive, a reader changes nothing.
+    let public = chain("prompts", &prompt);
+    assert!(reader.match_keys(&public, Scope::Cluster).expect("answered").is_empty());
+    let mut slots = reader.reserve(6, PATIENCE).expect("answered");
+    slots.iter_mut().for_each(|slot| slot.checksum_written().expect("whatever the slot contains"));
+    let items = slots.into_iter().zip(public.clone()).collect();
+    let commit = reader.commit(items, CommitOptions::default()).expect("answered");
+    assert!(commit.statuses.iter().all(|status| *status == CommitStatus::BadItem), "{commit:?}");
+    for action in [BlockAction::Delete, BlockAction::Demote] {
+        let selection = BlockSelection::Keys(public.clone());
+        let report = reader.manage_blocks(&BlockCommand { action, selection, ranks: Ranks::Own });
+        let report = report.expect("answered");
+        assert_eq!((report.counts.affected, report.counts.absent), (0, 6), "{action:?}: {report:?}");
+    }
+    assert_eq!(owner.match_keys(&public, Scope::Local).expect("answered").len(), 6);
+    drop((owner, reader));
+
+    // A reader of the other node, where the tenant is still public, gets no more from this one.
+    env.allow("peer connection lost");
+    env.allow("node is silent");
+    env.allow("live node registered from another address");
+    env.allow("refused blocks to a node that has no session and no blocks of their tenant");
+    first.stop();
+    let withdrawn = config("first", "[[tenants]]\nname = \"prompts\"\n").text(first.files());
+    std::fs::write(&first.files().config, withdrawn).expect("written");
+    first.start();
+    assert_eq!(client(&first, "team-e").public_tenant(), None);
+    assert_eq!(summary(&run(&first, "team-e", &prompt)), (0, 0, 6));
+    assert_eq!(imported(&first), 0);
+    assert_eq!(summary(&run(&first, "prompts", &prompt)), (6, 0, 0), "the owner has its blocks");
+    let before = imported(&second);
+    let own = chain("team-f", &prompt);
+    let reader = client(&second, "team-f");
+    wait_until("the directory has the blocks again", PATIENCE, || {
+        let sources = reader.match_keys(&own, with_inputs(&prompt)).expect("answered");
+        (sources.len() == 6).then_some(())
+    });
+    let load = LoadRequest { inputs: reference::chain_inputs(&prompt), ..LoadRequest::new(own) };
+    let load = reader.load(&load).expect("answered");
+    assert!(load.blocks().iter().all(|block| !block.is_ok()), "{:?}", load.blocks());
+    assert_eq!(imported(&second), before);
+}
