@@ -8,8 +8,7 @@ use reprise_agent_core::effect::{
     PlaceKind, RegionId, ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, PublicKeys, Request, RequestId, Scope,
-    SessionOpened,
+    Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request, RequestId, Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -261,7 +260,8 @@ impl Harness {
         let setup = Setup { seed: self.rng.next(), ..self.setup };
         let mut harness = Harness::open(setup, self.disks, pools);
         (harness.committed_tags, harness.peers, harness.tags) = (self.committed_tags, self.peers, self.tags);
-        harness.public = PublicBlocks { tenant: None, ..self.public };
+        harness.public = self.public;
+        harness.public.tenant = None;
         harness
     }
 
