@@ -54,11 +54,12 @@ pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
     let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
     let folder = cluster.path().join("keys");
-    std::fs::create_dir(&folder).context("the folder of keys")?;
+    std::fs::create_dir_all(&folder).context("the folder of keys")?;
     let key = learned_salt::random().context("a random key")?.to_hex();
     let mut file = OpenOptions::new()
         .write(true)
-        .create_new(true)
+        .create(true)
+        .truncate(true)
         .mode(0o600)
         .open(folder.join("encrypted"))
         .context("the file of a key")?;

@@ -134,7 +134,9 @@ fn blocks_on_a_device_are_read_into_slots_of_the_reader() {
 
 #[test]
 fn stored_block_stays_on_its_device_until_it_was_read() {
-    let (mut harness, owner, reader) = harness();
+    let setup = Setup::default();
+    let settings = Settings { load_deadline_default: Duration::from_secs(1), ..setup.settings };
+    let (mut harness, owner, reader) = with(Setup { settings, ..setup });
     trim(&mut harness, owner);
     harness.load_public(reader, &keys(OWN), prompt(), Scope::Local);
     let reads = harness.fills();

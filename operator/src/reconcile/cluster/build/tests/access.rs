@@ -177,13 +177,13 @@ fn rdma_modes_add_required_access() {
     assert_eq!(
         host,
         [
-            "+ spec containers 0 volumeMounts 7 mountPath: \"/dev/infiniband\"",
-            "+ spec containers 0 volumeMounts 7 name: \"rdma\"",
+            "+ spec containers 0 volumeMounts 8 mountPath: \"/dev/infiniband\"",
+            "+ spec containers 0 volumeMounts 8 name: \"rdma\"",
             "+ spec dnsPolicy: \"ClusterFirstWithHostNet\"",
             "+ spec hostNetwork: true",
-            "+ spec volumes 8 hostPath path: \"/dev/infiniband\"",
-            "+ spec volumes 8 hostPath type: \"Directory\"",
-            "+ spec volumes 8 name: \"rdma\"",
+            "+ spec volumes 9 hostPath path: \"/dev/infiniband\"",
+            "+ spec volumes 9 hostPath type: \"Directory\"",
+            "+ spec volumes 9 name: \"rdma\"",
         ]
     );
 }
