@@ -122,7 +122,7 @@ choice! {
         /// The blocks stay until they are evicted.
         Orphan,
         /// The blocks are evicted from all these clusters, except clusters in deletion, before the object
-        /// is removed.
+        /// is removed. Copies of the encryption keys are removed from these clusters, too.
         Purge,
     }
     default Orphan
