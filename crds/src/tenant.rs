@@ -39,6 +39,8 @@ use crate::status::Condition;
 )]
 #[x_kube(validation = Rule::new("(self.isolation == 'Encrypted') == has(self.keySecretRef)")
     .message("keySecretRef must be set with isolation Encrypted and with no other isolation: set it or remove it"))]
+#[x_kube(validation = Rule::new("!self.public || self.isolation != 'Encrypted'")
+    .message("a public tenant must not have isolation Encrypted, because copies of other tenants would be plaintext: set public to false"))]
 #[x_kube(validation = Rule::new("!has(oldSelf.number) || has(self.number)")
     .message("number must not be removed because blocks on devices carry it: set the old number"))]
 pub struct CacheTenantSpec {
@@ -66,7 +68,7 @@ pub struct CacheTenantSpec {
         .message("isolation is immutable because the keys of blocks depend on it: create a new CacheTenant with another name"))]
     pub isolation: Isolation,
     /// Whether sessions of all tenants may read the tenant's blocks, those from before included, for example shared system
-    /// prompts. Only its own sessions save and delete blocks. At most one tenant of a cluster is public, the oldest one.
+    /// prompts. Not with isolation `Encrypted`. Only its own sessions save and delete blocks. At most one tenant of a cluster is public, the oldest one.
     /// Readers get copies within their own quotas. Their sessions must connect again after a tenant became public.
     #[serde(default)]
     pub public: bool,
@@ -120,7 +122,7 @@ choice! {
         /// The blocks stay until they are evicted.
         Orphan,
         /// The blocks are evicted from all these clusters, except clusters in deletion, before the object
-        /// is removed.
+        /// is removed. Copies of the encryption keys are removed from these clusters, too.
         Purge,
     }
     default Orphan

@@ -388,7 +388,7 @@ arena_serves_permille = {serves}  # share of the arena for blocks that peers wai
 # name = "team-a"          # 1 to 63 of a-z, 0-9 and '-'; sessions without a tenant use "default"
 # number = 7               # stored with its blocks on devices; derived from the name by default
 # encrypted = true         # never written to devices in plaintext: its keys are in encryption.keys
-# public = true            # sessions of all tenants may read its blocks; for one tenant
+# public = true            # sessions of all tenants may read its blocks; for one tenant, which must not be encrypted
 # uids = ["2000-2999"]     # its sessions' users; with `uids` or `gids` (primary groups), others may not use the tenant
 # dram = {{ reserved = "1GiB", limit = "4GiB" }}
 # nvme = {{ reserved = "100GiB", limit = "1TiB" }}

@@ -572,7 +572,7 @@ impl Worker {
             let event = CoreEvent::Recovered { device: id, blocks: blocks.to_vec() };
             let _ = self.inbox().send(Input::Event(event));
         }
-        for name in names.into_values().filter(|name| self.parts.context.keys.are_missing(name)) {
+        for name in names.into_values().filter(|name| self.parts.context.keys.is_erased(name)) {
             let _ = self.inbox().send(Input::TenantErased(name));
         }
     }

@@ -5,16 +5,19 @@
 //!
 //! A tenant that must be encrypted stays so while its file is missing or unusable: nothing of it is written then. When the
 //! file of a tenant is removed, all copies of its blocks on this node are dropped, and its sessions end.
+//!
+//! A reading in which a tenant lost keys takes effect only if the next reading agrees: a file can be missing while the
+//! kubelet replaces the folder, and incomplete while it is written.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use reprise_agent_core::pool::header::encryption::TenantKey;
+use reprise_agent_core::pool::header::encryption::{KeyId, TenantKey};
 use reprise_policy::TenantName;
 
 use crate::core_loop::{Inbox, Input};
@@ -36,6 +39,18 @@ pub(crate) struct EncryptionKeys {
     required: Arc<RwLock<BTreeSet<TenantName>>>,
     salts: TenantSalts,
     current: Arc<RwLock<HashMap<TenantName, Arc<[TenantKey]>>>>,
+    readings: Arc<Mutex<Readings>>,
+}
+
+/// What former readings of the folder have shown.
+#[derive(Debug, Default)]
+struct Readings {
+    /// Keys of tenants that lost some in the last reading, which the next one must confirm.
+    unconfirmed: HashMap<TenantName, Vec<KeyId>>,
+    /// Tenants that must be encrypted and have no key, as two readings agree.
+    erased: BTreeSet<TenantName>,
+    /// Tenants that have had no key since their salts declared the encryption.
+    awaited: BTreeSet<TenantName>,
 }
 
 /// Whether a node knows if a tenant must be encrypted.
@@ -51,7 +66,7 @@ pub(crate) enum Declaration {
 pub(crate) struct KeyChanges {
     /// Tenants that must be encrypted and no longer have a key: their blocks must be dropped.
     pub(crate) erased: Vec<TenantName>,
-    /// Tenants that must be encrypted, as their salts declare since the last reading, and have no key yet.
+    /// Tenants that must be encrypted, as their salts declare since the start, and have had no key yet.
     pub(crate) awaited: Vec<TenantName>,
     /// Tenants without a key that have one again.
     pub(crate) restored: Vec<TenantName>,
@@ -102,7 +117,17 @@ impl EncryptionKeys {
         self.of(tenant).is_some_and(|keys| keys.is_empty())
     }
 
-    /// Reads the folder for the first time.
+    /// Whether the keys of a tenant are gone, so that its blocks must be dropped. Unlike with
+    /// [`are_missing`](Self::are_missing), two readings agree.
+    pub(crate) fn is_erased(&self, tenant: &TenantName) -> bool {
+        self.readings().erased.contains(tenant)
+    }
+
+    fn readings(&self) -> MutexGuard<'_, Readings> {
+        self.readings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the folder for the first time. A tenant without a key is erased by the next reading.
     ///
     /// # Errors
     /// A file cannot be used.
@@ -110,12 +135,16 @@ impl EncryptionKeys {
         for tenant in self.salts.tenants() {
             self.learn(&tenant);
         }
-        let mut changes = self.read();
-        changes.erased.append(&mut changes.awaited);
-        match changes.unusable.first() {
-            None => Ok(changes),
-            Some(error) => Err(AgentError::new(ErrorKind::Config, error.clone())),
+        let changes = self.read();
+        if let Some(error) = changes.unusable.first() {
+            return Err(AgentError::new(ErrorKind::Config, error.clone()));
         }
+        // Their blocks may be on devices, unlike those of a tenant that is declared later.
+        let awaited = std::mem::take(&mut self.readings().awaited);
+        for tenant in awaited {
+            tracing::warn!(%tenant, "a tenant that must be encrypted has no key: refusing its sessions");
+        }
+        Ok(changes)
     }
 
     /// Reads the folder again. A tenant whose file cannot be used keeps its keys.
@@ -129,6 +158,7 @@ impl EncryptionKeys {
                 let what =
                     format!("cannot read the folder encryption.keys = '{}': {error}", folder.display());
                 changes.unusable.push(what);
+                self.readings().unconfirmed.clear();
                 return changes;
             }
         };
@@ -139,31 +169,60 @@ impl EncryptionKeys {
             .into_iter()
             .map(|tenant| (secret_file::read(&folder.join(tenant.as_str()), KEYS_MAX), tenant))
             .collect();
+        let mut readings = self.readings();
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         for (file, tenant) in files {
-            match file {
-                Ok(secrets) => {
-                    let keys: Arc<[TenantKey]> = secrets.iter().map(TenantKey::new).collect();
-                    let before = current.insert(tenant.clone(), keys);
-                    if before.is_some_and(|keys| keys.is_empty()) {
-                        changes.restored.push(tenant);
-                    }
-                }
-                Err(SecretError::Missing) => {
-                    // The entry stays: a tenant that was encrypted is never written in plaintext.
-                    match current.insert(tenant.clone(), Arc::from([])) {
-                        Some(keys) if keys.is_empty() => {}
-                        Some(_) => changes.erased.push(tenant),
-                        None => changes.awaited.push(tenant),
-                    }
-                }
+            let keys: Arc<[TenantKey]> = match file {
+                Ok(secrets) => secrets.iter().map(TenantKey::new).collect(),
+                Err(SecretError::Missing) => Arc::from([]),
                 Err(error) => {
                     let what = format!("cannot use the encryption keys of tenant '{tenant}': {error}");
                     changes.unusable.push(what);
+                    readings.unconfirmed.remove(&tenant);
+                    continue;
                 }
+            };
+            let before = current.get(&tenant).cloned();
+            if before.is_none() && keys.is_empty() {
+                // The entry stays: a tenant that was encrypted is never written in plaintext.
+                current.insert(tenant.clone(), Arc::from([]));
+                readings.awaited.insert(tenant.clone());
+            }
+            if !readings.confirm(&tenant, before.as_deref().unwrap_or_default(), &keys) {
+                continue;
+            }
+            let is_empty = keys.is_empty();
+            current.insert(tenant.clone(), keys);
+            if !is_empty {
+                readings.awaited.remove(&tenant);
+                if readings.erased.remove(&tenant) {
+                    changes.restored.push(tenant);
+                }
+            } else if readings.erased.insert(tenant.clone()) {
+                let is_awaited = readings.awaited.remove(&tenant);
+                let list = if is_awaited { &mut changes.awaited } else { &mut changes.erased };
+                list.push(tenant);
             }
         }
         changes
+    }
+}
+
+impl Readings {
+    /// Whether a reading takes effect: it lost no key of those `before`, or the reading before has the same keys.
+    fn confirm(&mut self, tenant: &TenantName, before: &[TenantKey], keys: &[TenantKey]) -> bool {
+        let ids: Vec<KeyId> = keys.iter().map(TenantKey::id).collect();
+        let has_lost = if ids.is_empty() {
+            !self.erased.contains(tenant)
+        } else {
+            before.iter().any(|key| !ids.contains(&key.id()))
+        };
+        let former = self.unconfirmed.remove(tenant);
+        let is_confirmed = !has_lost || former.as_ref() == Some(&ids);
+        if !is_confirmed {
+            self.unconfirmed.insert(tenant.clone(), ids);
+        }
+        is_confirmed
     }
 }
 
@@ -293,16 +352,52 @@ mod tests {
         write(folder.path(), "team-a", &["1"]);
         let required = BTreeSet::from([name("team-b")]);
         let keys = EncryptionKeys::within(Some(folder.path().to_owned()), required, TenantSalts::default());
-        let first = keys.read_first().expect("usable");
-        assert_eq!(first, KeyChanges { erased: vec![name("team-b")], ..KeyChanges::default() });
+        let erased = |tenant: &str| KeyChanges { erased: vec![name(tenant)], ..KeyChanges::default() };
+        assert_eq!(keys.read_first().expect("usable"), KeyChanges::default());
+        assert!(keys.are_missing(&name("team-b")) && !keys.is_erased(&name("team-b")), "refused at once");
+        assert_eq!(keys.read(), erased("team-b"));
         fs::remove_file(folder.path().join("team-a")).expect("exists");
-        let erased = keys.read();
-        assert_eq!(erased, KeyChanges { erased: vec![name("team-a")], ..KeyChanges::default() });
+        assert_eq!((keys.read(), keys_of(&keys, "team-a")), (KeyChanges::default(), Some(1)));
+        assert_eq!(keys.read(), erased("team-a"));
         assert_eq!(keys.read(), KeyChanges::default());
+        assert!(keys.is_erased(&name("team-a")) && keys.is_erased(&name("team-b")));
         assert!(keys.are_missing(&name("team-a")) && keys.are_missing(&name("team-b")));
         write(folder.path(), "team-a", &["3"]);
         let restored = KeyChanges { restored: vec![name("team-a")], ..KeyChanges::default() };
         assert_eq!((keys.read(), keys.read()), (restored, KeyChanges::default()));
+        assert!(!keys.is_erased(&name("team-a")));
+    }
+
+    #[test]
+    fn lost_keys_take_effect_only_if_two_consecutive_readings_agree() {
+        let folder = tempfile::tempdir().expect("a directory");
+        write(folder.path(), "team-a", &["1"]);
+        let required = BTreeSet::from([name("team-b")]);
+        let keys = EncryptionKeys::within(Some(folder.path().to_owned()), required, TenantSalts::default());
+        keys.read_first().expect("usable");
+        write(folder.path(), "team-b", &["5"]);
+        assert_eq!((keys.read(), keys_of(&keys, "team-b")), (KeyChanges::default(), Some(1)));
+        let (path, away) = (folder.path().join("team-a"), folder.path().with_extension("away"));
+        for _ in 0..2 {
+            fs::rename(&path, &away).expect("exists");
+            assert_eq!(keys.read(), KeyChanges::default());
+            fs::rename(&away, &path).expect("exists");
+            assert_eq!((keys.read(), keys_of(&keys, "team-a")), (KeyChanges::default(), Some(1)));
+        }
+        // The file of a rotation, of which the first line has been written.
+        write(folder.path(), "team-a", &["2"]);
+        let ids =
+            || keys.of(&name("team-a")).expect("encrypted").iter().map(TenantKey::id).collect::<Vec<_>>();
+        let before = ids();
+        assert_eq!((keys.read(), ids()), (KeyChanges::default(), before.clone()));
+        write(folder.path(), "team-a", &["2", "1"]);
+        assert_eq!((keys.read(), ids().len()), (KeyChanges::default(), 2));
+        assert_eq!(ids()[1..], before);
+        write(folder.path(), "team-a", &["2"]);
+        assert_eq!((keys.read(), keys_of(&keys, "team-a")), (KeyChanges::default(), Some(2)));
+        write(folder.path(), "team-a", &["3"]);
+        assert_eq!((keys.read(), keys_of(&keys, "team-a")), (KeyChanges::default(), Some(2)), "not the same");
+        assert_eq!((keys.read(), keys_of(&keys, "team-a")), (KeyChanges::default(), Some(1)));
     }
 
     #[test]

@@ -106,7 +106,8 @@ words! {
         BudgetApplied,
         /// Agents accept only the pods selected by the tenant as that tenant.
         PodsBound,
-        /// Agents have the encryption key of the tenant. False with reason `Erased`: no node has blocks of the tenant.
+        /// The Secrets of the tenant's clusters have its encryption key, which agents read within two minutes. False with
+        /// reason `Erased`: no node has blocks of the tenant.
         KeyAvailable,
         /// Sessions of all tenants may read the tenant's blocks.
         Public,

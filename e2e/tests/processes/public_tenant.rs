@@ -1,5 +1,8 @@
 //! The public tenant: other tenants read its blocks, on its node and from other nodes, and change nothing of it.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+
 use reprise_client::{
     BlockAction, BlockCommand, BlockSelection, Client, CommitOptions, CommitStatus, ConnectOptions,
     LoadRequest, MatchOptions, Scope,
@@ -158,4 +161,21 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
     let load = reader.load(&load).expect("answered");
     assert!(load.blocks().iter().all(|block| !block.is_ok()), "{:?}", load.blocks());
     assert_eq!(imported(&second), before);
+}
+
+#[test]
+fn blocks_of_a_public_tenant_with_a_key_are_not_copied_for_other_tenants() {
+    let env = TestEnv::new();
+    env.require("sessions of this node cannot read blocks of the public tenant");
+    let (keys, file) = (env.folder().join("keys"), env.folder().join("keys/prompts"));
+    fs::create_dir_all(&keys).expect("the folder is the test's");
+    fs::write(&file, "1".repeat(64)).expect("the folder is the test's");
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).expect("the file is the test's");
+    let extra = format!("[encryption]\nkeys = \"{}\"\n{DECLARATION}", keys.display());
+    let agent = env.agent(&AgentConfig { arena: ByteSize(64 << 20), extra, ..AgentConfig::named("node") });
+    let prompt: Vec<u64> = (1..=6).collect();
+    assert_eq!(summary(&run(&agent, "prompts", &prompt)), (0, 0, 6));
+    assert_eq!(client(&agent, "team-a").public_tenant(), None);
+    assert_eq!(summary(&run(&agent, "team-a", &prompt)), (0, 0, 6), "the reader saves its own blocks");
+    assert_eq!(imported(&agent), 0);
 }

@@ -196,6 +196,11 @@ impl Config {
                 "it has no isolation salt, so it cannot be public: use another tenant for shared prompts";
             return Err(refuse(name, what));
         }
+        if self.tenants.iter().any(|tenant| tenant.public && tenant.encrypted) {
+            let what = "a public tenant must not be encrypted, because readers of other tenants would write copies of its \
+                        blocks without its key: remove public or encrypted";
+            return Err(refuse(name, what));
+        }
         if self.session.salts.as_os_str().is_empty() {
             let what =
                 "a public tenant needs an isolation salt: set session.salts to the folder of the salts";
@@ -296,6 +301,13 @@ mod tests {
             (salts.to_owned() + &tenant("a", true) + &tenant("b", true), "for tenant 'a' too"),
             (salts.to_owned() + &tenant("default", true), "no isolation salt"),
             (tenant("a", true), "set session.salts"),
+            (
+                format!(
+                    "[encryption]\nkeys = '/etc/reprise/keys'\n{salts}{}encrypted = true\n",
+                    tenant("a", true)
+                ),
+                "a public tenant must not be encrypted",
+            ),
         ] {
             let refused = validate(&text).map(drop).expect_err("refused");
             assert!(refused.contains(wanted), "{refused}");

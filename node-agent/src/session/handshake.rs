@@ -255,11 +255,17 @@ fn find_salt(context: &SessionContext, hello: &Hello) -> Result<Option<TenantSal
     })
 }
 
-/// Returns the public tenant and its salt. `None` for sessions of that tenant, and without its salt.
+/// Returns the public tenant and its salt. `None` for sessions of that tenant, without its salt, and if it is encrypted.
 fn find_public(context: &SessionContext, hello: &Hello) -> Option<(TenantName, PublicSalt)> {
     let name = context.public_tenant.current().filter(|name| *name != hello.tenant)?;
+    context.keys.learn(&name);
+    let is_encrypted = context.keys.of(&name).is_some();
     let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
     let found = match (context.salts.of(&name), tenants.enter(&name, None)) {
+        // The reader may have no key.
+        _ if is_encrypted => {
+            Err("it is encrypted, and copies of other tenants would be plaintext".to_owned())
+        }
         (Ok(Some(salt)), Ok(tenant)) => Ok(PublicSalt { tenant, salt }),
         (Ok(None), _) => Err("it has no isolation salt".to_owned()),
         (Err(SaltError::Missing(message) | SaltError::Unusable(message)), _) => Err(message),

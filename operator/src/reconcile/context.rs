@@ -91,6 +91,11 @@ pub(crate) mod tests {
     /// A context whose API server answers every request with 404.
     pub(crate) async fn context() -> Arc<Context> {
         let (client, _) = serve(vec![error_response(404, &json!([]))]);
+        context_with(client, Stores::new().0)
+    }
+
+    /// A context with these objects.
+    pub(crate) fn context_with(client: Client, stores: Stores) -> Arc<Context> {
         let settings = Settings {
             images: DefaultImages {
                 agent: "a".to_owned(),
@@ -107,6 +112,6 @@ pub(crate) mod tests {
             unused_for: Duration::from_secs(60),
         };
         let counted = (client, ApiRequests::default());
-        Arc::new(Context::new(counted, Arc::new(Stores::new().0), settings))
+        Arc::new(Context::new(counted, Arc::new(stores), settings))
     }
 }

@@ -48,7 +48,10 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
             Some((finalizer, FinalizerOutcome::Forbidden(refused))) => forbidden = Some((finalizer, refused)),
         }
     }
-    let results = budget::sync(&tenant, refused.as_ref(), &context).await;
+    let mut results = budget::sync(&tenant, refused.as_ref(), &context).await;
+    if budget::is_purged(&tenant, &results) {
+        keys::remove(&tenant, &mut results, &context).await;
+    }
     if budget::is_purged(&tenant, &results) {
         // Publish the event before removing the finalizer, because the object may be deleted with it. If the
         // finalizer cannot be removed, publish it once.
@@ -74,7 +77,7 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
         FinalizerOutcome::Done(_) => {}
         FinalizerOutcome::Forbidden(refused) => forbidden = Some((BUDGET_FINALIZER, refused)),
     }
-    let keys = keys::sync(&tenant, refused.as_ref(), &context).await?;
+    let keys = keys::sync(&tenant, refused.as_ref(), &context).await;
     let checks = dereference::dereference(&tenant, &context);
     let measured = usage::measure(&tenant, &context).await;
     let bindings = pods::binding_status(&tenant, &context);
@@ -96,9 +99,12 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
         findings: &findings,
     };
     let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
+    if let Some(error) = keys.and_then(|keys| keys.error) {
+        return Err(error);
+    }
     // Capacities change with reports of many nodes, so they are polled instead of watched.
     let awaited = if pods::is_awaited(&bindings) { PODS_POLL_INTERVAL } else { REPORT_TIMEOUT };
-    let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
     let next =
         budget::next_check(&results).unwrap_or(REPORT_TIMEOUT).min(report.next).min(awaited).min(read_again);
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))

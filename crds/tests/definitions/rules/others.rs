@@ -188,6 +188,10 @@ pub(crate) fn tenant() -> Table {
             refuses("keySecretRef must be set with isolation Encrypted", json!({"isolation": "Encrypted"})),
             refuses("keySecretRef must be set with isolation Encrypted", json!({"keySecretRef": secret})),
             refuses(
+                "a public tenant must not have isolation Encrypted",
+                json!({"isolation": "Encrypted", "keySecretRef": secret, "public": true}),
+            ),
+            refuses(
                 "reserved is larger than limit",
                 json!({"budget": {"ssd": {"reserved": "2Ti", "limit": "1Ti"}}}),
             ),

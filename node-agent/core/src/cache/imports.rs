@@ -143,12 +143,13 @@ impl Cache {
         Ok((lease, start))
     }
 
-    /// Finds a block by key, tenant and layout.
+    /// Finds a block by key, tenant and layout. Blocks of an erased tenant are about to be removed.
     fn public_entry(&self, key: &BlockKey, (tenant, layout): (TenantId, &Layout)) -> Option<EntryIndex> {
         let entry = self.index.find(key)?;
-        let SizeClass { tenant: owner, layout: of_block, .. } =
-            self.sizes.get(self.index.entry(entry).size_class());
-        (*owner == tenant && of_block == layout).then_some(entry)
+        let size_class = self.index.entry(entry).size_class();
+        let SizeClass { tenant: owner, layout: of_block, .. } = self.sizes.get(size_class);
+        let is_erased = self.is_erased(self.tenant_of(size_class));
+        (*owner == tenant && of_block == layout && !is_erased).then_some(entry)
     }
 
     /// Frame of a block that is readable in DRAM and not known as damaged.

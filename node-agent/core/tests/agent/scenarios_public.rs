@@ -5,7 +5,7 @@ use std::time::Duration;
 use reprise_agent_core::Settings;
 use reprise_agent_core::TenantQuotas;
 use reprise_agent_core::effect::{DeviceId, LoadId, LoadedBlock, LossReason, Reply, Source};
-use reprise_agent_core::event::{FillError, Priority, PublicKeys, Ranks, Request, Scope};
+use reprise_agent_core::event::{Event, FillError, Priority, PublicKeys, Ranks, Request, Scope};
 use reprise_policy::{BlockKey, NodeId, Quota, SessionId, TenantId, Tier};
 
 use crate::engine::{Engine, RequestKind};
@@ -193,6 +193,15 @@ fn without_a_public_tenant_nothing_is_copied_any_more() {
         [Ok(Source::OwnDram), Err(LossReason::Miss), Err(LossReason::Miss)]
     );
     assert_eq!(imported(&harness).0, 1);
+}
+
+#[test]
+fn blocks_of_an_erased_public_tenant_are_not_copied() {
+    let (mut harness, _, reader) = harness();
+    harness.apply(Event::TenantErased { tenant: PUBLIC });
+    assert_eq!(used(&harness, PUBLIC), dram(3), "the blocks are not removed yet");
+    assert_eq!(load(&mut harness, reader, Scope::Local), [Err(LossReason::Miss); 3]);
+    assert_eq!(imported(&harness).0, 0);
 }
 
 #[test]

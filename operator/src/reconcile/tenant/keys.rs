@@ -1,11 +1,12 @@
 //! Encryption keys of tenants: entries of the Secrets `<cluster>-keys`, which agents mount, copied from the Secret that
 //! the CacheTenant names.
 //!
-//! An entry is removed only when the named Secret, or its entry, does not exist: the agents then drop all copies of the
-//! tenant's blocks. An unreadable Secret, an invalid value and a deleted CacheTenant change nothing.
+//! An entry is removed when the named Secret, or its entry, does not exist: the agents then drop all copies of the
+//! tenant's blocks. This includes clusters that the tenant no longer names. A purge removes the entries when no node has
+//! blocks. An unreadable Secret, an invalid value and the deletion of a CacheTenant without a purge change nothing.
 //!
-//! The operator has no watch of the named Secrets, because it may read them by name only. It reads them every
-//! [`POLL_INTERVAL`].
+//! The operator has no watch of the named Secrets, because it may read them by name only, nor of the copies. It reads
+//! them every [`POLL_INTERVAL`].
 
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use reprise_crds::{CacheTenant, KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_policy::TenantSalt;
 use serde_json::json;
 
+use super::budget::{BudgetOutcome, BudgetResult};
 use super::usage::UsageMeasurement;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::CLUSTER_UID;
@@ -29,6 +31,7 @@ use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::{ClusterNames, Component};
+use crate::reconcile::secrets;
 
 /// Interval between two readings of the Secret that a tenant names.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(20);
@@ -50,50 +53,145 @@ pub enum TenantKeys {
     Unusable(Refusal),
 }
 
-/// Copies the keys of an encrypted tenant to its clusters; `None` for other tenants.
-///
-/// # Errors
-/// The API server rejected a call for a copy.
-pub async fn sync(
-    tenant: &CacheTenant,
-    refused: Option<&Refusal>,
-    context: &Context,
-) -> Result<Option<TenantKeys>, OperatorError> {
+/// Result of copying the keys of a tenant to its clusters.
+#[derive(Debug)]
+pub struct KeySync {
+    /// Keys in the Secret that the tenant names.
+    pub keys: TenantKeys,
+    /// Number of the tenant's clusters whose Secret has the same entry, or lacks it as well.
+    pub copies: usize,
+    /// Clusters whose copy differs from the Secret, with the cause.
+    pub failures: Vec<Refusal>,
+    /// An error for which the reconcile must be retried.
+    pub error: Option<OperatorError>,
+}
+
+/// Copies the keys of an encrypted tenant to its clusters; `None` for other tenants. A cluster that fails does not affect
+/// others.
+pub async fn sync(tenant: &CacheTenant, refused: Option<&Refusal>, context: &Context) -> Option<KeySync> {
     let is_encrypted = tenant.spec.isolation == Isolation::Encrypted;
-    let Some(reference) = tenant.spec.key_secret_ref.as_ref().filter(|_| is_encrypted) else {
-        return Ok(None);
-    };
+    let reference = tenant.spec.key_secret_ref.as_ref().filter(|_| is_encrypted)?;
     if refused.is_some() || tenant.metadata.deletion_timestamp.is_some() {
-        return Ok(None);
+        return None;
     }
-    let text = match read(reference, context).await {
-        Ok(text) => text,
-        Err(refusal) => return Ok(Some(TenantKeys::Unusable(refusal))),
+    let (keys, text) = match read(reference, context).await {
+        Ok(Some(text)) => (TenantKeys::Present, Some(text)),
+        Ok(None) => (TenantKeys::Absent, None),
+        Err(refusal) => {
+            let keys = TenantKeys::Unusable(refusal);
+            return Some(KeySync { keys, copies: 0, failures: Vec::new(), error: None });
+        }
     };
-    for cluster in context.stores.clusters.state() {
+    let mut sync = KeySync { keys, copies: 0, failures: Vec::new(), error: None };
+    let mut clusters = context.stores.clusters.state();
+    clusters.sort_by_key(|cluster| ClusterNames::of(cluster).key());
+    for cluster in clusters {
         let names = ClusterNames::of(&cluster);
-        let is_there = !deletion_guard::is_released(&*cluster) && !cluster.spec.paused;
-        if is_there && applies_to(tenant, &names) {
-            copy(&cluster, &names, (&tenant.name_any(), text.as_deref()), context).await?;
+        let is_member = applies_to(tenant, &names);
+        // Former clusters keep their copies until the keys are gone.
+        if deletion_guard::is_released(&*cluster) || (!is_member && text.is_some()) {
+            continue;
+        }
+        match copy(&cluster, &names, (&tenant.name_any(), text.as_deref()), context).await {
+            Ok(true) => sync.copies += usize::from(is_member),
+            Ok(false) => sync.failures.push(paused(&names, text.is_none())),
+            Err(error) => {
+                sync.failures.push(failure(&names, text.is_none(), &error));
+                let is_transient =
+                    matches!(error, OperatorError::Api { .. }) && error.code() != Some(FORBIDDEN);
+                if is_transient && sync.error.is_none() {
+                    sync.error = Some(error);
+                }
+            }
         }
     }
-    Ok(Some(if text.is_some() { TenantKeys::Present } else { TenantKeys::Absent }))
+    Some(sync)
+}
+
+/// Removes the keys of a purged tenant from its clusters. The result of a cluster that still has them becomes
+/// [`BudgetOutcome::BlocksRemain`].
+pub async fn remove(tenant: &CacheTenant, results: &mut [BudgetResult], context: &Context) {
+    if tenant.spec.isolation != Isolation::Encrypted {
+        return;
+    }
+    for cluster in context.stores.clusters.state() {
+        let names = ClusterNames::of(&cluster);
+        if deletion_guard::is_released(&*cluster) || !applies_to(tenant, &names) {
+            continue;
+        }
+        let refusal = match copy(&cluster, &names, (&tenant.name_any(), None), context).await {
+            Ok(true) => continue,
+            Ok(false) => paused(&names, true),
+            Err(error) => failure(&names, true, &error),
+        };
+        for result in results.iter_mut().filter(|result| result.cluster == names.key()) {
+            result.outcome = BudgetOutcome::BlocksRemain(refusal.message.clone());
+        }
+    }
+}
+
+/// Why a paused cluster has other keys than the tenant's Secret.
+fn paused(names: &ClusterNames, is_erasing: bool) -> Refusal {
+    let reason = if is_erasing { Reason::Releasing } else { Reason::Paused };
+    let message = format!(
+        "KVCacheCluster {} is paused, so its Secret {} keeps its keys of the tenant: set paused to false",
+        names.key(),
+        names.keys()
+    );
+    Refusal::new(reason, message)
+}
+
+/// Why the keys in a cluster's Secret could not be changed.
+fn failure(names: &ClusterNames, is_erasing: bool, error: &OperatorError) -> Refusal {
+    let (reason, words) = match error {
+        error if error.code() == Some(FORBIDDEN) => return secrets::refusal(names, &error.message()),
+        OperatorError::Identity(words) => (Reason::SecretInvalid, words.clone()),
+        error if is_erasing => (Reason::Releasing, error.message()),
+        error => (Reason::Progressing, error.message()),
+    };
+    let message = format!(
+        "cannot write the tenant's keys to Secret {} of {}; retrying: {words}",
+        names.keys(),
+        names.key()
+    );
+    Refusal::new(reason, message)
 }
 
 /// Returns condition `KeyAvailable`.
-pub fn finding(tenant: &CacheTenant, keys: &TenantKeys, measurements: &[UsageMeasurement]) -> Finding {
+pub fn finding(tenant: &CacheTenant, sync: &KeySync, measurements: &[UsageMeasurement]) -> Finding {
     let kind = ConditionType::KeyAvailable;
     let reference = tenant.spec.key_secret_ref.as_ref().map(describe).unwrap_or_default();
-    match keys {
-        TenantKeys::Present => {
-            let message = format!("agents encrypt the tenant's blocks with the first key of {reference}");
-            Finding::yes(kind, Reason::AsDesired, message)
-        }
-        TenantKeys::Unusable(refusal) => {
+    let failures: Vec<&str> = sync.failures.iter().map(|failure| failure.message.as_str()).collect();
+    let failures = failures.join("; ");
+    match (&sync.keys, sync.failures.first()) {
+        (TenantKeys::Unusable(refusal), _) => {
             let message = format!("{}. Agents keep the keys that they have", refusal.message);
             Finding::no(kind, refusal.reason, message)
         }
-        TenantKeys::Absent => match remaining(measurements) {
+        (TenantKeys::Present, Some(first)) => Finding::no(kind, first.reason, failures),
+        (TenantKeys::Present, None) if sync.copies == 0 => {
+            let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
+            Finding::no(kind, Reason::ReferenceNotFound, message)
+        }
+        (TenantKeys::Present, None) => {
+            let message = format!(
+                "{reference} is copied to the Secrets of {} clusters; agents read it within two minutes, and encrypt the \
+                 tenant's blocks with its first key",
+                sync.copies
+            );
+            Finding::yes(kind, Reason::AsDesired, message)
+        }
+        (TenantKeys::Absent, Some(first)) => {
+            Finding::no(kind, first.reason, format!("{reference} does not exist, but {failures}"))
+        }
+        (TenantKeys::Absent, None) if measurements.is_empty() => {
+            let message = format!(
+                "{reference} does not exist, and the tenant applies to no KVCacheCluster: it is unknown whether nodes have \
+                 blocks of it"
+            );
+            Finding::unknown(kind, Reason::ReferenceNotFound, message)
+        }
+        (TenantKeys::Absent, None) => match remaining(measurements) {
             Some(remaining) => {
                 let message = format!(
                     "{reference} does not exist, so agents drop the tenant's blocks; {remaining}. They cannot be read again, \
@@ -102,9 +200,11 @@ pub fn finding(tenant: &CacheTenant, keys: &TenantKeys, measurements: &[UsageMea
                 Finding::no(kind, Reason::Releasing, message)
             }
             None => {
+                let clusters: Vec<&str> = measurements.iter().map(|one| one.cluster.as_str()).collect();
                 let message = format!(
-                    "{reference} does not exist, and no node has blocks of the tenant. Its sessions are refused: create the \
-                     entry to use the tenant"
+                    "{reference} does not exist, and no node of {} has blocks of the tenant. Its sessions are refused: create \
+                     the entry to use the tenant",
+                    clusters.join(", ")
                 );
                 Finding::no(kind, Reason::Erased, message)
             }
@@ -170,26 +270,30 @@ fn parse(bytes: &[u8]) -> Option<String> {
     Some(keys.into_iter().map(|key| format!("{key}\n")).collect())
 }
 
-/// Makes a cluster's Secret have this entry, or none.
+/// Makes a cluster's Secret have this entry, or none. `false`: it differs, and the cluster is paused.
 async fn copy(
     cluster: &KVCacheCluster,
     names: &ClusterNames,
     (tenant, text): (&str, Option<&str>),
     context: &Context,
-) -> Result<(), OperatorError> {
+) -> Result<bool, OperatorError> {
     let name = names.keys();
     let wanted = text.map(|text| ByteString(text.as_bytes().to_vec()));
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
-    // The watch may be behind: an entry that was removed in the meantime would stay.
     let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
-    if stored.as_ref().is_some_and(|secret| secret.labels().get(CLUSTER_UID) != Some(&names.uid)) {
+    let is_foreign =
+        stored.as_ref().is_some_and(|secret| secret.labels().get(CLUSTER_UID) != Some(&names.uid));
+    let present = stored.as_ref().and_then(|secret| secret.data.as_ref()?.get(tenant).cloned());
+    if present == wanted && (wanted.is_none() || !is_foreign) {
+        return Ok(true);
+    }
+    if is_foreign {
         return Err(OperatorError::Identity(format!(
             "Secret {name} is not the cluster's: delete it, so that the operator copies the keys of its tenants"
         )));
     }
-    let present = stored.as_ref().and_then(|secret| secret.data.as_ref()?.get(tenant).cloned());
-    if present == wanted {
-        return Ok(());
+    if cluster.spec.paused {
+        return Ok(false);
     }
     let written = match stored {
         None => {
@@ -218,15 +322,22 @@ async fn copy(
     };
     written.map_err(OperatorError::api(format!("write Secret {name}")))?;
     context.metrics.record_write("Secret", Write::Apply);
-    Ok(())
+    Ok(true)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use kube::runtime::watcher::Event;
     use reprise_crds::status::ConditionStatus;
+    use serde_json::Value;
 
     use super::*;
+    use crate::framework::test_api_server::{CannedResponse, RequestLog, error_response, serve};
+    use crate::reconcile::context::tests::context_with;
     use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageUnknown};
+    use crate::reconcile::stores::Stores;
 
     fn tenant() -> CacheTenant {
         let reference = json!({ "namespace": "team-a", "name": "kv-key", "key": "key" });
@@ -252,7 +363,9 @@ mod tests {
 
     #[test]
     fn absent_key_is_reported_as_erased_once_no_node_has_blocks() {
-        let found = |measured: &[UsageMeasurement]| finding(&tenant(), &TenantKeys::Absent, measured);
+        let sync = |keys, copies| KeySync { keys, copies, failures: Vec::new(), error: None };
+        let found =
+            |measured: &[UsageMeasurement]| finding(&tenant(), &sync(TenantKeys::Absent, 1), measured);
         let unknown = UsageUnknown::NodesUnreported("no".to_owned());
         let unknown = UsageMeasurement { cluster: "n/c".to_owned(), usage: Err(unknown) };
         for (measured, words) in [
@@ -267,6 +380,100 @@ mod tests {
         let erased = found(&[used(0, 0)]);
         assert_eq!((erased.status, erased.reason), (ConditionStatus::False, Reason::Erased));
         assert!(erased.message.contains("entry key of Secret team-a/kv-key"), "{}", erased.message);
-        assert_eq!(finding(&tenant(), &TenantKeys::Present, &[]).status, ConditionStatus::True);
+        assert!(erased.message.contains("no node of n/c has"), "{}", erased.message);
+        assert_eq!(found(&[]).status, ConditionStatus::Unknown, "no cluster was asked");
+        let present = |copies| finding(&tenant(), &sync(TenantKeys::Present, copies), &[]);
+        assert_eq!(present(2).status, ConditionStatus::True);
+        assert!(present(2).message.contains("Secrets of 2 clusters"), "{}", present(2).message);
+        assert_eq!(
+            (present(0).status, present(0).reason),
+            (ConditionStatus::False, Reason::ReferenceNotFound)
+        );
+    }
+
+    /// A context with clusters of namespace `n`, whose API server gives these answers.
+    fn context_of(clusters: &[Value], responses: Vec<CannedResponse>) -> (Arc<Context>, RequestLog) {
+        let (stores, mut writers) = Stores::new();
+        for cluster in clusters {
+            let cluster = serde_json::from_value(cluster.clone()).expect("a cluster");
+            writers.clusters.apply_watcher_event(&Event::Apply(cluster));
+        }
+        let (client, log) = serve(responses);
+        (context_with(client, stores), log)
+    }
+
+    fn cluster(name: &str, paused: bool) -> Value {
+        json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
+            "metadata": { "name": name, "namespace": "n", "uid": name }, "spec": { "paused": paused },
+        })
+    }
+
+    /// A Secret of the cluster with this uid.
+    fn secret_of(uid: &str, entry: &str) -> CannedResponse {
+        let data = json!({ entry: ByteString(format!("{}\n", "1".repeat(64)).into_bytes()) });
+        let metadata = json!({ "name": "s", "namespace": "n", "labels": { CLUSTER_UID: uid } });
+        let secret = json!({ "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data });
+        CannedResponse::Json(200, secret)
+    }
+
+    fn not_found() -> CannedResponse {
+        error_response(404, &json!([]))
+    }
+
+    #[tokio::test]
+    async fn failing_cluster_does_not_keep_keys_from_others() {
+        let responses =
+            vec![secret_of("", "key"), error_response(500, &json!([])), not_found(), secret_of("b", "t")];
+        let (context, log) = context_of(&[cluster("a", false), cluster("b", false)], responses);
+        let sync = sync(&tenant(), None, &context).await.expect("encrypted");
+        assert_eq!((sync.keys.clone(), sync.copies), (TenantKeys::Present, 1));
+        assert_eq!(log.methods(), ["GET", "GET", "GET", "POST"]);
+        assert!(sync.error.is_some(), "retried");
+        let found = finding(&tenant(), &sync, &[]);
+        assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::Progressing));
+        assert!(
+            found.message.contains("a-keys of n/a") && !found.message.contains("n/b"),
+            "{}",
+            found.message
+        );
+    }
+
+    #[tokio::test]
+    async fn former_clusters_lose_the_keys_and_paused_ones_are_reported() {
+        let mut named = tenant();
+        let clusters = json!([{ "namespace": "n", "name": "other" }]);
+        named.spec.clusters = serde_json::from_value(clusters).expect("references");
+        let responses = vec![not_found(), secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")];
+        let (context, log) = context_of(&[cluster("a", false), cluster("b", true)], responses);
+        let sync = sync(&named, None, &context).await.expect("encrypted");
+        assert_eq!((sync.keys.clone(), sync.copies), (TenantKeys::Absent, 0));
+        assert_eq!(log.methods(), ["GET", "GET", "PATCH", "GET"]);
+        assert_eq!(log.requests()[2].body["data"], json!({ "t": null }));
+        let found = finding(&named, &sync, &[]);
+        assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::Releasing));
+        assert!(found.message.contains("KVCacheCluster n/b is paused"), "{}", found.message);
+        assert!(sync.error.is_none());
+    }
+
+    #[tokio::test]
+    async fn purge_removes_the_keys_and_waits_for_clusters_that_keep_them() {
+        let applied = |cluster: &str| BudgetResult {
+            cluster: cluster.to_owned(),
+            outcome: BudgetOutcome::Applied,
+            overcommitted: TierBytes::default(),
+        };
+        let mut results = [applied("n/a")];
+        let responses = vec![secret_of("a", "t"), secret_of("a", "t")];
+        let (context, log) = context_of(&[cluster("a", false)], responses);
+        remove(&tenant(), &mut results, &context).await;
+        assert_eq!(
+            (log.methods(), &results),
+            (vec!["GET".to_owned(), "PATCH".to_owned()], &[applied("n/a")])
+        );
+        let (context, _) = context_of(&[cluster("a", true)], vec![secret_of("a", "t")]);
+        remove(&tenant(), &mut results, &context).await;
+        let BudgetOutcome::BlocksRemain(why) = &results[0].outcome else { panic!("{results:?}") };
+        assert!(why.contains("set paused to false"), "{why}");
     }
 }

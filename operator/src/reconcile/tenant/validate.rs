@@ -18,7 +18,18 @@ pub fn validate(tenant: &CacheTenant) -> Option<Refusal> {
             spec.isolation
         ));
     }
-    if spec.public && tenant.name_any() == TenantName::default_tenant().as_str() {
+    let is_default = tenant.name_any() == TenantName::default_tenant().as_str();
+    if spec.isolation == Isolation::Encrypted && is_default {
+        let message = "tenant default has no isolation salt, by which agents learn that it must be encrypted: use another \
+                       tenant for encrypted blocks";
+        return Some(Refusal::new(Reason::InvalidSpec, message));
+    }
+    if spec.public && spec.isolation == Isolation::Encrypted {
+        let message = "a public tenant must not be encrypted, because readers of other tenants would write copies of its \
+                       blocks without its key: set public to false, or create a CacheTenant with isolation Salted";
+        return Some(Refusal::new(Reason::InvalidSpec, message));
+    }
+    if spec.public && is_default {
         let message = "tenant default has no isolation salt, so it cannot be public: use another tenant for shared prompts";
         return Some(Refusal::new(Reason::InvalidSpec, message.to_owned()));
     }
@@ -47,6 +58,19 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn rejects_encryption_of_the_default_tenant_and_of_public_ones() {
+        let reference = json!({ "namespace": "n", "name": "s", "key": "k" });
+        let refused = |name: &str, public: bool| {
+            let spec = json!({ "isolation": "Encrypted", "keySecretRef": reference, "public": public });
+            let spec = serde_json::from_value(spec).expect("a spec");
+            validate(&CacheTenant::new(name, spec)).map(|refused| refused.message).unwrap_or_default()
+        };
+        assert_eq!(refused("t", false), "");
+        assert!(refused("default", false).contains("no isolation salt"));
+        assert!(refused("t", true).starts_with("a public tenant must not be encrypted"));
+    }
 
     #[test]
     fn rejects_unsupported_settings() {
