@@ -261,7 +261,10 @@ fn tenants_get_shares_of_reads_by_weight_and_all_that_others_leave() {
     let (context, ..) = context();
     let half = BLOCKS / 2;
     for class in [ReadClass::Awaited, ReadClass::Prefetch] {
-        let mut reads = ReadsByClass::new(&[(TenantId(1), 3)].into_iter().collect());
+        let mut reads = ReadsByClass::new(
+            &crate::encryption::EncryptionKeys::default(),
+            &[(TenantId(1), 3)].into_iter().collect(),
+        );
         for (tenant, blocks) in [(2, half..BLOCKS), (1, 0..half)] {
             let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(class, blocks) };
             assert!(reads.add(&context.arena, &batch).is_ok());
@@ -279,7 +282,7 @@ fn tenants_get_shares_of_reads_by_weight_and_all_that_others_leave() {
 fn writes_count_against_the_share_of_reads() {
     let (context, ..) = context();
     let half = BLOCKS / 2;
-    let mut reads = ReadsByClass::new(&Weights::default());
+    let mut reads = ReadsByClass::new(&crate::encryption::EncryptionKeys::default(), &Weights::default());
     for (tenant, blocks) in [(1, 0..half), (2, half..BLOCKS)] {
         let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(ReadClass::Awaited, blocks) };
         assert!(reads.add(&context.arena, &batch).is_ok());
@@ -298,10 +301,38 @@ fn writes_count_against_the_share_of_reads() {
 }
 
 #[test]
+fn writes_count_only_against_the_class_that_they_have_preceded() {
+    let (context, ..) = context();
+    let third = BLOCKS / 3;
+    let mut reads = ReadsByClass::new(&crate::encryption::EncryptionKeys::default(), &Weights::default());
+    let [a, b, c] = [1, 2, 3].map(TenantId);
+    let add = |reads: &mut ReadsByClass, tenant: TenantId, class: ReadClass, blocks: std::ops::Range<u32>| {
+        let batch = ReadBatch { tenant, ..Fixture::batch(class, blocks) };
+        assert!(reads.add(&context.arena, &batch).is_ok());
+    };
+    // B has the first place of each class, so that the writes of A are out of turn.
+    add(&mut reads, b, ReadClass::Awaited, 0..third);
+    add(&mut reads, b, ReadClass::Prefetch, 0..third);
+    add(&mut reads, a, ReadClass::Prefetch, third..2 * third);
+    (0..1024).for_each(|_| reads.charge_write(a, 1 << 20));
+    add(&mut reads, c, ReadClass::Prefetch, 2 * third..BLOCKS);
+    let pages = PageBufferPool::new(1);
+    let next: Vec<u64> = std::iter::from_fn(|| reads.next(ReadClass::Prefetch, &pages))
+        .take(6)
+        .map(|(_, read)| read.offset / stride())
+        .collect();
+    let of = |blocks: std::ops::Range<u32>| {
+        next.iter().filter(|block| blocks.contains(&u32::try_from(**block).expect("few blocks"))).count()
+    };
+    let counts = [of(0..third), of(third..2 * third), of(2 * third..BLOCKS)];
+    assert_eq!(counts, [2, 2, 2], "no tenant owes anything in the other class: {next:?}");
+}
+
+#[test]
 fn promoted_reads_have_the_share_of_their_tenant() {
     let (context, ..) = context();
     let half = BLOCKS / 2;
-    let mut reads = ReadsByClass::new(&Weights::default());
+    let mut reads = ReadsByClass::new(&crate::encryption::EncryptionKeys::default(), &Weights::default());
     for (tenant, class, blocks) in [(1, ReadClass::Awaited, 0..half), (2, ReadClass::Prefetch, half..BLOCKS)]
     {
         let batch = ReadBatch { tenant: TenantId(tenant), ..Fixture::batch(class, blocks) };
@@ -478,7 +509,7 @@ fn awaited_reads_complete_before_prefetches_that_were_queued_first() {
     worker.queue_batch(&Fixture::batch(ReadClass::Prefetch, 0..10));
     worker.queue_batch(&Fixture::batch(ReadClass::Awaited, 10..20));
     let mut offsets = Vec::new();
-    while let Some(work) = worker.queue.pop(Tick(0)) {
+    while let Some(work) = worker.queue.pop(Tick(0), |_| true) {
         let Work::Piece(class) = work else { panic!("only reads are queued") };
         worker.reads.of(class).queued = ReadsQueued::No;
         let Some((_, read)) = worker.reads.next(class, &worker.pages) else { continue };
@@ -497,7 +528,7 @@ fn promoted_prefetches_precede_other_prefetches_and_alternate_with_awaited_reads
     worker.queue_batch(&Fixture::batch(ReadClass::Prefetch, 0..10));
     let mut order = Vec::new();
     let mut step = |worker: &mut Worker| loop {
-        let Some(Work::Piece(class)) = worker.queue.pop(Tick(0)) else { return false };
+        let Some(Work::Piece(class)) = worker.queue.pop(Tick(0), |_| true) else { return false };
         worker.reads.of(class).queued = ReadsQueued::No;
         let Some((_, read)) = worker.reads.next(class, &worker.pages) else { continue };
         worker.queue_reads(class);
