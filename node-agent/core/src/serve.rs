@@ -180,6 +180,7 @@ impl Serves {
             self.outcomes.push(ServeOutcome::Detach { wait, waiter });
             return cache.release(lease);
         }
+        cache.count_served(lease.frame());
         self.set_block(id, block, ServeBlock::Waiting { lease, wait, header: Header::Due });
         if layers > 0 {
             self.stream(cache, cx, (id, block), 0..u32::from(layers));
@@ -306,12 +307,12 @@ impl Serves {
                 self.lose(cx, id, block);
                 continue;
             };
-            cache.count_served(entry);
             if cache.entry(entry).stored().is_some() {
                 entries.push(entry);
             }
             match copy {
                 LocalCopy::InDram(lease) => {
+                    cache.count_served(lease.frame());
                     self.set_block(id, block, ServeBlock::Sending { lease });
                     in_dram.push(block);
                 }
