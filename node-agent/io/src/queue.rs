@@ -9,7 +9,7 @@
 //!
 //! Overdue writes alternate with waiting reads: a flood of writes cannot starve reads either. The caller decides whether
 //! a tenant's write may precede: a tenant that has had its share of the device waits for the reads of others, but at
-//! most [`HELD_BACK_DELAYS`] delays. Batches mix tenants, so a write that waits longer would delay the batches of all.
+//! most four delays. Batches mix tenants, so a write that waits longer would delay the batches of all.
 //! The module does no I/O and reads no clock; time is passed in as a [`Tick`].
 
 use std::collections::{BTreeMap, VecDeque};
@@ -19,8 +19,8 @@ use reprise_policy::fair_order::Weights;
 use reprise_policy::fair_queue::FairQueue;
 use reprise_policy::{TenantId, Tick};
 
-/// Delay bounds after which an overdue write precedes reads although its tenant has had its share.
-pub const HELD_BACK_DELAYS: u32 = 4;
+/// Number of delays after which an overdue write precedes reads although its tenant has had its share.
+const HELD_BACK_DELAYS: u32 = 4;
 
 /// Class of an operation in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
