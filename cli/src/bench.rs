@@ -89,7 +89,8 @@ enum Benchmark {
     Secure,
     /// Measure hits and load times of a tenant while another one floods.
     ///
-    /// Two agents, next to the same flood on two other agents. Not part of `all`.
+    /// Two agents, next to the same flood on two other agents. The measured tenant has 16 times the bandwidth weight of
+    /// the flooding one, which reads and writes NVMe. Not part of `all`.
     Flood,
     /// Measure one match call over 8,192 keys.
     Match,

@@ -376,7 +376,8 @@ admission = "{admission}"       # "always"; "second_use": once used again; "expe
 #   "cost_aware"           least loss of time per freed byte first, by the reuse observed at each position
 eviction = {{ kind = "{eviction}", chains = "descendants_first" }}
 skip_dram = false          # true: blocks that one request has used leave full memory first once they are on a device
-# Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900).
+# Shares in thousandths, 1 to 1000 (pool_free_permille: 0 to 900). While the peers of several tenants compete, these
+# tenants together may have twice arena_serves_permille, but beyond the share at most half of the arena.
 pool_free_permille = {pool_free}    # share of the pool that is kept free ahead of writes
 arena_unsaved_permille = {unsaved} # share of the arena for slots being filled and blocks not yet on a device
 arena_session_permille = {share} # share of the arena for slots that one session fills

@@ -8,13 +8,18 @@
 //! * Flows that wait all the time get bytes in the ratio of their weights: of all bytes except `l` of each other flow,
 //!   a flow gets at least its share.
 //! * While a request of flow `f` waits, another flow `g` gets at most `l + l * w(g) / w(f)` bytes.
-//! * A flow that was idle has saved up nothing, and owes at most one request.
+//! * A flow that was idle has saved up nothing, and owes at most one request and what it got out of turn.
 //! * The channel never waits while a flow has requests. One flow alone gets everything.
 //!
-//! Each operation costs O(log flows), amortised. Flows that are idle and owe nothing take no memory for long, because
-//! names of flows may come from other nodes.
+//! A flow that is passed over, because its request cannot start now, keeps a lead of at most one request
+//! ([`FairOrder::pass_over`]).
+//!
+//! Each operation costs O(log flows), amortised. Idle flows that owe nothing are forgotten, and all idle flows if they
+//! are more than twice the tenants of a node: names of flows may come from other nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
+
+use crate::tenant::TENANTS_MAX;
 
 /// Largest weight; the smallest is 1.
 pub const WEIGHT_MAX: u32 = 1000;
@@ -68,6 +73,9 @@ pub struct FairOrder<K: Ord> {
 /// Smallest number of flows at which some are forgotten.
 const FLOWS_MIN: usize = 16;
 
+/// Number of idle flows above which also those that owe something are forgotten.
+const IDLE_MAX: usize = 2 * TENANTS_MAX;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Activity {
     Active,
@@ -90,9 +98,7 @@ impl<K: Ord + Clone> FairOrder<K> {
     pub fn activate(&mut self, flow: &K) {
         let (tag, activity) = self.tags.get(flow).copied().unwrap_or((0, Activity::Idle));
         if activity == Activity::Idle {
-            if self.tags.len() >= self.flows_max {
-                self.forget_idle();
-            }
+            self.limit_flows();
             let start = tag.max(self.virtual_time);
             self.tags.insert(flow.clone(), (start, Activity::Active));
             self.active.insert((start, flow.clone()));
@@ -112,10 +118,21 @@ impl<K: Ord + Clone> FairOrder<K> {
         }
     }
 
-    /// Forgets idle flows that owe nothing. The next time is after as many new flows as have remained.
+    /// Forgets idle flows before a flow is inserted, if there are many.
+    fn limit_flows(&mut self) {
+        if self.tags.len() >= self.flows_max {
+            self.forget_idle();
+        }
+    }
+
+    /// Forgets idle flows that owe nothing, and all idle flows above [`IDLE_MAX`]. The next time is after as many new
+    /// flows as have remained.
     fn forget_idle(&mut self) {
         let virtual_time = self.virtual_time;
         self.tags.retain(|_, (tag, activity)| *activity == Activity::Active || *tag > virtual_time);
+        if self.tags.len() - self.active.len() > IDLE_MAX {
+            self.tags.retain(|_, (_, activity)| *activity == Activity::Active);
+        }
         self.flows_max = FLOWS_MIN.max(2 * self.tags.len());
     }
 
@@ -146,19 +163,48 @@ impl<K: Ord + Clone> FairOrder<K> {
         if self.active.is_empty() {
             return;
         }
-        let cost = u128::from(bytes) * SCALE / u128::from(self.weights.of(flow));
+        let cost = self.cost(flow, bytes);
         let (tag, activity) = self.tags.get(flow).copied().unwrap_or((0, Activity::Idle));
         match activity {
             Activity::Active => {
-                self.active.remove(&(tag, flow.clone()));
-                self.virtual_time = self.virtual_time.max(tag);
-                self.active.insert((tag + cost, flow.clone()));
-                self.tags.insert(flow.clone(), (tag + cost, activity));
+                // A service out of turn does not move the start of flows that become active: they would begin behind
+                // the first one by all that this flow got.
+                if self.first() == Some(flow) {
+                    self.virtual_time = self.virtual_time.max(tag);
+                }
+                self.set_active_tag(flow, (tag, tag + cost));
             }
             Activity::Idle => {
+                self.limit_flows();
                 self.tags.insert(flow.clone(), (tag.max(self.virtual_time) + cost, activity));
             }
         }
+    }
+
+    /// Records that an active flow, whose next request has this size, was passed over for another one, which is charged
+    /// afterwards. The flow keeps a lead of at most this request: otherwise it would get everything later, until it has
+    /// caught up.
+    pub fn pass_over(&mut self, flow: &K, bytes: u64, instead: &K) {
+        let Some((tag, Activity::Active)) = self.tags.get(flow).copied() else { return };
+        let raised = self.tag(instead).saturating_sub(self.cost(flow, bytes));
+        if raised > tag {
+            self.set_active_tag(flow, (tag, raised));
+            if let Some((first, _)) = self.active.first() {
+                self.virtual_time = self.virtual_time.max(*first);
+            }
+        }
+    }
+
+    /// Advance of a flow's tag for a service.
+    fn cost(&self, flow: &K, bytes: u64) -> u128 {
+        u128::from(bytes) * SCALE / u128::from(self.weights.of(flow))
+    }
+
+    /// Changes the tag of an active flow.
+    fn set_active_tag(&mut self, flow: &K, (from, to): (u128, u128)) {
+        self.active.remove(&(from, flow.clone()));
+        self.active.insert((to, flow.clone()));
+        self.tags.insert(flow.clone(), (to, Activity::Active));
     }
 }
 
@@ -307,6 +353,55 @@ mod tests {
         }
         order.deactivate(&0);
         assert!(order.tags.is_empty());
+    }
+
+    #[test]
+    fn idle_flows_that_owe_something_are_forgotten_if_they_are_many() {
+        let mut order = FairOrder::new(Weights::default());
+        // The first flow is never served, so each other one owes its request.
+        order.activate(&0);
+        for flow in 1..8 * IDLE_MAX as u32 {
+            order.activate(&flow);
+            order.charge(&flow, 4096);
+            order.deactivate(&flow);
+            assert!(order.tags.len() <= 2 * (IDLE_MAX + 1), "{} flows", order.tags.len());
+        }
+        for flow in 1..8 * IDLE_MAX as u32 {
+            order.charge(&flow, 4096);
+            assert!(order.tags.len() <= 2 * (IDLE_MAX + 1), "{} flows", order.tags.len());
+        }
+        assert_eq!(order.first(), Some(&0), "active flows remain");
+    }
+
+    #[test]
+    fn flow_that_was_passed_over_keeps_a_lead_of_one_request() {
+        let mut order = FairOrder::new([(1, 2)].into_iter().collect());
+        [0, 1, 2].iter().for_each(|flow| order.activate(flow));
+        for _ in 0..1000 {
+            // The first flow cannot start its request, and the others alternate.
+            let next = *order.iter().find(|flow| **flow != 0).expect("two others");
+            order.pass_over(&0, 100, &next);
+            order.charge(&next, 100);
+        }
+        let mut services = 0;
+        while order.first() == Some(&0) {
+            order.charge(&0, 100);
+            services += 1;
+        }
+        assert!((1..=2).contains(&services), "{services} services in a row");
+        order.activate(&3);
+        let lead = order.tag(&2).abs_diff(order.tag(&3));
+        assert!(lead <= 2 * 100 * SCALE, "a new flow starts with the others: {lead}");
+    }
+
+    #[test]
+    fn flow_that_is_served_out_of_turn_does_not_delay_new_flows() {
+        let mut order = FairOrder::new(Weights::default());
+        [0, 1].iter().for_each(|flow| order.activate(flow));
+        (0..1024).for_each(|_| order.charge(&1, 1 << 20));
+        order.activate(&2);
+        order.charge(&0, 4096);
+        assert_eq!(order.first(), Some(&2), "it does not wait for 1 GiB of the first flow");
     }
 
     /// Largest request of the random tests.

@@ -68,6 +68,16 @@ impl<K: Ord + Clone, T> FairQueue<K, T> {
         Some(request)
     }
 
+    /// Records that the flows before this one are passed over, because their first requests, which have these sizes,
+    /// cannot start now. The removal of its request must follow.
+    pub fn pass_over_until(&mut self, served: &K, bytes: impl Fn(&T) -> u64) {
+        let before = self.fronts().take_while(|(flow, _)| *flow != served);
+        let before: Vec<(K, u64)> = before.map(|(flow, request)| (flow.clone(), bytes(request))).collect();
+        for (flow, bytes) in before {
+            self.order.pass_over(&flow, bytes, served);
+        }
+    }
+
     /// Removes the requests for which `keep` is false.
     pub fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
         for (flow, requests) in &mut self.flows {
@@ -121,6 +131,20 @@ mod tests {
         assert_eq!(queue.pop_of(&"b", 10), Some(("b", 3)));
         let rest: Vec<_> = std::iter::from_fn(|| queue.pop(|_| 8)).map(|(_, number)| number).collect();
         assert_eq!(rest, [1, 2, 4]);
+    }
+
+    #[test]
+    fn flow_that_was_passed_over_does_not_catch_up() {
+        let mut queue = FairQueue::new(Weights::default());
+        (0..100).for_each(|number| queue.push(&"a", ("a", number)));
+        (0..100).for_each(|number| queue.push(&"b", ("b", number)));
+        for _ in 0..50 {
+            queue.pass_over_until(&"b", |_| 10);
+            assert!(queue.pop_of(&"b", 10).is_some());
+        }
+        let next: Vec<_> = std::iter::from_fn(|| queue.pop(|_| 10)).take(10).collect();
+        let of_a = next.iter().filter(|(flow, _)| *flow == "a").count();
+        assert!((5..=6).contains(&of_a), "{next:?}");
     }
 
     #[test]

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! node 1:  tenant B loads prefixes of its working set ◀── NVMe of node 1, and of node 2 through the peer connection
-//! nodes 1, 2:  sessions of tenant A save new blocks and load its last ones, as fast as they can
+//! nodes 1, 2:  sessions of tenant A save new blocks and load its last ones, as fast as they can, from DRAM and NVMe
 //! ```
 //!
-//! B's working set is within its quotas and larger than its DRAM. A saves ten times its quotas in each round. B has the
-//! larger weight in shares of bandwidth ([ADR 20]): equal ones would give each half of a device, which doubles the
-//! times of loads that need all of it.
+//! B's working set is within its quotas and larger than its DRAM. A saves ten times its quotas in each round, and loads
+//! blocks of its last saves, which are more than its DRAM: its reads and writes of NVMe compete with B's reads. In shares
+//! of bandwidth ([ADR 20]), B has the weight 16 and A the weight 1: equal ones would give each half of a device, which
+//! doubles the times of loads that need all of it. So the figures are those of a tenant with a large weight.
 //!
 //! The processes of both tenants also share the processors. So a third leg runs the flood on the agents of another
 //! cluster: the same work on the same machine, without a shared agent. The difference between the two legs is what the
@@ -70,9 +71,11 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// Sessions of A that save, and that load, on each node.
 const FLOOD_SESSIONS: usize = 2;
 
-/// Blocks of each save or load of A, and its saves that it still loads.
+/// Blocks of each save or load of A: 16 MiB.
 const FLOOD_BLOCKS: usize = 8;
-const FLOOD_KEPT: usize = 8;
+
+/// Saves of both nodes that A still loads: 192 MiB on each node, more than its DRAM (128 MiB) and within its NVMe quota.
+const FLOOD_KEPT: usize = 24;
 
 /// Load of the machine while B replays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,9 +97,16 @@ struct Loads {
     from_peer: u64,
     milliseconds: Vec<f64>,
     seconds: f64,
-    /// Bytes that the flood saved and loaded meanwhile.
+    /// What the flood did meanwhile.
+    flood: FloodCounts,
+}
+
+/// Bytes that the flood saved and loaded, and the part of the loads that came from NVMe of this node or the peer.
+#[derive(Clone, Copy, Debug, Default)]
+struct FloodCounts {
     saved: u64,
     loaded: u64,
+    from_nvme: u64,
 }
 
 /// One flood: sessions on two nodes.
@@ -106,6 +116,7 @@ struct Flood<'a> {
     seed: &'a AtomicU64,
     saved: AtomicU64,
     loaded: AtomicU64,
+    from_nvme: AtomicU64,
     /// Keys of the last saves.
     last: Mutex<VecDeque<Vec<BlockKey>>>,
 }
@@ -220,6 +231,7 @@ fn during_flood(
         seed,
         saved: AtomicU64::new(0),
         loaded: AtomicU64::new(0),
+        from_nvme: AtomicU64::new(0),
         last: Mutex::default(),
     };
     let total = sockets.len() as u64 * FLOOD_QUOTA;
@@ -250,15 +262,22 @@ impl Flood<'_> {
         while self.saved.load(Ordering::Relaxed) < quota && !has_failed() {
             thread::sleep(PAUSE);
         }
-        let [saved, loaded] = self.counts();
-        let more = || self.counts()[0] - saved < FLOOD_QUOTAS * quota && !has_failed();
+        let before = self.counts();
+        let more = || self.counts().saved - before.saved < FLOOD_QUOTAS * quota && !has_failed();
         let loads = measure(&more)?;
-        let [saved_now, loaded_now] = self.counts();
-        Ok(Loads { saved: saved_now - saved, loaded: loaded_now - loaded, ..loads })
+        let after = self.counts();
+        let flood = FloodCounts {
+            saved: after.saved - before.saved,
+            loaded: after.loaded - before.loaded,
+            from_nvme: after.from_nvme - before.from_nvme,
+        };
+        Ok(Loads { flood, ..loads })
     }
 
-    fn counts(&self) -> [u64; 2] {
-        [&self.saved, &self.loaded].map(|bytes| bytes.load(Ordering::Relaxed))
+    fn counts(&self) -> FloodCounts {
+        let [saved, loaded, from_nvme] =
+            [&self.saved, &self.loaded, &self.from_nvme].map(|bytes| bytes.load(Ordering::Relaxed));
+        FloodCounts { saved, loaded, from_nvme }
     }
 
     fn last(&self) -> std::sync::MutexGuard<'_, VecDeque<Vec<BlockKey>>> {
@@ -301,6 +320,9 @@ impl Flood<'_> {
             let load = client.load(&request).context("a load")?;
             load.wait_layer(layout.layers() - 1, PATIENCE).context("the last layer")?;
             self.loaded.fetch_add(load.leading_blocks() as u64 * layout.block_bytes(), Ordering::Relaxed);
+            let of_nvme = |source: Option<Source>| matches!(source, Some(Source::OwnNvme | Source::PeerNvme));
+            let from_nvme = load.blocks().iter().filter(|block| of_nvme(block.source())).count();
+            self.from_nvme.fetch_add(from_nvme as u64 * layout.block_bytes(), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -309,6 +331,10 @@ impl Flood<'_> {
 fn figures(rounds: &[[Loads; 3]]) -> anyhow::Result<Vec<Figure>> {
     for loads in rounds.iter().flatten() {
         ensure!(loads.from_nvme > 0 && loads.from_peer > 0, "B loads from NVMe and from a peer: {loads:?}");
+    }
+    for [_, floods @ ..] in rounds {
+        let is_competing = floods.iter().all(|loads| loads.flood.from_nvme > 0);
+        ensure!(is_competing, "no load of A came from NVMe: its reads did not compete with B's: {floods:?}");
     }
     let of = |leg: usize, value: &dyn Fn(&Loads) -> f64| -> Vec<f64> {
         rounds.iter().map(|round| value(&round[leg])).collect()
@@ -330,6 +356,7 @@ fn figures(rounds: &[[Loads; 3]]) -> anyhow::Result<Vec<Figure>> {
     let absolute = |name: &str, leg: usize, unit, value: &dyn Fn(&Loads) -> f64| {
         Figure::absolute(name, median(of(leg, value)), unit, Target::None)
     };
+    let nvme_part = |loads: &Loads| 100.0 * loads.flood.from_nvme as f64 / loads.flood.loaded.max(1) as f64;
     let gigabytes = |bytes: u64, loads: &Loads| bytes as f64 / loads.seconds / 1e9;
     Ok(vec![
         absolute("flood.hit_rate", same, "%", &hit_rate),
@@ -355,12 +382,13 @@ fn figures(rounds: &[[Loads; 3]]) -> anyhow::Result<Vec<Figure>> {
         Figure::relative("flood.load_p50", compare(&p50, alone, same), "ms", (by_alone, Target::None)),
         Figure::relative("flood.load_p50_shared", compare(&p50, other, same), "ms", (by_other, Target::None)),
         absolute("flood.saved_quotas", same, "quotas", &|loads| {
-            loads.saved as f64 / (2 * FLOOD_QUOTA) as f64
+            loads.flood.saved as f64 / (2 * FLOOD_QUOTA) as f64
         }),
-        absolute("flood.saves", same, "GB/s", &|loads| gigabytes(loads.saved, loads)),
-        absolute("flood.saves_other_agents", other, "GB/s", &|loads| gigabytes(loads.saved, loads)),
-        absolute("flood.loads", same, "GB/s", &|loads| gigabytes(loads.loaded, loads)),
-        absolute("flood.loads_other_agents", other, "GB/s", &|loads| gigabytes(loads.loaded, loads)),
+        absolute("flood.saves", same, "GB/s", &|loads| gigabytes(loads.flood.saved, loads)),
+        absolute("flood.saves_other_agents", other, "GB/s", &|loads| gigabytes(loads.flood.saved, loads)),
+        absolute("flood.loads", same, "GB/s", &|loads| gigabytes(loads.flood.loaded, loads)),
+        absolute("flood.loads_other_agents", other, "GB/s", &|loads| gigabytes(loads.flood.loaded, loads)),
+        absolute("flood.loads_from_nvme", same, "%", &nvme_part),
     ])
 }
 
@@ -388,7 +416,7 @@ mod tests {
             from_peer: 1,
             milliseconds: vec![milliseconds; 100],
             seconds: 1.0,
-            ..Loads::default()
+            flood: FloodCounts { from_nvme: 1, ..FloodCounts::default() },
         }
     }
 
@@ -407,5 +435,9 @@ mod tests {
         assert_eq!(of("flood.load_p99").met, Some(false));
         assert_eq!(of("flood.load_p99_shared").met, Some(true));
         assert!(super::figures(&[[Loads::default(), loads(1.0, 1), loads(1.0, 1)]]).is_err());
+        let without_reads = Loads { flood: FloodCounts::default(), ..loads(1.0, 1) };
+        let error =
+            super::figures(&[[loads(1.0, 1), without_reads, loads(1.0, 1)]]).expect_err("no reads of A");
+        assert!(error.to_string().contains("no load of A came from NVMe"), "{error}");
     }
 }

@@ -111,7 +111,8 @@ pub struct Shares {
     #[serde(default = "session")]
     #[schemars(range(min = 1, max = 1000))]
     pub session_permille: Permille,
-    /// Share for blocks that are being sent to peers.
+    /// Share for blocks that are being sent to peers. Competing tenants together may have twice the share, but beyond
+    /// the share at most half of the memory.
     #[serde(default = "serves")]
     #[schemars(range(min = 1, max = 1000))]
     pub serves_permille: Permille,

@@ -1,12 +1,13 @@
-//! A tenant that floods two agents at ten times its quotas costs another tenant no hits.
+//! A tenant that floods two agents at ten times its quotas costs another tenant no hits, and configured weights divide
+//! the reads of a device.
 //!
 //! Times are measured by `reprise bench flood`, because they depend on the machine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use reprise_client::{Scope, Source};
-use reprise_e2e::content::{device_slot_bytes, large};
+use reprise_client::{LoadRequest, Scope, Source};
+use reprise_e2e::content::{device_slot_bytes, keys, large};
 use reprise_e2e::control_plane::Store;
 use reprise_e2e::{
     Agent, AgentConfig, ControlPlane, Engine, LoadParams, Outcome, PATIENCE, TestEnv, wait_until,
@@ -138,7 +139,89 @@ fn flood_at_ten_times_its_quotas_costs_another_tenant_no_hits() {
     }
 }
 
-/// Ends the flood, also if the test fails.
+/// Sessions of each tenant that read from NVMe, the blocks of each load, and the loads that a session repeats. A
+/// tenant has a third of its blocks in DRAM at most, so the blocks of a load have left DRAM when it is repeated.
+const READERS: u64 = 6;
+const READ_BLOCKS: u64 = 8;
+const READ_LOADS: u64 = 4;
+
+/// Bytes that both tenants read between two comparisons: 256 MiB.
+const COMPARED_BYTES: f64 = 268_435_456.0;
+
+/// Loads the blocks of one session in turn, without a copy of their data, until it is over.
+fn read(agent: &Agent, tenant: &str, first: u64, is_over: &AtomicBool) {
+    let (engine, last_layer) = (agent.engine_of(large(), tenant), large().layers() - 1);
+    for number in (0..READ_LOADS).cycle() {
+        if is_over.load(Ordering::Relaxed) {
+            break;
+        }
+        let start = first + number * READ_BLOCKS;
+        let blocks = keys(&(start..start + READ_BLOCKS).collect::<Vec<u64>>());
+        let request = LoadRequest { deadline: PATIENCE, scope: Scope::Local, ..LoadRequest::new(blocks) };
+        let load = engine.client().load(&request).expect("the agent responds");
+        load.wait_layer(last_layer, PATIENCE).expect("all blocks are stored");
+    }
+}
+
+/// Bytes of each tenant whose read from NVMe was started.
+fn read_bytes(agent: &Agent) -> [f64; 2] {
+    let name = "reprise_agent_tenant_nvme_read_bytes_total";
+    ["team-a", "team-b"].map(|tenant| agent.admin().metric(name, tenant))
+}
+
+#[test]
+fn tenant_with_four_times_the_weight_reads_more_than_twice_as_much_while_both_wait() {
+    let env = TestEnv::new();
+    let of_session = READ_LOADS * READ_BLOCKS;
+    let blocks = READERS * of_session;
+    let dram = READERS * READ_BLOCKS * large().slot_bytes() + (16 << 20);
+    let limits = format!(
+        "dram = {{ limit = \"{dram}\" }}\nnvme = {{ limit = \"{}\" }}\n",
+        (blocks + 32) * device_slot_bytes(&large()),
+    );
+    let agent = env.agent(&AgentConfig {
+        arena: ByteSize(2 * dram),
+        region: ByteSize(8 << 20),
+        pool: Some(ByteSize(640 << 20)),
+        extra: format!(
+            "[[tenants]]\nname = \"team-a\"\n{limits}[[tenants]]\nname = \"team-b\"\n{limits}\
+             bandwidth = {{ weight = 4 }}\n"
+        ),
+        ..AgentConfig::named("first")
+    });
+    let tenants = [("team-a", 0), ("team-b", 100_000)];
+    for (tenant, first) in tenants {
+        let engine = agent.engine_of(large(), tenant);
+        for start in (first..first + blocks).step_by(4) {
+            engine.save_durably(&(start..start + 4).collect::<Vec<u64>>());
+        }
+    }
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _over = Over(&is_over);
+        for (tenant, first) in tenants {
+            for session in 0..READERS {
+                let (agent, is_over) = (&agent, &is_over);
+                scope.spawn(move || read(agent, tenant, first + session * of_session, is_over));
+            }
+        }
+        // A session of a busy machine may stop for a while, so that its tenant has no reads waiting: then the next
+        // bytes decide. Without weights, no comparison succeeds.
+        let mut before = read_bytes(&agent);
+        wait_until("the tenant with the weight of 4 reads more than twice as much", PATIENCE, || {
+            let now = read_bytes(&agent);
+            let [a, b] = [now[0] - before[0], now[1] - before[1]];
+            if a + b < COMPARED_BYTES {
+                return None;
+            }
+            before = now;
+            (a > 0.0 && b / a > 2.0).then_some(())
+        });
+    });
+    assert_eq!(agent.admin().counter("corrupt_blocks"), 0);
+}
+
+/// Ends the sessions, also if the test fails.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {

@@ -56,7 +56,8 @@ pub const MATCH_FIRST_KEYS: usize = 64;
 /// is dropped; the next engine that copies the block reports it again.
 pub const CHECKS_MAX: usize = 64;
 
-/// Maximum requests of peers in flight: 1,000 nodes with one request each.
+/// Requests of peers in flight: 1,000 nodes with one request each. Beyond them, only tenants with at most half of the
+/// number may begin requests, up to twice the number.
 pub const SERVES_MAX: usize = 1024;
 
 /// Maximum blocks of one request of a peer: as many as one load can fetch from one node.

@@ -6,9 +6,9 @@
 //! its frame is known until the transport reports that it was sent.
 //!
 //! Serves must not displace this node's engines: frames leased to serves are at most a share of the arena
-//! ([`Settings::arena_serves_permille`](crate::Settings)). Further blocks wait until earlier ones end;
-//! waiting requests of a tenant take turns, and tenants get shares by their weights. One block may always start, so every
-//! request completes.
+//! ([`Settings::arena_serves_permille`](crate::Settings)), and of several tenants at most twice the share. Further blocks
+//! wait until earlier ones end; waiting requests of a tenant take turns, and tenants get shares by their weights. One
+//! block may always start, so every request completes.
 //!
 //! A serve neither asks other peers nor waits for a fetch from one. Otherwise two agents could wait for each
 //! other's fetches forever.
@@ -28,7 +28,7 @@ use crate::counters::{Counters, ServeCounters};
 use crate::effect::{ReadClass, ServeId};
 use crate::event::PeerRequest;
 use crate::limits::{SERVE_BLOCKS_MAX, SERVES_MAX};
-use crate::serve::leased::Leased;
+use crate::serve::leased::{Leased, Space};
 use crate::serve::table::{Header, Serve, ServeBlock, waiter};
 use crate::settings::Settings;
 use crate::timers::Timers;
@@ -114,7 +114,7 @@ impl Serves {
         self.counters.serves += 1;
         let count = request.keys.len();
         let is_rejected =
-            self.serves.len() >= SERVES_MAX || count > SERVE_BLOCKS_MAX || self.serves.contains_key(&id);
+            self.is_full(request.tenant) || count > SERVE_BLOCKS_MAX || self.serves.contains_key(&id);
         if is_rejected {
             (0..count as u32).for_each(|block| self.send_absent(cx, id, block));
             return;
@@ -128,6 +128,14 @@ impl Serves {
         self.timers.set(expires, id);
     }
 
+    /// Whether a tenant may not begin a request: at [`SERVES_MAX`] only tenants with more than half of them, and all
+    /// tenants at twice the number.
+    fn is_full(&self, tenant: TenantId) -> bool {
+        let of_tenant = || self.serves.values().filter(|serve| serve.tenant == tenant).count();
+        self.serves.len() >= 2 * SERVES_MAX
+            || (self.serves.len() >= SERVES_MAX && of_tenant() > SERVES_MAX / 2)
+    }
+
     /// Starts blocks of the first waiting request that may start some now; `false` without one. The outcomes must be
     /// routed before the next call.
     pub(crate) fn begin_next(&mut self, cache: &mut Cache, cx: &mut Context) -> bool {
@@ -137,6 +145,8 @@ impl Serves {
                 continue;
             };
             let is_begun = blocks.end as usize == serve.blocks.len();
+            let slot_bytes = |id: &ServeId| self.serves.get(id).map_or(0, |serve| serve.layout.slot_bytes());
+            self.waiting.pass_over_until(&tenant, slot_bytes);
             self.waiting.pop_of(&tenant, blocks.len() as u64 * serve.layout.slot_bytes());
             self.begin_blocks(cache, cx, id, blocks);
             if !is_begun {
@@ -170,6 +180,7 @@ impl Serves {
             self.outcomes.push(ServeOutcome::Detach { wait, waiter });
             return cache.release(lease);
         }
+        cache.count_served(lease.frame());
         self.set_block(id, block, ServeBlock::Waiting { lease, wait, header: Header::Due });
         if layers > 0 {
             self.stream(cache, cx, (id, block), 0..u32::from(layers));
@@ -254,8 +265,8 @@ impl Serves {
     /// Returns the end of the range of a request's blocks that may start now.
     fn limit(&self, cache: &Cache, cx: &Context, serve: &Serve) -> u32 {
         let share = cache.share_of_arena(cx.settings.arena_serves_permille);
-        let blocks = self.leased.room(serve.tenant, share) / serve.layout.slot_bytes();
-        let blocks = if self.leased.total() == 0 { blocks.max(1) } else { blocks };
+        let space = Space::new(share, cache.share_of_arena(1000));
+        let blocks = self.leased.blocks(serve.tenant, serve.layout.slot_bytes(), space);
         (u64::from(serve.next) + blocks).min(serve.blocks.len() as u64) as u32
     }
 
@@ -296,12 +307,12 @@ impl Serves {
                 self.lose(cx, id, block);
                 continue;
             };
-            cache.count_served(entry);
             if cache.entry(entry).stored().is_some() {
                 entries.push(entry);
             }
             match copy {
                 LocalCopy::InDram(lease) => {
+                    cache.count_served(lease.frame());
                     self.set_block(id, block, ServeBlock::Sending { lease });
                     in_dram.push(block);
                 }

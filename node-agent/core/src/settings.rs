@@ -42,7 +42,7 @@ pub struct Settings {
     /// Time for which a complete load may be held.
     pub load_hold_timeout: Duration,
     /// Maximum share of the arena, in thousandths, for blocks that are being sent to peers. While several tenants compete,
-    /// they may together have up to twice as much.
+    /// they may together have twice as much, but beyond the share at most half of the arena.
     pub arena_serves_permille: u16,
     /// Delay that a session is asked to wait when the arena is full.
     pub retry_after: Duration,

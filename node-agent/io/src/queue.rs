@@ -7,9 +7,9 @@
 //!
 //! Writes of several tenants get shares by weight ([`FairQueue`]), in order for each tenant.
 //!
-//! Once writes are overdue, they alternate with waiting reads: a flood of writes cannot starve reads either. The caller
-//! decides whether a tenant's write may precede: a tenant that has had its share of the device waits for the reads of
-//! others.
+//! Overdue writes alternate with waiting reads: a flood of writes cannot starve reads either. The caller decides whether
+//! a tenant's write may precede: a tenant that has had its share of the device waits for the reads of others, but at
+//! most four delays. Batches mix tenants, so a write that waits longer would delay the batches of all.
 //! The module does no I/O and reads no clock; time is passed in as a [`Tick`].
 
 use std::collections::{BTreeMap, VecDeque};
@@ -18,6 +18,9 @@ use std::time::Duration;
 use reprise_policy::fair_order::Weights;
 use reprise_policy::fair_queue::FairQueue;
 use reprise_policy::{TenantId, Tick};
+
+/// Number of delays after which an overdue write precedes reads although its tenant has had its share.
+const HELD_BACK_DELAYS: u32 = 4;
 
 /// Class of an operation in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,6 +75,8 @@ pub struct ReadFirstQueue<T> {
 struct Write<T> {
     number: u64,
     bytes: u64,
+    /// Instant from which it precedes reads.
+    due: Tick,
     item: T,
 }
 
@@ -107,8 +112,9 @@ impl<T> ReadFirstQueue<T> {
             return Err(item);
         }
         self.numbers += 1;
-        self.due.insert(self.numbers, now.after(self.settings.delay_max));
-        let write = Write { number: self.numbers, bytes: flow.bytes, item };
+        let due = now.after(self.settings.delay_max);
+        self.due.insert(self.numbers, due);
+        let write = Write { number: self.numbers, bytes: flow.bytes, due, item };
         match flow.tenant {
             Some(tenant) => self.writes.push(&tenant, write),
             None => self.own_writes.push_back(write),
@@ -142,12 +148,14 @@ impl<T> ReadFirstQueue<T> {
         let reads = if self.reads.is_empty() { &self.prefetches } else { &self.reads };
         if reads.is_empty() {
             self.turn = Turn::Write;
-            return self.pop_write(|_| true);
+            return self.pop_write(|_, _| true);
         }
-        let overdue = self.overdue_at().is_some_and(|due| due <= now);
-        if overdue
-            && self.turn == Turn::Write
-            && let Some(write) = self.pop_write(may_precede)
+        let held_back_max = self.settings.delay_max * HELD_BACK_DELAYS;
+        let may_start = |tenant: Option<TenantId>, due: Tick| {
+            due <= now && (tenant.is_none_or(&may_precede) || due.after(held_back_max) <= now)
+        };
+        if self.turn == Turn::Write
+            && let Some(write) = self.pop_write(may_start)
         {
             self.turn = Turn::Read;
             return Some(write);
@@ -156,18 +164,22 @@ impl<T> ReadFirstQueue<T> {
         self.reads.pop_front().or_else(|| self.prefetches.pop_front())
     }
 
-    /// Removes the next write of the pool, or of a tenant for which `may_start` is true.
-    fn pop_write(&mut self, may_start: impl Fn(TenantId) -> bool) -> Option<T> {
-        let write = self.own_writes.pop_front().or_else(|| {
-            let mut fronts = self.writes.fronts();
-            let (tenant, bytes) = fronts
-                .find(|(tenant, _)| may_start(**tenant))
-                .map(|(tenant, write)| (*tenant, write.bytes))?;
-            drop(fronts);
-            self.writes.pop_of(&tenant, bytes)
-        })?;
+    /// Removes the next write for which `may_start` is true, by its tenant and the instant at which it is due.
+    fn pop_write(&mut self, may_start: impl Fn(Option<TenantId>, Tick) -> bool) -> Option<T> {
+        let of_pool = self.own_writes.front().is_some_and(|write| may_start(None, write.due));
+        let write = if of_pool { self.own_writes.pop_front() } else { self.pop_tenant_write(may_start) }?;
         self.due.remove(&write.number);
         Some(write.item)
+    }
+
+    fn pop_tenant_write(&mut self, may_start: impl Fn(Option<TenantId>, Tick) -> bool) -> Option<Write<T>> {
+        let (tenant, bytes) = self
+            .writes
+            .fronts()
+            .find(|(tenant, write)| may_start(Some(**tenant), write.due))
+            .map(|(tenant, write)| (*tenant, write.bytes))?;
+        self.writes.pass_over_until(&tenant, |write| write.bytes);
+        self.writes.pop_of(&tenant, bytes)
     }
 
     /// Returns the instant from which the oldest write precedes reads.
@@ -311,41 +323,128 @@ mod tests {
         assert_eq!((queue.len(), queue.count(Write), queue.is_empty()), (1, 1, false));
     }
 
+    #[test]
+    fn write_of_a_tenant_that_has_had_its_share_waits_for_a_bounded_time() {
+        let mut queue = queue(8);
+        for item in [1, 2] {
+            let flow = WriteFlow { tenant: Some(TenantId(1)), bytes: 4096 };
+            queue.push_write(Tick(0), flow, item).expect("there is room");
+        }
+        let mut served = Vec::new();
+        for now in (0..=700).step_by(10) {
+            // The reader never stops.
+            queue.push(Tick(now), Read, 10).expect("there is room");
+            let item = queue.pop(Tick(now), |_| false).expect("a read waits");
+            if item == 10 {
+                continue;
+            }
+            served.push((now, item));
+        }
+        assert_eq!(served, [(500, 1), (520, 2)], "due at 100, and held back for four delays");
+    }
+
+    #[test]
+    fn fresh_writes_do_not_precede_reads_because_another_one_is_overdue() {
+        let mut queue = queue(8);
+        let [first, second] = [1, 2].map(|tenant| WriteFlow { tenant: Some(TenantId(tenant)), bytes: 4096 });
+        queue.push_write(Tick(0), second, 1).expect("there is room");
+        queue.push_write(Tick(90), first, 2).expect("there is room");
+        queue.push(Tick(90), Write, 3).expect("there is room");
+        for read in [10, 11, 12] {
+            queue.push(Tick(90), Read, read).expect("there is room");
+        }
+        let now = Tick(100);
+        let served: Vec<_> = (0..4).filter_map(|_| queue.pop(now, |_| true)).collect();
+        assert_eq!(served, [1, 10, 11, 12], "only the overdue write precedes reads");
+    }
+
+    /// Item of the random tests.
+    #[derive(Clone, Copy, Debug)]
+    struct Pushed {
+        class: OpClass,
+        tenant: Option<TenantId>,
+        at: Tick,
+        id: u32,
+    }
+
+    /// First writes of the pool and of each tenant.
+    fn write_fronts(waiting: &[Pushed]) -> BTreeMap<Option<u16>, Pushed> {
+        let mut fronts = BTreeMap::new();
+        for write in waiting.iter().filter(|item| item.class == Write) {
+            fronts.entry(write.tenant.map(|tenant| tenant.0)).or_insert(*write);
+        }
+        fronts
+    }
+
     proptest! {
         #[test]
-        fn every_item_is_served_once_in_class_order_and_no_overdue_write_waits_for_two_reads(
-            steps in proptest::collection::vec((0u8..5, 0u64..60), 1..200)
+        fn every_item_is_served_once_in_class_order_and_only_due_writes_that_may_precede_reads_do(
+            steps in proptest::collection::vec((0u8..7, 0u64..60, 0u16..8), 1..200)
         ) {
             let mut queue = queue(64);
             let (mut now, mut next) = (Tick(0), 0u32);
-            let (mut pushed, mut popped) = (Vec::new(), Vec::new());
-            let mut reads_past_overdue = 0;
-            for (action, pause) in steps {
+            let (mut pushed, mut waiting, mut popped) = (Vec::new(), Vec::new(), Vec::new());
+            let mut reads_past_writes = 0;
+            for (action, pause, number) in steps {
                 now = Tick(now.0 + pause);
-                let class = match action { 0 => Some(Read), 1 => Some(Write), 2 => Some(Sync), 3 => Some(Prefetch), _ => None };
+                let (class, tenant) = match action {
+                    0 => (Some(Read), None),
+                    1 => (Some(Write), None),
+                    2 => (Some(Sync), None),
+                    3 => (Some(Prefetch), None),
+                    4 => (Some(Write), Some(TenantId(number % 3))),
+                    _ => (None, None),
+                };
                 if let Some(class) = class {
-                    if queue.push(now, class, next).is_ok() {
-                        pushed.push((class, next));
+                    let result = match class {
+                        Write => queue.push_write(now, WriteFlow { tenant, bytes: 4096 }, next),
+                        _ => queue.push(now, class, next),
+                    };
+                    if result.is_ok() {
+                        let item = Pushed { class, tenant, at: now, id: next };
+                        pushed.push(item);
+                        waiting.push(item);
                     }
                     next += 1;
                     continue;
                 }
-                let overdue = queue.overdue_at().is_some_and(|due| due <= now);
-                let reads_waited = queue.count(Read) > 0;
-                if let Some(item) = queue.pop(now, |_| true) {
-                    let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
-                    reads_past_overdue = if matches!(class, Read | Prefetch) && overdue { reads_past_overdue + 1 } else if class == Write { 0 } else { reads_past_overdue };
-                    prop_assert!(reads_past_overdue <= 1);
-                    prop_assert!(class != Prefetch || !reads_waited, "a prefetch overtook a read");
-                    popped.push((class, item));
+                // Bits of the number: tenants that have had their share.
+                let may_precede = |tenant: TenantId| (number >> tenant.0) & 1 == 0;
+                let may_start = |write: &Pushed| {
+                    let due = write.at.after(DELAY);
+                    due <= now && (write.tenant.is_none_or(may_precede) || due.after(4 * DELAY) <= now)
+                };
+                let a_write_may_start = write_fronts(&waiting).values().any(may_start);
+                let (reads_waited, prefetches_waited) = (queue.count(Read) > 0, queue.count(Prefetch) > 0);
+                let Some(id) = queue.pop(now, may_precede) else {
+                    prop_assert!(waiting.is_empty());
+                    continue;
+                };
+                let at = waiting.iter().position(|item| item.id == id).expect("it waits");
+                let item = waiting.remove(at);
+                popped.push(item);
+                match item.class {
+                    Read | Prefetch if a_write_may_start => reads_past_writes += 1,
+                    Write => reads_past_writes = 0,
+                    _ => {}
+                }
+                prop_assert!(reads_past_writes <= 1);
+                prop_assert!(item.class != Prefetch || !reads_waited, "a prefetch overtook a read");
+                if item.class == Write && (reads_waited || prefetches_waited) {
+                    prop_assert!(may_start(&item), "{item:?} preceded reads");
                 }
             }
-            for item in drain(&mut queue, now) {
-                let (class, _) = *pushed.iter().find(|(_, id)| *id == item).expect("it was pushed");
-                popped.push((class, item));
+            while let Some(id) = queue.pop(now, |_| true) {
+                let at = waiting.iter().position(|item| item.id == id).expect("it waits");
+                popped.push(waiting.remove(at));
             }
-            for class in [Read, Prefetch, Write, Sync] {
-                let of = |list: &[(OpClass, u32)]| list.iter().filter(|(c, _)| *c == class).map(|(_, id)| *id).collect::<Vec<_>>();
+            prop_assert!(waiting.is_empty());
+            let flows = [Read, Prefetch, Write, Sync].map(|class| (class, None));
+            let of_tenants = (0..3).map(|tenant| (Write, Some(TenantId(tenant))));
+            for flow in flows.into_iter().chain(of_tenants) {
+                let of = |list: &[Pushed]| -> Vec<u32> {
+                    list.iter().filter(|item| (item.class, item.tenant) == flow).map(|item| item.id).collect()
+                };
                 prop_assert_eq!(of(&pushed), of(&popped));
             }
         }

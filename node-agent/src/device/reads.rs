@@ -314,9 +314,24 @@ impl Reads {
                     // Pieces of failed blocks that were never submitted.
                     self.pending.pieces -= batch.pending.pieces;
                     self.pending.bytes -= batch.pending.bytes;
+                    let tenant = batch.tenant;
                     self.batches[index.0] = None;
+                    self.end_turns(index, tenant);
                 }
             }
+        }
+    }
+
+    /// Removes a batch that has ended from the turns of its tenant. Its index is used again, maybe for another tenant.
+    fn end_turns(&mut self, index: BatchIndex, tenant: TenantId) {
+        if let Some(turns) = self.turns.get_mut(&tenant) {
+            if turns.order.front() == Some(&index) {
+                turns.turn_bytes = 0;
+            }
+            turns.order.retain(|turn| *turn != index);
+        }
+        if let Some(promoted) = self.promoted.get_mut(&tenant) {
+            promoted.retain(|batch| *batch != index);
         }
     }
 

@@ -13,12 +13,11 @@
 use std::collections::BTreeMap;
 
 use reprise_policy::block_command::RetentionUsage;
-use reprise_policy::eviction::EntryIndex;
 use reprise_policy::fair_order::Weights;
 use reprise_policy::quota::{self, Quota, QuotaError, QuotaUsage};
 use reprise_policy::{TenantId, TenantName};
 
-use crate::cache::{Cache, SlotRequest};
+use crate::cache::{Cache, FrameIndex, SlotRequest};
 use crate::event::Grant;
 use crate::limits::TENANTS_MAX;
 
@@ -84,7 +83,7 @@ pub struct TenantCounts {
     pub nvme_read_bytes: u64,
     /// Bytes of blocks whose write to NVMe was started.
     pub nvme_written_bytes: u64,
-    /// Bytes of blocks that were sent to peers, or are being sent.
+    /// Bytes of blocks that were sent to peers, are being sent, or are read for them, also if the read fails.
     pub served_bytes: u64,
 }
 
@@ -364,9 +363,9 @@ impl Cache {
         self.accounts.get_mut(request.tenant).counts.nvme_limited_bytes += request.slot_bytes;
     }
 
-    /// Counts a block that is sent to a peer.
-    pub(crate) fn count_served(&mut self, entry: EntryIndex) {
-        let size_class = self.index.entry(entry).size_class();
+    /// Counts a block that is sent to a peer, from a leased frame.
+    pub(crate) fn count_served(&mut self, frame: FrameIndex) {
+        let size_class = self.frames.get(frame).size_class;
         let (tenant, bytes) = (self.tenant_of(size_class), self.sizes.get(size_class).slot_bytes);
         self.accounts.get_mut(tenant).counts.served_bytes += bytes;
     }

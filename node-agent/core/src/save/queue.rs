@@ -68,6 +68,8 @@ pub(super) struct Candidates {
     /// Lanes of each tenant, in the order of their oldest blocks at the start of the run. A lane is served until it is
     /// empty or cannot be served.
     lanes: BTreeMap<TenantIndex, VecDeque<Lane>>,
+    /// Tenants that cannot be served in this run, and bytes of one of their slots.
+    passed_over: BTreeMap<TenantIndex, u64>,
 }
 
 impl Candidates {
@@ -77,14 +79,22 @@ impl Candidates {
         self.lanes.get(&tenant)?.front().copied()
     }
 
-    /// Continues after a lane, without it if it is empty or was not served.
-    pub(super) fn resume(&mut self, queue: &Queue, lane: Lane, attempt: Attempt) {
+    /// Continues after a lane, without it if it is empty or was not served. Tenants that cannot be served keep a lead of
+    /// at most one block.
+    pub(super) fn resume(&mut self, queue: &mut Queue, lane: Lane, attempt: Attempt) {
+        if attempt == Attempt::Served {
+            for (tenant, slot_bytes) in &self.passed_over {
+                queue.shares.pass_over(tenant, *slot_bytes, &lane.tenant);
+            }
+        }
         let lanes = self.lanes.entry(lane.tenant).or_default();
         if attempt == Attempt::Refused || queue.oldest_of(lane).is_none() {
             lanes.pop_front();
         }
         if !lanes.is_empty() {
             self.tenants.insert((queue.shares.tag(&lane.tenant), lane.tenant));
+        } else if attempt == Attempt::Refused {
+            self.passed_over.insert(lane.tenant, lane.slot_bytes);
         }
     }
 }
@@ -142,13 +152,19 @@ impl Queue {
         self.lane_mut(lane).push_front(Waiting { record, since });
     }
 
-    /// Removes the first block of a lane.
+    /// Removes the first block of a lane, which is written.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<SlabId> {
+        if self.lanes.contains_key(&lane) {
+            self.shares.charge(&lane.tenant, lane.slot_bytes);
+        }
+        self.remove_first(lane)
+    }
+
+    /// Removes the first block of a lane, which is not written: it does not count against the tenant's share.
+    pub(super) fn remove_first(&mut self, lane: Lane) -> Option<SlabId> {
         let queue = self.lanes.get_mut(&lane)?;
         let first = queue.pop_front()?;
-        let is_empty = queue.is_empty();
-        self.shares.charge(&lane.tenant, lane.slot_bytes);
-        if is_empty {
+        if queue.is_empty() {
             self.lanes.remove(&lane);
             self.leave(lane.tenant);
         }
@@ -253,8 +269,42 @@ mod tests {
         let mut refused = BTreeSet::new();
         while let Some(lane) = candidates.take() {
             refused.insert(lane);
-            candidates.resume(&queue, lane, Attempt::Refused);
+            candidates.resume(&mut queue, lane, Attempt::Refused);
         }
         assert_eq!(refused, BTreeSet::from(lanes));
+    }
+
+    #[test]
+    fn tenant_that_could_not_be_served_does_not_catch_up() {
+        let mut queue = Queue::new(Weights::default());
+        (0..40).for_each(|number| queue.push(lane(4096, 0), SlabId(number), Tick(number)));
+        (0..60).for_each(|number| queue.push(lane(4096, 1), SlabId(100 + number), Tick(number)));
+        let mut candidates = queue.candidates();
+        let mut served = 0;
+        while served < 40
+            && let Some(next) = candidates.take()
+        {
+            let attempt = if next.tenant == TenantIndex(0) { Attempt::Refused } else { Attempt::Served };
+            if attempt == Attempt::Served {
+                assert!(queue.pop(next).is_some());
+                served += 1;
+            }
+            candidates.resume(&mut queue, next, attempt);
+        }
+        assert_eq!(served, 40);
+        let next = serve(&mut queue, 10);
+        let of_first = next.iter().filter(|(lane, _)| lane.tenant == TenantIndex(0)).count();
+        assert!((5..=6).contains(&of_first), "{next:?}");
+    }
+
+    #[test]
+    fn blocks_that_are_not_written_do_not_count_against_the_share() {
+        let mut queue = Queue::new(Weights::default());
+        (0..20).for_each(|number| queue.push(lane(4096, 0), SlabId(number), Tick(number)));
+        (0..20).for_each(|number| queue.push(lane(4096, 1), SlabId(100 + number), Tick(number)));
+        (0..10).for_each(|number| assert_eq!(queue.remove_first(lane(4096, 0)), Some(SlabId(number))));
+        let next = serve(&mut queue, 10);
+        assert_eq!(next.iter().filter(|(lane, _)| lane.tenant == TenantIndex(0)).count(), 5);
+        assert_eq!(queue.bytes(), 20 * 4096);
     }
 }

@@ -232,7 +232,7 @@ impl WriteBack {
         let mut candidates = self.queue.candidates();
         while let Some(lane) = candidates.take() {
             let attempt = self.add_to_batch(cache, cx, lane, &mut run);
-            candidates.resume(&self.queue, lane, attempt);
+            candidates.resume(&mut self.queue, lane, attempt);
         }
         let Run { batches, written, .. } = run;
         let started = batches.len() as u64;
@@ -469,7 +469,7 @@ impl Save {
         let is_limited = cache.can_hold(lane.slot_bytes) && !cache.may_be_saved(lane.request());
         let is_over_budget = !cache.has_write_budget(lane.slot_bytes);
         let mut left = Remaining::None;
-        while let Some(record) = self.writeback.queue.pop(lane) {
+        while let Some(record) = self.writeback.queue.remove_first(lane) {
             let block = self.writeback.unsaved.get(record).expect("queued records live");
             if block.cause != lane.cause {
                 left = Remaining::Some;

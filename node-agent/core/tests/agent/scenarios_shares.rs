@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use reprise_agent_core::Settings;
 use reprise_agent_core::event::{Priority, Request};
+use reprise_agent_core::limits::SERVES_MAX;
 use reprise_agent_core::pool::{DeviceOp, DeviceOpKind};
 use reprise_policy::{BlockKey, SessionId, TenantId};
 
@@ -109,4 +110,22 @@ fn request_of_a_peer_does_not_wait_for_another_tenants_request() {
     let served = harness.core.tenant_usage().map(|usage| usage.counts.served_bytes);
     let slot = large_layout().slot_bytes();
     assert_eq!(served.filter(|bytes| *bytes > 0).collect::<Vec<_>>(), [12 * slot, 2 * slot]);
+}
+
+#[test]
+fn requests_for_one_tenant_do_not_use_up_the_requests_of_another_one() {
+    let (mut harness, a, b) = harness();
+    commit(&mut harness, a, &keys(0..1));
+    commit(&mut harness, b, &keys(100..101));
+    let later = Duration::from_secs(10);
+    for _ in 0..=SERVES_MAX {
+        harness.peer_request_of(A, &keys(0..1), large_layout(), later);
+    }
+    let counts = |harness: &Harness| {
+        let counters = harness.core.counters();
+        (counters.serves_in_flight, counters.serve_blocks_absent)
+    };
+    assert_eq!(counts(&harness), (SERVES_MAX as u64, 1));
+    harness.peer_request_of(B, &keys(100..101), large_layout(), later);
+    assert_eq!(counts(&harness), (SERVES_MAX as u64 + 1, 1), "the other tenant has room");
 }

@@ -119,6 +119,22 @@ fn pieces_are_read_layer_by_layer_across_the_blocks() {
 }
 
 #[test]
+fn index_of_a_batch_that_failed_is_not_read_in_the_turns_of_its_tenant() {
+    let mut fixture = Fixture::new(8 << 10, |_| {});
+    let fills: HashSet<FillId> = (0..BLOCKS as u64).map(FillId).collect();
+    assert_eq!(fixture.reads.promote(&fills), BTreeSet::from([TenantId::DEFAULT]));
+    // The batch ends before its turn.
+    fixture.reads.fail_all(CloseOutcome::Drained);
+    assert_eq!(fixture.updates().len(), BLOCKS);
+    let (other, tenant) = (TenantId(7), TenantId::DEFAULT);
+    let batch = ReadBatch { tenant: other, ..fixture.batch.clone() };
+    assert_eq!(fixture.reads.add(&fixture.arena, &batch).expect("valid slots"), fixture.index);
+    assert!(fixture.reads.next(tenant, &fixture.pages).is_none());
+    assert!(fixture.reads.next_promoted(tenant, &fixture.pages).is_none());
+    assert!(fixture.reads.next(other, &fixture.pages).is_some(), "the other tenant reads its batch");
+}
+
+#[test]
 fn block_is_verified_and_reported_once_when_its_header_arrives_last() {
     let mut fixture = Fixture::new(8 << 10, |_| {});
     let mut reads: Vec<PieceRead> = fixture.submit_all();

@@ -94,10 +94,12 @@ impl ReadsByClass {
         waiting.shares.may_precede(&tenant)
     }
 
-    /// Records a write: it counts against the tenant's share of reads.
+    /// Records a write: it counts against the tenant's share of the reads that it has preceded, which
+    /// [`ReadsByClass::may_precede`] consults.
     pub(super) fn charge_write(&mut self, tenant: TenantId, bytes: u64) {
-        self.awaited.shares.charge(&tenant, bytes);
-        self.prefetch.shares.charge(&tenant, bytes);
+        let waiting =
+            if self.awaited.shares.first().is_some() { &mut self.awaited } else { &mut self.prefetch };
+        waiting.shares.charge(&tenant, bytes);
     }
 
     fn next_awaited(&mut self, tenant: TenantId, pages: &PageBufferPool) -> Option<(ReadClass, PieceRead)> {

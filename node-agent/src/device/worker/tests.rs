@@ -301,6 +301,34 @@ fn writes_count_against_the_share_of_reads() {
 }
 
 #[test]
+fn writes_count_only_against_the_class_that_they_have_preceded() {
+    let (context, ..) = context();
+    let third = BLOCKS / 3;
+    let mut reads = ReadsByClass::new(&crate::encryption::EncryptionKeys::default(), &Weights::default());
+    let [a, b, c] = [1, 2, 3].map(TenantId);
+    let add = |reads: &mut ReadsByClass, tenant: TenantId, class: ReadClass, blocks: std::ops::Range<u32>| {
+        let batch = ReadBatch { tenant, ..Fixture::batch(class, blocks) };
+        assert!(reads.add(&context.arena, &batch).is_ok());
+    };
+    // B has the first place of each class, so that the writes of A are out of turn.
+    add(&mut reads, b, ReadClass::Awaited, 0..third);
+    add(&mut reads, b, ReadClass::Prefetch, 0..third);
+    add(&mut reads, a, ReadClass::Prefetch, third..2 * third);
+    (0..1024).for_each(|_| reads.charge_write(a, 1 << 20));
+    add(&mut reads, c, ReadClass::Prefetch, 2 * third..BLOCKS);
+    let pages = PageBufferPool::new(1);
+    let next: Vec<u64> = std::iter::from_fn(|| reads.next(ReadClass::Prefetch, &pages))
+        .take(6)
+        .map(|(_, read)| read.offset / stride())
+        .collect();
+    let of = |blocks: std::ops::Range<u32>| {
+        next.iter().filter(|block| blocks.contains(&u32::try_from(**block).expect("few blocks"))).count()
+    };
+    let counts = [of(0..third), of(third..2 * third), of(2 * third..BLOCKS)];
+    assert_eq!(counts, [2, 2, 2], "no tenant owes anything in the other class: {next:?}");
+}
+
+#[test]
 fn promoted_reads_have_the_share_of_their_tenant() {
     let (context, ..) = context();
     let half = BLOCKS / 2;
