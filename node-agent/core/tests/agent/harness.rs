@@ -8,8 +8,7 @@ use reprise_agent_core::effect::{
     PlaceKind, RegionId, ReplicaChange, Reply, ServeId,
 };
 use reprise_agent_core::event::{
-    Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, PublicKeys, Request, RequestId, Scope,
-    SessionOpened,
+    Event, LoadRequest, PeerEvent, PeerOffer, PeerRequest, Priority, Request, RequestId, Scope, SessionOpened,
 };
 use reprise_agent_core::pool::{DeviceOpKind, DevicePool, StoredBlock};
 use reprise_agent_core::{AgentCore, Settings};
@@ -426,11 +425,6 @@ impl Harness {
             self.apply(Event::Peer(PeerEvent::ServeDone { serve, block }));
         }
         self.remove_ended_serves();
-    }
-
-    pub(crate) fn abort_serve(&mut self, serve: ServeId) {
-        self.serves.remove(&serve);
-        self.apply(Event::Peer(PeerEvent::ServeAborted { serve }));
     }
 
     /// Offers blocks of a peer; returns the accepted indices and the delay.
