@@ -258,12 +258,16 @@ fn find_salt(context: &SessionContext, hello: &Hello) -> Result<Option<TenantSal
 /// Returns the public tenant and its salt. `None` for sessions of that tenant, and without its salt.
 fn find_public(context: &SessionContext, hello: &Hello) -> Option<(TenantName, PublicSalt)> {
     let name = context.public_tenant.current().filter(|name| *name != hello.tenant)?;
-    let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
-    let found = match (context.salts.of(&name), tenants.enter(&name, None)) {
-        (Ok(Some(salt)), Ok(tenant)) => Ok(PublicSalt { tenant, salt }),
-        (Ok(None), _) => Err("it has no isolation salt".to_owned()),
-        (Err(SaltError::Missing(message) | SaltError::Unusable(message)), _) => Err(message),
-        (_, Err(error)) => Err(error.to_string()),
+    // Before the lock: the core's thread takes it too, and must not wait for a file.
+    let salt = context.salts.of(&name);
+    let found = match salt {
+        Ok(Some(salt)) => {
+            let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
+            let entered = tenants.enter(&name, None).map_err(|error| error.to_string());
+            entered.map(|tenant| PublicSalt { tenant, salt })
+        }
+        Ok(None) => Err("it has no isolation salt".to_owned()),
+        Err(SaltError::Missing(message) | SaltError::Unusable(message)) => Err(message),
     };
     match found {
         Ok(public) => Some((name, public)),
