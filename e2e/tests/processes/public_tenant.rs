@@ -140,6 +140,7 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
     // A reader of the other node, where the tenant is still public, gets no more from this one.
     env.allow("peer connection lost");
     env.allow("node is silent");
+    env.allow("cannot fetch blocks from a peer");
     env.allow("live node registered from another address");
     env.require(REFUSED);
     first.stop();
