@@ -564,7 +564,10 @@ impl Worker {
     /// Attaches an open device to the core, then submits the recovered blocks in chunks.
     fn attach(&self, id: reprise_agent_core::effect::DeviceId, opened: OpenedDevice) {
         let OpenedDevice { device, pool, stored, names, .. } = opened;
-        crate::runtime::restore_tenant_names(&self.parts.admin.tenants, &names);
+        let admin = &self.parts.admin;
+        crate::runtime::restore_tenant_names(&admin.tenants, &names);
+        // The device may name another number of the public tenant.
+        self.send_to_core(Some(public_tenant_event(&admin.public_tenant, &admin.tenants)));
         self.parts.context.metrics.device_opened(id, device.info());
         // Fails only if the core has stopped; then nothing is left to do.
         let _ = self.inbox().send(Input::Attach(Box::new(AttachedDevice { id, device, pool })));

@@ -8,7 +8,7 @@
 //! | descriptors of devices | with the reply that names an extent of them | the session is closed |
 //! | end of a client's own I/O | polled ([`extents`]) | polled again |
 //! | device operations, reads | bounded queue, above the core's maximum in flight | reported as rejected |
-//! | copies of public blocks | the queue of the copying thread | reported as refused |
+//! | copies of public blocks | the reader's queue of the copying thread | reported as refused |
 //! | checks of blocks in DRAM | the checker's queue | reported as not verified |
 //! | new memory of a region | the thread for regions, after all devices released the old one ([`regions`]) | reported as failed |
 //! | lookups, announcements | the directory client's queues | the client reports or re-announces |

@@ -206,7 +206,7 @@ impl Runtime {
             tenants: tenants.clone(),
             public_tenant: public_tenant.clone(),
             checker: Checker::start(arena.clone(), inbox.clone())?,
-            block_copier: BlockCopier::start(arena.clone(), inbox.clone())?,
+            block_copier: BlockCopier::start(arena.clone(), inbox.clone(), settings.bandwidth_weights())?,
             region_renewer: RegionRenewer::start(arena.clone(), inbox.clone())?,
             keys: keys.clone(),
             metrics: metrics.clone(),
@@ -370,13 +370,13 @@ pub(crate) struct OwnEndpoints {
     pub(crate) socket_directory: PathBuf,
 }
 
-/// Registers tenant names recovered with blocks.
 /// Returns the event that declares the current public tenant.
 pub(crate) fn public_tenant_event(public: &PublicTenant, tenants: &Mutex<TenantRegistry>) -> Event {
     let tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
     Event::PublicTenant(public.current().and_then(|name| tenants.number_of(&name)))
 }
 
+/// Registers tenant names recovered with blocks.
 pub(crate) fn restore_tenant_names(tenants: &Mutex<TenantRegistry>, names: &BTreeMap<TenantId, TenantName>) {
     let mut tenants = tenants.lock().unwrap_or_else(PoisonError::into_inner);
     for (number, name) in names {

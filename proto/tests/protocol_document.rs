@@ -53,7 +53,7 @@ fn layout() -> local::Layout {
 
 fn hello() -> local::Hello {
     local::Hello {
-        protocol_version: 10,
+        protocol_version: 11,
         namespace: run(0x77, 32),
         layout: Some(layout()),
         client_name: "vllm-0".into(),
@@ -564,7 +564,7 @@ fn every_message_with_fields_appears_in_an_example() {
     // Messages that only occur inside others, or in every line of the session.
     let carried =
         ["Layout", "Request", "Response", "Place", "RegionGrant", "Lease", "CommitItem", "WaitingRequest"];
-    let of_loads = ["BegunRequests", "BegunRequest", "Position", "LoadedBlock"];
+    let of_loads = ["BegunRequests", "BegunRequest", "Position", "LoadedBlock", "KeyInputs"];
     let of_extents = ["Extent", "DeviceGrant", "PinnedBlock", "GrantedQueue", "RetentionUsage"];
     let of_others = ["NodeInfo", "NodeTenants", "NodeReplicas", "MemberInfo", "PeerEndpoint", "Stat"];
     let others = of_extents.into_iter().chain(of_loads).chain(of_others).chain(placement::CARRIED);
@@ -582,9 +582,9 @@ fn every_message_with_fields_appears_in_an_example() {
 fn session_limits_in_the_document_match_the_code() {
     assert_eq!(
         (local::PROTOCOL_VERSION, local::FRAME_BYTES_MAX, local::KEYS_PER_CALL_MAX),
-        (10, 16 << 20, 8192)
+        (11, 16 << 20, 8192)
     );
-    for words in ["`PROTOCOL_VERSION` = 10 in `Hello`", "(little endian, at most 16 MiB)", "1 to 8,192 keys"]
+    for words in ["`PROTOCOL_VERSION` = 11 in `Hello`", "(little endian, at most 16 MiB)", "1 to 8,192 keys"]
     {
         assert!(DOCUMENT.contains(words), "docs/PROTOCOL.md lacks: {words}");
     }

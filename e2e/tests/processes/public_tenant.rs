@@ -8,7 +8,7 @@ use reprise_client::{
     LoadRequest, MatchOptions, Scope,
 };
 use reprise_e2e::control_plane::Store;
-use reprise_e2e::{Agent, AgentConfig, PATIENCE, TestEnv, wait_until};
+use reprise_e2e::{Agent, AgentConfig, PATIENCE, TestEnv, logs, wait_until};
 use reprise_policy::session::Ranks;
 use reprise_policy::{BlockKey, ByteSize, TenantName};
 use reprise_testkit::configuration;
@@ -17,6 +17,9 @@ use reprise_testkit::engine::{self as reference, RequestOutcome};
 use crate::processes::tenants::{prompts, reference_engine};
 
 const DECLARATION: &str = "[[tenants]]\nname = \"prompts\"\npublic = true\n";
+
+/// Log line of an agent that serves no block to a node of another tenant.
+const REFUSED: &str = "refused blocks to a node that has no session and no blocks of their tenant";
 
 fn tenant(name: &str) -> TenantName {
     name.parse().expect("a name")
@@ -140,8 +143,9 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
     // A reader of the other node, where the tenant is still public, gets no more from this one.
     env.allow("peer connection lost");
     env.allow("node is silent");
+    env.allow("cannot fetch blocks from a peer");
     env.allow("live node registered from another address");
-    env.allow("refused blocks to a node that has no session and no blocks of their tenant");
+    env.require(REFUSED);
     first.stop();
     let withdrawn = config("first", "[[tenants]]\nname = \"prompts\"\n").text(first.files());
     std::fs::write(&first.files().config, withdrawn).expect("written");
@@ -157,10 +161,22 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
         let sources = reader.match_keys(&own, with_inputs(&prompt)).expect("answered");
         (sources.len() == 6).then_some(())
     });
+    // Until the connection to the restarted agent is open, a load fails without a refusal.
     let load = LoadRequest { inputs: reference::chain_inputs(&prompt), ..LoadRequest::new(own) };
-    let load = reader.load(&load).expect("answered");
-    assert!(load.blocks().iter().all(|block| !block.is_ok()), "{:?}", load.blocks());
+    wait_until("the node refuses the blocks", PATIENCE, || {
+        let load = reader.load(&load).expect("answered");
+        assert!(load.blocks().iter().all(|block| !block.is_ok()), "{:?}", load.blocks());
+        logs::read(&first.files().log).contains(REFUSED).then_some(())
+    });
     assert_eq!(imported(&second), before);
+
+    // The owner gets the same blocks from there.
+    let owner = client(&second, "prompts");
+    wait_until("the directory has the blocks of the owner", PATIENCE, || {
+        let sources = owner.match_keys(&public, Scope::Cluster).expect("answered");
+        (sources.len() == 6).then_some(())
+    });
+    assert_eq!(summary(&run(&second, "prompts", &prompt)), (0, 6, 0));
 }
 
 #[test]

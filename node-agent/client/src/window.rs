@@ -28,6 +28,8 @@ impl Client {
         let start = |keys: &[_], first: usize| {
             let inputs = request.inputs.as_ref();
             let inputs = inputs.map(|inputs| inputs.select((first..inputs.len()).take(keys.len())));
+            // A window after the last input has none.
+            let inputs = inputs.filter(|inputs| !inputs.is_empty());
             self.start_load(&LoadRequest { keys: keys.to_vec(), inputs, ..*request })
         };
         if window_blocks == 0 {

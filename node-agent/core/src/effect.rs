@@ -403,6 +403,8 @@ pub struct BlockRead {
 /// Blocks of one layout to copy within the arena.
 #[derive(Clone, Debug)]
 pub struct CopyBatch {
+    /// Tenant for which the blocks are copied.
+    pub tenant: TenantId,
     /// Layout of all blocks.
     pub layout: Layout,
     /// Blocks to copy.

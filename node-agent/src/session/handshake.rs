@@ -260,16 +260,20 @@ fn find_public(context: &SessionContext, hello: &Hello) -> Option<(TenantName, P
     let name = context.public_tenant.current().filter(|name| *name != hello.tenant)?;
     context.keys.learn(&name);
     let is_encrypted = context.keys.of(&name).is_some();
-    let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
-    let found = match (context.salts.of(&name), tenants.enter(&name, None)) {
+    // Before the lock: the core's thread takes it too, and must not wait for a file.
+    let salt = context.salts.of(&name);
+    let found = match salt {
         // The reader may have no key.
         _ if is_encrypted => {
             Err("it is encrypted, and copies of other tenants would be plaintext".to_owned())
         }
-        (Ok(Some(salt)), Ok(tenant)) => Ok(PublicSalt { tenant, salt }),
-        (Ok(None), _) => Err("it has no isolation salt".to_owned()),
-        (Err(SaltError::Missing(message) | SaltError::Unusable(message)), _) => Err(message),
-        (_, Err(error)) => Err(error.to_string()),
+        Ok(Some(salt)) => {
+            let mut tenants = context.tenants.lock().expect("no panic while the registry is locked");
+            let entered = tenants.enter(&name, None).map_err(|error| error.to_string());
+            entered.map(|tenant| PublicSalt { tenant, salt })
+        }
+        Ok(None) => Err("it has no isolation salt".to_owned()),
+        Err(SaltError::Missing(message) | SaltError::Unusable(message)) => Err(message),
     };
     match found {
         Ok(public) => Some((name, public)),

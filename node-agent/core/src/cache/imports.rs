@@ -134,6 +134,8 @@ impl Cache {
             }
             PublicCopy::Stored { key, stored } => {
                 self.devices.read_begun(stored.device);
+                let reader = self.tenant_of(size_class);
+                self.accounts.get_mut(reader).counts.nvme_read_bytes += fetch.into.bytes;
                 let StoredBlock { page, generation, header_crc, .. } = self.devices.stored(*stored);
                 let (fill, slot) = (FillId(fill.0), fetch.into);
                 let read = BlockRead { fill, key: *key, page, generation, header_crc, slot };

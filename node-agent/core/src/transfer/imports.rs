@@ -82,7 +82,8 @@ impl Transfer {
             cx.emit(Effect::ReadBlocks { device, batch });
         }
         if !copies.is_empty() {
-            cx.emit(Effect::CopyBlocks(CopyBatch { layout: request.layout, blocks: copies }));
+            let tenant = cache.size_class(size_class).tenant;
+            cx.emit(Effect::CopyBlocks(CopyBatch { tenant, layout: request.layout, blocks: copies }));
         }
     }
 }

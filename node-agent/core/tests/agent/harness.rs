@@ -428,11 +428,6 @@ impl Harness {
         self.remove_ended_serves();
     }
 
-    pub(crate) fn abort_serve(&mut self, serve: ServeId) {
-        self.serves.remove(&serve);
-        self.apply(Event::Peer(PeerEvent::ServeAborted { serve }));
-    }
-
     /// Offers blocks of a peer; returns the accepted indices and the delay.
     pub(crate) fn peer_offer(
         &mut self,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use reprise_agent_core::effect::{
     ArenaSlot, BlockCheck, BlockCopy, BlockRead, DeviceId, FillId, LookupId, Offer, PlaceId, PlacementReason,
-    RegionId,
+    RegionId, ServeId,
 };
 use reprise_agent_core::event::{Event, FillError, FillUpdate, Integrity, PeerEvent, Placement, Renewal};
 use reprise_agent_core::extents::ExtentHolder;
@@ -116,6 +116,11 @@ impl Harness {
                 self.apply(Event::LookupAnswered { lookup, found });
             }
         }
+    }
+
+    pub(crate) fn abort_serve(&mut self, serve: ServeId) {
+        self.serves.remove(&serve);
+        self.apply(Event::Peer(PeerEvent::ServeAborted { serve }));
     }
 
     /// Fails a read or fetch with an error.

@@ -23,9 +23,9 @@ pub(crate) struct PublicBlocks {
     /// Keys that the public tenant has saved, here or on a peer.
     pub(crate) keys: BTreeSet<BlockKey>,
     /// Contents that the public tenant has saved.
-    contents: BTreeSet<Tag>,
+    pub(crate) contents: BTreeSet<Tag>,
     /// Keys of public blocks that may be copied under a key.
-    copied_from: BTreeMap<BlockKey, BTreeSet<BlockKey>>,
+    pub(crate) copied_from: BTreeMap<BlockKey, BTreeSet<BlockKey>>,
 }
 
 impl PublicBlocks {
@@ -47,7 +47,8 @@ impl Harness {
     }
 
     /// Starts copies within the arena.
-    pub(crate) fn begin_copies(&mut self, CopyBatch { layout, blocks }: CopyBatch) {
+    pub(crate) fn begin_copies(&mut self, CopyBatch { tenant, layout, blocks }: CopyBatch) {
+        assert_ne!(tenant, PUBLIC, "blocks are copied for other tenants");
         for copy in blocks {
             self.assert_unused(copy.into);
             self.jobs.push(Job::Copy { copy, layout });

@@ -26,6 +26,9 @@ use crate::reconcile::tenant::validate::validate;
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
 
+/// Message of a tenant without clusters.
+const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
+
 /// Assignment of pods to tenants in one cluster.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PodAssignment {
@@ -216,8 +219,7 @@ pub fn finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Findi
     }
     let kind = ConditionType::PodsBound;
     if statuses.is_empty() {
-        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
-        return Some(Finding::no(kind, Reason::ReferenceNotFound, message));
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
     Some(statuses.iter().find_map(problem).unwrap_or_else(|| {
         let clusters: Vec<String> = statuses.iter().map(describe).collect();
@@ -239,12 +241,16 @@ pub fn public_finding(tenant: &CacheTenant, context: &Context) -> Option<Finding
 /// Evaluates the public tenants of the clusters that a tenant applies to.
 fn is_public_in(
     tenant: &CacheTenant,
-    mut owners: impl Iterator<Item = (String, Option<String>)>,
+    owners: impl Iterator<Item = (String, Option<String>)>,
 ) -> Option<Finding> {
     if !tenant.spec.public {
         return None;
     }
     let (kind, own) = (ConditionType::Public, tenant.name_any());
+    let mut owners = owners.peekable();
+    if owners.peek().is_none() {
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
+    }
     let other = owners.find_map(|(cluster, owner)| match owner {
         Some(owner) if owner == own => None,
         owner => Some((cluster, owner)),
@@ -403,6 +409,9 @@ mod tests {
         assert_eq!(finding(&tenants[1], Some("old")), Some((ConditionStatus::False, Reason::Conflict)));
         assert_eq!(finding(&tenants[0], None), Some((ConditionStatus::False, Reason::InvalidSpec)));
         assert_eq!(finding(&tenants[3], Some("old")), None, "it does not declare it");
+        let nowhere = is_public_in(&tenants[2], std::iter::empty()).expect("it declares it");
+        assert_eq!((nowhere.status, nowhere.reason), (ConditionStatus::False, Reason::ReferenceNotFound));
+        assert_eq!(is_public_in(&tenants[3], std::iter::empty()), None);
         assert_eq!(decide(&tenants[3..], &[]).bindings.public(), None);
     }
 
