@@ -584,15 +584,13 @@ fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
         json!({ "name": "c-agent-tenants", "items": items })
     );
     let volumes = pod["volumes"].as_array().expect("volumes");
-    let salts = json!({ "secretName": "c-salts", "defaultMode": 0o400, "optional": true });
-    assert!(volumes.contains(&json!({ "name": "salts", "secret": salts })), "{volumes:?}");
     let mounts = pod["containers"][0]["volumeMounts"].as_array().expect("mounts");
-    let mount = json!({ "name": "salts", "mountPath": "/etc/reprise-salts", "readOnly": true });
-    assert!(mounts.contains(&mount), "{mounts:?}");
-    let keys = json!({ "secretName": "c-keys", "defaultMode": 0o400, "optional": true });
-    assert!(volumes.contains(&json!({ "name": "keys", "secret": keys })), "{volumes:?}");
-    let mount = json!({ "name": "keys", "mountPath": "/etc/reprise-keys", "readOnly": true });
-    assert!(mounts.contains(&mount), "{mounts:?}");
+    for name in ["salts", "keys"] {
+        let secret = json!({ "secretName": format!("c-{name}"), "defaultMode": 0o400, "optional": true });
+        assert!(volumes.contains(&json!({ "name": name, "secret": secret })), "{volumes:?}");
+        let mount = json!({ "name": name, "mountPath": format!("/etc/reprise-{name}"), "readOnly": true });
+        assert!(mounts.contains(&mount), "{mounts:?}");
+    }
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["encryption"]["keys"].as_str(), Some("/etc/reprise-keys"));
     assert_eq!(agent["session"]["salts"].as_str(), Some("/etc/reprise-salts"));
