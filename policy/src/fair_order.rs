@@ -8,7 +8,7 @@
 //! * Flows that wait all the time get bytes in the ratio of their weights: of all bytes except `l` of each other flow,
 //!   a flow gets at least its share.
 //! * While a request of flow `f` waits, another flow `g` gets at most `l + l * w(g) / w(f)` bytes.
-//! * A flow that was idle has saved up nothing, and owes at most one request and what it got out of turn.
+//! * A flow that was idle has saved up nothing, and owes at most one request, and the bytes that were served out of turn.
 //! * The channel never waits while a flow has requests. One flow alone gets everything.
 //!
 //! A flow that is passed over, because its request cannot start now, keeps a lead of at most one request

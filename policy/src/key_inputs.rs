@@ -75,7 +75,7 @@ impl KeyInputs {
         self.input_bytes
     }
 
-    /// Number of inputs.
+    /// Number of inputs, one for each key.
     pub fn len(&self) -> usize {
         self.packed.len() / self.input_bytes
     }

@@ -127,7 +127,7 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
     let public = chain("prompts", &prompt);
     assert!(reader.match_keys(&public, Scope::Cluster).expect("answered").is_empty());
     let mut slots = reader.reserve(6, PATIENCE).expect("answered");
-    slots.iter_mut().for_each(|slot| slot.checksum_written().expect("whatever the slot contains"));
+    slots.iter_mut().for_each(|slot| slot.checksum_written().expect("checksums of any content"));
     let items = slots.into_iter().zip(public.clone()).collect();
     let commit = reader.commit(items, CommitOptions::default()).expect("answered");
     assert!(commit.statuses.iter().all(|status| *status == CommitStatus::BadItem), "{commit:?}");
@@ -140,7 +140,7 @@ fn public_prompt_is_read_by_other_tenants_until_it_is_withdrawn() {
     assert_eq!(owner.match_keys(&public, Scope::Local).expect("answered").len(), 6);
     drop((owner, reader));
 
-    // A reader of the other node, where the tenant is still public, gets no more from this one.
+    // A reader of the other node, where the tenant is still public, gets nothing from this one.
     env.allow("peer connection lost");
     env.allow("node is silent");
     env.allow("cannot fetch blocks from a peer");

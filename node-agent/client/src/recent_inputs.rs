@@ -12,7 +12,7 @@ use crate::client::{Client, Session};
 /// Maximum keys of a generation: four prompts of 8,192 blocks. Both generations take about 10 MB.
 const GENERATION_KEYS_MAX: usize = 32_768;
 
-/// Inputs by key.
+/// Inputs of recently derived keys, by key.
 #[derive(Debug, Default)]
 pub(crate) struct RecentInputs {
     newer: HashMap<BlockKey, Input>,

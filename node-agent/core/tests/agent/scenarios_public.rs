@@ -185,7 +185,7 @@ fn blocks_of_other_tenants_are_not_copied() {
 }
 
 #[test]
-fn without_a_public_tenant_nothing_is_copied_any_more() {
+fn nothing_is_copied_without_a_public_tenant() {
     let (mut harness, owner, reader) = harness();
     trim(&mut harness, owner);
     harness.load_public(reader, &[key(0)], of(PUBLIC, &[key(500)]), Scope::Local);
@@ -202,9 +202,11 @@ fn without_a_public_tenant_nothing_is_copied_any_more() {
 
 #[test]
 fn blocks_of_an_erased_public_tenant_are_not_copied() {
-    let (mut harness, _, reader) = harness();
+    let (mut harness, owner, reader) = harness();
+    harness.load(owner, &keys(PROMPT), Duration::ZERO, Scope::Local);
+    harness.finish_jobs();
     harness.apply(Event::TenantErased { tenant: PUBLIC });
-    assert_eq!(used(&harness, PUBLIC), dram(3), "the blocks are not removed yet");
+    assert_eq!(used(&harness, PUBLIC), dram(3), "the owner's load keeps the blocks");
     assert_eq!(load(&mut harness, reader, Scope::Local), [Err(LossReason::Miss); 3]);
     assert_eq!(imported(&harness).0, 0);
 }

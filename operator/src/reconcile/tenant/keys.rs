@@ -36,7 +36,7 @@ use crate::reconcile::secrets;
 /// Interval between two readings of the Secret that a tenant names.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(20);
 
-/// Maximum number of keys, the one that encrypts included; agents read no more.
+/// Maximum number of keys, the one that encrypts included; agents refuse longer lists.
 const KEYS_MAX: usize = 16;
 
 /// HTTP status code of requests that the operator has no permission for.
@@ -157,7 +157,7 @@ fn failure(names: &ClusterNames, is_erasing: bool, error: &OperatorError) -> Ref
     Refusal::new(reason, message)
 }
 
-/// Returns condition `KeyAvailable`.
+/// Returns condition `KeyAvailable` of a tenant.
 pub fn finding(tenant: &CacheTenant, sync: &KeySync, measurements: &[UsageMeasurement]) -> Finding {
     let kind = ConditionType::KeyAvailable;
     let reference = tenant.spec.key_secret_ref.as_ref().map(describe).unwrap_or_default();
