@@ -69,7 +69,10 @@ impl Cluster {
             let (resource, about) = found.map_err(|error| format!("{kind:?}: {error}"))?;
             let api: Api<DynamicObject> = match about.scope {
                 Scope::Cluster => Api::all_with(self.admin.clone(), &resource),
-                Scope::Namespaced => Api::namespaced_with(self.admin.clone(), NAMESPACE, &resource),
+                Scope::Namespaced => {
+                    let namespace = object["metadata"]["namespace"].as_str().unwrap_or(NAMESPACE);
+                    Api::namespaced_with(self.admin.clone(), namespace, &resource)
+                }
             };
             let mut params = PatchParams::apply("reprise-e2e").validation(ValidationDirective::Strict);
             params.dry_run = dry == DryRun::Yes;
@@ -108,12 +111,15 @@ fn split(api_version: &str) -> (&str, &str) {
     api_version.split_once('/').unwrap_or(("", api_version))
 }
 
-/// Creates a namespace with an account that has all permissions, and returns a token of the account.
+/// Creates namespaces and an account that has all permissions, and returns a token of the account.
 async fn helms_token(admin: &Client) -> String {
     let params = PatchParams::apply("reprise-e2e");
-    let space = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } });
     let spaces: Api<Namespace> = Api::all(admin.clone());
-    spaces.patch(NAMESPACE, &params, &Patch::Apply(&space)).await.expect("a namespace");
+    // The last ones are those of Secrets with keys, in everything.yaml.
+    for name in [NAMESPACE, "team-a", "team-b"] {
+        let space = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } });
+        spaces.patch(name, &params, &Patch::Apply(&space)).await.expect("a namespace");
+    }
     let accounts: Api<ServiceAccount> = Api::namespaced(admin.clone(), NAMESPACE);
     let account =
         json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "installer" } });
