@@ -101,6 +101,12 @@ fn agent_and_member_start_with_generated_configurations() {
     let session = agent["session"].as_table_mut().expect("a section");
     assert_eq!(session["socket"].as_str(), Some("/run/reprise/agent.sock"));
     session.insert("socket".to_owned(), folder.join("agent.sock").display().to_string().into());
+    // No volume is mounted there.
+    let encryption = agent["encryption"].as_table_mut().expect("a section");
+    assert_eq!(encryption["keys"].as_str(), Some("/etc/reprise-keys"));
+    let keys = folder.join("encryption-keys");
+    fs::create_dir(&keys).expect("a folder can be created");
+    encryption.insert("keys".to_owned(), keys.display().to_string().into());
     let control_plane = agent["controlplane"].as_table_mut().expect("a section");
     control_plane.insert("address".to_owned(), ready["grpc"].as_str().expect("checked above").into());
     let path = folder.join("agent.toml");

@@ -128,7 +128,7 @@ fn keys_of_an_encrypted_tenant_are_copied_rotated_and_erased_with_their_secret()
         &["kv-key", "does not exist"],
     );
     let entry = |secret: &str| {
-        let data = k8s.get("Secret", secret)?.data["data"]["team-a"].clone();
+        let data = k8s.get("Secret", secret)?.data["data"].get("team-a")?.clone();
         let ByteString(bytes) = serde_json::from_value(data).ok()?;
         Some(String::from_utf8(bytes).expect("text"))
     };
