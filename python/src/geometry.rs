@@ -262,8 +262,9 @@ pub(crate) fn block_keys<'py>(
 ) -> PyResult<Bound<'py, PyBytes>> {
     let hash = |hash: PyResult<Bound<'py, PyAny>>| {
         let hash = hash?;
-        hash.cast_into::<PyBytes>()
-            .map_err(|error| PyTypeError::new_err(format!("invalid hash {}: expected bytes", error.into_inner())))
+        hash.cast_into::<PyBytes>().map_err(|error| {
+            PyTypeError::new_err(format!("invalid hash {}: expected bytes", error.into_inner()))
+        })
     };
     let hashes: Vec<Bound<'py, PyBytes>> = hashes.try_iter()?.map(hash).collect::<PyResult<_>>()?;
     let bytes = hashes.iter().map(|hash| hash.as_bytes());
