@@ -308,7 +308,7 @@ fn configurations_that_would_write_plaintext_are_refused() {
     let refusal = env.refusal(&keys.config("node"));
     assert!(refusal.text.contains("64 hexadecimal digits"), "{}", refusal.text);
     keys.write("team-a", &['1']);
-    let mode = fs::Permissions::from(std::os::unix::fs::PermissionsExt::from_mode(0o644));
+    let mode: fs::Permissions = std::os::unix::fs::PermissionsExt::from_mode(0o644);
     fs::set_permissions(keys.0.join("team-a"), mode).expect("the file is the test's");
     let refusal = env.refusal(&keys.config("node"));
     assert!(refusal.text.contains("chmod 600"), "{}", refusal.text);

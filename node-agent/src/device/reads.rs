@@ -128,7 +128,7 @@ enum State {
         checksums: Box<[u32]>,
         fresh: bool,
         /// Of an encrypted block.
-        decryptor: Option<Decryptor>,
+        decryptor: Option<Box<Decryptor>>,
     },
     Failing(FillError),
     Done,
@@ -434,7 +434,8 @@ impl Block {
         if let (State::AwaitingHeader, Some(header)) = (&self.state, header) {
             match self.decode(pieces, header, keys) {
                 Ok((checksums, decryptor)) => {
-                    self.state = State::Reading { checksums, fresh: true, decryptor };
+                    self.state =
+                        State::Reading { checksums, fresh: true, decryptor: decryptor.map(Box::new) };
                 }
                 Err(error) => self.fail(error),
             }

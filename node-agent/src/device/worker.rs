@@ -127,7 +127,7 @@ enum Work {
         offset: u64,
         pages: PageBuffer,
         /// Of a block, and how it is written.
-        payload: Option<(Span, WriteForm)>,
+        payload: Option<(Span, Box<WriteForm>)>,
     },
     Sync {
         token: OpToken,
@@ -340,7 +340,7 @@ impl Worker {
                             Ok(form) => form,
                             Err(error) => return self.refuse_plaintext(token, &error),
                         };
-                        Work::Write { token, tenant, offset, pages, payload: Some((payload, form)) }
+                        Work::Write { token, tenant, offset, pages, payload: Some((payload, Box::new(form))) }
                     }
                     _ => return self.refuse_op(token, "invalid size of a slot or header"),
                 }
@@ -392,14 +392,16 @@ impl Worker {
                 Work::Write { token, tenant, offset, mut pages, payload } => {
                     let written = match payload {
                         None => Ok((None, None)),
-                        Some((payload, WriteForm::Plain)) => Ok((None, Some(payload))),
-                        Some((payload, WriteForm::Encrypted { layout, key })) => {
-                            let encrypted = self.encryptor.encrypt(&mut pages, &payload, (&layout, &key));
-                            encrypted.map(|mut buffer| {
-                                let span = buffer.span();
-                                (Some(buffer), Some(span))
-                            })
-                        }
+                        Some((payload, form)) => match *form {
+                            WriteForm::Plain => Ok((None, Some(payload))),
+                            WriteForm::Encrypted { layout, key } => {
+                                let encrypted = self.encryptor.encrypt(&mut pages, &payload, (&layout, &key));
+                                encrypted.map(|mut buffer| {
+                                    let span = buffer.span();
+                                    (Some(buffer), Some(span))
+                                })
+                            }
+                        },
                     };
                     let (encrypted, payload) = match written {
                         Ok(written) => written,

@@ -91,7 +91,7 @@ fn requests_in_the_document_are_decoded() {
     ] {
         match decode::request(example(message).into()).expect("readable") {
             DecodeResult::Request { id: RequestId(2), body, inputs: None } => {
-                assert_eq!(format!("{body:?}"), meaning)
+                assert_eq!(format!("{body:?}"), meaning);
             }
             other => panic!("{message} is decoded as {other:?}"),
         }

@@ -251,7 +251,7 @@ fn written_block_has_its_header_in_front_and_survives_after_a_sync() {
 /// Tenants of the next reads of a rank: tenant 1 reads the first half of the blocks, tenant 2 the second one.
 fn next_tenants(reads: &mut ReadsByClass, rank: ReadClass, count: usize) -> Vec<TenantId> {
     let pages = PageBufferPool::new(1);
-    let tenant = |read: PieceRead| TenantId(1 + (read.offset >= u64::from(BLOCKS / 2) * stride()) as u16);
+    let tenant = |read: PieceRead| TenantId(1 + u16::from(read.offset >= u64::from(BLOCKS / 2) * stride()));
     let next = || reads.next(rank, &pages).map(|(_, read)| tenant(read));
     std::iter::from_fn(next).take(count).collect()
 }
