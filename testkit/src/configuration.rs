@@ -5,6 +5,7 @@ use std::io::{self, Write as _};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use reprise_policy::{ByteSize, TenantName, TenantSalt, prefix_hash};
 use serde_json::{Value, json};
@@ -110,6 +111,9 @@ pub fn salts_folder(socket: &Path) -> PathBuf {
     socket.with_file_name("salts")
 }
 
+/// Number of files that [`provide_salt`] has begun, for their names.
+static SALT_FILES: AtomicU64 = AtomicU64::new(0);
+
 /// Provides the isolation salt of a tenant for the agent at `socket`. It derives from the name, so all nodes of a test
 /// or demonstration have the same one. Real clusters use random salts.
 ///
@@ -122,7 +126,9 @@ pub fn provide_salt(socket: &Path, tenant: &TenantName) -> io::Result<()> {
         return Ok(());
     }
     fs::create_dir_all(&folder)?;
-    let fresh = folder.join(format!(".{tenant}.{}", std::process::id()));
+    // Unique: threads of a test provide the same salt at once.
+    let number = SALT_FILES.fetch_add(1, Ordering::Relaxed);
+    let fresh = folder.join(format!(".{tenant}.{}.{number}", std::process::id()));
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
     file.write_all(test_salt(tenant).to_hex().as_bytes())?;
     fs::rename(fresh, path)

@@ -123,7 +123,8 @@ struct Flood<'a> {
 
 pub(super) fn run(settings: &Settings) -> anyhow::Result<Vec<Figure>> {
     let layout = llama_3_8b();
-    let (ours, others) = (start(settings)?, start(settings)?);
+    let [ours, others] = ["measured", "next-to-it"].map(|name| start(&settings.directory.join(name)));
+    let (ours, others) = (ours?, others?);
     let b = tenant("team-b");
     let sockets = sockets(&ours);
     let [reader, peer] = [0, 1].map(|node| connect_as(&sockets[node], &layout, &b));
@@ -171,9 +172,10 @@ fn await_announced(reader: &Client, prefixes: &[Vec<BlockKey>]) -> anyhow::Resul
     Ok(())
 }
 
-/// Starts a cluster of two agents.
-fn start(settings: &Settings) -> anyhow::Result<Cluster> {
-    let mut cluster = Cluster::start_controlplane(&settings.directory, ControlPlanes::Embedded)?;
+/// Starts a cluster of two agents in a folder.
+fn start(folder: &Path) -> anyhow::Result<Cluster> {
+    std::fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
+    let mut cluster = Cluster::start_controlplane(folder, ControlPlanes::Embedded)?;
     cluster.configure_agents(AGENT_SETTINGS);
     let moves = Some(ByteSize(0));
     let sizes = AgentSizes { arena: ByteSize(ARENA_MIB << 20), pool: ByteSize(POOL_MIB << 20), moves };
