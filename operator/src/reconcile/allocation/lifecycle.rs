@@ -8,8 +8,8 @@ use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
 use crate::framework::refusal::Refusal;
+use crate::reconcile::membership::cluster_of;
 use crate::reconcile::names::QUEUES_FINALIZER;
-use crate::reconcile::node::dereference::cluster_of;
 
 /// State of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -84,9 +84,7 @@ pub fn next_step(node: &Node, live: Option<&CacheNode>, wanted: &DesiredCacheNod
         }
         (DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_), _)
         | (DesiredCacheNode::Unchanged, None) => return Step::Nothing,
-        (DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Unchanged, live) => {
-            ConditionText::of(live)
-        }
+        (DesiredCacheNode::Spec(_) | DesiredCacheNode::Unchanged, live) => ConditionText::of(live),
     };
     let is_so = before.map_or_else(|| is_awaited(live), |before| desired.is_in(before));
     if is_so || node.metadata.deletion_timestamp.is_some() {

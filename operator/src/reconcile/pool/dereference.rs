@@ -21,7 +21,7 @@ pub struct PoolInputs {
     pub assignment: PoolAssignment,
     /// The pool's cluster, if it has one.
     pub cluster: Option<Arc<KVCacheCluster>>,
-    /// `CacheNode`s of the selected nodes; nodes without one are missing.
+    /// `CacheNode`s of the assigned nodes; nodes without one are missing.
     pub nodes: Vec<PoolNode>,
     /// Bytes that tenants reserve on each node.
     pub reserved: u64,
@@ -72,10 +72,9 @@ impl PoolNode {
         devices.filter(|device| device.pool.as_str() == self.pool)
     }
 
-    /// Returns the generation of the pool in the node's spec.
-    pub fn claimed(&self) -> Option<i64> {
-        let mut claims = self.node.spec.claims.iter();
-        claims.find(|claim| claim.uid.as_str() == self.pool_uid).map(|claim| claim.generation)
+    /// Returns the name of the node.
+    pub fn name(&self) -> &str {
+        self.node.metadata.name.as_deref().unwrap_or_default()
     }
 
     /// Returns the claim that the agent has applied.

@@ -400,7 +400,7 @@ fn resolve(object: &GPUQueueAllocation) -> ResolvedAllocation {
         assignment: PoolAssignment {
             cluster: Some("n/c".to_owned()),
             nodes: vec!["n1".to_owned()],
-            refused: None,
+            ..PoolAssignment::default()
         },
         profile: None,
     }
