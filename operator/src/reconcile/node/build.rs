@@ -10,7 +10,7 @@ use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
 
 use super::dereference::{AgentGrants, ClusterState, NodeInputs, cluster_of};
-use crate::reconcile::deletion_guard;
+use crate::reconcile::pool::guard::has_guard;
 
 /// Name of a pool's file in its directory.
 const POOL_FILE: &str = "pool";
@@ -118,7 +118,7 @@ fn retained_claim(pool: &SSDPool, claim: &PoolClaim) -> PoolClaim {
 fn is_wiped(pool: &SSDPool) -> bool {
     let spec = &pool.spec;
     let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
-    pool.metadata.deletion_timestamp.is_some() && confirmed && !deletion_guard::has_guard(pool)
+    pool.metadata.deletion_timestamp.is_some() && confirmed && !has_guard(pool)
 }
 
 fn claim(pool: &SSDPool) -> PoolClaim {

@@ -89,7 +89,7 @@ mod tests {
 
     use super::*;
     use crate::reconcile::assignment::PoolAssignment;
-    use crate::reconcile::deletion_guard::DeletionGuard;
+    use crate::reconcile::pool::guard::Guard;
 
     fn pool(more: Value, deleted: bool) -> SSDPool {
         let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
@@ -124,7 +124,7 @@ mod tests {
             cluster: None,
             nodes: states.iter().enumerate().map(node).collect(),
             reserved: 0,
-            guard: DeletionGuard::default(),
+            guard: Guard::default(),
         }
     }
 

@@ -10,7 +10,7 @@ use reprise_crds::{CacheNode, SSDPool};
 
 use crate::framework::change::{Change, WatchedKind, status_is_own};
 use crate::framework::own_writes::Digest;
-use crate::reconcile::deletion_guard;
+use crate::reconcile::pool::guard::has_guard;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SSDPool {
@@ -18,7 +18,7 @@ impl WatchedKind for SSDPool {
     ///
     /// When a refusal starts or ends, many nodes may be affected, and a label of a single node may cause it.
     fn dependencies(&self) -> Option<Digest> {
-        let is_deleting = self.metadata.deletion_timestamp.as_ref().map(|_| deletion_guard::has_guard(self));
+        let is_deleting = self.metadata.deletion_timestamp.as_ref().map(|_| has_guard(self));
         let conditions = self.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
         let accepted = find(conditions, ConditionType::Accepted);
         let is_refused = accepted.is_some_and(|accepted| accepted.status == ConditionStatus::False);

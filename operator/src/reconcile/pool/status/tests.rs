@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::reconcile::assignment::PoolAssignment;
-use crate::reconcile::deletion_guard::DeletionGuard;
+use crate::reconcile::pool::guard::Guard;
 
 /// Generation of the pool spec with mode `Draining`.
 const GENERATION: i64 = 3;
@@ -74,7 +74,7 @@ fn found(planned: &[&str], nodes: Vec<Value>) -> PoolInputs {
         cluster: None,
         nodes: nodes.into_iter().map(node).collect(),
         reserved: 0,
-        guard: DeletionGuard::default(),
+        guard: Guard::default(),
     }
 }
 
