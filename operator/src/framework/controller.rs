@@ -76,7 +76,6 @@ async fn timed<C: Deref<Target = Services>>(
     context: Arc<C>,
 ) -> Result<Action, OperatorError> {
     let (begun, kind) = (Instant::now(), subject.kind);
-    context.watchdog.reconcile_started(kind, &key, begun);
     let ended = tokio::time::timeout(RECONCILE_TIMEOUT, reconcile).await;
     let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
     let result = if ended.is_ok() { "done" } else { "failed" };
@@ -86,7 +85,6 @@ async fn timed<C: Deref<Target = Services>>(
     {
         events::publish(&context, &subject, forbidden(error)).await;
     }
-    context.watchdog.reconcile_finished(kind, &key, Instant::now());
     if ended.is_ok() {
         context.backoff.record_success(&key);
         tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");

@@ -40,7 +40,7 @@ pub struct Services {
     pub metrics: Metrics,
     /// Publisher of events on objects.
     pub recorder: Recorder,
-    /// Progress of the queues, for the liveness probe.
+    /// Heartbeats of the queues, for the liveness probe.
     pub watchdog: Watchdog,
     /// Consecutive failures of reconciles.
     pub backoff: Backoff,
