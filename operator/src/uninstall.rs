@@ -2,10 +2,10 @@
 //! runs, and waits until they and their children are gone.
 //!
 //! Order ([`Step`]):
-//! 1. Tenants. Control planes have a third of the time to remove their budgets.
+//! 1. Tenants. Control planes have a third of the time to remove their budgets. The others are deleted with their
+//!    clusters.
 //! 2. Pools with a confirmed wipe. Agents wipe them.
-//! 3. Clusters with all their children: those that Kubernetes deletes, and those that the operator deletes
-//!    (`CacheNode`s, bindings, grants of queues on nodes that no longer belong to a cluster).
+//! 3. Clusters with what they leave ([`leftovers`]).
 //! 4. Other pools. Their data is kept.
 //!
 //! Resource definitions and objects that the release did not apply are kept. The command logs objects that
@@ -17,7 +17,6 @@
 //!
 //! The command may be run again after a timeout.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
@@ -84,16 +83,13 @@ pub async fn delete(client: &Client, release: &Release, within: Duration) -> any
     if !tenants.is_empty() {
         tracing::info!(
             "control planes did not remove these tenants in time; deleting them with their clusters: {}",
-            tenants.join("; ")
+            join(&tenants)
         );
     }
-    for step in [Step::WipedPools, Step::Clusters, Step::OtherPools] {
+    for step in [Step::WipedPools, Step::Clusters, Step::Tenants, Step::OtherPools] {
         let left = run.delete(step, within).await?;
         if !left.is_empty() {
-            let named = left.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ");
-            let more = left.len().saturating_sub(NAMES_MAX);
-            let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-            bail!("still there after {within:?}: {named}{more}");
+            bail!("still there after {within:?}: {}", join(&left));
         }
     }
     run.warn_about_remaining().await?;
@@ -128,89 +124,84 @@ impl Step {
     }
 }
 
-/// Objects that remain after a cluster and that the operator or Kubernetes deletes or releases.
+/// Objects that clusters leave, until the operator or Kubernetes deletes or releases them.
 struct Leftover {
     resource: ApiResource,
     /// Label selector.
     labels: &'static str,
     /// Why they remain, if their conditions do not tell.
     why: &'static str,
-    is_left: fn(&Known, &DynamicObject) -> bool,
+    is_left: fn(&Kept, &DynamicObject) -> bool,
 }
 
-/// What is kept.
-struct Known {
-    release: Release,
-    /// Name and uid of the clusters in the release's namespace that are not being deleted.
-    clusters: BTreeMap<String, String>,
-    /// Names of all `CacheNode`s.
-    nodes: BTreeSet<String>,
-    /// Uids of the pools that a node has.
-    claimed: BTreeSet<String>,
+/// What the uninstall does not delete.
+struct Kept {
+    /// Namespace of the release.
+    namespace: String,
+    /// Clusters in it that are not being deleted.
+    clusters: Vec<DynamicObject>,
+    /// All `CacheNode`s.
+    nodes: Vec<DynamicObject>,
 }
 
-fn leftovers() -> [Leftover; 8] {
-    let row = |resource, labels, why, is_left| Leftover { resource, labels, why, is_left };
+impl Kept {
+    /// Whether the cluster of a child is gone or is being deleted. Bindings have no namespace, but their subjects
+    /// have.
+    fn lacks_cluster_of(&self, child: &DynamicObject) -> bool {
+        let subjects = child.data["subjects"].as_array();
+        let is_elsewhere =
+            subjects.is_some_and(|all| all.iter().all(|one| one["namespace"] != self.namespace.as_str()));
+        let of = child.labels().get(CLUSTER_UID);
+        !is_elsewhere && !self.clusters.iter().any(|cluster| cluster.metadata.uid.as_ref() == of)
+    }
+}
+
+fn leftovers() -> [Leftover; 6] {
+    let child = |kind: ChildKind, why| Leftover {
+        resource: kind.resource(),
+        labels: CLUSTER_UID,
+        why,
+        is_left: Kept::lacks_cluster_of,
+    };
     let by_kubernetes = "Kubernetes deletes it with its cluster";
     [
-        row(ApiResource::erase::<KVCacheCluster>(&()), "", "", |known, cluster| {
-            cluster.metadata.deletion_timestamp.is_some() && !is_applied(cluster, &known.release)
-        }),
-        // Tenants of control planes that were unreachable.
-        row(ApiResource::erase::<CacheTenant>(&()), "", "", |known, tenant| {
-            is_applied(tenant, &known.release)
-        }),
-        row(ChildKind::StatefulSet.resource(), CLUSTER_UID, by_kubernetes, Known::is_orphan),
-        row(ChildKind::DaemonSet.resource(), CLUSTER_UID, by_kubernetes, Known::is_orphan),
-        row(
-            ChildKind::ClusterRoleBinding.resource(),
-            CLUSTER_UID,
-            "the operator deletes it. Check that the operator runs",
-            |known, binding| {
-                let mut subjects = binding.data["subjects"].as_array().into_iter().flatten();
-                subjects.any(|one| one["namespace"] == known.release.namespace.as_str())
-                    && known.is_orphan(binding)
-            },
-        ),
-        row(
-            ApiResource::erase::<CacheNode>(&()),
-            "",
-            "the operator deletes it once the agent has released the granted GPU queues of the node; an agent that \
-             does not report for a minute counts as gone. Check that the operator runs",
-            |known, node| {
+        child(ChildKind::StatefulSet, by_kubernetes),
+        child(ChildKind::DaemonSet, by_kubernetes),
+        child(ChildKind::ClusterRoleBinding, "the operator deletes it. Check that the operator runs"),
+        Leftover {
+            resource: ApiResource::erase::<CacheNode>(&()),
+            labels: "",
+            why: "the operator deletes it once the agent has released the granted GPU queues of the node; an agent \
+                  that does not report for a minute counts as gone. Check that the operator runs",
+            is_left: |kept, node| {
                 let of = &node.data["spec"]["clusterRef"];
-                of["namespace"] == known.release.namespace.as_str()
-                    && !of["name"].as_str().is_some_and(|name| known.clusters.contains_key(name))
+                let is_it = |cluster: &DynamicObject| of["name"] == cluster.name_any().as_str();
+                of["namespace"] == kept.namespace.as_str() && !kept.clusters.iter().any(is_it)
             },
-        ),
-        row(
-            ApiResource::erase::<GPUQueueAllocation>(&()),
-            "",
-            "the operator ends its grant, because its node no longer belongs to a cluster. Check that the operator \
-             runs",
-            |known, allocation| {
-                let node = allocation.data["spec"]["nodeName"].as_str().unwrap_or_default();
-                has(allocation, QUEUES_FINALIZER) && !known.nodes.contains(node)
+        },
+        Leftover {
+            resource: ApiResource::erase::<GPUQueueAllocation>(&()),
+            labels: "",
+            why: "the operator ends its grant, because its node no longer belongs to a cluster. Check that the \
+                  operator runs",
+            is_left: |kept, allocation| {
+                let is_it =
+                    |node: &DynamicObject| allocation.data["spec"]["nodeName"] == node.name_any().as_str();
+                has(allocation, QUEUES_FINALIZER) && !kept.nodes.iter().any(is_it)
             },
-        ),
-        row(
-            Step::OtherPools.resource(),
-            "",
-            "the operator removes its finalizer, because no node has the pool. Check that the operator runs",
-            |known, pool| {
-                let is_claimed = pool.uid().is_some_and(|uid| known.claimed.contains(&uid));
+        },
+        Leftover {
+            resource: Step::OtherPools.resource(),
+            labels: "",
+            why: "the operator removes its finalizer, because no node has the pool. Check that the operator runs",
+            is_left: |kept, pool| {
+                let mut claims =
+                    kept.nodes.iter().filter_map(|node| node.data["spec"]["claims"].as_array()).flatten();
+                let is_claimed = claims.any(|claim| claim["uid"].as_str() == pool.metadata.uid.as_deref());
                 has(pool, IN_USE_FINALIZER) && Step::OtherPools.includes(pool) && !is_claimed
             },
-        ),
+        },
     ]
-}
-
-impl Known {
-    /// Whether the cluster of a child is gone or is being deleted.
-    fn is_orphan(&self, child: &DynamicObject) -> bool {
-        let of = child.labels().get(CLUSTER_UID);
-        of.is_some_and(|of| !self.clusters.values().any(|uid| uid == of))
-    }
 }
 
 impl Run<'_> {
@@ -250,66 +241,58 @@ impl Run<'_> {
         Ok(objects)
     }
 
-    /// Describes what remains of a step. Clusters also leave what [`leftovers`] lists.
+    /// Describes what remains of a step, and what clusters leave.
     async fn remaining(&self, step: Step) -> anyhow::Result<Vec<String>> {
         let (kind, applied) = (step.resource().kind, self.applied(step).await?);
         let mut left: Vec<String> = applied.iter().map(|object| describe(&kind, object, "")).collect();
         if step == Step::Clusters {
-            let known = self.known().await?;
+            let mut clusters = self.list(&step.resource(), "").await?;
+            clusters.retain(|cluster| cluster.metadata.deletion_timestamp.is_none());
+            let nodes = self.list(&ApiResource::erase::<CacheNode>(&()), "").await?;
+            let kept = Kept { namespace: self.release.namespace.clone(), clusters, nodes };
             for Leftover { resource, labels, why, is_left } in leftovers() {
                 let all = self.list(&resource, labels).await?;
-                let all = all.iter().filter(|object| is_left(&known, object));
+                let all = all.iter().filter(|object| is_left(&kept, object));
                 left.extend(all.map(|object| describe(&resource.kind, object, why)));
             }
         }
         Ok(left)
     }
 
-    async fn known(&self) -> anyhow::Result<Known> {
-        let mut clusters = self.list(&Step::Clusters.resource(), "").await?;
-        clusters.retain(|cluster| cluster.metadata.deletion_timestamp.is_none());
-        let nodes = self.list(&ApiResource::erase::<CacheNode>(&()), "").await?;
-        let claims = nodes.iter().filter_map(|node| node.data["spec"]["claims"].as_array()).flatten();
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        Ok(Known {
-            release: self.release.clone(),
-            clusters: clusters
-                .iter()
-                .map(|cluster| (cluster.name_any(), cluster.uid().unwrap_or_default()))
-                .collect(),
-            claimed: claims.map(|claim| text(&claim["uid"])).collect(),
-            nodes: nodes.iter().map(ResourceExt::name_any).collect(),
-        })
-    }
-
     /// Logs objects that stay and need attention.
     async fn warn_about_remaining(&self) -> anyhow::Result<()> {
-        let allocations = self.list(&ApiResource::erase::<GPUQueueAllocation>(&()), "").await?;
-        warn(
-            "GPUQueueAllocation",
-            allocations.iter().filter(|allocation| has(*allocation, QUEUES_FINALIZER)),
-            &format!(
-                "the allocation stays, with its grant and the finalizer {QUEUES_FINALIZER}, because its node \
-                 belongs to a cluster that is not part of the release. Its deletion will wait until an operator \
-                 is installed again or the finalizer is removed by hand"
-            ),
-        );
+        let names = |objects: &[DynamicObject]| {
+            (!objects.is_empty()).then(|| join(&objects.iter().map(full_name).collect::<Vec<_>>()))
+        };
+        let mut allocations = self.list(&ApiResource::erase::<GPUQueueAllocation>(&()), "").await?;
+        allocations.retain(|allocation| has(allocation, QUEUES_FINALIZER));
+        if let Some(allocations) = names(&allocations) {
+            tracing::warn!(
+                allocations,
+                "GPUQueueAllocations stay, with their grants and the finalizer {QUEUES_FINALIZER}, because their \
+                 nodes belong to clusters that are not part of the release. Their deletion will wait until an \
+                 operator is installed again or the finalizer is removed by hand"
+            );
+        }
         let pools = self.list(&Step::OtherPools.resource(), "").await?;
-        let (applied, others): (Vec<_>, Vec<_>) =
-            pools.iter().partition(|pool| is_applied(pool, self.release));
-        warn(
-            "SSDPool",
-            applied.into_iter(),
-            "the pool stays, because its deletionPolicy is Wipe and the wipe is not confirmed; delete it by hand",
-        );
-        warn(
-            "SSDPool",
-            others.into_iter().filter(|pool| has(*pool, IN_USE_FINALIZER)),
-            &format!(
-                "the pool stays, with the finalizer {IN_USE_FINALIZER}, because nodes have it or it will be wiped. \
-                 Its deletion will wait until an operator is installed again or the finalizer is removed by hand"
-            ),
-        );
+        let is_applied = |pool: &DynamicObject| pool.labels().get(RELEASE) == Some(&self.release.name);
+        let (applied, mut others): (Vec<_>, Vec<_>) = pools.into_iter().partition(is_applied);
+        if let Some(pools) = names(&applied) {
+            tracing::warn!(
+                pools,
+                "SSDPools stay, because their deletionPolicy is Wipe and the wipe is not confirmed; delete them by \
+                 hand"
+            );
+        }
+        others.retain(|pool| has(pool, IN_USE_FINALIZER));
+        if let Some(pools) = names(&others) {
+            tracing::warn!(
+                pools,
+                "SSDPools stay, with the finalizer {IN_USE_FINALIZER}, because nodes have them or they will be \
+                 wiped. Their deletion will wait until an operator is installed again or the finalizer is removed \
+                 by hand"
+            );
+        }
         Ok(())
     }
 
@@ -360,25 +343,17 @@ impl Run<'_> {
     }
 }
 
-/// Whether the release has applied an object.
-fn is_applied(object: &DynamicObject, release: &Release) -> bool {
-    object.labels().get(RELEASE) == Some(&release.name)
-}
-
 fn full_name(object: &DynamicObject) -> String {
     let name = object.name_any();
     object.namespace().map_or(name.clone(), |namespace| format!("{namespace}/{name}"))
 }
 
-/// Logs objects that stay.
-fn warn<'a>(kind: &str, objects: impl Iterator<Item = &'a DynamicObject>, why: &str) {
-    let names: Vec<String> = objects.map(full_name).collect();
-    for name in names.iter().take(NAMES_MAX) {
-        tracing::warn!(kind, name, "{why}");
-    }
-    let more = names.len().saturating_sub(NAMES_MAX);
-    if more > 0 {
-        tracing::warn!(kind, more, "more objects stay for the same reason");
+/// Joins texts, at most [`NAMES_MAX`] of them.
+fn join(texts: &[String]) -> String {
+    let joined = texts.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ");
+    match texts.len().saturating_sub(NAMES_MAX) {
+        0 => joined,
+        more => format!("{joined}; and {more} more"),
     }
 }
 
@@ -397,6 +372,7 @@ fn describe(kind: &str, object: &DynamicObject, why: &str) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "objects are made where they are passed")]
 mod tests {
     use super::*;
 
@@ -423,11 +399,11 @@ mod tests {
 
     #[test]
     fn leftovers_of_deleted_clusters_are_awaited_and_others_are_not() {
-        let known = Known {
-            release: Release { name: "r".to_owned(), namespace: "n".to_owned() },
-            clusters: BTreeMap::from([("kept".to_owned(), "1".to_owned())]),
-            nodes: BTreeSet::from(["n2".to_owned()]),
-            claimed: BTreeSet::from(["used".to_owned()]),
+        let claims = json!({ "spec": { "claims": [{ "uid": "used" }] } });
+        let kept = Kept {
+            namespace: "n".to_owned(),
+            clusters: vec![object("KVCacheCluster", json!({ "name": "kept", "uid": "1" }), json!({}))],
+            nodes: vec![object("CacheNode", json!({ "name": "n2" }), claims)],
         };
         let child = |uid: &str| json!({ "name": "c", "labels": { CLUSTER_UID: uid } });
         let subject = |namespace: &str| json!({ "subjects": [{ "namespace": namespace }] });
@@ -435,13 +411,9 @@ mod tests {
         let granted = json!({ "name": "a", "finalizers": [QUEUES_FINALIZER, "others.example/hold"] });
         let on = |node: &str| json!({ "spec": { "nodeName": node } });
         let used = |uid: &str| json!({ "name": "p", "uid": uid, "finalizers": [IN_USE_FINALIZER] });
-        let labelled = |name: &str| json!({ "name": "t", "labels": { RELEASE: name } });
         for (kind, metadata, more, expected) in [
-            ("CacheTenant", labelled("r"), json!({}), true),
-            ("CacheTenant", labelled("other"), json!({}), false),
             ("DaemonSet", child("1"), json!({}), false),
             ("DaemonSet", child("2"), json!({}), true),
-            ("DaemonSet", json!({ "name": "c" }), json!({}), false),
             ("ClusterRoleBinding", child("2"), subject("n"), true),
             ("ClusterRoleBinding", child("2"), subject("other"), false),
             ("ClusterRoleBinding", child("1"), subject("n"), false),
@@ -458,7 +430,7 @@ mod tests {
             let row =
                 leftovers().into_iter().find(|row| row.resource.kind == kind).expect("a row of the kind");
             let found = object(kind, metadata, more);
-            assert_eq!((row.is_left)(&known, &found), expected, "{found:?}");
+            assert_eq!((row.is_left)(&kept, &found), expected, "{found:?}");
         }
     }
 
