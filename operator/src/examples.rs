@@ -21,7 +21,7 @@ use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{Assignment, ClusterAssignment, PoolAssignment};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::profile::source::Source;
-use crate::reconcile::{cluster, deletion_guard, pool, profile, tenant};
+use crate::reconcile::{cluster, pool, profile, tenant};
 use crate::settings::DefaultImages;
 
 const API: &str = "reprise.dev/v1alpha1";
@@ -120,7 +120,7 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
 }
 
 fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
-    let guard = deletion_guard::DeletionGuard::default();
+    let guard = pool::guard::Guard::default();
     let found =
         pool::dereference::PoolInputs { assignment, cluster: None, nodes: Vec::new(), reserved: 0, guard };
     pool::validate::validate(one, &found)

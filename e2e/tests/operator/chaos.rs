@@ -312,7 +312,6 @@ fn faulted_operators_converge_to_state_of_fresh_operator() {
         "reconcile failed; retrying",
         "watch lost; restarting it",
         "cannot delete objects of deleted clusters; retrying",
-        "cannot apply all children of a cluster that is being deleted",
         "lease request failed",
         "lease not renewed for",
         "another replica holds the lease",

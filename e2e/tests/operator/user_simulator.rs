@@ -198,25 +198,25 @@ impl UserSimulator {
         self.deletions += 1;
         self.has_deleted_clusters |= kind == "KVCacheCluster";
         k8s.delete_if_exists(kind, name);
-        if kind == "KVCacheCluster" || kind == "SSDPool" {
-            self.blocked.retain(|(kind, _), _| kind != ALLOCATION);
+        match kind {
+            // No node has the pools of a deleted cluster.
+            "KVCacheCluster" => self.blocked.clear(),
+            "SSDPool" => self.blocked.retain(|(kind, _), _| kind != ALLOCATION),
+            _ => {}
         }
-        if self.is_in_use(k8s, kind, &found) {
+        if self.is_in_use(k8s, &found) {
             self.blocked.insert((kind.to_owned(), name.to_owned()), found.uid());
         }
     }
 
-    /// Whether the operators have known for [`SESSION_VISIBLE_AFTER`] that engines use an object.
-    fn is_in_use(&self, k8s: &TestCluster, kind: &str, object: &DynamicObject) -> bool {
+    /// Whether the operators have known for [`SESSION_VISIBLE_AFTER`] that engines use a pool.
+    fn is_in_use(&self, k8s: &TestCluster, object: &DynamicObject) -> bool {
         if !object.finalizers().iter().any(|one| one == FINALIZER) {
             return false;
         }
-        let has_it = |node: &DynamicObject| match kind {
-            "KVCacheCluster" => node.data["spec"]["clusterRef"]["name"] == object.name_any(),
-            _ => {
-                let claims = node.data["spec"]["claims"].as_array().into_iter().flatten();
-                claims.into_iter().any(|claim| claim["uid"].as_str() == object.uid().as_deref())
-            }
+        let has_it = |node: &DynamicObject| {
+            let mut claims = node.data["spec"]["claims"].as_array().into_iter().flatten();
+            claims.any(|claim| claim["uid"].as_str() == object.uid().as_deref())
         };
         let is_busy = |node: &str| {
             self.agents.sessions.get(node).is_some_and(|sessions| *sessions > 0)

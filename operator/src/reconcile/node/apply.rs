@@ -183,7 +183,7 @@ async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError
     }
     let api: Api<CacheNode> = Api::all(context.client.clone());
     let name = live.name_any();
-    let removed = conflict::delete(&api, live, is_ours).await;
+    let removed = conflict::delete(&api, live).await;
     if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == DeleteOutcome::Deleted {
         context.metrics.record_write("CacheNode", Write::Delete);
         tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");

@@ -10,9 +10,9 @@ use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
 
 use super::dereference::{AgentGrants, NodeInputs};
-use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::{cluster_of, is_frozen};
 use crate::reconcile::names::ClusterNames;
+use crate::reconcile::pool::guard::has_guard;
 
 /// Name of a pool's file in its directory.
 const POOL_FILE: &str = "pool";
@@ -103,7 +103,7 @@ fn failure_domain(node: &Node, cluster: &KVCacheCluster) -> Option<LabelValue> {
 fn is_wiped(pool: &SSDPool) -> bool {
     let spec = &pool.spec;
     let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
-    pool.metadata.deletion_timestamp.is_some() && confirmed && !deletion_guard::has_guard(pool)
+    pool.metadata.deletion_timestamp.is_some() && confirmed && !has_guard(pool)
 }
 
 fn claim(pool: &SSDPool, wipe: bool) -> PoolClaim {

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::framework::refusal::Refusal;
     use crate::reconcile::assignment::PoolAssignment;
-    use crate::reconcile::deletion_guard::DeletionGuard;
+    use crate::reconcile::pool::guard::Guard;
 
     fn pool(more: Value, deleted: bool) -> SSDPool {
         let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
@@ -143,7 +143,7 @@ mod tests {
             cluster: None,
             nodes: states.iter().enumerate().map(node).collect(),
             reserved: 0,
-            guard: DeletionGuard::default(),
+            guard: Guard::default(),
         }
     }
 

@@ -9,13 +9,13 @@ use reprise_crds::{CacheNode, SSDPool};
 
 use crate::framework::change::{Change, WatchedKind, status_is_own};
 use crate::framework::own_writes::Digest;
-use crate::reconcile::deletion_guard;
+use crate::reconcile::pool::guard::has_guard;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SSDPool {
     /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
     fn dependencies(&self) -> Option<Digest> {
-        self.metadata.deletion_timestamp.as_ref().map(|_| Digest::of(&deletion_guard::has_guard(self)))
+        self.metadata.deletion_timestamp.as_ref().map(|_| Digest::of(&has_guard(self)))
     }
 
     status_is_own!();

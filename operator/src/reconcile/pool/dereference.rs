@@ -8,9 +8,9 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::node::{AppliedPool, Device};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
+use super::guard::Guard;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard::{self, DeletionGuard};
 use crate::reconcile::membership::tenants;
 use crate::reconcile::names::ClusterNames;
 
@@ -26,7 +26,7 @@ pub struct PoolInputs {
     /// Bytes that tenants reserve on each node.
     pub reserved: u64,
     /// Whether sessions use the pool.
-    pub guard: DeletionGuard,
+    pub guard: Guard,
 }
 
 /// The `CacheNode` of one node of the pool.
@@ -57,11 +57,11 @@ pub fn dereference(pool: &SSDPool, context: &Context) -> PoolInputs {
     let mut inputs = PoolInputs {
         nodes: assignment.nodes.iter().filter_map(node).collect(),
         reserved: reserved.unwrap_or_default(),
-        guard: DeletionGuard::default(),
+        guard: Guard::default(),
         cluster,
         assignment,
     };
-    inputs.guard = deletion_guard::for_pool(pool, super::build::is_guarded(pool, &inputs), context);
+    inputs.guard = Guard::of(pool, super::build::is_guarded(pool, &inputs), context);
     inputs
 }
 

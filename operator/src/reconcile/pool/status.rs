@@ -11,11 +11,8 @@ use reprise_crds::{SSDPool, SSDPoolStatus};
 
 use super::build::{Wipe, wipe};
 use super::dereference::{PoolInputs, PoolNode};
-use crate::framework::finalizers::{self, FinalizerOutcome};
 use crate::framework::refusal::Refusal;
-use crate::reconcile::deletion_guard::{self, GuardOutcome};
 use crate::reconcile::membership::has_reported;
-use crate::reconcile::names::{IN_USE_FINALIZER, WIPE_FINALIZER};
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
@@ -457,20 +454,6 @@ fn blocked(pool: &SSDPool, inputs: &PoolInputs) -> Option<Finding> {
         }
     };
     Some(Finding::yes(Type::DeletionBlocked, reason, message))
-}
-
-/// Returns the condition for a finalizer that the operator has no permission to change. It takes precedence
-/// over other reasons that block the deletion.
-pub fn forbidden(pool: &SSDPool, guard: &GuardOutcome, attempt: &FinalizerOutcome) -> Option<Finding> {
-    match (guard, attempt) {
-        (GuardOutcome::Forbidden(refused), _) => {
-            Some(finalizers::forbidden_condition(pool, IN_USE_FINALIZER, deletion_guard::WAITED_FOR, refused))
-        }
-        (_, FinalizerOutcome::Forbidden(refused)) => {
-            Some(finalizers::forbidden_condition(pool, WIPE_FINALIZER, "its data to be wiped", refused))
-        }
-        _ => None,
-    }
 }
 
 #[cfg(test)]

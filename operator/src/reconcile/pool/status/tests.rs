@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::reconcile::assignment::PoolAssignment;
-use crate::reconcile::deletion_guard::DeletionGuard;
+use crate::reconcile::pool::guard::Guard;
 
 /// Generation of the pool spec with mode `Draining`.
 const GENERATION: i64 = 3;
@@ -76,7 +76,7 @@ fn found(assigned: &[&str], nodes: Vec<Value>) -> PoolInputs {
         cluster: None,
         nodes: nodes.into_iter().map(node).collect(),
         reserved: 0,
-        guard: DeletionGuard::default(),
+        guard: Guard::default(),
     }
 }
 
