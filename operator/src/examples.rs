@@ -115,7 +115,6 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
         members: None,
         control_plane_state: None,
         volumes: None,
-        authority: None,
         certificates: crate::reconcile::authority::AuthorityState::Present(
             crate::reconcile::authority::tests::any_authority(),
         ),

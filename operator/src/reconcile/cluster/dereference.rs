@@ -10,7 +10,6 @@ use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::build::configuration::AGENT_FILE;
-use super::certificates;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::has_ready_pods;
 use crate::framework::child::ChildKind;
@@ -65,7 +64,6 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         members,
         control_plane_state,
         volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
-        authority: certificates::lost_authority(cluster, context),
         certificates: authority::read(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),

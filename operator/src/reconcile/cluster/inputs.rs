@@ -7,10 +7,9 @@ use kube::api::DynamicObject;
 use reprise_crds::{CacheNode, CacheTenant, SSDPool};
 use reprise_policy::identity::PodBindings;
 
-use super::external_etcd::EtcdCheck;
+use super::etcd::external::EtcdCheck;
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
-use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::control_plane::StateResult;
@@ -68,9 +67,7 @@ pub struct ClusterInputs {
     pub etcd: Option<Arc<DynamicObject>>,
     /// Set if etcd's volumes cannot be provisioned: why.
     pub volumes: Option<String>,
-    /// Set if the CA of etcd's certificates is lost.
-    pub authority: Option<Refusal>,
-    /// Authority of the certificates of agents and members.
+    /// Authority of the certificates of all pods.
     pub certificates: AuthorityState,
     /// Optional kinds, and whether the operator can create them here.
     pub access: BTreeMap<ChildKind, KindAccess>,

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use super::agents::CONTAINER;
 use super::metadata::metadata;
+use super::pods::append;
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
 use crate::reconcile::cluster::inputs::AgentConfigInputs;
@@ -209,12 +210,4 @@ impl Access {
             context["capabilities"]["add"] = json!(self.capabilities);
         }
     }
-}
-
-/// Appends to a list, which is created if it is missing.
-fn append(list: &mut Value, item: Value) {
-    if list.is_null() {
-        *list = json!([]);
-    }
-    list.as_array_mut().expect("a list").push(item);
 }

@@ -4,7 +4,6 @@
 //! contains a digest of what all files share, so that adding a member restarts no other.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
 use super::certificates::{self, Process};
@@ -37,11 +36,7 @@ const STARTS_SECONDS: u32 = 60;
 /// Placeholder name for the digest of the settings that all members share.
 const ANY_MEMBER: &str = "any";
 
-pub(super) fn build(
-    cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
-    etcd_certificates: Option<&str>,
-) -> Vec<Child> {
+pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let names = &inputs.agent_config.names;
     let name = names.control_plane();
     let meta = |name: &str| metadata(cluster, names, Component::ControlPlane, name);
@@ -58,7 +53,7 @@ pub(super) fn build(
         Child::new(ChildKind::Service, meta(&names.members()), &headless),
         Child::new(ChildKind::Service, meta(&name), &service),
         Child::new(ChildKind::PodDisruptionBudget, meta(&name), &budget),
-        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs, etcd_certificates)),
+        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs)),
     ]
 }
 
@@ -76,16 +71,12 @@ fn ports(cluster: &KVCacheCluster) -> Value {
     named_ports(cluster).into_iter().map(port).collect()
 }
 
-fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, etcd_certificates: Option<&str>) -> Value {
+fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let names = &inputs.agent_config.names;
-    let secrets = match &inputs.store {
-        Some(check) => check.secrets.clone().unwrap_or_default(),
-        None => etcd_certificates.unwrap_or_default().to_owned(),
-    };
-    let annotations = json!({
-        CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)),
-        SECRETS: secrets,
-    });
+    let mut annotations = json!({ CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)) });
+    if let Some(check) = &inputs.store {
+        annotations[SECRETS] = json!(check.secrets.clone().unwrap_or_default());
+    }
     json!({
         "spec": {
             "replicas": cluster.spec.control_plane.replicas,
@@ -169,7 +160,7 @@ fn memory(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> u64 {
     (BASE_BYTES + share).next_power_of_two()
 }
 
-/// Volumes of the pod and their mounts: configuration, and Secrets for etcd.
+/// Volumes of the pod and their mounts: configuration, and Secrets for an external etcd.
 fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
     let names = &inputs.agent_config.names;
     let mut volumes = vec![json!({ "name": "config", "configMap": { "name": names.control_plane() } })];
@@ -181,35 +172,18 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         );
         mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
     };
-    match (cluster.spec.etcd.mode, &cluster.spec.etcd.external) {
-        (EtcdMode::External, Some(external)) => {
-            if let Some(tls) = &external.tls {
-                let authority = &tls.ca_secret_ref;
-                secret(
-                    "etcd-tls",
-                    TLS_FOLDER,
-                    authority.name.as_str(),
-                    &[(authority.key.as_str(), "ca.crt")],
-                );
-                if let Some(client) = &tls.client_secret_ref {
-                    let items = [("tls.crt", "tls.crt"), ("tls.key", "tls.key")];
-                    secret("etcd-client", CLIENT_FOLDER, client.name.as_str(), &items);
-                }
-            }
-            if let Some(user) = &external.user {
-                let password = &user.password_secret_ref;
-                secret(
-                    "etcd-user",
-                    USER_FOLDER,
-                    password.name.as_str(),
-                    &[(password.key.as_str(), "password")],
-                );
-            }
+    let external = cluster.spec.etcd.external.as_ref();
+    if let Some(tls) = external.and_then(|external| external.tls.as_ref()) {
+        let authority = &tls.ca_secret_ref;
+        secret("etcd-tls", TLS_FOLDER, authority.name.as_str(), &[(authority.key.as_str(), "ca.crt")]);
+        if let Some(client) = &tls.client_secret_ref {
+            let items = [("tls.crt", "tls.crt"), ("tls.key", "tls.key")];
+            secret("etcd-client", CLIENT_FOLDER, client.name.as_str(), &items);
         }
-        _ => {
-            let items = ["ca.crt", "client.crt", "client.key"].map(|file| (file, file));
-            secret("etcd-tls", TLS_FOLDER, &names.etcd_tls(), &items);
-        }
+    }
+    if let Some(user) = external.and_then(|external| external.user.as_ref()) {
+        let password = &user.password_secret_ref;
+        secret("etcd-user", USER_FOLDER, password.name.as_str(), &[(password.key.as_str(), "password")]);
     }
     (json!(volumes), json!(mounts))
 }

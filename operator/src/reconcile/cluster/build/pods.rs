@@ -7,23 +7,26 @@ use serde_json::{Map, Value, json};
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
 /// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
 /// probe once more.
-pub(super) const MIN_READY_SECONDS: u32 = 5;
+pub(in crate::reconcile::cluster) const MIN_READY_SECONDS: u32 = 5;
 
 /// Default CPU and memory of a container.
-pub(super) struct DefaultResources {
+pub(in crate::reconcile::cluster) struct DefaultResources {
     /// CPU in thousandths of a core.
-    pub(super) cpu_millis: u64,
+    pub(in crate::reconcile::cluster) cpu_millis: u64,
     /// Amount of memory in bytes.
-    pub(super) memory: u64,
+    pub(in crate::reconcile::cluster) memory: u64,
     /// Memory in bytes that is added to the specified or default amount: the arena.
-    pub(super) extra_memory: u64,
+    pub(in crate::reconcile::cluster) extra_memory: u64,
     /// Memory in bytes that is added to the limit only, because it is allocated on demand: queue pairs.
-    pub(super) extra_limit: u64,
+    pub(in crate::reconcile::cluster) extra_limit: u64,
 }
 
 /// Returns requests and limits, with defaults for unspecified amounts. Without `extra_limit`, the memory limit defaults to
 /// the request, since processes allocate their memory up front.
-pub(super) fn resources(specified: Option<&Resources>, defaults: &DefaultResources) -> Value {
+pub(in crate::reconcile::cluster) fn resources(
+    specified: Option<&Resources>,
+    defaults: &DefaultResources,
+) -> Value {
     let nothing = Amounts::default();
     let requests = specified.and_then(|specified| specified.requests.as_ref()).unwrap_or(&nothing);
     let limits = specified.and_then(|specified| specified.limits.as_ref()).unwrap_or(&nothing);
@@ -55,19 +58,19 @@ fn as_stored(cpu: &str) -> String {
 }
 
 /// Pull policy of the container, and pull secrets of the pod.
-pub(super) fn pull(images: &Images) -> (PullPolicy, Value) {
+pub(in crate::reconcile::cluster) fn pull(images: &Images) -> (PullPolicy, Value) {
     let secrets: Vec<Value> =
         images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect();
     (images.pull_policy, json!(secrets))
 }
 
 /// Tolerations of a pod.
-pub(super) fn tolerations(specified: &[Toleration]) -> Value {
+pub(in crate::reconcile::cluster) fn tolerations(specified: &[Toleration]) -> Value {
     json!(specified)
 }
 
 /// Removes empty fields, which the API server does not store.
-pub(super) fn without_empty(mut fields: Value) -> Value {
+pub(in crate::reconcile::cluster) fn without_empty(mut fields: Value) -> Value {
     if let Some(fields) = fields.as_object_mut() {
         fields.retain(|_, value| match value {
             Value::Null => false,
@@ -79,8 +82,16 @@ pub(super) fn without_empty(mut fields: Value) -> Value {
     fields
 }
 
+/// Appends to a list, which is created if it is missing.
+pub(super) fn append(list: &mut Value, item: Value) {
+    if list.is_null() {
+        *list = json!([]);
+    }
+    list.as_array_mut().expect("a list").push(item);
+}
+
 /// Security context of a container without any privileges.
-pub(super) fn unprivileged() -> Value {
+pub(in crate::reconcile::cluster) fn unprivileged() -> Value {
     json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
@@ -89,7 +100,7 @@ pub(super) fn unprivileged() -> Value {
 }
 
 /// Security context of a pod at Pod Security level `restricted`.
-pub(super) fn restricted() -> Value {
+pub(in crate::reconcile::cluster) fn restricted() -> Value {
     json!({
         "runAsNonRoot": true,
         "runAsUser": USER,
@@ -103,7 +114,12 @@ pub(super) fn restricted() -> Value {
 const USER: u32 = 65_532;
 
 /// An HTTP probe of a container.
-pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -> Value {
+pub(in crate::reconcile::cluster) fn probe(
+    path: &str,
+    port: &str,
+    every_seconds: u32,
+    failures: u32,
+) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "periodSeconds": every_seconds,
@@ -116,7 +132,11 @@ pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -
 ///
 /// A failed probe causes a warning event, also during a start. Our programs therefore listen before slow
 /// initialization, and the kubelet waits for the response: in a normal start the first probe succeeds.
-pub(super) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
+pub(in crate::reconcile::cluster) fn startup_probe(
+    path: &str,
+    port: &str,
+    starts_within_seconds: u32,
+) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "initialDelaySeconds": LISTENS_SECONDS,

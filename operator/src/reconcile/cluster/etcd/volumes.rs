@@ -15,8 +15,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use tokio::sync::Mutex;
 
-use super::build::ETCD_CLAIM;
-use super::workloads::etcd_members;
+use super::{DATA_VOLUME, Members};
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard;
 use crate::reconcile::names::ClusterNames;
@@ -91,9 +90,12 @@ impl StorageClassCache {
 }
 
 /// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
-pub(super) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
+pub(in crate::reconcile::cluster) fn may_be_missing(
+    cluster: &KVCacheCluster,
+    etcd: Option<&DynamicObject>,
+) -> bool {
     let is_managed = deletion_guard::keeps_children(cluster) && !cluster.spec.paused;
-    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !Members::of(cluster, etcd).answer()
 }
 
 /// Returns the first pending claim of a cluster's etcd, if there is one and claims can be read.
@@ -103,7 +105,7 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
     let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &names.namespace);
     for member in 0..replicas {
         // The name that the StatefulSet controller gives to the claim.
-        let name = format!("{ETCD_CLAIM}-{}-{member}", names.etcd());
+        let name = format!("{DATA_VOLUME}-{}-{member}", names.etcd());
         match api.get_opt(&name).await {
             Ok(found) => {
                 let waits = |claim: &PersistentVolumeClaim| {

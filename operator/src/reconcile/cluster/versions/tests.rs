@@ -53,7 +53,6 @@ fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
         members: None,
         control_plane_state: None,
         volumes: None,
-        authority: None,
         certificates: crate::reconcile::authority::AuthorityState::Present(
             crate::reconcile::authority::tests::any_authority(),
         ),

@@ -16,7 +16,7 @@ fn directory() -> Value {
 /// Returns all children of a cluster with these modes and this pool.
 fn built(modes: Value, pool: Value) -> Vec<Child> {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }], "agents": modes }));
-    build(&cluster, &with_pool(found(&cluster), pool), Some(&certificates()))
+    build(&cluster, &with_pool(found(&cluster), pool))
 }
 
 fn template(children: &[Child]) -> Value {
