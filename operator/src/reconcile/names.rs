@@ -90,11 +90,6 @@ impl ClusterNames {
         format!("{}-agent", self.name)
     }
 
-    /// Name of a template for a resource claim of the agents' pods. `digest` is that of its content.
-    pub fn claim(&self, of: &str, digest: &str) -> String {
-        format!("{}-{of}-{digest}", self.agent())
-    }
-
     /// Name of the control plane's StatefulSet, ConfigMap, Service and disruption budget.
     pub fn control_plane(&self) -> String {
         format!("{}-controlplane", self.name)

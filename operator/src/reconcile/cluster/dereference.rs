@@ -10,6 +10,7 @@ use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::build::configuration::AGENT_FILE;
+use super::etcd::volumes;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::has_ready_pods;
 use crate::framework::child::ChildKind;
@@ -63,7 +64,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         agents: stores.children.get(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members,
         control_plane_state,
-        volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
+        volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
         certificates: authority::read(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),

@@ -91,3 +91,43 @@ impl NamedPool {
         self.pool.as_deref().filter(|_| has)
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::reconcile::authority::tests::any_authority;
+
+    /// Inputs of a new cluster without pools, nodes and optional kinds.
+    pub(crate) fn of(cluster: &reprise_crds::KVCacheCluster) -> ClusterInputs {
+        let names = ClusterNames::of(cluster);
+        ClusterInputs {
+            agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new(), running: None },
+            assignment: ClusterAssignment::default(),
+            cache_nodes: Vec::new(),
+            bindings: PodBindings::default(),
+            profiles: BTreeMap::new(),
+            images: DefaultImages {
+                agent: "agent:1".to_owned(),
+                control_plane: "controlplane:1".to_owned(),
+                etcd: "etcd:1".to_owned(),
+                operator: "operator:1".to_owned(),
+            },
+            store: None,
+            agents: None,
+            members: None,
+            control_plane_state: None,
+            etcd: None,
+            volumes: None,
+            certificates: AuthorityState::Present(any_authority()),
+            access: BTreeMap::new(),
+        }
+    }
+
+    /// Adds pool `p`, which is assigned to cluster `n/c`.
+    pub(crate) fn add_pool(inputs: &mut ClusterInputs, spec: serde_json::Value) {
+        let pool = SSDPool::new("p", serde_json::from_value(spec).expect("a spec"));
+        let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+        let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment };
+        inputs.agent_config.pools.push(named);
+    }
+}

@@ -43,7 +43,7 @@ pub fn compute(
     let works = findings.clone();
     let certificates = certificates(inputs);
     let versions = Versions::of(cluster, inputs);
-    let compatible = versions.compatible(cluster, inputs);
+    let compatible = versions.compatible();
     findings.push(progressing(cluster, inputs, refused, &members, &agents));
     // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
     let lasting: Vec<&Finding> = vec![&certificates, &compatible];

@@ -12,7 +12,7 @@ use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
 use super::metadata::{config_map, metadata};
-use super::pods::{append, pull, unprivileged};
+use super::pods::{append, field_variable, pull, unprivileged};
 use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::etcd;
 use crate::reconcile::cluster::inputs::ClusterInputs;
@@ -128,8 +128,7 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
     if process != Process::Agent {
         mounts.push(json!({ "name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": true }));
     }
-    let node = json!({ "apiVersion": "v1", "fieldPath": "spec.nodeName" });
-    let node = json!({ "name": "NODE_NAME", "valueFrom": { "fieldRef": node } });
+    let node = field_variable("NODE_NAME", "spec.nodeName");
     let identity = format!("reprise://{}/{}", inputs.agent_config.names.in_certificates(), process.role());
     let identity = json!({ "name": IDENTITY, "value": identity });
     let variables = if process == Process::Agent { vec![node, identity] } else { vec![identity] };

@@ -148,18 +148,7 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let pool = refused.iter().find_map(|named| named.bound_pool(&key))?;
     let before = || -> Option<(Value, Value)> {
         let running: Value = toml::from_str(agent_config.running.as_ref()?).ok()?;
-        let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
-        let mut pool = json!({
-            "segment_bytes": of_pool("segment_bytes")?,
-            "queue_depth": of_pool("queue_depth")?,
-            // Former operators did not write it.
-            "eviction": of_pool("eviction").unwrap_or_else(|| eviction(EvictionPolicy::default())),
-            "admission": of_pool("admission").unwrap_or_else(|| admission(Admission::default())),
-        });
-        if let Some(budget) = of_pool("daily_write_budget") {
-            pool["daily_write_budget"] = budget;
-        }
-        Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
+        Some((running.get("pool")?.clone(), running.get("cache")?.get("pool_free_permille")?.clone()))
     };
     Some(before().unwrap_or_else(|| of_spec(pool)))
 }

@@ -10,8 +10,8 @@ use super::certificates::{self, Process};
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::metadata::{config_map, metadata, service_account};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
-    unprivileged, without_empty,
+    DefaultResources, MIN_READY_SECONDS, container_ports, disruption_budget, field_variable, headless, probe,
+    pull, resources, restricted, service_ports, spread_over, startup_probe, unprivileged, without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
@@ -41,18 +41,14 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
     let name = names.control_plane();
     let meta = |name: &str| metadata(cluster, names, Component::ControlPlane, name);
     let selector = names.selector(Component::ControlPlane);
-    let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
-    // A member becomes ready after others have found it, so its name must resolve before.
-    let headless = json!({ "spec": {
-        "clusterIP": "None", "publishNotReadyAddresses": true, "selector": selector, "ports": ports(cluster),
-    } });
-    let service = json!({ "spec": { "selector": selector, "ports": ports(cluster) } });
+    let ports = named_ports(cluster);
+    let service = json!({ "spec": { "selector": selector, "ports": service_ports(&ports) } });
     vec![
         service_account(meta(&name)),
         config_map(meta(&name), &json!(members(cluster, names))),
-        Child::new(ChildKind::Service, meta(&names.members()), &headless),
+        Child::new(ChildKind::Service, meta(&names.members()), &headless(&selector, &ports)),
         Child::new(ChildKind::Service, meta(&name), &service),
-        Child::new(ChildKind::PodDisruptionBudget, meta(&name), &budget),
+        disruption_budget(meta(&name), &selector),
         Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs)),
     ]
 }
@@ -64,11 +60,6 @@ fn named_ports(cluster: &KVCacheCluster) -> Vec<(&'static str, u16)> {
         ports.extend([("events", publish.port), ("replay", publish.replay_port)]);
     }
     ports
-}
-
-fn ports(cluster: &KVCacheCluster) -> Value {
-    let port = |(name, port)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
-    named_ports(cluster).into_iter().map(port).collect()
 }
 
 fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
@@ -99,26 +90,15 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let (volumes, mounts) = volumes(cluster, inputs);
-    let container_ports: Vec<Value> = named_ports(cluster)
-        .into_iter()
-        .map(|(name, port)| json!({ "name": name, "containerPort": port, "protocol": "TCP" }))
-        .collect();
-    let defaults = DefaultResources {
-        cpu_millis: CPU_MILLIS,
-        memory: memory(cluster, inputs),
-        extra_memory: 0,
-        extra_limit: 0,
-    };
+    let memory = memory(cluster, inputs);
+    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory, ..DefaultResources::default() };
     let container = json!({
         "name": "controlplane",
         "image": inputs.images.control_plane,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/$(POD_NAME).toml")],
-        "env": [{
-            "name": "POD_NAME",
-            "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
-        }],
-        "ports": container_ports,
+        "env": [field_variable("POD_NAME", "metadata.name")],
+        "ports": container_ports(&named_ports(cluster)),
         "resources": resources(spec.resources.as_ref(), &defaults),
         "securityContext": unprivileged(),
         "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
@@ -131,15 +111,10 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "automountServiceAccountToken": false,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "nodeSelector": spec.node_selector,
-        "tolerations": tolerations(&spec.tolerations),
+        "tolerations": spec.tolerations,
         "imagePullSecrets": pull_secrets,
         "securityContext": restricted(),
-        "topologySpreadConstraints": [{
-            "maxSkew": 1,
-            "topologyKey": spec.spread_over,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": { "matchLabels": names.selector(Component::ControlPlane) },
-        }],
+        "topologySpreadConstraints": spread_over(&json!(spec.spread_over), &names.selector(Component::ControlPlane)),
         "containers": [container],
         "volumes": volumes,
     }));

@@ -1,8 +1,10 @@
 //! Parts that the pods of all components share.
 
 use reprise_crds::cluster::Images;
-use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources, Toleration};
+use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources};
 use serde_json::{Map, Value, json};
+
+use crate::framework::child::{Child, ChildKind};
 
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
 /// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
@@ -10,6 +12,7 @@ use serde_json::{Map, Value, json};
 pub(in crate::reconcile::cluster) const MIN_READY_SECONDS: u32 = 5;
 
 /// Default CPU and memory of a container.
+#[derive(Default)]
 pub(in crate::reconcile::cluster) struct DefaultResources {
     /// CPU in thousandths of a core.
     pub(in crate::reconcile::cluster) cpu_millis: u64,
@@ -64,9 +67,47 @@ pub(in crate::reconcile::cluster) fn pull(images: &Images) -> (PullPolicy, Value
     (images.pull_policy, json!(secrets))
 }
 
-/// Tolerations of a pod.
-pub(in crate::reconcile::cluster) fn tolerations(specified: &[Toleration]) -> Value {
-    json!(specified)
+/// Ports of a container, by name.
+pub(in crate::reconcile::cluster) fn container_ports(ports: &[(&str, u16)]) -> Value {
+    let port = |(name, port): &(&str, u16)| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
+    ports.iter().map(port).collect()
+}
+
+/// Ports of a service, which are the named ports of its pods.
+pub(in crate::reconcile::cluster) fn service_ports(ports: &[(&str, u16)]) -> Value {
+    let port = |(name, port): &(&str, u16)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
+    ports.iter().map(port).collect()
+}
+
+/// A headless service that gives pods names. Members find one another before any of them is ready.
+pub(in crate::reconcile::cluster) fn headless(selector: &Value, ports: &[(&str, u16)]) -> Value {
+    json!({ "spec": {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": true,
+        "selector": selector,
+        "ports": service_ports(ports),
+    } })
+}
+
+/// Lets drains evict one pod at a time.
+pub(in crate::reconcile::cluster) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
+    let rest = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
+    Child::new(ChildKind::PodDisruptionBudget, metadata, &rest)
+}
+
+/// Spreads pods over nodes or zones. Two on one node are better than a pending one.
+pub(in crate::reconcile::cluster) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
+    json!([{
+        "maxSkew": 1,
+        "topologyKey": topology_key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": { "matchLabels": selector },
+    }])
+}
+
+/// An environment variable with a field of the pod.
+pub(in crate::reconcile::cluster) fn field_variable(name: &str, path: &str) -> Value {
+    json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } })
 }
 
 /// Removes empty fields, which the API server does not store.
@@ -156,9 +197,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unspecified_memory_has_a_default_and_the_arena_is_added() {
-        let defaults =
-            DefaultResources { cpu_millis: 1000, memory: 1 << 30, extra_memory: 4 << 30, extra_limit: 0 };
+    fn unspecified_memory_has_a_default_the_arena_is_added_and_memory_on_demand_raises_the_limit() {
+        let mut defaults = DefaultResources {
+            cpu_millis: 1000,
+            memory: 1 << 30,
+            extra_memory: 4 << 30,
+            ..DefaultResources::default()
+        };
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5Gi" },
         });
@@ -171,16 +216,7 @@ mod tests {
             "requests": { "cpu": "250m", "memory": "4608Mi" }, "limits": { "memory": "6Gi", "cpu": "2" },
         });
         assert_eq!(resources(Some(&specified), &defaults), expected);
-    }
-
-    #[test]
-    fn memory_on_demand_raises_only_the_limit() {
-        let defaults = DefaultResources {
-            cpu_millis: 1000,
-            memory: 1 << 30,
-            extra_memory: 4 << 30,
-            extra_limit: 512 << 20,
-        };
+        defaults.extra_limit = 512 << 20;
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5632Mi" },
         });

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use reprise_crds::status::Reason;
-use reprise_crds::{CacheTenant, KVCacheCluster, SSDPool};
+use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_policy::identity::{PodBindings, ServiceAccount};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -13,14 +13,12 @@ use serde_json::{Value, json};
 use super::*;
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::refusal::Refusal;
-use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
 use crate::reconcile::cluster::etcd::external::EtcdCheck;
-use crate::reconcile::cluster::inputs::{AgentConfigInputs, NamedPool};
+use crate::reconcile::cluster::inputs::tests::{add_pool, of as found};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::{CONFIGURATION, SECRETS};
-use crate::settings::DefaultImages;
 
 mod access;
 mod certificates;
@@ -37,35 +35,8 @@ fn cluster(spec: Value) -> KVCacheCluster {
     object("KVCacheCluster", "c", spec)
 }
 
-fn found(cluster: &KVCacheCluster) -> ClusterInputs {
-    let names = ClusterNames::of(cluster);
-    ClusterInputs {
-        agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new(), running: None },
-        assignment: ClusterAssignment::default(),
-        cache_nodes: Vec::new(),
-        bindings: PodBindings::default(),
-        profiles: std::collections::BTreeMap::new(),
-        images: DefaultImages {
-            agent: "agent:1".to_owned(),
-            control_plane: "controlplane:1".to_owned(),
-            etcd: "etcd:1".to_owned(),
-            operator: "operator:1".to_owned(),
-        },
-        store: None,
-        agents: None,
-        members: None,
-        control_plane_state: None,
-        etcd: None,
-        volumes: None,
-        certificates: AuthorityState::Present(any_authority()),
-        access: std::collections::BTreeMap::new(),
-    }
-}
-
 fn with_pool(mut found: ClusterInputs, spec: Value) -> ClusterInputs {
-    let pool: SSDPool = object("SSDPool", "p", spec);
-    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
-    found.agent_config.pools.push(NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment });
+    add_pool(&mut found, spec);
     found
 }
 
@@ -535,12 +506,12 @@ fn first_reports_of_nodes_restart_no_member() {
 #[test]
 fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
     let cluster = cluster(json!({}));
+    let before = build(&cluster, &found(&cluster));
     let mut found = found(&cluster);
     let (a, b) = ("a".parse().expect("a name"), "b".parse().expect("a name"));
     found.bindings.bind_namespace("chat", &a);
     let account = ServiceAccount { namespace: "chat".to_owned(), name: "batch.v2".to_owned() };
     found.bindings.bind_service_account(&account, &b);
-    let before = build(&cluster, &super::tests::found(&cluster));
     let children = build(&cluster, &found);
     let named = |children: &[Child], kind: ChildKind, name: &str| {
         let found = children.iter().find(|child| child.kind == kind && child.name == name);

@@ -18,7 +18,8 @@ use crate::framework::digest;
 use crate::reconcile::cluster::build::certificates::{self, Process};
 use crate::reconcile::cluster::build::metadata::{metadata, service_account};
 use crate::reconcile::cluster::build::pods::{
-    DefaultResources, probe, pull, resources, restricted, unprivileged, without_empty,
+    DefaultResources, container_ports, disruption_budget, field_variable, headless, probe, pull, resources,
+    restricted, spread_over, unprivileged, without_empty,
 };
 use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
@@ -27,6 +28,8 @@ use crate::reconcile::names::{ClusterNames, Component};
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 const METRICS_PORT: u16 = 2381;
+/// The ports that its service has.
+const PORTS: [(&str, u16); 2] = [("client", CLIENT_PORT), ("peer", PEER_PORT)];
 /// Default CPU and memory of a member.
 const CPU_MILLIS: u64 = 100;
 const MEMORY_BYTES: u64 = 256 << 20;
@@ -55,20 +58,10 @@ pub(in crate::reconcile::cluster) fn build(cluster: &KVCacheCluster, inputs: &Cl
     let name = names.etcd();
     let meta = || metadata(cluster, names, Component::Etcd, &name);
     let selector = names.selector(Component::Etcd);
-    let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
-    let port =
-        |name: &str, port: u16| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
-    // Members find one another before any of them is ready.
-    let headless = json!({ "spec": {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": true,
-        "selector": selector,
-        "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT)],
-    } });
     vec![
         service_account(meta()),
-        Child::new(ChildKind::Service, meta(), &headless),
-        Child::new(ChildKind::PodDisruptionBudget, meta(), &budget),
+        Child::new(ChildKind::Service, meta(), &headless(&selector, &PORTS)),
+        disruption_budget(meta(), &selector),
         Child::new(ChildKind::StatefulSet, meta(), &stateful_set(cluster, inputs)),
     ]
 }
@@ -128,19 +121,16 @@ fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
 fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
+    let names = &inputs.agent_config.names;
     let defaults =
-        DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, extra_memory: 0, extra_limit: 0 };
-    let port = |name: &str, port: u16| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
+        DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, ..DefaultResources::default() };
     let container = json!({
         "name": "etcd",
         "image": inputs.images.etcd,
         "imagePullPolicy": policy,
-        "args": arguments(&inputs.agent_config.names, managed.replicas),
-        "env": [{
-            "name": "POD_NAME",
-            "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
-        }],
-        "ports": [port("client", CLIENT_PORT), port("peer", PEER_PORT), port("metrics", METRICS_PORT)],
+        "args": arguments(names, managed.replicas),
+        "env": [field_variable("POD_NAME", "metadata.name")],
+        "ports": container_ports(&[PORTS[0], PORTS[1], ("metrics", METRICS_PORT)]),
         "resources": resources(managed.resources.as_ref(), &defaults),
         "securityContext": unprivileged(),
         "startupProbe": startup(managed.replicas),
@@ -149,16 +139,12 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "volumeMounts": [{ "name": DATA_VOLUME, "mountPath": DATA_FOLDER }],
     });
     let mut pod = without_empty(json!({
-        "serviceAccountName": inputs.agent_config.names.etcd(),
+        "serviceAccountName": names.etcd(),
         "automountServiceAccountToken": false,
         "imagePullSecrets": pull_secrets,
         "securityContext": restricted(),
-        "topologySpreadConstraints": [{
-            "maxSkew": 1,
-            "topologyKey": cluster.spec.control_plane.spread_over,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": { "matchLabels": inputs.agent_config.names.selector(Component::Etcd) },
-        }],
+        "topologySpreadConstraints":
+            spread_over(&json!(cluster.spec.control_plane.spread_over), &names.selector(Component::Etcd)),
         "containers": [container],
     }));
     certificates::add_to(&mut pod, cluster, inputs, Process::Etcd);
