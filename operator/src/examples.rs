@@ -10,7 +10,6 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
-use reprise_policy::identity::PodBindings;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -19,10 +18,8 @@ use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{Assignment, ClusterAssignment, PoolAssignment};
-use crate::reconcile::names::ClusterNames;
 use crate::reconcile::profile::source::Source;
 use crate::reconcile::{cluster, pool, profile, tenant};
-use crate::settings::DefaultImages;
 
 const API: &str = "reprise.dev/v1alpha1";
 /// Node of the example allocations.
@@ -91,31 +88,8 @@ fn assignment(objects: &[Value]) -> Assignment {
 }
 
 fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Option<Refusal> {
-    let names = ClusterNames::of(one);
-    let found = cluster::inputs::ClusterInputs {
-        agent_config: cluster::inputs::AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new() },
-        assignment,
-        cache_nodes: Vec::new(),
-        bindings: PodBindings::default(),
-        profiles: BTreeMap::new(),
-        images: DefaultImages {
-            agent: "agent:1".to_owned(),
-            control_plane: "controlplane:1".to_owned(),
-            etcd: "etcd:1".to_owned(),
-            operator: "operator:1".to_owned(),
-        },
-        store: None,
-        agents: None,
-        members: None,
-        control_plane_state: None,
-        volumes: None,
-        authority: None,
-        certificates: crate::reconcile::authority::AuthorityState::Present(
-            crate::reconcile::authority::tests::any_authority(),
-        ),
-        etcd: None,
-        access: ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect(),
-    };
+    let access = ChildKind::ALL.into_iter().map(|kind| (kind, KindAccess::Usable)).collect();
+    let found = cluster::inputs::ClusterInputs { assignment, access, ..cluster::inputs::tests::of(one) };
     cluster::validate::validate(one, &found)
 }
 

@@ -134,13 +134,13 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
         }
         Verdict::Deny(message) => return deny(context, request, &message).await,
     };
-    let Grant { request: signing, names, valid } = grant;
+    let Grant { request: signing, names, hosts, valid } = grant;
     let found = find(&names.namespace, &names.name);
     let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
         return deny(context, request, "the KVCacheCluster was deleted").await;
     };
     let authority = usable_authority(&found, context).await?;
-    let certificate = authority.authority().sign(&signing, valid);
+    let certificate = authority.authority().sign(&signing, &hosts, valid);
     let certificate = match certificate {
         Ok(certificate) => certificate,
         Err(error) => return deny(context, request, &error.to_string()).await,

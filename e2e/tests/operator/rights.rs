@@ -186,7 +186,7 @@ fn cluster_whose_secrets_are_forbidden_names_the_value_of_the_chart_until_it_is_
     apply_secret_rights(&k8s);
     k8s.wait_condition("KVCacheCluster", "c", ["CertificatesReady", "True", "AsDesired"]);
     k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
-    for (kind, name) in [("Secret", "c-etcd-tls"), ("StatefulSet", "c-controlplane")] {
+    for (kind, name) in [("Secret", "c-console"), ("StatefulSet", "c-controlplane")] {
         k8s.wait_for(kind, name);
     }
 }

@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use k8s_openapi::ByteString;
 use kube::ResourceExt;
 use kube::api::{DynamicObject, Patch, PatchParams};
 use rand::RngExt;
@@ -38,12 +37,6 @@ const USER_OBJECTS: [(&str, &str); 10] = [
     (ALLOCATION, "a"),
     (ALLOCATION, "b"),
 ];
-
-/// Secrets that the operator generates for a managed etcd.
-const AUTHORITY: &str = "c-etcd-ca";
-const CERTIFICATES: &str = "c-etcd-tls";
-/// Content that replaces a private key.
-const CORRUPT_KEY: &str = "spoiled";
 
 /// Upper bound for a deletion after its last blocker is gone: two waits for engines plus time for busy
 /// operators.
@@ -101,7 +94,7 @@ impl UserSimulator {
     /// Performs a random action on user objects, on the operator's objects, or on their users.
     pub(crate) fn random_action(&mut self, k8s: &TestCluster, random: &mut StdRng) {
         let object = USER_OBJECTS[random.random_range(0..USER_OBJECTS.len())];
-        match random.random_range(0..19) {
+        match random.random_range(0..18) {
             0..6 => self.change(k8s, object, random),
             6..12 => self.delete(k8s, object),
             12..15 => {
@@ -124,14 +117,9 @@ impl UserSimulator {
                 let is_cordoned = random.random_bool(0.5);
                 k8s.merge("Node", "n1", &json!({ "spec": { "unschedulable": is_cordoned } }));
             }
-            16..18 => {
+            _ => {
                 let node = if random.random_bool(0.5) { "n1" } else { "n2" };
                 self.set_sessions(node, if random.random_bool(0.6) { 2 } else { 0 });
-            }
-            _ => {
-                let secret = if random.random_bool(0.5) { AUTHORITY } else { CERTIFICATES };
-                let entry = if secret == AUTHORITY { "tls.key" } else { "server.key" };
-                merge_if_exists(k8s, "Secret", secret, &json!({ "stringData": { entry: CORRUPT_KEY } }));
             }
         }
     }
@@ -156,11 +144,6 @@ impl UserSimulator {
         self.agents.sync(k8s);
         k8s.make_stateful_sets_ready();
         k8s.collect_garbage();
-        // The operator generates a new authority only after the certificates are deleted as well.
-        let entry = k8s.get("Secret", AUTHORITY).map(|found| found.data["data"]["tls.key"].clone());
-        if entry.is_none_or(|key| key == json!(ByteString(CORRUPT_KEY.into()))) {
-            k8s.delete_if_exists("Secret", CERTIFICATES);
-        }
         // A delayed request of one operator may arrive after the other operator has removed the budget.
         for tenant in ["t", "u"] {
             let has_conflict =

@@ -14,15 +14,13 @@ use crate::reconcile::membership::REPORT_TIMEOUT;
 
 pub mod apply;
 pub mod build;
-pub mod certificates;
 pub mod controller;
 pub mod dereference;
-pub mod external_etcd;
+pub mod etcd;
 pub mod inputs;
 pub mod status;
 pub mod validate;
 pub mod versions;
-pub mod volumes;
 mod workloads;
 
 /// Port of the members' metrics and health checks.
@@ -33,8 +31,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(30);
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Retry interval for objects that another component owns; giving them up causes no event.
 const CONFLICT_RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Requeue interval without other deadlines. It covers silent agents (one minute) and certificate renewal
-/// (one day).
+/// Requeue interval without other deadlines. It covers silent agents (one minute) and the renewal of
+/// certificates.
 const RESYNC_INTERVAL: Duration = REPORT_TIMEOUT;
 
 /// Brings a cluster's children to the state that its spec describes, and updates its status.
@@ -66,7 +64,7 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let next = match &inputs.store {
         Some(store) if store.is_good() => POLL_INTERVAL,
         Some(_) => RETRY_INTERVAL,
-        None if refused.is_none() && volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
+        None if refused.is_none() && etcd::volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
             RETRY_INTERVAL
         }
         None => RESYNC_INTERVAL,

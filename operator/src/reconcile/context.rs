@@ -9,8 +9,7 @@ use crate::framework::api_client::ApiRequests;
 use crate::framework::services::{Replica, Services};
 use crate::reconcile::allocation::apply::NodeLocks;
 use crate::reconcile::authority::Authorities;
-use crate::reconcile::cluster::external_etcd::EtcdChecks;
-use crate::reconcile::cluster::volumes::StorageClassCache;
+use crate::reconcile::cluster::etcd::external::EtcdChecks;
 use crate::reconcile::control_plane::ControlPlanes;
 use crate::reconcile::pool::guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
@@ -31,8 +30,6 @@ pub struct Context {
     pub settings: Settings,
     /// Last check results of external etcd stores.
     pub store_checks: EtcdChecks,
-    /// Storage classes of the Kubernetes cluster.
-    pub storage_classes: StorageClassCache,
     /// Authorities of the clusters' certificates.
     pub authorities: Authorities,
     /// Connections to the control planes of clusters.
@@ -60,7 +57,6 @@ impl Context {
             secrets: Secrets::default(),
             settings,
             store_checks: EtcdChecks::default(),
-            storage_classes: StorageClassCache::default(),
             quiescence: Quiescence::default(),
             node_locks: NodeLocks::default(),
             profile_sources: SourceCache::default(),

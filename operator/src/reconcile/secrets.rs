@@ -122,8 +122,8 @@ impl Secrets {
 
 /// Names of a cluster's Secrets, without the keys of tenants: only clusters with encrypted tenants need the permission
 /// for them, and they are read when they are compared.
-fn secrets_of(names: &ClusterNames) -> [String; 5] {
-    [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()]
+fn secrets_of(names: &ClusterNames) -> [String; 3] {
+    [names.authority(), names.console(), names.salts()]
 }
 
 /// The refusal of a cluster whose Secrets the operator may not read.

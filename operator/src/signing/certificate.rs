@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! ConfigMap of authorities ──▶ ca.crt ┐
-//! new key ────────────────────▶ tls.key ├─▶ folder in memory ──▶ agent or member follows the files
+//! new key ────────────────────▶ tls.key ├─▶ folder of the pod ──▶ agent, member or etcd reads the files
 //! API server ─── operator ────▶ tls.crt ┘
 //! ```
 //!
-//! The key is created here and stays in the pod. A certificate is requested if there is no usable one, from two thirds of its
+//! The key is created here and stays in the volumes of the pod. A certificate is requested if there is no usable one, from two thirds of its
 //! validity on, and [`SPREADS_WITHIN`] after another authority issues: by then, all pods trust both.
 //!
 //! Pods may `get` a request but not list or watch requests, so they can read only requests whose names they know. Names
@@ -85,7 +85,7 @@ impl PodCertificate {
     /// Waits for usable files in the folder, for at most [`CHECK_WAITS`]: the probe of the kubelet.
     ///
     /// # Errors
-    /// They are absent, of another identity, or have ended.
+    /// They are absent, of another identity, have ended, or trust other authorities than the pod should.
     pub fn check(&self) -> anyhow::Result<()> {
         let until = Instant::now() + CHECK_WAITS;
         loop {
@@ -98,16 +98,20 @@ impl PodCertificate {
     }
 
     fn check_once(&self) -> anyhow::Result<()> {
-        let credentials = self.present()?;
-        if credentials.remaining(SystemTime::now()).is_zero() {
+        let files = Files::read(&self.folder)?;
+        if self.usable(&files)?.remaining(SystemTime::now()).is_zero() {
             bail!("the certificate has ended");
+        }
+        // A folder that has outlived its pod may still have those before.
+        if files.authorities != self.read_authorities()? {
+            bail!("the folder does not have the present authorities yet");
         }
         Ok(())
     }
 
-    /// Reads the files of the folder.
-    fn present(&self) -> anyhow::Result<Credentials> {
-        self.usable(&Files::read(&self.folder)?)
+    fn read_authorities(&self) -> anyhow::Result<Vec<u8>> {
+        std::fs::read(&self.authorities)
+            .with_context(|| format!("cannot read {}", self.authorities.display()))
     }
 
     /// Returns the credentials of files if their authorities have issued the certificate for this identity.
@@ -141,8 +145,7 @@ impl PodCertificate {
     }
 
     async fn step(&self, client: &Client, seen: &mut Seen) -> anyhow::Result<()> {
-        let authorities = std::fs::read(&self.authorities)
-            .with_context(|| format!("cannot read {}", self.authorities.display()))?;
+        let authorities = self.read_authorities()?;
         let files = Files::read(&self.folder).ok();
         let action = self.decide(files.as_ref(), &authorities, seen.update(&authorities), SystemTime::now());
         match (action, files) {

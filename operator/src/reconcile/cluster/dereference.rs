@@ -9,7 +9,7 @@ use reprise_crds::cluster::Images;
 use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, KVCacheCluster};
 
-use super::certificates;
+use super::etcd::volumes;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::has_ready_pods;
 use crate::framework::child::ChildKind;
@@ -61,8 +61,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         agents: stores.children.get(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members,
         control_plane_state,
-        volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
-        authority: certificates::lost_authority(cluster, context),
+        volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
         certificates: authority::read(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),

@@ -2,9 +2,10 @@
 //! here.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
+use reprise_crds::cluster::{Admission, EvictionPolicy, HugePages, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
+use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use reprise_policy::ByteSize;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
@@ -13,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::certificates::CERTIFICATES_FOLDER;
 use crate::framework::digest;
 use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
+use crate::reconcile::cluster::etcd::build::address;
 use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::GRPC_PORT;
@@ -28,7 +30,7 @@ pub const SALTS_FOLDER: &str = "/etc/reprise-salts";
 pub const KEYS_FOLDER: &str = "/etc/reprise-keys";
 /// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
-/// Directory of members with the CA, and with a managed etcd's client certificate.
+/// Directory of members with the authorities of an external etcd.
 pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
 /// Directory of members with the client certificate for an external etcd.
 pub const CLIENT_FOLDER: &str = "/etc/reprise-etcd/client";
@@ -248,20 +250,19 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
 fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     let etcd = &cluster.spec.etcd;
     let mut store = json!({ "kind": "etcd", "prefix": etcd.key_prefix });
-    match (etcd.mode, &etcd.external) {
-        (EtcdMode::Managed, _) | (EtcdMode::External, None) => {
+    match &etcd.external {
+        None => {
             let replicas = etcd.managed.clone().unwrap_or_default().replicas;
-            let endpoints: Vec<String> = (0..replicas)
-                .map(|index| format!("https://{}", super::etcd::address(names, index)))
-                .collect();
+            let endpoints: Vec<String> =
+                (0..replicas).map(|index| format!("https://{}", address(names, index))).collect();
             store["endpoints"] = json!(endpoints);
             store["tls"] = json!({
-                "ca_file": format!("{TLS_FOLDER}/ca.crt"),
-                "cert_file": format!("{TLS_FOLDER}/client.crt"),
-                "key_file": format!("{TLS_FOLDER}/client.key"),
+                "ca_file": format!("{CERTIFICATES_FOLDER}/{AUTHORITIES_FILE}"),
+                "cert_file": format!("{CERTIFICATES_FOLDER}/{CERTIFICATE_FILE}"),
+                "key_file": format!("{CERTIFICATES_FOLDER}/{KEY_FILE}"),
             });
         }
-        (EtcdMode::External, Some(external)) => {
+        Some(external) => {
             store["endpoints"] = json!(external.endpoints);
             if let Some(tls) = &external.tls {
                 store["tls"] = json!({ "ca_file": format!("{TLS_FOLDER}/ca.crt") });
