@@ -45,7 +45,6 @@ use crate::framework::error::OperatorError;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::node::readiness::next_check;
-use apply::WriteError;
 use build::Pass;
 use dereference::{AgentQueues, GrantInputs};
 
@@ -71,40 +70,19 @@ pub async fn reconcile(
     allocation: Arc<GPUQueueAllocation>,
     context: Arc<Context>,
 ) -> Result<Action, OperatorError> {
-    let (node, now) = (allocation.spec.node_name.to_string(), clock::now());
-    let known = Pass::new(dereference::from_stores(&node, &context), BTreeSet::new(), now.clone());
+    let now = clock::now();
+    let inputs = dereference::from_stores(allocation.spec.node_name.as_str(), &context);
+    let known = Pass::new(inputs, BTreeSet::new(), now.clone());
     if known.next_write().is_some() {
         // A separate task finishes its requests even if this future is dropped. Otherwise a request in flight
         // could arrive after a later decision.
         let task = tokio::spawn({
-            let context = Arc::clone(&context);
-            async move { apply::reconcile_node(&node, &context).await }
+            let (allocation, context) = (Arc::clone(&allocation), Arc::clone(&context));
+            async move { apply::reconcile_node(&allocation, &context).await }
         });
-        let result = task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-        report(&allocation, result?, &context).await?;
+        task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     }
     Ok(next(&allocation, &known.inputs, &now))
-}
-
-/// Returns this allocation's own write error, so that the queue retries it with backoff. Other allocations
-/// whose writes failed are queued again; their errors do not delay this allocation's expiry.
-async fn report(
-    allocation: &GPUQueueAllocation,
-    errors: Vec<WriteError>,
-    context: &Context,
-) -> Result<(), OperatorError> {
-    let is_own = |one: &WriteError| one.object.metadata.uid == allocation.metadata.uid;
-    let (own, others): (Vec<_>, Vec<_>) = errors.into_iter().partition(is_own);
-    // Each attempt covers the whole node. If a failing allocation also triggered the others, two failing ones
-    // would trigger each other forever.
-    if let Some(own) = own.into_iter().next() {
-        return Err(own.error);
-    }
-    for other in others {
-        tracing::info!(error = %other.error, "cannot update another allocation of this node; queued it again");
-        context.stores.feeds.allocations.request(other.object).await;
-    }
-    Ok(())
 }
 
 /// Requeues at the expiry time of the grant, which causes no watch event. Neither does an agent that becomes silent, or

@@ -26,7 +26,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
-use std::sync::Arc;
 
 use kube::ResourceExt;
 use kube::api::{Api, Patch, PatchParams};
@@ -67,33 +66,29 @@ impl NodeLocks {
     }
 }
 
-/// An allocation of which the API server rejected a write.
-#[derive(Debug)]
-pub struct WriteError {
-    /// The allocation as it was read.
-    pub object: Arc<GPUQueueAllocation>,
-    /// The error of the request.
-    pub error: OperatorError,
-}
-
-/// Brings all allocations of a node to their desired state. Returns the allocations whose writes the API
-/// server rejected.
+/// Brings all allocations of the node of `own` to their desired state.
 ///
 /// # Errors
-/// Fails if an object has changed, the API server did not answer or another replica holds the lease. The remaining
-/// writes are then skipped.
-pub async fn reconcile_node(node: &str, context: &Context) -> Result<Vec<WriteError>, OperatorError> {
+/// Fails if the API server rejected a write of `own`. If an object has changed, the API server did not answer or another
+/// replica holds the lease, it fails at once, and the remaining writes are skipped.
+pub async fn reconcile_node(own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
+    let node = own.spec.node_name.as_str();
     let mut node_finalizers = context.node_locks.of(node).lock().await;
     // After an error, all finalizers are renewed: a grant may be unanswered.
     let fresh_finalizers = node_finalizers.remove(node).unwrap_or_default();
     let mut pass = Pass::new(from_api_server(node, context).await?, fresh_finalizers, clock::now());
-    let mut rejected = Vec::new();
+    let mut result = Ok(());
     while let Some(write) = pass.next_write() {
         match execute(&write, context).await {
-            Ok(result) => pass.record_success(&write, result),
+            Ok(object) => pass.record_success(&write, object),
             Err(error) if error.code().is_some_and(|code| code != CONFLICT && code < UNCERTAIN) => {
                 pass.record_rejection(&write);
-                rejected.push(WriteError { object: write.object, error });
+                if write.object.uid() == own.uid() {
+                    result = Err(error);
+                } else {
+                    // The next reconcile of the node retries it, at the latest after the agent's next report.
+                    tracing::info!(%error, "cannot update another allocation of this node");
+                }
             }
             Err(error) => return Err(error),
         }
@@ -101,7 +96,7 @@ pub async fn reconcile_node(node: &str, context: &Context) -> Result<Vec<WriteEr
     if !pass.fresh_finalizers.is_empty() {
         node_finalizers.insert(node.to_owned(), pass.fresh_finalizers);
     }
-    Ok(rejected)
+    result
 }
 
 /// Executes a write and returns the new object; `None` if the object was deleted concurrently, and its grant with it.

@@ -9,9 +9,9 @@
 //! * A former leader may be about to grant to an allocation that has the finalizer but no grant. So before a pass
 //!   grants, it removes each such finalizer that this process has not added; see [`super::apply`]. If the API server
 //!   rejects that, the pass grants nothing.
-//! * A pass writes the finalizers and the status of an allocation at most once. So it ends also if the API server drops
-//!   a field, and a grant is written in a later pass than its finalizer. If a grant fails, it is therefore retried
-//!   after a delay: its pass wrote nothing whose watch event would repeat it at once.
+//! * A pass executes each operation on an allocation at most once, so it ends also if the API server drops a field. A
+//!   grant is written in a later pass than its finalizer. If it fails, it is therefore retried after a delay: its pass
+//!   wrote nothing whose watch event would repeat it at once.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use reprise_crds::GPUQueueAllocation;
 use reprise_crds::queues::{QueueGrant, QueueQos};
 
 use super::dereference::{GrantInputs, ResolvedAllocation, name};
-use super::grant::{ClaimState, Claimant, Share, Verdict, decide};
+use super::grant::{ClaimState, Claimant, Shares, Verdict, decide};
 use super::lifecycle::{Lifecycle, granted, lifecycle};
 use super::status::{self, StatusUpdate};
 use super::validate::validate;
@@ -74,17 +74,10 @@ pub struct Pass {
     /// Uids of allocations to which this process added the finalizer, and whose grant it has not tried to write since.
     pub fresh_finalizers: BTreeSet<String>,
     now: Time,
-    /// Parts that the pass has written, by uid.
-    written: BTreeSet<(String, Part)>,
+    /// Writes that succeeded, by uid.
+    written: BTreeSet<(String, Operation)>,
     /// Uids of allocations of which the API server has rejected a write.
     unwritable: BTreeSet<String>,
-}
-
-/// A part of an allocation that is written by one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
-    Finalizers,
-    Status,
 }
 
 impl Pass {
@@ -129,7 +122,7 @@ impl Pass {
             }
             None => false,
         });
-        self.written.insert((uid, write.operation.part()));
+        self.written.insert((uid, write.operation));
     }
 
     /// Records that the API server rejected a write, so that it has no effect.
@@ -142,8 +135,8 @@ impl Pass {
         self.unwritable.contains(&uid_of(object))
     }
 
-    fn has_written(&self, object: &GPUQueueAllocation, part: Part) -> bool {
-        self.written.contains(&(uid_of(object), part))
+    fn has_written(&self, object: &GPUQueueAllocation, operation: Operation) -> bool {
+        self.written.contains(&(uid_of(object), operation))
     }
 
     /// Whether another process may have added the finalizer.
@@ -161,8 +154,8 @@ impl Pass {
 
     fn claimant(&self, candidate: &Candidate<'_>) -> Claimant {
         let (object, spec) = (&candidate.of.object, &candidate.of.object.spec);
-        let share = |grant: &QueueGrant| Share { serial: grant.serial.to_string(), pairs: grant.queue_pairs };
-        let shares: Vec<Share> = granted(object).iter().map(share).collect();
+        let share = |grant: &QueueGrant| (grant.serial.to_string(), grant.queue_pairs);
+        let shares: Shares = granted(object).iter().map(share).collect();
         let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
         let is_unwritable = self.is_unwritable(object);
         Claimant {
@@ -207,26 +200,17 @@ impl Pass {
         };
         let is_due = match operation {
             Operation::AddFinalizer => can_grant || has_grant,
-            Operation::Grant => can_grant && !self.has_written(object, Part::Finalizers),
+            Operation::Grant => can_grant && !self.has_written(object, Operation::AddFinalizer),
             _ => true,
         };
-        if !is_due || self.is_unwritable(object) || self.has_written(object, operation.part()) {
+        if !is_due || self.is_unwritable(object) || self.has_written(object, operation) {
             return None;
         }
-        let update = match operation.part() {
-            Part::Finalizers => None,
-            Part::Status => Some(status::compute(candidate, verdict, &self.inputs, &self.now)?),
+        let update = match operation {
+            Operation::AddFinalizer | Operation::RemoveFinalizer => None,
+            _ => Some(status::compute(candidate, verdict, &self.inputs, &self.now)?),
         };
         Some(PendingWrite { object: Arc::clone(object), operation, update })
-    }
-}
-
-impl Operation {
-    fn part(self) -> Part {
-        match self {
-            Operation::AddFinalizer | Operation::RemoveFinalizer => Part::Finalizers,
-            Operation::EndGrant | Operation::Grant | Operation::UpdateStatus => Part::Status,
-        }
     }
 }
 

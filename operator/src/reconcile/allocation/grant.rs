@@ -28,14 +28,8 @@ pub struct LendableController {
     pub budget: u32,
 }
 
-/// Queue pairs of one controller.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Share {
-    /// Serial number of the controller.
-    pub serial: String,
-    /// Number of queue pairs.
-    pub pairs: u32,
-}
+/// Queue pairs by serial number of the controller.
+pub type Shares = Vec<(String, u32)>;
 
 /// An allocation as an input to the decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,9 +58,9 @@ pub enum ClaimState {
     /// No grant yet; one is requested.
     Pending,
     /// A grant that is not ending.
-    Granted(Vec<Share>),
+    Granted(Shares),
     /// An ending grant whose queue pairs are not free yet.
-    Ending(Vec<Share>),
+    Ending(Shares),
 }
 
 /// The decision on one allocation.
@@ -74,8 +68,8 @@ pub enum ClaimState {
 pub enum Verdict {
     /// Its grant stays as it is.
     Unchanged,
-    /// It gets this grant.
-    Granted(Vec<Share>),
+    /// It gets the requested pairs of each of these controllers.
+    Granted(Vec<String>),
     /// Its grant ends in favor of another allocation.
     Preempted {
         /// Name of the other allocation.
@@ -137,7 +131,7 @@ impl Claimant {
         (self.qos, self.made, &self.name)
     }
 
-    fn shares(&self) -> &[Share] {
+    fn shares(&self) -> &[(String, u32)] {
         match &self.state {
             ClaimState::Inactive | ClaimState::Pending => &[],
             ClaimState::Granted(shares) | ClaimState::Ending(shares) => shares,
@@ -176,12 +170,12 @@ impl ControllerState<'_> {
 impl<'a> Ledger<'a> {
     fn new(lenders: &'a [LendableController], claimants: &'a [Claimant]) -> Ledger<'a> {
         let holders = |lender: &LendableController| -> Vec<(usize, u32)> {
-            let has = |claimant: &Claimant| {
-                let share = claimant.shares().iter().find(|share| share.serial == lender.serial);
-                share.map(|share| share.pairs)
+            let of_it = |claimant: &Claimant| {
+                let mut shares = claimant.shares().iter();
+                shares.find(|(serial, _)| *serial == lender.serial).map(|(_, pairs)| *pairs)
             };
             let all = claimants.iter().enumerate();
-            all.filter_map(|(index, claimant)| Some((index, has(claimant)?))).collect()
+            all.filter_map(|(index, claimant)| Some((index, of_it(claimant)?))).collect()
         };
         let mut controllers: Vec<ControllerState<'a>> = lenders
             .iter()
@@ -250,14 +244,10 @@ impl<'a> Ledger<'a> {
     }
 
     fn grant(&mut self, index: usize, of: &[usize]) -> Verdict {
-        let pairs = self.claimants[index].pairs;
-        let mut shares = Vec::new();
         for at in of {
-            let controller = &mut self.controllers[*at];
-            controller.holders.push((index, pairs));
-            shares.push(Share { serial: controller.lender.serial.clone(), pairs });
+            self.controllers[*at].holders.push((index, self.claimants[index].pairs));
         }
-        Verdict::Granted(shares)
+        Verdict::Granted(of.iter().map(|at| self.controllers[*at].lender.serial.clone()).collect())
     }
 
     /// Returns the cost of making a controller available: `Burstable` holders to preempt, `BestEffort` holders, and its

@@ -9,7 +9,7 @@ use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::build::Candidate;
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
-use super::grant::{ControllerUsage, Share, Verdict, WaitReason};
+use super::grant::{ControllerUsage, Verdict, WaitReason};
 use super::lifecycle::{Cause, GrantEnd, Lifecycle, pairs};
 use super::programmed::{self, programmed};
 use super::validate::is_reportable;
@@ -43,8 +43,8 @@ pub fn compute(
     let mut findings = vec![accepted(candidate, inputs)];
     match (&candidate.lifecycle, verdict) {
         (Lifecycle::Released | Lifecycle::Deleting, _) => return None,
-        (Lifecycle::Pending, Verdict::Granted(shares)) => {
-            status.allocations = grants(shares, inputs);
+        (Lifecycle::Pending, Verdict::Granted(serials)) => {
+            status.allocations = serials.iter().map(|serial| grant(object, serial, inputs)).collect();
             status.expires_at = expires(object, now);
             findings.extend(active_grant(&status.allocations, None, inputs));
         }
@@ -111,20 +111,18 @@ fn has_profile(profile: &str, inputs: &GrantInputs) -> bool {
     claims.iter().any(|claim| claim.name.as_str() == profile)
 }
 
-/// Converts shares to the grant in the status, with the PCI addresses that the agent reports.
-fn grants(shares: &[Share], inputs: &GrantInputs) -> Vec<QueueGrant> {
-    let address = |serial: &str| {
-        let controllers = &inputs.status()?.controllers;
-        controllers.iter().find(|one| one.serial.as_str() == serial)?.pci_address.clone()
-    };
-    let grant = |share: &Share| QueueGrant {
-        serial: Serial::new(&share.serial),
-        pci_address: address(&share.serial),
-        queue_pairs: share.pairs,
+/// Returns the grant of a controller's queue pairs, with the PCI address that the agent reports.
+fn grant(object: &GPUQueueAllocation, serial: &str, inputs: &GrantInputs) -> QueueGrant {
+    let mut controllers = inputs.status().into_iter().flat_map(|status| &status.controllers);
+    QueueGrant {
+        serial: Serial::new(serial),
+        pci_address: controllers
+            .find(|one| one.serial.as_str() == serial)
+            .and_then(|one| one.pci_address.clone()),
+        queue_pairs: object.spec.queue_pairs,
         queues: Vec::new(),
         generation: None,
-    };
-    shares.iter().map(grant).collect()
+    }
 }
 
 /// Returns the time at which a grant written now expires. A `ttl` that cannot be parsed or overflows never

@@ -81,7 +81,7 @@ fn removes_finalizers_of_another_process_before_it_grants() {
         model
     };
     let mut model = interrupted();
-    let all = ["RemoveFinalizer x", "AddFinalizer y", "AddFinalizer x", "Grant y", "Grant x"];
+    let all = ["RemoveFinalizer x", "AddFinalizer x", "AddFinalizer y", "Grant x", "Grant y"];
     assert_eq!(model.run(), all);
     assert_eq!(model.arrive(), Some(false));
     // While it cannot be written, its late grant may still take effect.

@@ -31,16 +31,16 @@ fn exclusive(name: &str, made: i64, qos: QueueQos) -> Claimant {
     Claimant { qos, isolation: ExclusiveController, ..wants(name, made, 8) }
 }
 
-fn shares(of: &[(&str, u32)]) -> Vec<Share> {
-    of.iter().map(|(serial, pairs)| Share { serial: (*serial).to_owned(), pairs: *pairs }).collect()
+fn shares(of: &[(&str, u32)]) -> Shares {
+    of.iter().map(|(name, pairs)| ((*name).to_owned(), *pairs)).collect()
 }
 
 fn has(claimant: Claimant, of: &[(&str, u32)]) -> Claimant {
     Claimant { state: ClaimState::Granted(shares(of)), ..claimant }
 }
 
-fn granted(of: &[(&str, u32)]) -> Verdict {
-    Verdict::Granted(shares(of))
+fn granted(of: &[&str]) -> Verdict {
+    Verdict::Granted(of.iter().map(|serial| (*serial).to_owned()).collect())
 }
 
 fn preempted(by: &str) -> Verdict {
@@ -48,8 +48,7 @@ fn preempted(by: &str) -> Verdict {
 }
 
 fn full(serial: &str, holders: &[(&str, u32)]) -> ControllerUsage {
-    let holders = holders.iter().map(|(name, pairs)| ((*name).to_owned(), *pairs)).collect();
-    ControllerUsage { serial: serial.to_owned(), budget: 16, holders }
+    ControllerUsage { serial: serial.to_owned(), budget: 16, holders: shares(holders) }
 }
 
 fn short(of: Vec<ControllerUsage>) -> Verdict {
@@ -69,8 +68,7 @@ fn budget_is_a_percentage_of_the_queue_pairs_rounded_down() {
 fn shared_allocation_gets_pairs_of_every_controller_of_its_pool_or_waits() {
     let mut lenders = two();
     lenders.push(LendableController { pool: "other".to_owned(), ..lender("C", 16) });
-    let both = [("A", 8), ("B", 8)];
-    assert_eq!(decide(&lenders, &[wants("x", 1, 8)]), [granted(&both)]);
+    assert_eq!(decide(&lenders, &[wants("x", 1, 8)]), [granted(&["A", "B"])]);
     // A single controller with too few free pairs prevents the whole grant.
     let holder = has(wants("h", 1, 12), &[("B", 12)]);
     let waits = short(vec![full("B", &[("h", 12)])]);
@@ -90,8 +88,7 @@ fn serves_by_class_then_age_then_name_and_grants_the_rest_to_smaller_requests() 
     let effort = |name: &str, made| Claimant { qos: BestEffort, ..wants(name, made, 12) };
     let all = [effort("old", 1), wants("b", 5, 12), wants("a", 5, 12), wants("small", 9, 4)];
     let taken = |by: &[(&str, u32)]| short(vec![full("A", by)]);
-    let expected =
-        [taken(&[("a", 12), ("small", 4)]), taken(&[("a", 12)]), granted(&[("A", 12)]), granted(&[("A", 4)])];
+    let expected = [taken(&[("a", 12), ("small", 4)]), taken(&[("a", 12)]), granted(&["A"]), granted(&["A"])];
     assert_eq!(decide(&lenders, &all), expected);
     // The order of the list does not matter.
     let turned: Vec<Claimant> = all.iter().rev().cloned().collect();
@@ -103,7 +100,7 @@ fn serves_by_class_then_age_then_name_and_grants_the_rest_to_smaller_requests() 
 #[test]
 fn exclusive_controller_is_not_shared() {
     let all = [exclusive("own", 1, Burstable), wants("shared", 2, 8)];
-    assert_eq!(decide(&two(), &all), [granted(&[("A", 8)]), granted(&[("B", 8)])]);
+    assert_eq!(decide(&two(), &all), [granted(&["A"]), granted(&["B"])]);
     // Controllers with holders are not exclusive, and burstable allocations preempt nothing.
     let shared = has(wants("shared", 1, 1), &[("A", 1), ("B", 1)]);
     let waits = short(vec![full("A", &[("shared", 1)]), full("B", &[("shared", 1)])]);
@@ -115,7 +112,7 @@ fn exclusive_controller_is_not_shared() {
     assert_eq!(decide(&two(), &[owns("A"), owns("B"), exclusive("x", 2, Guaranteed)])[2], waits);
     // Among several it gets the one with the smallest sufficient budget.
     let lenders = [lender("A", 32), lender("B", 8), lender("C", 4)];
-    assert_eq!(decide(&lenders, &[exclusive("own", 1, BestEffort)]), [granted(&[("B", 8)])]);
+    assert_eq!(decide(&lenders, &[exclusive("own", 1, BestEffort)]), [granted(&["B"])]);
 }
 
 #[test]
@@ -163,7 +160,7 @@ fn reserved_controller_is_not_shared_until_it_is_granted() {
     assert_eq!(decide(&two(), &all(ClaimState::Granted(both()))), expected);
     let expected = [Verdict::Unchanged, coming, waits];
     assert_eq!(decide(&two(), &all(ClaimState::Ending(both()))), expected);
-    let expected = [Verdict::Unchanged, granted(&[("A", 8)]), granted(&[("B", 16)])];
+    let expected = [Verdict::Unchanged, granted(&["A"]), granted(&["B"])];
     assert_eq!(decide(&two(), &all(ClaimState::Inactive)), expected);
 }
 
