@@ -18,11 +18,10 @@ use serde_json::{Value, json};
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::assignment::current::CurrentAssignment;
 use crate::reconcile::assignment::{Assignment, ClusterAssignment, PoolAssignment};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::profile::source::Source;
-use crate::reconcile::{cluster, deletion_guard, pool, profile, tenant};
+use crate::reconcile::{cluster, pool, profile, tenant};
 use crate::settings::DefaultImages;
 
 const API: &str = "reprise.dev/v1alpha1";
@@ -88,18 +87,13 @@ fn assignment(objects: &[Value]) -> Assignment {
     .expect("a node");
     let clusters: Vec<Arc<KVCacheCluster>> = of_kind(objects, "KVCacheCluster");
     let pools: Vec<Arc<SSDPool>> = of_kind(objects, "SSDPool");
-    Assignment::compute(&clusters, &pools, &[Arc::new(node)], &CurrentAssignment::default())
+    Assignment::compute(&clusters, &pools, &[Arc::new(node)], &[])
 }
 
 fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Option<Refusal> {
     let names = ClusterNames::of(one);
     let found = cluster::inputs::ClusterInputs {
-        agent_config: cluster::inputs::AgentConfigInputs {
-            names,
-            pools: Vec::new(),
-            tenants: Vec::new(),
-            running: None,
-        },
+        agent_config: cluster::inputs::AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new() },
         assignment,
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
@@ -126,7 +120,7 @@ fn cluster_refusal(one: &KVCacheCluster, assignment: ClusterAssignment) -> Optio
 }
 
 fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
-    let guard = deletion_guard::DeletionGuard::default();
+    let guard = pool::guard::Guard::default();
     let found =
         pool::dereference::PoolInputs { assignment, cluster: None, nodes: Vec::new(), reserved: 0, guard };
     pool::validate::validate(one, &found)
@@ -180,14 +174,14 @@ fn accepts_all_examples_of_the_chart() {
         let assignment = assignment(objects);
         for one in of_kind::<KVCacheCluster>(objects, "KVCacheCluster") {
             let own = assignment.cluster(&one).cloned().expect("an assignment");
-            assert_eq!(own.nodes, [NODE], "{release}");
+            assert_eq!((&own.nodes[..], &own.conflict), (&[NODE.to_owned()][..], &None), "{release}");
             assert_eq!(cluster_refusal(&one, own), None, "{release}");
         }
         for one in of_kind::<SSDPool>(objects, "SSDPool") {
             let own = assignment.pools[&one.name_any()].clone();
             // Check this first: the message of a rejected pool is more helpful than its missing nodes.
             assert_eq!(pool_refusal(&one, own.clone()), None, "{release}");
-            assert_eq!(own.nodes, [NODE], "{release}");
+            assert_eq!((&own.nodes[..], &own.conflict), (&[NODE.to_owned()][..], &None), "{release}");
         }
         for one in of_kind::<CacheTenant>(objects, "CacheTenant") {
             assert_eq!(tenant::validate::validate(&one), None, "{release}");

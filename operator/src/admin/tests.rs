@@ -20,7 +20,7 @@ async fn probe(address: std::net::SocketAddr, path: &str) -> String {
 }
 
 #[tokio::test]
-async fn healthz_fails_while_a_reconcile_is_stuck() {
+async fn healthz_fails_while_a_queue_is_stuck() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let context = context().await;
@@ -33,11 +33,11 @@ async fn healthz_fails_while_a_reconcile_is_stuck() {
     let Some(long_ago) = Instant::now().checked_sub(STUCK_AFTER + Duration::from_secs(1)) else {
         panic!("this machine has been up for less than {STUCK_AFTER:?}")
     };
-    context.watchdog.reconcile_started("Node", "Node//n1", long_ago);
+    context.watchdog.heartbeat("Node", long_ago);
     let answer = probe(address, "/healthz").await;
     assert!(answer.starts_with("HTTP/1.1 503") && answer.ends_with("stuck\n"), "{answer}");
     assert!(probe(address, "/readyz").await.starts_with("HTTP/1.1 200"), "readiness does not depend on it");
-    context.watchdog.reconcile_finished("Node", "Node//n1", Instant::now());
+    context.watchdog.heartbeat("Node", Instant::now());
     assert!(probe(address, "/healthz").await.starts_with("HTTP/1.1 200"));
 }
 

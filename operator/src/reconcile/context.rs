@@ -12,7 +12,7 @@ use crate::reconcile::authority::Authorities;
 use crate::reconcile::cluster::external_etcd::EtcdChecks;
 use crate::reconcile::cluster::volumes::StorageClassCache;
 use crate::reconcile::control_plane::ControlPlanes;
-use crate::reconcile::deletion_guard::Quiescence;
+use crate::reconcile::pool::guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
 use crate::reconcile::profile::source::SourceCache;
 use crate::reconcile::secrets::Secrets;
@@ -37,7 +37,7 @@ pub struct Context {
     pub authorities: Authorities,
     /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
-    /// Time since the last report of engine sessions, by object.
+    /// Time since the last change of engine sessions, by pool.
     pub quiescence: Quiescence,
     /// Locks that serialise grants of GPU queues on a node.
     pub(crate) node_locks: NodeLocks,

@@ -28,9 +28,9 @@ pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
 pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
 /// Finalizer of allocations that have a grant.
 pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
-/// Finalizer of clusters and pools whose agents have engine sessions.
+/// Finalizer of pools whose agents have engine sessions.
 pub const IN_USE_FINALIZER: &str = "reprise.dev/in-use";
-/// Annotation of clusters and pools: with the value `yes`, a deletion does not wait for engines.
+/// Annotation of pools: with the value `yes`, a deletion does not wait for engines.
 pub const DELETE_IN_USE: &str = "reprise.dev/delete-in-use";
 /// Condition type of nodes: whether the node's cache serves engines.
 pub const AGENT_READY: &str = "reprise.dev/AgentReady";

@@ -16,8 +16,7 @@ use super::grant::{LendableController, budget};
 use crate::framework::error::OperatorError;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::has_reported;
-use crate::reconcile::node::dereference::cluster_of;
+use crate::reconcile::membership::{cluster_of, has_reported};
 
 /// The inputs to the grant decision for one node.
 #[derive(Clone, Debug)]

@@ -7,8 +7,8 @@ use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Reason, find};
 
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
+use crate::reconcile::membership::cluster_of;
 use crate::reconcile::names::QUEUES_FINALIZER;
-use crate::reconcile::node::dereference::cluster_of;
 
 /// State of an allocation.
 #[derive(Clone, Debug, PartialEq)]

@@ -9,7 +9,6 @@ use reprise_crds::cluster::Images;
 use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, KVCacheCluster};
 
-use super::build::configuration::AGENT_FILE;
 use super::certificates;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::has_ready_pods;
@@ -32,9 +31,7 @@ pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> Agent
         pool: stores.pools.get(&ObjectRef::new(pool.name.as_str())),
         assignment: assignment.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
     });
-    let map = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
-    let running = map.and_then(|map| Some(map.data["data"][AGENT_FILE].as_str()?.to_owned()));
-    AgentConfigInputs { pools: pools.collect(), tenants: tenants(context, &names), running, names }
+    AgentConfigInputs { pools: pools.collect(), tenants: tenants(context, &names), names }
 }
 
 /// Reads all inputs of a cluster. It polls an external etcd and the members of the control plane.

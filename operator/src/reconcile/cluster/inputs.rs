@@ -26,9 +26,6 @@ pub struct AgentConfigInputs {
     pub pools: Vec<NamedPool>,
     /// Tenants that apply to the cluster.
     pub tenants: Vec<Arc<CacheTenant>>,
-    /// The agents' current configuration. While all pools are rejected, it is the only record of settings
-    /// accepted before.
-    pub running: Option<String>,
 }
 
 impl AgentConfigInputs {
@@ -88,9 +85,9 @@ pub struct NamedPool {
 }
 
 impl NamedPool {
-    /// Returns the pool if it is assigned to this cluster.
+    /// Returns the pool if it belongs to this cluster. A rejected pool does too: its directories stay mounted, so that
+    /// rejecting and accepting it restarts no agent.
     pub fn bound_pool(&self, cluster: &str) -> Option<&SSDPool> {
-        let has = self.assignment.is_used() && self.assignment.cluster.as_deref() == Some(cluster);
-        self.pool.as_deref().filter(|_| has)
+        self.pool.as_deref().filter(|_| self.assignment.cluster.as_deref() == Some(cluster))
     }
 }

@@ -40,7 +40,7 @@ pub fn compute(
         ready: number(inputs.members.as_deref(), "readyReplicas"),
     };
     let mut findings = vec![
-        accepted(refused),
+        accepted(refused.or(inputs.assignment.conflict.as_ref())),
         etcd(cluster, inputs),
         control_plane(&members),
         agents_ready(inputs, &agents),
@@ -202,10 +202,14 @@ fn pools(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
         if let Some(refused) = &named.assignment.refused {
             return Some((refused.reason, format!("SSDPool {name} is rejected: {}", refused.message)));
         }
-        let other = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key)?;
-        let message =
-            format!("SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster");
-        Some((Reason::Conflict, message))
+        if let Some(other) = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key) {
+            let message = format!(
+                "SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster"
+            );
+            return Some((Reason::Conflict, message));
+        }
+        let conflict = named.assignment.conflict.as_ref()?;
+        Some((conflict.reason, format!("SSDPool {name} is not on all its nodes: {}", conflict.message)))
     });
     match wrong {
         Some((reason, message)) => Finding::no(kind, reason, message),

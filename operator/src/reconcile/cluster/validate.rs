@@ -21,7 +21,6 @@ use crate::framework::refusal::Refusal;
 pub fn validate(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
     unsupported(cluster)
         .or_else(|| missing(cluster, &inputs.access))
-        .or_else(|| inputs.assignment.refused.clone())
         .or_else(|| versions::skew(cluster, inputs))
         .or_else(|| inputs.store.as_ref().and_then(|check| check.secrets.as_ref().err().cloned()))
         .or_else(|| etcd_change(cluster, inputs.etcd.as_deref()?))

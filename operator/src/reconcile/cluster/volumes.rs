@@ -18,7 +18,6 @@ use tokio::sync::Mutex;
 use super::build::ETCD_CLAIM;
 use super::workloads::etcd_members;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard;
 use crate::reconcile::names::ClusterNames;
 
 /// Age up to which all waiting clusters share a cached list of classes.
@@ -92,8 +91,8 @@ impl StorageClassCache {
 
 /// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
 pub(super) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
-    let is_managed = deletion_guard::keeps_children(cluster) && !cluster.spec.paused;
-    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+    let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed && !cluster.spec.paused;
+    is_managed && !etcd_members(cluster, etcd).answer()
 }
 
 /// Returns the first pending claim of a cluster's etcd, if there is one and claims can be read.

@@ -12,10 +12,8 @@ use super::order::{is_selected, selected};
 use super::source::{self, Source};
 use crate::framework::error::OperatorError;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::belongs_to;
-use crate::reconcile::membership::has_reported;
+use crate::reconcile::membership::{belongs_to, has_reported, is_frozen};
 use crate::reconcile::names::ClusterNames;
-use crate::reconcile::node::dereference::{ClusterState, state};
 use crate::reconcile::selection::selects;
 use crate::reconcile::stores::Stores;
 
@@ -90,7 +88,7 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Pr
         let all = selected(&cluster, context);
         let ahead = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
         found.clusters.push(SelectingCluster { cluster: names.key(), ahead });
-        let frozen = state(&cluster, &assignment) == ClusterState::Frozen;
+        let frozen = is_frozen(&cluster);
         // A frozen cluster keeps its profiles.
         let over_limit = ahead >= PROFILES_MAX && !frozen;
         for name in assignment.cluster(&cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {

@@ -23,7 +23,6 @@ use reprise_crds::{CacheTenant, KVCacheCluster};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{Budget, CallError, POLL_INTERVAL, RETRY_INTERVAL, TierBytes};
-use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 
@@ -133,7 +132,7 @@ pub fn skipped_clusters(tenant: &CacheTenant, context: &Context) -> Vec<String> 
 }
 
 fn skipped_among(tenant: &CacheTenant, clusters: &[Arc<KVCacheCluster>]) -> Vec<String> {
-    let deleted = clusters.iter().filter(|cluster| deletion_guard::is_released(&***cluster));
+    let deleted = clusters.iter().filter(|cluster| cluster.metadata.deletion_timestamp.is_some());
     let names = deleted.map(|cluster| ClusterNames::of(cluster)).filter(|names| applies_to(tenant, names));
     let mut keys: Vec<String> = names.map(|names| names.key()).collect();
     keys.sort();
@@ -170,8 +169,8 @@ pub async fn sync(tenant: &CacheTenant, refused: Option<&Refusal>, context: &Con
     let of_cluster = |cluster: &KVCacheCluster| {
         let names = ClusterNames::of(cluster);
         let known = (!is_deleting || purged) && applies_to(tenant, &names);
-        // The control plane of a released cluster is deleted with it.
-        let is_there = !deletion_guard::is_released(cluster);
+        // The control plane of a deleted cluster is deleted with it.
+        let is_there = cluster.metadata.deletion_timestamp.is_none();
         let budget = if purged { Some(Budget::ZERO) } else { desired(tenant) };
         let budget = budget.filter(|_| known);
         let wanted = DesiredBudget { budget, purged: purged && known, owned, paused: cluster.spec.paused };

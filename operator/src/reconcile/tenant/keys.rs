@@ -28,7 +28,6 @@ use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::{ClusterNames, Component};
 use crate::reconcile::secrets;
@@ -89,7 +88,7 @@ pub async fn sync(tenant: &CacheTenant, refused: Option<&Refusal>, context: &Con
         let names = ClusterNames::of(&cluster);
         let is_member = applies_to(tenant, &names);
         // Former clusters keep their copies until the keys are gone.
-        if deletion_guard::is_released(&*cluster) || (!is_member && text.is_some()) {
+        if cluster.metadata.deletion_timestamp.is_some() || (!is_member && text.is_some()) {
             continue;
         }
         match copy(&cluster, &names, (&tenant.name_any(), text.as_deref()), context).await {
@@ -116,7 +115,7 @@ pub async fn remove(tenant: &CacheTenant, results: &mut [BudgetResult], context:
     }
     for cluster in context.stores.clusters.state() {
         let names = ClusterNames::of(&cluster);
-        if deletion_guard::is_released(&*cluster) || !applies_to(tenant, &names) {
+        if cluster.metadata.deletion_timestamp.is_some() || !applies_to(tenant, &names) {
             continue;
         }
         let refusal = match copy(&cluster, &names, (&tenant.name_any(), None), context).await {

@@ -25,7 +25,6 @@ use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{
     MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, UsageUnknown,
 };
-use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::applies_to;
 use crate::reconcile::names::ClusterNames;
 
@@ -64,7 +63,7 @@ pub struct UsageReport {
 /// Reads the usage from the control planes of all the tenant's clusters that are not being deleted.
 pub async fn measure(tenant: &CacheTenant, context: &Context) -> Vec<UsageMeasurement> {
     let clusters = context.stores.clusters.state();
-    let stays = clusters.iter().filter(|cluster| !deletion_guard::is_released(&***cluster));
+    let stays = clusters.iter().filter(|cluster| cluster.metadata.deletion_timestamp.is_none());
     let mut names: Vec<ClusterNames> = stays.map(|cluster| ClusterNames::of(cluster)).collect();
     names.retain(|names| applies_to(tenant, names));
     names.sort_by_key(ClusterNames::key);

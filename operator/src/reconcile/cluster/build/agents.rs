@@ -179,6 +179,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "priorityClassName": agents.priority_class_name,
         "nodeSelector": agents.node_selector,
+        "affinity": affinity(inputs),
         "tolerations": tolerations(&agents.tolerations),
         "imagePullSecrets": pull_secrets,
         "securityContext": {
@@ -191,6 +192,22 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
     }));
     certificates::add_to(&mut pod, cluster, inputs, Process::Agent);
     pod
+}
+
+/// Excludes nodes of other clusters that the selector matches as well, so that no node runs two agents. Without such
+/// nodes there is no affinity, because a change of the template restarts all agents.
+fn affinity(inputs: &ClusterInputs) -> Value {
+    if inputs.assignment.contested.is_empty() {
+        return Value::Null;
+    }
+    // The API server accepts one name for each term.
+    let other = |node: &String| json!({ "key": "metadata.name", "operator": "NotIn", "values": [node] });
+    let fields: Vec<Value> = inputs.assignment.contested.keys().map(other).collect();
+    json!({
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": [{ "matchFields": fields }] },
+        },
+    })
 }
 
 fn seccomp(cluster: &KVCacheCluster) -> Value {

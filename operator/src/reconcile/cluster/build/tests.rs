@@ -40,7 +40,7 @@ fn cluster(spec: Value) -> KVCacheCluster {
 fn found(cluster: &KVCacheCluster) -> ClusterInputs {
     let names = ClusterNames::of(cluster);
     ClusterInputs {
-        agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new(), running: None },
+        agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new() },
         assignment: ClusterAssignment::default(),
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
@@ -220,15 +220,13 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
-    // A rejected edit does not change the configuration.
-    let before = configuration::agent(&cluster, &with_pool(found(&cluster), spec_of(7)).agent_config);
-    let mut edited = with_pool(found(&cluster), spec_of(9)).agent_config;
-    edited.pools[0].assignment.refused = Some(Refusal::new(Reason::Unsupported, "no such engine"));
-    edited.pools[0].assignment.nodes = vec!["n1".to_owned()];
-    edited.running = Some(before.clone());
-    assert_eq!(configuration::agent(&cluster, &edited), before);
-    edited.pools[0].assignment.refused = None;
-    assert_ne!(configuration::agent(&cluster, &edited), before);
+    // The settings of a rejected pool apply only if no pool is accepted.
+    let mut inputs = with_pool(found(&cluster), spec_of(9));
+    inputs.agent_config.pools[0].assignment.refused =
+        Some(Refusal::new(Reason::Unsupported, "no such engine"));
+    let agent = |inputs: &ClusterInputs| configuration::agent(&cluster, &inputs.agent_config);
+    assert!(agent(&inputs).contains("queue_depth = 9\n"));
+    assert!(agent(&with_pool(inputs, spec_of(7))).contains("queue_depth = 7\n"));
 }
 
 #[test]

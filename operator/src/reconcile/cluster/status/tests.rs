@@ -49,7 +49,6 @@ fn found(modes: Value, pool: Value) -> (KVCacheCluster, ClusterInputs) {
             names: ClusterNames::of(&cluster),
             pools: vec![named],
             tenants: Vec::new(),
-            running: None,
         },
         assignment: ClusterAssignment::default(),
         cache_nodes: Vec::new(),

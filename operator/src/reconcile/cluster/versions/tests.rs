@@ -36,9 +36,11 @@ fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
             names: ClusterNames::of(&cluster),
             pools: Vec::new(),
             tenants: Vec::new(),
-            running: None,
         },
-        assignment: ClusterAssignment { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
+        assignment: ClusterAssignment {
+            nodes: vec!["n1".to_owned(), "n2".to_owned()],
+            ..ClusterAssignment::default()
+        },
         cache_nodes: Vec::new(),
         bindings: PodBindings::default(),
         profiles: BTreeMap::new(),

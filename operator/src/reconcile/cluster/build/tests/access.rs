@@ -232,3 +232,21 @@ fn each_device_class_has_its_own_template_with_a_valid_name() {
     let longest = ClusterNames { namespace: "n".to_owned(), name: "x".repeat(36), uid: "u".to_owned() };
     assert!(longest.claim("gpus", "01234567").len() <= 63);
 }
+
+#[test]
+fn agents_run_on_no_node_of_another_cluster() {
+    let cluster = cluster(json!({}));
+    let affinity = |contested: &[&str]| {
+        let mut inputs = found(&cluster);
+        let other = |node: &&str| ((*node).to_owned(), "n/older".to_owned());
+        inputs.assignment.contested = contested.iter().map(other).collect();
+        let children = build(&cluster, &inputs, Some(&certificates()));
+        child(&children, ChildKind::DaemonSet, "c-agent")["spec"]["template"]["spec"]["affinity"].clone()
+    };
+    assert_eq!(affinity(&[]), Value::Null);
+    let not = |node: &str| json!({ "key": "metadata.name", "operator": "NotIn", "values": [node] });
+    assert_eq!(
+        affinity(&["n1", "n2"])["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"],
+        json!({ "nodeSelectorTerms": [{ "matchFields": [not("n1"), not("n2")] }] })
+    );
+}
