@@ -136,8 +136,6 @@ fn allocation_refusal(one: Arc<GPUQueueAllocation>, lending: &[Value]) -> Option
         is_silent: false,
         lenders: Vec::new(),
         allocations: Vec::new(),
-        fresh_finalizers: BTreeSet::new(),
-        skipped: BTreeSet::new(),
     };
     crate::reconcile::allocation::validate::validate(&allocation, &found)
 }
