@@ -18,7 +18,6 @@ use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{Assignment, ClusterAssignment, PoolAssignment};
-use crate::reconcile::profile::source::Source;
 use crate::reconcile::{cluster, pool, profile, tenant};
 
 const API: &str = "reprise.dev/v1alpha1";
@@ -102,16 +101,16 @@ fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
 
 /// Validates a profile as if a cluster selects it.
 fn profile_refusal(one: &SlackProfile) -> Option<Refusal> {
-    let measurement = one.spec.measurement.as_ref().expect("an inline measurement");
-    let source = Source::Inline(profile::content::inline(measurement));
+    let measurement = serde_json::to_string(&one.spec.measurement).expect("JSON");
+    let revision = profile::source::revision(one, "spec.measurement", &measurement);
     let selecting = profile::dereference::SelectingCluster { cluster: "inference/chat".to_owned(), ahead: 0 };
     let found = profile::dereference::ProfileInputs {
-        source: source.clone(),
+        revision: revision.clone(),
         clusters: vec![selecting],
         nodes: Vec::new(),
         products: BTreeSet::new(),
     };
-    profile::validate::accepted(one, &found).or_else(|| profile::validate::valid(one, &source).err())
+    profile::validate::validate(one, &found).or(revision.err())
 }
 
 /// Validates an allocation on a node of the release with the pool, whose agent has not reported yet.

@@ -12,9 +12,11 @@ use reprise_crds::CacheTenant;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, ObjectState};
+use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
+use dereference::TenantClusters;
 
 pub mod budget;
 pub mod controller;
@@ -28,6 +30,8 @@ pub mod validate;
 /// Polling interval while nodes apply the assignment of pods, which takes about a minute.
 const PODS_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
+/// Message of a tenant without clusters.
+const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
 /// Sets a tenant's budget at the control planes and updates its status.
 ///
 /// # Errors
@@ -40,16 +44,14 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     if !is_deleting && refused.is_none() && ensure_finalizer(&tenant, ours, &api, &context).await? {
         return Ok(Action::await_change());
     }
-    let mut results = budget::sync(&tenant, refused.as_ref(), &context).await;
+    let clusters = TenantClusters::of(&tenant, context.stores.clusters.state());
+    let mut results = budget::sync(&tenant, refused.as_ref(), &clusters, &context).await;
     if budget::is_purged(&tenant, &results) {
-        keys::remove(&tenant, &mut results, &context).await;
+        keys::remove(&tenant, &clusters, &mut results, &context).await;
     }
     if budget::is_purged(&tenant, &results) {
         // Publish the event before removing the finalizer, because the object may be deleted with it.
-        let finding = status::purged(
-            &budget::purged_clusters(&tenant, &results),
-            &budget::skipped_clusters(&tenant, &context),
-        );
+        let finding = status::purged(&results, &clusters.released);
         crate::framework::status::publish_event(&context, &*tenant, &finding).await;
         finalizers::set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await?;
         // The zero budget is removed in the next reconcile.
@@ -61,24 +63,20 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     if state == ObjectState::Gone && !budget::is_purging(&tenant) {
         return Ok(Action::await_change());
     }
-    let keys = keys::sync(&tenant, refused.as_ref(), &context).await;
-    let checks = dereference::dereference(&tenant, &context);
-    let measured = usage::measure(&tenant, &context).await;
-    let bindings = pods::binding_status(&tenant, &context);
+    let keys = keys::sync(&tenant, refused.as_ref(), &clusters, &context).await;
+    let checks = dereference::checks(&tenant, &clusters, &context);
+    let measured = usage::measure(&tenant, &clusters, &context).await;
+    let bindings = pods::binding_status(&tenant, &clusters, &context);
     let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
     let key = keys.as_ref().map(|keys| keys::finding(&tenant, keys, &measured));
     let more: Vec<_> = pods.into_iter().chain(key).collect();
     let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
     let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = report.usage;
-    findings.extend(pods::public_finding(&tenant, &context));
+    findings.extend(pods::public_finding(&tenant, &bindings));
     findings.extend(report.findings);
-    let write = crate::framework::status::StatusWrite {
-        object: &*tenant,
-        api: &api,
-        before: tenant.status.as_ref(),
-        findings: &findings,
-    };
+    let write =
+        StatusWrite { object: &*tenant, api: &api, before: tenant.status.as_ref(), findings: &findings };
     let wait = crate::framework::status::write(&context, write, fresh).await?;
     let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
     if let Some(error) = keys.and_then(|keys| keys.error) {
