@@ -214,7 +214,7 @@ async fn keep_certificate(arguments: CertificateArguments) -> anyhow::Result<()>
     let CertificateArguments { identity, folder, authorities, check } = arguments;
     let pod = PodCertificate { identity, folder, authorities };
     if check {
-        return pod.check();
+        return pod.check().await;
     }
     // The first process of a container has no default actions for signals.
     let mut terminate = signal(SignalKind::terminate())?;

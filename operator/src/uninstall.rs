@@ -18,7 +18,7 @@
 //! The command may be run again after a timeout.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
@@ -26,6 +26,7 @@ use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch
 use kube::{Client, ResourceExt};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use crate::framework::child::ChildKind;
 use crate::framework::labels::{CLUSTER_UID, MANAGED_BY, OPERATOR};

@@ -21,6 +21,7 @@ use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
 
+use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::Account;
@@ -81,7 +82,7 @@ impl AdminCertificate {
     pub async fn keep(mut self) {
         let mut is_failing = false;
         loop {
-            let wait = match self.check(SystemTime::now()).await {
+            let wait = match self.check(clock::system_time()).await {
                 Ok(()) => {
                     is_failing = false;
                     CHECK_EVERY

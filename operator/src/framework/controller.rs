@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use kube::runtime::Controller;
@@ -13,6 +13,7 @@ use kube::runtime::controller::{Action, Config};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
 use crate::framework::events::kind_of;

@@ -7,13 +7,14 @@
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::api::{Api, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use serde::de::DeserializeOwned;
 use serde_json::json;
+use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
 use crate::framework::events::kind_of;

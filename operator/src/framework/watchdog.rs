@@ -9,7 +9,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// Maximum time without a heartbeat, and of one reconcile: five times its timeout.
 pub const STUCK_AFTER: Duration = Duration::from_secs(300);

@@ -16,10 +16,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, PostParams};
 use reprise_crds::status::Reason;
@@ -68,9 +69,8 @@ pub struct ClusterAuthority {
     uid: Option<String>,
     /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
-    /// Time since the Secret was created, when it was read.
-    age: Duration,
-    read_at: Instant,
+    /// Time at which the Secret was created.
+    created: Time,
 }
 
 /// State of the authority of a cluster.
@@ -110,10 +110,9 @@ impl ClusterAuthority {
         };
         let authority =
             Authority::load(&text(CERTIFICATE)?, &text(KEY)?).map_err(|error| error.to_string())?;
-        let created = secret.metadata.creation_timestamp.as_ref();
-        let age = created.map(clock::since).unwrap_or_default();
+        let created = secret.metadata.creation_timestamp.clone().unwrap_or_else(clock::now);
         let uid = secret.metadata.uid.clone();
-        Ok(ClusterAuthority { authority, uid, previous: text(PREVIOUS)?, age, read_at: Instant::now() })
+        Ok(ClusterAuthority { authority, uid, previous: text(PREVIOUS)?, created })
     }
 
     /// Returns the authority that issues.
@@ -122,7 +121,7 @@ impl ClusterAuthority {
     }
 
     fn age(&self) -> Duration {
-        self.age + self.read_at.elapsed()
+        clock::since(&self.created)
     }
 
     /// Certificates of all trusted authorities, in PEM. The first one issues.
@@ -133,7 +132,7 @@ impl ClusterAuthority {
 
     /// Returns the number of days until the authority ends, if it has to be replaced.
     pub fn days_left(&self) -> Option<u64> {
-        let left = self.authority.facts().remaining(SystemTime::now());
+        let left = self.authority.facts().remaining(clock::system_time());
         (left < REPLACE_AUTHORITY_WITHIN).then_some(left.as_secs() / 86_400)
     }
 
@@ -180,7 +179,7 @@ impl Authorities {
             known.authority = Arc::clone(read);
             let is_other = known.issuer != read.authority.certificate();
             let is_trusted = trusted.contains(&known.issuer);
-            let is_due = known.own.credentials().is_renewal_due(SystemTime::now());
+            let is_due = known.own.credentials().is_renewal_due(clock::system_time());
             // Before, some pods do not trust the new authority yet, and all trust the one before.
             let files = if is_due || !is_trusted || (is_other && read.age() >= SPREADS_WITHIN) {
                 known.issuer = read.authority.certificate().to_owned();
@@ -316,8 +315,8 @@ pub(crate) mod tests {
 
     pub(super) fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
         let authority = Authority::load(authority.certificate(), authority.key()).expect("valid PEM");
-        let previous = previous.to_owned();
-        Arc::new(ClusterAuthority { authority, uid: None, previous, age, read_at: Instant::now() })
+        let created = Time(clock::now().0 - age);
+        Arc::new(ClusterAuthority { authority, uid: None, previous: previous.to_owned(), created })
     }
 
     /// The authority of tests that need any one; always the same.

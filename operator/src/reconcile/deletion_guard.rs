@@ -23,13 +23,14 @@
 //! pods do not.
 
 use std::fmt::Debug;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 
 pub use self::quiescence::Quiescence;
 use self::quiescence::SessionReports;

@@ -13,7 +13,7 @@
 //! are 128 bits of the digest of a request, whose key is new. RBAC cannot restrict `get` to the names that an account has created.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
 use k8s_openapi::ByteString;
@@ -23,8 +23,10 @@ use kube::api::{Api, ObjectMeta, PostParams};
 use reprise_identity::certificate::Fingerprint;
 use reprise_identity::credentials::{Files, KEY_FILE};
 use reprise_identity::{Credentials, Identity, NewRequest};
+use tokio::time::Instant;
 
 use crate::framework::backoff::Backoff;
+use crate::framework::clock;
 use crate::signing::SIGNER;
 
 /// Interval at which files are compared, as in the processes that follow them.
@@ -86,20 +88,20 @@ impl PodCertificate {
     ///
     /// # Errors
     /// They are absent, of another identity, or have ended.
-    pub fn check(&self) -> anyhow::Result<()> {
+    pub async fn check(&self) -> anyhow::Result<()> {
         let until = Instant::now() + CHECK_WAITS;
         loop {
             let checked = self.check_once();
             if checked.is_ok() || Instant::now() >= until {
                 return checked;
             }
-            std::thread::sleep(POLL_EVERY);
+            tokio::time::sleep(POLL_EVERY).await;
         }
     }
 
     fn check_once(&self) -> anyhow::Result<()> {
         let credentials = self.present()?;
-        if credentials.remaining(SystemTime::now()).is_zero() {
+        if credentials.remaining(clock::system_time()).is_zero() {
             bail!("the certificate has ended");
         }
         Ok(())
@@ -144,7 +146,8 @@ impl PodCertificate {
         let authorities = std::fs::read(&self.authorities)
             .with_context(|| format!("cannot read {}", self.authorities.display()))?;
         let files = Files::read(&self.folder).ok();
-        let action = self.decide(files.as_ref(), &authorities, seen.update(&authorities), SystemTime::now());
+        let action =
+            self.decide(files.as_ref(), &authorities, seen.update(&authorities), clock::system_time());
         match (action, files) {
             (Action::WriteAuthorities, Some(files)) => {
                 Files { authorities, ..files }.write(&self.folder).context("cannot write the files")?;
@@ -284,7 +287,7 @@ mod tests {
     fn certificate_is_requested_if_it_is_missing_due_or_of_another_identity() {
         let (pod, authority) = (pod(), Authority::create("c.n").expect("valid"));
         let present = files(&authority, &pod.identity);
-        let now = SystemTime::now();
+        let now = clock::system_time();
         let decide =
             |files: Option<&Files>, now| pod.decide(files, authority.certificate().as_bytes(), DAY, now);
         assert_eq!(decide(None, now), Action::Request(Need::Missing));
@@ -297,7 +300,7 @@ mod tests {
 
     #[test]
     fn another_authority_is_trusted_first_and_issues_later() {
-        let (pod, now) = (pod(), SystemTime::now());
+        let (pod, now) = (pod(), clock::system_time());
         let (old, new) = (Authority::create("c.n").expect("valid"), Authority::create("c.n").expect("valid"));
         let present = files(&old, &pod.identity);
         let both = format!("{}{}", new.certificate(), old.certificate()).into_bytes();
@@ -314,12 +317,12 @@ mod tests {
         assert_eq!(missing, Action::Request(Need::Missing), "its authority is no longer trusted");
     }
 
-    #[test]
-    fn time_since_authorities_were_seen_begins_with_each_change() {
+    #[tokio::test(start_paused = true)]
+    async fn time_since_authorities_were_seen_begins_with_each_change() {
         let mut seen = Seen::default();
         assert_eq!(seen.update(b"a"), Duration::ZERO);
-        seen.since = Instant::now().checked_sub(DAY);
-        assert!(seen.update(b"a") >= DAY);
+        tokio::time::advance(DAY).await;
+        assert_eq!(seen.update(b"a"), DAY);
         assert_eq!(seen.update(b"b"), Duration::ZERO);
     }
 }

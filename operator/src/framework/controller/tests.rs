@@ -1,7 +1,5 @@
 //! Progress that a controller reports to the watchdog.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Node;
 use kube::runtime::reflector::store;
 use kube::runtime::watcher::Event;
@@ -12,20 +10,20 @@ use crate::framework::feed::Feed;
 use crate::framework::services::tests::services;
 use crate::framework::watchdog::STUCK_AFTER;
 
-/// Timeout of a wait. On an idle machine the waits take milliseconds.
+/// Timeout of a wait, on the paused clock.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Waits until a predicate is true.
 async fn until(is_so: impl Fn() -> bool) {
     let waiting = async {
         while !is_so() {
-            tokio::task::yield_now().await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
     tokio::time::timeout(PATIENCE, waiting).await.expect("becomes true in time");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn watchdog_sees_hanging_reconcile_until_it_ends() {
     let context = Arc::new(Box::new(services()));
     let (store, mut writer) = store::<Node>();

@@ -18,6 +18,7 @@ use serde_json::json;
 use super::{ClusterAuthority, SPREADS_WITHIN, failed};
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
+use crate::framework::clock;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::APPLIED;
@@ -40,7 +41,9 @@ pub(crate) async fn ensure(
     let stored = context.secrets.get(&names.namespace, &name);
     let identity = Identity::new(&names.in_certificates(), Role::Console).map_err(failed)?;
     let present = stored.as_deref().and_then(files);
-    let Some(new) = next(present.as_ref(), authority, &identity, SystemTime::now())? else { return Ok(()) };
+    let Some(new) = next(present.as_ref(), authority, &identity, clock::system_time())? else {
+        return Ok(());
+    };
     let data = json!({
         AUTHORITIES_FILE: ByteString(new.authorities),
         CERTIFICATE_FILE: ByteString(new.certificate),
@@ -111,7 +114,7 @@ mod tests {
         let (first, second) =
             (Authority::create("c.n").expect("valid"), Authority::create("c.n").expect("valid"));
         let identity = Identity::new("c.n", Role::Console).expect("valid");
-        let now = SystemTime::now();
+        let now = clock::system_time();
         let decide = |present: Option<&Files>, authority: &ClusterAuthority, now| {
             next(present, authority, &identity, now).expect("issued")
         };

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::jiff::civil::Date;
-use k8s_openapi::jiff::{Span, Timestamp, tz::TimeZone};
+use k8s_openapi::jiff::{Span, tz::TimeZone};
 use kube::ResourceExt;
 use kube::api::{DynamicObject, PatchParams, PostParams};
 use rcgen::{
@@ -38,6 +38,7 @@ use serde_json::json;
 use super::build::metadata::metadata;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, api};
+use crate::framework::clock;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::events::Subject;
@@ -294,7 +295,7 @@ async fn store(
 
 /// Returns the current day in UTC.
 fn today() -> Date {
-    Timestamp::now().to_zoned(TimeZone::UTC).date()
+    clock::now().0.to_zoned(TimeZone::UTC).date()
 }
 
 fn add(day: Date, span: Span) -> Date {

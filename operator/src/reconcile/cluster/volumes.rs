@@ -5,7 +5,7 @@
 //! default class to claims without one as soon as it exists, and binds claims once their class exists, so the
 //! children are created regardless. A manually created volume binds without a class.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
@@ -14,6 +14,7 @@ use kube::{Client, ResourceExt};
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 use tokio::sync::Mutex;
+use tokio::time::Instant;
 
 use super::build::ETCD_CLAIM;
 use super::workloads::etcd_members;

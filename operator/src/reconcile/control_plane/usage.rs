@@ -9,7 +9,7 @@
 //! backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use reprise_policy::tenant::TENANTS_MAX;
@@ -18,6 +18,7 @@ use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
     self as wire, ListHoldingsReply, ListHoldingsRequest, ListMembersRequest, MemberInfo, TenantHolding,
 };
+use tokio::time::Instant;
 use tonic::Code;
 use tonic::transport::Channel;
 

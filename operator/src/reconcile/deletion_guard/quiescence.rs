@@ -10,7 +10,9 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// Longest time between two observations of an object with the finalizer, unless the process was suspended.
 const GAP_MAX: Duration = Duration::from_secs(90);

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, ResourceExt};
@@ -14,6 +14,7 @@ use reprise_crds::SlackProfile;
 use reprise_crds::fields::ConfigMapRef;
 use reprise_crds::status::Reason;
 use reprise_policy::slack::Measurement;
+use tokio::time::Instant;
 
 use super::content;
 use crate::framework::error::OperatorError;

@@ -467,7 +467,7 @@ mod tests {
             });
             Some(Arc::new(serde_json::from_value(object).expect("a node")))
         };
-        let now = k8s_openapi::jiff::Timestamp::now().to_string();
+        let now = crate::framework::clock::now().0.to_string();
         let whose = tenant("a", 1, team("a"));
         let bound = decide(std::slice::from_ref(&whose), &[]);
         let evaluate = |nodes: Vec<Option<Arc<CacheNode>>>| {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::CacheNode;
 use reprise_crds::fields::Percent;
 use reprise_crds::status::ConditionStatus;
@@ -132,7 +132,7 @@ fn reports_nodes_without_devices_with_the_remedy() {
 
 #[test]
 fn ignores_reports_that_are_old_or_of_another_spec() {
-    let ago = Time(Timestamp::now() - SignedDuration::from_mins(5));
+    let ago = Time(crate::framework::clock::now().0 - SignedDuration::from_mins(5));
     for (place, other) in [
         ("/status/drain/drained", json!(false)),
         ("/status/drain", Value::Null),
