@@ -93,7 +93,7 @@ impl TestCluster {
         let etcd = env.etcd();
         let k8s = TestCluster { server, etcd, env };
         // On a busy machine one request may take three seconds. The operator has ten to renew its lease.
-        k8s.env.allow("lease request failed; trying to renew again");
+        k8s.env.allow("lease request failed");
         for space in [NAMESPACE, OPERATOR_NAMESPACE] {
             k8s.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space } }));
         }
