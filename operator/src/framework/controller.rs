@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use kube::runtime::Controller;
-use kube::runtime::controller::{Action, Config};
+use kube::runtime::controller::{Action, Config, Error};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
@@ -54,8 +54,12 @@ pub async fn run<K, C, F, R>(
         .with_config(Config::default().concurrency(AT_ONCE))
         .graceful_shutdown_on(async move { drop(stopped.await) })
         .run(timed, failed, Arc::clone(&context))
-        // Results were handled above, and requests for deleted objects need no action.
-        .for_each(async |_| ());
+        // Results of reconciles were handled above, and requests for deleted objects need no action.
+        .for_each(async |result| {
+            if let Err(Error::QueueError(error)) = result {
+                tracing::warn!(%error, kind = kind_of::<K>(), "watch lost; restarting it");
+            }
+        });
     tokio::select! {
         () = working => {}
         () = send_heartbeats(kind_of::<K>(), &context) => {}
