@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
+use clap::Args;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use kube::Client;
@@ -53,13 +54,16 @@ const POLL_EVERY: Duration = Duration::from_millis(500);
 pub const CHECK_WAITS: Duration = Duration::from_secs(50);
 
 /// Paths and identity of a pod.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Args)]
 pub struct PodCertificate {
-    /// Identity of the pod's process.
+    /// Identity of the process, like reprise://CLUSTER.NAMESPACE/agent/NODE
+    #[arg(long, env = "REPRISE_IDENTITY")]
     pub identity: Identity,
-    /// Folder of the three files.
+    /// Folder for ca.crt, tls.crt and tls.key
+    #[arg(long)]
     pub folder: PathBuf,
-    /// File with the trusted authorities. The first one issues.
+    /// File with the certificates of the trusted authorities
+    #[arg(long)]
     pub authorities: PathBuf,
 }
 
@@ -253,14 +257,6 @@ fn first(authorities: &[u8]) -> Vec<u8> {
     const END: &str = "-----END CERTIFICATE-----";
     let text = String::from_utf8_lossy(authorities);
     text.split_inclusive(END).next().unwrap_or_default().as_bytes().to_vec()
-}
-
-/// Reads an identity from the command line.
-///
-/// # Errors
-/// The text is not an identity.
-pub fn identity(text: &str) -> Result<Identity, String> {
-    text.parse().map_err(|error: reprise_identity::name::NameError| error.to_string())
 }
 
 #[cfg(test)]

@@ -220,7 +220,7 @@ async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
         service_account: None,
         admin: ([127, 0, 0, 1], 0).into(),
         admin_plain: true,
-        control_planes: std::collections::BTreeMap::new(),
+        control_planes: Vec::new(),
         unused_for: Duration::ZERO,
     };
     let (stores, _writers) = Stores::new();
