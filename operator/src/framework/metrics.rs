@@ -4,7 +4,6 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -23,39 +22,8 @@ const PREFIX: &str = "reprise_operator";
 const RECONCILE_FIRST_SECONDS: f64 = 1.0 / 2048.0;
 const RECONCILE_BUCKETS: u16 = 16;
 
-/// Labels of counters per kind.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct KindLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-}
-
-/// Labels of counters of reconciles.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ReconcileLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-    /// Outcome: `done` or `failed`.
-    pub result: &'static str,
-}
-
-/// Labels of counters of writes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct WriteLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-    /// Kind of write: see [`Write`].
-    pub what: &'static str,
-}
-
-/// Labels of calls to control planes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct CallLabels {
-    /// Name of the call: see [`Call`].
-    pub call: &'static str,
-    /// Outcome: `done`, `refused` or `absent`.
-    pub result: &'static str,
-}
+/// Names and values of labels.
+type Labels<const N: usize> = [(&'static str, &'static str); N];
 
 /// Calls to control planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,12 +84,12 @@ impl Write {
 pub struct Metrics {
     registry: Mutex<Registry>,
     requests: ApiRequests,
-    reconciles: Family<ReconcileLabels, Counter>,
-    reconcile_time: Family<KindLabels, Histogram, fn() -> Histogram>,
-    writes: Family<WriteLabels, Counter>,
-    conflicts: Family<KindLabels, Counter>,
-    put_backs: Family<KindLabels, Counter>,
-    calls: Family<CallLabels, Counter>,
+    reconciles: Family<Labels<2>, Counter>,
+    reconcile_time: Family<Labels<1>, Histogram, fn() -> Histogram>,
+    writes: Family<Labels<2>, Counter>,
+    conflicts: Family<Labels<1>, Counter>,
+    put_backs: Family<Labels<1>, Counter>,
+    calls: Family<Labels<2>, Counter>,
     /// Rejected connections of the admin port.
     pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
@@ -179,30 +147,30 @@ impl Metrics {
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
     }
 
-    /// Records that a reconcile ended, with its duration.
+    /// Records that a reconcile ended as `done` or `failed`, with its duration.
     pub fn record_reconcile(&self, kind: &'static str, result: &'static str, took: Duration) {
-        self.reconciles.get_or_create(&ReconcileLabels { kind, result }).inc();
-        self.reconcile_time.get_or_create(&KindLabels { kind }).observe(took.as_secs_f64());
+        self.reconciles.get_or_create(&[("kind", kind), ("result", result)]).inc();
+        self.reconcile_time.get_or_create(&[("kind", kind)]).observe(took.as_secs_f64());
     }
 
     /// Records an accepted write.
     pub fn record_write(&self, kind: &'static str, what: Write) {
-        self.writes.get_or_create(&WriteLabels { kind, what: what.as_str() }).inc();
+        self.writes.get_or_create(&[("kind", kind), ("what", what.as_str())]).inc();
     }
 
     /// Records that another writer owns fields or an object that the operator wants to write.
     pub fn record_conflict(&self, kind: &'static str) {
-        self.conflicts.get_or_create(&KindLabels { kind }).inc();
+        self.conflicts.get_or_create(&[("kind", kind)]).inc();
     }
 
     /// Records that the operator or an agent restored fields that another writer had changed.
     pub fn record_restore(&self, kind: &'static str) {
-        self.put_backs.get_or_create(&KindLabels { kind }).inc();
+        self.put_backs.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// Records a call to a control plane.
+    /// Records a call to a control plane that ended as `done`, `refused` or `absent`.
     pub fn record_call(&self, call: Call, result: &'static str) {
-        self.calls.get_or_create(&CallLabels { call: call.as_str(), result }).inc();
+        self.calls.get_or_create(&[("call", call.as_str()), ("result", result)]).inc();
     }
 
     /// Encodes all metrics in the OpenMetrics text format.
