@@ -15,20 +15,22 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use clap::Args;
 use k8s_openapi::ByteString;
-use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::Client;
-use kube::api::{Api, ObjectMeta, PostParams};
+use kube::api::{Api, PostParams};
 use reprise_identity::certificate::Fingerprint;
 use reprise_identity::credentials::{Files, KEY_FILE};
 use reprise_identity::{Credentials, Identity, NewRequest};
+use serde_json::json;
 use tokio::time::Instant;
 
 use crate::framework::backoff::Backoff;
 use crate::framework::clock;
 use crate::signing::SIGNER;
+use crate::signing::review::USAGES;
 
 /// Interval at which files are compared, as in the processes that follow them.
 const CHECK_EVERY: Duration = Duration::from_secs(2);
@@ -67,24 +69,14 @@ pub struct PodCertificate {
     pub authorities: PathBuf,
 }
 
-/// Reason to request a certificate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Need {
-    /// There is no usable certificate.
-    Missing,
-    /// It is time to renew it.
-    Due,
-    /// Another authority issues now.
-    OtherAuthority,
-}
-
 /// Action of one check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Nothing,
     /// Write the authorities next to the present certificate.
     WriteAuthorities,
-    Request(Need),
+    /// Request a certificate.
+    Request,
 }
 
 impl PodCertificate {
@@ -93,36 +85,24 @@ impl PodCertificate {
     /// # Errors
     /// They are absent, of another identity, or have ended.
     pub async fn check(&self) -> anyhow::Result<()> {
+        let check = || {
+            let credentials = self.usable(&Files::read(&self.folder)?)?;
+            ensure!(!credentials.remaining(clock::system_time()).is_zero(), "the certificate has ended");
+            anyhow::Ok(())
+        };
         let until = Instant::now() + CHECK_WAITS;
-        loop {
-            let checked = self.check_once();
-            if checked.is_ok() || Instant::now() >= until {
-                return checked;
-            }
+        while check().is_err() && Instant::now() < until {
             tokio::time::sleep(POLL_EVERY).await;
         }
-    }
-
-    fn check_once(&self) -> anyhow::Result<()> {
-        let credentials = self.present()?;
-        if credentials.remaining(clock::system_time()).is_zero() {
-            bail!("the certificate has ended");
-        }
-        Ok(())
-    }
-
-    /// Reads the files of the folder.
-    fn present(&self) -> anyhow::Result<Credentials> {
-        self.usable(&Files::read(&self.folder)?)
+        check()
     }
 
     /// Returns the credentials of files if their authorities have issued the certificate for this identity.
     fn usable(&self, files: &Files) -> anyhow::Result<Credentials> {
         let credentials = Credentials::parse(files)?;
         credentials.check_issuer()?;
-        if credentials.identity != self.identity {
-            bail!("the certificate is of {}, not of {}", credentials.identity, self.identity);
-        }
+        let (found, wanted) = (&credentials.identity, &self.identity);
+        ensure!(found == wanted, "the certificate is of {found}, not of {wanted}");
         Ok(credentials)
     }
 
@@ -157,10 +137,10 @@ impl PodCertificate {
                 Files { authorities, ..files }.write(&self.folder).context("cannot write the files")?;
                 tracing::info!("trust other authorities");
             }
-            (Action::Request(need), _) => {
+            (Action::Request, _) => {
                 let files = self.request(client, authorities).await?;
                 files.write(&self.folder).context("cannot write the files")?;
-                tracing::info!(identity = %self.identity, ?need, "got a certificate");
+                tracing::info!(identity = %self.identity, "got a certificate");
             }
             (Action::Nothing | Action::WriteAuthorities, _) => {}
         }
@@ -175,18 +155,16 @@ impl PodCertificate {
         seen_for: Duration,
         now: SystemTime,
     ) -> Action {
-        let trusted = files.map(|files| Files { authorities: authorities.to_vec(), ..files.clone() });
-        let Some(credentials) = trusted.as_ref().and_then(|files| self.usable(files).ok()) else {
-            return Action::Request(Need::Missing);
-        };
-        let is_changed = files.is_some_and(|files| files.authorities != authorities);
-        let issuing = Files { authorities: first(authorities), ..trusted.expect("parsed above") };
-        if credentials.is_renewal_due(now) {
-            Action::Request(Need::Due)
-        } else if is_changed {
+        let Some(files) = files else { return Action::Request };
+        let trusting =
+            |authorities: &[u8]| self.usable(&Files { authorities: authorities.to_vec(), ..files.clone() });
+        let is_valid = trusting(authorities).is_ok_and(|credentials| !credentials.is_renewal_due(now));
+        if !is_valid {
+            Action::Request
+        } else if files.authorities != authorities {
             Action::WriteAuthorities
-        } else if self.usable(&issuing).is_err() && seen_for >= SPREADS_WITHIN {
-            Action::Request(Need::OtherAuthority)
+        } else if seen_for >= SPREADS_WITHIN && trusting(&first(authorities)).is_err() {
+            Action::Request
         } else {
             Action::Nothing
         }
@@ -197,17 +175,11 @@ impl PodCertificate {
         let NewRequest { key, request } = NewRequest::create(&self.identity)?;
         let requests: Api<CertificateSigningRequest> = Api::all(client.clone());
         let name = format!("reprise-{}", &Fingerprint::of(request.as_bytes()).to_string()[..NAME_DIGITS]);
-        let usages = ["digital signature", "client auth", "server auth"].map(str::to_owned).to_vec();
-        let wanted = CertificateSigningRequest {
-            metadata: ObjectMeta { name: Some(name.clone()), ..ObjectMeta::default() },
-            spec: CertificateSigningRequestSpec {
-                request: ByteString(request.into_bytes()),
-                signer_name: SIGNER.to_owned(),
-                usages: Some(usages),
-                ..CertificateSigningRequestSpec::default()
-            },
-            status: None,
-        };
+        let wanted = json!({
+            "metadata": { "name": name },
+            "spec": { "request": ByteString(request.into_bytes()), "signerName": SIGNER, "usages": USAGES },
+        });
+        let wanted = serde_json::from_value(wanted).expect("made above");
         requests.create(&PostParams::default(), &wanted).await.context("cannot request a certificate")?;
         let certificate = wait(&requests, &name).await?;
         let files = Files { authorities, certificate, key: key.into_bytes() };
@@ -286,12 +258,12 @@ mod tests {
         let now = clock::system_time();
         let decide =
             |files: Option<&Files>, now| pod.decide(files, authority.certificate().as_bytes(), DAY, now);
-        assert_eq!(decide(None, now), Action::Request(Need::Missing));
+        assert_eq!(decide(None, now), Action::Request);
         assert_eq!(decide(Some(&present), now), Action::Nothing);
         assert_eq!(decide(Some(&present), now + 59 * DAY), Action::Nothing);
-        assert_eq!(decide(Some(&present), now + 61 * DAY), Action::Request(Need::Due));
+        assert_eq!(decide(Some(&present), now + 61 * DAY), Action::Request);
         let other = files(&authority, &Identity::new("c.n", Role::Admin).expect("valid names"));
-        assert_eq!(decide(Some(&other), now), Action::Request(Need::Missing));
+        assert_eq!(decide(Some(&other), now), Action::Request);
     }
 
     #[test]
@@ -304,13 +276,13 @@ mod tests {
         let present = Files { authorities: both.clone(), ..present };
         assert_eq!(pod.decide(Some(&present), &both, Duration::ZERO, now), Action::Nothing);
         let after = pod.decide(Some(&present), &both, SPREADS_WITHIN, now);
-        assert_eq!(after, Action::Request(Need::OtherAuthority));
+        assert_eq!(after, Action::Request);
         let renewed = Files { authorities: both.clone(), ..files(&new, &pod.identity) };
         assert_eq!(pod.decide(Some(&renewed), &both, SPREADS_WITHIN, now), Action::Nothing);
         let only_new = new.certificate().as_bytes();
         assert_eq!(pod.decide(Some(&renewed), only_new, Duration::ZERO, now), Action::WriteAuthorities);
         let missing = pod.decide(Some(&present), only_new, Duration::ZERO, now);
-        assert_eq!(missing, Action::Request(Need::Missing), "its authority is no longer trusted");
+        assert_eq!(missing, Action::Request, "its authority is no longer trusted");
     }
 
     #[tokio::test(start_paused = true)]
