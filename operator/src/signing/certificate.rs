@@ -83,11 +83,15 @@ impl PodCertificate {
     /// Waits for usable files in the folder, for at most [`CHECK_WAITS`]: the probe of the kubelet.
     ///
     /// # Errors
-    /// They are absent, of another identity, or have ended.
+    /// They are absent, of another identity, have ended, or trust other authorities than the pod should.
     pub async fn check(&self) -> anyhow::Result<()> {
         let check = || {
-            let credentials = self.usable(&Files::read(&self.folder)?)?;
-            ensure!(!credentials.remaining(clock::system_time()).is_zero(), "the certificate has ended");
+            let files = Files::read(&self.folder)?;
+            let remaining = self.usable(&files)?.remaining(clock::system_time());
+            ensure!(!remaining.is_zero(), "the certificate has ended");
+            // A folder that has outlived its pod may still have those before.
+            let is_current = files.authorities == self.read_authorities()?;
+            ensure!(is_current, "the folder does not have the present authorities yet");
             anyhow::Ok(())
         };
         let until = Instant::now() + CHECK_WAITS;
@@ -95,6 +99,11 @@ impl PodCertificate {
             tokio::time::sleep(POLL_EVERY).await;
         }
         check()
+    }
+
+    fn read_authorities(&self) -> anyhow::Result<Vec<u8>> {
+        std::fs::read(&self.authorities)
+            .with_context(|| format!("cannot read {}", self.authorities.display()))
     }
 
     /// Returns the credentials of files if their authorities have issued the certificate for this identity.
@@ -127,8 +136,7 @@ impl PodCertificate {
     }
 
     async fn step(&self, client: &Client, seen: &mut Seen) -> anyhow::Result<()> {
-        let authorities = std::fs::read(&self.authorities)
-            .with_context(|| format!("cannot read {}", self.authorities.display()))?;
+        let authorities = self.read_authorities()?;
         let files = Files::read(&self.folder).ok();
         let action =
             self.decide(files.as_ref(), &authorities, seen.update(&authorities), clock::system_time());
