@@ -10,7 +10,7 @@
 //!   normal start.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
@@ -25,6 +25,7 @@ use reprise_daemon::http;
 use reprise_daemon::rejected_connections::RejectedConnections;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::reconcile::context::Context;
 

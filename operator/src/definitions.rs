@@ -1,15 +1,14 @@
 //! Objects that the operator applies for the chart: the CRDs, and users' resources.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, bail};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, ValidationDirective};
 use kube::core::GroupVersionKind;
-
-use kube::runtime::wait::{await_condition, conditions};
 use kube::{Client, ResourceExt};
 use reprise_crds::{GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde::Deserialize;
-use std::time::Duration;
 
 use crate::reconcile::names::RELEASE;
 
@@ -32,20 +31,13 @@ pub async fn apply_definitions(client: &Client) -> anyhow::Result<()> {
         let name = definition.name_any();
         let applied = api.patch(&name, &params, &Patch::Apply(&definition)).await;
         applied.with_context(|| format!("cannot apply CustomResourceDefinition {name}"))?;
-        let served = await_condition(api.clone(), &name, conditions::is_crd_established());
-        tokio::time::timeout(SERVED_WITHIN, served)
-            .await
-            .with_context(|| {
-                format!("CustomResourceDefinition {name} is not established within {SERVED_WITHIN:?}")
-            })?
-            .with_context(|| format!("cannot watch CustomResourceDefinition {name}"))?;
         wait_served(client, &definition).await?;
         tracing::info!(definition = name, "applied CustomResourceDefinition");
     }
     Ok(())
 }
 
-/// Waits until objects can be listed, which is possible shortly after the CRD is established.
+/// Waits until objects can be listed, which is possible shortly after the CRD was created.
 async fn wait_served(client: &Client, definition: &CustomResourceDefinition) -> anyhow::Result<()> {
     let names = &definition.spec.names;
     let resource =

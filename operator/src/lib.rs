@@ -36,6 +36,3 @@ pub mod run;
 pub mod settings;
 pub mod signing;
 pub mod uninstall;
-
-#[cfg(test)]
-mod examples;

@@ -18,6 +18,7 @@ use reprise_daemon::guard::Guard;
 use reprise_identity::Security;
 use tokio::net::TcpListener;
 use tokio::sync::watch as flag;
+use tokio::task::JoinSet;
 
 use crate::admin::certificate::AdminCertificate;
 use crate::admin::scrapers;
@@ -63,15 +64,17 @@ pub async fn run(
     let mut election = Election::new(leases, settings.identity.clone(), account.clone());
     let (stores, writers) = Stores::new();
     let stores = Arc::new(stores);
-    let counted = (client.clone(), counts);
-    let context = Context::new(counted, Arc::clone(&stores), settings);
-    let context = Arc::new(context);
+    let context = Arc::new(Context::new((client.clone(), counts), Arc::clone(&stores), settings));
     let (ready, is_ready) = flag::channel(false);
     let (stopping, is_stopping) = flag::channel(false);
     let (guard, certificate) = guard(&context, admin, account)?;
-    let keeping = certificate.map(|certificate| tokio::spawn(certificate.keep()));
+    // Tasks that need no orderly end.
+    let mut tasks = JoinSet::new();
+    if let Some(certificate) = certificate {
+        tasks.spawn(certificate.keep());
+    }
     let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
-    let serving = tokio::spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
+    tasks.spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
     let mut watches = watches::start(&client, &stores, writers);
     listening(ListenAddresses { admin })?;
     let mut stop = std::pin::pin!(stop);
@@ -91,41 +94,30 @@ pub async fn run(
     context.metrics.leader.set(1);
     let mut controllers = start_controllers(&context, &is_stopping);
     stores.reconcile_everything();
-    let sweeping = tokio::spawn({
+    tasks.spawn({
         let context = Arc::clone(&context);
         async move { orphans::run(&context).await }
-    });
-    let signing = tokio::spawn({
-        let context = Arc::clone(&context);
-        async move { signing::run(&context).await }
     });
     let ended = tokio::select! {
         () = &mut stop => Ok(()),
         () = election.renew_until_lost() => Err(anyhow::anyhow!("lost the lease")),
         _ = watches.join_next() => Err(anyhow::anyhow!("a watch ended")),
         // A controller ends if one of its reconciles panics.
-        _ = futures_util::future::select_all(&mut controllers) => Err(anyhow::anyhow!("a controller ended")),
+        _ = controllers.join_next() => Err(anyhow::anyhow!("a controller ended")),
     };
-    sweeping.abort();
-    signing.abort();
-    serving.abort();
-    if let Some(keeping) = keeping {
-        keeping.abort();
-    }
+    tasks.abort_all();
     ended?;
     tracing::info!("stopping; waiting for running reconciles");
     stopping.send(true).context("all controllers ended")?;
-    let aborts: Vec<_> = controllers.iter().map(tokio::task::JoinHandle::abort_handle).collect();
+    let all_ended = async { while controllers.join_next().await.is_some() {} };
     tokio::select! {
-        _ = futures_util::future::join_all(controllers) => {}
-        () = tokio::time::sleep(STOPS_WITHIN) => {
+        ended = tokio::time::timeout(STOPS_WITHIN, all_ended) => if ended.is_err() {
             tracing::info!("aborting reconciles that still run; the next replica repeats them");
-            // Aborted before the lease is released, so that they do not write while another replica
-            // reconciles.
-            aborts.iter().for_each(tokio::task::AbortHandle::abort);
-        }
+        },
         () = election.renew_until_lost() => anyhow::bail!("lost the lease"),
     }
+    // Before the lease is released, so that they do not write while another replica reconciles.
+    controllers.abort_all();
     watches.shutdown().await;
     if let Err(error) = election.release().await {
         tracing::info!(%error, "cannot release the lease; it expires by itself");
@@ -154,28 +146,30 @@ fn guard(
 }
 
 /// Starts all controllers. They end when `stop` is set, or if a reconcile panics.
-fn start_controllers(
-    context: &Arc<Context>,
-    stop: &flag::Receiver<bool>,
-) -> Vec<tokio::task::JoinHandle<()>> {
-    let stores = &context.stores;
+fn start_controllers(context: &Arc<Context>, stop: &flag::Receiver<bool>) -> JoinSet<()> {
+    let (stores, mut tasks) = (&context.stores, JoinSet::new());
     let (shared, stop) = (|| Arc::clone(context), || stop.clone());
-    let clusters =
-        controller::run(cluster::controller::controller(stores), cluster::reconcile, shared(), stop());
-    let pools = controller::run(pool::controller::controller(stores), pool::reconcile, shared(), stop());
-    let nodes = controller::run(node::controller::controller(stores), node::reconcile, shared(), stop());
-    let tenants =
-        controller::run(tenant::controller::controller(stores), tenant::reconcile, shared(), stop());
-    let profiles =
-        controller::run(profile::controller::controller(stores), profile::reconcile, shared(), stop());
-    let allocations =
-        controller::run(allocation::controller::controller(stores), allocation::reconcile, shared(), stop());
-    vec![
-        tokio::spawn(clusters),
-        tokio::spawn(pools),
-        tokio::spawn(nodes),
-        tokio::spawn(tenants),
-        tokio::spawn(profiles),
-        tokio::spawn(allocations),
-    ]
+    tasks.spawn(controller::run(
+        cluster::controller::controller(stores),
+        cluster::reconcile,
+        shared(),
+        stop(),
+    ));
+    tasks.spawn(controller::run(pool::controller::controller(stores), pool::reconcile, shared(), stop()));
+    tasks.spawn(controller::run(node::controller::controller(stores), node::reconcile, shared(), stop()));
+    tasks.spawn(controller::run(tenant::controller::controller(stores), tenant::reconcile, shared(), stop()));
+    tasks.spawn(controller::run(
+        profile::controller::controller(stores),
+        profile::reconcile,
+        shared(),
+        stop(),
+    ));
+    tasks.spawn(controller::run(
+        allocation::controller::controller(stores),
+        allocation::reconcile,
+        shared(),
+        stop(),
+    ));
+    tasks.spawn(controller::run(signing::controller(&context.client), signing::reconcile, shared(), stop()));
+    tasks
 }

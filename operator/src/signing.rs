@@ -6,23 +6,22 @@
 //!
 //! A request is answered by the replica that holds the lease, once. A failed answer is tried again.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{Api, Patch, PatchParams, PostParams};
-use kube::runtime::watcher::Event;
-use kube::runtime::{WatchStreamExt, watcher};
-use kube::{Resource, ResourceExt};
+use kube::runtime::controller::Action;
+use kube::runtime::{Controller, watcher};
+use kube::{Client, Resource, ResourceExt};
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::feed::{WATCH_LOST, WatchBackoff};
+use crate::framework::feed::WatchBackoff;
 use crate::framework::metrics::Write;
 use crate::reconcile::authority::{self, AuthorityState};
 use crate::reconcile::context::Context;
@@ -36,10 +35,7 @@ use review::{Grant, Permission, Verdict};
 /// Signer of the requests.
 pub const SIGNER: &str = "reprise.dev/process";
 
-/// Kind of the requests, for the log.
-const KIND: &str = "CertificateSigningRequest";
-
-/// Interval of new attempts to answer.
+/// Interval of new attempts while the cluster has no authority. Its reconcile creates one.
 const RETRY_EVERY: Duration = Duration::from_secs(2);
 
 /// Reason in the condition of approved requests.
@@ -47,57 +43,27 @@ const APPROVED: &str = "IdentityConfirmed";
 /// Reason in the condition of denied requests.
 const DENIED: &str = "IdentityRefused";
 
-/// Requests by name whose answer failed.
-type Unanswered = BTreeMap<String, CertificateSigningRequest>;
-
-/// Answers requests until the task is aborted.
-pub async fn run(context: &Context) {
-    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
+/// Returns the controller of the requests.
+pub fn controller(client: &Client) -> Controller<CertificateSigningRequest> {
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
-    let mut events = watcher(requests, ours).backoff(WatchBackoff::default()).boxed();
-    let mut unanswered = Unanswered::new();
-    let mut retry = tokio::time::interval(RETRY_EVERY);
-    loop {
-        tokio::select! {
-            event = events.next() => match event {
-                Some(Ok(Event::Apply(request) | Event::InitApply(request))) => {
-                    try_answer(context, request, &mut unanswered).await;
-                }
-                Some(Ok(Event::Delete(request))) => {
-                    unanswered.remove(&request.name_any());
-                }
-                Some(Ok(Event::Init)) => {}
-                Some(Ok(Event::InitDone)) => {
-                    tracing::info!(recovered = WATCH_LOST, kind = KIND, "watch established");
-                }
-                Some(Err(error)) => {
-                    tracing::warn!(condition = WATCH_LOST, %error, kind = KIND, "watch lost; restarting it");
-                }
-                None => return,
-            },
-            _ = retry.tick(), if !unanswered.is_empty() => {
-                for request in std::mem::take(&mut unanswered).into_values() {
-                    try_answer(context, request, &mut unanswered).await;
-                }
-            }
-        }
-    }
+    Controller::new(Api::all(client.clone()), ours).trigger_backoff(WatchBackoff::default())
 }
 
-async fn try_answer(context: &Context, request: CertificateSigningRequest, unanswered: &mut Unanswered) {
-    let name = request.name_any();
+/// Answers a request, unless it is answered.
+///
+/// # Errors
+/// Returns an error if an API request failed; the reconcile is retried.
+pub async fn reconcile(
+    request: Arc<CertificateSigningRequest>,
+    context: Arc<Context>,
+) -> Result<Action, OperatorError> {
     if is_answered(&request) {
-        unanswered.remove(&name);
-        return;
+        return Ok(Action::await_change());
     }
-    match answer(context, &request).await {
+    match answer(&context, &request).await {
         // The request was deleted meanwhile.
-        Err(error) if error.code() == Some(404) => {}
-        Err(error) => {
-            tracing::warn!(request = name, %error, "cannot answer a request for a certificate; retrying");
-            unanswered.insert(name, request);
-        }
-        Ok(()) => {}
+        Err(error) if error.code() == Some(404) => Ok(Action::await_change()),
+        answered => answered,
     }
 }
 
@@ -112,13 +78,12 @@ fn has_condition(request: &CertificateSigningRequest, kind: &str) -> bool {
     conditions.into_iter().any(|condition| condition.type_ == kind)
 }
 
-async fn answer(context: &Context, request: &CertificateSigningRequest) -> Result<(), OperatorError> {
+async fn answer(context: &Context, request: &CertificateSigningRequest) -> Result<Action, OperatorError> {
     // An approval causes an event before the certificate is there.
     if has_condition(request, "Approved") {
-        let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
-        let current = requests.get(&request.name_any()).await;
+        let current = api(context).get(&request.name_any()).await;
         if is_answered(&current.map_err(OperatorError::api("read a request for a certificate"))?) {
-            return Ok(());
+            return Ok(Action::await_change());
         }
     }
     let find = |namespace: &str, name: &str| context.stores.cluster(&format!("{namespace}/{name}"));
@@ -139,37 +104,32 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
     let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
         return deny(context, request, "the KVCacheCluster was deleted").await;
     };
-    let authority = usable_authority(&found, context).await?;
-    let certificate = authority.authority().sign(&signing, &hosts, valid);
-    let certificate = match certificate {
-        Ok(certificate) => certificate,
+    let authority = match authority::read(&found, context).await {
+        AuthorityState::Present(authority) => authority,
+        AuthorityState::Unusable(refusal) => return Err(OperatorError::Identity(refusal.message)),
+        AuthorityState::Absent => return Ok(Action::requeue(RETRY_EVERY)),
+    };
+    let certificate = match authority.authority().sign(&signing, &hosts, valid) {
+        Ok(certificate) => ByteString(certificate.into_bytes()),
         Err(error) => return deny(context, request, &error.to_string()).await,
     };
     let message = match cluster {
         None => format!("the requester's pod is {}", signing.identity()),
         Some(permission) => format!("the requester may {} the KVCacheCluster", permission.verb),
     };
-    approve(context, request, &message).await?;
-    issue(context, request, certificate).await?;
+    set_condition(context, request, ("Approved", APPROVED), &message).await?;
+    let name = request.name_any();
+    let status = json!({ "status": { "certificate": certificate } });
+    let issued = api(context).patch_status(&name, &params(), &Patch::Strategic(&status)).await;
+    issued.map_err(OperatorError::api(format!("issue the certificate of request {name}")))?;
+    context.metrics.record_write("CertificateSigningRequest", Write::Status);
     tracing::info!(
-        request = request.name_any(),
+        request = name,
         identity = %signing.identity(),
         requester = request.spec.username,
         "issued a certificate"
     );
-    Ok(())
-}
-
-/// Returns the authority of a cluster. Its reconcile creates it.
-async fn usable_authority(
-    cluster: &KVCacheCluster,
-    context: &Context,
-) -> Result<std::sync::Arc<authority::ClusterAuthority>, OperatorError> {
-    match authority::read(cluster, context).await {
-        AuthorityState::Present(authority) => Ok(authority),
-        AuthorityState::Unusable(refusal) => Err(OperatorError::Identity(refusal.message)),
-        AuthorityState::Absent => Err(OperatorError::Identity("the authority does not exist yet".to_owned())),
-    }
+    Ok(Action::await_change())
 }
 
 /// Asks whether the requester may use a verb on a cluster. Returns the reason if not.
@@ -208,22 +168,15 @@ async fn ask(
     }))
 }
 
-async fn approve(
-    context: &Context,
-    request: &CertificateSigningRequest,
-    message: &str,
-) -> Result<(), OperatorError> {
-    set_condition(context, request, ("Approved", APPROVED), message).await
-}
-
 async fn deny(
     context: &Context,
     request: &CertificateSigningRequest,
     message: &str,
-) -> Result<(), OperatorError> {
+) -> Result<Action, OperatorError> {
     let (name, requester) = (request.name_any(), request.spec.username.as_deref().unwrap_or_default());
     tracing::warn!(request = name, requester, reason = message, "denied a request for a certificate");
-    set_condition(context, request, ("Denied", DENIED), message).await
+    set_condition(context, request, ("Denied", DENIED), message).await?;
+    Ok(Action::await_change())
 }
 
 /// Adds the condition that answers a request. Another answer of a person has precedence.
@@ -233,38 +186,25 @@ async fn set_condition(
     (kind, reason): (&str, &str),
     message: &str,
 ) -> Result<(), OperatorError> {
-    let present = request.status.as_ref().and_then(|status| status.conditions.as_ref());
-    if present.into_iter().flatten().any(|condition| condition.type_ == kind) {
+    if has_condition(request, kind) {
         return Ok(());
     }
-    let now = clock::now();
+    let (name, now) = (request.name_any(), clock::now());
     let condition = json!({
         "type": kind, "status": "True", "reason": reason, "message": message,
         "lastUpdateTime": now, "lastTransitionTime": now,
     });
     let status = json!({ "status": { "conditions": [condition] } });
-    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
-    let name = request.name_any();
-    let patched = requests.patch_approval(&name, &params(), &Patch::Strategic(&status)).await;
+    let patched = api(context).patch_approval(&name, &params(), &Patch::Strategic(&status)).await;
     patched.map_err(OperatorError::api(format!("answer the request {name}")))?;
     context.metrics.record_write("CertificateSigningRequest", Write::Status);
     Ok(())
 }
 
-async fn issue(
-    context: &Context,
-    request: &CertificateSigningRequest,
-    certificate: String,
-) -> Result<(), OperatorError> {
-    let status = json!({ "status": { "certificate": ByteString(certificate.into_bytes()) } });
-    let requests: Api<CertificateSigningRequest> = Api::all(context.client.clone());
-    let name = request.name_any();
-    let patched = requests.patch_status(&name, &params(), &Patch::Strategic(&status)).await;
-    patched.map_err(OperatorError::api(format!("issue the certificate of request {name}")))?;
-    context.metrics.record_write("CertificateSigningRequest", Write::Status);
-    Ok(())
+fn api(context: &Context) -> Api<CertificateSigningRequest> {
+    Api::all(context.client.clone())
 }
 
 fn params() -> PatchParams {
-    PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() }
+    PatchParams::apply(OPERATOR_FIELD_MANAGER)
 }

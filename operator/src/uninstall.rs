@@ -17,13 +17,14 @@
 //!
 //! The command may be run again after a timeout.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use crate::framework::child::ChildKind;
 use crate::framework::finalizers::has;

@@ -16,6 +16,7 @@ mod control_planes;
 mod convergence;
 mod deletion_guard;
 mod device_access;
+mod examples;
 mod field_ownership;
 mod injection;
 mod kills;

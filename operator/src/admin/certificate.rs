@@ -10,27 +10,25 @@
 //! The port opens before the API server answers, because probes need it. Until then, its certificate is of an authority
 //! that no scraper knows.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::Client;
-use kube::api::{Api, ObjectMeta, PostParams};
+use kube::api::{Api, PostParams};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
+use serde_json::json;
 
+use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::Account;
+use crate::reconcile::authority::{self, CERTIFICATE, KEY, failed};
 
 /// Secret with the authority.
 const SECRET: &str = "reprise-operator-admin";
-
-/// Entries of the Secret.
-const CERTIFICATE: &str = "tls.crt";
-const KEY: &str = "tls.key";
 
 /// Interval of checks of the Secret and of the certificate's validity.
 const CHECK_EVERY: Duration = Duration::from_secs(3_600);
@@ -81,7 +79,7 @@ impl AdminCertificate {
     pub async fn keep(mut self) {
         let mut is_failing = false;
         loop {
-            let wait = match self.check(SystemTime::now()).await {
+            let wait = match self.check().await {
                 Ok(()) => {
                     is_failing = false;
                     CHECK_EVERY
@@ -102,8 +100,8 @@ impl AdminCertificate {
         }
     }
 
-    async fn check(&mut self, now: SystemTime) -> Result<(), OperatorError> {
-        let authority = self.authority().await?;
+    async fn check(&mut self) -> Result<(), OperatorError> {
+        let (authority, now) = (self.authority().await?, clock::system_time());
         if authority.certificate() != self.issuer || self.tls.credentials().is_renewal_due(now) {
             self.tls.replace(issue(&authority, &self.identity)?);
             authority.certificate().clone_into(&mut self.issuer);
@@ -121,23 +119,17 @@ impl AdminCertificate {
             return load(&secret);
         }
         let authority = Authority::create(&self.identity.cluster).map_err(failed)?;
-        let entry = |name: &str, text: &str| (name.to_owned(), ByteString(text.as_bytes().to_vec()));
         let owner = match &self.account {
             Some(account) => account.owner().await,
             None => None,
         };
-        let owner_references = owner.map(|owner| vec![owner]);
-        let metadata =
-            ObjectMeta { name: Some(SECRET.to_owned()), owner_references, ..ObjectMeta::default() };
-        let secret = Secret {
-            metadata,
-            data: Some(BTreeMap::from([
-                entry(CERTIFICATE, authority.certificate()),
-                entry(KEY, authority.key()),
-            ])),
-            immutable: Some(true),
-            ..Secret::default()
-        };
+        let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret", "immutable": true,
+            "metadata": { "name": SECRET, "ownerReferences": Vec::from_iter(owner) },
+            "data": { CERTIFICATE: bytes(authority.certificate()), KEY: bytes(authority.key()) },
+        });
+        let secret: Secret = serde_json::from_value(secret).expect("made above");
         let params =
             PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         match self.secrets.create(&params, &secret).await {
@@ -152,11 +144,7 @@ impl AdminCertificate {
 }
 
 fn load(secret: &Secret) -> Result<Authority, OperatorError> {
-    let text = |entry: &str| {
-        let bytes = secret.data.as_ref().and_then(|data| data.get(entry)).map(|bytes| bytes.0.clone());
-        String::from_utf8(bytes.unwrap_or_default()).unwrap_or_default()
-    };
-    Authority::load(&text(CERTIFICATE), &text(KEY)).map_err(|error| {
+    authority::load(secret).map_err(|error| {
         failed(format!(
             "Secret {SECRET} has no usable authority: {error}; delete it, and the operator creates another"
         ))
@@ -166,8 +154,4 @@ fn load(secret: &Secret) -> Result<Authority, OperatorError> {
 fn issue(authority: &Authority, identity: &Identity) -> Result<Credentials, OperatorError> {
     let issued = authority.issue(identity, CERTIFICATE_VALID).map_err(failed)?;
     issued.into_credentials(authority.certificate()).map_err(failed)
-}
-
-fn failed(error: impl std::fmt::Display) -> OperatorError {
-    OperatorError::Identity(error.to_string())
 }

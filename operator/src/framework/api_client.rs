@@ -21,6 +21,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use axum::body::{Bytes, HttpBody};
 use axum::http::{Method, Request, Response, StatusCode, Uri};
 use kube::client::retry::RetryPolicy;
 use kube::client::{Body, ClientBuilder};
@@ -69,20 +70,25 @@ pub struct ApiRequests(pub(crate) Family<RequestLabels, Counter>);
 /// # Errors
 /// The address or the certificates in the configuration are invalid.
 pub fn client(mut config: Config) -> kube::Result<(Client, ApiRequests)> {
-    let requests = ApiRequests::default();
     // Kube's own retry layer is inside of custom layers and would hide retries from the counter. So it is
     // disabled, and the same policy is added around the counter.
-    let retries = std::mem::replace(&mut config.default_retry, false);
-    let counts = layer_fn(|service| Counting { service, requests: requests.clone() });
-    let builder = ClientBuilder::try_from(config)?.with_layer(&counts);
-    let rate_limit = RateLimitLayer::new(REQUESTS_MAX, RATE_WINDOW);
-    let builder = builder.with_layer(&rate_limit).with_layer(&BufferLayer::new(WAITING_MAX));
-    let client = if retries {
-        builder.with_layer(&RetryLayer::new(RetryPolicy::server_retry())).build()
-    } else {
-        builder.build()
-    };
-    Ok((client, requests))
+    config.default_retry = false;
+    Ok(with_layers(ClientBuilder::try_from(config)?))
+}
+
+fn with_layers<S, B>(builder: ClientBuilder<S>) -> (Client, ApiRequests)
+where
+    S: Service<Request<Body>, Response = Response<B>, Error = BoxError, Future: Send> + Send + 'static,
+    B: HttpBody<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+{
+    let requests = ApiRequests::default();
+    let client = builder
+        .with_layer(&layer_fn(|service| Counting { service, requests: requests.clone() }))
+        .with_layer(&RateLimitLayer::new(REQUESTS_MAX, RATE_WINDOW))
+        .with_layer(&BufferLayer::new(WAITING_MAX))
+        .with_layer(&RetryLayer::new(RetryPolicy::server_retry()))
+        .build();
+    (client, requests)
 }
 
 /// A service that counts requests.
@@ -172,9 +178,10 @@ mod tests {
     use k8s_openapi::api::core::v1::ConfigMap;
     use kube::Api;
     use serde_json::json;
+    use tokio::time::Instant;
 
     use super::*;
-    use crate::framework::test_api_server::{CannedResponse, error_response, serve_config};
+    use crate::framework::test_api_server::{CannedResponse, RequestLog, error_response, service};
 
     #[test]
     fn labels_request_with_rbac_verb_and_resource_but_no_object_name() {
@@ -194,54 +201,49 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    /// A client whose requests are answered in this process.
+    fn served(responses: Vec<CannedResponse>) -> (Api<ConfigMap>, ApiRequests, RequestLog) {
+        let (service, log) = service(responses);
+        let (client, requests) = with_layers(ClientBuilder::new(service, "default"));
+        (Api::namespaced(client, "n"), requests, log)
+    }
+
+    fn count(requests: &ApiRequests, code: &str) -> u64 {
+        let labels = RequestLabels { verb: "get", resource: "configmaps".to_owned(), code: code.to_owned() };
+        requests.0.get_or_create(&labels).get()
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn counts_rejected_requests_and_each_retry() {
-        let accepted = CannedResponse::Json(
-            200,
-            json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "m" } }),
-        );
-        let answers = vec![
+        let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "m" } });
+        let responses = vec![
             error_response(404, &json!([])),
             error_response(504, &json!([])),
             error_response(504, &json!([])),
-            accepted,
+            CannedResponse::Json(200, map),
         ];
-        let (mut config, _server) = serve_config(answers).await;
-        config.default_retry = true;
-        let (client, requests) = client(config).expect("needs no certificates");
-        let maps: Api<ConfigMap> = Api::namespaced(client, "n");
+        let (maps, requests, _) = served(responses);
         assert!(maps.get_opt("m").await.expect("an answer").is_none());
         assert!(maps.get_opt("m").await.expect("an answer").is_some());
-        let count = |code: &str| {
-            let labels =
-                RequestLabels { verb: "get", resource: "configmaps".to_owned(), code: code.to_owned() };
-            requests.0.get_or_create(&labels).get()
-        };
-        assert_eq!(["404", "504", "200", NONE].map(count), [1, 2, 1, 0]);
+        assert_eq!(["404", "504", "200", NONE].map(|code| count(&requests, code)), [1, 2, 1, 0]);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn requests_above_the_rate_limit_wait() {
-        let (config, server) = serve_config(vec![error_response(404, &json!([]))]).await;
-        let (client, _) = client(config).expect("needs no certificates");
-        let maps: Api<ConfigMap> = Api::namespaced(client, "n");
-        let begun = std::time::Instant::now();
+        let (maps, _, log) = served(vec![error_response(404, &json!([]))]);
+        let begun = Instant::now();
         let all = (0..=3 * REQUESTS_MAX).map(|_| maps.get_opt("m"));
         futures_util::future::try_join_all(all).await.expect("answers");
-        assert!(begun.elapsed() >= RATE_WINDOW * 3, "{:?}", begun.elapsed());
-        assert_eq!(server.methods().len() as u64, 3 * REQUESTS_MAX + 1);
+        assert!((RATE_WINDOW * 3..RATE_WINDOW * 4).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        assert_eq!(log.methods().len() as u64, 3 * REQUESTS_MAX + 1);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn counts_abandoned_request_as_unanswered() {
-        let (config, _server) = serve_config(vec![CannedResponse::Hang]).await;
-        let (client, requests) = client(config).expect("needs no certificates");
-        let maps: Api<ConfigMap> = Api::namespaced(client, "n");
-        let within = Duration::from_millis(100);
-        tokio::time::timeout(within, maps.get_opt("m")).await.expect_err("no answer");
-        let labels = RequestLabels { verb: "get", resource: "configmaps".to_owned(), code: NONE.to_owned() };
+        let (maps, requests, _) = served(vec![CannedResponse::Hang]);
+        tokio::time::timeout(RATE_WINDOW, maps.get_opt("m")).await.expect_err("no answer");
         // The buffer layer drops the request asynchronously.
-        while requests.0.get_or_create(&labels).get() == 0 {
+        while count(&requests, NONE) == 0 {
             tokio::task::yield_now().await;
         }
     }

@@ -10,13 +10,14 @@
 //!   claims have no template: they could not start, so the running ones are kept.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
 use kube::core::Status;
 use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
+use tokio::time::Instant;
 
 use crate::framework::child::{Child, ChildKind, missing_paths};
 use crate::framework::error::OperatorError;

@@ -1,34 +1,86 @@
-//! Wall-clock time, read only in this module. Conditions, leases and certificates contain it. Timeouts and
-//! delays use monotonic time instead.
+//! The clock, which tests control.
+//!
+//! * Monotonic time is that of the tokio runtime, [`tokio::time::Instant`]: timeouts, delays, ages in memory.
+//! * Wall-clock time is read only here: conditions, leases and certificates contain it.
+//!
+//! The runtime of a test pauses and advances the first, and the second follows. Without a runtime, the wall clock of tests
+//! stands still. So a test does not depend on the speed of the machine.
+//!
+//! Production reads the system's clock each time, because the clock may be set while the process runs.
+
+#![expect(clippy::disallowed_methods, reason = "the only module that reads the wall clock")]
+
+use std::time::{Duration, SystemTime};
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, Time};
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::jiff::Timestamp;
+
+#[cfg(not(test))]
+fn timestamp() -> Timestamp {
+    Timestamp::now()
+}
+
+#[cfg(test)]
+fn timestamp() -> Timestamp {
+    use std::sync::LazyLock;
+
+    use tokio::runtime::Handle;
+    use tokio::time::Instant;
+
+    /// A whole second, so that times in objects are exact.
+    static START: LazyLock<(Timestamp, std::time::Instant)> = LazyLock::new(|| {
+        let start = Timestamp::from_second(Timestamp::now().as_second()).expect("within the range of times");
+        (start, std::time::Instant::now())
+    });
+    let (start, begun) = *START;
+    if Handle::try_current().is_err() {
+        return start;
+    }
+    // A paused clock may have stopped before `begun`.
+    let now = Instant::now().into_std();
+    start + now.saturating_duration_since(begun) - begun.saturating_duration_since(now)
+}
 
 /// Returns the current time in whole seconds, the precision of conditions.
 pub fn now() -> Time {
-    let seconds = Timestamp::now().as_second();
-    Time(Timestamp::from_second(seconds).expect("the present is within the range of times"))
+    Time(Timestamp::from_second(timestamp().as_second()).expect("the present is within the range of times"))
 }
 
 /// Returns the current time in microseconds, the precision of leases.
 pub fn now_micro() -> MicroTime {
-    let micros = Timestamp::now().as_microsecond();
+    let micros = timestamp().as_microsecond();
     MicroTime(Timestamp::from_microsecond(micros).expect("the present is within the range of times"))
 }
 
+/// Returns the current time, for the validity of certificates.
+pub fn system_time() -> SystemTime {
+    timestamp().into()
+}
+
 /// Returns the time passed since `time`; zero if it is in the future.
-pub fn since(time: &Time) -> std::time::Duration {
-    let passed: SignedDuration = Timestamp::now().duration_since(time.0);
-    passed.try_into().unwrap_or_default()
+pub fn since(time: &Time) -> Duration {
+    timestamp().duration_since(time.0).try_into().unwrap_or_default()
 }
 
 /// Returns the time left until `time`; zero if it is in the past.
-pub fn until(time: &Time) -> std::time::Duration {
-    let left: SignedDuration = time.0.duration_since(Timestamp::now());
-    left.try_into().unwrap_or_default()
+pub fn until(time: &Time) -> Duration {
+    time.0.duration_since(timestamp()).try_into().unwrap_or_default()
 }
 
 /// Returns the time from `first` to `second`; zero if `second` is earlier.
-pub fn between(first: &Time, second: &Time) -> std::time::Duration {
+pub fn between(first: &Time, second: &Time) -> Duration {
     second.0.duration_since(first.0).try_into().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn wall_clock_of_tests_follows_the_clock_of_the_runtime() {
+        let (start, second) = (now_micro(), Duration::from_secs(1));
+        assert_eq!(now_micro(), start, "the clock is paused");
+        tokio::time::advance(second * 3_600).await;
+        assert_eq!(now_micro().0.duration_since(start.0), (second * 3_600).try_into().expect("an hour"));
+    }
 }

@@ -5,16 +5,17 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use kube::runtime::Controller;
-use kube::runtime::controller::{Action, Config};
+use kube::runtime::controller::{Action, Config, Error};
 use kube::runtime::events::{Event, EventType};
 use kube::{Resource, ResourceExt};
 use reprise_crds::status::Reason;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
 use crate::framework::events::{self, Subject, kind_of};
@@ -59,8 +60,12 @@ pub async fn run<K, C, F, R>(
         .with_config(Config::default().concurrency(AT_ONCE))
         .graceful_shutdown_on(async move { drop(stopped.await) })
         .run(timed, failed, Arc::clone(&context))
-        // Results were handled above, and requests for deleted objects need no action.
-        .for_each(async |_| ());
+        // Results of reconciles were handled above, and requests for deleted objects need no action.
+        .for_each(async |result| {
+            if let Err(Error::QueueError(error)) = result {
+                tracing::warn!(%error, kind = kind_of::<K>(), "watch lost; restarting it");
+            }
+        });
     tokio::select! {
         () = working => {}
         () = send_heartbeats(kind_of::<K>(), &context) => {}

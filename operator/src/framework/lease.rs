@@ -1,19 +1,18 @@
 //! Leader election: the replica that holds the Lease object reconciles.
 //!
 //! ```text
-//! waiting ──lease is free, or unchanged for `lease_duration`──► holding ──renews every `renew_interval`──► holding
-//!                                                                 │
-//!                           another replica holds it, or no renewal for `renew_deadline` ──► process exits
+//! waiting ──lease is free, or unchanged for LEASE_DURATION──► holding ──renews every RENEW_INTERVAL──► holding
+//!                                                               │
+//!                           another replica holds it, or no renewal for RENEW_DEADLINE ──► process exits
 //! ```
 //!
 //! * Clocks of different machines are never compared. A replica sees a renewal as a change of the lease's
 //!   fields, and measures the time since the last change with its own monotonic clock.
-//! * A running holder stops before others take over (`renew_deadline` < `lease_duration`, [`Timing`]). It
-//!   counts from the moment before the request, so a late answer never extends its time. Every attempt has a
-//!   timeout.
+//! * A running holder stops before others take over ([`RENEW_DEADLINE`] < [`LEASE_DURATION`]). It counts from the moment
+//!   before the request, so a late answer never extends its time. Every attempt has a timeout.
 //! * Identities are pod names, so two running processes never share one.
 //! * If the API server rejects a write because the lease changed (409), the holder is still unknown: the
-//!   change may be this replica's own write, whose answer was lost. The replica reads the lease again and
+//!   change may be this replica's own write, whose answer was lost. The next attempt reads the lease again and
 //!   decides by its content.
 //!
 //! A suspended process (SIGSTOP, paused VM) still considers itself the holder when it resumes, until it reads
@@ -36,7 +35,6 @@ use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Api, PostParams};
-use kube::core::ObjectMeta;
 use tokio::time::Instant;
 
 use crate::framework::clock;
@@ -44,36 +42,20 @@ use crate::framework::error::OperatorError;
 
 /// Name of the Lease object.
 pub const NAME: &str = "reprise-operator";
-/// Reads and writes per attempt. Each repetition means that another writer modified the lease in between.
-const TRIES_MAX: usize = 3;
 /// HTTP status code: the lease was modified or created by another writer.
 const CONFLICT: u16 = 409;
 
-/// Time limits of the election.
-#[derive(Clone, Copy, Debug)]
-pub struct Timing {
-    /// Time without a renewal after which the lease is free.
-    pub lease_duration: Duration,
-    /// Interval of renewals, and of polls while waiting.
-    pub renew_interval: Duration,
-    /// Delay after a failed renewal.
-    pub retry_interval: Duration,
-    /// Timeout of one attempt. Two attempts fit before the renew deadline.
-    pub attempt_timeout: Duration,
-    /// Time without a successful renewal after which the holder exits.
-    pub renew_deadline: Duration,
-}
-
-impl Timing {
-    /// The values of every replica. Replicas must agree on them.
-    pub const DEFAULT: Timing = Timing {
-        lease_duration: Duration::from_secs(15),
-        renew_interval: Duration::from_secs(3),
-        retry_interval: Duration::from_secs(1),
-        attempt_timeout: Duration::from_secs(3),
-        renew_deadline: Duration::from_secs(10),
-    };
-}
+// Replicas must agree on these times.
+/// Time without a renewal after which the lease is free.
+const LEASE_DURATION: Duration = Duration::from_secs(15);
+/// Interval of renewals, and of polls while waiting.
+const RENEW_INTERVAL: Duration = Duration::from_secs(3);
+/// Delay after a failed renewal.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout of one attempt. Two attempts fit before the renew deadline.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time without a successful renewal after which the holder exits.
+const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The service account of the operator's pods. It owns objects that are deleted with the operator.
 #[derive(Clone, Debug)]
@@ -129,72 +111,57 @@ pub struct Election {
     api: Api<Lease>,
     identity: String,
     account: Option<Account>,
-    timing: Timing,
     /// The lease as last seen with another holder, and since when it is unchanged.
     seen: Option<(LeaseSpec, Instant)>,
     /// Time before the last successful acquire or renew request, while the lease is held.
     renewed: Option<Instant>,
 }
 
-/// Result of one attempt to acquire or renew the lease.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AttemptOutcome {
-    Held,
-    HeldByOther,
-    /// Another writer modified the lease between the read and the write.
-    Modified,
-}
-
 impl Election {
     /// Creates the state of a replica that does not hold the lease.
     pub fn new(api: Api<Lease>, identity: impl Into<String>, account: Option<Account>) -> Election {
-        let timing = Timing::DEFAULT;
-        Election { api, identity: identity.into(), account, timing, seen: None, renewed: None }
+        Election { api, identity: identity.into(), account, seen: None, renewed: None }
     }
 
     /// Waits until this replica holds the lease.
     pub async fn acquire(&mut self) {
         loop {
             let begun = Instant::now();
-            match self.attempt(self.timing.attempt_timeout).await {
-                Ok(AttemptOutcome::Held) => {
+            match self.attempt(ATTEMPT_TIMEOUT).await {
+                Ok(true) => {
                     self.renewed = Some(begun);
                     return;
                 }
-                Ok(AttemptOutcome::HeldByOther | AttemptOutcome::Modified) => {}
-                Err(error) => tracing::warn!(%error, "lease request failed; trying to acquire again"),
+                Ok(false) => {}
+                Err(error) => log_failure(&error),
             }
-            tokio::time::sleep(self.timing.renew_interval).await;
+            tokio::time::sleep(RENEW_INTERVAL).await;
         }
     }
 
     /// Renews the lease until it is lost. Returns at once if it is not held.
     pub async fn renew_until_lost(&mut self) {
-        let mut wait = self.timing.renew_interval;
+        let mut wait = RENEW_INTERVAL;
         while let Some(renewed) = self.renewed {
-            let remaining = |timing: Timing| timing.renew_deadline.saturating_sub(renewed.elapsed());
-            tokio::time::sleep(wait.min(remaining(self.timing))).await;
-            let remaining = remaining(self.timing);
-            if remaining.is_zero() {
-                tracing::error!("lease not renewed for {:?}", self.timing.renew_deadline);
+            let remaining = || RENEW_DEADLINE.saturating_sub(renewed.elapsed());
+            tokio::time::sleep(wait.min(remaining())).await;
+            if remaining().is_zero() {
+                tracing::error!("lease not renewed for {RENEW_DEADLINE:?}");
                 self.renewed = None;
                 return;
             }
             let begun = Instant::now();
-            wait = self.timing.retry_interval;
-            match self.attempt(remaining.min(self.timing.attempt_timeout)).await {
-                Ok(AttemptOutcome::Held) => {
+            wait = RETRY_INTERVAL;
+            match self.attempt(remaining().min(ATTEMPT_TIMEOUT)).await {
+                Ok(true) => {
                     self.renewed = Some(begun);
-                    wait = self.timing.renew_interval;
+                    wait = RENEW_INTERVAL;
                 }
-                Ok(AttemptOutcome::HeldByOther) => {
+                Ok(false) => {
                     tracing::error!("another replica holds the lease");
                     self.renewed = None;
                 }
-                Ok(AttemptOutcome::Modified) => {
-                    tracing::info!("the lease was modified by other writers; renewing again");
-                }
-                Err(error) => tracing::warn!(%error, "lease request failed; trying to renew again"),
+                Err(error) => log_failure(&error),
             }
         }
     }
@@ -205,8 +172,8 @@ impl Election {
     /// The API server rejected the write or did not answer. The lease then expires by itself.
     pub async fn release(&mut self) -> Result<(), OperatorError> {
         self.renewed = None;
-        let within = self.timing.attempt_timeout;
-        tokio::time::timeout(within, self.clear_holder()).await.unwrap_or(Err(OperatorError::Timeout(within)))
+        let cleared = tokio::time::timeout(ATTEMPT_TIMEOUT, self.clear_holder()).await;
+        cleared.unwrap_or(Err(OperatorError::Timeout(ATTEMPT_TIMEOUT)))
     }
 
     async fn clear_holder(&self) -> Result<(), OperatorError> {
@@ -221,42 +188,33 @@ impl Election {
         released.map(|_| ()).map_err(OperatorError::api("release the lease"))
     }
 
-    /// Acquires or renews the lease if allowed. Retries immediately if another writer modified it meanwhile.
-    async fn attempt(&mut self, within: Duration) -> Result<AttemptOutcome, OperatorError> {
-        let trying = async {
-            for _ in 1..TRIES_MAX {
-                match self.try_acquire().await? {
-                    AttemptOutcome::Modified => {}
-                    known => return Ok(known),
-                }
-            }
-            self.try_acquire().await
-        };
-        tokio::time::timeout(within, trying).await.unwrap_or(Err(OperatorError::Timeout(within)))
+    /// Acquires or renews the lease if allowed. Returns whether this replica holds it.
+    async fn attempt(&mut self, within: Duration) -> Result<bool, OperatorError> {
+        let tried = tokio::time::timeout(within, self.try_acquire()).await;
+        tried.unwrap_or(Err(OperatorError::Timeout(within)))
     }
 
-    /// Reads the lease once, and acquires or renews it if allowed.
-    async fn try_acquire(&mut self) -> Result<AttemptOutcome, OperatorError> {
+    async fn try_acquire(&mut self) -> Result<bool, OperatorError> {
         let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
-        let Some(mut lease) = found else {
-            let owner_references = self.owners().await;
-            let metadata =
-                ObjectMeta { name: Some(NAME.to_owned()), owner_references, ..ObjectMeta::default() };
-            let lease = Lease { metadata, spec: Some(self.spec(None)) };
-            let created = self.api.create(&PostParams::default(), &lease).await.map(|_| ());
-            return conflict_as_modified(created, "create the lease");
-        };
-        let spec = lease.spec.clone().unwrap_or_default();
-        if !self.may_acquire(&spec, Instant::now()) {
-            return Ok(AttemptOutcome::HeldByOther);
+        let before = found.as_ref().map(|lease| lease.spec.clone().unwrap_or_default());
+        if before.as_ref().is_some_and(|before| !self.may_acquire(before, Instant::now())) {
+            return Ok(false);
         }
-        lease.spec = Some(self.spec(Some(&spec)));
+        let exists = found.is_some();
+        let mut lease = found.unwrap_or_default();
+        lease.metadata.name = Some(NAME.to_owned());
+        lease.spec = Some(self.spec(before.as_ref()));
         if lease.metadata.owner_references.is_none() {
             lease.metadata.owner_references = self.owners().await;
         }
+        let params = PostParams::default();
         // With the resource version that was read, so that only one of two concurrent writers succeeds.
-        let replaced = self.api.replace(NAME, &PostParams::default(), &lease).await.map(|_| ());
-        conflict_as_modified(replaced, "acquire the lease")
+        let written = if exists {
+            self.api.replace(NAME, &params, &lease).await
+        } else {
+            self.api.create(&params, &lease).await
+        };
+        written.map(|_| true).map_err(OperatorError::api("acquire the lease"))
     }
 
     async fn owners(&self) -> Option<Vec<OwnerReference>> {
@@ -279,7 +237,7 @@ impl Election {
             return true;
         }
         match &self.seen {
-            Some((seen, since)) if seen == spec => now.duration_since(*since) > self.timing.lease_duration,
+            Some((seen, since)) if seen == spec => now.duration_since(*since) > LEASE_DURATION,
             _ => {
                 self.seen = Some((spec.clone(), now));
                 false
@@ -296,7 +254,7 @@ impl Election {
             holder_identity: Some(self.identity.clone()),
             acquire_time: own.and_then(|own| own.acquire_time.clone()).or_else(|| Some(now.clone())),
             renew_time: Some(now),
-            lease_duration_seconds: i32::try_from(self.timing.lease_duration.as_secs()).ok(),
+            lease_duration_seconds: i32::try_from(LEASE_DURATION.as_secs()).ok(),
             lease_transitions: Some(transitions + i32::from(own.is_none() && before.is_some())),
             ..LeaseSpec::default()
         }
@@ -307,15 +265,11 @@ fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref()
 }
 
-/// Maps the API server's 409 to [`AttemptOutcome::Modified`].
-fn conflict_as_modified(
-    outcome: Result<(), kube::Error>,
-    what: &str,
-) -> Result<AttemptOutcome, OperatorError> {
-    match outcome {
-        Ok(()) => Ok(AttemptOutcome::Held),
-        Err(kube::Error::Api(status)) if status.code == CONFLICT => Ok(AttemptOutcome::Modified),
-        Err(error) => Err(OperatorError::api(what)(error)),
+fn log_failure(error: &OperatorError) {
+    if error.code() == Some(CONFLICT) {
+        tracing::info!("the lease was modified by another writer; trying again");
+    } else {
+        tracing::warn!(%error, "lease request failed; trying again");
     }
 }
 

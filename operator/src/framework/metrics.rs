@@ -1,10 +1,8 @@
 //! All metrics of the operator: names, help, labels. Label values come from enums and kinds, so their number
 //! is bounded.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -23,39 +21,8 @@ const PREFIX: &str = "reprise_operator";
 const RECONCILE_FIRST_SECONDS: f64 = 1.0 / 2048.0;
 const RECONCILE_BUCKETS: u16 = 16;
 
-/// Labels of counters per kind.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct KindLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-}
-
-/// Labels of counters of reconciles.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ReconcileLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-    /// Outcome: `done` or `failed`.
-    pub result: &'static str,
-}
-
-/// Labels of counters of writes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct WriteLabels {
-    /// Kind of the object.
-    pub kind: &'static str,
-    /// Kind of write: see [`Write`].
-    pub what: &'static str,
-}
-
-/// Labels of calls to control planes.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct CallLabels {
-    /// Name of the call: see [`Call`].
-    pub call: &'static str,
-    /// Outcome: `done`, `refused` or `absent`.
-    pub result: &'static str,
-}
+/// Names and values of labels.
+type Labels<const N: usize> = [(&'static str, &'static str); N];
 
 /// Calls to control planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,17 +78,22 @@ impl Write {
     }
 }
 
+fn counters<const N: usize>(registry: &mut Registry, name: &str, help: &str) -> Family<Labels<N>, Counter> {
+    let counters = Family::default();
+    registry.register(name, help, counters.clone());
+    counters
+}
+
 /// Handles of all metrics.
 #[derive(Debug)]
 pub struct Metrics {
-    registry: Mutex<Registry>,
-    requests: ApiRequests,
-    reconciles: Family<ReconcileLabels, Counter>,
-    reconcile_time: Family<KindLabels, Histogram, fn() -> Histogram>,
-    writes: Family<WriteLabels, Counter>,
-    conflicts: Family<KindLabels, Counter>,
-    put_backs: Family<KindLabels, Counter>,
-    calls: Family<CallLabels, Counter>,
+    registry: Registry,
+    reconciles: Family<Labels<2>, Counter>,
+    reconcile_time: Family<Labels<1>, Histogram, fn() -> Histogram>,
+    writes: Family<Labels<2>, Counter>,
+    conflicts: Family<Labels<1>, Counter>,
+    put_backs: Family<Labels<1>, Counter>,
+    calls: Family<Labels<2>, Counter>,
     /// Rejected connections of the admin port.
     pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
@@ -131,78 +103,70 @@ pub struct Metrics {
 impl Metrics {
     /// Registers all metrics. All start at zero, except requests that the API client has counted already.
     pub fn new(requests: ApiRequests) -> Metrics {
-        let histogram: fn() -> Histogram =
-            || Histogram::new(exponential_buckets(RECONCILE_FIRST_SECONDS, 2.0, RECONCILE_BUCKETS));
         let mut registry = Registry::with_prefix(PREFIX);
         let rejected = RejectedConnections::register(&mut registry, &[Listener::Admin]);
-        let metrics = Metrics {
-            registry: Mutex::default(),
-            requests,
-            reconciles: Family::default(),
-            reconcile_time: Family::new_with_constructor(histogram),
-            writes: Family::default(),
-            conflicts: Family::default(),
-            put_backs: Family::default(),
-            calls: Family::default(),
-            rejected,
-            leader: Gauge::default(),
-        };
-        metrics.register(registry);
-        metrics
-    }
-
-    fn register(&self, mut registry: Registry) {
         let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("build", "Version of the operator", build);
-        registry.register("reconciles", "Reconciles that ended, by kind and result", self.reconciles.clone());
+        let reconciles = counters(&mut registry, "reconciles", "Reconciles that ended, by kind and result");
+        let histogram: fn() -> Histogram =
+            || Histogram::new(exponential_buckets(RECONCILE_FIRST_SECONDS, 2.0, RECONCILE_BUCKETS));
+        let reconcile_time = Family::new_with_constructor(histogram);
         let help = "Duration of a reconcile, by kind";
-        registry.register_with_unit("reconcile", help, Unit::Seconds, self.reconcile_time.clone());
+        registry.register_with_unit("reconcile", help, Unit::Seconds, reconcile_time.clone());
         let help =
             "Requests to the API server, including retries, by HTTP status code, or none without an answer";
-        registry.register("api_requests", help, self.requests.0.clone());
+        registry.register("api_requests", help, requests.0);
         let help =
             "Writes that the API server accepted, by kind of the object; a converged cluster receives none";
-        registry.register("writes", help, self.writes.clone());
+        let writes = counters(&mut registry, "writes", help);
         let help =
             "Conflicts with other writers that own fields or objects of the operator, by kind of the object";
-        registry.register("conflicts", help, self.conflicts.clone());
+        let conflicts = counters(&mut registry, "conflicts", help);
         let help =
             "Objects restored because another writer changed fields of the operator or an agent, by kind";
-        registry.register("put_backs", help, self.put_backs.clone());
+        let put_backs = counters(&mut registry, "put_backs", help);
         let help = "Calls to control planes, by call and result";
-        registry.register("control_plane_calls", help, self.calls.clone());
-        registry.register(
-            "leader",
-            "1 while this process holds the lease and reconciles",
-            self.leader.clone(),
-        );
-        *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
+        let calls = counters(&mut registry, "control_plane_calls", help);
+        let leader = Gauge::default();
+        let help = "1 while this process holds the lease and reconciles";
+        registry.register("leader", help, leader.clone());
+        Metrics {
+            registry,
+            reconciles,
+            reconcile_time,
+            writes,
+            conflicts,
+            put_backs,
+            calls,
+            rejected,
+            leader,
+        }
     }
 
-    /// Records that a reconcile ended, with its duration.
+    /// Records that a reconcile ended as `done` or `failed`, with its duration.
     pub fn record_reconcile(&self, kind: &'static str, result: &'static str, took: Duration) {
-        self.reconciles.get_or_create(&ReconcileLabels { kind, result }).inc();
-        self.reconcile_time.get_or_create(&KindLabels { kind }).observe(took.as_secs_f64());
+        self.reconciles.get_or_create(&[("kind", kind), ("result", result)]).inc();
+        self.reconcile_time.get_or_create(&[("kind", kind)]).observe(took.as_secs_f64());
     }
 
     /// Records an accepted write.
     pub fn record_write(&self, kind: &'static str, what: Write) {
-        self.writes.get_or_create(&WriteLabels { kind, what: what.as_str() }).inc();
+        self.writes.get_or_create(&[("kind", kind), ("what", what.as_str())]).inc();
     }
 
     /// Records that another writer owns fields or an object that the operator wants to write.
     pub fn record_conflict(&self, kind: &'static str) {
-        self.conflicts.get_or_create(&KindLabels { kind }).inc();
+        self.conflicts.get_or_create(&[("kind", kind)]).inc();
     }
 
     /// Records that the operator or an agent restored fields that another writer had changed.
     pub fn record_restore(&self, kind: &'static str) {
-        self.put_backs.get_or_create(&KindLabels { kind }).inc();
+        self.put_backs.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// Records a call to a control plane.
+    /// Records a call to a control plane that ended as `done`, `refused` or `absent`.
     pub fn record_call(&self, call: Call, result: &'static str) {
-        self.calls.get_or_create(&CallLabels { call: call.as_str(), result }).inc();
+        self.calls.get_or_create(&[("call", call.as_str()), ("result", result)]).inc();
     }
 
     /// Encodes all metrics in the OpenMetrics text format.
@@ -211,8 +175,7 @@ impl Metrics {
     /// Never: writing to a `String` does not fail.
     pub fn text(&self) -> String {
         let mut text = String::new();
-        encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))
-            .expect("writing to a String does not fail");
+        encode(&mut text, &self.registry).expect("writing to a String does not fail");
         text
     }
 }

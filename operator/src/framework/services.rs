@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::runtime::events::{Recorder, Reporter};
 use kube::{Api, Client};
+use tokio::time::Instant;
 
 use crate::framework::api_client::ApiRequests;
 use crate::framework::backoff::Backoff;

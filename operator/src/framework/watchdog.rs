@@ -10,7 +10,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// Maximum time without a heartbeat: five times the timeout of a reconcile.
 pub const STUCK_AFTER: Duration = Duration::from_secs(300);

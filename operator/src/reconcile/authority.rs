@@ -14,12 +14,13 @@
 //! Invariant: if two operators create an authority at the same time, the API server rejects one of them, which then
 //! uses the other's.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use kube::api::{Api, DynamicObject, PostParams};
 use reprise_crds::status::Reason;
@@ -28,7 +29,7 @@ use reprise_identity::authority::CERTIFICATE_VALID;
 use reprise_identity::credentials::{AUTHORITIES_FILE, Files};
 use reprise_identity::follow::REPLACE_AUTHORITY_WITHIN;
 use reprise_identity::{Authority, Credentials, Identity, Role, Security, Tls};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
@@ -55,9 +56,9 @@ const SPREADS_WITHIN: Duration = Duration::from_secs(180);
 /// HTTP status code of requests that the operator has no permission for.
 const FORBIDDEN: u16 = 403;
 
-/// Entries of the Secret of the authority.
-const CERTIFICATE: &str = "tls.crt";
-const KEY: &str = "tls.key";
+/// Entries of the Secret of an authority.
+pub(crate) const CERTIFICATE: &str = "tls.crt";
+pub(crate) const KEY: &str = "tls.key";
 const PREVIOUS: &str = "previous.crt";
 
 /// Authority of a cluster, as stored in its Secret.
@@ -68,9 +69,8 @@ pub struct ClusterAuthority {
     uid: Option<String>,
     /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
-    /// Time since the Secret was created, when it was read.
-    age: Duration,
-    read_at: Instant,
+    /// Time at which the Secret was created.
+    created: Time,
 }
 
 /// State of the authority of a cluster.
@@ -91,29 +91,39 @@ pub struct Authorities {
     held: Mutex<HashMap<String, Held>>,
 }
 
-/// An authority, and the operator's certificate from it.
+/// An authority, and the operator's certificate.
 #[derive(Debug)]
 struct Held {
     authority: Arc<ClusterAuthority>,
     own: Tls,
     files: Files,
-    /// Certificate of the authority that has issued the operator's certificate.
-    issuer: String,
+}
+
+/// Returns an entry of a Secret; empty if it is absent.
+fn entry(secret: &Secret, name: &str) -> Result<String, String> {
+    let bytes = secret.data.as_ref().and_then(|data| data.get(name)).map(|bytes| bytes.0.clone());
+    String::from_utf8(bytes.unwrap_or_default()).map_err(|_| format!("entry {name} is not text"))
+}
+
+/// Reads an authority from its Secret.
+pub(crate) fn load(secret: &Secret) -> Result<Authority, String> {
+    Authority::load(&entry(secret, CERTIFICATE)?, &entry(secret, KEY)?).map_err(|error| error.to_string())
+}
+
+/// Wraps an error of creating certificates.
+pub(crate) fn failed(error: impl std::fmt::Display) -> OperatorError {
+    OperatorError::Identity(error.to_string())
 }
 
 impl ClusterAuthority {
     /// Reads the authority from its Secret.
     fn of(secret: &Secret) -> Result<ClusterAuthority, String> {
-        let text = |entry: &str| {
-            let bytes = secret.data.as_ref().and_then(|data| data.get(entry)).map(|bytes| bytes.0.clone());
-            String::from_utf8(bytes.unwrap_or_default()).map_err(|_| format!("entry {entry} is not text"))
-        };
-        let authority =
-            Authority::load(&text(CERTIFICATE)?, &text(KEY)?).map_err(|error| error.to_string())?;
-        let created = secret.metadata.creation_timestamp.as_ref();
-        let age = created.map(clock::since).unwrap_or_default();
-        let uid = secret.metadata.uid.clone();
-        Ok(ClusterAuthority { authority, uid, previous: text(PREVIOUS)?, age, read_at: Instant::now() })
+        Ok(ClusterAuthority {
+            authority: load(secret)?,
+            uid: secret.metadata.uid.clone(),
+            previous: entry(secret, PREVIOUS)?,
+            created: secret.metadata.creation_timestamp.clone().unwrap_or_else(clock::now),
+        })
     }
 
     /// Returns the authority that issues.
@@ -121,37 +131,45 @@ impl ClusterAuthority {
         &self.authority
     }
 
-    fn age(&self) -> Duration {
-        self.age + self.read_at.elapsed()
-    }
-
     /// Certificates of all trusted authorities, in PEM. The first one issues.
     pub fn trusted(&self) -> String {
-        let previous = if self.age() < TRUST_PREVIOUS { self.previous.as_str() } else { "" };
+        let previous = if clock::since(&self.created) < TRUST_PREVIOUS { self.previous.as_str() } else { "" };
         format!("{}{previous}", self.authority.certificate())
     }
 
     /// Returns the number of days until the authority ends, if it has to be replaced.
     pub fn days_left(&self) -> Option<u64> {
-        let left = self.authority.facts().remaining(SystemTime::now());
+        let left = self.authority.facts().remaining(clock::system_time());
         (left < REPLACE_AUTHORITY_WITHIN).then_some(left.as_secs() / 86_400)
     }
 
-    /// Issues files for the operator's connections to the cluster.
-    fn issue_own(&self, names: &ClusterNames) -> Result<Files, OperatorError> {
-        let identity = Identity::new(&names.in_certificates(), Role::Operator).map_err(failed)?;
-        let issued = self.authority.issue(&identity, CERTIFICATE_VALID).map_err(failed)?;
-        Ok(Files {
-            authorities: self.trusted().into_bytes(),
-            certificate: issued.certificate.into_bytes(),
-            key: issued.key.into_bytes(),
-        })
+    /// Returns files with a certificate of an identity. The present certificate is kept unless it is unusable, its renewal is
+    /// due at `now`, or all pods trust another authority that issues now.
+    fn files(
+        &self,
+        present: Option<&Files>,
+        identity: &Identity,
+        now: SystemTime,
+    ) -> Result<Files, OperatorError> {
+        let trusted = self.trusted();
+        let of = |files: &Files, authorities: &str| {
+            let files = Files { authorities: authorities.as_bytes().to_vec(), ..files.clone() };
+            let credentials = Credentials::parse(&files).ok()?;
+            credentials.check_issuer().ok()?;
+            (credentials.identity == *identity && !credentials.is_renewal_due(now)).then_some(files)
+        };
+        // Pods need time to trust another authority.
+        let is_new = clock::since(&self.created) < SPREADS_WITHIN;
+        let is_current = |files: &Files| is_new || of(files, self.authority.certificate()).is_some();
+        let kept = present.and_then(|files| of(files, &trusted)).filter(is_current);
+        match kept {
+            Some(files) => Ok(files),
+            None => {
+                let issued = self.authority.issue(identity, CERTIFICATE_VALID).map_err(failed)?;
+                Ok(issued.into_files(&trusted))
+            }
+        }
     }
-}
-
-/// Wraps an error of creating certificates.
-fn failed(error: impl std::fmt::Display) -> OperatorError {
-    OperatorError::Identity(error.to_string())
 }
 
 impl AuthorityState {
@@ -175,30 +193,19 @@ impl Authorities {
     /// Keeps an authority, and returns the operator's certificates for calls to the cluster.
     fn keep(&self, names: &ClusterNames, read: &Arc<ClusterAuthority>) -> Result<Tls, OperatorError> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let trusted = read.trusted();
-        if let Some(known) = held.get_mut(&names.uid) {
-            known.authority = Arc::clone(read);
-            let is_other = known.issuer != read.authority.certificate();
-            let is_trusted = trusted.contains(&known.issuer);
-            let is_due = known.own.credentials().is_renewal_due(SystemTime::now());
-            // Before, some pods do not trust the new authority yet, and all trust the one before.
-            let files = if is_due || !is_trusted || (is_other && read.age() >= SPREADS_WITHIN) {
-                known.issuer = read.authority.certificate().to_owned();
-                read.issue_own(names)?
-            } else {
-                Files { authorities: trusted.into_bytes(), ..known.files.clone() }
-            };
-            if files != known.files {
+        let known = held.get(&names.uid);
+        let identity = Identity::new(&names.in_certificates(), Role::Operator).map_err(failed)?;
+        let files = read.files(known.map(|known| &known.files), &identity, clock::system_time())?;
+        let own = match known {
+            Some(known) if known.files == files => known.own.clone(),
+            Some(known) => {
                 known.own.replace(Credentials::parse(&files).map_err(failed)?);
-                known.files = files;
+                known.own.clone()
             }
-            return Ok(known.own.clone());
-        }
-        let files = read.issue_own(names)?;
-        let own = Tls::new(Credentials::parse(&files).map_err(failed)?);
-        let issuer = read.authority.certificate().to_owned();
-        let new = Held { authority: Arc::clone(read), own: own.clone(), files, issuer };
-        held.insert(names.uid.clone(), new);
+            None => Tls::new(Credentials::parse(&files).map_err(failed)?),
+        };
+        let kept = Held { authority: Arc::clone(read), own: own.clone(), files };
+        held.insert(names.uid.clone(), kept);
         Ok(own)
     }
 }
@@ -234,8 +241,8 @@ fn of_secret(names: &ClusterNames, context: &Context, stored: &DynamicObject) ->
     if let Some(held) = context.authorities.held(names, stored) {
         return present(names, context, held);
     }
-    let secret = serde_json::to_value(stored).and_then(serde_json::from_value::<Secret>);
-    match secret.map_err(|error| error.to_string()).and_then(|secret| ClusterAuthority::of(&secret)) {
+    let secret = stored.clone().try_parse::<Secret>().map_err(|error| error.to_string());
+    match secret.and_then(|secret| ClusterAuthority::of(&secret)) {
         Ok(authority) => present(names, context, Arc::new(authority)),
         Err(error) => unusable(names, &error),
     }
@@ -275,18 +282,15 @@ pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<Autho
     let map =
         maps.get_opt(&names.authorities()).await.map_err(OperatorError::api("get trusted authorities"))?;
     let trusted = map.and_then(|map| map.data?.remove(AUTHORITIES_FILE)).unwrap_or_default();
-    let mut data: BTreeMap<&str, ByteString> = BTreeMap::new();
-    let mut add = |entry, text: &str| data.insert(entry, ByteString(text.as_bytes().to_vec()));
-    add(CERTIFICATE, authority.certificate());
-    add(KEY, authority.key());
-    add(PREVIOUS, &first_certificate(&trusted));
-    let name = names.authority();
-    let mut metadata = metadata(cluster, &names, Component::ControlPlane, &name);
-    metadata["annotations"] = json!({ APPLIED: digest::of(&json!(data).to_string()) });
-    let secret = json!({
-        "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "immutable": true,
-        "metadata": metadata, "data": data,
+    let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
+    let data = json!({
+        CERTIFICATE: bytes(authority.certificate()),
+        KEY: bytes(authority.key()),
+        PREVIOUS: bytes(&first_certificate(&trusted)),
     });
+    let name = names.authority();
+    let mut secret = secret(cluster, &names, &name, &data);
+    secret["immutable"] = json!(true);
     let secret: Secret = serde_json::from_value(secret).expect("made above");
     let params =
         PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
@@ -297,6 +301,13 @@ pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<Autho
     tracing::info!(secret = name, "created an authority");
     let authority = ClusterAuthority::of(&created).map_err(failed)?;
     Ok(present(&names, context, Arc::new(authority)))
+}
+
+/// Builds a Secret of a cluster.
+fn secret(cluster: &KVCacheCluster, names: &ClusterNames, name: &str, data: &Value) -> Value {
+    let mut metadata = metadata(cluster, names, Component::ControlPlane, name);
+    metadata["annotations"] = json!({ APPLIED: digest::of(&data.to_string()) });
+    json!({ "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data })
 }
 
 /// Returns the first certificate of a text in PEM: the authority that issued before.
@@ -310,14 +321,16 @@ fn first_certificate(trusted: &str) -> String {
 pub(crate) mod tests {
     use super::*;
 
+    const DAY: Duration = Duration::from_secs(86_400);
+
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
-    pub(super) fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
+    fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
         let authority = Authority::load(authority.certificate(), authority.key()).expect("valid PEM");
-        let previous = previous.to_owned();
-        Arc::new(ClusterAuthority { authority, uid: None, previous, age, read_at: Instant::now() })
+        let created = Time(clock::now().0 - age);
+        Arc::new(ClusterAuthority { authority, uid: None, previous: previous.to_owned(), created })
     }
 
     /// The authority of tests that need any one; always the same.
@@ -327,33 +340,50 @@ pub(crate) mod tests {
         Arc::clone(&ANY)
     }
 
-    #[test]
-    fn operator_uses_a_new_authority_once_all_pods_trust_it() {
-        let (first, second) =
-            (Authority::create("c.n").expect("valid"), Authority::create("c.n").expect("valid"));
-        let authorities = Authorities::default();
-        let own = authorities.keep(&names(), &read(&first, "", Duration::ZERO)).expect("valid");
-        let in_use = || own.credentials().fingerprint;
-        let before = in_use();
-        authorities.keep(&names(), &read(&second, first.certificate(), Duration::ZERO)).expect("valid");
-        assert_eq!((in_use(), own.credentials().authorities.len()), (before, 2), "it trusts both");
-        authorities.keep(&names(), &read(&second, first.certificate(), SPREADS_WITHIN)).expect("valid");
-        assert_ne!(in_use(), before);
-        own.credentials().check_issuer().expect("a trusted authority has issued it");
-        let after = in_use();
-        authorities.keep(&names(), &read(&second, first.certificate(), TRUST_PREVIOUS)).expect("valid");
-        assert_eq!((in_use(), own.credentials().authorities.len()), (after, 1), "it trusts the new one only");
-        assert_eq!(own.credentials().identity.to_string(), "reprise://c.n/operator");
+    fn two() -> [Authority; 2] {
+        ["c.n", "c.n"].map(|name| Authority::create(name).expect("valid"))
     }
 
     #[test]
-    fn operator_replaces_its_certificate_at_once_if_no_trusted_authority_has_issued_it() {
-        let (first, second) =
-            (Authority::create("c.n").expect("valid"), Authority::create("c.n").expect("valid"));
+    fn certificate_is_kept_until_it_is_due_or_another_authority_is_trusted_everywhere() {
+        let ([first, second], now) = (two(), clock::system_time());
+        let identity = Identity::new("c.n", Role::Console).expect("valid");
+        let decide = |present: Option<&Files>, authority: &ClusterAuthority, now| {
+            authority.files(present, &identity, now).expect("issued")
+        };
+        let only_first = read(&first, "", Duration::ZERO);
+        let files = decide(None, &only_first, now);
+        assert_eq!(Credentials::parse(&files).expect("valid").identity, identity);
+        assert_eq!(decide(Some(&files), &only_first, now), files);
+        assert_ne!(decide(Some(&files), &only_first, now + 61 * DAY), files, "its renewal is due");
+        let other = Identity::new("c.n", Role::Operator).expect("valid");
+        assert_ne!(only_first.files(Some(&files), &other, now).expect("issued"), files, "another identity");
+        let untrusted = decide(Some(&files), &read(&second, "", Duration::ZERO), now);
+        assert_ne!(untrusted.certificate, files.certificate, "no trusted authority has issued it");
+        let both = decide(Some(&files), &read(&second, first.certificate(), Duration::ZERO), now);
+        assert_eq!(both.certificate, files.certificate, "pods do not trust the new authority yet");
+        assert_ne!(both.authorities, files.authorities, "both are trusted");
+        let spread = read(&second, first.certificate(), SPREADS_WITHIN);
+        let renewed = decide(Some(&both), &spread, now);
+        assert_ne!(renewed.certificate, files.certificate);
+        assert_eq!(decide(Some(&renewed), &spread, now), renewed);
+    }
+
+    #[test]
+    fn connections_of_the_operator_use_a_new_authority_once_all_pods_trust_it() {
+        let [first, second] = two();
         let authorities = Authorities::default();
         let own = authorities.keep(&names(), &read(&first, "", Duration::ZERO)).expect("valid");
-        authorities.keep(&names(), &read(&second, "", Duration::ZERO)).expect("valid");
-        own.credentials().check_issuer().expect("a trusted authority has issued it");
+        assert_eq!(own.credentials().identity.to_string(), "reprise://c.n/operator");
+        let before = own.credentials().fingerprint;
+        for (age, is_kept, trusted) in
+            [(Duration::ZERO, true, 2), (SPREADS_WITHIN, false, 2), (TRUST_PREVIOUS, false, 1)]
+        {
+            authorities.keep(&names(), &read(&second, first.certificate(), age)).expect("valid");
+            let now = own.credentials();
+            assert_eq!((now.fingerprint == before, now.authorities.len()), (is_kept, trusted), "{age:?}");
+            now.check_issuer().expect("a trusted authority has issued it");
+        }
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Context {
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
             authorities: Authorities::default(),
-            control_planes: ControlPlanes::new(settings.control_planes.clone()),
+            control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
             stores,
             secrets: Secrets::default(),
             settings,
@@ -75,7 +75,6 @@ impl Deref for Context {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::collections::BTreeMap;
     use std::time::Duration;
 
     use serde_json::json;
@@ -104,7 +103,7 @@ pub(crate) mod tests {
             service_account: None,
             admin: ([127, 0, 0, 1], 0).into(),
             admin_plain: true,
-            control_planes: BTreeMap::new(),
+            control_planes: Vec::new(),
             unused_for: Duration::from_secs(60),
         };
         let counted = (client, ApiRequests::default());

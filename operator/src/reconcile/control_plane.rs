@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use reprise_crds::fields::NodeMode;
@@ -29,6 +29,7 @@ use reprise_proto::controlplane::{
 };
 use reprise_proto::dial;
 use tokio::sync::Mutex;
+use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 

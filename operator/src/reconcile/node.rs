@@ -5,11 +5,11 @@
 //! The agent writes the status, except one condition ([`mode`]).
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::runtime::controller::Action;
+use tokio::time::Instant;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;

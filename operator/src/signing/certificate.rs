@@ -13,19 +13,24 @@
 //! are 128 bits of the digest of a request, whose key is new. RBAC cannot restrict `get` to the names that an account has created.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
+use clap::Args;
 use k8s_openapi::ByteString;
-use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::Client;
-use kube::api::{Api, ObjectMeta, PostParams};
+use kube::api::{Api, PostParams};
 use reprise_identity::certificate::Fingerprint;
 use reprise_identity::credentials::{Files, KEY_FILE};
 use reprise_identity::{Credentials, Identity, NewRequest};
+use serde_json::json;
+use tokio::time::Instant;
 
 use crate::framework::backoff::Backoff;
+use crate::framework::clock;
 use crate::signing::SIGNER;
+use crate::signing::review::USAGES;
 
 /// Interval at which files are compared, as in the processes that follow them.
 const CHECK_EVERY: Duration = Duration::from_secs(2);
@@ -51,25 +56,17 @@ const POLL_EVERY: Duration = Duration::from_millis(500);
 pub const CHECK_WAITS: Duration = Duration::from_secs(50);
 
 /// Paths and identity of a pod.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Args)]
 pub struct PodCertificate {
-    /// Identity of the pod's process.
+    /// Identity of the process, like reprise://CLUSTER.NAMESPACE/agent/NODE
+    #[arg(long, env = "REPRISE_IDENTITY")]
     pub identity: Identity,
-    /// Folder of the three files.
+    /// Folder for ca.crt, tls.crt and tls.key
+    #[arg(long)]
     pub folder: PathBuf,
-    /// File with the trusted authorities. The first one issues.
+    /// File with the certificates of the trusted authorities
+    #[arg(long)]
     pub authorities: PathBuf,
-}
-
-/// Reason to request a certificate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Need {
-    /// There is no usable certificate.
-    Missing,
-    /// It is time to renew it.
-    Due,
-    /// Another authority issues now.
-    OtherAuthority,
 }
 
 /// Action of one check.
@@ -78,7 +75,8 @@ enum Action {
     Nothing,
     /// Write the authorities next to the present certificate.
     WriteAuthorities,
-    Request(Need),
+    /// Request a certificate.
+    Request,
 }
 
 impl PodCertificate {
@@ -86,27 +84,21 @@ impl PodCertificate {
     ///
     /// # Errors
     /// They are absent, of another identity, have ended, or trust other authorities than the pod should.
-    pub fn check(&self) -> anyhow::Result<()> {
+    pub async fn check(&self) -> anyhow::Result<()> {
+        let check = || {
+            let files = Files::read(&self.folder)?;
+            let remaining = self.usable(&files)?.remaining(clock::system_time());
+            ensure!(!remaining.is_zero(), "the certificate has ended");
+            // A folder that has outlived its pod may still have those before.
+            let is_current = files.authorities == self.read_authorities()?;
+            ensure!(is_current, "the folder does not have the present authorities yet");
+            anyhow::Ok(())
+        };
         let until = Instant::now() + CHECK_WAITS;
-        loop {
-            let checked = self.check_once();
-            if checked.is_ok() || Instant::now() >= until {
-                return checked;
-            }
-            std::thread::sleep(POLL_EVERY);
+        while check().is_err() && Instant::now() < until {
+            tokio::time::sleep(POLL_EVERY).await;
         }
-    }
-
-    fn check_once(&self) -> anyhow::Result<()> {
-        let files = Files::read(&self.folder)?;
-        if self.usable(&files)?.remaining(SystemTime::now()).is_zero() {
-            bail!("the certificate has ended");
-        }
-        // A folder that has outlived its pod may still have those before.
-        if files.authorities != self.read_authorities()? {
-            bail!("the folder does not have the present authorities yet");
-        }
-        Ok(())
+        check()
     }
 
     fn read_authorities(&self) -> anyhow::Result<Vec<u8>> {
@@ -118,9 +110,8 @@ impl PodCertificate {
     fn usable(&self, files: &Files) -> anyhow::Result<Credentials> {
         let credentials = Credentials::parse(files)?;
         credentials.check_issuer()?;
-        if credentials.identity != self.identity {
-            bail!("the certificate is of {}, not of {}", credentials.identity, self.identity);
-        }
+        let (found, wanted) = (&credentials.identity, &self.identity);
+        ensure!(found == wanted, "the certificate is of {found}, not of {wanted}");
         Ok(credentials)
     }
 
@@ -147,16 +138,17 @@ impl PodCertificate {
     async fn step(&self, client: &Client, seen: &mut Seen) -> anyhow::Result<()> {
         let authorities = self.read_authorities()?;
         let files = Files::read(&self.folder).ok();
-        let action = self.decide(files.as_ref(), &authorities, seen.update(&authorities), SystemTime::now());
+        let action =
+            self.decide(files.as_ref(), &authorities, seen.update(&authorities), clock::system_time());
         match (action, files) {
             (Action::WriteAuthorities, Some(files)) => {
                 Files { authorities, ..files }.write(&self.folder).context("cannot write the files")?;
                 tracing::info!("trust other authorities");
             }
-            (Action::Request(need), _) => {
+            (Action::Request, _) => {
                 let files = self.request(client, authorities).await?;
                 files.write(&self.folder).context("cannot write the files")?;
-                tracing::info!(identity = %self.identity, ?need, "got a certificate");
+                tracing::info!(identity = %self.identity, "got a certificate");
             }
             (Action::Nothing | Action::WriteAuthorities, _) => {}
         }
@@ -171,18 +163,16 @@ impl PodCertificate {
         seen_for: Duration,
         now: SystemTime,
     ) -> Action {
-        let trusted = files.map(|files| Files { authorities: authorities.to_vec(), ..files.clone() });
-        let Some(credentials) = trusted.as_ref().and_then(|files| self.usable(files).ok()) else {
-            return Action::Request(Need::Missing);
-        };
-        let is_changed = files.is_some_and(|files| files.authorities != authorities);
-        let issuing = Files { authorities: first(authorities), ..trusted.expect("parsed above") };
-        if credentials.is_renewal_due(now) {
-            Action::Request(Need::Due)
-        } else if is_changed {
+        let Some(files) = files else { return Action::Request };
+        let trusting =
+            |authorities: &[u8]| self.usable(&Files { authorities: authorities.to_vec(), ..files.clone() });
+        let is_valid = trusting(authorities).is_ok_and(|credentials| !credentials.is_renewal_due(now));
+        if !is_valid {
+            Action::Request
+        } else if files.authorities != authorities {
             Action::WriteAuthorities
-        } else if self.usable(&issuing).is_err() && seen_for >= SPREADS_WITHIN {
-            Action::Request(Need::OtherAuthority)
+        } else if seen_for >= SPREADS_WITHIN && trusting(&first(authorities)).is_err() {
+            Action::Request
         } else {
             Action::Nothing
         }
@@ -193,17 +183,11 @@ impl PodCertificate {
         let NewRequest { key, request } = NewRequest::create(&self.identity)?;
         let requests: Api<CertificateSigningRequest> = Api::all(client.clone());
         let name = format!("reprise-{}", &Fingerprint::of(request.as_bytes()).to_string()[..NAME_DIGITS]);
-        let usages = ["digital signature", "client auth", "server auth"].map(str::to_owned).to_vec();
-        let wanted = CertificateSigningRequest {
-            metadata: ObjectMeta { name: Some(name.clone()), ..ObjectMeta::default() },
-            spec: CertificateSigningRequestSpec {
-                request: ByteString(request.into_bytes()),
-                signer_name: SIGNER.to_owned(),
-                usages: Some(usages),
-                ..CertificateSigningRequestSpec::default()
-            },
-            status: None,
-        };
+        let wanted = json!({
+            "metadata": { "name": name },
+            "spec": { "request": ByteString(request.into_bytes()), "signerName": SIGNER, "usages": USAGES },
+        });
+        let wanted = serde_json::from_value(wanted).expect("made above");
         requests.create(&PostParams::default(), &wanted).await.context("cannot request a certificate")?;
         let certificate = wait(&requests, &name).await?;
         let files = Files { authorities, certificate, key: key.into_bytes() };
@@ -255,14 +239,6 @@ fn first(authorities: &[u8]) -> Vec<u8> {
     text.split_inclusive(END).next().unwrap_or_default().as_bytes().to_vec()
 }
 
-/// Reads an identity from the command line.
-///
-/// # Errors
-/// The text is not an identity.
-pub fn identity(text: &str) -> Result<Identity, String> {
-    text.parse().map_err(|error: reprise_identity::name::NameError| error.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use reprise_identity::authority::{CERTIFICATE_VALID, Issued};
@@ -287,20 +263,20 @@ mod tests {
     fn certificate_is_requested_if_it_is_missing_due_or_of_another_identity() {
         let (pod, authority) = (pod(), Authority::create("c.n").expect("valid"));
         let present = files(&authority, &pod.identity);
-        let now = SystemTime::now();
+        let now = clock::system_time();
         let decide =
             |files: Option<&Files>, now| pod.decide(files, authority.certificate().as_bytes(), DAY, now);
-        assert_eq!(decide(None, now), Action::Request(Need::Missing));
+        assert_eq!(decide(None, now), Action::Request);
         assert_eq!(decide(Some(&present), now), Action::Nothing);
         assert_eq!(decide(Some(&present), now + 59 * DAY), Action::Nothing);
-        assert_eq!(decide(Some(&present), now + 61 * DAY), Action::Request(Need::Due));
+        assert_eq!(decide(Some(&present), now + 61 * DAY), Action::Request);
         let other = files(&authority, &Identity::new("c.n", Role::Admin).expect("valid names"));
-        assert_eq!(decide(Some(&other), now), Action::Request(Need::Missing));
+        assert_eq!(decide(Some(&other), now), Action::Request);
     }
 
     #[test]
     fn another_authority_is_trusted_first_and_issues_later() {
-        let (pod, now) = (pod(), SystemTime::now());
+        let (pod, now) = (pod(), clock::system_time());
         let (old, new) = (Authority::create("c.n").expect("valid"), Authority::create("c.n").expect("valid"));
         let present = files(&old, &pod.identity);
         let both = format!("{}{}", new.certificate(), old.certificate()).into_bytes();
@@ -308,21 +284,21 @@ mod tests {
         let present = Files { authorities: both.clone(), ..present };
         assert_eq!(pod.decide(Some(&present), &both, Duration::ZERO, now), Action::Nothing);
         let after = pod.decide(Some(&present), &both, SPREADS_WITHIN, now);
-        assert_eq!(after, Action::Request(Need::OtherAuthority));
+        assert_eq!(after, Action::Request);
         let renewed = Files { authorities: both.clone(), ..files(&new, &pod.identity) };
         assert_eq!(pod.decide(Some(&renewed), &both, SPREADS_WITHIN, now), Action::Nothing);
         let only_new = new.certificate().as_bytes();
         assert_eq!(pod.decide(Some(&renewed), only_new, Duration::ZERO, now), Action::WriteAuthorities);
         let missing = pod.decide(Some(&present), only_new, Duration::ZERO, now);
-        assert_eq!(missing, Action::Request(Need::Missing), "its authority is no longer trusted");
+        assert_eq!(missing, Action::Request, "its authority is no longer trusted");
     }
 
-    #[test]
-    fn time_since_authorities_were_seen_begins_with_each_change() {
+    #[tokio::test(start_paused = true)]
+    async fn time_since_authorities_were_seen_begins_with_each_change() {
         let mut seen = Seen::default();
         assert_eq!(seen.update(b"a"), Duration::ZERO);
-        seen.since = Instant::now().checked_sub(DAY);
-        assert!(seen.update(b"a") >= DAY);
+        tokio::time::advance(DAY).await;
+        assert_eq!(seen.update(b"a"), DAY);
         assert_eq!(seen.update(b"b"), Duration::ZERO);
     }
 }

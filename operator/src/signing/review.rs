@@ -23,7 +23,7 @@ const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 
 /// Uses of a certificate that processes need.
-const USAGES: [&str; 3] = ["digital signature", "client auth", "server auth"];
+pub(crate) const USAGES: [&str; 3] = ["digital signature", "client auth", "server auth"];
 
 /// Certificate that the operator issues.
 #[derive(Debug, PartialEq, Eq)]

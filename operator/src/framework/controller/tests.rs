@@ -1,7 +1,5 @@
 //! Heartbeats of a controller.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Node;
 use kube::runtime::reflector::store;
 use kube::runtime::watcher::Event;
@@ -12,10 +10,10 @@ use crate::framework::feed::Feed;
 use crate::framework::services::tests::services;
 use crate::framework::watchdog::STUCK_AFTER;
 
-/// Timeout of a wait. On an idle machine the waits take milliseconds.
+/// Timeout of a wait, on the paused clock.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn sends_heartbeats_until_it_stops() {
     let context = Arc::new(Box::new(services()));
     let (store, mut writer) = store::<Node>();

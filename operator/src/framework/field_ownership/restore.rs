@@ -24,7 +24,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::PatchParams;
@@ -35,6 +35,7 @@ use reprise_crds::status::Reason;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::time::Instant;
 
 use crate::framework::events::{self, Subject};
 use crate::framework::field_ownership::conflict::{self, Part};

@@ -9,11 +9,12 @@
 //! backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ListHoldingsReply, ListHoldingsRequest, TenantHolding};
+use tokio::time::Instant;
 use tonic::transport::Channel;
 
 use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, call_members};

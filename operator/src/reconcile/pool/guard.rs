@@ -24,12 +24,13 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, SSDPool};
+use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, has};

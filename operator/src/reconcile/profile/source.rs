@@ -6,13 +6,14 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, ResourceExt};
 use reprise_crds::SlackProfile;
 use reprise_crds::fields::ConfigMapRef;
 use reprise_crds::status::Reason;
+use tokio::time::Instant;
 
 use super::content::{self, Revision};
 use crate::framework::error::OperatorError;

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::error::Error;
 use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use etcd_client::{
     Certificate, Client, ConnectOptions, Error as EtcdError, GetOptions, Identity, TlsOptions,
@@ -17,6 +17,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, ExternalEtcd};
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use tokio::sync::Mutex;
+use tokio::time::Instant;
 use tonic::transport::Endpoint;
 
 use crate::framework::digest;

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::status::{ConditionStatus, set};
 use serde_json::{Value, json};
 
@@ -76,7 +76,7 @@ fn missing_etcd_member_degrades_the_cluster_after_the_start() {
         cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
         let answers = Finding::yes(Type::EtcdReady, Reason::AsDesired, "");
         let mut conditions = Vec::new();
-        let began = Time(Timestamp::now() - SignedDuration::try_from(since).expect("minutes"));
+        let began = Time(clock::now().0 - SignedDuration::try_from(since).expect("minutes"));
         set(&mut conditions, &answers, 1, &began);
         cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
         let findings = compute(&cluster, &found, None, None).1;
@@ -103,7 +103,7 @@ fn rolling_update_of_etcd_does_not_degrade_the_cluster() {
     let managed = json!({ "mode": "Managed", "managed": { "replicas": 3 } });
     cluster.spec.etcd = serde_json::from_value(managed).expect("a store");
     let mut conditions = Vec::new();
-    let began = Time(Timestamp::now() - SignedDuration::from_hours(1));
+    let began = Time(clock::now().0 - SignedDuration::from_hours(1));
     set(&mut conditions, &Finding::yes(Type::EtcdReady, Reason::AsDesired, ""), 1, &began);
     cluster.status = Some(KVCacheClusterStatus { conditions, ..KVCacheClusterStatus::default() });
     assert!(missing_members(&cluster, &found).is_some());

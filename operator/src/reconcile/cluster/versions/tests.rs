@@ -8,6 +8,7 @@ use reprise_crds::status::ConditionStatus;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::framework::clock;
 use crate::reconcile::cluster::inputs;
 use crate::reconcile::control_plane;
 
@@ -69,7 +70,7 @@ fn with_members(mut inputs: ClusterInputs, image: &str, updated: u32, versions: 
 
 fn with_agents(mut inputs: ClusterInputs, image: &str, versions: &[&str]) -> ClusterInputs {
     inputs.agents = Some(workload(image, 2));
-    inputs.cache_nodes = versions.iter().map(|version| node(version, Timestamp::now())).collect();
+    inputs.cache_nodes = versions.iter().map(|version| node(version, clock::now().0)).collect();
     inputs
 }
 
@@ -193,7 +194,7 @@ fn pod_template_counts_once_a_pod_is_ready_and_agents_count_as_reported() {
     let reported = with_agents(inputs_with_tags(["0.3.0", "0.3.0"]), "a:0.3.0", &["0.2.0", "0.1.0"]);
     assert!(skew_message(&reported).contains("agents of version 0.1"), "{}", skew_message(&reported));
     let mut gone = inputs_with_tags(["0.3.0", "0.3.0"]);
-    gone.cache_nodes = vec![node("0.1.0", Timestamp::now() - SignedDuration::from_hours(1))];
+    gone.cache_nodes = vec![node("0.1.0", clock::now().0 - SignedDuration::from_hours(1))];
     assert_eq!(skew_message(&gone), "", "an agent without a recent report does not count");
 }
 

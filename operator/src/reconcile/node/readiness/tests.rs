@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::CacheNodeSpec;
 use serde::de::DeserializeOwned;
 
@@ -33,7 +33,7 @@ fn node(condition: Option<&NodeCondition>) -> Node {
 
 /// A `CacheNode` of the operator with this condition, reported `ago`.
 fn reported(ago: SignedDuration, status: &str, reason: &str, message: &str) -> CacheNode {
-    let last = Time(Timestamp::now() - ago);
+    let last = Time(clock::now().0 - ago);
     object(json!({
         "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
         "metadata": { "name": "n1", "labels": { MANAGED_BY: OPERATOR } }, "spec": { "nodeName": "n1" },
@@ -54,7 +54,7 @@ fn serving() -> CacheNode {
 fn silent_since_creation(ago: SignedDuration) -> CacheNode {
     let mut new = serving();
     new.status = None;
-    new.metadata.creation_timestamp = Some(Time(Timestamp::now() - ago));
+    new.metadata.creation_timestamp = Some(Time(clock::now().0 - ago));
     new
 }
 
@@ -220,7 +220,7 @@ async fn context(answers: Vec<CannedResponse>) -> (Context, RequestLog) {
         service_account: None,
         admin: ([127, 0, 0, 1], 0).into(),
         admin_plain: true,
-        control_planes: std::collections::BTreeMap::new(),
+        control_planes: Vec::new(),
         unused_for: Duration::ZERO,
     };
     let (stores, _writers) = Stores::new();

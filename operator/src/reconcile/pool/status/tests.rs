@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::CacheNode;
 use reprise_crds::fields::Percent;
 use serde::de::DeserializeOwned;
@@ -102,7 +102,7 @@ fn pool_is_drained_once_every_assigned_node_has_reported_it() {
     assert!(!findings.iter().any(|finding| finding.kind == Type::Drained), "the pool is not draining");
 
     // Reports that are old or of another spec do not count.
-    let ago = Time(Timestamp::now() - SignedDuration::from_mins(5));
+    let ago = Time(crate::framework::clock::now().0 - SignedDuration::from_mins(5));
     for (place, other) in [
         ("/status/drain/drained", json!(false)),
         ("/status/drain", Value::Null),

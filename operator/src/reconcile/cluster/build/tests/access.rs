@@ -39,7 +39,7 @@ fn agents_run_on_no_node_of_another_cluster() {
         let mut inputs = found(&cluster);
         let other = |node: &&str| ((*node).to_owned(), "n/older".to_owned());
         inputs.assignment.contested = contested.iter().map(other).collect();
-        let children = build(&cluster, &inputs, Some(&certificates()));
+        let children = build(&cluster, &inputs);
         child(&children, ChildKind::DaemonSet, "c-agent")["spec"]["template"]["spec"]["affinity"].clone()
     };
     assert_eq!(affinity(&[]), Value::Null);
