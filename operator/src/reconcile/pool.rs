@@ -8,12 +8,12 @@ use kube::runtime::controller::Action;
 use reprise_crds::SSDPool;
 
 use crate::framework::error::OperatorError;
-use crate::framework::finalizers::{FinalizerOutcome, ObjectState};
+use crate::framework::finalizers::{FinalizerOutcome, ObjectState, try_set};
 use crate::reconcile::context::Context;
 use crate::reconcile::deletion_guard::{self, GuardOutcome};
 use crate::reconcile::membership::REPORT_TIMEOUT;
+use crate::reconcile::names::WIPE_FINALIZER;
 
-pub mod apply;
 pub mod build;
 pub mod controller;
 pub mod dereference;
@@ -34,7 +34,7 @@ pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Acti
     }
     let refused = validate::validate(&pool, &inputs);
     let finalizer = build::finalizer(&pool, &inputs);
-    let attempt = apply::apply(&pool, finalizer, &context).await?;
+    let attempt = try_set(&context, &*pool, &api, WIPE_FINALIZER, finalizer).await?;
     if matches!((&attempt, &guard), (FinalizerOutcome::Done(ObjectState::Gone), GuardOutcome::NotBlocked)) {
         return Ok(Action::await_change());
     }
