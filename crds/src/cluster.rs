@@ -85,7 +85,7 @@ pub struct KVCacheClusterSpec {
     #[serde(default)]
     pub cache: Cache,
     /// Pools whose devices the agents use. Empty: blocks are in memory only and are lost when the agent
-    /// stops.
+    /// stops. A pool that several clusters list belongs to the oldest of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
