@@ -73,13 +73,7 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     fresh.usage = report.usage;
     findings.extend(pods::public_finding(&tenant, &context));
     findings.extend(report.findings);
-    let write = crate::framework::status::StatusWrite {
-        object: &*tenant,
-        api: &api,
-        before: tenant.status.as_ref(),
-        findings: &findings,
-    };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
     let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
     if let Some(error) = keys.and_then(|keys| keys.error) {
         return Err(error);

@@ -4,10 +4,10 @@
 //! annotation [`DELETE_IN_USE`].
 //!
 //! An object that is being deleted accepts no finalizer. So a pool gets the finalizer [`IN_USE_FINALIZER`] as
-//! soon as a node has sessions, or its deletion would wipe data. It keeps the finalizer until no node has the
-//! pool, or it is deleted and a quiet period ([`crate::settings::Settings::unused_for`]) has passed without a
-//! change of the reports. Before the removal the operator also lists the `CacheNode`s from the API server,
-//! because its watch may have stalled.
+//! soon as a node has sessions, or its deletion would wipe data. It keeps the finalizer until a quiet period
+//! ([`crate::settings::Settings::unused_for`]) has passed without a change of the reports, or no node has the
+//! pool. Before the removal the operator also lists the `CacheNode`s from the API server, because its watch may
+//! have stalled.
 //!
 //! * An agent that restarts has no sessions until its engines reconnect. An agent that cannot reach the API
 //!   server does not report. Both have the quiet period to report again. A process without observations, after
@@ -144,10 +144,9 @@ impl Guard {
 
     /// Returns whether the pool needs the finalizer.
     fn finalizer(&self, pool: &SSDPool) -> Finalizer {
-        let is_used = match pool.metadata.deletion_timestamp {
-            Some(_) => !self.remaining.is_zero(),
-            None => !self.usage.reports.is_empty() || has_guard(pool),
-        };
+        // A node that does not report delays a deletion only for the quiet period.
+        let has_sessions = pool.metadata.deletion_timestamp.is_none() && !self.usage.reports.is_empty();
+        let is_used = has_sessions || (has_guard(pool) && !self.remaining.is_zero());
         let needs = self.protects_data || (self.usage.is_claimed && is_used);
         if needs && !is_confirmed(pool) { Finalizer::Present } else { Finalizer::Absent }
     }
@@ -158,9 +157,11 @@ impl Guard {
         waits && self.finalizer(pool) == Finalizer::Present
     }
 
-    /// Returns when a waiting pool must be checked again if no event triggers that.
+    /// Returns when the end of the quiet period must be checked if no event triggers that. Reports of agents with
+    /// sessions, and the confirmation of a wipe, are events.
     pub fn requeue_after(&self, pool: &SSDPool) -> Option<Duration> {
-        let waits = self.blocks(pool) && !self.remaining.is_zero();
+        let is_awaited = pool.metadata.deletion_timestamp.is_some() || self.usage.reports.is_empty();
+        let waits = has_guard(pool) && !self.protects_data && !self.remaining.is_zero() && is_awaited;
         waits.then(|| self.remaining.clamp(RETRY_INTERVAL, POLL_INTERVAL))
     }
 
@@ -338,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn finalizer_is_present_from_first_use_until_quiet_or_confirmed_deletion() {
+    fn finalizer_is_present_from_first_use_until_quiet_or_confirmed() {
         let (used, unused): (&[_], &[_]) = (&[("n1", 1)], &[]);
         let kept = json!({ "finalizers": [IN_USE_FINALIZER] });
         for (metadata, nodes, protects_data, at_first, after_quiet_period) in [
@@ -347,8 +348,8 @@ mod tests {
             (json!({}), unused, true, true, true),
             (annotated(json!({}), CONFIRMED), used, false, false, false),
             (annotated(json!({}), "true"), used, false, true, true),
-            // Another replica may have seen sessions that this one has not.
-            (kept.clone(), unused, false, true, true),
+            (kept.clone(), unused, false, true, false),
+            (kept.clone(), used, false, true, true),
             (deleted(), unused, false, true, false),
             (deleted(), used, false, true, false),
             (deleted(), unused, true, true, true),
