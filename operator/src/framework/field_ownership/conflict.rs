@@ -20,25 +20,16 @@ pub(crate) enum Part {
     Status,
 }
 
-/// Whether a deletion was carried out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DeleteOutcome {
-    /// This call deleted the object.
-    Deleted,
-    /// The object was gone or being deleted already.
-    NotNeeded,
-}
-
-/// Deletes exactly this object, unless it is being deleted already.
+/// Deletes exactly this object, unless it is gone or being deleted already. Returns whether this call deleted it.
 ///
 /// # Errors
 /// The API server rejected the request, for example because the name now belongs to another object (409).
-pub(crate) async fn delete<K>(api: &Api<K>, found: &K) -> Result<DeleteOutcome, kube::Error>
+pub(crate) async fn delete<K>(api: &Api<K>, found: &K) -> Result<bool, kube::Error>
 where
     K: ResourceExt + Clone + DeserializeOwned + Debug,
 {
     if found.meta().deletion_timestamp.is_some() {
-        return Ok(DeleteOutcome::NotNeeded);
+        return Ok(false);
     }
     let params = DeleteParams {
         preconditions: Some(Preconditions { uid: found.uid(), resource_version: None }),
@@ -46,8 +37,8 @@ where
         ..DeleteParams::default()
     };
     match api.delete(&found.name_any(), &params).await {
-        Ok(_) => Ok(DeleteOutcome::Deleted),
-        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(DeleteOutcome::NotNeeded),
+        Ok(_) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(false),
         Err(error) => Err(error),
     }
 }
