@@ -25,7 +25,6 @@ use reprise_crds::SlackProfile;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use build::RolloutState;
@@ -77,9 +76,7 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
     });
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
-    let write =
-        StatusWrite { object: &*profile, api: &api, before: profile.status.as_ref(), findings: &findings };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let wait = crate::framework::status::write(&context, &*profile, &api, &findings, fresh).await?;
     let next = match rollout.state {
         RolloutState::Soaking(rest) => rest.clamp(SOON, REPORT_TIMEOUT),
         // A node that stops reporting causes no event.

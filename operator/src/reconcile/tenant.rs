@@ -12,7 +12,6 @@ use reprise_crds::CacheTenant;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, ObjectState};
-use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
@@ -75,9 +74,7 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     fresh.usage = report.usage;
     findings.extend(pods::public_finding(&tenant, &bindings));
     findings.extend(report.findings);
-    let write =
-        StatusWrite { object: &*tenant, api: &api, before: tenant.status.as_ref(), findings: &findings };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
     let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
     if let Some(error) = keys.and_then(|keys| keys.error) {
         return Err(error);
