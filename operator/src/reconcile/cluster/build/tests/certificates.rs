@@ -83,5 +83,5 @@ fn monitors_scrape_with_the_certificate_for_scrapers() {
         assert_eq!(endpoint["tlsConfig"]["keySecret"], json!({ "name": "c-console", "key": "tls.key" }));
     }
     let etcd = &child(&children, ChildKind::PodMonitor, "c-etcd")["spec"]["podMetricsEndpoints"][0];
-    assert_eq!(etcd["scheme"], Value::Null);
+    assert_eq!(*etcd, json!({ "port": "metrics", "path": "/metrics" }));
 }

@@ -136,31 +136,3 @@ fn metrics_readers_reach_all_pods_and_monitors_select_them() {
     found.sort_unstable();
     assert_eq!(found, ["c-agent", "c-controlplane", "c-etcd"], "the operator has a service");
 }
-
-#[test]
-fn built_monitors_select_the_built_pods() {
-    for (mode, names) in [
-        ("Managed", &["c-agent", "c-controlplane", "c-etcd"][..]),
-        ("External", &["c-agent", "c-controlplane"]),
-    ] {
-        let external = json!({ "endpoints": ["http://etcd:2379"] });
-        let external = if mode == "External" { external } else { Value::Null };
-        let etcd = json!({ "mode": mode, "external": external });
-        let children = built(json!({ "monitoring": { "mode": "PodMonitor" }, "etcd": etcd }), |_| ());
-        let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
-        let pods: BTreeMap<String, Pods> = children
-            .iter()
-            .filter(|child| workloads.contains(&child.kind))
-            .map(|child| (child.name.clone(), pods_of(&child.body)))
-            .collect();
-        let mut monitored: Vec<&str> = Vec::new();
-        for monitor in children.iter().filter(|child| child.kind == ChildKind::PodMonitor) {
-            let (spec, by) = (&monitor.body["spec"], json!(monitor.name));
-            let own = selected(&pods, &spec["selector"], &by);
-            has_ports(&own, &spec["podMetricsEndpoints"], &by);
-            monitored.extend(own.iter().map(|(name, _)| *name));
-        }
-        monitored.sort_unstable();
-        assert_eq!(monitored, names, "{mode}");
-    }
-}
