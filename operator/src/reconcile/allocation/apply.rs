@@ -74,27 +74,36 @@ impl NodeLocks {
 pub async fn reconcile_node(own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
     let node = own.spec.node_name.as_str();
     let mut node_finalizers = context.node_locks.of(node).lock().await;
-    // After an error, all finalizers are renewed: a grant may be unanswered.
+    let inputs = from_api_server(node, context).await?;
     let fresh_finalizers = node_finalizers.remove(node).unwrap_or_default();
-    let mut pass = Pass::new(from_api_server(node, context).await?, fresh_finalizers, clock::now());
-    let mut result = Ok(());
-    while let Some(write) = pass.next_write() {
-        match execute(&write, context).await {
-            Ok(object) => pass.record_success(&write, object),
-            Err(error) if error.code().is_some_and(|code| code != CONFLICT && code < UNCERTAIN) => {
-                pass.record_rejection(&write);
-                if write.object.uid() == own.uid() {
-                    result = Err(error);
-                } else {
-                    // The next reconcile of the node retries it, at the latest after the agent's next report.
-                    tracing::info!(%error, "cannot update another allocation of this node");
-                }
-            }
-            Err(error) => return Err(error),
-        }
-    }
+    let mut pass = Pass::new(inputs, fresh_finalizers, clock::now());
+    let result = run(&mut pass, own, context).await;
     if !pass.fresh_finalizers.is_empty() {
         node_finalizers.insert(node.to_owned(), pass.fresh_finalizers);
+    }
+    result
+}
+
+async fn run(pass: &mut Pass, own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
+    let mut result = Ok(());
+    while let Some(write) = pass.next_write() {
+        let error = match execute(&write, context).await {
+            Ok(object) => {
+                pass.record_success(&write, object);
+                continue;
+            }
+            Err(error) => error,
+        };
+        pass.record_failure(&write);
+        if error.code().is_none_or(|code| code == CONFLICT || code >= UNCERTAIN) {
+            return Err(error);
+        }
+        if write.object.uid() == own.uid() {
+            result = Err(error);
+        } else {
+            // The next reconcile of the node retries it, at the latest after the agent's next report.
+            tracing::info!(%error, "cannot update another allocation of this node");
+        }
     }
     result
 }

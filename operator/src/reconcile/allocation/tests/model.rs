@@ -156,7 +156,7 @@ impl Model {
                 return written;
             }
             if self.unwritable.contains(&name) {
-                pass.record_rejection(&write);
+                pass.record_failure(&write);
                 continue;
             }
             written.push(format!("{:?} {name}", write.operation));
