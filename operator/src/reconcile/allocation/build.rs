@@ -202,6 +202,8 @@ impl Pass {
         let is_due = match operation {
             Operation::AddFinalizer => can_grant || has_grant,
             Operation::Grant => can_grant && !self.has_written(object, Operation::AddFinalizer),
+            // The report of the agent in the inputs is older than a grant of this pass.
+            Operation::EndGrant => !self.has_written(object, Operation::Grant),
             _ => true,
         };
         if !is_due || self.is_unwritable(object) || self.has_written(object, operation) {
