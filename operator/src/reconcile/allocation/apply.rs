@@ -3,7 +3,7 @@
 //! A pass uses the objects that the API server returns at its start and with each write. Each write carries the
 //! object's `resourceVersion`, so the API server rejects it with a conflict if the object has changed. Then, and
 //! after a write that may still take effect, the pass ends. Other writes that the API server rejects affect only
-//! their allocation ([`Pass`]).
+//! one allocation ([`Pass`]).
 //!
 //! A `resourceVersion` protects one object, but a controller's pairs are shared by several. Two rules prevent
 //! a former leader, and an unanswered write of this process, from granting pairs that were since granted
@@ -13,9 +13,9 @@
 //!   the lease.
 //! * A grant needs the finalizer. Each finalizer that this process has not added, of an object without a grant, is
 //!   first removed (and added again if the object gets a grant). That write changes the `resourceVersion`, so a
-//!   former leader's grant in flight fails with a conflict. If the former leader's grant arrives first, our write
-//!   fails instead and the pass grants nothing. A finalizer that this process added is valid for one attempt to
-//!   grant; after an unanswered attempt it is renewed.
+//!   former leader's grant in flight fails with a conflict. If the former leader's grant arrives first, the write
+//!   of this process fails instead, and the pass grants nothing. A finalizer that this process added is valid for
+//!   one attempt to grant; after an unanswered attempt it is renewed.
 //!
 //! The rules need no clocks: a process may pause between any two lines. They require an API server with
 //! consistent reads that enforces `resourceVersion`, unique identities of replicas, and equal rights of all
@@ -66,7 +66,7 @@ impl NodeLocks {
     }
 }
 
-/// Brings all allocations of the node of `own` to their desired state.
+/// Brings all allocations of the node of `own` to the desired state.
 ///
 /// # Errors
 /// Fails if the API server rejected a write of `own`. If an object has changed, the API server did not answer or another

@@ -344,7 +344,7 @@ fn random_events_never_grant_a_queue_pair_twice() {
             }
             model.run_pass(random.random_range(0..6));
         }
-        // All allocations are deleted, and none of their pairs stays used.
+        // All allocations are deleted, and no pair stays used.
         model.unwritable.clear();
         for name in model.objects.keys().cloned().collect::<Vec<_>>() {
             model.delete(&name);
