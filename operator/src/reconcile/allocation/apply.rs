@@ -69,8 +69,8 @@ impl NodeLocks {
 /// Brings all allocations of the node of `own` to the desired state.
 ///
 /// # Errors
-/// Fails if the API server rejected a write of `own`. If an object has changed, the API server did not answer or another
-/// replica holds the lease, it fails at once, and the remaining writes are skipped.
+/// Fails if the API server rejected a write of `own`. It fails at once, and skips the remaining writes, if an object
+/// has changed, the API server did not answer or another replica holds the lease.
 pub async fn reconcile_node(own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
     let node = own.spec.node_name.as_str();
     let mut node_finalizers = context.node_locks.of(node).lock().await;

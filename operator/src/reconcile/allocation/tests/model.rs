@@ -148,8 +148,8 @@ impl Model {
         while let Some(write) = pass.next_write() {
             let name = write.object.name_any();
             if written.len() == most {
-                // Only grants: a late end of a grant is harmless because the agent refuses pairs that it lent to others,
-                // which the model leaves out.
+                // Only grants: a late end of a grant is harmless because the agent refuses pairs that others have. The
+                // model leaves that out.
                 if write.operation == Operation::Grant {
                     self.late.push(write);
                 }
