@@ -135,10 +135,10 @@ fn pool_refusal(one: &SSDPool, assignment: PoolAssignment) -> Option<Refusal> {
 fn profile_refusal(one: &SlackProfile) -> Option<Refusal> {
     let measurement = serde_json::to_string(&one.spec.measurement).expect("JSON");
     let revision = profile::source::revision(one, "spec.measurement", &measurement);
-    let selecting = profile::dereference::SelectingCluster { cluster: "inference/chat".to_owned(), ahead: 0 };
     let found = profile::dereference::ProfileInputs {
         revision: revision.clone(),
-        clusters: vec![selecting],
+        clusters: vec!["inference/chat".to_owned()],
+        full: None,
         nodes: Vec::new(),
         products: BTreeSet::new(),
     };

@@ -15,7 +15,6 @@ use kube::api::DynamicObject;
 use reprise_crds::slack::{content_file, digest_of_file};
 use reprise_crds::{CacheNode, KVCacheCluster};
 
-use super::PROFILES_MAX;
 use super::decisions::ProfileDecision;
 use super::order::selected;
 use crate::framework::child::ChildKind;
@@ -36,7 +35,7 @@ pub fn of(
 ) -> BTreeMap<String, String> {
     let stores = &context.stores;
     let profiles = selected(cluster, context);
-    let decided = profiles.iter().take(PROFILES_MAX).map(|profile| context.decisions.of(profile));
+    let decided = profiles.iter().map(|profile| context.decisions.of(profile));
     let decided: Vec<Option<Arc<ProfileDecision>>> = decided.collect();
     let live = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
     let live = live.as_deref().map(texts).unwrap_or_default();
