@@ -91,7 +91,7 @@ pub struct KVCacheClusterSpec {
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pools: Vec<ObjectRef>,
     /// Selects SlackProfiles of this namespace to distribute to agents. Absent: none. A node receives at
-    /// most 16; profiles already on nodes take precedence, then the oldest.
+    /// most 16, the oldest ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
     /// Injection of the agent's socket and environment into engine pods.

@@ -55,7 +55,7 @@ fn run(inputs: &mut ClusterInputs, agents: Running<'_>, members: Running<'_>) {
     let (image, updated, versions) = agents;
     inputs.agents = Some(workload(image, updated));
     inputs.cache_nodes =
-        versions.iter().filter(reports).map(|version| node(version, Timestamp::now())).collect();
+        versions.iter().filter(reports).map(|version| node(version, clock::now().0)).collect();
     let (image, updated, versions) = members;
     inputs.members = Some(workload(image, updated));
     let names = ["c-0", "c-1"].map(str::to_owned).into_iter();
@@ -132,7 +132,7 @@ fn desired_versions_must_be_compatible_with_all_running_ones() {
         assert_contains(&skew_message(&cluster(json!({})), &inputs), expected, (tags, agents, members));
     }
     let mut gone = inputs_with_tags(["0.3.0", "0.3.0"]);
-    gone.cache_nodes = vec![node("0.1.0", Timestamp::now() - SignedDuration::from_hours(1))];
+    gone.cache_nodes = vec![node("0.1.0", clock::now().0 - SignedDuration::from_hours(1))];
     assert_eq!(
         skew_message(&cluster(json!({})), &gone),
         "",
