@@ -8,7 +8,7 @@ use kube::Client;
 use crate::framework::api_client::ApiRequests;
 use crate::framework::services::{Replica, Services};
 use crate::reconcile::allocation::apply::NodeLocks;
-use crate::reconcile::authority::Authorities;
+use crate::reconcile::authority::Certificates;
 use crate::reconcile::cluster::external_etcd::EtcdChecks;
 use crate::reconcile::cluster::volumes::StorageClassCache;
 use crate::reconcile::control_plane::ControlPlanes;
@@ -33,8 +33,8 @@ pub struct Context {
     pub store_checks: EtcdChecks,
     /// Storage classes of the Kubernetes cluster.
     pub storage_classes: StorageClassCache,
-    /// Authorities of the clusters' certificates.
-    pub authorities: Authorities,
+    /// The operator's certificates for connections to clusters.
+    pub certificates: Certificates,
     /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
     /// Time since the last report of engine sessions, by object.
@@ -54,7 +54,7 @@ impl Context {
         let own_writes = Arc::clone(&stores.own_writes);
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
-            authorities: Authorities::default(),
+            certificates: Certificates::default(),
             control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
             stores,
             secrets: Secrets::default(),
