@@ -27,7 +27,7 @@ part() {
 round() {
     part "property tests" env PROPTEST_RNG_SEED="$seed" "${test[@]}"
     part "agent core" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --test agent
-    part "grants of queues" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --lib -- random_events_never_exceed
+    part "grants of queues" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --lib -- random_events_never_grant
     part "device worker" env REPRISE_FIRST_SEED="$seed" "${test[@]}" --bin reprise-agent -- power_loss
     part "simulated cluster" "$target/release/reprise" sim chaos --seeds $seeds_of_simulator --start "$seed"
     part "operator" env REPRISE_E2E_SEED="$seed" REPRISE_E2E_KILL_PERCENT=100 "${test[@]}" \

@@ -70,6 +70,11 @@ const SWEEP_EVERY: Duration = Duration::from_millis(20);
 const STORE_WITHIN: Duration = Duration::from_secs(15);
 /// Pause between attempts to open the store.
 const STORE_PAUSE: Duration = Duration::from_millis(500);
+/// Interval at which the files of the connection to etcd are compared with those in use.
+const STORE_FILES_CHECKED_EVERY: Duration = Duration::from_secs(2);
+/// Failed attempts in a row to use changed files after which a warning is logged. The first failure may come from files
+/// that are being replaced.
+const STORE_FILES_FAILURES: u32 = 2;
 /// Time for running calls to finish at shutdown; streams end at once.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 
@@ -337,7 +342,31 @@ async fn open_store(config: StoreConfig) -> anyhow::Result<Arc<dyn Store>> {
             Ok(Arc::new(opened.context("cannot open the store")?))
         }
         StoreConfig::Etcd(etcd) => {
-            Ok(Arc::new(open_etcd(&etcd.settings()?).await.context("cannot open the store")?))
+            let store = open_etcd(&etcd.settings()?).await.context("cannot open the store")?;
+            tokio::spawn(follow_files(store.clone()));
+            Ok(Arc::new(store))
+        }
+    }
+}
+
+/// Connects to etcd again after changes of the files of its certificates or password.
+async fn follow_files(store: EtcdStore) {
+    let mut failures: u32 = 0;
+    loop {
+        sleep(STORE_FILES_CHECKED_EVERY).await;
+        match store.use_changed_files().await {
+            Ok(is_changed) => {
+                if is_changed {
+                    tracing::info!("use new files for the connection to etcd");
+                }
+                failures = 0;
+            }
+            Err(error) => {
+                failures = failures.saturating_add(1);
+                if failures == STORE_FILES_FAILURES {
+                    tracing::warn!(%error, "cannot use new files for the connection to etcd; retrying");
+                }
+            }
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! One object applies to many nodes: the operator writes a claim into the `CacheNode` of each selected
 //! node. An agent has one pool of devices. Settings of the whole agent (`segmentSize`, `queueDepth`,
-//! `engine`, `eviction`, `admission`, `dailyWriteBudget`, `watermarks`) must therefore be equal in all pools that select the same node; otherwise the
-//! operator rejects the younger pool.
+//! `eviction`, `admission`, `dailyWriteBudget`, `watermarks`) must therefore be equal in all pools of a cluster. The
+//! operator rejects a pool that differs from the oldest one.
 
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
@@ -97,22 +97,22 @@ pub struct SSDPoolSpec {
     #[x_kube(validation = Rule::new("self == oldSelf")
         .message("segmentSize is immutable because devices are formatted with it: create a new SSDPool"))]
     pub segment_size: Quantity,
-    /// Concurrent operations of each device. Must be equal in all pools of a cluster. Agents restart to
-    /// apply a change, when all pools have it.
+    /// Concurrent operations of each device. Must be equal to that of the oldest pool of the cluster. Agents restart to
+    /// apply a change of the oldest pool.
     #[serde(default = "queue_depth")]
     #[schemars(range(min = 1, max = 1024))]
     pub queue_depth: u32,
-    /// Eviction policy on devices. Must be equal in all pools of a cluster. Agents restart to apply a change, when
-    /// all pools have it.
+    /// Eviction policy on devices. Must be equal to that of the oldest pool of the cluster. Agents restart to apply a
+    /// change of the oldest pool.
     #[serde(default)]
     pub eviction: EvictionPolicy,
     /// Rule by which saved blocks are written to devices. Other blocks stay in memory until they are evicted there.
-    /// Must be equal in all pools of a cluster. Agents restart to apply a change, when all pools have it.
+    /// Must be equal to that of the oldest pool of the cluster. Agents restart to apply a change of the oldest pool.
     #[serde(default)]
     pub admission: Admission,
     /// Bytes that each device may write in any 24 hours, to limit its wear. A hundredth of it can be written at once.
-    /// Blocks beyond it stay in memory until they are evicted there. Absent: no limit. Must be equal in all pools of
-    /// a cluster. Agents restart to apply a change, when all pools have it.
+    /// Blocks beyond it stay in memory until they are evicted there. Absent: no limit. Must be equal to that of the
+    /// oldest pool of the cluster. Agents restart to apply a change of the oldest pool.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("quantity(self).compareTo(quantity('1Gi')) >= 0")
         .message("dailyWriteBudget is below 1Gi: set 1Gi or more, or remove it for unlimited writes"))]
@@ -235,9 +235,9 @@ pub struct VolumeClaim {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Watermarks {
-    /// Thousandths of the pool kept free for writes; below it, blocks are evicted. Must be equal in all
-    /// pools of a cluster. For scale: 30 of a 30 TB pool is 15 minutes of writes at 1 GB/s. Agents restart
-    /// to apply a change, when all pools have it.
+    /// Thousandths of the pool kept free for writes; below it, blocks are evicted. Must be equal to those of the
+    /// oldest pool of the cluster. For scale: 30 of a 30 TB pool is 15 minutes of writes at 1 GB/s. Agents restart
+    /// to apply a change of the oldest pool.
     #[serde(default = "free_permille")]
     #[schemars(range(min = 0, max = 900))]
     pub free_permille: Permille,

@@ -237,8 +237,8 @@ pub struct TenantUsage {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub ssd_blocks: Option<i64>,
-    /// Time of these figures. They are updated after 1 minute if they differ by more than 1/64, and after 5
-    /// minutes if they differ by less.
+    /// Time of these figures. Usage is measured once a minute; the figures are updated if it differs by more
+    /// than 1/64.
     pub observed_time: Time,
 }
 

@@ -136,6 +136,16 @@ impl ApiServer {
         &mut self.etcd
     }
 
+    /// Returns the URL of the server's etcd.
+    pub fn store_endpoint(&self) -> String {
+        self.etcd.endpoint()
+    }
+
+    /// Returns the logs of the server and of its etcd.
+    pub fn logs(&self) -> [PathBuf; 2] {
+        logs_in(&self.folder)
+    }
+
     /// Runs a future on the server's runtime, to which its clients belong.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.block_on(future)

@@ -79,6 +79,7 @@ fn main() -> ExitCode {
             "every_port_of_agents_and_members_answers_only_to_certificates",
             chart_certificates::every_port_answers_only_to_certificates,
         ),
+        ("etcd_answers_only_to_members", chart_certificates::etcd_answers_only_to_members),
         (
             "pods_follow_another_authority_without_a_restart",
             chart_certificates::pods_follow_another_authority_without_a_restart,

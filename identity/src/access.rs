@@ -122,6 +122,8 @@ pub fn decide(role: &Role, call: Call) -> Decision {
     use Call as C;
     use Decision::{Allowed, ItselfOnly, Refused};
     match (call, role) {
+        // Only etcd itself reads its certificates.
+        (_, Role::Etcd) => Refused,
         (C::Register | C::Heartbeat | C::Slots | C::Update | C::Report | C::Place, Role::Agent(_)) => {
             ItselfOnly
         }

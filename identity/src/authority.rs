@@ -78,12 +78,13 @@ pub enum AuthorityError {
     Invalid(#[from] rcgen::Error),
 }
 
-/// Name for clients that verify host names only, like scrapers: `agent.reprise`, `member.reprise`. Our own clients verify
-/// the identity.
+/// Name for programs that verify host names only, like scrapers and etcd: `agent.reprise`, `member.reprise`. Our own
+/// clients verify the identity.
 pub fn server_name(role: &Role) -> String {
     let kind = match role {
         Role::Agent(_) => "agent",
         Role::Member => "member",
+        Role::Etcd => "etcd",
         Role::Operator => "operator",
         Role::Admin => "admin",
         Role::Console => "console",
@@ -163,23 +164,25 @@ impl Authority {
         until: OffsetDateTime,
     ) -> Result<Issued, AuthorityError> {
         let key = KeyPair::generate()?;
-        let certificate = self.certify(identity, &key, (from, until))?;
+        let certificate = self.certify(identity, &[], &key, (from, until))?;
         Ok(Issued { certificate, key: key.serialize_pem() })
     }
 
-    /// Certifies that a public key is that of an identity.
+    /// Certifies that a public key is that of an identity, which is also reached by these host names.
     pub(crate) fn certify(
         &self,
         identity: &Identity,
+        hosts: &[String],
         key: &impl PublicKeyData,
         (from, until): (OffsetDateTime, OffsetDateTime),
     ) -> Result<String, AuthorityError> {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, identity.role.to_string());
-        params.subject_alt_names = vec![
-            SanType::URI(Ia5String::try_from(identity.to_string())?),
-            SanType::DnsName(Ia5String::try_from(server_name(&identity.role))?),
-        ];
+        params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(identity.to_string())?)];
+        // etcd resolves the names of a peer in this order until one has the peer's address.
+        for name in hosts.iter().cloned().chain([server_name(&identity.role)]) {
+            params.subject_alt_names.push(SanType::DnsName(Ia5String::try_from(name)?));
+        }
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];

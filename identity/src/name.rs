@@ -1,8 +1,9 @@
 //! Names that certificates carry: the cluster, and what the process is.
 //!
 //! A name is the only URI among a certificate's subject alternative names: `reprise://CLUSTER/agent/NODE`,
-//! `reprise://CLUSTER/member`, and likewise `operator`, `admin` and `console`. Host names and addresses carry no
-//! authority: an agent is the agent of its node behind any address.
+//! `reprise://CLUSTER/member`, and likewise `etcd`, `operator`, `admin` and `console`. Host names and addresses carry no
+//! authority: an agent is the agent of its node behind any address. Only etcd does not read these names, and verifies
+//! host names instead.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,6 +21,8 @@ pub enum Role {
     Agent(String),
     /// A control-plane member.
     Member,
+    /// A member of the etcd that the operator runs for the control plane.
+    Etcd,
     /// The operator.
     Operator,
     /// A person or program that administrates the cluster.
@@ -42,7 +45,7 @@ pub struct Identity {
 pub enum NameError {
     /// Not of the form of an identity.
     #[error(
-        "invalid identity {0:?}: expected reprise://CLUSTER/agent/NODE, or /member, /operator, /admin or /console"
+        "invalid identity {0:?}: expected reprise://CLUSTER/agent/NODE, or /member, /etcd, /operator, /admin or /console"
     )]
     Form(String),
     /// A part has other characters than a name in Kubernetes.
@@ -51,7 +54,7 @@ pub enum NameError {
     )]
     Part(String),
     /// A role that does not exist.
-    #[error("unknown role {0:?}: expected agent/NODE, member, operator, admin or console")]
+    #[error("unknown role {0:?}: expected agent/NODE, member, etcd, operator, admin or console")]
     Role(String),
 }
 
@@ -74,7 +77,7 @@ impl Role {
     pub fn node(&self) -> Option<&str> {
         match self {
             Role::Agent(node) => Some(node),
-            Role::Member | Role::Operator | Role::Admin | Role::Console => None,
+            Role::Member | Role::Etcd | Role::Operator | Role::Admin | Role::Console => None,
         }
     }
 }
@@ -96,6 +99,7 @@ impl fmt::Display for Role {
         match self {
             Role::Agent(node) => write!(f, "agent/{node}"),
             Role::Member => f.write_str("member"),
+            Role::Etcd => f.write_str("etcd"),
             Role::Operator => f.write_str("operator"),
             Role::Admin => f.write_str("admin"),
             Role::Console => f.write_str("console"),
@@ -114,6 +118,7 @@ impl FromStr for Role {
             }
             None => match text {
                 "member" => Ok(Role::Member),
+                "etcd" => Ok(Role::Etcd),
                 "operator" => Ok(Role::Operator),
                 "admin" => Ok(Role::Admin),
                 "console" => Ok(Role::Console),
@@ -151,9 +156,10 @@ mod tests {
         fn every_identity_is_read_back_as_written(
             cluster in "[a-z0-9]([-a-z0-9.]{0,20}[a-z0-9])?",
             node in "[a-z0-9]([-a-z0-9.]{0,20}[a-z0-9])?",
-            kind in 0..5_u8,
+            kind in 0..6_u8,
         ) {
-            let role = [Role::Agent(node), Role::Member, Role::Operator, Role::Admin, Role::Console];
+            let role =
+                [Role::Agent(node), Role::Member, Role::Etcd, Role::Operator, Role::Admin, Role::Console];
             let identity = Identity::new(&cluster, role[usize::from(kind)].clone()).expect("valid names");
             prop_assert_eq!(identity.to_string().parse(), Ok(identity));
         }

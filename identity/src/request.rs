@@ -90,14 +90,21 @@ impl SigningRequest {
 }
 
 impl Authority {
-    /// Signs the certificate of a request, whose identity the caller has authorised. Returns it in PEM.
+    /// Signs the certificate of a request, whose identity the caller has authorised. Returns it in PEM. `hosts` are
+    /// further host names in the certificate, which the caller chooses: requests have none.
     ///
     /// # Errors
     /// The validity is outside of its bounds.
-    pub fn sign(&self, request: &SigningRequest, valid: Duration) -> Result<String, AuthorityError> {
+    pub fn sign(
+        &self,
+        request: &SigningRequest,
+        hosts: &[String],
+        valid: Duration,
+    ) -> Result<String, AuthorityError> {
         check_validity(valid)?;
         let now = time::OffsetDateTime::now_utc();
-        self.certify(&request.identity, &request.public_key, (now - crate::authority::SKEW, now + valid))
+        let period = (now - crate::authority::SKEW, now + valid);
+        self.certify(&request.identity, hosts, &request.public_key, period)
     }
 }
 
@@ -119,7 +126,7 @@ mod tests {
         assert!(!new.request.contains("PRIVATE"), "the key stays with the requester");
         let request = SigningRequest::parse(&new.request).expect("a valid request");
         assert_eq!(request.identity(), &identity());
-        let certificate = authority.sign(&request, CERTIFICATE_VALID).expect("a valid period");
+        let certificate = authority.sign(&request, &[], CERTIFICATE_VALID).expect("a valid period");
         let files = Files {
             authorities: authority.certificate().as_bytes().to_vec(),
             certificate: certificate.into_bytes(),
@@ -128,7 +135,7 @@ mod tests {
         let credentials = Credentials::parse(&files).expect("they belong together");
         credentials.check_issuer().expect("the authority has signed it");
         assert_eq!(credentials.identity, identity());
-        let error = authority.sign(&request, Duration::minutes(1)).expect_err("too short");
+        let error = authority.sign(&request, &[], Duration::minutes(1)).expect_err("too short");
         assert!(error.to_string().contains("invalid validity"), "{error}");
     }
 

@@ -7,7 +7,6 @@ pub mod authority;
 pub mod cluster;
 pub mod context;
 pub mod control_plane;
-pub mod deletion_guard;
 pub mod membership;
 pub mod names;
 pub mod node;

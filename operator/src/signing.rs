@@ -99,7 +99,7 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
         }
         Verdict::Deny(message) => return deny(context, request, &message).await,
     };
-    let Grant { request: signing, names, valid } = grant;
+    let Grant { request: signing, names, hosts, valid } = grant;
     let found = find(&names.namespace, &names.name);
     let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
         return deny(context, request, "the KVCacheCluster was deleted").await;
@@ -109,7 +109,7 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
         AuthorityState::Unusable(refusal) => return Err(OperatorError::Identity(refusal.message)),
         AuthorityState::Absent => return Ok(Action::requeue(RETRY_EVERY)),
     };
-    let certificate = match authority.authority().sign(&signing, valid) {
+    let certificate = match authority.authority().sign(&signing, &hosts, valid) {
         Ok(certificate) => ByteString(certificate.into_bytes()),
         Err(error) => return deny(context, request, &error.to_string()).await,
     };

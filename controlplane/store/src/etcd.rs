@@ -15,6 +15,8 @@
 //!   another user. A watch whose connection breaks reopens after its last reported change, and detects then
 //!   whether that history is compacted.
 //!
+//! Files of certificates and the password may change while the store is in use ([`EtcdStore::use_changed_files`]).
+//!
 //! Every call has a deadline. Reads are linearizable. An etcd whose revision went backwards, because it was
 //! restored or emptied, is detected (`etcd/revision_check.rs`).
 //!
@@ -22,7 +24,7 @@
 //! authorities, because etcd clusters use their own.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use etcd_client::{
     Client, CompactionOptions, Compare, CompareOp, ConnectOptions, DeleteOptions, GetOptions, GetResponse,
@@ -31,6 +33,7 @@ use etcd_client::{
 
 use self::calls::{revision, unavailable, wire, within};
 use self::revision_check::RevisionCheck;
+use self::settings::Files;
 use self::watch::EtcdWatch;
 use crate::contract::{
     Condition, KeyValue, Outcome, Range, Revision, Store, StoreFuture, Transaction, Watch, Write,
@@ -61,10 +64,17 @@ const RANGE_ATTEMPTS_MAX: usize = 3;
 /// A store in etcd. Clones share the connection.
 #[derive(Clone)]
 pub struct EtcdStore {
-    client: Client,
+    connection: Arc<Connection>,
     /// Prefix of the keys of all entries.
     prefix: Vec<u8>,
     revisions: Arc<RevisionCheck>,
+}
+
+/// The client in use, and the files from which it was made.
+struct Connection {
+    settings: EtcdSettings,
+    client: RwLock<Client>,
+    files: Mutex<Files>,
 }
 
 impl EtcdStore {
@@ -74,11 +84,47 @@ impl EtcdStore {
     /// `Setting` (a setting or one of its files is invalid), `Unavailable` (no endpoint answers), `Denied`
     /// (the user is rejected), `Untrusted` (the TLS handshake fails), `Schema` (keys of another version).
     pub async fn connect(settings: &EtcdSettings) -> Result<EtcdStore, StoreError> {
-        let loaded = settings.clone();
-        let loaded = tokio::task::spawn_blocking(move || loaded.load());
-        let (options, tls) = loaded.await.map_err(|error| unavailable(&error.to_string()))??;
+        let files = EtcdStore::blocking(settings, EtcdSettings::files).await?;
+        let client = EtcdStore::open(settings).await?;
+        let prefix = [settings.prefix.as_bytes(), ENTRIES_PREFIX].concat();
+        let connection =
+            Connection { settings: settings.clone(), client: RwLock::new(client), files: Mutex::new(files) };
+        Ok(EtcdStore { connection: Arc::new(connection), prefix, revisions: Arc::default() })
+    }
+
+    /// Compares the files of certificates and of the password with those in use, and connects with changed ones. Returns
+    /// whether they changed. The connection before stays in use until etcd answers with the new files. Open watches stay
+    /// on their connection until it breaks.
+    ///
+    /// # Errors
+    /// As for [`EtcdStore::connect`], with the changed files. A single error may come from files that are being replaced.
+    pub async fn use_changed_files(&self) -> Result<bool, StoreError> {
+        let Connection { settings, client, files } = &*self.connection;
+        let found = EtcdStore::blocking(settings, EtcdSettings::files).await?;
+        if found == *files.lock().unwrap_or_else(PoisonError::into_inner) {
+            return Ok(false);
+        }
+        let new = EtcdStore::open(settings).await?;
+        *client.write().unwrap_or_else(PoisonError::into_inner) = new;
+        *files.lock().unwrap_or_else(PoisonError::into_inner) = found;
+        Ok(true)
+    }
+
+    /// Runs a function that blocks.
+    async fn blocking<T: Send + 'static>(
+        settings: &EtcdSettings,
+        function: impl FnOnce(&EtcdSettings) -> T + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let settings = settings.clone();
+        let result = tokio::task::spawn_blocking(move || function(&settings)).await;
+        result.map_err(|error| unavailable(&error.to_string()))
+    }
+
+    /// Connects with the present files, and checks the schema version.
+    async fn open(settings: &EtcdSettings) -> Result<Client, StoreError> {
+        let (options, tls) = EtcdStore::blocking(settings, EtcdSettings::load).await??;
         // Boxed, because the client's future is large.
-        let opened = Box::pin(EtcdStore::open(settings, options)).await;
+        let opened = Box::pin(EtcdStore::open_with(settings, options)).await;
         if let (Err(StoreError::Unavailable { .. }), Some(tls)) = (&opened, tls)
             && let Some(reason) = tls.diagnose(&settings.endpoints).await
         {
@@ -87,24 +133,22 @@ impl EtcdStore {
         opened
     }
 
-    async fn open(settings: &EtcdSettings, options: ConnectOptions) -> Result<EtcdStore, StoreError> {
+    async fn open_with(settings: &EtcdSettings, options: ConnectOptions) -> Result<Client, StoreError> {
         let client = within(Client::connect(&settings.endpoints, Some(options))).await?;
-        let prefix = settings.prefix.as_bytes();
-        let store =
-            EtcdStore { client, prefix: [prefix, ENTRIES_PREFIX].concat(), revisions: Arc::default() };
         // The client connects lazily, so only a call shows whether etcd answers.
-        store.check_schema([prefix, SCHEMA_KEY].concat()).await?;
-        Ok(store)
+        EtcdStore::check_schema(&client, [settings.prefix.as_bytes(), SCHEMA_KEY].concat()).await?;
+        Ok(client)
     }
 
     /// Writes the schema version if it is missing, and rejects any other.
-    async fn check_schema(&self, key: Vec<u8>) -> Result<(), StoreError> {
+    async fn check_schema(client: &Client, key: Vec<u8>) -> Result<(), StoreError> {
+        let mut kv = client.kv_client();
         let version = SCHEMA.to_string();
         let first = Txn::new()
             .when([Compare::version(key.clone(), CompareOp::Equal, 0)])
             .and_then([TxnOp::put(key.clone(), version.clone(), None)]);
-        within(self.kv().txn(first)).await?;
-        let found = within(self.kv().get(key.clone(), None)).await?;
+        within(kv.txn(first)).await?;
+        let found = within(kv.get(key.clone(), None)).await?;
         let found = found.kvs().first().map_or("", |entry| entry.value_str().unwrap_or("not text"));
         let place = || format!("key {} of etcd", String::from_utf8_lossy(&key));
         match found.parse() {
@@ -117,8 +161,12 @@ impl EtcdStore {
         }
     }
 
+    fn client(&self) -> RwLockReadGuard<'_, Client> {
+        self.connection.client.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn kv(&self) -> KvClient {
-        self.client.kv_client().max_decoding_message_size(MESSAGE_BYTES_MAX)
+        self.client().kv_client().max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
     /// Reads a key or range with the revision of the reply.
@@ -278,7 +326,7 @@ impl Store for EtcdStore {
 
     fn grant(&self, time_to_live: TimeToLive) -> StoreFuture<'_, Lease> {
         Box::pin(async move {
-            let mut leases = self.client.lease_client();
+            let mut leases = self.client().lease_client();
             let answer = within(leases.grant(wire(time_to_live.seconds()), None)).await?;
             let id =
                 lease_id(answer.id()).ok_or_else(|| unavailable("etcd granted a lease without an id"))?;
@@ -290,14 +338,14 @@ impl Store for EtcdStore {
     fn keep_alive(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             // `keep_alive` returns after the first reply; drop the stream for more.
-            let mut leases = self.client.lease_client();
+            let mut leases = self.client().lease_client();
             within(leases.keep_alive(wire(lease.number()))).await.map(drop)
         })
     }
 
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
-            let mut leases = self.client.lease_client();
+            let mut leases = self.client().lease_client();
             within(leases.revoke(wire(lease.number()))).await.map(drop)
         })
     }

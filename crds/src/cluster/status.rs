@@ -34,7 +34,7 @@ pub struct KVCacheClusterStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub connection: Option<Connection>,
     /// Conditions: `Ready`, `Accepted`, `Progressing`, `Degraded`, `EtcdReady`, `ControlPlaneReady`,
-    /// `AgentsReady`, `CertificatesReady`, `PoolsBound`, `Compatible`, `DeletionBlocked`.
+    /// `AgentsReady`, `CertificatesReady`, `PoolsBound`, `Compatible`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

@@ -1,6 +1,7 @@
-//! Certificates of an installation: every port of agents and members answers only to them, also after the authority was
-//! replaced.
+//! Certificates of an installation: every port of agents, members and etcd answers only to them, also after the authority
+//! was replaced.
 
+use std::path::Path;
 use std::time::Duration;
 
 use reprise_e2e::kubernetes::release::{Component, NAMESPACE, Pod, RELEASE, container_ids};
@@ -25,6 +26,8 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 const TLS_ALERT: u8 = 0x15;
 /// Request of a page with states.
 const STATUS: &[u8] = b"GET /status HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
+/// Request of etcd's version.
+const VERSION: &[u8] = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
 
 /// Ports of a pod's first container, by name.
 fn ports(release: Release<'_>, pod: &Pod) -> Vec<(String, String)> {
@@ -46,6 +49,47 @@ async fn plain(address: &str, bytes: &[u8]) -> Vec<u8> {
     let mut answer = Vec::new();
     let _ = timeout(ANSWERED_WITHIN, stream.read_to_end(&mut answer)).await.expect("the server closes it");
     answer
+}
+
+/// Asks a port of etcd for its version with these certificates, and returns all bytes of the answer.
+async fn ask_etcd(files: &Path, address: &str) -> Vec<u8> {
+    let mut answer = Vec::new();
+    // etcd refuses a certificate after the handshake.
+    let dialled = Security::read(files).expect("valid files").dial(address, Expected::Role(Role::Etcd)).await;
+    if let Ok(mut stream) = dialled {
+        let _ = stream.write_all(VERSION).await;
+        let _ =
+            timeout(ANSWERED_WITHIN, stream.read_to_end(&mut answer)).await.expect("the server closes it");
+    }
+    answer
+}
+
+/// Only members are clients of etcd. All have certificates of the same authority.
+pub(crate) fn etcd_answers_only_to_members(cluster: &mut Cluster) {
+    let release = running(cluster);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let agent = Role::Agent(cluster.nodes()[0].name().to_owned());
+    let others = [agent, Role::Etcd, Role::Operator, Role::Admin, Role::Console];
+    for pod in release.pods(Component::Etcd) {
+        for (name, address) in ports(release, &pod).into_iter().filter(|(name, _)| name != "metrics") {
+            let answer = |role: &Role| {
+                let files = release.certificates(role).expect("the installation has certificates");
+                runtime.block_on(ask_etcd(&files, &address))
+            };
+            let is_answered = answer(&Role::Member).starts_with(b"HTTP/1.1 200 ");
+            assert_eq!(is_answered, name == "client", "{name} of {}: a member", pod.name);
+            // The certificate of another pod of etcd is accepted from that pod's address only.
+            for role in &others {
+                let answer = answer(role);
+                assert!(
+                    answer.is_empty(),
+                    "{name} of {}: {role}: {}",
+                    pod.name,
+                    String::from_utf8_lossy(&answer)
+                );
+            }
+        }
+    }
 }
 
 pub(crate) fn every_port_answers_only_to_certificates(cluster: &mut Cluster) {
@@ -94,6 +138,7 @@ pub(crate) fn pods_follow_another_authority_without_a_restart(cluster: &mut Clus
     let release = running(cluster);
     let pods = || [release.pods(Component::Agents), release.pods(Component::Members)].concat();
     let before = pods();
+    let etcd = release.pods(Component::Etcd);
     let fingerprint = |pod: &Pod| release.admin(pod).json("/status")["tls"]["fingerprint"].clone();
     let old: Vec<Value> = before.iter().map(fingerprint).collect();
     release.kubectl(&["delete", "secret", &format!("{RELEASE}-ca")]);
@@ -110,6 +155,8 @@ pub(crate) fn pods_follow_another_authority_without_a_restart(cluster: &mut Clus
         answers?.iter().zip(&old).all(is_new).then_some(())
     });
     assert_eq!(container_ids(&pods()), container_ids(&before), "no container has restarted");
+    // etcd reads trusted authorities only when it starts.
+    release.wait_until_replaced(Component::Etcd, &etcd, etcd.len());
     // Blocks still pass between the nodes.
     assert!(release.test().contains("peer "), "blocks came from the other node in {NAMESPACE}");
 }

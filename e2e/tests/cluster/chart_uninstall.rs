@@ -95,25 +95,20 @@ pub(crate) fn wait_for_all_blocks(cluster: &Cluster) {
     });
 }
 
-/// Deletes cluster and pool while engines use them. Both must report that they are in use, and engines keep
-/// their hits.
+/// Deletes a pool while engines use it. It must report that it is in use, and engines keep their hits.
 fn assert_deletion_waits_for_engines(cluster: &Cluster, release: Release<'_>) {
     let (agents, baseline) = (release.pods(Component::Agents), ENGINES.now(cluster));
-    for (kind, name) in [("ssdp", "lab"), ("kvcc", RELEASE)] {
-        release.kubectl(&["delete", kind, name, "--wait=false"]);
-    }
-    for (kind, name) in [("ssdp", "lab"), ("kvcc", RELEASE)] {
-        let waits = wait_until(&format!("{kind} {name} to wait for engines"), PODS_WITHIN, || {
-            std::thread::sleep(PAUSE);
-            let object = release.object(kind, name);
-            let conditions = object["status"]["conditions"].as_array()?;
-            conditions.iter().find(|condition| condition["type"] == "DeletionBlocked").cloned()
-        });
-        assert_eq!((&waits["status"], &waits["reason"]), (&json!("True"), &json!("InUse")), "{waits}");
-        let message = waits["message"].as_str().unwrap_or_default();
-        for node in cluster.nodes() {
-            assert!(message.contains(node.name()), "{} has an engine: {message}", node.name());
-        }
+    release.kubectl(&["delete", "ssdp", "lab", "--wait=false"]);
+    let waits = wait_until("the pool to wait for engines", PODS_WITHIN, || {
+        std::thread::sleep(PAUSE);
+        let pool = release.object("ssdp", "lab");
+        let conditions = pool["status"]["conditions"].as_array()?;
+        conditions.iter().find(|condition| condition["type"] == "DeletionBlocked").cloned()
+    });
+    assert_eq!((&waits["status"], &waits["reason"]), (&json!("True"), &json!("InUse")), "{waits}");
+    let message = waits["message"].as_str().unwrap_or_default();
+    for node in cluster.nodes() {
+        assert!(message.contains(node.name()), "{} has an engine: {message}", node.name());
     }
     std::thread::sleep(Duration::from_secs(3));
     for counters in ENGINES.since(cluster, &baseline) {

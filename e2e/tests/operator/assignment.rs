@@ -1,11 +1,11 @@
-//! Assignments of nodes and pools are stable: an edit or a label that causes a conflict is rejected, and
-//! existing assignments remain.
+//! Assignments of nodes and pools: of contradicting objects the older one is in effect, and a paused cluster is
+//! unchanged.
 
-use kube::api::DynamicObject;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::convergence::wait_until_idle;
+use crate::operator::deletion_guard::TOO_SHORT;
 use crate::operator::pools::wait_claims;
 use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
@@ -25,14 +25,6 @@ fn cluster(k8s: &TestCluster, name: &str, label: &str, pool: &str) {
 
 fn label(k8s: &TestCluster, node: &str, label: &str, value: Value) {
     k8s.merge("Node", node, &json!({ "metadata": { "labels": { label: value } } }));
-}
-
-/// Generations of both CacheNodes and of both clusters' DaemonSets.
-fn specs(k8s: &TestCluster) -> Vec<Option<i64>> {
-    let generation = |object: DynamicObject| object.metadata.generation;
-    let nodes = ["n1", "n2"].map(|node| generation(k8s.wait_for("CacheNode", node)));
-    let sets = ["one-agent", "two-agent"].map(|name| generation(k8s.wait_for("DaemonSet", name)));
-    [nodes, sets].concat()
 }
 
 #[test]
@@ -55,54 +47,78 @@ fn failure_domain_of_a_node_follows_the_label_that_its_cluster_names() {
 }
 
 #[test]
-fn node_stays_assigned_to_its_cluster() {
+fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused() {
     let (k8s, _operator) = TestCluster::with_operator();
-    label(&k8s, "n1", "one", json!("yes"));
-    label(&k8s, "n2", "two", json!("yes"));
+    for node in ["n1", "n2"] {
+        label(&k8s, node, "two", json!("yes"));
+    }
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.pool("q", "/var/lib/pool", json!({}));
     cluster(&k8s, "one", "one", "p");
     // Creation times have a resolution of one second.
     std::thread::sleep(QUIET_PERIOD);
     cluster(&k8s, "two", "two", "q");
-    wait_claims(&k8s, "n1", &["p"]);
+    wait_claims(&k8s, "n1", &["q"]);
     wait_claims(&k8s, "n2", &["q"]);
     let accepted = |cluster: &str| {
         k8s.wait_condition("KVCacheCluster", cluster, ["Accepted", "True", "AsDesired"]);
     };
     accepted("two");
     wait_until_idle(&k8s);
-    let before = specs(&k8s);
+    let generation = |kind: &str, name: &str| k8s.wait_for(kind, name).metadata.generation;
+    let excluded = || {
+        let set = k8s.wait_for("DaemonSet", "two-agent");
+        let affinity = &set.data["spec"]["template"]["spec"]["affinity"]["nodeAffinity"];
+        let terms = &affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+        terms[0]["matchFields"][0]["values"][0].as_str().map(str::to_owned)
+    };
+    assert_eq!(excluded(), None);
+    let before = (generation("CacheNode", "n1"), generation("DaemonSet", "one-agent"));
 
-    // A label lets the older cluster select the younger cluster's node.
+    // A label lets the older cluster select a node of the younger one, which keeps the other node.
+    label(&k8s, "n2", "one", json!("yes"));
+    wait_claims(&k8s, "n2", &["p"]);
+    k8s.wait_message(
+        "KVCacheCluster",
+        "two",
+        ["Accepted", "False", "Conflict"],
+        &["KVCacheCluster cache/one", "node n2", "agents.nodeSelector"],
+    );
+    wait_until("the younger cluster runs no agent on n2", PATIENCE, || {
+        (excluded().as_deref() == Some("n2")).then_some(())
+    });
+    wait_until_idle(&k8s);
+    let after = (generation("CacheNode", "n1"), generation("DaemonSet", "one-agent"));
+    assert_eq!(after, before, "the other node and the older cluster are unchanged");
+    assert!(k8s.has_condition(("KVCacheCluster", "one"), ["Accepted", "True", "AsDesired"]));
+    label(&k8s, "n2", "one", Value::Null);
+    accepted("two");
+    wait_claims(&k8s, "n2", &["q"]);
+    wait_until("the younger cluster may use all nodes", PATIENCE, || excluded().is_none().then_some(()));
+
+    // A paused cluster keeps its nodes.
+    let pause = |paused: bool| {
+        k8s.merge("KVCacheCluster", "two", &json!({ "spec": { "paused": paused } }));
+    };
+    pause(true);
+    k8s.wait_condition("KVCacheCluster", "two", ["Progressing", "False", "Paused"]);
+    let before = generation("CacheNode", "n2");
     label(&k8s, "n2", "one", json!("yes"));
     k8s.wait_message(
         "KVCacheCluster",
         "one",
         ["Accepted", "False", "Conflict"],
-        &["node n2 already runs the agent of KVCacheCluster cache/two"],
+        &["KVCacheCluster cache/two, which is older or paused", "node n2"],
     );
     std::thread::sleep(QUIET_PERIOD);
-    assert_eq!(specs(&k8s), before, "both clusters are unchanged");
-    assert!(k8s.has_condition(("KVCacheCluster", "two"), ["Accepted", "True", "AsDesired"]));
-    assert!(k8s.has_condition(("SSDPool", "p"), ["Accepted", "True", "AsDesired"]));
-    label(&k8s, "n2", "one", Value::Null);
-    accepted("one");
-
-    // An edit of the cluster selects the node.
-    cluster(&k8s, "one", "two", "p");
-    k8s.wait_condition("KVCacheCluster", "one", ["Accepted", "False", "Conflict"]);
-    std::thread::sleep(QUIET_PERIOD);
-    assert_eq!(specs(&k8s), before, "the cluster keeps the node that it no longer selects");
-    assert!(k8s.has_condition(("KVCacheCluster", "two"), ["Accepted", "True", "AsDesired"]));
-    // The node moves once its current cluster no longer selects it.
-    cluster(&k8s, "two", "three", "q");
-    accepted("one");
+    assert_eq!(generation("CacheNode", "n2"), before);
+    pause(false);
     wait_claims(&k8s, "n2", &["p"]);
+    accepted("one");
 }
 
 #[test]
-fn conflicting_pool_edit_is_rejected_and_closes_no_pool() {
+fn younger_pool_is_rejected_while_its_settings_differ_from_the_oldest() {
     let (k8s, _operator) = TestCluster::with_operator();
     let depth = |pool: &str, depth: u32| {
         k8s.pool(pool, &format!("/var/lib/{pool}"), json!({ "queueDepth": depth }));
@@ -116,39 +132,36 @@ fn conflicting_pool_edit_is_rejected_and_closes_no_pool() {
     k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
     wait_until_idle(&k8s);
     let parts = || {
-        let claims = ["n1", "n2"].map(|node| k8s.wait_for("CacheNode", node).data["spec"].clone());
         let configuration = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
-        (claims, configuration, k8s.wait_for("DaemonSet", "c-agent").metadata.generation)
+        (configuration, k8s.wait_for("DaemonSet", "c-agent").metadata.generation)
     };
-    let before = parts();
-
-    depth("old", 64);
-    let message = k8s.wait_condition("SSDPool", "old", ["Accepted", "False", "Conflict"]);
-    for words in ["queueDepth is 64 here and 128 in SSDPool young", "nodes keep the pool as it was"] {
-        assert!(message.contains(words), "{message}");
-    }
-    std::thread::sleep(QUIET_PERIOD);
-    assert_eq!(parts(), before, "claims and configuration are unchanged");
-    assert!(k8s.has_condition(("SSDPool", "young"), ["Accepted", "True", "AsDesired"]));
-    k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "Conflict"]);
+    let (before, claim) = (parts(), wait_claims(&k8s, "n1", &["old", "young"])[0].clone());
 
     depth("young", 64);
+    k8s.wait_message(
+        "SSDPool",
+        "young",
+        ["Accepted", "False", "Conflict"],
+        &["queueDepth is 64 here and 128 in the older SSDPool old"],
+    );
+    k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "Conflict"]);
+    assert_eq!(wait_claims(&k8s, "n1", &["old"]), [claim], "the older pool is unchanged");
+    std::thread::sleep(QUIET_PERIOD);
+    assert_eq!(parts(), before, "no agent restarts");
+    assert!(k8s.has_condition(("SSDPool", "old"), ["Accepted", "True", "AsDesired"]));
+
+    depth("old", 64);
     for pool in ["old", "young"] {
         k8s.wait_condition("SSDPool", pool, ["Accepted", "True", "AsDesired"]);
     }
+    wait_claims(&k8s, "n1", &["old", "young"]);
     wait_until("the agents' configuration has the new depth", PATIENCE, || {
-        parts().1["agent.toml"].as_str()?.contains("queue_depth = 64").then_some(())
-    });
-    let generation = |pool: &str| k8s.wait_for("SSDPool", pool).metadata.generation;
-    wait_until("claims have the pools' current generations", PATIENCE, || {
-        let claims = wait_claims(&k8s, "n1", &["old", "young"]);
-        let is_current = |(claim, pool): (&Value, &str)| claim["generation"].as_i64() == generation(pool);
-        claims.iter().zip(["old", "young"]).all(is_current).then_some(())
+        parts().0["agent.toml"].as_str()?.contains("queue_depth = 64").then_some(())
     });
 }
 
 #[test]
-fn pool_gets_node_after_conflicting_pool_leaves_it() {
+fn older_pool_has_a_node_and_the_younger_gets_it_afterwards() {
     let (k8s, _operator) = TestCluster::with_operator();
     let on = |pool: &str, node: &str| {
         let selected = json!({ "matchLabels": { "name": node } });
@@ -158,20 +171,57 @@ fn pool_gets_node_after_conflicting_pool_leaves_it() {
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
     std::thread::sleep(QUIET_PERIOD);
-    on("young", "n2");
+    k8s.pool("young", "/var/lib/pool", json!({}));
     wait_claims(&k8s, "n2", &["young"]);
+    let conflict_on = |node: &str| {
+        let words = format!("directory /var/lib/pool on node {node} may already belong to SSDPool old");
+        wait_until(&words, PATIENCE, || {
+            let message = k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
+            message.contains(&words).then_some(())
+        });
+        assert!(k8s.has_condition(("SSDPool", "old"), ["Accepted", "True", "AsDesired"]));
+    };
+    conflict_on("n1");
+    wait_claims(&k8s, "n1", &["old"]);
+    // An edit moves the older pool to the younger one's node.
     on("old", "n2");
+    wait_claims(&k8s, "n2", &["old"]);
+    wait_claims(&k8s, "n1", &["young"]);
+    conflict_on("n2");
+    on("old", "none");
+    k8s.wait_condition("SSDPool", "young", ["Accepted", "True", "AsDesired"]);
+    wait_claims(&k8s, "n2", &["young"]);
+}
+
+#[test]
+fn pool_is_not_wiped_where_another_pool_names_its_devices() {
+    let k8s = TestCluster::new();
+    k8s.env.allow(TOO_SHORT);
+    let started = k8s.operator_files("operator").unused_for(1).start();
+    let _operator = started.unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
+    let on = |pool: &str, node: &str, mut more: Value| {
+        more["nodeSelector"] = json!({ "matchLabels": { "name": node } });
+        k8s.pool(pool, "/var/lib/pool", more);
+    };
+    on("old", "n1", json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
+    k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
+    wait_claims(&k8s, "n1", &["old"]);
+    std::thread::sleep(QUIET_PERIOD);
+    on("young", "n1", json!({}));
+    k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
+    k8s.delete("SSDPool", "old");
     k8s.wait_message(
         "SSDPool",
         "old",
-        ["Accepted", "False", "Conflict"],
-        &["directory /var/lib/pool on node n2 may already belong to SSDPool young"],
+        ["DeletionBlocked", "True", "Conflict"],
+        &["SSDPool young names the same devices on node n1", "Retain"],
     );
     std::thread::sleep(QUIET_PERIOD);
-    wait_claims(&k8s, "n1", &["old"]);
-    wait_claims(&k8s, "n2", &["young"]);
-    on("young", "none");
-    k8s.wait_condition("SSDPool", "old", ["Accepted", "True", "AsDesired"]);
-    wait_claims(&k8s, "n1", &[]);
-    wait_claims(&k8s, "n2", &["old"]);
+    assert_eq!(wait_claims(&k8s, "n1", &["old"])[0]["wipe"], false);
+    on("young", "n2", json!({}));
+    wait_until("the claim requests the wipe", PATIENCE, || {
+        (wait_claims(&k8s, "n1", &["old"])[0]["wipe"] == true).then_some(())
+    });
+    k8s.agent_reports("n1", "Wiped");
+    wait_until("the pool is deleted", PATIENCE, || k8s.get("SSDPool", "old").is_none().then_some(()));
 }

@@ -25,9 +25,11 @@ use crate::operator::test_cluster::{NAMESPACE, TestCluster};
 const AGENT: PodAccount<'static> = PodAccount { namespace: NAMESPACE, name: "c-agent" };
 /// The members' account of cluster `c`.
 const MEMBER: PodAccount<'static> = PodAccount { namespace: NAMESPACE, name: "c-controlplane" };
+/// The account of etcd of cluster `c`.
+const ETCD: PodAccount<'static> = PodAccount { namespace: NAMESPACE, name: "c-etcd" };
 /// An account of other pods in the same namespace.
 const OTHER: PodAccount<'static> = PodAccount { namespace: NAMESPACE, name: "other" };
-/// Node whose pods of [`MEMBER`] have the name of a member, `c-controlplane-0`.
+/// Node whose pods of [`MEMBER`] have the name of a member, `c-controlplane-0`. The same is true of [`ETCD`].
 const MEMBER_NODE: &str = "0";
 
 /// HTTP status of forbidden requests.
@@ -199,8 +201,11 @@ fn pods_get_certificates_of_their_own_node_and_no_other_identity() {
     assert!(!stranger.folder.join("tls.crt").exists());
     drop(stranger);
 
-    grant(&k8s, "others-request", &OTHER.user(), &may_create_requests());
+    for account in [OTHER, ETCD] {
+        grant(&k8s, &format!("{}-requests", account.name), &account.user(), &may_create_requests());
+    }
     let of = |account, node| k8s.server.client_on_node(account, node);
+    request(&k8s, &of(ETCD, MEMBER_NODE), "etcd").expect("a pod of etcd");
     for (client, role, words) in [
         (of(OTHER, "n1"), "agent/n1", "not system:serviceaccount:cache:c-agent"),
         (of(OTHER, "n1"), "member", "not system:serviceaccount:cache:c-controlplane"),
@@ -208,6 +213,9 @@ fn pods_get_certificates_of_their_own_node_and_no_other_identity() {
         (of(AGENT, "n1"), "operator", "only the operator"),
         (of(AGENT, "n1"), "admin", "may not administer"),
         (of(MEMBER, "n1"), "member", "is not a member"),
+        (of(MEMBER, MEMBER_NODE), "etcd", "not system:serviceaccount:cache:c-etcd"),
+        (of(ETCD, MEMBER_NODE), "member", "not system:serviceaccount:cache:c-controlplane"),
+        (of(ETCD, "n1"), "etcd", "is not a member"),
         (k8s.server.client_on_no_node(AGENT), "agent/n1", "use the token of a pod"),
     ] {
         let refused = request(&k8s, &client, role).expect_err(words);

@@ -312,7 +312,6 @@ fn faulted_operators_converge_to_state_of_fresh_operator() {
         "reconcile failed; retrying",
         "watch lost; restarting it",
         "cannot delete objects of deleted clusters; retrying",
-        "cannot apply all children of a cluster that is being deleted",
         "lease request failed",
         "lease not renewed for",
         "another replica holds the lease",
@@ -349,7 +348,6 @@ fn faulted_operators_converge_to_state_of_fresh_operator() {
     }
     users.release_all(&k8s);
     users.apply_all(&k8s, &mut StdRng::seed_from_u64(random.random()));
-    users.recreate_conflicting_pools(&k8s);
     let stable_for =
         if replicas.iter().any(Replica::may_be_paced) { STABLE_FOR_WHEN_PACED } else { STABLE_FOR };
     let mut after_faults = wait_stable_after_resync(&k8s, &mut users, stable_for);

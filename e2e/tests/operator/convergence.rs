@@ -10,7 +10,6 @@ use serde_json::json;
 
 use crate::operator::agents::{Agents, PRODUCT};
 use crate::operator::queues::{WAITING, create_allocation};
-use crate::operator::stores::delete_authority;
 use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, USER_KINDS, versions};
 
 /// Log line of the operator when it loses the API server.
@@ -152,10 +151,9 @@ fn converged_cluster_causes_no_writes() {
     k8s.raw_pool("r", json!({}));
     k8s.tenant("t", json!({ "perNode": { "ssd": { "reserved": "16Mi" } }, "namespaceSelector": {} }));
     k8s.profile("s", PRODUCT, 60);
-    // With a managed etcd: its certificates are generated only once.
+    // With a managed etcd.
     let pools = json!([{ "name": "p" }, { "name": "r" }]);
     k8s.cluster(json!({ "pools": pools, "etcd": { "mode": "Managed" }, "slackProfiles": {} }));
-    k8s.wait_for("Secret", "c-etcd-tls");
     k8s.make_pods_ready("c-etcd");
     k8s.make_members_ready();
     // One allocation is granted and the other waits: each status is written once.
@@ -181,18 +179,11 @@ fn converged_cluster_causes_no_writes() {
 }
 
 #[test]
-fn rejected_cluster_and_lost_authority_cause_no_requests() {
+fn rejected_cluster_causes_no_requests() {
     let (k8s, operator) = TestCluster::with_operator();
     // A rejected cluster has no objects of an etcd, and the operator does not read them.
     k8s.cluster(json!({ "etcd": { "mode": "Managed" }, "injection": { "mode": "Webhook" } }));
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    wait_until_idle(&k8s);
-    assert_writes_nothing(&k8s, &operator);
-    k8s.cluster(json!({ "etcd": { "mode": "Managed" } }));
-    k8s.wait_for("Secret", "c-etcd-tls");
-    k8s.make_pods_ready("c-etcd");
-    k8s.make_members_ready();
-    delete_authority(&k8s);
     wait_until_idle(&k8s);
     assert_writes_nothing(&k8s, &operator);
 }

@@ -1,5 +1,5 @@
-//! Deletion of pools and clusters in use: blocked by a finalizer, reported, and released after the last
-//! session.
+//! Deletion of pools in use: blocked by a finalizer, reported, and released after the last session. Clusters are
+//! deleted at once.
 
 use std::time::{Duration, Instant};
 
@@ -36,13 +36,13 @@ pub(crate) fn report_sessions(k8s: &TestCluster, node: &str, count: u32) {
     k8s.agent_reports_with(node, "Open", |status| status["sessions"] = json!(count));
 }
 
-pub(crate) fn has_finalizer(k8s: &TestCluster, kind: &str, name: &str) -> bool {
-    k8s.get(kind, name).is_some_and(|found| found.finalizers().iter().any(|one| one == FINALIZER))
+fn has_finalizer(k8s: &TestCluster, pool: &str) -> bool {
+    k8s.get("SSDPool", pool).is_some_and(|found| found.finalizers().iter().any(|one| one == FINALIZER))
 }
 
-pub(crate) fn wait_finalizer(k8s: &TestCluster, kind: &str, name: &str) {
-    wait_until(&format!("{kind} {name} has the finalizer"), PATIENCE, || {
-        has_finalizer(k8s, kind, name).then_some(())
+pub(crate) fn wait_finalizer(k8s: &TestCluster, pool: &str) {
+    wait_until(&format!("pool {pool} has the finalizer"), PATIENCE, || {
+        has_finalizer(k8s, pool).then_some(())
     });
 }
 
@@ -61,9 +61,9 @@ pub(crate) fn wait_deleted(k8s: &TestCluster, kind: &str, name: &str) {
     wait_until(&format!("{kind} {name} is deleted"), LATEST, || k8s.get(kind, name).is_none().then_some(()));
 }
 
-fn allow_deletion(k8s: &TestCluster, kind: &str, name: &str) {
+fn allow_deletion(k8s: &TestCluster, pool: &str) {
     let yes = json!({ "metadata": { "annotations": { "reprise.dev/delete-in-use": "yes" } } });
-    k8s.merge(kind, name, &yes);
+    k8s.merge("SSDPool", pool, &yes);
 }
 
 /// Creates a cluster with a pool on both nodes, whose agents report no sessions.
@@ -82,13 +82,9 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     let k8s = TestCluster::new();
     let _operator = start_operator(&k8s);
     create_running_cluster(&k8s, json!({}));
-    assert!(
-        !has_finalizer(&k8s, "SSDPool", "p") && !has_finalizer(&k8s, "KVCacheCluster", "c"),
-        "unused objects have no finalizer"
-    );
+    assert!(!has_finalizer(&k8s, "p"), "unused pools have no finalizer");
     report_sessions(&k8s, "n1", 2);
-    wait_finalizer(&k8s, "SSDPool", "p");
-    wait_finalizer(&k8s, "KVCacheCluster", "c");
+    wait_finalizer(&k8s, "p");
 
     k8s.delete("SSDPool", "p");
     k8s.wait_message("SSDPool", "p", BLOCKED, &["n1 (2)", "reprise.dev/delete-in-use"]);
@@ -109,34 +105,21 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     wait_deleted(&k8s, "SSDPool", "p");
     assert!(none.elapsed() >= EARLIEST, "{:?}", none.elapsed());
     wait_claims(&k8s, "n1", &[]);
-    wait_until("the cluster no longer has its finalizer", LATEST, || {
-        (!has_finalizer(&k8s, "KVCacheCluster", "c")).then_some(())
-    });
+}
 
-    // A cluster whose deletion is blocked keeps its nodes. The override annotation releases it at once.
+#[test]
+fn cluster_in_use_is_deleted_at_once_and_releases_its_pool() {
+    let k8s = TestCluster::new();
+    let _operator = start_operator(&k8s);
+    create_running_cluster(&k8s, json!({}));
     report_sessions(&k8s, "n2", 1);
-    wait_finalizer(&k8s, "KVCacheCluster", "c");
+    wait_finalizer(&k8s, "p");
     k8s.delete("KVCacheCluster", "c");
-    k8s.wait_message("KVCacheCluster", "c", BLOCKED, &["n2 (1)"]);
-    report_sessions(&k8s, "n2", 1);
-    std::thread::sleep(QUIET_PERIOD);
-    assert!(k8s.get("CacheNode", "n2").is_some(), "its nodes are unchanged");
-    // The blocked cluster is still reconciled: a change of its spec takes effect.
-    let configured = || {
-        let found = k8s.wait_for("ConfigMap", "c-agent");
-        let files = found.data["data"].as_object().cloned().unwrap_or_default();
-        files.values().any(|file| {
-            let text = file.as_str().unwrap_or_default();
-            text.lines().any(|line| line == "bytes = \"128MiB\"")
-        })
-    };
-    assert!(!configured(), "the new size is not applied before the change");
-    k8s.merge("KVCacheCluster", "c", &json!({ "spec": { "cache": { "dram": "128Mi" } } }));
-    wait_until("the agents' configuration has the new size", PATIENCE, || configured().then_some(()));
-    report_sessions(&k8s, "n2", 1);
-    allow_deletion(&k8s, "KVCacheCluster", "c");
-    wait_deleted(&k8s, "KVCacheCluster", "c");
+    assert!(k8s.get("KVCacheCluster", "c").is_none(), "a cluster has no finalizer");
     wait_until("its CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n2").is_none().then_some(()));
+    wait_until("the pool that no node has loses its finalizer", PATIENCE, || {
+        (!has_finalizer(&k8s, "p")).then_some(())
+    });
 }
 
 #[test]
@@ -147,8 +130,7 @@ fn pool_in_use_is_wiped_only_after_sessions_or_override() {
         &k8s,
         json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }),
     );
-    wait_finalizer(&k8s, "SSDPool", "p");
-    assert!(!has_finalizer(&k8s, "KVCacheCluster", "c"), "without a wipe only sessions add the finalizer");
+    wait_finalizer(&k8s, "p");
     report_sessions(&k8s, "n1", 1);
     k8s.delete("SSDPool", "p");
     k8s.wait_condition("SSDPool", "p", BLOCKED);
@@ -160,7 +142,7 @@ fn pool_in_use_is_wiped_only_after_sessions_or_override() {
             "{node}: no wipe while engines have sessions"
         );
     }
-    allow_deletion(&k8s, "SSDPool", "p");
+    allow_deletion(&k8s, "p");
     k8s.wait_condition("SSDPool", "p", ["DeletionBlocked", "True", "Releasing"]);
     wipe_everywhere(&k8s);
 }
@@ -170,7 +152,7 @@ fn session_before_wipe_confirmation_blocks_wipe() {
     let k8s = TestCluster::new();
     let _operator = start_operator(&k8s);
     create_running_cluster(&k8s, json!({ "deletionPolicy": "Wipe" }));
-    wait_finalizer(&k8s, "SSDPool", "p");
+    wait_finalizer(&k8s, "p");
     k8s.delete("SSDPool", "p");
     k8s.wait_message(
         "SSDPool",
@@ -199,7 +181,7 @@ fn stalled_watch_does_not_release_deletion() {
     let _operator = files.start().unwrap_or_else(|error| panic!("the operator does not start: {error:?}"));
     create_running_cluster(&k8s, json!({}));
     report_sessions(&k8s, "n1", 1);
-    wait_finalizer(&k8s, "SSDPool", "p");
+    wait_finalizer(&k8s, "p");
     report_sessions(&k8s, "n1", 1);
     k8s.delete("SSDPool", "p");
     k8s.wait_condition("SSDPool", "p", BLOCKED);
@@ -208,7 +190,7 @@ fn stalled_watch_does_not_release_deletion() {
     report_sessions(&k8s, "n1", 1);
     // The operator has seen one report. It checks twice before it removes the finalizer.
     std::thread::sleep(Duration::from_secs(2 * SHORT + 2));
-    assert!(has_finalizer(&k8s, "SSDPool", "p"), "the API server has a newer report of n1");
+    assert!(has_finalizer(&k8s, "p"), "the API server has a newer report of n1");
     proxy.stall_watches(None);
     report_sessions(&k8s, "n1", 0);
     wait_deleted(&k8s, "SSDPool", "p");
@@ -217,25 +199,16 @@ fn stalled_watch_does_not_release_deletion() {
 #[test]
 fn stale_finalizers_and_silent_agents_do_not_block_deletion() {
     let k8s = TestCluster::new();
-    // Finalizers of an earlier operator that had seen sessions, which have ended.
-    for (kind, name, spec) in [
-        ("SSDPool", "left", json!({ "directory": { "path": "/left", "size": "64Mi" } })),
-        (
-            "KVCacheCluster",
-            "left",
-            json!({ "paused": true, "agents": { "nodeSelector": { "disk": "none" } } }),
-        ),
-    ] {
-        k8s.apply(&json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": kind,
-            "metadata": { "name": name, "finalizers": [FINALIZER] }, "spec": spec,
-        }));
-        k8s.delete(kind, name);
-        assert!(k8s.get(kind, name).is_some(), "{kind} waits for an operator to remove the finalizer");
-    }
+    // Finalizer of an earlier operator that had seen sessions, which have ended.
+    k8s.apply(&json!({
+        "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool",
+        "metadata": { "name": "left", "finalizers": [FINALIZER] },
+        "spec": { "directory": { "path": "/left", "size": "64Mi" } },
+    }));
+    k8s.delete("SSDPool", "left");
+    assert!(k8s.get("SSDPool", "left").is_some(), "it waits for an operator to remove the finalizer");
     let _operator = start_operator(&k8s);
     wait_deleted(&k8s, "SSDPool", "left");
-    wait_deleted(&k8s, "KVCacheCluster", "left");
 
     create_running_cluster(&k8s, json!({}));
     // The agent's clock is an hour late. The arrival of a report counts, not its timestamp.
@@ -244,7 +217,7 @@ fn stale_finalizers_and_silent_agents_do_not_block_deletion() {
         status["sessions"] = json!(3);
         status["lastUpdated"] = json!(last_updated);
     });
-    wait_finalizer(&k8s, "SSDPool", "p");
+    wait_finalizer(&k8s, "p");
     k8s.delete("SSDPool", "p");
     k8s.wait_message("SSDPool", "p", BLOCKED, &["n1 (3)", &format!("for {UNUSED_SECONDS} s")]);
     wait_deleted(&k8s, "SSDPool", "p");

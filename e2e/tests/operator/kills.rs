@@ -172,12 +172,12 @@ impl Scenario for Creation {
         delete_operator_objects(&runner.k8s);
     }
 
-    /// Asserts that the certificates of etcd are signed by the stored authority.
+    /// Asserts that the certificate of scrapers is of the stored authority.
     fn assert_invariant(&self, runner: &CrashRunner) {
         let entry =
             |secret: &str, entry: &str| Some(runner.k8s.get("Secret", secret)?.data["data"][entry].clone());
-        if let Some(of) = entry("c-etcd-tls", "ca.crt") {
-            assert_eq!(entry("c-etcd-ca", "tls.crt"), Some(of));
+        if let Some(of) = entry("c-console", "ca.crt") {
+            assert_eq!(entry("c-ca", "tls.crt"), Some(of));
         }
     }
 }

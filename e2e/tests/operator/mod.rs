@@ -31,6 +31,7 @@ mod replicas;
 mod rights;
 mod schemas;
 mod secured_store;
+mod server_pool;
 mod snapshot;
 mod stores;
 mod tenants;

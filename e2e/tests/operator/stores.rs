@@ -1,17 +1,13 @@
 //! The control plane's store: an external etcd that is unreachable or has wrong secrets, and a managed etcd.
 
-use kube::ResourceExt;
 use kube::api::{Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::wait_until_idle;
 use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
 
-/// Secret with the certificate authority of a managed etcd.
-const AUTHORITY: &str = "c-etcd-ca";
-/// Annotation of etcd's pods: digest of the authority that they trust.
-const TRUSTS: &str = "reprise.dev/etcd-authority";
+/// Annotation of etcd's pods: digest of the authorities that they trust.
+const TRUSTS: &str = "reprise.dev/authorities";
 
 fn external(more: Value) -> Value {
     let mut external = json!({ "endpoints": ["http://127.0.0.1:1"] });
@@ -112,133 +108,29 @@ fn missing_storage_class_is_reported_until_it_exists() {
 }
 
 #[test]
-fn corrupt_certificates_of_managed_store_are_replaced() {
+fn another_authority_replaces_the_pods_of_etcd_one_by_one() {
     let (k8s, _operator) = TestCluster::with_operator();
-    k8s.cluster(json!({ "etcd": { "mode": "Managed" } }));
-    let first = k8s.wait_for("Secret", "c-etcd-tls");
-    let authority = k8s.wait_for("Secret", "c-etcd-ca");
+    k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
     k8s.wait_for("StatefulSet", "c-etcd");
-    let digest = || {
-        let set = k8s.wait_for("StatefulSet", "c-controlplane");
-        set.data["spec"]["template"]["metadata"]["annotations"]["reprise.dev/secrets"].clone()
-    };
-    let before = digest();
-    let spoil = json!({ "stringData": { "server.key": "gone" } });
-    k8s.merge("Secret", "c-etcd-tls", &spoil);
-    wait_until("new certificates of the same authority exist", PATIENCE, || {
-        let found = k8s.get("Secret", "c-etcd-tls")?;
-        let new = found.data["data"]["server.key"] != first.data["data"]["server.key"]
-            && found.data["data"]["server.key"].as_str()?.len() > 100;
-        (new && found.data["data"]["ca.crt"] == first.data["data"]["ca.crt"]).then_some(())
-    });
-    wait_until("the members' pod template has the new digest", PATIENCE, || {
-        (digest() != before).then_some(())
-    });
-    assert_eq!(k8s.wait_for("Secret", "c-etcd-ca").resource_version(), authority.resource_version());
-    k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
-    k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-}
-
-/// Deletes the authority of a managed etcd, and waits until a condition reports it.
-pub(crate) fn delete_authority(k8s: &TestCluster) {
-    k8s.delete("Secret", AUTHORITY);
-    let message = k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "SecretInvalid"]);
-    for words in
-        ["Secret c-etcd-ca", "does not exist", "restore it", "if Secret c-etcd-tls is deleted as well"]
-    {
-        assert!(message.contains(words), "{words}: {message}");
-    }
-}
-
-#[test]
-fn lost_authority_is_reported_and_etcd_keeps_running() {
-    let (k8s, _operator) = TestCluster::with_operator();
-    k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
-    let backup = k8s.wait_for("Secret", AUTHORITY);
-    k8s.wait_for("StatefulSet", "c-controlplane");
     k8s.make_pods_ready("c-etcd");
     k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
-    let parts = || {
-        let secret = k8s.get("Secret", "c-etcd-tls").expect("the Secret remains").resource_version();
-        let sets =
-            ["c-etcd", "c-controlplane"].map(|name| k8s.wait_for("StatefulSet", name).metadata.generation);
-        (secret, sets)
-    };
-    wait_until_idle(&k8s);
-    let before = parts();
-    delete_authority(&k8s);
-    std::thread::sleep(QUIET_PERIOD);
-    assert!(k8s.get("Secret", AUTHORITY).is_none(), "no new authority is generated");
-    assert!(k8s.has_condition(("KVCacheCluster", "c"), ["EtcdReady", "True", "AsDesired"]));
-    // A backup has no fields that the API server sets.
-    let mut saved = serde_json::to_value(&backup).expect("an object");
-    for field in ["resourceVersion", "uid", "creationTimestamp", "managedFields"] {
-        saved["metadata"].as_object_mut().expect("fields").remove(field);
-    }
-    let mut spoiled = saved.clone();
-    spoiled["data"]["tls.key"] = json!("bm9uZQ==");
-    k8s.apply(&spoiled);
-    wait_until("the modified authority is reported", PATIENCE, || {
-        std::thread::sleep(std::time::Duration::from_millis(100));
-        let message = k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "True", "SecretInvalid"]);
-        message.contains("was modified").then_some(())
-    });
-    k8s.apply(&saved);
-    k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
-    assert_eq!(parts(), before, "no pods are restarted");
-}
-
-#[test]
-fn new_authority_replaces_all_etcd_members_at_once() {
-    let (k8s, operator) = TestCluster::with_operator();
-    k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 3 } } }));
-    let first = k8s.wait_for("Secret", "c-etcd-tls");
-    k8s.make_pods_ready("c-etcd");
-    k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
-    let annotation = |set: &str, name: &str| {
-        let set = k8s.wait_for("StatefulSet", set);
-        set.data["spec"]["template"]["metadata"]["annotations"][name].clone()
-    };
-    let before = annotation("c-etcd", TRUSTS);
+    let etcd = || k8s.wait_for("StatefulSet", "c-etcd");
+    let trusts = || etcd().data["spec"]["template"]["metadata"]["annotations"][TRUSTS].clone();
+    let members = || k8s.wait_for("StatefulSet", "c-controlplane").metadata.generation;
+    let (before, generation) = (trusts(), members());
     assert!(before.is_string(), "{before}");
-    let members = annotation("c-controlplane", "reprise.dev/secrets");
-    delete_authority(&k8s);
-    k8s.delete("Secret", "c-etcd-tls");
-    wait_until("certificates of another authority exist", PATIENCE, || {
-        let found = k8s.get("Secret", "c-etcd-tls")?;
-        let authority = k8s.get("Secret", AUTHORITY)?;
-        let is_other = found.data["data"]["ca.crt"] != first.data["data"]["ca.crt"];
-        (is_other && found.data["data"]["ca.crt"] == authority.data["data"]["tls.crt"]).then_some(())
+    k8s.delete("Secret", "c-ca");
+    wait_until("the pods of etcd have to trust both authorities", PATIENCE, || {
+        (trusts() != before).then_some(())
     });
-    let replicas = |wanted: u32| {
-        wait_until(&format!("etcd has {wanted} desired replicas"), PATIENCE, || {
-            let set = k8s.get("StatefulSet", "c-etcd")?;
-            (set.data["spec"]["replicas"] == json!(wanted)).then_some(())
-        });
-    };
-    replicas(0);
-    k8s.wait_message(
-        "KVCacheCluster",
-        "c",
-        ["EtcdReady", "False", "Progressing"],
-        &["members are being replaced"],
-    );
-    std::thread::sleep(QUIET_PERIOD);
-    assert_eq!(annotation("c-etcd", TRUSTS), before, "the template is unchanged while old members run");
-    // Simulates the StatefulSet controller: the last old member stops. A restarted operator continues.
-    operator.kill();
+    let set = etcd();
+    assert_eq!(set.data["spec"]["replicas"], 3, "the StatefulSet controller replaces one after another");
+    assert_eq!(set.data["spec"]["updateStrategy"]["type"], "RollingUpdate");
+    assert_eq!(members(), generation, "members follow their certificates without a restart");
     k8s.make_pods_ready("c-etcd");
-    let _operator = k8s.operator();
-    replicas(3);
-    assert_ne!(annotation("c-etcd", TRUSTS), before);
-    k8s.make_pods_ready("c-etcd");
-    k8s.wait_condition("KVCacheCluster", "c", ["EtcdReady", "True", "AsDesired"]);
     k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
-    assert_ne!(
-        annotation("c-controlplane", "reprise.dev/secrets"),
-        members,
-        "the members' pod template has the new digest"
-    );
+    k8s.cluster(json!({ "etcd": { "mode": "Managed", "managed": { "replicas": 5 } } }));
+    k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
 }
 
 #[test]

@@ -15,6 +15,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::operator::server_pool::{API_SERVERS, ETCDS, Lent};
+
 /// Namespace of the KVCacheClusters.
 pub(crate) const NAMESPACE: &str = "cache";
 /// Namespace of the operator.
@@ -62,11 +64,41 @@ pub(crate) const OPERATOR_KINDS: [(&str, &str, &str, bool); 13] = [
 /// Objects keyed by `kind/name`.
 pub(crate) type Objects = BTreeMap<String, DynamicObject>;
 
-/// Processes and their folder. Fields drop in this order, so the folder outlives the processes.
+/// Processes and the folder of their clients. Fields drop in this order, so the environment sees all log lines.
 pub(crate) struct TestCluster {
-    pub(crate) server: ApiServer,
-    pub(crate) etcd: Etcd,
+    pub(crate) server: Lent<ApiServer>,
+    pub(crate) etcd: Lent<Etcd>,
     pub(crate) env: TestEnv,
+}
+
+/// Applies an object by force as [`OTHER_MANAGER`].
+fn apply_to(server: &ApiServer, api: &Api<DynamicObject>, object: &Value) -> DynamicObject {
+    let name = object["metadata"]["name"].as_str().expect("a name");
+    let params = PatchParams::apply(OTHER_MANAGER).force();
+    let applied = server.block_on(api.patch(name, &params, &Patch::Apply(object)));
+    applied.unwrap_or_else(|error| panic!("cannot apply {object}: {error}"))
+}
+
+/// Creates what each test finds: namespaces, definitions and two nodes.
+fn fill(env: &TestEnv, server: &ApiServer) {
+    let api = |kind: &str, plural: &str| {
+        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", kind), plural);
+        Api::all_with(server.admin(), &resource)
+    };
+    for space in [NAMESPACE, OPERATOR_NAMESPACE] {
+        let object = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space } });
+        apply_to(server, &api("Namespace", "namespaces"), &object);
+    }
+    let files = env.operator(server, "definitions", OPERATOR_NAMESPACE);
+    let output = files.command(&["apply-definitions"]).output().expect("the operator can be started");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for node in ["n1", "n2"] {
+        let object = json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": node, "labels": { "disk": "fast", "name": node } },
+        });
+        apply_to(server, &api("Node", "nodes"), &object);
+    }
 }
 
 /// Returns a window of a profile for an input length in tokens, with `micros` microseconds of slack.
@@ -89,24 +121,11 @@ impl TestCluster {
     /// Starts an API server with the Reprise definitions and two nodes.
     pub(crate) fn new() -> TestCluster {
         let env = TestEnv::new();
-        let server = env.api_server();
-        let etcd = env.etcd();
-        let k8s = TestCluster { server, etcd, env };
+        let server = API_SERVERS.lend(&env, TestEnv::api_server, |server| fill(&env, server));
+        let etcd = ETCDS.lend(&env, TestEnv::etcd, |_| ());
         // On a busy machine one request may take three seconds. The operator has ten to renew its lease.
-        k8s.env.allow("lease request failed");
-        for space in [NAMESPACE, OPERATOR_NAMESPACE] {
-            k8s.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": space } }));
-        }
-        let files = k8s.operator_files("definitions");
-        let output = files.command(&["apply-definitions"]).output().expect("the operator can be started");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        for node in ["n1", "n2"] {
-            k8s.apply(&json!({
-                "apiVersion": "v1", "kind": "Node",
-                "metadata": { "name": node, "labels": { "disk": "fast", "name": node } },
-            }));
-        }
-        k8s
+        env.allow("lease request failed");
+        TestCluster { server, etcd, env }
     }
 
     /// Starts a test cluster and its operator.
@@ -169,11 +188,7 @@ impl TestCluster {
 
     /// Applies an object by force as [`OTHER_MANAGER`].
     pub(crate) fn apply(&self, object: &Value) -> DynamicObject {
-        let api = self.api(object["kind"].as_str().expect("a kind"));
-        let name = object["metadata"]["name"].as_str().expect("a name");
-        let params = PatchParams::apply(OTHER_MANAGER).force();
-        let applied = self.server.block_on(api.patch(name, &params, &Patch::Apply(object)));
-        applied.unwrap_or_else(|error| panic!("cannot apply {object}: {error}"))
+        apply_to(&self.server, &self.api(object["kind"].as_str().expect("a kind")), object)
     }
 
     /// Applies cluster `c`, stored in this test's etcd, with additional spec fields.

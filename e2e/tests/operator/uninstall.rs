@@ -207,6 +207,6 @@ fn grants_end_with_agents_of_release_and_remaining_ones_are_named() {
     }
     let stays = k8s.get(KIND, "stays").expect("the object exists");
     assert_eq!(stays.finalizers(), ["reprise.dev/queues"]);
-    assert!(words.contains("cache/stays") && words.contains("the allocation stays"), "{words}");
+    assert!(words.contains("cache/stays") && words.contains("GPUQueueAllocations stay"), "{words}");
     assert!(!words.contains("cache/ends"), "{words}");
 }

@@ -4,10 +4,9 @@
 //! engines block a deletion, the simulator checks that the object still exists. At the end of a test all
 //! users release their objects, and then no deletion may remain blocked.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use k8s_openapi::ByteString;
 use kube::ResourceExt;
 use kube::api::{DynamicObject, Patch, PatchParams};
 use rand::RngExt;
@@ -38,12 +37,6 @@ const USER_OBJECTS: [(&str, &str); 10] = [
     (ALLOCATION, "a"),
     (ALLOCATION, "b"),
 ];
-
-/// Secrets that the operator generates for a managed etcd.
-const AUTHORITY: &str = "c-etcd-ca";
-const CERTIFICATES: &str = "c-etcd-tls";
-/// Content that replaces a private key.
-const CORRUPT_KEY: &str = "spoiled";
 
 /// Upper bound for a deletion after its last blocker is gone: two waits for engines plus time for busy
 /// operators.
@@ -101,7 +94,7 @@ impl UserSimulator {
     /// Performs a random action on user objects, on the operator's objects, or on their users.
     pub(crate) fn random_action(&mut self, k8s: &TestCluster, random: &mut StdRng) {
         let object = USER_OBJECTS[random.random_range(0..USER_OBJECTS.len())];
-        match random.random_range(0..19) {
+        match random.random_range(0..18) {
             0..6 => self.change(k8s, object, random),
             6..12 => self.delete(k8s, object),
             12..15 => {
@@ -124,14 +117,9 @@ impl UserSimulator {
                 let is_cordoned = random.random_bool(0.5);
                 k8s.merge("Node", "n1", &json!({ "spec": { "unschedulable": is_cordoned } }));
             }
-            16..18 => {
+            _ => {
                 let node = if random.random_bool(0.5) { "n1" } else { "n2" };
                 self.set_sessions(node, if random.random_bool(0.6) { 2 } else { 0 });
-            }
-            _ => {
-                let secret = if random.random_bool(0.5) { AUTHORITY } else { CERTIFICATES };
-                let entry = if secret == AUTHORITY { "tls.key" } else { "server.key" };
-                merge_if_exists(k8s, "Secret", secret, &json!({ "stringData": { entry: CORRUPT_KEY } }));
             }
         }
     }
@@ -156,11 +144,6 @@ impl UserSimulator {
         self.agents.sync(k8s);
         k8s.make_stateful_sets_ready();
         k8s.collect_garbage();
-        // The operator generates a new authority only after the certificates are deleted as well.
-        let entry = k8s.get("Secret", AUTHORITY).map(|found| found.data["data"]["tls.key"].clone());
-        if entry.is_none_or(|key| key == json!(ByteString(CORRUPT_KEY.into()))) {
-            k8s.delete_if_exists("Secret", CERTIFICATES);
-        }
         // A delayed request of one operator may arrive after the other operator has removed the budget.
         for tenant in ["t", "u"] {
             let has_conflict =
@@ -198,25 +181,25 @@ impl UserSimulator {
         self.deletions += 1;
         self.has_deleted_clusters |= kind == "KVCacheCluster";
         k8s.delete_if_exists(kind, name);
-        if kind == "KVCacheCluster" || kind == "SSDPool" {
-            self.blocked.retain(|(kind, _), _| kind != ALLOCATION);
+        match kind {
+            // No node has the pools of a deleted cluster.
+            "KVCacheCluster" => self.blocked.clear(),
+            "SSDPool" => self.blocked.retain(|(kind, _), _| kind != ALLOCATION),
+            _ => {}
         }
-        if self.is_in_use(k8s, kind, &found) {
+        if self.is_in_use(k8s, &found) {
             self.blocked.insert((kind.to_owned(), name.to_owned()), found.uid());
         }
     }
 
-    /// Whether the operators have known for [`SESSION_VISIBLE_AFTER`] that engines use an object.
-    fn is_in_use(&self, k8s: &TestCluster, kind: &str, object: &DynamicObject) -> bool {
+    /// Whether the operators have known for [`SESSION_VISIBLE_AFTER`] that engines use a pool.
+    fn is_in_use(&self, k8s: &TestCluster, object: &DynamicObject) -> bool {
         if !object.finalizers().iter().any(|one| one == FINALIZER) {
             return false;
         }
-        let has_it = |node: &DynamicObject| match kind {
-            "KVCacheCluster" => node.data["spec"]["clusterRef"]["name"] == object.name_any(),
-            _ => {
-                let claims = node.data["spec"]["claims"].as_array().into_iter().flatten();
-                claims.into_iter().any(|claim| claim["uid"].as_str() == object.uid().as_deref())
-            }
+        let has_it = |node: &DynamicObject| {
+            let mut claims = node.data["spec"]["claims"].as_array().into_iter().flatten();
+            claims.any(|claim| claim["uid"].as_str() == object.uid().as_deref())
         };
         let is_busy = |node: &str| {
             self.agents.sessions.get(node).is_some_and(|sessions| *sessions > 0)
@@ -244,7 +227,7 @@ impl UserSimulator {
                 k8s.user_objects()
             );
             self.sync_agents(k8s);
-            // A pool that all nodes rejected cannot be wiped. Its condition asks for `Retain`.
+            // A pool that contradicts an older one is not wiped. Its condition asks for `Retain`.
             for (_, name) in deleting.iter().filter(|(kind, _)| kind == "SSDPool") {
                 if k8s.has_condition(("SSDPool", name), ["DeletionBlocked", "True", "Conflict"]) {
                     let retained =
@@ -260,35 +243,6 @@ impl UserSimulator {
                 k8s.cluster(with_store(pools, has_managed_store(k8s).unwrap_or_default()));
             }
             std::thread::sleep(Duration::from_millis(100));
-        }
-    }
-
-    /// Re-creates all conflicting pools except the oldest one, with the same specs.
-    ///
-    /// Running operators reject the pool that was edited last, but a fresh operator rejects the younger pool.
-    /// The re-creation makes both orders equal.
-    pub(crate) fn recreate_conflicting_pools(&mut self, k8s: &TestCluster) {
-        let mut pools = k8s.list("SSDPool");
-        let depths: BTreeSet<String> =
-            pools.iter().map(|pool| pool.data["spec"]["queueDepth"].to_string()).collect();
-        if depths.len() == 1 {
-            return;
-        }
-        pools.sort_by_key(|pool| (pool.creation_timestamp(), pool.name_any()));
-        let younger: Vec<DynamicObject> = pools.into_iter().skip(1).collect();
-        for pool in &younger {
-            let retained = json!({ "spec": { "deletionPolicy": "Retain", "wipeConfirmation": null } });
-            k8s.merge("SSDPool", &pool.name_any(), &retained);
-            k8s.delete("SSDPool", &pool.name_any());
-        }
-        wait_until("the pools are deleted", DELETION_TIMEOUT, || {
-            self.sync_agents(k8s);
-            younger.iter().all(|pool| k8s.get("SSDPool", &pool.name_any()).is_none()).then_some(())
-        });
-        for pool in &younger {
-            // Creation times decide precedence and have a resolution of one second.
-            std::thread::sleep(Duration::from_millis(1100));
-            k8s.apply_resource("SSDPool", &pool.name_any(), &pool.data["spec"]);
         }
     }
 

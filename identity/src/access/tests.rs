@@ -68,6 +68,13 @@ fn an_agent_acts_for_its_own_node_only() {
 }
 
 #[test]
+fn etcd_may_call_nothing() {
+    for call in Call::ALL {
+        assert_eq!(decide(&Role::Etcd, call), Decision::Refused, "{call:?}");
+    }
+}
+
+#[test]
 fn refusals_name_the_roles_that_may_do_it() {
     let refusal = authorise(Some(&agent("node-1")), Call::SetTenant).expect_err("refused").to_string();
     assert_eq!(

@@ -6,15 +6,13 @@
 
 use kube::ResourceExt;
 use kube::api::{ApiResource, DynamicObject};
+use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
 use crate::framework::digest;
 use crate::framework::field_ownership::extra_fields;
 use crate::framework::field_ownership::restore::Extras;
 use crate::framework::labels::APPLIED;
-
-/// API group of admission policies.
-const ADMISSION: &str = "admissionregistration.k8s.io";
 
 /// Kinds of objects that can be children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -79,64 +77,57 @@ impl ChildKind {
 
     /// The name of the kind.
     pub fn as_str(self) -> &'static str {
-        self.parts().2
+        self.row().kind
     }
 
     /// Whether objects of the kind have a namespace.
     pub fn is_namespaced(self) -> bool {
-        use ChildKind::{ClusterRoleBinding, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding};
-        !matches!(self, ClusterRoleBinding | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding)
+        self.row().is_namespaced
     }
 
     /// Whether an API server may lack the kind, or the operator may lack permission to write it
     /// ([`crate::framework::optional_kinds`]).
     pub fn is_optional(self) -> bool {
-        use ChildKind::{
-            MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
-        };
-        matches!(
-            self,
-            MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor | ResourceClaimTemplate
-        )
+        self.row().is_optional
     }
 
     /// API resource of the kind.
     pub fn resource(self) -> ApiResource {
-        let (group, version, kind, plural) = self.parts();
-        let api_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
-        ApiResource {
-            group: group.to_owned(),
-            version: version.to_owned(),
-            api_version,
-            kind: kind.to_owned(),
-            plural: plural.to_owned(),
-        }
+        let Row { group, kind, .. } = self.row();
+        ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
     }
 
-    fn parts(self) -> (&'static str, &'static str, &'static str, &'static str) {
+    fn row(self) -> Row {
+        let row = |group, kind, (is_namespaced, is_optional)| Row { group, kind, is_namespaced, is_optional };
+        let (namespaced, optional, of_cluster) = ((true, false), (true, true), (false, true));
+        let admission = "admissionregistration.k8s.io";
         match self {
-            ChildKind::ServiceAccount => ("", "v1", "ServiceAccount", "serviceaccounts"),
+            ChildKind::ServiceAccount => row("", "ServiceAccount", namespaced),
             ChildKind::ClusterRoleBinding => {
-                ("rbac.authorization.k8s.io", "v1", "ClusterRoleBinding", "clusterrolebindings")
+                row("rbac.authorization.k8s.io", "ClusterRoleBinding", (false, false))
             }
-            ChildKind::ConfigMap => ("", "v1", "ConfigMap", "configmaps"),
-            ChildKind::Secret => ("", "v1", "Secret", "secrets"),
-            ChildKind::Service => ("", "v1", "Service", "services"),
-            ChildKind::StatefulSet => ("apps", "v1", "StatefulSet", "statefulsets"),
-            ChildKind::DaemonSet => ("apps", "v1", "DaemonSet", "daemonsets"),
-            ChildKind::PodDisruptionBudget => ("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-            ChildKind::ResourceClaimTemplate => {
-                ("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates")
-            }
-            ChildKind::MutatingAdmissionPolicy => {
-                (ADMISSION, "v1", "MutatingAdmissionPolicy", "mutatingadmissionpolicies")
-            }
+            ChildKind::ConfigMap => row("", "ConfigMap", namespaced),
+            ChildKind::Secret => row("", "Secret", namespaced),
+            ChildKind::Service => row("", "Service", namespaced),
+            ChildKind::StatefulSet => row("apps", "StatefulSet", namespaced),
+            ChildKind::DaemonSet => row("apps", "DaemonSet", namespaced),
+            ChildKind::PodDisruptionBudget => row("policy", "PodDisruptionBudget", namespaced),
+            ChildKind::ResourceClaimTemplate => row("resource.k8s.io", "ResourceClaimTemplate", optional),
+            ChildKind::MutatingAdmissionPolicy => row(admission, "MutatingAdmissionPolicy", of_cluster),
             ChildKind::MutatingAdmissionPolicyBinding => {
-                (ADMISSION, "v1", "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings")
+                row(admission, "MutatingAdmissionPolicyBinding", of_cluster)
             }
-            ChildKind::PodMonitor => ("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
+            ChildKind::PodMonitor => row("monitoring.coreos.com", "PodMonitor", optional),
         }
     }
+}
+
+/// Properties of a kind. All kinds have version `v1`.
+struct Row {
+    group: &'static str,
+    kind: &'static str,
+    is_namespaced: bool,
+    is_optional: bool,
 }
 
 impl Child {

@@ -30,8 +30,8 @@ pub type ChildWriters = Vec<(ChildKind, Writer<DynamicObject>)>;
 #[derive(Debug)]
 pub struct ChildStores {
     stores: BTreeMap<ChildKind, Store<DynamicObject>>,
-    /// Availability of optional kinds. `None` until it is known.
-    access: BTreeMap<ChildKind, watch::Sender<Option<KindAccess>>>,
+    /// Availability of optional kinds, once it is known.
+    access: watch::Sender<BTreeMap<ChildKind, KindAccess>>,
 }
 
 impl ChildStores {
@@ -40,9 +40,7 @@ impl ChildStores {
         let watched = ChildKind::ALL.into_iter().filter(|kind| *kind != ChildKind::Secret);
         let writers: ChildWriters = watched.map(|kind| (kind, Writer::new(kind.resource()))).collect();
         let stores = writers.iter().map(|(kind, writer)| (*kind, writer.as_reader())).collect();
-        let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
-        let access = optional.map(|kind| (kind, watch::Sender::new(None))).collect();
-        (ChildStores { stores, access }, writers)
+        (ChildStores { stores, access: watch::Sender::default() }, writers)
     }
 
     /// Waits until the stores of all kinds that are always served are filled, and the others are known.
@@ -53,10 +51,11 @@ impl ChildStores {
         for (_, store) in self.stores.iter().filter(|(kind, _)| !kind.is_optional()) {
             store.wait_until_ready().await?;
         }
-        for known in self.access.values() {
-            // An error is impossible: `self` holds the sender.
-            let _ = known.subscribe().wait_for(Option::is_some).await;
-        }
+        let is_known = |access: &BTreeMap<ChildKind, KindAccess>| {
+            ChildKind::ALL.into_iter().all(|kind| !kind.is_optional() || access.contains_key(&kind))
+        };
+        // An error is impossible: `self` holds the sender.
+        let _ = self.access.subscribe().wait_for(is_known).await;
         Ok(())
     }
 
@@ -73,19 +72,15 @@ impl ChildStores {
 
     /// Returns whether the operator can create children of a kind.
     pub fn access(&self, kind: ChildKind) -> KindAccess {
-        match self.access.get(&kind) {
-            Some(known) => known.borrow().unwrap_or(KindAccess::NotServed),
-            None => KindAccess::Usable,
-        }
+        let unknown = if kind.is_optional() { KindAccess::NotServed } else { KindAccess::Usable };
+        self.access.borrow().get(&kind).copied().unwrap_or(unknown)
     }
 
     /// Records the availability of an optional kind.
     pub(crate) fn set_access(&self, kind: ChildKind, access: KindAccess) {
-        if let Some(known) = self.access.get(&kind) {
-            let is_news = known.send_replace(Some(access)) != Some(access);
-            if is_news {
-                tracing::info!(kind = kind.as_str(), ?access, "availability of an optional kind changed");
-            }
+        let is_new = self.access.send_if_modified(|known| known.insert(kind, access) != Some(access));
+        if is_new {
+            tracing::info!(kind = kind.as_str(), ?access, "availability of an optional kind changed");
         }
     }
 

@@ -46,14 +46,6 @@ pub struct ApplyOutcome {
     pub(crate) next_restore: Option<Duration>,
 }
 
-/// Result of applying one child.
-enum ChildOutcome {
-    /// It is as desired, or is paced.
-    UpToDate,
-    /// It cannot be applied.
-    Rejected(Refusal),
-}
-
 /// Key of a child in caches, messages and logs.
 pub(crate) fn key(kind: ChildKind, namespace: Option<&str>, name: &str) -> String {
     format!("{}/{}/{name}", kind.as_str(), namespace.unwrap_or_default())
@@ -86,13 +78,10 @@ pub async fn apply(
             refused.insert(child.kind);
             continue;
         }
-        match apply_one(context, cluster, child).await? {
-            ChildOutcome::UpToDate => {}
-            ChildOutcome::Rejected(refusal) => {
-                context.metrics.record_conflict(child.kind.as_str());
-                applied.refused.push(refusal);
-                refused.insert(child.kind);
-            }
+        if let Some(refusal) = apply_one(context, cluster, child).await? {
+            context.metrics.record_conflict(child.kind.as_str());
+            applied.refused.push(refusal);
+            refused.insert(child.kind);
         }
     }
     let names = desired.iter().map(|child| (child.kind, child.name.as_str()));
@@ -117,37 +106,34 @@ fn must_keep(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
     kind == ChildKind::ResourceClaimTemplate && refused.contains(&ChildKind::DaemonSet)
 }
 
-/// Applies a child unless it is up to date.
+/// Applies a child unless it is up to date or paced. Returns why it cannot be applied, if it cannot.
 async fn apply_one(
     context: &Services,
     cluster: &Subject,
     child: &Child,
-) -> Result<ChildOutcome, OperatorError> {
+) -> Result<Option<Refusal>, OperatorError> {
     let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
     let namespace = child.namespace.as_deref();
     let api = api(&context.client, child.kind, namespace);
     let key = key(child.kind, namespace, &child.name);
     let live = context.children.get(child.kind, namespace, &child.name);
-    match &live {
-        Some(live) => {
-            if let Some(refusal) = foreign_object(live, cluster_uid, child) {
-                return Ok(ChildOutcome::Rejected(refusal));
-            }
-            if live.metadata.deletion_timestamp.is_some() || is_up_to_date(context, &key, child, live) {
-                return Ok(ChildOutcome::UpToDate);
-            }
-        }
-        // It is missing in the store if it does not exist or lacks our labels; in the latter case it is
-        // foreign.
-        None => {
-            let found = match api.get_opt(&child.name).await {
-                Ok(found) => found,
-                Err(error) => return to_refusal(&key, error).map(ChildOutcome::Rejected),
-            };
-            if let Some(refusal) = found.and_then(|found| foreign_object(&found, cluster_uid, child)) {
-                return Ok(ChildOutcome::Rejected(refusal));
-            }
-        }
+    // It is missing in the store if it does not exist or lacks our labels; in the latter case it is foreign.
+    let unlabelled = match &live {
+        Some(_) => None,
+        None => match api.get_opt(&child.name).await {
+            Ok(found) => found,
+            Err(error) => return to_refusal(&key, error).map(Some),
+        },
+    };
+    if let Some(refusal) =
+        live.as_deref().or(unlabelled.as_ref()).and_then(|found| foreign_object(found, cluster_uid, child))
+    {
+        return Ok(Some(refusal));
+    }
+    if let Some(live) = &live
+        && (live.metadata.deletion_timestamp.is_some() || is_up_to_date(context, &key, child, live))
+    {
+        return Ok(None);
     }
     let write = OwnedWrite {
         api: &api,
@@ -166,19 +152,19 @@ async fn apply_one(
     };
     let written = match restore::apply(context, &write, removed).await {
         Ok(WriteOutcome::Written(written)) => written,
-        Ok(WriteOutcome::Paced(_)) => return Ok(ChildOutcome::UpToDate),
-        Err(error) => return to_refusal(&key, error).map(ChildOutcome::Rejected),
+        Ok(WriteOutcome::Paced(_)) => return Ok(None),
+        Err(error) => return to_refusal(&key, error).map(Some),
     };
     context.metrics.record_write(child.kind.as_str(), Write::Apply);
     tracing::info!(object = %key, "applied");
     if child.kind == ChildKind::ResourceClaimTemplate && !child.is_applied(&written) {
         // Its spec is immutable: if kept, it would still lack the fields after the API server supports them.
         delete(context, child.kind, &written).await?;
-        return Ok(ChildOutcome::Rejected(unsupported_fields(&key)));
+        return Ok(Some(unsupported_fields(&key)));
     }
     let version = written.resource_version().unwrap_or_default();
     context.record_applied(key, child.digest.clone(), version);
-    Ok(ChildOutcome::UpToDate)
+    Ok(None)
 }
 
 /// Whether another writer had removed fields that this write restored. If the API server only normalizes a
@@ -291,19 +277,17 @@ async fn delete_unwanted(
     Ok(undeletable)
 }
 
-/// Deletes this object, or a newer one of the same name and cluster, unless it is being deleted already.
+/// Deletes exactly this object, unless it is being deleted already.
 ///
 /// # Errors
-/// The API server did not respond.
+/// The API server did not respond, or the name now belongs to another object.
 pub(crate) async fn delete(
     context: &Services,
     kind: ChildKind,
     child: &DynamicObject,
 ) -> Result<(), OperatorError> {
-    let (name, of) = (child.name_any(), child.labels().get(CLUSTER_UID));
-    let is_theirs = |live: &DynamicObject| of.is_some() && live.labels().get(CLUSTER_UID) == of;
-    let api = api(&context.client, kind, child.namespace().as_deref());
-    match conflict::delete(&api, child, is_theirs).await {
+    let (name, api) = (child.name_any(), api(&context.client, kind, child.namespace().as_deref()));
+    match conflict::delete(&api, child).await {
         Ok(DeleteOutcome::Deleted) => {
             context.metrics.record_write(kind.as_str(), Write::Delete);
             tracing::info!(kind = kind.as_str(), name, "deleted a child that is no longer needed");

@@ -1,5 +1,5 @@
 //! Runs a controller: serial per object, bounded concurrency per kind, retries with a growing delay, and progress for
-//! the watchdog.
+//! the watchdog. An error is logged and counted; a missing permission is also an event on the object.
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -10,15 +10,21 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use kube::runtime::Controller;
 use kube::runtime::controller::{Action, Config, Error};
+use kube::runtime::events::{Event, EventType};
 use kube::{Resource, ResourceExt};
+use reprise_crds::status::Reason;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
-use crate::framework::events::kind_of;
+use crate::framework::events::{self, Subject, kind_of};
 use crate::framework::services::Services;
 use crate::framework::watchdog::HEARTBEAT_INTERVAL;
+
+/// HTTP status codes: the operator lacks the permission for a request; another writer modified the object.
+const FORBIDDEN: u16 = 403;
+const CONFLICT: u16 = 409;
 
 /// Key of the log condition for a failed reconcile.
 const RECONCILE_FAILED: &str = "reconcile_failed";
@@ -43,8 +49,8 @@ pub async fn run<K, C, F, R>(
     R: Future<Output = Result<Action, OperatorError>> + Send + 'static,
 {
     let timed = move |object: Arc<K>, context: Arc<C>| {
-        let key = key(&*object);
-        timed(key, kind_of::<K>(), reconcile(object, Arc::clone(&context)), context)
+        let (key, subject) = (key(&*object), Subject::of(&*object));
+        timed(key, subject, reconcile(object, Arc::clone(&context)), context)
     };
     let failed =
         |object: Arc<K>, error: &OperatorError, context: Arc<C>| retry(&key(&*object), error, &context);
@@ -70,17 +76,20 @@ pub async fn run<K, C, F, R>(
 /// Runs a reconcile with a time limit, and records its progress and result.
 async fn timed<C: Deref<Target = Services>>(
     key: String,
-    kind: &'static str,
+    subject: Subject,
     reconcile: impl Future<Output = Result<Action, OperatorError>>,
     context: Arc<C>,
 ) -> Result<Action, OperatorError> {
-    let begun = Instant::now();
-    context.watchdog.reconcile_started(kind, &key, begun);
+    let (begun, kind) = (Instant::now(), subject.kind);
     let ended = tokio::time::timeout(RECONCILE_TIMEOUT, reconcile).await;
     let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
     let result = if ended.is_ok() { "done" } else { "failed" };
     context.metrics.record_reconcile(kind, result, begun.elapsed());
-    context.watchdog.reconcile_finished(kind, &key, Instant::now());
+    if let Err(error) = &ended
+        && error.code() == Some(FORBIDDEN)
+    {
+        events::publish(&context, &subject, forbidden(error)).await;
+    }
     if ended.is_ok() {
         context.backoff.record_success(&key);
         tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
@@ -88,11 +97,24 @@ async fn timed<C: Deref<Target = Services>>(
     ended
 }
 
+/// Returns the event of a reconcile that lacks a permission. Only an administrator can grant it.
+fn forbidden(error: &OperatorError) -> Event {
+    let note =
+        format!("reconcile failed: {error}. Give the operator the permissions of this version's chart");
+    Event {
+        type_: EventType::Warning,
+        reason: Reason::Forbidden.as_str().to_owned(),
+        note: Some(note),
+        action: "Reconcile".to_owned(),
+        secondary: None,
+    }
+}
+
 /// Logs a failed reconcile and returns when it is repeated.
 fn retry(key: &str, error: &OperatorError, context: &Services) -> Action {
     let wait = context.backoff.record_failure(key);
     // Another writer was first. The retry sees its result, so no warning is needed.
-    if error.code() == Some(409) {
+    if error.code() == Some(CONFLICT) {
         tracing::info!(
             condition = "reconcile_conflict",
             %error,

@@ -13,9 +13,6 @@ pub enum OperatorError {
         #[source]
         source: kube::Error,
     },
-    /// A certificate cannot be generated.
-    #[error("cannot generate a certificate: {0}")]
-    Certificate(#[from] rcgen::Error),
     /// The certificate of a process cannot be issued.
     #[error("cannot issue a certificate: {0}")]
     Identity(String),

@@ -1,6 +1,6 @@
 //! Why an object is refused: reason and message of a condition.
 
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionType, Finding, Reason};
 
 /// Why a resource, or a child of one, is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,5 +15,13 @@ impl Refusal {
     /// Creates a refusal from reason and message.
     pub fn new(reason: Reason, message: impl Into<String>) -> Refusal {
         Refusal { reason, message: message.into() }
+    }
+}
+
+/// Returns condition `Accepted`.
+pub fn accepted(refused: Option<&Refusal>) -> Finding {
+    match refused {
+        Some(Refusal { reason, message }) => Finding::no(ConditionType::Accepted, *reason, message),
+        None => Finding::yes(ConditionType::Accepted, Reason::AsDesired, "the spec is valid"),
     }
 }

@@ -12,7 +12,6 @@ use crate::framework::api_client::ApiRequests;
 use crate::framework::backoff::Backoff;
 use crate::framework::child_stores::ChildStores;
 use crate::framework::field_ownership::restore::OtherWriters;
-use crate::framework::finalizers::ForbiddenWrites;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::LeaseCheck;
 use crate::framework::metrics::Metrics;
@@ -42,12 +41,10 @@ pub struct Services {
     pub metrics: Metrics,
     /// Publisher of events on objects.
     pub recorder: Recorder,
-    /// Progress of the queues, for the liveness probe.
+    /// Heartbeats of the queues, for the liveness probe.
     pub watchdog: Watchdog,
     /// Consecutive failures of reconciles.
     pub backoff: Backoff,
-    /// Writes that the API server recently rejected as forbidden.
-    pub forbidden_writes: ForbiddenWrites,
     /// Check whether this replica holds the lease.
     pub(crate) lease: LeaseCheck,
     /// Last writes of this process.
@@ -80,7 +77,6 @@ impl Services {
             metrics: Metrics::new(requests),
             watchdog: Watchdog::default(),
             backoff: Backoff::default(),
-            forbidden_writes: ForbiddenWrites::default(),
             own_writes,
             other_writers: OtherWriters::default(),
             normalised: Mutex::default(),

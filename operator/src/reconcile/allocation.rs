@@ -8,10 +8,10 @@
 //! ```
 //!
 //! Grants are stored only in the status. Allocations of one node compete for the same controllers, so one
-//! reconcile decides them all ([`grant`]). The reconcile first computes the pending writes from the local
-//! stores, without API calls. If there are any, it lists the node's allocations from the API server, decides
-//! again and writes. One task per node does this at a time ([`apply`]). A decision therefore knows every
-//! earlier grant, including grants that no watch has delivered yet.
+//! reconcile decides them all ([`grant`]). The reconcile first decides from the local stores whether there is a
+//! write, without API calls. If there is one, it lists the node's allocations from the API server, and decides again
+//! before each write ([`build`]). One task per node does this at a time ([`apply`]). A decision therefore knows
+//! every earlier grant, including grants that no watch has delivered yet.
 //!
 //! Invariants:
 //! * A new grant never raises the grants of a controller above the pool's `maxGpuQueuePercent` of its pairs.
@@ -21,8 +21,7 @@
 //!   ([`dereference::GrantInputs::agent_queues`]).
 //! * Only an object with the operator's finalizer has a grant. Releases are written before grants that use
 //!   the released pairs.
-//! * A failed write delays only allocations that need the affected pairs ([`failed_writes`]). An allocation
-//!   whose finalizer is rejected does not even delay those ([`write_queue`]).
+//! * A write that the API server rejects delays only allocations that need the affected pairs.
 //! * A grant decided by a former leader never takes effect ([`apply`]).
 //!
 //! Agents read grants from `spec.queues` of their `CacheNode` ([`crate::reconcile::node`]) and list the pairs that they
@@ -33,6 +32,7 @@
 //!
 //! Not implemented in this release: per-tenant limits (`maxGpuQueuePairs`) are rejected.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,21 +45,19 @@ use crate::framework::error::OperatorError;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::node::readiness::next_check;
-use apply::WriteError;
-use dereference::AgentQueues;
+use build::Pass;
+use dereference::{AgentQueues, GrantInputs};
 
 pub mod apply;
 pub mod build;
 pub mod controller;
 pub mod dereference;
-pub mod failed_writes;
 pub mod grant;
 pub mod lifecycle;
 pub mod programmed;
 pub mod status;
 pub mod validate;
 pub mod violations;
-pub mod write_queue;
 
 /// Shortest requeue delay while waiting for a grant to expire.
 const REQUEUE_MIN: Duration = Duration::from_millis(100);
@@ -72,51 +70,35 @@ pub async fn reconcile(
     allocation: Arc<GPUQueueAllocation>,
     context: Arc<Context>,
 ) -> Result<Action, OperatorError> {
-    let (node, now) = (allocation.spec.node_name.to_string(), clock::now());
-    let known = dereference::from_stores(&node, &context);
-    if !build::pending_writes(&known, &now).is_empty() {
+    let now = clock::now();
+    let inputs = dereference::from_stores(allocation.spec.node_name.as_str(), &context);
+    let known = Pass::new(inputs, BTreeSet::new(), now.clone());
+    if known.next_write().is_some() {
         // A separate task finishes its requests even if this future is dropped. Otherwise a request in flight
         // could arrive after a later decision.
         let task = tokio::spawn({
-            let context = Arc::clone(&context);
-            async move { apply::reconcile_node(&node, &context).await }
+            let (allocation, context) = (Arc::clone(&allocation), Arc::clone(&context));
+            async move { apply::reconcile_node(&allocation, &context).await }
         });
-        let result = task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-        report(&allocation, result?, &context).await?;
+        task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     }
-    Ok(next(&allocation, &known, &now))
-}
-
-/// Returns this allocation's own write error, so that the queue retries it with backoff. Other allocations
-/// whose writes failed are queued again; their errors do not delay this allocation's expiry.
-async fn report(
-    allocation: &GPUQueueAllocation,
-    errors: Vec<WriteError>,
-    context: &Context,
-) -> Result<(), OperatorError> {
-    let is_own = |one: &WriteError| one.object.metadata.uid == allocation.metadata.uid;
-    let (own, others): (Vec<_>, Vec<_>) = errors.into_iter().partition(is_own);
-    // Each attempt covers the whole node. If a failing allocation also triggered the others, two failing ones
-    // would trigger each other forever.
-    if let Some(own) = own.into_iter().next() {
-        return Err(own.error);
-    }
-    for other in others {
-        tracing::info!(error = %other.error, "cannot update another allocation of this node; queued it again");
-        context.stores.feeds.allocations.request(other.object).await;
-    }
-    Ok(())
+    Ok(next(&allocation, &known.inputs, &now))
 }
 
 /// Requeues at the expiry time of the grant, which causes no watch event. Neither does an agent that becomes silent, or
 /// reports again without a change.
-fn next(allocation: &GPUQueueAllocation, inputs: &dereference::GrantInputs, now: &Time) -> Action {
-    let granted = allocation.status.as_ref().filter(|status| !status.allocations.is_empty());
-    let ends = granted.and_then(|status| status.expires_at.as_ref()).filter(|ends| ends.0 > now.0);
+fn next(allocation: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Action {
+    let Some(status) = allocation.status.as_ref().filter(|status| !status.allocations.is_empty()) else {
+        return Action::await_change();
+    };
+    let ends = status.expires_at.as_ref().filter(|ends| ends.0 > now.0);
     let ends = ends.map(|ends| clock::until(ends).max(REQUEUE_MIN));
-    let made = |queues: &AgentQueues| matches!(queues, AgentQueues::Reported { made: 1.., .. });
-    let made = granted.and_then(|_| inputs.agent_queues(allocation)).filter(made);
-    let check = made.map(|_| next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT));
+    let check = match inputs.agent_queues(allocation) {
+        Some(AgentQueues::Reported(report)) if report.queue_pairs > 0 => {
+            Some(next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT))
+        }
+        _ => None,
+    };
     ends.into_iter().chain(check).min().map_or_else(Action::await_change, Action::requeue)
 }
 

@@ -9,23 +9,18 @@ use kube::{Api, ResourceExt};
 use reprise_crds::KVCacheCluster;
 
 use crate::framework::error::OperatorError;
-use crate::framework::finalizers;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard::{self, GuardOutcome};
 use crate::reconcile::membership::REPORT_TIMEOUT;
-use crate::reconcile::names::IN_USE_FINALIZER;
 
 pub mod apply;
 pub mod build;
-pub mod certificates;
 pub mod controller;
 pub mod dereference;
-pub mod external_etcd;
+pub mod etcd;
 pub mod inputs;
 pub mod status;
 pub mod validate;
 pub mod versions;
-pub mod volumes;
 mod workloads;
 
 /// Port of the members' metrics and health checks.
@@ -36,8 +31,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(30);
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Retry interval for objects that another component owns; giving them up causes no event.
 const CONFLICT_RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Requeue interval without other deadlines. It covers silent agents (one minute) and certificate renewal
-/// (one day).
+/// Requeue interval without other deadlines. It covers silent agents (one minute) and the renewal of
+/// certificates.
 const RESYNC_INTERVAL: Duration = REPORT_TIMEOUT;
 
 /// Brings a cluster's children to the state that its spec describes, and updates its status.
@@ -45,47 +40,20 @@ const RESYNC_INTERVAL: Duration = REPORT_TIMEOUT;
 /// # Errors
 /// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> Result<Action, OperatorError> {
-    let is_deleting = cluster.metadata.deletion_timestamp.is_some();
-    let api: Api<KVCacheCluster> =
-        Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
-    let mut guard = deletion_guard::for_cluster(&cluster, &context);
-    let forbidden = match deletion_guard::reconcile_finalizer(&context, &*cluster, &api, &mut guard).await? {
-        // The finalizer change triggers the next reconcile.
-        GuardOutcome::Changed => return Ok(Action::await_change()),
-        GuardOutcome::NotBlocked if is_deleting => return Ok(Action::await_change()),
-        GuardOutcome::NotBlocked | GuardOutcome::Blocked => None,
-        GuardOutcome::Forbidden(refused) => Some(finalizers::forbidden_condition(
-            &*cluster,
-            IN_USE_FINALIZER,
-            deletion_guard::WAITED_FOR,
-            &refused,
-        )),
-    };
+    if cluster.metadata.deletion_timestamp.is_some() {
+        // Kubernetes deletes its children. Re-creating them would delay a foreground deletion.
+        return Ok(Action::await_change());
+    }
     let inputs = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &inputs);
-    // Owned children are deleted with the cluster; re-creating them would delay the deletion. While engines
-    // block the deletion, the cluster is reconciled as usual.
-    let applied = if refused.is_none() && !cluster.spec.paused && deletion_guard::keeps_children(&*cluster) {
-        match apply::apply(&cluster, &inputs, &context).await {
-            Ok(applied) => Some(applied),
-            // Deletion continues despite the error: quiescence must be observed often enough.
-            Err(error) if is_deleting => {
-                let (namespace, name, error) = (cluster.namespace(), cluster.name_any(), error.message());
-                tracing::warn!(
-                    namespace,
-                    name,
-                    error,
-                    "cannot apply all children of a cluster that is being deleted"
-                );
-                None
-            }
-            Err(error) => return Err(error),
-        }
+    let applied = if refused.is_none() && !cluster.spec.paused {
+        Some(apply::apply(&cluster, &inputs, &context).await?)
     } else {
         None
     };
-    let (status, mut findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
-    findings.extend(guard.blocked_condition(&*cluster).or(forbidden));
+    let (status, findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
+    let api: Api<KVCacheCluster> =
+        Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
     let write = crate::framework::status::StatusWrite {
         object: &*cluster,
         api: &api,
@@ -96,12 +64,11 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let next = match &inputs.store {
         Some(store) if store.is_good() => POLL_INTERVAL,
         Some(_) => RETRY_INTERVAL,
-        None if refused.is_none() && volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
+        None if refused.is_none() && etcd::volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
             RETRY_INTERVAL
         }
         None => RESYNC_INTERVAL,
     };
-    let next = guard.requeue_after(&*cluster).map_or(next, |soon| soon.min(next));
     let (is_refused, paced) =
         applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.next_restore));
     let next = if is_refused { next.min(CONFLICT_RETRY_INTERVAL) } else { next };

@@ -9,10 +9,9 @@ use crate::framework::api_client::ApiRequests;
 use crate::framework::services::{Replica, Services};
 use crate::reconcile::allocation::apply::NodeLocks;
 use crate::reconcile::authority::Certificates;
-use crate::reconcile::cluster::external_etcd::EtcdChecks;
-use crate::reconcile::cluster::volumes::StorageClassCache;
+use crate::reconcile::cluster::etcd::external::EtcdChecks;
 use crate::reconcile::control_plane::ControlPlanes;
-use crate::reconcile::deletion_guard::Quiescence;
+use crate::reconcile::pool::guard::Quiescence;
 use crate::reconcile::profile::decisions::ProfileDecisions;
 use crate::reconcile::profile::source::SourceCache;
 use crate::reconcile::secrets::Secrets;
@@ -31,13 +30,11 @@ pub struct Context {
     pub settings: Settings,
     /// Last check results of external etcd stores.
     pub store_checks: EtcdChecks,
-    /// Storage classes of the Kubernetes cluster.
-    pub storage_classes: StorageClassCache,
     /// The operator's certificates for connections to clusters.
     pub certificates: Certificates,
     /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
-    /// Time since the last report of engine sessions, by object.
+    /// Time since the last change of engine sessions, by pool.
     pub quiescence: Quiescence,
     /// Locks that serialise grants of GPU queues on a node.
     pub(crate) node_locks: NodeLocks,
@@ -60,7 +57,6 @@ impl Context {
             secrets: Secrets::default(),
             settings,
             store_checks: EtcdChecks::default(),
-            storage_classes: StorageClassCache::default(),
             quiescence: Quiescence::default(),
             node_locks: NodeLocks::default(),
             profile_sources: SourceCache::default(),

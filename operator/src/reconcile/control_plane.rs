@@ -17,6 +17,7 @@ use std::error::Error;
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use reprise_crds::fields::NodeMode;
 use reprise_identity::Security;
 use reprise_proto::connection::is_absence;
@@ -40,7 +41,7 @@ use crate::settings::ControlPlaneAddress;
 mod holders;
 mod usage;
 
-pub use usage::{MeasuredUsage, UsageUnknown};
+pub use usage::{MeasuredUsage, USAGE_TTL, UsageUnknown};
 
 /// Lifetime of a successful read.
 const HEALTHY_TTL: Duration = Duration::from_secs(25);
@@ -48,6 +49,8 @@ const HEALTHY_TTL: Duration = Duration::from_secs(25);
 const FAILED_TTL_MAX: Duration = Duration::from_secs(30);
 /// Timeout of a call including the connection, which normally takes milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// Timeout per member of a call to all members, within the timeout of the whole call.
+const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Idle time after which the cache of a cluster is dropped.
 const EVICT_AFTER: Duration = Duration::from_secs(600);
 
@@ -118,20 +121,18 @@ pub struct ControlPlanes {
     securities: StdMutex<BTreeMap<String, Security>>,
     /// Addresses by `namespace/name` of control planes that are not reached by their service.
     addresses: BTreeMap<String, ControlPlaneAddress>,
-    /// Caches by the cluster's uid.
-    caches: StdMutex<HashMap<String, Arc<ClusterCache>>>,
+    /// Caches by the cluster's uid, with the time of the last access.
+    caches: StdMutex<HashMap<String, (Instant, Arc<ClusterCache>)>>,
     backoff: Backoff,
 }
 
 /// Cached reads of one control plane.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct ClusterCache {
     /// Locked during a read, so that other callers wait for its result.
     state: Mutex<StateCache>,
     /// The same for usage of tenants.
     usage: Mutex<Option<usage::CachedUsage>>,
-    /// Time of the last access.
-    last_used: StdMutex<Instant>,
 }
 
 #[derive(Debug, Default)]
@@ -166,8 +167,8 @@ impl ControlPlanes {
         if let Some(held) = cache.current() {
             return held.result.clone();
         }
-        let response = with_timeout(async { list(&self.target(cluster)?).await }).await;
-        metrics.record_call(Call::List, result(&response));
+        let request = async { list(&self.target(cluster)?).await };
+        let response = timed((Call::List, metrics), request).await;
         let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
         let until = Instant::now() + self.ttl(cluster, result.is_ok());
         cache.cached = Some(CachedState { until, result: result.clone() });
@@ -197,17 +198,14 @@ impl ControlPlanes {
         metrics: &Metrics,
     ) -> Result<NodeMode, CallError> {
         let request = SetNodeRequest { name: node.to_owned(), mode: wire_mode(mode).into() };
-        let called = with_timeout(async {
-            let mut members = self.members(cluster).await?;
-            Ok(members.set_node(request).await?.into_inner().before)
-        });
-        let called = called.await;
-        metrics.record_call(Call::SetNode, result(&called));
-        self.update_cache(cluster, &called, |known| {
-            known.modes.insert(node.to_owned(), mode);
-        })
-        .await;
-        called.map(crds_mode)
+        let request = async {
+            let reply = self.target(cluster)?.placement().await?.set_node(request).await?;
+            Ok::<_, CallError>(crds_mode(reply.into_inner().before))
+        };
+        let change = |state: &mut ControlPlaneState| {
+            state.modes.insert(node.to_owned(), mode);
+        };
+        self.call(cluster, (Call::SetNode, metrics), request, change).await
     }
 
     /// Sets the budget of a tenant.
@@ -228,17 +226,14 @@ impl ControlPlanes {
             limit: Some(limit.into()),
         };
         let request = SetTenantRequest { tenant: Some(wanted) };
-        let called = with_timeout(async {
-            self.members(cluster).await?.set_tenant(request).await?;
-            Ok(())
-        });
-        let called = called.await;
-        metrics.record_call(Call::SetTenant, result(&called));
-        self.update_cache(cluster, &called, |known| {
-            known.budgets.insert(tenant.to_owned(), budget);
-        })
-        .await;
-        called
+        let request = async {
+            self.target(cluster)?.placement().await?.set_tenant(request).await?;
+            Ok::<_, CallError>(())
+        };
+        let change = |state: &mut ControlPlaneState| {
+            state.budgets.insert(tenant.to_owned(), budget);
+        };
+        self.call(cluster, (Call::SetTenant, metrics), request, change).await
     }
 
     /// Removes the budget of a tenant, if it has one.
@@ -252,36 +247,31 @@ impl ControlPlanes {
         metrics: &Metrics,
     ) -> Result<(), CallError> {
         let request = RemoveTenantRequest { name: tenant.to_owned() };
-        let called = with_timeout(async {
-            self.members(cluster).await?.remove_tenant(request).await?;
-            Ok(())
-        });
-        let called = match called.await {
-            Err(CallError::NotFound(_)) => Ok(()),
-            other => other,
+        let request = async {
+            match self.target(cluster)?.placement().await?.remove_tenant(request).await {
+                Err(status) if status.code() != Code::NotFound => Err(CallError::from(status)),
+                _ => Ok(()),
+            }
         };
-        metrics.record_call(Call::RemoveTenant, result(&called));
-        self.update_cache(cluster, &called, |known| {
-            known.budgets.remove(tenant);
-        })
-        .await;
-        called
+        let change = |state: &mut ControlPlaneState| {
+            state.budgets.remove(tenant);
+        };
+        self.call(cluster, (Call::RemoveTenant, metrics), request, change).await
     }
 
-    async fn members(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
-        Ok(PlacementClient::new(self.target(cluster)?.connect().await?))
-    }
-
-    /// Applies a change to the cached state. A failed call is cached too, so that further calls wait.
-    async fn update_cache<T>(
+    /// Calls a cluster's control plane within [`TIMEOUT`], and applies the change to the cached state. A failed call is
+    /// cached too, so that further calls wait.
+    async fn call<T>(
         &self,
         cluster: &ClusterNames,
-        called: &Result<T, CallError>,
+        label: (Call, &Metrics),
+        request: impl Future<Output = Result<T, CallError>>,
         change: impl FnOnce(&mut ControlPlaneState),
-    ) {
+    ) -> Result<T, CallError> {
+        let called = timed(label, request).await;
         let shared = self.cache(cluster);
         let mut cache = shared.state.lock().await;
-        match called {
+        match &called {
             Ok(_) => {
                 if let Some(CachedState { result: Ok(known), .. }) = cache.cached.as_mut() {
                     change(Arc::make_mut(known));
@@ -295,6 +285,7 @@ impl ControlPlanes {
             Err(CallError::NotFound(_)) => cache.cached = None,
             Err(CallError::Rejected(_)) => {}
         }
+        called
     }
 
     /// Returns the error that currently prevents calls, if there is one.
@@ -318,24 +309,15 @@ impl ControlPlanes {
     fn cache(&self, cluster: &ClusterNames) -> Arc<ClusterCache> {
         let mut caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let last_used =
-            |shared: &ClusterCache| *shared.last_used.lock().unwrap_or_else(PoisonError::into_inner);
-        caches.retain(|uid, shared| {
-            let is_kept = *uid == cluster.uid || now.duration_since(last_used(shared)) < EVICT_AFTER;
+        caches.retain(|uid, (last_used, _)| {
+            let is_kept = *uid == cluster.uid || now.duration_since(*last_used) < EVICT_AFTER;
             if !is_kept {
                 self.backoff.record_success(uid);
             }
             is_kept
         });
-        let new = || {
-            Arc::new(ClusterCache {
-                state: Mutex::default(),
-                usage: Mutex::default(),
-                last_used: StdMutex::new(now),
-            })
-        };
-        let shared = caches.entry(cluster.uid.clone()).or_insert_with(new);
-        *shared.last_used.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        let (last_used, shared) = caches.entry(cluster.uid.clone()).or_insert_with(|| (now, Arc::default()));
+        *last_used = now;
         Arc::clone(shared)
     }
 
@@ -397,18 +379,54 @@ impl From<Bytes> for TierBytes {
     }
 }
 
-/// Metric label for the result of a call.
-fn result<T>(called: &Result<T, CallError>) -> &'static str {
-    match called {
+/// Runs a call within [`TIMEOUT`] and counts it by its result.
+async fn timed<T>(
+    (call, metrics): (Call, &Metrics),
+    request: impl Future<Output = Result<T, CallError>>,
+) -> Result<T, CallError> {
+    let called = within(TIMEOUT, request).await;
+    let result = match &called {
         Ok(_) => "done",
         Err(CallError::Unavailable(_)) => "absent",
         Err(CallError::NotFound(_) | CallError::Rejected(_)) => "refused",
-    }
+    };
+    metrics.record_call(call, result);
+    called
 }
 
-async fn with_timeout<T>(call: impl Future<Output = Result<T, CallError>>) -> Result<T, CallError> {
-    let timeout = || CallError::Unavailable(format!("no response within {TIMEOUT:?}"));
-    tokio::time::timeout(TIMEOUT, call).await.unwrap_or_else(|_| Err(timeout()))
+async fn within<T>(
+    timeout: Duration,
+    request: impl Future<Output = Result<T, CallError>>,
+) -> Result<T, CallError> {
+    let missing = |_| Err(CallError::Unavailable(format!("no response within {timeout:?}")));
+    tokio::time::timeout(timeout, request).await.unwrap_or_else(missing)
+}
+
+/// Calls all members concurrently, and returns their answers by name. A hanging member does not delay the others beyond
+/// [`MEMBER_TIMEOUT`]. `first` is a connection to any of them.
+async fn call_members<T, F>(
+    target: &Target,
+    first: &Channel,
+    request: impl Fn(PlacementClient<Channel>) -> F,
+) -> Result<Vec<(String, Result<T, CallError>)>, CallError>
+where
+    F: Future<Output = Result<T, CallError>>,
+{
+    let listed = MembershipClient::new(first.clone()).list_members(ListMembersRequest {}).await?.into_inner();
+    let (request, answering) = (&request, &listed.answering);
+    let answers = listed.members.iter().map(|member| async move {
+        let answer = within(MEMBER_TIMEOUT, async {
+            // Reuse the connection to the member that answered.
+            let reached = if member.name == *answering {
+                first.clone()
+            } else {
+                target.member(&member.address).connect().await?
+            };
+            request(PlacementClient::new(reached)).await
+        });
+        (member.name.clone(), answer.await)
+    });
+    Ok(join_all(answers).await)
 }
 
 /// Address of members, and the certificates for them.
@@ -422,6 +440,10 @@ impl Target {
     /// A member of the same cluster.
     fn member(&self, address: &str) -> Target {
         Target { address: address.to_owned(), security: self.security.clone() }
+    }
+
+    async fn placement(&self) -> Result<PlacementClient<Channel>, CallError> {
+        Ok(PlacementClient::new(self.connect().await?))
     }
 
     async fn connect(&self) -> Result<Channel, CallError> {
@@ -455,18 +477,14 @@ async fn list(target: &Target) -> Result<ControlPlaneState, CallError> {
     let budgets = budgets.map(|wire::Tenant { name, reserved, limit }| {
         (name, Budget { reserved: room(reserved), limit: room(limit) })
     });
+    let version =
+        |member: MemberInfo| (member.name, Some(member.version).filter(|version| !version.is_empty()));
     Ok(ControlPlaneState {
         modes: nodes.nodes.into_iter().map(|node| (node.name, crds_mode(node.mode))).collect(),
         budgets: budgets.collect(),
         overcommitted: room(tenants.overcommitted),
-        members: members.members.into_iter().map(member_version).collect(),
+        members: members.members.into_iter().map(version).collect(),
     })
-}
-
-/// Returns a member's name, and its version if it reports one.
-fn member_version(member: MemberInfo) -> (String, Option<String>) {
-    let MemberInfo { name, version, .. } = member;
-    (name, Some(version).filter(|version| !version.is_empty()))
 }
 
 fn wire_mode(mode: NodeMode) -> wire::NodeMode {
@@ -517,23 +535,18 @@ mod tests {
     #[tokio::test]
     async fn reports_absent_control_plane_and_does_not_call_again_immediately() {
         let (planes, address) = absent();
-        let metrics = Metrics::new(ApiRequests::default());
-        let first = planes.state(&names(), &metrics).await.expect_err("a failure");
+        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
+        let first = planes.state(&names, &metrics).await.expect_err("a failure");
         assert!(first.contains(&address) && first.contains("refused"), "{first}");
-        assert_eq!(planes.state(&names(), &metrics).await, Err(first.clone()));
-        let holders = planes.holders(&names(), "t", &[], &metrics).await;
+        assert_eq!(planes.state(&names, &metrics).await, Err(first.clone()));
+        let holders = planes.holders(&names, "t", &[], &metrics).await;
         assert_eq!(holders, Err(CallError::Unavailable(first)), "the cached failure");
         has_called(&metrics, 1);
-    }
-
-    #[tokio::test]
-    async fn unanswered_holders_call_delays_other_calls() {
+        // An unanswered call to all members delays other calls as well.
         let (planes, _) = absent();
-        let metrics = Metrics::new(ApiRequests::default());
-        let first = planes.holders(&names(), "t", &[], &metrics).await.expect_err("a failure");
-        assert_eq!(planes.holders(&names(), "t", &[], &metrics).await, Err(first.clone()));
-        assert_eq!(planes.state(&names(), &metrics).await, Err(first.message().to_owned()));
-        has_called(&metrics, 1);
+        let first = planes.holders(&names, "t", &[], &metrics).await.expect_err("a failure");
+        assert_eq!(planes.state(&names, &metrics).await, Err(first.message().to_owned()));
+        has_called(&metrics, 2);
     }
 
     #[tokio::test]
@@ -573,24 +586,5 @@ mod tests {
         assert!(matches!(error(Status::not_found("no node")), CallError::NotFound(_)));
         let refused = error(Status::failed_precondition("dram: too much"));
         assert_eq!(refused, CallError::Rejected("dram: too much".to_owned()));
-    }
-
-    #[test]
-    fn member_without_a_reported_version_has_none() {
-        let member = |version: &str| MemberInfo {
-            name: "m".to_owned(),
-            version: version.to_owned(),
-            ..MemberInfo::default()
-        };
-        assert_eq!(member_version(member("0.1.0")), ("m".to_owned(), Some("0.1.0".to_owned())));
-        assert_eq!(member_version(member("")), ("m".to_owned(), None));
-    }
-
-    #[test]
-    fn modes_round_trip() {
-        for mode in [NodeMode::Active, NodeMode::Cordoned, NodeMode::Draining] {
-            assert_eq!(crds_mode(wire_mode(mode).into()), mode);
-        }
-        assert_eq!(crds_mode(99), NodeMode::Cordoned);
     }
 }

@@ -1,12 +1,12 @@
-//! Membership of nodes and tenants in clusters, and reports of the agents of nodes. Below the reconcilers of all
-//! kinds.
+//! Membership of nodes and tenants in clusters, whether clusters may be changed, and reports of the agents of nodes.
+//! Below the reconcilers of all kinds.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use kube::ResourceExt;
-use reprise_crds::status::{ConditionType, holds};
-use reprise_crds::{CacheNode, CacheTenant};
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find, holds};
+use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster};
 
 use crate::framework::clock;
 use crate::reconcile::context::Context;
@@ -26,6 +26,23 @@ pub fn has_reported(node: &CacheNode) -> bool {
 pub fn is_ready(node: &CacheNode) -> bool {
     let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     has_reported(node) && holds(conditions, ConditionType::AgentReady, 0)
+}
+
+/// Whether the operator changes nothing of a cluster: it is paused, or its current spec is rejected or not accepted yet.
+/// A conflict about nodes does not reject the spec: the cluster works on its other nodes.
+pub fn is_frozen(cluster: &KVCacheCluster) -> bool {
+    let conditions = cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    let generation = cluster.metadata.generation.unwrap_or_default();
+    let accepted = find(conditions, ConditionType::Accepted).is_some_and(|accepted| {
+        accepted.observed_generation >= generation
+            && (accepted.status == ConditionStatus::True || accepted.reason == Reason::Conflict.as_str())
+    });
+    cluster.spec.paused || !accepted
+}
+
+/// Returns the cluster of a `CacheNode` as `namespace/name`.
+pub fn cluster_of(node: &CacheNode) -> Option<String> {
+    node.spec.cluster_ref.as_ref().map(|cluster| format!("{}/{}", cluster.namespace, cluster.name))
 }
 
 /// Whether a node belongs to a cluster.

@@ -28,9 +28,9 @@ pub const BUDGET_FINALIZER: &str = "reprise.dev/budget";
 pub const PURGE_FINALIZER: &str = "reprise.dev/purge";
 /// Finalizer of allocations that have a grant.
 pub const QUEUES_FINALIZER: &str = "reprise.dev/queues";
-/// Finalizer of clusters and pools whose agents have engine sessions.
+/// Finalizer of pools whose agents have engine sessions.
 pub const IN_USE_FINALIZER: &str = "reprise.dev/in-use";
-/// Annotation of clusters and pools: with the value `yes`, a deletion does not wait for engines.
+/// Annotation of pools: with the value `yes`, a deletion does not wait for engines.
 pub const DELETE_IN_USE: &str = "reprise.dev/delete-in-use";
 /// Condition type of nodes: whether the node's cache serves engines.
 pub const AGENT_READY: &str = "reprise.dev/AgentReady";
@@ -90,11 +90,6 @@ impl ClusterNames {
         format!("{}-agent", self.name)
     }
 
-    /// Name of a template for a resource claim of the agents' pods. `digest` is that of its content.
-    pub fn claim(&self, of: &str, digest: &str) -> String {
-        format!("{}-{of}-{digest}", self.agent())
-    }
-
     /// Name of the control plane's StatefulSet, ConfigMap, Service and disruption budget.
     pub fn control_plane(&self) -> String {
         format!("{}-controlplane", self.name)
@@ -110,19 +105,17 @@ impl ClusterNames {
         format!("{}-{index}", self.control_plane())
     }
 
-    /// Name of etcd's StatefulSet, headless Service and disruption budget.
+    /// Name of etcd's service account, StatefulSet, headless Service and disruption budget.
     pub fn etcd(&self) -> String {
         format!("{}-etcd", self.name)
     }
 
-    /// Name of the Secret with etcd's certificates. etcd and the members mount it.
-    pub fn etcd_tls(&self) -> String {
-        format!("{}-etcd-tls", self.name)
-    }
-
-    /// Name of the Secret with the certificate authority of etcd. No pod mounts it.
-    pub fn etcd_authority(&self) -> String {
-        format!("{}-etcd-ca", self.name)
+    /// Host names of a pod of etcd. Clients and peers use the first one. etcd also compares the name that DNS has for the
+    /// address of a peer, which is the second one with the usual domain.
+    pub fn etcd_hosts(&self, pod: &str) -> [String; 2] {
+        let host = format!("{pod}.{}.{}.svc", self.etcd(), self.namespace);
+        let with_domain = format!("{host}.cluster.local");
+        [host, with_domain]
     }
 
     /// Name of the Secret with the authority of the cluster's certificates. No pod mounts it.
@@ -170,7 +163,7 @@ impl ClusterNames {
         format!("reprise-{}-{}-agent", self.namespace, self.name)
     }
 
-    /// Name of the ClusterRoleBinding of the control plane's members.
+    /// Name of the ClusterRoleBinding of the control plane's members and of etcd.
     pub fn member_binding(&self) -> String {
         format!("reprise-{}-{}-controlplane", self.namespace, self.name)
     }
@@ -214,9 +207,7 @@ mod tests {
     fn names_of_longest_cluster_name_stay_within_63_characters() {
         let name = "c".repeat(reprise_crds::cluster::NAME_CHARS_MAX);
         let names = ClusterNames { namespace: "n".to_owned(), name, uid: "u".to_owned() };
-        for made in
-            [names.agent(), names.members(), names.etcd_authority(), names.connection(), names.tenants()]
-        {
+        for made in [names.agent(), names.members(), names.etcd(), names.connection(), names.tenants()] {
             assert!(made.len() <= 63, "{made}");
         }
         // A StatefulSet revision is named after it, with '-' and ten characters.

@@ -46,7 +46,7 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
     let live =
         inputs.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);
     let mode_check = match (&inputs.cluster, live) {
-        (Some(own), Some(live)) => mode::sync(&node, own, live, &context).await,
+        (Some(own), Some(live)) => mode::sync(&node, &own.cluster, live, &context).await,
         _ => Ok(None),
     };
     if is_deleted {

@@ -1,9 +1,9 @@
 //! Deletes cluster-scoped objects of clusters that no longer exist.
 //!
 //! Namespaced children have their cluster as owner, so Kubernetes deletes them. A role binding or an
-//! admission policy has no namespace and therefore cannot have that owner. A finalizer on every cluster would
-//! block all deletions while the operator is away; only clusters in use have one. So the operator deletes
-//! such objects itself: at startup, when a cluster is deleted, and once a minute for missed events.
+//! admission policy has no namespace and therefore cannot have that owner. Clusters
+//! have no finalizer, which would block all deletions while the operator is away. So the operator deletes such
+//! objects itself: at startup, when a cluster is deleted, and once a minute for missed events.
 
 use std::time::Duration;
 

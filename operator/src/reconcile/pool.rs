@@ -8,15 +8,15 @@ use kube::runtime::controller::Action;
 use reprise_crds::SSDPool;
 
 use crate::framework::error::OperatorError;
-use crate::framework::finalizers::{FinalizerOutcome, ObjectState};
+use crate::framework::finalizers::{self, ObjectState};
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard::{self, GuardOutcome};
 use crate::reconcile::membership::REPORT_TIMEOUT;
+use crate::reconcile::names::WIPE_FINALIZER;
 
-pub mod apply;
 pub mod build;
 pub mod controller;
 pub mod dereference;
+pub mod guard;
 pub mod status;
 pub mod validate;
 
@@ -27,22 +27,17 @@ pub mod validate;
 pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<SSDPool> = Api::all(context.client.clone());
     let mut inputs = dereference::dereference(&pool, &context);
-    let guard = deletion_guard::reconcile_finalizer(&context, &*pool, &api, &mut inputs.guard).await?;
-    if matches!(guard, GuardOutcome::Changed) {
+    if guard::reconcile_finalizer(&context, &pool, &api, &mut inputs.guard).await? {
         // The finalizer change triggers the next reconcile.
         return Ok(Action::await_change());
     }
     let refused = validate::validate(&pool, &inputs);
-    let finalizer = build::finalizer(&pool, &inputs);
-    let attempt = apply::apply(&pool, finalizer, &context).await?;
-    if matches!((&attempt, &guard), (FinalizerOutcome::Done(ObjectState::Gone), GuardOutcome::NotBlocked)) {
+    let wipe = build::finalizer(&pool, &inputs);
+    let state = finalizers::set(&context, &*pool, &api, WIPE_FINALIZER, wipe).await?;
+    if state == ObjectState::Gone && !guard::has_guard(&pool) {
         return Ok(Action::await_change());
     }
-    let (fresh, mut findings) = status::compute(&pool, &inputs, refused.as_ref());
-    if let Some(forbidden) = status::forbidden(&pool, &guard, &attempt) {
-        findings.retain(|finding| finding.kind != forbidden.kind);
-        findings.push(forbidden);
-    }
+    let (fresh, findings) = status::compute(&pool, &inputs, refused.as_ref());
     let write = crate::framework::status::StatusWrite {
         object: &*pool,
         api: &api,
@@ -51,6 +46,6 @@ pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Acti
     };
     let wait = crate::framework::status::write(&context, write, fresh).await?;
     // A node that stops reporting causes no event.
-    let next = inputs.guard.requeue_after(&*pool).map_or(REPORT_TIMEOUT, |soon| soon.min(REPORT_TIMEOUT));
+    let next = inputs.guard.requeue_after(&pool).map_or(REPORT_TIMEOUT, |soon| soon.min(REPORT_TIMEOUT));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

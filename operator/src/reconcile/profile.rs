@@ -25,9 +25,11 @@ use reprise_crds::SlackProfile;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
+use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use build::RolloutState;
+use decisions::ProfileDecision;
 
 pub mod apply;
 pub mod build;
@@ -57,33 +59,28 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
         return Ok(Action::await_change());
     }
     let inputs = dereference::dereference(&profile, &context).await?;
-    let refused = validate::accepted(&profile, &inputs);
-    let revision = validate::valid(&profile, &inputs.source);
-    let good = revision.as_ref().ok().filter(|_| refused.is_none());
-    let digest = good.map(|revision| revision.digest.as_str());
+    let refused = validate::validate(&profile, &inputs);
+    let revision = inputs.revision.as_ref().ok().filter(|_| refused.is_none());
+    let digest = revision.map(|revision| revision.digest.as_str());
     let now = clock::now();
     let soaking_since = build::soaking_since(&profile, &inputs.nodes, digest, &now);
     let soaked = soaking_since.as_ref().map(|since| clock::between(since, &now));
-    let decision = build::build(&profile, &inputs.nodes, digest, soaked);
-    apply::apply(&profile, good.cloned(), &decision, &context).await;
+    let rollout = build::build(&profile, &inputs.nodes, digest, soaked);
+    let decision = ProfileDecision { revision: revision.cloned(), nodes: rollout.nodes };
+    apply::apply(&profile, decision, &context).await;
     let (fresh, findings) = status::compute(&status::StatusInputs {
         profile: &profile,
         found: &inputs,
         refused: refused.as_ref(),
-        revision: revision.as_ref(),
-        decision: &decision,
+        state: &rollout.state,
         soaking_since,
     });
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
-    let write = crate::framework::status::StatusWrite {
-        object: &*profile,
-        api: &api,
-        before: profile.status.as_ref(),
-        findings: &findings,
-    };
+    let write =
+        StatusWrite { object: &*profile, api: &api, before: profile.status.as_ref(), findings: &findings };
     let wait = crate::framework::status::write(&context, write, fresh).await?;
-    let next = match decision.state {
+    let next = match rollout.state {
         RolloutState::Soaking(rest) => rest.clamp(SOON, REPORT_TIMEOUT),
         // A node that stops reporting causes no event.
         _ => REPORT_TIMEOUT,

@@ -15,18 +15,16 @@ use std::sync::Arc;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt;
-use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::api::Api;
 use reprise_crds::tenant::Isolation;
-use reprise_crds::{CacheTenant, KVCacheCluster, OPERATOR_FIELD_MANAGER};
+use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_policy::TenantSalt;
 use serde_json::json;
 
 use crate::framework::error::OperatorError;
-use crate::framework::labels::CLUSTER_UID;
-use crate::framework::metrics::Write;
-use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
-use crate::reconcile::names::{ClusterNames, Component};
+use crate::reconcile::names::ClusterNames;
+use crate::reconcile::secrets;
 
 /// Word in the entry of an encrypted tenant, which agents read.
 const ENCRYPTED: &str = "encrypted";
@@ -53,7 +51,7 @@ pub(crate) async fn ensure(
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
     // The watch may be behind, so its state does not show which salts are missing.
     let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
-    if stored.as_ref().is_some_and(|secret| secret.labels().get(CLUSTER_UID) != Some(&names.uid)) {
+    if stored.as_ref().is_some_and(|secret| secrets::is_foreign(&names, secret)) {
         return Err(OperatorError::Identity(format!(
             "Secret {name} is not the cluster's: delete it, so that the operator creates the salts of its tenants"
         )));
@@ -74,28 +72,7 @@ pub(crate) async fn ensure(
     if added.is_empty() {
         return Ok(());
     }
-    let written = match stored {
-        None => {
-            let secret = secret(cluster, &names, &added)?;
-            let params = PostParams {
-                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
-                ..PostParams::default()
-            };
-            secrets.create(&params, &secret).await
-        }
-        Some(stored) => {
-            let patch =
-                json!({ "metadata": { "resourceVersion": stored.resource_version() }, "data": added });
-            let params = PatchParams {
-                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
-                ..PatchParams::default()
-            };
-            secrets.patch(&name, &params, &Patch::Merge(&patch)).await
-        }
-    };
-    written.map_err(OperatorError::api(format!("write Secret {name}")))?;
-    context.metrics.record_write("Secret", Write::Apply);
-    Ok(())
+    secrets::write_entries(cluster, &name, stored.as_ref(), &json!(added), context).await
 }
 
 /// Returns an entry for each tenant that lacks its salt, or whose entry must get or lose the word for encryption. Present
@@ -127,18 +104,6 @@ fn missing(
 /// Whether an entry has the word for encryption.
 fn is_marked(entry: &[u8]) -> bool {
     String::from_utf8_lossy(entry).split_whitespace().any(|word| word == ENCRYPTED)
-}
-
-fn secret(
-    cluster: &KVCacheCluster,
-    names: &ClusterNames,
-    data: &BTreeMap<String, ByteString>,
-) -> Result<Secret, OperatorError> {
-    let metadata = metadata(cluster, names, Component::Agent, &names.salts());
-    let secret = json!({
-        "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data,
-    });
-    serde_json::from_value(secret).map_err(|error| OperatorError::Identity(error.to_string()))
 }
 
 #[cfg(test)]

@@ -13,20 +13,28 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use kube::api::DynamicObject;
+use k8s_openapi::api::core::v1::Secret;
+use kube::api::{Api, DynamicObject, Patch, PatchParams, PostParams};
 use kube::core::Status;
-use kube::runtime::{WatchStreamExt, watcher};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, watch_object};
 use kube::{Client, ResourceExt};
 use reprise_crds::status::Reason;
+use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
+use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
+use crate::framework::error::OperatorError;
 use crate::framework::feed::{WATCH_LOST, WatchBackoff};
 use crate::framework::labels::CLUSTER_UID;
+use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::names::ClusterNames;
+use crate::reconcile::cluster::build::metadata::metadata;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::{ClusterNames, Component};
 use crate::reconcile::stores::Stores;
 
 /// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
@@ -122,8 +130,8 @@ impl Secrets {
 
 /// Names of a cluster's Secrets, without the keys of tenants: only clusters with encrypted tenants need the permission
 /// for them, and they are read when they are compared.
-fn secrets_of(names: &ClusterNames) -> [String; 5] {
-    [names.authority(), names.console(), names.salts(), names.etcd_authority(), names.etcd_tls()]
+fn secrets_of(names: &ClusterNames) -> [String; 3] {
+    [names.authority(), names.console(), names.salts()]
 }
 
 /// The refusal of a cluster whose Secrets the operator may not read.
@@ -151,61 +159,84 @@ fn missing_permission(error: &watcher::Error) -> Option<&Status> {
 impl Watching {
     async fn run(self, name: String, sender: watch::Sender<State>) {
         let secrets = api(&self.client, ChildKind::Secret, Some(&self.names.namespace));
-        let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
-        let mut events = watcher(secrets, only).backoff(WatchBackoff::default()).boxed();
-        let mut is_listed = false;
-        while let Some(event) = events.next().await {
-            let state = match event {
-                Ok(watcher::Event::Init) => {
-                    is_listed = false;
-                    continue;
-                }
-                Ok(watcher::Event::InitApply(secret) | watcher::Event::Apply(secret)) => {
-                    is_listed = true;
-                    match secret.labels().get(CLUSTER_UID) {
-                        Some(uid) if *uid == self.names.uid => State::Present(Arc::new(secret)),
-                        _ => State::Foreign,
+        let mut found = watch_object(secrets, &name).backoff(WatchBackoff::default()).boxed();
+        while let Some(found) = found.next().await {
+            let namespace = &self.names.namespace;
+            let state = match found {
+                Ok(Some(secret)) if is_foreign(&self.names, &secret) => State::Foreign,
+                Ok(Some(secret)) => State::Present(Arc::new(secret)),
+                Ok(None) => State::Absent,
+                Err(error) => match missing_permission(&error) {
+                    Some(Status { message, .. }) => {
+                        tracing::warn!(
+                            condition = WATCH_LOST,
+                            error = message,
+                            namespace,
+                            secret = name,
+                            "no permission for a Secret"
+                        );
+                        State::Forbidden(message.clone())
                     }
-                }
-                Ok(watcher::Event::InitDone) => {
-                    tracing::info!(recovered = WATCH_LOST, secret = name, "watch established");
-                    if is_listed {
+                    None => {
+                        tracing::warn!(condition = WATCH_LOST, %error, namespace, secret = name, "watch lost; restarting it");
                         continue;
                     }
-                    State::Absent
-                }
-                Ok(watcher::Event::Delete(_)) => State::Absent,
-                Err(error) => {
-                    let is_known = matches!(*sender.borrow(), State::Forbidden(_));
-                    let Some(status) = missing_permission(&error) else {
-                        tracing::warn!(condition = WATCH_LOST, %error, secret = name, "watch lost; restarting it");
-                        continue;
-                    };
-                    if is_known {
-                        if self.stores.cluster_by_uid(&self.names.uid).is_none() {
-                            return;
-                        }
-                        continue;
-                    }
-                    let (namespace, error) = (&self.names.namespace, &status.message);
-                    tracing::warn!(
-                        condition = WATCH_LOST,
-                        error,
-                        namespace,
-                        secret = name,
-                        "no permission for a Secret"
-                    );
-                    State::Forbidden(status.message.clone())
-                }
+                },
             };
-            let was_known = !matches!(*sender.borrow(), State::Unknown);
-            sender.send_replace(state);
-            let cluster = self.stores.cluster_by_uid(&self.names.uid);
-            match cluster {
-                Some(cluster) if was_known => self.stores.feeds.clusters.request(cluster).await,
+            if !matches!(state, State::Forbidden(_)) {
+                tracing::info!(recovered = WATCH_LOST, namespace, secret = name, "watch established");
+            }
+            let before = sender.send_replace(state.clone());
+            let is_news = !matches!(
+                (&before, &state),
+                (State::Unknown, _) | (State::Forbidden(_), State::Forbidden(_))
+            );
+            match self.stores.cluster_by_uid(&self.names.uid) {
+                Some(cluster) if is_news => self.stores.feeds.clusters.request(cluster).await,
                 Some(_) => {}
                 None => return,
             }
         }
     }
+}
+
+/// Whether a Secret is not of this cluster.
+pub(crate) fn is_foreign(names: &ClusterNames, secret: &impl ResourceExt) -> bool {
+    secret.labels().get(CLUSTER_UID) != Some(&names.uid)
+}
+
+/// Creates a Secret of the agents with these entries, or changes them in the version that was read. Entries with the
+/// value `null` are removed.
+///
+/// # Errors
+/// The API server rejected the write, for example because another writer changed the Secret (409).
+pub(crate) async fn write_entries(
+    cluster: &KVCacheCluster,
+    name: &str,
+    stored: Option<&Secret>,
+    entries: &Value,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    let names = ClusterNames::of(cluster);
+    let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
+    let field_manager = Some(OPERATOR_FIELD_MANAGER.to_owned());
+    let written = match stored {
+        None => {
+            let secret = json!({
+                "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+                "metadata": metadata(cluster, &names, Component::Agent, name), "data": entries,
+            });
+            let secret =
+                serde_json::from_value(secret).map_err(|error| OperatorError::Identity(error.to_string()))?;
+            secrets.create(&PostParams { field_manager, ..PostParams::default() }, &secret).await
+        }
+        Some(stored) => {
+            let version = json!({ "resourceVersion": stored.resource_version() });
+            let patch = Patch::Merge(json!({ "metadata": version, "data": entries }));
+            secrets.patch(name, &PatchParams { field_manager, ..PatchParams::default() }, &patch).await
+        }
+    };
+    written.map_err(OperatorError::api(format!("write Secret {name}")))?;
+    context.metrics.record_write("Secret", Write::Apply);
+    Ok(())
 }

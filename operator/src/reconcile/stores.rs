@@ -16,7 +16,6 @@ use crate::framework::feed::{Feed, Signal};
 use crate::framework::labels::CLUSTER_UID;
 use crate::framework::own_writes::OwnWrites;
 use crate::reconcile::assignment::Assignment;
-use crate::reconcile::assignment::current::CurrentAssignment;
 
 /// Readers of all stores.
 #[derive(Debug)]
@@ -47,17 +46,8 @@ pub struct Stores {
     orphans: Notify,
     /// Version of the assignment's inputs, incremented on each change.
     version: AtomicU64,
-    assignment: Mutex<CachedAssignment>,
-}
-
-/// An assignment and the inputs that it was computed from.
-#[derive(Debug, Default)]
-struct CachedAssignment {
-    /// Version of the inputs.
-    version: u64,
-    /// What nodes had at that time.
-    current: CurrentAssignment,
-    assignment: Arc<Assignment>,
+    /// The last assignment, and the version of its inputs.
+    assignment: Mutex<(u64, Arc<Assignment>)>,
 }
 
 /// Changes of all watched kinds, and signals to reconcile all objects of some kinds.
@@ -189,32 +179,16 @@ impl Stores {
     pub fn assignment(&self) -> Arc<Assignment> {
         let version = self.version.load(Ordering::Acquire);
         let mut cached = self.assignment.lock().unwrap_or_else(PoisonError::into_inner);
-        if cached.version != version {
-            let current = CurrentAssignment::from_cache_nodes(&self.cache_nodes.state());
+        if cached.0 != version {
             let assignment = Assignment::compute(
                 &self.clusters.state(),
                 &self.pools.state(),
                 &self.nodes.state(),
-                &current,
+                &self.cache_nodes.state(),
             );
-            *cached = CachedAssignment { version, current, assignment: Arc::new(assignment) };
+            *cached = (version, Arc::new(assignment));
         }
-        Arc::clone(&cached.assignment)
-    }
-
-    /// Handles a changed `CacheNode`: a node that no longer has something may resolve a conflict. Returns
-    /// whether the assignment changed.
-    pub fn cache_node_changed(&self, node: &str) -> bool {
-        let before = {
-            let cached = self.assignment.lock().unwrap_or_else(PoisonError::into_inner);
-            let now = self.cache_nodes.get(&ObjectRef::new(node));
-            if !cached.assignment.is_contested || !cached.current.has_lost(node, now.as_deref()) {
-                return false;
-            }
-            Arc::clone(&cached.assignment)
-        };
-        self.invalidate_assignment();
-        *self.assignment() != *before
+        Arc::clone(&cached.1)
     }
 
     /// Returns a cluster by `namespace/name`.

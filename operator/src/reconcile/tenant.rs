@@ -11,10 +11,12 @@ use reprise_crds::CacheTenant;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::finalizers::{self, Finalizer, FinalizerOutcome, ObjectState, try_set};
+use crate::framework::finalizers::{self, Finalizer, ObjectState};
+use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
+use dereference::TenantClusters;
 
 pub mod budget;
 pub mod controller;
@@ -28,9 +30,8 @@ pub mod validate;
 /// Polling interval while nodes apply the assignment of pods, which takes about a minute.
 const PODS_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What a blocked deletion waits for.
-const WAITED_FOR: &str = "its budgets and blocks to be removed";
-
+/// Message of a tenant without clusters.
+const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
 /// Sets a tenant's budget at the control planes and updates its status.
 ///
 /// # Errors
@@ -40,64 +41,42 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let refused = validate::validate(&tenant);
     let ours = budget::owns_budgets(&tenant);
     let is_deleting = tenant.metadata.deletion_timestamp.is_some();
-    let mut forbidden = None;
-    if !is_deleting && refused.is_none() {
-        match ensure_finalizer(&tenant, ours, &api, &context).await? {
-            None => {}
-            Some((_, FinalizerOutcome::Done(_))) => return Ok(Action::await_change()),
-            Some((finalizer, FinalizerOutcome::Forbidden(refused))) => forbidden = Some((finalizer, refused)),
-        }
+    if !is_deleting && refused.is_none() && ensure_finalizer(&tenant, ours, &api, &context).await? {
+        return Ok(Action::await_change());
     }
-    let mut results = budget::sync(&tenant, refused.as_ref(), &context).await;
+    let clusters = TenantClusters::of(&tenant, context.stores.clusters.state());
+    let mut results = budget::sync(&tenant, refused.as_ref(), &clusters, &context).await;
     if budget::is_purged(&tenant, &results) {
-        keys::remove(&tenant, &mut results, &context).await;
+        keys::remove(&tenant, &clusters, &mut results, &context).await;
     }
     if budget::is_purged(&tenant, &results) {
-        // Publish the event before removing the finalizer, because the object may be deleted with it. If the
-        // finalizer cannot be removed, publish it once.
-        if context.forbidden_writes.recent(&*tenant, PURGE_FINALIZER).is_none() {
-            let finding = status::purged(
-                &budget::purged_clusters(&tenant, &results),
-                &budget::skipped_clusters(&tenant, &context),
-            );
-            crate::framework::status::publish_event(&context, &*tenant, &finding).await;
-        }
-        match try_set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await? {
-            // The zero budget is removed in the next reconcile.
-            FinalizerOutcome::Done(_) => return Ok(Action::await_change()),
-            FinalizerOutcome::Forbidden(refused) => forbidden = Some((PURGE_FINALIZER, refused)),
-        }
+        // Publish the event before removing the finalizer, because the object may be deleted with it.
+        let finding = status::purged(&results, &clusters.released);
+        crate::framework::status::publish_event(&context, &*tenant, &finding).await;
+        finalizers::set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await?;
+        // The zero budget is removed in the next reconcile.
+        return Ok(Action::await_change());
     }
     let is_withdrawn = budget::is_withdrawn(&tenant, refused.as_ref(), &results);
     let finalizer = if ours && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
-    match try_set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await? {
-        FinalizerOutcome::Done(ObjectState::Gone) if !budget::is_purging(&tenant) => {
-            return Ok(Action::await_change());
-        }
-        FinalizerOutcome::Done(_) => {}
-        FinalizerOutcome::Forbidden(refused) => forbidden = Some((BUDGET_FINALIZER, refused)),
+    let state = finalizers::set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await?;
+    if state == ObjectState::Gone && !budget::is_purging(&tenant) {
+        return Ok(Action::await_change());
     }
-    let keys = keys::sync(&tenant, refused.as_ref(), &context).await;
-    let checks = dereference::dereference(&tenant, &context);
-    let measured = usage::measure(&tenant, &context).await;
-    let bindings = pods::binding_status(&tenant, &context);
+    let keys = keys::sync(&tenant, refused.as_ref(), &clusters, &context).await;
+    let checks = dereference::checks(&tenant, &clusters, &context);
+    let measured = usage::measure(&tenant, &clusters, &context).await;
+    let bindings = pods::binding_status(&tenant, &clusters, &context);
     let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
     let key = keys.as_ref().map(|keys| keys::finding(&tenant, keys, &measured));
     let more: Vec<_> = pods.into_iter().chain(key).collect();
     let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
     let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     fresh.usage = report.usage;
-    findings.extend(pods::public_finding(&tenant, &context));
+    findings.extend(pods::public_finding(&tenant, &bindings));
     findings.extend(report.findings);
-    findings.extend(forbidden.map(|(finalizer, refused)| {
-        finalizers::forbidden_condition(&*tenant, finalizer, WAITED_FOR, &refused)
-    }));
-    let write = crate::framework::status::StatusWrite {
-        object: &*tenant,
-        api: &api,
-        before: tenant.status.as_ref(),
-        findings: &findings,
-    };
+    let write =
+        StatusWrite { object: &*tenant, api: &api, before: tenant.status.as_ref(), findings: &findings };
     let wait = crate::framework::status::write(&context, write, fresh).await?;
     let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
     if let Some(error) = keys.and_then(|keys| keys.error) {
@@ -111,20 +90,21 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
 }
 
 /// Adds a missing finalizer before any control plane is changed. One per reconcile: the change triggers the
-/// next one. Returns `None` if the tenant has all finalizers that it needs.
+/// next one. Returns whether it did.
 async fn ensure_finalizer(
     tenant: &CacheTenant,
     ours: bool,
     api: &Api<CacheTenant>,
     context: &Context,
-) -> Result<Option<(&'static str, FinalizerOutcome)>, OperatorError> {
+) -> Result<bool, OperatorError> {
     let purges = budget::wants_purge(tenant);
     let (finalizer, wanted) = if !ours && (purges || budget::desired(tenant).is_some()) {
         (BUDGET_FINALIZER, Finalizer::Present)
     } else if purges != budget::has_purge(tenant) {
         (PURGE_FINALIZER, if purges { Finalizer::Present } else { Finalizer::Absent })
     } else {
-        return Ok(None);
+        return Ok(false);
     };
-    Ok(Some((finalizer, try_set(context, tenant, api, finalizer, wanted).await?)))
+    finalizers::set(context, tenant, api, finalizer, wanted).await?;
+    Ok(true)
 }

@@ -2,10 +2,10 @@
 //!
 //! | changed | reconciled |
 //! |---|---|
-//! | spec of a cluster, pool, tenant or profile; acceptance of a cluster or pool | everything: the assignment may have changed |
+//! | spec of a cluster, pool, tenant or profile; acceptance of a cluster | everything: the assignment may have changed |
 //! | name or labels of a node | the node, all clusters, pools, profiles and allocations |
 //! | name or labels of a namespace | all clusters and the tenants that select pods, if such tenants exist |
-//! | spec of a `CacheNode`, if that changes the assignment | everything |
+//! | spec of a `CacheNode` of a frozen cluster, which keeps the node | everything |
 //! | other changes | the objects that the controllers name, for example [`crate::reconcile::cluster::controller`] |
 //!
 //! After a watch was lost and its objects were listed again, everything is reconciled, because deletions may have been
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use kube::api::{Api, DynamicObject};
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::watcher;
-use kube::{Client, Resource, ResourceExt};
+use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
@@ -26,6 +26,7 @@ use crate::framework::change::{Change, WatchedKind};
 use crate::framework::feed::{Feed, Watch};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::optional_kinds;
+use crate::reconcile::membership::is_frozen;
 use crate::reconcile::node::apply::is_foreign;
 use crate::reconcile::stores::{Stores, Writers};
 use crate::reconcile::tenant::pods;
@@ -52,7 +53,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
         }
     }));
     tasks.spawn(watches.all(writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
-        if change.is_spec() && stores.cache_node_changed(&cache_node.name_any()) {
+        if change.is_spec() && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster)) {
             stores.reconcile_everything();
         }
         if change.is_spec() && is_foreign(cache_node) {

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! ConfigMap of authorities ──▶ ca.crt ┐
-//! new key ────────────────────▶ tls.key ├─▶ folder in memory ──▶ agent or member follows the files
+//! new key ────────────────────▶ tls.key ├─▶ folder of the pod ──▶ agent, member or etcd reads the files
 //! API server ─── operator ────▶ tls.crt ┘
 //! ```
 //!
-//! The key is created here and stays in the pod. A certificate is requested if there is no usable one, from two thirds of its
+//! The key is created here and stays in the volumes of the pod. A certificate is requested if there is no usable one, from two thirds of its
 //! validity on, and [`SPREADS_WITHIN`] after another authority issues: by then, all pods trust both.
 //!
 //! Pods may `get` a request but not list or watch requests, so they can read only requests whose names they know. Names

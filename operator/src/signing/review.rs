@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `agent/NODE` | a pod of the agents' service account that is bound to this node |
 //! | `member` | a pod of the members' service account, with the name of a member |
+//! | `etcd` | a pod of etcd's service account, with the name of a member of etcd |
 //! | `admin` | accounts that may `administer` the KVCacheCluster |
 //! | `console` | accounts that may `observe` the KVCacheCluster |
 //! | `operator` | no requester: the operator issues its certificate itself |
@@ -31,6 +32,8 @@ pub struct Grant {
     pub request: SigningRequest,
     /// Cluster whose authority signs.
     pub names: ClusterNames,
+    /// Host names in the certificate, by which the pod is reached.
+    pub hosts: Vec<String>,
     /// Validity of the certificate.
     pub valid: time::Duration,
 }
@@ -89,7 +92,7 @@ fn decide(
     let wanted = spec.expiration_seconds.map(|seconds| time::Duration::seconds(seconds.into()));
     let valid = wanted.unwrap_or(longest).clamp(CERTIFICATE_VALID_MIN, longest);
     let role = signing.identity().role.clone();
-    let grant = Grant { request: signing, names: names.clone(), valid };
+    let mut grant = Grant { request: signing, names: names.clone(), hosts: Vec::new(), valid };
     match role {
         Role::Agent(node) => {
             check_account(request, &names, &names.agent())?;
@@ -101,18 +104,33 @@ fn decide(
             Ok(Verdict::Grant(grant))
         }
         Role::Member => {
-            check_account(request, &names, &names.control_plane())?;
-            let pod = extra(request, POD_NAME)?;
-            let index = pod.strip_prefix(&format!("{}-", names.control_plane()));
-            if index.is_none_or(|index| index.parse::<u32>().is_err()) {
-                return Err(format!("pod {pod} is not a member of the control plane"));
-            }
+            check_member(request, &names, &names.control_plane())?;
+            Ok(Verdict::Grant(grant))
+        }
+        Role::Etcd => {
+            let pod = check_member(request, &names, &names.etcd())?;
+            grant.hosts = names.etcd_hosts(pod).into();
             Ok(Verdict::Grant(grant))
         }
         Role::Admin => Ok(Verdict::Ask(grant, Permission { verb: "administer", names })),
         Role::Console => Ok(Verdict::Ask(grant, Permission { verb: "observe", names })),
         Role::Operator => Err("only the operator has this identity".to_owned()),
     }
+}
+
+/// Checks that the requester is a pod of a StatefulSet, whose service account has the same name. Returns its name.
+fn check_member<'a>(
+    request: &'a CertificateSigningRequest,
+    names: &ClusterNames,
+    set: &str,
+) -> Result<&'a str, String> {
+    check_account(request, names, set)?;
+    let pod = extra(request, POD_NAME)?;
+    let index = pod.strip_prefix(set).and_then(|rest| rest.strip_prefix('-'));
+    if index.is_none_or(|index| index.parse::<u32>().is_err()) {
+        return Err(format!("pod {pod} is not a member of {set}"));
+    }
+    Ok(pod)
 }
 
 /// Checks that the requester has a service account of the cluster's namespace.
@@ -144,6 +162,7 @@ mod tests {
 
     const AGENT: &str = "system:serviceaccount:n:c-agent";
     const MEMBER: &str = "system:serviceaccount:n:c-controlplane";
+    const ETCD: &str = "system:serviceaccount:n:c-etcd";
 
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
@@ -168,17 +187,21 @@ mod tests {
 
     #[test]
     fn pods_get_the_identity_of_their_account_pod_and_node_only() {
-        for (identity, user, pod) in [
-            ("reprise://c.n/agent/n1", AGENT, "c-agent-x"),
-            ("reprise://c.n/member", MEMBER, "c-controlplane-2"),
+        let hosts: &[&str] = &["c-etcd-2.c-etcd.n.svc", "c-etcd-2.c-etcd.n.svc.cluster.local"];
+        for (identity, user, pod, hosts) in [
+            ("reprise://c.n/agent/n1", AGENT, "c-agent-x", &[][..]),
+            ("reprise://c.n/member", MEMBER, "c-controlplane-2", &[]),
+            ("reprise://c.n/etcd", ETCD, "c-etcd-2", hosts),
         ] {
             let Verdict::Grant(grant) = review(&request(identity, user, pod, &json!({})), find) else {
                 panic!("{identity} is denied")
             };
             assert_eq!(grant.request.identity().to_string(), identity);
-            assert_eq!((grant.names, grant.valid), (names(), CERTIFICATE_VALID));
+            assert_eq!((&grant.names, grant.valid), (&names(), CERTIFICATE_VALID));
+            assert_eq!(grant.hosts, hosts);
             let authority = Authority::create("c.n").expect("valid");
-            let certificate = authority.sign(&grant.request, grant.valid).expect("a valid period");
+            let certificate =
+                authority.sign(&grant.request, &grant.hosts, grant.valid).expect("a valid period");
             assert!(certificate.starts_with("-----BEGIN CERTIFICATE-----"));
         }
         for (identity, user, pod, more, words) in [
@@ -204,6 +227,15 @@ mod tests {
             ),
             ("reprise://c.n/member", MEMBER, "c-controlplane-x", json!({}), "is not a member"),
             ("reprise://c.n/member", MEMBER, "other", json!({}), "is not a member"),
+            ("reprise://c.n/etcd", MEMBER, "c-etcd-0", json!({}), "not system:serviceaccount:n:c-etcd"),
+            (
+                "reprise://c.n/member",
+                ETCD,
+                "c-etcd-0",
+                json!({}),
+                "not system:serviceaccount:n:c-controlplane",
+            ),
+            ("reprise://c.n/etcd", ETCD, "c-etcd-0x", json!({}), "is not a member"),
             ("reprise://c.n/operator", AGENT, "p", json!({}), "only the operator"),
             ("reprise://d.n/agent/n1", AGENT, "p", json!({}), "no KVCacheCluster d.n"),
             ("reprise://c/agent/n1", AGENT, "p", json!({}), "no KVCacheCluster c "),

@@ -1,7 +1,7 @@
 //! Settings of the etcd store: endpoints, prefix, user and TLS.
 //!
-//! Secrets are given as files, which are read when the store is opened. Neither the settings nor the log
-//! contain them.
+//! Secrets are given as files, which are read when the store is opened and after they change. Neither the settings nor
+//! the log contain them.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -63,7 +63,23 @@ pub struct EtcdIdentity {
     pub key_file: PathBuf,
 }
 
+/// Contents of the files of the settings; none for a file that cannot be read.
+pub(super) type Files = Vec<Option<Vec<u8>>>;
+
 impl EtcdSettings {
+    /// Reads the files without checking them. Blocks.
+    pub(super) fn files(&self) -> Files {
+        let tls = self.tls.as_ref();
+        let identity = tls.and_then(|tls| tls.identity.as_ref());
+        let paths = [
+            tls.map(|tls| &tls.ca_file),
+            identity.map(|identity| &identity.cert_file),
+            identity.map(|identity| &identity.key_file),
+            self.user.as_ref().map(|user| &user.password_file),
+        ];
+        paths.into_iter().flatten().map(|path| read("", path).ok()).collect()
+    }
+
     /// Checks the settings without reading any file.
     ///
     /// # Errors

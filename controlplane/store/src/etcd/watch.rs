@@ -42,7 +42,7 @@ impl EtcdWatch {
         // A call renews an expired token; a watch does not. The call also detects a restored etcd, for which
         // the watch would wait until its revision has caught up.
         self.store.revision().await?;
-        let mut client = self.store.client.watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let mut client = self.store.client().watch_client().max_decoding_message_size(MESSAGE_BYTES_MAX);
         let prefix = self.store.full(&self.prefix);
         let options = WatchOptions::new().with_prefix().with_start_revision(wire(self.next));
         self.stream = Some(within(client.watch(prefix, Some(options))).await?);

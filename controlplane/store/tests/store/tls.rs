@@ -15,6 +15,7 @@ use crate::every_store::settings;
 /// A server whose certificate names 127.0.0.1 and `etcd.test`, and the files of a client that it trusts.
 struct TestEnv {
     folder: tempfile::TempDir,
+    authority: Authority,
     server: Etcd,
 }
 
@@ -40,7 +41,7 @@ impl TestEnv {
         file("other-client-key.pem", key);
         let setup = Setup::on_loopback(built_binary(), folder.path());
         let server = Etcd::start(Setup { tls: Some(tls), ..setup });
-        TestEnv { folder, server }
+        TestEnv { folder, authority, server }
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -99,6 +100,28 @@ async fn connects_with_mutually_trusted_certificates() {
     let time_to_live = TimeToLive::new(std::time::Duration::from_secs(2)).expect("valid");
     let held = LeaseGuard::grant(std::sync::Arc::new(store), time_to_live).await.expect("granted");
     held.release().await.expect("released");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn uses_changed_files_and_keeps_the_connection_if_they_are_refused() {
+    let env = TestEnv::new();
+    let store = EtcdStore::connect(&env.settings(|_| ())).await.expect("trusted");
+    assert!(matches!(store.use_changed_files().await, Ok(false)));
+    let (certificate, key) = env.authority.issue(&["client"]);
+    write(env.folder.path(), "client.pem", &certificate);
+    // The key is still that of the certificate before.
+    let torn = store.use_changed_files().await.expect_err("half of a change");
+    assert!(matches!(torn, StoreError::Setting(_)), "{torn}");
+    write(env.folder.path(), "client-key.pem", &key);
+    assert!(matches!(store.use_changed_files().await, Ok(true)));
+    assert!(matches!(store.use_changed_files().await, Ok(false)));
+    round_trip(&store).await;
+    for file in ["client.pem", "client-key.pem"] {
+        std::fs::copy(env.file(&format!("other-{file}")), env.file(file)).expect("written");
+    }
+    let refused = store.use_changed_files().await.expect_err("the server does not trust it");
+    assert!(matches!(refused, StoreError::Untrusted { .. }), "{refused}");
+    round_trip(&store).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

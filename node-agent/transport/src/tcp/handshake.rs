@@ -98,7 +98,7 @@ impl Secured {
 fn check_role(identity: &Identity) -> Result<(), Close> {
     match identity.role {
         Role::Agent(_) => Ok(()),
-        Role::Member | Role::Operator | Role::Admin | Role::Console => {
+        Role::Member | Role::Etcd | Role::Operator | Role::Admin | Role::Console => {
             Err(Close::Refused(format!("the certificate is of {identity}, and not of an agent")))
         }
     }

@@ -1,12 +1,7 @@
-//! Meaning and handling of the API server's 409 answers.
+//! Requests to objects that other writers change or replace at the same time.
 //!
-//! | request | cause | handling |
-//! |---|---|---|
-//! | apply | another field manager owns a field | reported, and the field is left; or restored, if the operator owns it exclusively ([`crate::framework::field_ownership::restore`]) |
-//! | apply | another writer modified or created the object at the same moment | retried: an apply carries no resource version |
-//! | delete | the name now belongs to an object with another unique id | read again: the new object may have to be deleted as well |
-//!
-//! Retries follow each other immediately. If the last one fails, the whole reconcile fails and backs off.
+//! Answers 409, except those about field managers, fail the reconcile, which is retried with backoff. An apply
+//! carries no resource version, so the API server itself retries an apply that another write overtakes.
 
 use std::fmt::Debug;
 
@@ -23,9 +18,6 @@ const NOT_FOUND: u16 = 404;
 /// Reason of the cause that the API server lists for each field that another manager owns.
 const FIELD_MANAGER: &str = "FieldManagerConflict";
 
-/// Attempts that follow each other immediately.
-const TRIES_MAX: usize = 3;
-
 /// Part of an object that a request writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
@@ -40,7 +32,7 @@ pub(crate) enum Part {
 pub(crate) enum DeleteOutcome {
     /// This call deleted the object.
     Deleted,
-    /// The object was gone or being deleted already, or its name now belongs to an object that is kept.
+    /// The object was gone or being deleted already.
     NotNeeded,
 }
 
@@ -66,56 +58,31 @@ where
     P: Serialize + Debug,
 {
     let patch = Patch::Apply(body);
-    let write = async || match part {
+    match part {
         Part::Object => api.patch(name, params, &patch).await,
         Part::Status => api.patch_status(name, params, &patch).await,
-    };
-    for _ in 1..TRIES_MAX {
-        match write().await {
-            Err(kube::Error::Api(status)) if status.code == CONFLICT && !is_field_conflict(&status) => {}
-            answer => return answer,
-        }
     }
-    write().await
 }
 
-/// Deletes exactly this object, unless it is being deleted already. If its name now belongs to another
-/// object, deletes that one only if it is `unwanted` as well.
+/// Deletes exactly this object, unless it is being deleted already.
 ///
 /// # Errors
-/// The API server rejected the request, or the object changed on every attempt.
-pub(crate) async fn delete<K>(
-    api: &Api<K>,
-    found: &K,
-    unwanted: impl Fn(&K) -> bool,
-) -> Result<DeleteOutcome, kube::Error>
+/// The API server rejected the request, for example because the name now belongs to another object (409).
+pub(crate) async fn delete<K>(api: &Api<K>, found: &K) -> Result<DeleteOutcome, kube::Error>
 where
     K: ResourceExt + Clone + DeserializeOwned + Debug,
 {
     if found.meta().deletion_timestamp.is_some() {
         return Ok(DeleteOutcome::NotNeeded);
     }
-    let name = found.name_any();
-    let mut uid = found.uid();
-    for is_last in (1..=TRIES_MAX).map(|number| number == TRIES_MAX) {
-        let params = DeleteParams {
-            preconditions: Some(Preconditions { uid, resource_version: None }),
-            propagation_policy: Some(PropagationPolicy::Background),
-            ..DeleteParams::default()
-        };
-        match api.delete(&name, &params).await {
-            Ok(_) => return Ok(DeleteOutcome::Deleted),
-            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(DeleteOutcome::NotNeeded),
-            Err(kube::Error::Api(status)) if status.code == CONFLICT && !is_last => {}
-            Err(error) => return Err(error),
-        }
-        match api.get_opt(&name).await? {
-            Some(live) if live.meta().deletion_timestamp.is_none() && unwanted(&live) => uid = live.uid(),
-            _ => return Ok(DeleteOutcome::NotNeeded),
-        }
+    let params = DeleteParams {
+        preconditions: Some(Preconditions { uid: found.uid(), resource_version: None }),
+        propagation_policy: Some(PropagationPolicy::Background),
+        ..DeleteParams::default()
+    };
+    match api.delete(&found.name_any(), &params).await {
+        Ok(_) => Ok(DeleteOutcome::Deleted),
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(DeleteOutcome::NotNeeded),
+        Err(error) => Err(error),
     }
-    Ok(DeleteOutcome::NotNeeded)
 }
-
-#[cfg(test)]
-mod tests;

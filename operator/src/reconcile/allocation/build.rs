@@ -1,17 +1,17 @@
-//! Computes the writes for a node's allocations, and their order. Pure.
+//! Decides the next write of a pass over a node's allocations. Pure.
 //!
-//! Order: finalizers for allocations that will be granted, releases, other status updates, removal of unused
-//! finalizers, grants. An operator that is killed between two writes leaves pairs unused but never grants
-//! them twice.
+//! A pass begins with the objects that the API server lists. After each write it decides again, with the object that
+//! the API server returned. So a grant never relies on pairs whose release is not written, and an operator that is
+//! killed between two writes leaves pairs unused but never grants them twice. [`Operation`] has the order of writes.
 //!
-//! * A grant is written in a later pass than its finalizer. Until then nothing is preempted for it, and pairs
-//!   that the preemption would free are not granted to others. An allocation whose finalizer was rejected in
-//!   this pass is skipped ([`GrantInputs::skipped`]): it requests nothing, so others can get its pairs.
-//!   Allocations that have the finalizer but fit only together with a skipped one keep the finalizer.
-//!   Otherwise they would gain and lose it in alternation.
-//! * A former leader may be about to grant to an allocation that has the finalizer but no grant. A finalizer
-//!   that this process did not add ([`GrantInputs::fresh_finalizers`]) is therefore removed, or a status is
-//!   written, before anything is granted on the node; see [`super::apply`].
+//! * An allocation of which the API server rejects a write takes part as it is stored: it keeps its pairs, requests
+//!   none, and is not preempted. So others can get all pairs that it does not have.
+//! * A former leader may be about to grant to an allocation that has the finalizer but no grant. So before a pass
+//!   grants, it removes each such finalizer that this process has not added; see [`super::apply`]. If the API server
+//!   rejects that, the pass grants nothing.
+//! * A pass executes each operation on an allocation at most once, so it ends also if the API server drops a field. A
+//!   grant is written in a later pass than its finalizer. If it fails, it is therefore retried after a delay: its pass
+//!   wrote nothing whose watch event would repeat it at once.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use std::sync::Arc;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::GPUQueueAllocation;
+use reprise_crds::queues::{QueueGrant, QueueQos};
 
 use super::dereference::{GrantInputs, ResolvedAllocation, name};
-use super::failed_writes::FailedWrites;
-use super::grant::{ClaimState, Claimant, QueueState, Share, Verdict, decide};
-use super::lifecycle::{Lifecycle, lifecycle};
+use super::grant::{ClaimState, Claimant, Shares, Verdict, decide};
+use super::lifecycle::{Lifecycle, granted, lifecycle};
 use super::status::{self, StatusUpdate};
 use super::validate::validate;
 use crate::framework::refusal::Refusal;
@@ -36,21 +36,23 @@ pub struct PendingWrite {
     pub object: Arc<GPUQueueAllocation>,
     /// The kind of write.
     pub operation: Operation,
+    /// The new status; `None` for a write of finalizers.
+    pub update: Option<StatusUpdate>,
 }
 
-/// The kind of write to an allocation.
-#[derive(Clone, Debug, PartialEq)]
+/// The kind of write to an allocation, in the order within a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Operation {
-    /// Add the finalizer to the object.
-    AddFinalizer,
     /// Mark the grant as ending or as released.
-    EndGrant(StatusUpdate),
-    /// Update the status without changing the grant.
-    UpdateStatus(StatusUpdate),
+    EndGrant,
     /// Remove the finalizer from the object.
     RemoveFinalizer,
+    /// Add the finalizer to the object.
+    AddFinalizer,
     /// Write the grant to the status.
-    Grant(StatusUpdate),
+    Grant,
+    /// Update the status without changing the grant.
+    UpdateStatus,
 }
 
 /// An allocation while its grant is decided.
@@ -64,117 +66,170 @@ pub struct Candidate<'a> {
     pub lifecycle: Lifecycle,
 }
 
-/// Returns all pending writes of a node, in the order in which they are executed.
-pub fn pending_writes(inputs: &GrantInputs, now: &Time) -> Vec<PendingWrite> {
-    let candidates: Vec<Candidate<'_>> =
-        inputs.allocations.iter().map(|of| candidate(of, inputs, now)).collect();
-    let claimants: Vec<Claimant> = candidates.iter().map(|candidate| claimant(candidate, inputs)).collect();
-    let verdicts = decide(&inputs.lenders, &claimants);
-    let is_candidate = |(candidate, _): &(&Candidate<'_>, &Verdict)| !inputs.is_skipped(&candidate.of.object);
-    let decided = candidates.iter().zip(&verdicts).filter(is_candidate);
-    let due = decided
-        .filter_map(|(candidate, verdict)| Some((verdict, next_write(candidate, verdict, inputs, now)?)));
-    let mut steps = without_premature(due.collect());
-    steps.sort_by_key(|step| step.operation.rank());
-    steps
+/// A pass over the allocations of a node.
+#[derive(Debug)]
+pub struct Pass {
+    /// The objects of the node, including the results of the pass.
+    pub inputs: GrantInputs,
+    /// Uids of allocations to which this process added the finalizer, and whose grant it has not tried to write since.
+    pub fresh_finalizers: BTreeSet<String>,
+    now: Time,
+    /// Writes that succeeded, by uid.
+    written: BTreeSet<(String, Operation)>,
+    /// Uids of allocations of which the API server has rejected a write.
+    unwritable: BTreeSet<String>,
 }
 
-/// Removes preemptions in favor of allocations that cannot be granted in this pass, and grants that need the
-/// pairs which these preemptions would free.
-fn without_premature(mut due: Vec<(&Verdict, PendingWrite)>) -> Vec<PendingWrite> {
-    let is_premature = |verdict: &Verdict, step: &PendingWrite| {
-        matches!(verdict, Verdict::Granted(_)) && !matches!(step.operation, Operation::Grant(_))
-    };
-    let premature = due.iter().filter(|(verdict, step)| is_premature(verdict, step));
-    let premature: BTreeSet<String> = premature.map(|(_, step)| name(&step.object)).collect();
-    let is_for_premature =
-        |verdict: &Verdict| matches!(verdict, Verdict::Preempted { by } if premature.contains(by));
-    let mut failed = FailedWrites::default();
-    for (_, step) in due.iter().filter(|(verdict, _)| is_for_premature(verdict)) {
-        failed.block_controllers(step);
+impl Pass {
+    /// Begins a pass with the finalizers that this process has added.
+    pub fn new(inputs: GrantInputs, mut fresh_finalizers: BTreeSet<String>, now: Time) -> Pass {
+        let exists = |uid: &String| inputs.allocations.iter().any(|of| uid_of(&of.object) == *uid);
+        fresh_finalizers.retain(exists);
+        Pass { inputs, fresh_finalizers, now, written: BTreeSet::new(), unwritable: BTreeSet::new() }
     }
-    due.retain(|(verdict, step)| !is_for_premature(verdict) && failed.allows(step));
-    due.into_iter().map(|(_, step)| step).collect()
-}
 
-fn candidate<'a>(of: &'a ResolvedAllocation, inputs: &GrantInputs, now: &Time) -> Candidate<'a> {
-    let refused = validate(of, inputs);
-    let lifecycle = lifecycle(&of.object, inputs, refused.as_ref(), now);
-    Candidate { of, refused, lifecycle }
-}
-
-fn claimant(candidate: &Candidate<'_>, inputs: &GrantInputs) -> Claimant {
-    let (object, spec) = (&candidate.of.object, &candidate.of.object.spec);
-    let granted = object.status.iter().flat_map(|status| &status.allocations);
-    let shares: Vec<Share> =
-        granted.map(|grant| Share { serial: grant.serial.to_string(), pairs: grant.queue_pairs }).collect();
-    let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
-    Claimant {
-        name: candidate.of.name(),
-        made,
-        pool: spec.pool_ref.name.to_string(),
-        pairs: spec.queue_pairs,
-        qos: spec.qos,
-        isolation: spec.isolation,
-        state: match &candidate.lifecycle {
-            Lifecycle::Refused | Lifecycle::Ended(_) | Lifecycle::Released => ClaimState::Inactive,
-            Lifecycle::Pending if inputs.is_skipped(object) => ClaimState::Inactive,
-            Lifecycle::Pending => ClaimState::Pending,
-            Lifecycle::Granted { kept: Some(_) } => ClaimState::Granted { shares, queues: QueueState::InUse },
-            Lifecycle::Granted { kept: None } => ClaimState::Granted { shares, queues: QueueState::None },
-            Lifecycle::Ending(..) | Lifecycle::Deleting => ClaimState::Ending(shares),
-        },
+    /// Returns the next write; `None` at the end of the pass.
+    pub fn next_write(&self) -> Option<PendingWrite> {
+        let candidates: Vec<Candidate<'_>> =
+            self.inputs.allocations.iter().map(|of| self.candidate(of)).collect();
+        let claimants: Vec<Claimant> = candidates.iter().map(|candidate| self.claimant(candidate)).collect();
+        let verdicts = decide(&self.inputs.lenders, &claimants);
+        let can_grant = !candidates.iter().any(|candidate| {
+            candidate.lifecycle == Lifecycle::Pending && self.has_foreign_finalizer(&candidate.of.object)
+        });
+        let due = candidates.iter().zip(&verdicts);
+        let due = due.filter_map(|(candidate, verdict)| self.write_of(candidate, verdict, can_grant));
+        due.min_by_key(|write| write.operation)
     }
-}
 
-/// Returns the next write to one allocation. There is one at a time because each write changes the
-/// `resourceVersion`.
-fn next_write(
-    candidate: &Candidate<'_>,
-    verdict: &Verdict,
-    inputs: &GrantInputs,
-    now: &Time,
-) -> Option<PendingWrite> {
-    let object = &candidate.of.object;
-    let has = object.finalizers().iter().any(|one| one == QUEUES_FINALIZER);
-    let is_deleting = object.metadata.deletion_timestamp.is_some();
-    let is_granted = matches!(verdict, Verdict::Granted(_));
-    let needs_finalizer =
-        is_granted || matches!(candidate.lifecycle, Lifecycle::Granted { .. } | Lifecycle::Ending(..));
-    let operation = if needs_finalizer && !has && !is_deleting {
-        Operation::AddFinalizer
-    } else if is_granted && !inputs.has_fresh_finalizer(object) {
-        Operation::RemoveFinalizer
-    } else if let Some(update) = status::compute(candidate, verdict, inputs, now) {
-        match (&candidate.lifecycle, verdict) {
-            (_, Verdict::Granted(_)) => Operation::Grant(update),
-            (_, Verdict::Preempted { .. }) | (Lifecycle::Ending(..) | Lifecycle::Ended(_), _) => {
-                Operation::EndGrant(update)
+    /// Records that a write succeeded. `result` is the new object; `None` if the object is gone.
+    pub fn record_success(&mut self, write: &PendingWrite, result: Option<GPUQueueAllocation>) {
+        let uid = uid_of(&write.object);
+        match write.operation {
+            Operation::AddFinalizer => self.fresh_finalizers.insert(uid.clone()),
+            _ => self.fresh_finalizers.remove(&uid),
+        };
+        // With its last finalizer, a deleted object is gone.
+        let exists = |object: &GPUQueueAllocation| {
+            object.metadata.deletion_timestamp.is_none() || !object.finalizers().is_empty()
+        };
+        let result = result.filter(exists).map(Arc::new);
+        self.inputs.allocations.retain_mut(|of| match &result {
+            _ if uid_of(&of.object) != uid => true,
+            Some(object) => {
+                of.object = Arc::clone(object);
+                true
             }
-            _ => Operation::UpdateStatus(update),
-        }
-    } else if has && !needs_finalizer && !waits_for_others(candidate, inputs) {
-        Operation::RemoveFinalizer
-    } else {
-        return None;
-    };
-    Some(PendingWrite { object: Arc::clone(object), operation })
-}
+            None => false,
+        });
+        self.written.insert((uid, write.operation));
+    }
 
-/// Whether a pending allocation may fit as soon as a skipped allocation can be written.
-fn waits_for_others(candidate: &Candidate<'_>, inputs: &GrantInputs) -> bool {
-    candidate.lifecycle == Lifecycle::Pending && !inputs.skipped.is_empty()
-}
+    /// Records that the API server rejected a write, so that it has no effect.
+    pub fn record_rejection(&mut self, write: &PendingWrite) {
+        self.fresh_finalizers.remove(&uid_of(&write.object));
+        self.unwritable.insert(uid_of(&write.object));
+    }
 
-impl Operation {
-    /// Position among the writes of one pass.
-    fn rank(&self) -> u8 {
-        match self {
-            Operation::AddFinalizer => 0,
-            Operation::EndGrant(_) => 1,
-            Operation::UpdateStatus(_) => 2,
-            Operation::RemoveFinalizer => 3,
-            Operation::Grant(_) => 4,
+    fn is_unwritable(&self, object: &GPUQueueAllocation) -> bool {
+        self.unwritable.contains(&uid_of(object))
+    }
+
+    fn has_written(&self, object: &GPUQueueAllocation, operation: Operation) -> bool {
+        self.written.contains(&(uid_of(object), operation))
+    }
+
+    /// Whether another process may have added the finalizer.
+    fn has_foreign_finalizer(&self, object: &GPUQueueAllocation) -> bool {
+        has_finalizer(object) && !self.fresh_finalizers.contains(&uid_of(object))
+    }
+
+    fn candidate<'a>(&self, of: &'a ResolvedAllocation) -> Candidate<'a> {
+        Candidate {
+            of,
+            refused: validate(of, &self.inputs),
+            lifecycle: lifecycle(&of.object, &self.inputs, &self.now),
         }
     }
+
+    fn claimant(&self, candidate: &Candidate<'_>) -> Claimant {
+        let (object, spec) = (&candidate.of.object, &candidate.of.object.spec);
+        let share = |grant: &QueueGrant| (grant.serial.to_string(), grant.queue_pairs);
+        let shares: Shares = granted(object).iter().map(share).collect();
+        let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
+        let is_unwritable = self.is_unwritable(object);
+        Claimant {
+            name: name(object),
+            made,
+            pool: spec.pool_ref.name.to_string(),
+            pairs: spec.queue_pairs,
+            // Like a guaranteed grant, one whose end cannot be written is not preempted.
+            qos: if is_unwritable { QueueQos::Guaranteed } else { spec.qos },
+            isolation: spec.isolation,
+            state: match &candidate.lifecycle {
+                Lifecycle::Pending if candidate.refused.is_some() || is_unwritable => ClaimState::Inactive,
+                Lifecycle::Pending => ClaimState::Pending,
+                Lifecycle::Released => ClaimState::Inactive,
+                Lifecycle::Granted { .. } => ClaimState::Granted(shares),
+                Lifecycle::Ending { .. } | Lifecycle::Deleting => ClaimState::Ending(shares),
+            },
+        }
+    }
+
+    /// Returns the next write to one allocation. There is one at a time because each write changes the
+    /// `resourceVersion`.
+    fn write_of(
+        &self,
+        candidate: &Candidate<'_>,
+        verdict: &Verdict,
+        can_grant: bool,
+    ) -> Option<PendingWrite> {
+        let object = &candidate.of.object;
+        let is_deleting = object.metadata.deletion_timestamp.is_some();
+        let gets_grant = matches!(verdict, Verdict::Granted(_));
+        let has_grant = matches!(candidate.lifecycle, Lifecycle::Granted { .. } | Lifecycle::Ending { .. });
+        let needs_finalizer = has_grant || (gets_grant && !self.has_foreign_finalizer(object));
+        let operation = match has_finalizer(object) {
+            true if !needs_finalizer => Operation::RemoveFinalizer,
+            false if needs_finalizer && !is_deleting => Operation::AddFinalizer,
+            _ if gets_grant => Operation::Grant,
+            _ => match (&candidate.lifecycle, verdict) {
+                (Lifecycle::Ending { .. }, _) | (_, Verdict::Preempted { .. }) => Operation::EndGrant,
+                _ => Operation::UpdateStatus,
+            },
+        };
+        let is_due = match operation {
+            Operation::AddFinalizer => can_grant || has_grant,
+            Operation::Grant => can_grant && !self.has_written(object, Operation::AddFinalizer),
+            _ => true,
+        };
+        if !is_due || self.is_unwritable(object) || self.has_written(object, operation) {
+            return None;
+        }
+        let update = match operation {
+            Operation::AddFinalizer | Operation::RemoveFinalizer => None,
+            _ => Some(status::compute(candidate, verdict, &self.inputs, &self.now)?),
+        };
+        Some(PendingWrite { object: Arc::clone(object), operation, update })
+    }
+}
+
+impl PendingWrite {
+    /// Returns the finalizers of the object after the write.
+    pub fn finalizers(&self) -> Vec<String> {
+        let mut finalizers = self.object.finalizers().to_vec();
+        finalizers.retain(|one| one != QUEUES_FINALIZER);
+        if self.operation == Operation::AddFinalizer {
+            finalizers.push(QUEUES_FINALIZER.to_owned());
+        }
+        finalizers
+    }
+}
+
+fn uid_of(object: &GPUQueueAllocation) -> String {
+    object.uid().unwrap_or_default()
+}
+
+fn has_finalizer(object: &GPUQueueAllocation) -> bool {
+    object.finalizers().iter().any(|one| one == QUEUES_FINALIZER)
 }

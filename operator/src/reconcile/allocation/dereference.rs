@@ -1,14 +1,13 @@
 //! Reads the allocations of a node and the objects that they refer to: controllers, GPUs, pools and
 //! profiles.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::reflector::ObjectRef;
-use reprise_crds::fields::{Engine, Percent, Text};
-use reprise_crds::node::{AppliedQueues, Controller, CreatedQueues};
+use reprise_crds::fields::{Engine, Percent};
+use reprise_crds::node::{AppliedQueues, Controller};
 use reprise_crds::pool::GPU_QUEUE_PERCENT_DEFAULT;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, SlackProfile};
@@ -17,8 +16,7 @@ use super::grant::{LendableController, budget};
 use crate::framework::error::OperatorError;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::has_reported;
-use crate::reconcile::node::dereference::cluster_of;
+use crate::reconcile::membership::{cluster_of, has_reported};
 
 /// The inputs to the grant decision for one node.
 #[derive(Clone, Debug)]
@@ -35,11 +33,6 @@ pub struct GrantInputs {
     pub lenders: Vec<LendableController>,
     /// All allocations of the node, sorted by namespace and name.
     pub allocations: Vec<ResolvedAllocation>,
-    /// Uids of allocations to which this process added the finalizer, and whose grant it has not tried to
-    /// write since.
-    pub fresh_finalizers: BTreeSet<String>,
-    /// Uids of allocations whose finalizer was rejected in this pass ([`super::write_queue`]).
-    pub skipped: BTreeSet<String>,
 }
 
 /// Whether a node exists and belongs to a cluster.
@@ -56,21 +49,10 @@ pub enum NodePresence {
 }
 
 /// The queue pairs of an allocation that the node's agent holds, or may hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum AgentQueues {
     /// The agent has reported on this allocation.
-    Reported {
-        /// Queue pairs that it has set aside.
-        kept: u32,
-        /// Queue pairs that engines have created.
-        made: u32,
-        /// Their numbers, by controller.
-        created: Vec<CreatedQueues>,
-        /// Set if engines cannot create them: why.
-        unavailable: Option<String>,
-        /// Set if it sets none aside: why.
-        refused: Option<String>,
-    },
+    Reported(AppliedQueues),
     /// The spec lists the allocation, or the agent may not have seen yet that it no longer does.
     Unconfirmed,
 }
@@ -92,7 +74,6 @@ pub struct ResolvedAllocation {
 pub fn from_stores(node: &str, context: &Context) -> GrantInputs {
     let stores = &context.stores;
     let allocations = stores.allocations.state_filter(|one| one.spec.node_name.as_str() == node);
-    // `fresh_finalizers` stays empty here. It affects which write comes next, not whether there is one.
     build_inputs(node, allocations, stores.cache_nodes.get(&ObjectRef::new(node)), context)
 }
 
@@ -124,7 +105,7 @@ fn build_inputs(
 ) -> GrantInputs {
     let mut allocations: Vec<ResolvedAllocation> =
         allocations.into_iter().map(|object| resolve(object, context)).collect();
-    allocations.sort_by_cached_key(|of| of.name());
+    allocations.sort_by_cached_key(|of| name(&of.object));
     GrantInputs {
         node: node.to_owned(),
         presence: presence(node, cache_node.as_deref(), context),
@@ -132,8 +113,6 @@ fn build_inputs(
         is_silent: cache_node.as_deref().is_some_and(|node| !has_reported(node)),
         cache_node,
         allocations,
-        fresh_finalizers: BTreeSet::new(),
-        skipped: BTreeSet::new(),
     }
 }
 
@@ -190,13 +169,6 @@ fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<LendableCon
     status.into_iter().flat_map(|status| &status.controllers).filter_map(lender).collect()
 }
 
-impl ResolvedAllocation {
-    /// Name of the allocation as `namespace/name`.
-    pub fn name(&self) -> String {
-        name(&self.object)
-    }
-}
-
 /// Name of an allocation as `namespace/name`.
 pub fn name(object: &GPUQueueAllocation) -> String {
     format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
@@ -208,16 +180,6 @@ impl GrantInputs {
         self.cache_node.as_ref().and_then(|node| node.status.as_ref())
     }
 
-    /// Whether this process added the finalizer for a grant that it has not tried to write since.
-    pub fn has_fresh_finalizer(&self, allocation: &GPUQueueAllocation) -> bool {
-        allocation.metadata.uid.as_ref().is_some_and(|uid| self.fresh_finalizers.contains(uid))
-    }
-
-    /// Whether the finalizer of this allocation was rejected in this pass.
-    pub fn is_skipped(&self, allocation: &GPUQueueAllocation) -> bool {
-        allocation.metadata.uid.as_ref().is_some_and(|uid| self.skipped.contains(uid))
-    }
-
     /// Returns the queue pairs of an allocation that the agent holds or may hold; `None` if the node is gone.
     /// The agent holds none once it has reported a spec that does not list the allocation, or has reported
     /// that it leaves. Before its first report on this `CacheNode` an agent holds only pairs that it had
@@ -227,15 +189,8 @@ impl GrantInputs {
         let uid = allocation.metadata.uid.as_deref()?;
         let applied = node.status.as_ref().and_then(|status| status.applied.as_ref());
         let mut listed = applied.into_iter().flat_map(|applied| &applied.queues);
-        if let Some(queues) = listed.find(|queues: &&AppliedQueues| queues.uid.as_str() == uid) {
-            let text = |of: &Option<Text>| of.as_ref().map(ToString::to_string);
-            return Some(AgentQueues::Reported {
-                kept: queues.kept,
-                made: queues.queue_pairs,
-                created: queues.created.clone(),
-                unavailable: text(&queues.unavailable),
-                refused: text(&queues.refused),
-            });
+        if let Some(queues) = listed.find(|queues| queues.uid.as_str() == uid) {
+            return Some(AgentQueues::Reported(queues.clone()));
         }
         let is_told = node.spec.queues.iter().any(|claim| claim.uid.as_str() == uid);
         (is_told || !has_answered(node)).then_some(AgentQueues::Unconfirmed)

@@ -9,8 +9,10 @@
 //!   smallest budget.
 //! * A `Guaranteed` allocation that finds no unused controller preempts the holders of one: the controller
 //!   with the fewest `Burstable` holders, then with the fewest `BestEffort` holders. Holders lose their whole
-//!   grant. If an agent still holds queue pairs, the controller is reserved for the preempting allocation
-//!   until the agent has released them.
+//!   grant. The controller is reserved for the preempting allocation until their queue pairs are free.
+//!
+//! Each write that follows from a decision is followed by another decision ([`super::build::Pass`]). So a decision
+//! frees no pairs by itself: it sees them as free once the end of their grant is written.
 
 use reprise_crds::fields::Percent;
 use reprise_crds::queues::{QueueIsolation, QueueQos};
@@ -26,14 +28,8 @@ pub struct LendableController {
     pub budget: u32,
 }
 
-/// Queue pairs of one controller.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Share {
-    /// Serial number of the controller.
-    pub serial: String,
-    /// Number of queue pairs.
-    pub pairs: u32,
-}
+/// Queue pairs by serial number of the controller.
+pub type Shares = Vec<(String, u32)>;
 
 /// An allocation as an input to the decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,23 +58,9 @@ pub enum ClaimState {
     /// No grant yet; one is requested.
     Pending,
     /// A grant that is not ending.
-    Granted {
-        /// The granted queue pairs.
-        shares: Vec<Share>,
-        /// Whether the agent holds queue pairs of it.
-        queues: QueueState,
-    },
+    Granted(Shares),
     /// An ending grant whose queue pairs are not free yet.
-    Ending(Vec<Share>),
-}
-
-/// Whether an agent holds queue pairs of a grant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QueueState {
-    /// It does, or may.
-    InUse,
-    /// It holds no queue pairs.
-    None,
+    Ending(Shares),
 }
 
 /// The decision on one allocation.
@@ -86,8 +68,8 @@ pub enum QueueState {
 pub enum Verdict {
     /// Its grant stays as it is.
     Unchanged,
-    /// It gets this grant.
-    Granted(Vec<Share>),
+    /// It gets the requested pairs of each of these controllers.
+    Granted(Vec<String>),
     /// Its grant ends in favor of another allocation.
     Preempted {
         /// Name of the other allocation.
@@ -132,31 +114,27 @@ pub fn budget(pairs: u32, percent: Percent) -> u32 {
 /// Returns one verdict per claimant, in the same order.
 pub fn decide(lenders: &[LendableController], claimants: &[Claimant]) -> Vec<Verdict> {
     let mut ledger = Ledger::new(lenders, claimants);
-    let mut waiting: Vec<usize> =
+    let mut pending: Vec<usize> =
         (0..claimants.len()).filter(|index| claimants[*index].state == ClaimState::Pending).collect();
-    waiting.sort_by_cached_key(|index| claimants[*index].rank());
-    // Repeat after each grant: an exclusive grant on a small controller no longer limits shared requests.
-    loop {
-        for index in &waiting {
-            ledger.verdicts[*index] = ledger.decide(*index);
-        }
-        let before = waiting.len();
-        waiting.retain(|index| !matches!(ledger.verdicts[*index], Verdict::Granted(_)));
-        if waiting.len() == before {
-            return ledger.verdicts;
-        }
+    pending.sort_by_key(|index| claimants[*index].rank());
+    for index in pending {
+        ledger.verdicts[index] = match claimants[index].isolation {
+            QueueIsolation::TrustedShared => ledger.grant_shared(index),
+            QueueIsolation::ExclusiveController => ledger.grant_exclusive(index),
+        };
     }
+    ledger.verdicts
 }
 
 impl Claimant {
-    fn rank(&self) -> (QueueQos, i64, String) {
-        (self.qos, self.made, self.name.clone())
+    fn rank(&self) -> (QueueQos, i64, &str) {
+        (self.qos, self.made, &self.name)
     }
 
-    fn shares(&self) -> &[Share] {
+    fn shares(&self) -> &[(String, u32)] {
         match &self.state {
             ClaimState::Inactive | ClaimState::Pending => &[],
-            ClaimState::Granted { shares, .. } | ClaimState::Ending(shares) => shares,
+            ClaimState::Granted(shares) | ClaimState::Ending(shares) => shares,
         }
     }
 }
@@ -174,21 +152,8 @@ struct ControllerState<'a> {
     lender: &'a LendableController,
     /// Indexes of claimants, with their queue pairs.
     holders: Vec<(usize, u32)>,
-    /// Claimant that gets the controller once it is released.
-    reserved_for: Option<usize>,
-}
-
-/// Cost of making a controller available. Fields are compared in order; less is better.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-struct Cost {
-    /// `Burstable` holders to preempt.
-    burstable: usize,
-    /// `BestEffort` holders to preempt.
-    best_effort: usize,
-    /// Holders whose queue pairs the agent must release first; counted only if there are holders to preempt.
-    pending_release: usize,
-    /// Queue pairs of the controller's budget.
-    budget: u32,
+    /// Whether a claimant gets the controller once it is released.
+    is_reserved: bool,
 }
 
 impl ControllerState<'_> {
@@ -196,43 +161,33 @@ impl ControllerState<'_> {
         let held = self.holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
         self.lender.budget.saturating_sub(held)
     }
+
+    fn is_unused(&self) -> bool {
+        self.holders.is_empty() && !self.is_reserved
+    }
 }
 
 impl<'a> Ledger<'a> {
     fn new(lenders: &'a [LendableController], claimants: &'a [Claimant]) -> Ledger<'a> {
         let holders = |lender: &LendableController| -> Vec<(usize, u32)> {
-            let has = |claimant: &Claimant| {
-                let share = claimant.shares().iter().find(|share| share.serial == lender.serial);
-                share.map(|share| share.pairs)
+            let of_it = |claimant: &Claimant| {
+                let mut shares = claimant.shares().iter();
+                shares.find(|(serial, _)| *serial == lender.serial).map(|(_, pairs)| *pairs)
             };
             let all = claimants.iter().enumerate();
-            all.filter_map(|(index, claimant)| Some((index, has(claimant)?))).collect()
+            all.filter_map(|(index, claimant)| Some((index, of_it(claimant)?))).collect()
         };
         let mut controllers: Vec<ControllerState<'a>> = lenders
             .iter()
-            .map(|lender| ControllerState { lender, holders: holders(lender), reserved_for: None })
+            .map(|lender| ControllerState { lender, holders: holders(lender), is_reserved: false })
             .collect();
         controllers.sort_by(|a, b| a.lender.serial.cmp(&b.lender.serial));
         Ledger { claimants, controllers, verdicts: vec![Verdict::Unchanged; claimants.len()] }
     }
 
-    fn decide(&mut self, index: usize) -> Verdict {
-        for controller in
-            self.controllers.iter_mut().filter(|controller| controller.reserved_for == Some(index))
-        {
-            // A reservation of the previous round is decided again.
-            controller.reserved_for = None;
-        }
-        match self.claimants[index].isolation {
-            QueueIsolation::TrustedShared => self.grant_shared(index),
-            QueueIsolation::ExclusiveController => self.grant_exclusive(index),
-        }
-    }
-
     /// Grants the requested pairs of every controller of the pool that is not exclusive.
     fn grant_shared(&mut self, index: usize) -> Verdict {
-        let claimants = self.claimants;
-        let wanted = &claimants[index];
+        let wanted = &self.claimants[index];
         let all = self.of_pool(&wanted.pool);
         if all.is_empty() {
             return Verdict::Waiting(WaitReason::NoController);
@@ -245,48 +200,35 @@ impl<'a> Ledger<'a> {
         if most < wanted.pairs {
             return Verdict::Waiting(WaitReason::ExceedsController { most });
         }
-        let short: Vec<usize> = shareable
-            .iter()
-            .copied()
-            .filter(|at| self.controllers[*at].free_pairs() < wanted.pairs)
-            .collect();
+        let is_short = |at: &usize| self.controllers[*at].free_pairs() < wanted.pairs;
+        let short: Vec<usize> = shareable.iter().copied().filter(is_short).collect();
         if !short.is_empty() {
             return Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&short)));
         }
         self.grant(index, &shareable)
     }
 
-    /// Grants the requested pairs of one unused controller.
+    /// Grants the requested pairs of one unused controller, or preempts the holders of one.
     fn grant_exclusive(&mut self, index: usize) -> Verdict {
-        let claimants = self.claimants;
-        let wanted = &claimants[index];
+        let wanted = &self.claimants[index];
         let all = self.of_pool(&wanted.pool);
-        let Some(most) = all.iter().map(|at| self.controllers[*at].lender.budget).max() else {
+        let budget = |at: &usize| self.controllers[*at].lender.budget;
+        let Some(most) = all.iter().map(budget).max() else {
             return Verdict::Waiting(WaitReason::NoController);
         };
         if most < wanted.pairs {
             return Verdict::Waiting(WaitReason::ExceedsController { most });
         }
-        let fits = |at: &usize| self.controllers[*at].lender.budget >= wanted.pairs;
-        let fitting: Vec<usize> = all.iter().copied().filter(fits).collect();
-        if let Some(at) = self.smallest_free(&fitting) {
+        let fitting: Vec<usize> = all.iter().copied().filter(|at| budget(at) >= wanted.pairs).collect();
+        let unused = fitting.iter().copied().filter(|at| self.controllers[*at].is_unused());
+        if let Some(at) = unused.min_by_key(budget) {
             return self.grant(index, &[at]);
         }
         let costs = fitting.iter().copied().filter_map(|at| Some((self.cost(at)?, at)));
         match costs.min() {
-            Some((_, at)) if wanted.qos == QueueQos::Guaranteed => {
-                self.preempt_controller(index, at, &fitting)
-            }
+            Some((_, at)) if wanted.qos == QueueQos::Guaranteed => self.preempt(index, at),
             _ => Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&fitting))),
         }
-    }
-
-    /// Returns the unused controller with the smallest budget.
-    fn smallest_free(&self, of: &[usize]) -> Option<usize> {
-        let is_free = |at: &usize| {
-            self.controllers[*at].holders.is_empty() && self.controllers[*at].reserved_for.is_none()
-        };
-        of.iter().copied().filter(is_free).min_by_key(|at| self.controllers[*at].lender.budget)
     }
 
     fn of_pool(&self, pool: &str) -> Vec<usize> {
@@ -296,80 +238,50 @@ impl<'a> Ledger<'a> {
     /// Whether a controller is held or reserved by an exclusive allocation.
     fn is_exclusive(&self, at: usize) -> bool {
         let controller = &self.controllers[at];
-        let wants_exclusive =
+        let is_exclusive =
             |index: usize| self.claimants[index].isolation == QueueIsolation::ExclusiveController;
-        controller.reserved_for.is_some()
-            || controller.holders.iter().any(|(index, _)| wants_exclusive(*index))
+        controller.is_reserved || controller.holders.iter().any(|(index, _)| is_exclusive(*index))
     }
 
     fn grant(&mut self, index: usize, of: &[usize]) -> Verdict {
-        let pairs = self.claimants[index].pairs;
-        let mut shares = Vec::new();
         for at in of {
-            let controller = &mut self.controllers[*at];
-            controller.holders.push((index, pairs));
-            shares.push(Share { serial: controller.lender.serial.clone(), pairs });
+            self.controllers[*at].holders.push((index, self.claimants[index].pairs));
         }
-        Verdict::Granted(shares)
+        Verdict::Granted(of.iter().map(|at| self.controllers[*at].lender.serial.clone()).collect())
     }
 
-    /// Returns the cost of making a controller available; `None` if a guaranteed holder or a reservation
-    /// prevents it.
-    fn cost(&self, at: usize) -> Option<Cost> {
+    /// Returns the cost of making a controller available: `Burstable` holders to preempt, `BestEffort` holders, and its
+    /// budget. `None` if a guaranteed holder or a reservation prevents it.
+    fn cost(&self, at: usize) -> Option<(usize, usize, u32)> {
         let controller = &self.controllers[at];
-        if controller.reserved_for.is_some() {
+        if controller.is_reserved {
             return None;
         }
-        let mut cost = Cost { budget: controller.lender.budget, ..Cost::default() };
-        for index in controller.holders.iter().map(|(index, _)| *index) {
-            let has_queues =
-                matches!(self.claimants[index].state, ClaimState::Granted { queues: QueueState::InUse, .. });
-            if self.is_releasing(index) {
-                cost.pending_release += 1;
-                continue;
-            }
-            cost.pending_release += usize::from(has_queues);
-            match self.claimants[index].qos {
+        let (mut burstable, mut best_effort) = (0, 0);
+        for (index, _) in controller.holders.iter().filter(|(index, _)| !self.is_ending(*index)) {
+            match self.claimants[*index].qos {
                 QueueQos::Guaranteed => return None,
-                QueueQos::Burstable => cost.burstable += 1,
-                QueueQos::BestEffort => cost.best_effort += 1,
+                QueueQos::Burstable => burstable += 1,
+                QueueQos::BestEffort => best_effort += 1,
             }
         }
-        if cost.burstable + cost.best_effort == 0 {
-            // Nothing to preempt: ignore pending releases, so that the claimant chooses the same controller
-            // in every pass and leaves larger ones to others.
-            cost.pending_release = 0;
-        }
-        Some(cost)
+        Some((burstable, best_effort, controller.lender.budget))
     }
 
-    fn is_releasing(&self, index: usize) -> bool {
-        let is_taken = matches!(self.verdicts[index], Verdict::Preempted { .. });
-        is_taken || matches!(self.claimants[index].state, ClaimState::Ending(_))
+    fn is_ending(&self, index: usize) -> bool {
+        let is_preempted = matches!(self.verdicts[index], Verdict::Preempted { .. });
+        is_preempted || matches!(self.claimants[index].state, ClaimState::Ending(_))
     }
 
-    /// Preempts all holders of a controller, then grants or reserves it.
-    fn preempt_controller(&mut self, index: usize, at: usize, fitting: &[usize]) -> Verdict {
-        let holders = self.controllers[at].holders.iter().map(|(holder, _)| *holder);
-        let leaving: Vec<usize> = holders.filter(|holder| !self.is_releasing(*holder)).collect();
-        for holder in leaving {
-            self.preempt(holder, index);
+    /// Preempts all holders of a controller, and reserves it.
+    fn preempt(&mut self, index: usize, at: usize) -> Verdict {
+        for holder in self.controllers[at].holders.iter().map(|(holder, _)| *holder) {
+            if !self.is_ending(holder) {
+                self.verdicts[holder] = Verdict::Preempted { by: self.claimants[index].name.clone() };
+            }
         }
-        if let Some(free) = self.smallest_free(fitting) {
-            return self.grant(index, &[free]);
-        }
-        self.controllers[at].reserved_for = Some(index);
+        self.controllers[at].is_reserved = true;
         Verdict::Waiting(WaitReason::Preempting(self.usage(at)))
-    }
-
-    /// Queue pairs of a grant that no agent holds are free immediately.
-    fn preempt(&mut self, holder: usize, by: usize) {
-        self.verdicts[holder] = Verdict::Preempted { by: self.claimants[by].name.clone() };
-        if !matches!(self.claimants[holder].state, ClaimState::Granted { queues: QueueState::InUse, .. }) {
-            for controller in &mut self.controllers {
-                controller.holders.retain(|(index, _)| *index != holder);
-            }
-        }
     }
 
     fn usages(&self, of: &[usize]) -> Vec<ControllerUsage> {
@@ -378,9 +290,8 @@ impl<'a> Ledger<'a> {
 
     fn usage(&self, at: usize) -> ControllerUsage {
         let controller = &self.controllers[at];
-        let holders =
-            controller.holders.iter().map(|(index, pairs)| (self.claimants[*index].name.clone(), *pairs));
-        let mut holders: Vec<(String, u32)> = holders.collect();
+        let holder = |(index, pairs): &(usize, u32)| (self.claimants[*index].name.clone(), *pairs);
+        let mut holders: Vec<(String, u32)> = controller.holders.iter().map(holder).collect();
         holders.sort();
         ControllerUsage {
             serial: controller.lender.serial.clone(),

@@ -2,20 +2,17 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
+use reprise_crds::GPUQueueAllocation;
 use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Reason, find};
-use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
-use crate::framework::refusal::Refusal;
+use crate::reconcile::membership::cluster_of;
 use crate::reconcile::names::QUEUES_FINALIZER;
-use crate::reconcile::node::dereference::cluster_of;
 
 /// State of an allocation.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Lifecycle {
-    /// Its spec is rejected, and it has no grant.
-    Refused,
     /// It has no grant yet.
     Pending,
     /// It has a grant.
@@ -23,10 +20,13 @@ pub enum Lifecycle {
         /// Queue pairs that the agent holds for it.
         kept: Option<AgentQueues>,
     },
-    /// Its grant is ending; the agent still holds queue pairs, or may.
-    Ending(GrantEnd, AgentQueues),
-    /// The agent holds nothing for the ending grant; the release must be written to the status.
-    Ended(GrantEnd),
+    /// Its grant is ending.
+    Ending {
+        /// Why it ends.
+        end: GrantEnd,
+        /// Queue pairs that the agent still holds, or may; `None` if the release can be written to the status.
+        kept: Option<AgentQueues>,
+    },
     /// The release is recorded; the allocation is never granted again.
     Released,
     /// It is being deleted and needs no status update: it has no grant, or our finalizer is the only one.
@@ -57,7 +57,7 @@ pub struct GrantEnd {
 
 impl Cause {
     /// All causes, for lookup by reason.
-    pub const ALL: [Cause; 4] = [Cause::Expired, Cause::TakenBack, Cause::AgentGone, Cause::Deleted];
+    const ALL: [Cause; 4] = [Cause::Expired, Cause::TakenBack, Cause::AgentGone, Cause::Deleted];
 
     /// Condition reason of this cause. [`recorded_end`] recognizes an ending grant by it.
     pub fn reason(self) -> Reason {
@@ -70,33 +70,32 @@ impl Cause {
     }
 }
 
+/// Returns the grants of an allocation, by controller. Empty if it has none, or they are released.
+pub fn granted(object: &GPUQueueAllocation) -> &[QueueGrant] {
+    object.status.as_ref().map(|status| status.allocations.as_slice()).unwrap_or_default()
+}
+
+fn conditions(object: &GPUQueueAllocation) -> &[Condition] {
+    object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default()
+}
+
 /// Derives the state of an allocation.
-pub fn lifecycle(
-    object: &GPUQueueAllocation,
-    inputs: &GrantInputs,
-    refused: Option<&Refusal>,
-    now: &Time,
-) -> Lifecycle {
+pub fn lifecycle(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Lifecycle {
     let is_deleting = object.metadata.deletion_timestamp.is_some();
-    let status = object.status.as_ref();
-    let Some(status) = status.filter(|status| !status.allocations.is_empty()) else {
-        let conditions = status.map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let is_over =
-            find(conditions, Type::Released).is_some_and(|released| released.status == ConditionStatus::True);
+    if granted(object).is_empty() {
+        let released = find(conditions(object), Type::Released);
+        let is_over = released.is_some_and(|released| released.status == ConditionStatus::True);
         return match () {
             () if is_deleting => Lifecycle::Deleting,
             () if is_over => Lifecycle::Released,
-            () if refused.is_some() => Lifecycle::Refused,
             () => Lifecycle::Pending,
         };
-    };
+    }
     let kept = inputs.agent_queues(object);
-    let ending = recorded_end(&status.conditions).or_else(|| due_end(object, status, inputs, now));
-    match (ending, kept) {
-        (None, kept) => Lifecycle::Granted { kept },
-        (Some(ending), Some(left)) => Lifecycle::Ending(ending, left),
-        (Some(_), None) if is_deleting && has_only_our_finalizer(object) => Lifecycle::Deleting,
-        (Some(ending), None) => Lifecycle::Ended(ending),
+    match recorded_end(object).or_else(|| due_end(object, inputs, now)) {
+        None => Lifecycle::Granted { kept },
+        Some(_) if kept.is_none() && is_deleting && has_only_our_finalizer(object) => Lifecycle::Deleting,
+        Some(end) => Lifecycle::Ending { end, kept },
     }
 }
 
@@ -108,59 +107,51 @@ fn has_only_our_finalizer(object: &GPUQueueAllocation) -> bool {
 
 /// Whether it has a grant whose end is not recorded: the agent must hold its queue pairs.
 pub fn has_grant(object: &GPUQueueAllocation) -> bool {
-    let status = object.status.as_ref().filter(|status| !status.allocations.is_empty());
-    status.is_some_and(|status| recorded_end(&status.conditions).is_none())
+    !granted(object).is_empty() && recorded_end(object).is_none()
 }
 
 /// Returns the end of the grant that the status already records.
-fn recorded_end(conditions: &[Condition]) -> Option<GrantEnd> {
-    let allocated = find(conditions, Type::Allocated)?;
+fn recorded_end(object: &GPUQueueAllocation) -> Option<GrantEnd> {
+    let allocated = find(conditions(object), Type::Allocated)?;
     let is_no = allocated.status == ConditionStatus::False;
     let cause = Cause::ALL.into_iter().find(|cause| cause.reason().as_str() == allocated.reason)?;
     is_no.then(|| GrantEnd { cause, message: allocated.message.clone() })
 }
 
 /// Returns the reason to end the grant now, if there is one.
-fn due_end(
-    object: &GPUQueueAllocation,
-    status: &GPUQueueAllocationStatus,
-    inputs: &GrantInputs,
-    now: &Time,
-) -> Option<GrantEnd> {
+fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Option<GrantEnd> {
     let node = &inputs.node;
-    let ends = |cause: Cause, message: String| Some(GrantEnd { cause, message });
-    match inputs.presence {
-        NodePresence::Present => {}
+    let expires_at = object.status.as_ref().and_then(|status| status.expires_at.as_ref());
+    let is_expired = expires_at.is_some_and(|end| end.0 <= now.0);
+    let (cause, message) = match inputs.presence {
         NodePresence::Removed => {
-            let before = inputs.cache_node.as_deref().and_then(cluster_of);
-            let left = before.map_or_else(
-                || format!("node {node} no longer belongs to a KVCacheCluster"),
-                |before| format!("node {node} no longer belongs to KVCacheCluster {before}"),
-            );
+            let cluster = match inputs.cache_node.as_deref().and_then(cluster_of) {
+                Some(before) => format!("KVCacheCluster {before}"),
+                None => "a KVCacheCluster".to_owned(),
+            };
             let message = format!(
-                "{left}: delete this GPUQueueAllocation and create one for another node, or create it again once the \
-                 agents.nodeSelector of a cluster selects this node"
+                "node {node} no longer belongs to {cluster}: delete this GPUQueueAllocation and create one for another node, or \
+                 create it again once the agents.nodeSelector of a cluster selects this node"
             );
-            return ends(Cause::AgentGone, message);
+            (Cause::AgentGone, message)
         }
         NodePresence::Gone => {
             let message = format!(
                 "node {node} is gone: delete this GPUQueueAllocation and create one for another node"
             );
-            return ends(Cause::AgentGone, message);
+            (Cause::AgentGone, message)
         }
-    }
-    if object.metadata.deletion_timestamp.is_some() {
-        return ends(Cause::Deleted, "the allocation is being deleted".to_owned());
-    }
-    match &status.expires_at {
-        Some(over) if over.0 <= now.0 => {
+        NodePresence::Present if object.metadata.deletion_timestamp.is_some() => {
+            (Cause::Deleted, "the allocation is being deleted".to_owned())
+        }
+        NodePresence::Present if is_expired => {
             let message =
                 "the ttl of the grant has passed: create a new GPUQueueAllocation and delete this one";
-            ends(Cause::Expired, message.to_owned())
+            (Cause::Expired, message.to_owned())
         }
-        _ => None,
-    }
+        NodePresence::Present => return None,
+    };
+    Some(GrantEnd { cause, message })
 }
 
 /// Total queue pairs of a grant over all controllers.

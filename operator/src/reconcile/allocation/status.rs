@@ -9,7 +9,7 @@ use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::build::Candidate;
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
-use super::grant::{ControllerUsage, Share, Verdict, WaitReason};
+use super::grant::{ControllerUsage, Verdict, WaitReason};
 use super::lifecycle::{Cause, GrantEnd, Lifecycle, pairs};
 use super::programmed::{self, programmed};
 use super::validate::is_reportable;
@@ -43,25 +43,25 @@ pub fn compute(
     let mut findings = vec![accepted(candidate, inputs)];
     match (&candidate.lifecycle, verdict) {
         (Lifecycle::Released | Lifecycle::Deleting, _) => return None,
-        (Lifecycle::Refused, _) => findings.push(nothing(candidate.refused.as_ref())),
-        (Lifecycle::Pending, Verdict::Granted(shares)) => {
-            status.allocations = grants(shares, inputs);
+        (Lifecycle::Pending, Verdict::Granted(serials)) => {
+            status.allocations = serials.iter().map(|serial| grant(object, serial, inputs)).collect();
             status.expires_at = expires(object, now);
             findings.extend(active_grant(&status.allocations, None, inputs));
         }
         (Lifecycle::Pending, Verdict::Waiting(wait)) => findings.push(waits(object, wait, inputs)),
-        // A pending allocation is granted or waits.
-        (Lifecycle::Pending, Verdict::Unchanged | Verdict::Preempted { .. }) => return None,
+        (Lifecycle::Pending, Verdict::Unchanged | Verdict::Preempted { .. }) => {
+            // A pending allocation that is accepted is granted or waits.
+            let reason = candidate.refused.as_ref()?.reason;
+            let message = "no queue pairs are set aside before the allocation is accepted";
+            findings.push(Finding::no(Type::Allocated, reason, message));
+        }
         (Lifecycle::Granted { kept }, Verdict::Preempted { by }) => {
             let message = format!(
                 "the guaranteed GPUQueueAllocation {by} preempted this one to get a controller for itself: delete this one, and create \
                  a new GPUQueueAllocation, which waits for free queue pairs"
             );
-            let ending = GrantEnd { cause: Cause::TakenBack, message };
-            match kept {
-                Some(left) => findings.extend(ends(object, &ending, left, inputs)),
-                None => findings.extend(ended(&mut status, &ending)),
-            }
+            let end = GrantEnd { cause: Cause::TakenBack, message };
+            findings.extend(end_grant(object, &mut status, &end, kept.as_ref(), inputs));
         }
         (Lifecycle::Granted { kept }, _) => {
             let mut active = active_grant(&status.allocations, kept.as_ref(), inputs);
@@ -71,8 +71,9 @@ pub fn compute(
             }
             findings.extend(active);
         }
-        (Lifecycle::Ending(ending, left), _) => findings.extend(ends(object, ending, left, inputs)),
-        (Lifecycle::Ended(ending), _) => findings.extend(ended(&mut status, ending)),
+        (Lifecycle::Ending { end, kept }, _) => {
+            findings.extend(end_grant(object, &mut status, end, kept.as_ref(), inputs));
+        }
     }
     let generation = object.metadata.generation.unwrap_or_default();
     status.observed_generation = generation;
@@ -110,25 +111,18 @@ fn has_profile(profile: &str, inputs: &GrantInputs) -> bool {
     claims.iter().any(|claim| claim.name.as_str() == profile)
 }
 
-fn nothing(refused: Option<&Refusal>) -> Finding {
-    let reason = refused.map_or(Reason::InvalidSpec, |refused| refused.reason);
-    Finding::no(Type::Allocated, reason, "no queue pairs are set aside before the allocation is accepted")
-}
-
-/// Converts shares to the grant in the status, with the PCI addresses that the agent reports.
-fn grants(shares: &[Share], inputs: &GrantInputs) -> Vec<QueueGrant> {
-    let address = |serial: &str| {
-        let controllers = &inputs.status()?.controllers;
-        controllers.iter().find(|one| one.serial.as_str() == serial)?.pci_address.clone()
-    };
-    let grant = |share: &Share| QueueGrant {
-        serial: Serial::new(&share.serial),
-        pci_address: address(&share.serial),
-        queue_pairs: share.pairs,
+/// Returns the grant of a controller's queue pairs, with the PCI address that the agent reports.
+fn grant(object: &GPUQueueAllocation, serial: &str, inputs: &GrantInputs) -> QueueGrant {
+    let mut controllers = inputs.status().into_iter().flat_map(|status| &status.controllers);
+    QueueGrant {
+        serial: Serial::new(serial),
+        pci_address: controllers
+            .find(|one| one.serial.as_str() == serial)
+            .and_then(|one| one.pci_address.clone()),
+        queue_pairs: object.spec.queue_pairs,
         queues: Vec::new(),
         generation: None,
-    };
-    shares.iter().map(grant).collect()
+    }
 }
 
 /// Returns the time at which a grant written now expires. A `ttl` that cannot be parsed or overflows never
@@ -146,21 +140,33 @@ fn active_grant(grants: &[QueueGrant], kept: Option<&AgentQueues>, inputs: &Gran
     vec![Finding::yes(Type::Allocated, Reason::AsDesired, message), programmed(kept, pairs(grants), inputs)]
 }
 
-/// Returns the conditions of an ending grant of which the agent still holds queue pairs, or may.
-fn ends(
+/// Returns the conditions of a grant that ends. Clears the grant, which frees its queue pairs, if the agent holds none.
+fn end_grant(
     object: &GPUQueueAllocation,
-    ending: &GrantEnd,
-    left: &AgentQueues,
+    status: &mut GPUQueueAllocationStatus,
+    end: &GrantEnd,
+    kept: Option<&AgentQueues>,
     inputs: &GrantInputs,
 ) -> Vec<Finding> {
-    let node = &inputs.node;
-    let left = match left {
-        AgentQueues::Reported { kept, made, .. } => format!(
+    let (node, reason) = (&inputs.node, end.cause.reason());
+    let mut findings = vec![
+        Finding::no(Type::Allocated, reason, &end.message),
+        Finding::no(Type::Programmed, reason, &end.message),
+    ];
+    let left = match kept {
+        None => {
+            status.allocations.clear();
+            // The finalizer of another component keeps a deleted object; for the operator its release is complete.
+            let released = if end.cause == Cause::Deleted { Reason::AsDesired } else { reason };
+            findings.push(Finding::yes(Type::Released, released, &end.message));
+            return findings;
+        }
+        Some(AgentQueues::Reported(report)) => format!(
             "waiting for the agent of node {node} to release {} queue pairs, which it lists in status.applied.queues of the \
              CacheNode",
-            kept.max(made)
+            report.kept.max(report.queue_pairs)
         ),
-        AgentQueues::Unconfirmed => format!(
+        Some(AgentQueues::Unconfirmed) => format!(
             "waiting for the agent of node {node} to report that it released the queue pairs, which needs its report on the \
              current spec of the CacheNode (status.observedGeneration)"
         ),
@@ -172,28 +178,11 @@ fn ends(
         }
     };
     let message = format!("{left}. {gone}");
-    let mut findings = vec![
-        Finding::no(Type::Allocated, ending.cause.reason(), &ending.message),
-        Finding::no(Type::Programmed, ending.cause.reason(), &ending.message),
-        Finding::no(Type::Released, Reason::Releasing, &message),
-    ];
+    findings.push(Finding::no(Type::Released, Reason::Releasing, &message));
     if object.metadata.deletion_timestamp.is_some() {
         findings.push(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message));
     }
     findings
-}
-
-/// Clears a released grant, which frees its queue pairs, and returns the conditions.
-fn ended(status: &mut GPUQueueAllocationStatus, ending: &GrantEnd) -> Vec<Finding> {
-    status.allocations.clear();
-    let reason = ending.cause.reason();
-    // The finalizer of another component keeps a deleted object; for the operator its release is complete.
-    let released = if ending.cause == Cause::Deleted { Reason::AsDesired } else { reason };
-    vec![
-        Finding::no(Type::Allocated, reason, &ending.message),
-        Finding::no(Type::Programmed, reason, &ending.message),
-        Finding::yes(Type::Released, released, &ending.message),
-    ]
 }
 
 /// Returns the condition of an allocation that waits.

@@ -7,15 +7,14 @@ use reprise_crds::GPUQueueAllocation;
 use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 
-use super::dereference::GrantInputs;
+use super::dereference::{GrantInputs, name};
 use super::grant::ControllerUsage;
-use super::lifecycle::pairs;
+use super::lifecycle::{granted, pairs};
 use super::status::{describe, join_names};
 
 /// Returns the violation of an existing grant as a condition; `None` if the grant is intact.
 pub fn violation(object: &GPUQueueAllocation, inputs: &GrantInputs) -> Option<Finding> {
-    let grants = object.status.as_ref().map(|status| status.allocations.as_slice()).unwrap_or_default();
-    let node = &inputs.node;
+    let (grants, node) = (granted(object), &inputs.node);
     if inputs.status().is_none_or(|status| status.last_updated.is_none()) {
         let message = format!(
             "{} queue pairs are set aside; the agent of node {node} has not reported its controllers yet",
@@ -65,9 +64,8 @@ fn over(grant: &QueueGrant, inputs: &GrantInputs) -> Option<String> {
     let budget = inputs.lenders.iter().find(|lender| lender.serial == serial)?.budget;
     let mut holders: Vec<(String, u32)> = Vec::new();
     for of in &inputs.allocations {
-        let grants = of.object.status.iter().flat_map(|status| &status.allocations);
-        let of_it = grants.filter(|grant| grant.serial.as_str() == serial);
-        holders.extend(of_it.map(|grant| (of.name(), grant.queue_pairs)));
+        let of_it = granted(&of.object).iter().filter(|grant| grant.serial.as_str() == serial);
+        holders.extend(of_it.map(|grant| (name(&of.object), grant.queue_pairs)));
     }
     let all = holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
     (all > budget).then(|| describe(&ControllerUsage { serial: serial.to_owned(), budget, holders }))

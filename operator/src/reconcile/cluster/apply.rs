@@ -1,13 +1,12 @@
-//! Applies the children of a cluster. Authorities and certificates come first; they are created once, not built. Without
+//! Applies the children of a cluster. The authority and salts come first; they are created once, not built. Without
 //! the permission for their Secrets, no child is changed. Reports restored fields, and nodes whose `CacheNode` another component created.
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::EtcdMode;
 use reprise_crds::status::Reason;
 
+use super::build;
 use super::inputs::ClusterInputs;
-use super::{build, certificates};
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
 use crate::framework::error::OperatorError;
@@ -27,7 +26,7 @@ pub async fn apply(
     inputs: &ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
-    // Pods would wait for their certificates, and a managed etcd for its own.
+    // Pods would wait for their certificates.
     if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
         return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     }
@@ -44,21 +43,16 @@ pub async fn apply(
     if let AuthorityState::Present(authority) = &inputs.certificates {
         console::ensure(cluster, context, authority).await?;
     }
-    let (digests, mut kept) = match cluster.spec.etcd.mode {
-        EtcdMode::Managed => {
-            let digests = certificates::ensure(cluster, context).await?;
-            (Some(digests), certificates::secret_names(&inputs.agent_config.names).to_vec())
-        }
-        EtcdMode::External => (None, Vec::new()),
-    };
     let names = &inputs.agent_config.names;
-    kept.push((ChildKind::Secret, names.authority()));
-    kept.push((ChildKind::Secret, names.console()));
-    // It is not built while the authority cannot be read.
-    kept.push((ChildKind::ConfigMap, names.authorities()));
-    kept.push((ChildKind::Secret, names.salts()));
-    kept.push((ChildKind::Secret, names.keys()));
-    let wanted = build::build(cluster, inputs, digests.as_ref());
+    let kept = [
+        (ChildKind::Secret, names.authority()),
+        (ChildKind::Secret, names.console()),
+        // It is not built while the authority cannot be read.
+        (ChildKind::ConfigMap, names.authorities()),
+        (ChildKind::Secret, names.salts()),
+        (ChildKind::Secret, names.keys()),
+    ];
+    let wanted = build::build(cluster, inputs);
     let mut applied = children::apply(context, &Subject::of(cluster), &wanted, &kept).await?;
     applied.refused.extend(nodes(inputs, context));
     Ok(applied)

@@ -3,7 +3,7 @@
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
 
-use super::certificates::CertificateDigests;
+use super::etcd;
 use super::inputs::ClusterInputs;
 use crate::framework::child::{Child, ChildKind};
 
@@ -12,33 +12,21 @@ mod agents;
 pub mod certificates;
 pub mod configuration;
 mod connection;
-mod etcd;
 mod identities;
 mod injection;
 mod members;
 pub(crate) mod metadata;
 mod monitoring;
-mod pods;
+pub(super) mod pods;
 #[cfg(test)]
 mod tests;
 
-pub(super) use self::etcd::ETCD_CLAIM;
-
-/// Returns all children of a cluster in the order in which they are applied. `certificates` belong to a
-/// managed etcd.
-pub fn build(
-    cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
-    certificates: Option<&CertificateDigests>,
-) -> Vec<Child> {
+/// Returns all children of a cluster in the order in which they are applied.
+pub fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let mut children = agents::build(cluster, inputs);
-    children.extend(members::build(
-        cluster,
-        inputs,
-        certificates.map(|certificates| certificates.certificates.as_str()),
-    ));
+    children.extend(members::build(cluster, inputs));
     if cluster.spec.etcd.mode == EtcdMode::Managed {
-        children.extend(etcd::build(cluster, inputs, certificates));
+        children.extend(etcd::build::build(cluster, inputs));
     }
     children.extend(certificates::build(cluster, inputs));
     children.push(identities::build(cluster, inputs));

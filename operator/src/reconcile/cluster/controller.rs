@@ -5,21 +5,19 @@ use std::sync::Arc;
 use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::status::{ConditionType, find};
 
 use crate::framework::change::{Change, WatchedKind, status_is_own};
 use crate::framework::feed::only_some;
 use crate::framework::own_writes::Digest;
-use crate::reconcile::deletion_guard;
+use crate::reconcile::membership::is_frozen;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for KVCacheCluster {
-    /// Nodes wait until the spec is accepted. Tenants stop applying to a deleted cluster once its deletion is
-    /// not blocked.
+    /// Nodes wait until the spec is accepted. Tenants stop applying to a cluster that is being
+    /// deleted.
     fn dependencies(&self) -> Option<Digest> {
-        let accepted = find(&self.status.as_ref()?.conditions, ConditionType::Accepted)?;
-        let is_released = deletion_guard::is_released(self);
-        Some(Digest::of(&(&accepted.status, accepted.observed_generation, is_released)))
+        self.status.as_ref()?;
+        Some(Digest::of(&(is_frozen(self), self.metadata.deletion_timestamp.is_some())))
     }
 
     status_is_own!();

@@ -9,8 +9,7 @@ use reprise_crds::cluster::Images;
 use reprise_crds::fields::Image;
 use reprise_crds::{CacheNode, KVCacheCluster};
 
-use super::build::configuration::AGENT_FILE;
-use super::certificates;
+use super::etcd::volumes;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::has_ready_pods;
 use crate::framework::child::ChildKind;
@@ -32,9 +31,7 @@ pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> Agent
         pool: stores.pools.get(&ObjectRef::new(pool.name.as_str())),
         assignment: assignment.pools.get(pool.name.as_str()).cloned().unwrap_or_default(),
     });
-    let map = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
-    let running = map.and_then(|map| Some(map.data["data"][AGENT_FILE].as_str()?.to_owned()));
-    AgentConfigInputs { pools: pools.collect(), tenants: tenants(context, &names), running, names }
+    AgentConfigInputs { pools: pools.collect(), tenants: tenants(context, &names), names }
 }
 
 /// Reads all inputs of a cluster. It polls an external etcd and the members of the control plane.
@@ -64,8 +61,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         agents: stores.children.get(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
         members,
         control_plane_state,
-        volumes: context.storage_classes.problem(cluster, etcd.as_deref(), context).await,
-        authority: certificates::lost_authority(cluster, context),
+        volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
         certificates: authority::read(cluster, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),

@@ -7,10 +7,9 @@ use kube::api::DynamicObject;
 use reprise_crds::{CacheNode, CacheTenant, SSDPool};
 use reprise_policy::identity::PodBindings;
 
-use super::external_etcd::EtcdCheck;
+use super::etcd::external::EtcdCheck;
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
-use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::control_plane::StateResult;
@@ -26,9 +25,6 @@ pub struct AgentConfigInputs {
     pub pools: Vec<NamedPool>,
     /// Tenants that apply to the cluster.
     pub tenants: Vec<Arc<CacheTenant>>,
-    /// The agents' current configuration. While all pools are rejected, it is the only record of settings
-    /// accepted before.
-    pub running: Option<String>,
 }
 
 impl AgentConfigInputs {
@@ -68,9 +64,7 @@ pub struct ClusterInputs {
     pub etcd: Option<Arc<DynamicObject>>,
     /// Set if etcd's volumes cannot be provisioned: why.
     pub volumes: Option<String>,
-    /// Set if the CA of etcd's certificates is lost.
-    pub authority: Option<Refusal>,
-    /// Authority of the certificates of agents and members.
+    /// Authority of the certificates of all pods.
     pub certificates: AuthorityState,
     /// Optional kinds, and whether the operator can create them here.
     pub access: BTreeMap<ChildKind, KindAccess>,
@@ -88,9 +82,49 @@ pub struct NamedPool {
 }
 
 impl NamedPool {
-    /// Returns the pool if it is assigned to this cluster.
+    /// Returns the pool if it belongs to this cluster. A rejected pool does too: its directories stay mounted, so that
+    /// rejecting and accepting it restarts no agent.
     pub fn bound_pool(&self, cluster: &str) -> Option<&SSDPool> {
-        let has = self.assignment.is_used() && self.assignment.cluster.as_deref() == Some(cluster);
-        self.pool.as_deref().filter(|_| has)
+        self.pool.as_deref().filter(|_| self.assignment.cluster.as_deref() == Some(cluster))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::reconcile::authority::tests::any_authority;
+
+    /// Inputs of a new cluster without pools, nodes and optional kinds.
+    pub(crate) fn of(cluster: &reprise_crds::KVCacheCluster) -> ClusterInputs {
+        let names = ClusterNames::of(cluster);
+        ClusterInputs {
+            agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new() },
+            assignment: ClusterAssignment::default(),
+            cache_nodes: Vec::new(),
+            bindings: PodBindings::default(),
+            profiles: BTreeMap::new(),
+            images: DefaultImages {
+                agent: "agent:1".to_owned(),
+                control_plane: "controlplane:1".to_owned(),
+                etcd: "etcd:1".to_owned(),
+                operator: "operator:1".to_owned(),
+            },
+            store: None,
+            agents: None,
+            members: None,
+            control_plane_state: None,
+            etcd: None,
+            volumes: None,
+            certificates: AuthorityState::Present(any_authority()),
+            access: BTreeMap::new(),
+        }
+    }
+
+    /// Adds pool `p`, which is assigned to cluster `n/c`.
+    pub(crate) fn add_pool(inputs: &mut ClusterInputs, spec: serde_json::Value) {
+        let pool = SSDPool::new("p", serde_json::from_value(spec).expect("a spec"));
+        let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+        let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment };
+        inputs.agent_config.pools.push(named);
     }
 }

@@ -1,28 +1,22 @@
 //! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use reprise_crds::cluster::{
-    AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, EtcdMode, MemberCounts,
-};
+use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, MemberCounts};
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
-use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find};
+use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::build::configuration::agent_digest;
+use super::etcd;
 use super::inputs::ClusterInputs;
 use super::versions::Versions;
-use super::workloads::is_scaled_to_zero;
-use super::workloads::{EtcdMembers, etcd_members, number, updated};
+use super::workloads::{number, updated};
 use crate::framework::children::ApplyOutcome;
 use crate::framework::clock;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::membership::{has_reported, is_ready};
-
-/// Time after the first `EtcdReady` within which missing etcd members are not reported.
-const MEMBERS_COME_WITHIN: Duration = Duration::from_secs(60);
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
@@ -40,8 +34,8 @@ pub fn compute(
         ready: number(inputs.members.as_deref(), "readyReplicas"),
     };
     let mut findings = vec![
-        accepted(refused),
-        etcd(cluster, inputs),
+        accepted(refused.or(inputs.assignment.conflict.as_ref())),
+        etcd::ready(cluster, inputs),
         control_plane(&members),
         agents_ready(inputs, &agents),
         pools(cluster, inputs),
@@ -49,7 +43,7 @@ pub fn compute(
     let works = findings.clone();
     let certificates = certificates(inputs);
     let versions = Versions::of(cluster, inputs);
-    let compatible = versions.compatible(cluster, inputs);
+    let compatible = versions.compatible();
     findings.push(progressing(cluster, inputs, refused, &members, &agents));
     // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
     let lasting: Vec<&Finding> = vec![&certificates, &compatible];
@@ -104,53 +98,6 @@ fn accepted(refused: Option<&Refusal>) -> Finding {
     }
 }
 
-fn etcd(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
-    let kind = Type::EtcdReady;
-    match (&inputs.store, cluster.spec.etcd.mode) {
-        (Some(check), _) => match (&check.secrets, &check.answer) {
-            (Err(refused), _) => Finding::no(kind, refused.reason, &refused.message),
-            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd responds"),
-            (_, Err(error)) => {
-                let endpoints = cluster.spec.etcd.external.as_ref().map(|external| {
-                    external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
-                });
-                let message = format!(
-                    "cannot use etcd at {}: {error}. Check endpoints, network policies, certificates and user",
-                    endpoints.unwrap_or_default()
-                );
-                Finding::no(kind, Reason::EtcdUnreachable, message)
-            }
-        },
-        (None, EtcdMode::External) => {
-            Finding::unknown(kind, Reason::Progressing, "etcd has not been checked yet")
-        }
-        (None, EtcdMode::Managed) => {
-            if inputs.etcd.as_deref().is_some_and(is_scaled_to_zero) {
-                let message = "etcd is scaled to 0: all members are being replaced because of a new certificate authority, or the StatefulSet \
-                               was scaled down manually";
-                return Finding::no(kind, Reason::Progressing, message);
-            }
-            let members = etcd_members(cluster, inputs.etcd.as_deref());
-            let EtcdMembers { desired, ready } = members;
-            if members.answer() {
-                return Finding::yes(
-                    kind,
-                    Reason::AsDesired,
-                    format!("{ready} of {desired} members are ready"),
-                );
-            }
-            if let Some(problem) = &inputs.volumes {
-                return Finding::no(kind, Reason::NoStorageClass, problem);
-            }
-            let message = format!(
-                "{ready} of {desired} members of etcd are ready; if this persists, check pods and volume claims of {}",
-                inputs.agent_config.names.etcd()
-            );
-            Finding::no(kind, Reason::Progressing, message)
-        }
-    }
-}
-
 fn control_plane(members: &MemberCounts) -> Finding {
     let message = format!("{} of {} members are ready", members.ready, members.desired);
     if members.ready >= members.desired {
@@ -202,10 +149,14 @@ fn pools(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
         if let Some(refused) = &named.assignment.refused {
             return Some((refused.reason, format!("SSDPool {name} is rejected: {}", refused.message)));
         }
-        let other = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key)?;
-        let message =
-            format!("SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster");
-        Some((Reason::Conflict, message))
+        if let Some(other) = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key) {
+            let message = format!(
+                "SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster"
+            );
+            return Some((Reason::Conflict, message));
+        }
+        let conflict = named.assignment.conflict.as_ref()?;
+        Some((conflict.reason, format!("SSDPool {name} is not on all its nodes: {}", conflict.message)))
     });
     match wrong {
         Some((reason, message)) => Finding::no(kind, reason, message),
@@ -300,27 +251,11 @@ fn degraded(
     if let Some(wrong) = wrong.or(lasting.iter().find(is_problem).copied()) {
         return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
     }
-    // Everything works with the present certificates and members, so no other condition reports these
-    // problems.
-    match inputs.authority.clone().or_else(|| missing_members(cluster, inputs)) {
+    // Everything works with the present members, so no other condition reports this problem.
+    match etcd::missing_members(cluster, inputs) {
         Some(lost) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
         None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
     }
-}
-
-/// Returns a refusal if a managed etcd has a quorum but lacks members. It is suppressed during the initial
-/// start and during a rolling update.
-fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
-    let etcd = inputs.etcd.as_deref();
-    let condition = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
-    let is_settled = condition.is_some_and(|condition| {
-        condition.status == ConditionStatus::True
-            && clock::since(&condition.last_transition_time) >= MEMBERS_COME_WITHIN
-    });
-    let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
-    let members = etcd_members(cluster, etcd);
-    let is_updated = updated(etcd, &inputs.images.etcd, "updatedReplicas") >= members.desired;
-    members.missing(&inputs.agent_config.names).filter(|_| is_managed && is_settled && is_updated)
 }
 
 fn ready(works: &[Finding], applied: Option<&ApplyOutcome>) -> Finding {

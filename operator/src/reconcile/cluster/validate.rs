@@ -3,16 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{
-    ClientTransport, EtcdMode, GpuAccessMode, InjectionMode, MonitoringMode, RdmaMode,
-};
+use reprise_crds::cluster::{ClientTransport, GpuAccessMode, InjectionMode, MonitoringMode, RdmaMode};
 use reprise_crds::status::Reason;
 
+use super::etcd;
 use super::inputs::ClusterInputs;
 use super::versions;
-use super::workloads::is_scaled_to_zero;
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::framework::refusal::Refusal;
@@ -21,10 +18,9 @@ use crate::framework::refusal::Refusal;
 pub fn validate(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
     unsupported(cluster)
         .or_else(|| missing(cluster, &inputs.access))
-        .or_else(|| inputs.assignment.refused.clone())
         .or_else(|| versions::skew(cluster, inputs))
         .or_else(|| inputs.store.as_ref().and_then(|check| check.secrets.as_ref().err().cloned()))
-        .or_else(|| etcd_change(cluster, inputs.etcd.as_deref()?))
+        .or_else(|| etcd::refuse_change(cluster, inputs.etcd.as_deref()?))
 }
 
 /// Rejects modes that this release does not support.
@@ -87,35 +83,6 @@ fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, KindAccess>) -
             "install the Prometheus operator",
             "rbac.podMonitors",
         );
-    }
-    None
-}
-
-/// Rejects changes that a StatefulSet cannot apply. After a manual change of the StatefulSet the spec is
-/// accepted.
-fn etcd_change(cluster: &KVCacheCluster, live: &DynamicObject) -> Option<Refusal> {
-    if cluster.spec.etcd.mode != EtcdMode::Managed {
-        return None;
-    }
-    let wanted = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let replicas = live.data["spec"]["replicas"].as_u64()?;
-    if replicas != u64::from(wanted.replicas) && !is_scaled_to_zero(live) {
-        let message = format!(
-            "etcd.managed.replicas is {} but etcd runs with {replicas}: this release cannot change the number of members; set it to \
-             {replicas}",
-            wanted.replicas
-        );
-        return Some(Refusal::new(Reason::Unsupported, message));
-    }
-    let size = &live.data["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"];
-    let size = reprise_crds::fields::Quantity::new(size.as_str()?);
-    if size.bytes().ok()? != wanted.storage.size.bytes().ok()? {
-        let message = format!(
-            "etcd.managed.storage.size is {} but etcd's volumes were created with {size}: this release cannot resize them; set it to \
-             {size}",
-            wanted.storage.size
-        );
-        return Some(Refusal::new(Reason::Unsupported, message));
     }
     None
 }
@@ -190,24 +157,5 @@ mod tests {
             assert!(not_allowed.contains(&format!("set {right} of the chart")), "{not_allowed}");
         }
         assert_eq!(missing(&cluster(json!({})), &all(KindAccess::NotServed)), None);
-    }
-
-    #[test]
-    fn rejects_changes_of_the_size_of_a_managed_etcd() {
-        let live = |replicas: u32, size: &str| -> DynamicObject {
-            let spec = json!({
-                "replicas": replicas,
-                "volumeClaimTemplates": [{ "spec": { "resources": { "requests": { "storage": size } } } }],
-            });
-            serde_json::from_value(json!({ "metadata": { "name": "c-etcd" }, "spec": spec }))
-                .expect("an object")
-        };
-        let wanted =
-            cluster(json!({ "etcd": { "managed": { "replicas": 3, "storage": { "size": "1Gi" } } } }));
-        assert_eq!(etcd_change(&wanted, &live(3, "1024Mi")), None);
-        let message_of = |live: &DynamicObject| etcd_change(&wanted, live).expect("rejected").message;
-        assert_eq!(etcd_change(&wanted, &live(0, "1Gi")), None, "all members are being replaced");
-        assert!(message_of(&live(1, "1Gi")).contains("set it to 1"));
-        assert!(message_of(&live(3, "2Gi")).contains("set it to 2Gi"));
     }
 }

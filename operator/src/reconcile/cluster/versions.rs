@@ -33,29 +33,32 @@ const MINORS_APART_MAX: u64 = 1;
 /// Maximum length of a version in a status, in characters.
 const VERSION_CHARS_MAX: usize = 64;
 
+const AGENTS: &str = "agents";
+const MEMBERS: &str = "members";
+
 /// Versions that the processes of a cluster have reported.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Versions {
-    agents: ReportedVersions,
-    members: ReportedVersions,
+    agents: Reported,
+    members: Reported,
 }
 
 /// Versions that the processes of one component have reported.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct ReportedVersions {
+#[derive(Debug)]
+struct Reported {
+    component: &'static str,
+    /// Desired image.
+    image: String,
+    /// Whether every process runs this image.
+    is_replaced: bool,
     /// Distinct versions, the oldest first.
     versions: Vec<String>,
     /// Number of expected processes.
     expected: usize,
     /// Number of expected processes that have not reported.
     silent: usize,
-}
-
-/// The two components whose versions may differ.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Component {
-    Agents,
-    Members,
+    /// Set if the processes could not be asked: why.
+    call_error: Option<String>,
 }
 
 /// Major and minor version, which determine compatibility.
@@ -68,19 +71,8 @@ struct Minor {
 /// A component with one of its versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct ComponentVersion {
-    component: Component,
+    component: &'static str,
     version: Minor,
-}
-
-/// An image of which not all processes have reported.
-struct UnreportedImage<'a> {
-    component: Component,
-    reported: &'a ReportedVersions,
-    image: &'a str,
-    /// Whether every process runs this image.
-    is_replaced: bool,
-    /// Set if the control plane could not be read: why.
-    call_error: Option<&'a str>,
 }
 
 /// Returns why the desired versions are incompatible with the running ones; `None` if they are compatible.
@@ -88,8 +80,8 @@ pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal>
     let wanted = wanted(&inputs.images);
     let runs = Versions::of(cluster, inputs).components();
     let mut meets = runs.clone();
-    meets.extend(template_version(Component::Agents, inputs.agents.as_deref()));
-    meets.extend(template_version(Component::Members, inputs.members.as_deref()));
+    meets.extend(template_version(AGENTS, inputs.agents.as_deref()));
+    meets.extend(template_version(MEMBERS, inputs.members.as_deref()));
     // If the running versions are already incompatible, allow a desired version that is compatible with one
     // of them; there is no other way to recover.
     let is_skewed = first_skew(&runs, &runs).is_some();
@@ -101,17 +93,14 @@ pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal>
 
 /// Returns the desired versions, as far as image tags contain them.
 fn wanted(images: &DefaultImages) -> BTreeSet<ComponentVersion> {
-    let part = |(component, image): (Component, &String)| {
-        Some(ComponentVersion { component, version: Minor::of_image(image)? })
-    };
-    [(Component::Agents, &images.agent), (Component::Members, &images.control_plane)]
-        .into_iter()
-        .filter_map(part)
-        .collect()
+    let images = [(AGENTS, &images.agent), (MEMBERS, &images.control_plane)];
+    let versions = images
+        .map(|(component, image)| Some(ComponentVersion { component, version: Minor::of_image(image)? }));
+    versions.into_iter().flatten().collect()
 }
 
 /// Returns the version of the pod template, if one of its pods is ready.
-fn template_version(component: Component, workload: Option<&DynamicObject>) -> Option<ComponentVersion> {
+fn template_version(component: &'static str, workload: Option<&DynamicObject>) -> Option<ComponentVersion> {
     let image = image_of(workload.filter(|workload| has_ready_pods(workload))?)?;
     Some(ComponentVersion { component, version: Minor::of_image(&image)? })
 }
@@ -164,69 +153,60 @@ impl Versions {
     }
 
     /// Returns condition `Compatible`: whether all running processes are compatible, as far as known.
-    pub fn compatible(&self, cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
+    pub fn compatible(&self) -> Finding {
         let (kind, parts) = (Type::Compatible, self.components());
         if let Some(refusal) = first_skew(&parts, &parts) {
             return Finding::no(kind, refusal.reason, refusal.message);
         }
-        let unknown: Vec<UnreportedImage<'_>> =
-            self.known(cluster, inputs).into_iter().filter(|known| !known.is_complete()).collect();
+        let all = [&self.agents, &self.members];
+        let unknown: Vec<&Reported> = all.into_iter().filter(|one| !one.is_complete()).collect();
+        let join = |parts: &[&Reported], describe: fn(&Reported) -> String| -> String {
+            parts.iter().map(|one| describe(one)).collect::<Vec<_>>().join("; ")
+        };
         if unknown.is_empty() {
-            let message = format!(
-                "{}; {}",
-                self.agents.describe(Component::Agents),
-                self.members.describe(Component::Members)
-            );
-            return Finding::yes(kind, Reason::AsDesired, message);
+            return Finding::yes(kind, Reason::AsDesired, join(&all, Reported::describe));
         }
-        let is_late = unknown.iter().any(|known| known.is_replaced);
+        let is_late = unknown.iter().any(|one| one.is_replaced);
         let reason = if is_late { Reason::NotReported } else { Reason::Progressing };
-        let message = unknown.iter().map(UnreportedImage::describe).collect::<Vec<_>>().join("; ");
-        Finding::unknown(kind, reason, message)
-    }
-
-    fn known<'a>(&'a self, cluster: &KVCacheCluster, inputs: &'a ClusterInputs) -> [UnreportedImage<'a>; 2] {
-        let images = &inputs.images;
-        let call_error = inputs.control_plane_state.as_ref().and_then(|state| state.as_ref().err());
-        let agents = updated(inputs.agents.as_deref(), &images.agent, "updatedNumberScheduled");
-        let members = updated(inputs.members.as_deref(), &images.control_plane, "updatedReplicas");
-        [
-            UnreportedImage {
-                component: Component::Agents,
-                reported: &self.agents,
-                image: &images.agent,
-                is_replaced: count(agents) >= inputs.assignment.nodes.len(),
-                call_error: None,
-            },
-            UnreportedImage {
-                component: Component::Members,
-                reported: &self.members,
-                image: &images.control_plane,
-                is_replaced: members >= cluster.spec.control_plane.replicas,
-                call_error: call_error.map(String::as_str),
-            },
-        ]
+        Finding::unknown(kind, reason, join(&unknown, Reported::describe_unknown))
     }
 
     fn components(&self) -> BTreeSet<ComponentVersion> {
-        let of = |component, reported: &ReportedVersions| -> Vec<ComponentVersion> {
-            let versions = reported.versions.iter().filter_map(|version| Minor::of(version));
-            versions.map(|version| ComponentVersion { component, version }).collect()
-        };
-        of(Component::Agents, &self.agents).into_iter().chain(of(Component::Members, &self.members)).collect()
+        let versions =
+            [&self.agents, &self.members].into_iter().flat_map(|Reported { component, versions, .. }| {
+                let parsed = versions.iter().filter_map(|version| Minor::of(version));
+                parsed.map(|version| ComponentVersion { component, version })
+            });
+        versions.collect()
     }
 }
 
-fn of_agents(inputs: &ClusterInputs) -> ReportedVersions {
+fn of_agents(inputs: &ClusterInputs) -> Reported {
     let nodes = inputs.cache_nodes.iter().filter(|node| has_reported(node));
     let reported = nodes.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.as_str()));
-    ReportedVersions::new(reported, inputs.assignment.nodes.len())
+    let expected = inputs.assignment.nodes.len();
+    let updated = updated(inputs.agents.as_deref(), &inputs.images.agent, "updatedNumberScheduled");
+    Reported {
+        component: AGENTS,
+        image: inputs.images.agent.clone(),
+        is_replaced: count(updated) >= expected,
+        ..Reported::new(reported, expected)
+    }
 }
 
-fn of_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> ReportedVersions {
-    let known = inputs.control_plane_state.as_ref().and_then(|state| state.as_ref().ok());
+fn of_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Reported {
+    let state = inputs.control_plane_state.as_ref();
+    let known = state.and_then(|state| state.as_ref().ok());
     let reported = known.iter().flat_map(|known| known.members.values()).flatten().map(String::as_str);
-    let mut members = ReportedVersions::new(reported, count(cluster.spec.control_plane.replicas));
+    let replicas = cluster.spec.control_plane.replicas;
+    let updated = updated(inputs.members.as_deref(), &inputs.images.control_plane, "updatedReplicas");
+    let mut members = Reported {
+        component: MEMBERS,
+        image: inputs.images.control_plane.clone(),
+        is_replaced: updated >= replicas,
+        call_error: state.and_then(|state| state.as_ref().err().cloned()),
+        ..Reported::new(reported, count(replicas))
+    };
     let is_known = known.is_some() && all_replaced(inputs.members.as_deref());
     if members.silent > 0 && !is_known {
         // The absent member may return with its previous version.
@@ -250,11 +230,18 @@ fn count(number: u32) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-impl ReportedVersions {
-    fn new<'a>(reported: impl Iterator<Item = &'a str>, expected: usize) -> ReportedVersions {
+impl Reported {
+    fn new<'a>(reported: impl Iterator<Item = &'a str>, expected: usize) -> Reported {
         let reported: Vec<&str> = reported.filter(|version| is_version(version)).collect();
-        let silent = expected.saturating_sub(reported.len());
-        let mut new = ReportedVersions { versions: Vec::new(), expected, silent };
+        let mut new = Reported {
+            component: "",
+            image: String::new(),
+            is_replaced: false,
+            versions: Vec::new(),
+            expected,
+            silent: expected.saturating_sub(reported.len()),
+            call_error: None,
+        };
         new.add(reported.into_iter());
         new
     }
@@ -266,44 +253,40 @@ impl ReportedVersions {
         self.versions.dedup();
     }
 
-    fn describe(&self, component: Component) -> String {
+    /// Whether all processes have reported. With an image without a version, this includes that all of them
+    /// run it.
+    fn is_complete(&self) -> bool {
+        self.silent == 0 && (self.is_replaced || Minor::of_image(&self.image).is_some())
+    }
+
+    fn describe(&self) -> String {
+        let component = self.component;
         match self.versions.as_slice() {
             [] => format!("no {component} have reported a version"),
             [one] => format!("{component} run {one}"),
             [first, .., last] => format!("{component} run {first} to {last}"),
         }
     }
-}
 
-impl UnreportedImage<'_> {
-    /// Whether all processes have reported. With an image without a version, this includes that all of them
-    /// run it.
-    fn is_complete(&self) -> bool {
-        self.reported.silent == 0 && (self.is_replaced || Minor::of_image(self.image).is_some())
-    }
-
-    fn describe(&self) -> String {
-        let late = self.unreported();
-        match self.call_error {
+    /// Describes why versions are unknown.
+    fn describe_unknown(&self) -> String {
+        let Reported { component, image, expected, silent, .. } = self;
+        let late = match silent {
+            0 => format!("not all {component} run it yet"),
+            _ => format!("{silent} of {expected} {component}: version not reported"),
+        };
+        let late = match Minor::of_image(image) {
+            Some(_) => late,
+            None => {
+                format!("image {image} has no version in its tag, so its compatibility is unknown ({late})")
+            }
+        };
+        match &self.call_error {
             Some(error) => format!(
                 "{late}. The control plane cannot be reached; if this persists, check its pods and network policies: {error}"
             ),
             None => late,
         }
-    }
-
-    fn unreported(&self) -> String {
-        let UnreportedImage { component, reported, image, .. } = self;
-        let ReportedVersions { expected, silent, .. } = reported;
-        let not_reported = format!("{silent} of {expected} {component}: version not reported");
-        if Minor::of_image(image).is_some() {
-            return not_reported;
-        }
-        let late = match silent {
-            0 => format!("not all {component} run it yet"),
-            _ => not_reported,
-        };
-        format!("image {image} has no version in its tag, so its compatibility is unknown ({late})")
     }
 }
 
@@ -327,15 +310,6 @@ impl Minor {
 impl fmt::Display for Minor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)
-    }
-}
-
-impl fmt::Display for Component {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Component::Agents => "agents",
-            Component::Members => "members",
-        })
     }
 }
 

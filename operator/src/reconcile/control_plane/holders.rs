@@ -8,26 +8,19 @@
 //! one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
-use futures_util::future::join_all;
 use reprise_crds::fields::Quantity;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
-use reprise_proto::controlplane::{
-    Bytes, ListMembersRequest, ListNodesRequest, ListTenantsRequest, MemberInfo, NodeInfo, TenantShare,
-};
+use reprise_proto::controlplane::{Bytes, ListNodesRequest, ListTenantsRequest, NodeInfo, TenantShare};
 use tonic::transport::Channel;
 
-use super::{CallError, ControlPlanes, Target, result, with_timeout};
+use super::{CallError, ControlPlanes, Target, call_members};
 use crate::framework::metrics::{Call, Metrics};
 use crate::reconcile::names::ClusterNames;
 
 /// Maximum number of nodes in a message.
 const NAMED_MAX: usize = 8;
-
-/// Timeout per member, within the timeout of the whole call.
-const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reports of the members.
 struct MemberReports {
@@ -42,7 +35,6 @@ impl ControlPlanes {
     ///
     /// # Errors
     /// [`CallError`].
-    /// [`CallError`].
     pub async fn holders(
         &self,
         cluster: &ClusterNames,
@@ -53,12 +45,9 @@ impl ControlPlanes {
         if let Some(error) = self.backoff_error(cluster).await {
             return Err(error);
         }
-        let response = with_timeout(async { query_members(&self.target(cluster)?, tenant).await }).await;
-        metrics.record_call(Call::List, result(&response));
-        if response.is_err() {
-            self.update_cache(cluster, &response, |_| {}).await;
-        }
-        let MemberReports { nodes, ledger } = response?;
+        let request = async { query_members(&self.target(cluster)?, tenant).await };
+        let MemberReports { nodes, ledger } =
+            self.call(cluster, (Call::List, metrics), request, |_| {}).await?;
         Ok(match ledger {
             Ok(shares) => join(&holders(expected, &nodes, &shares)),
             Err(silent) => Some(describe_uncounted(&silent)),
@@ -68,46 +57,24 @@ impl ControlPlanes {
 
 async fn query_members(target: &Target, tenant: &str) -> Result<MemberReports, CallError> {
     let first = target.connect().await?;
-    let mut membership = MembershipClient::new(first.clone());
-    let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
-    let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
-    let answering = &members.answering;
-    let answers = join_all(members.members.iter().map(|member| {
-        // Reuse the connection to the member that answered.
-        let known = (member.name == *answering).then(|| first.clone());
-        query_ledger((target, member), known, tenant)
-    }));
+    let nodes =
+        MembershipClient::new(first.clone()).list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
+    let list = |mut member: PlacementClient<Channel>| async move {
+        Ok::<_, CallError>(member.list_tenants(ListTenantsRequest {}).await?.into_inner().tenants)
+    };
     let (mut ledger, mut silent) = (None, Vec::new());
-    for (member, answer) in members.members.iter().zip(answers.await) {
+    for (member, answer) in call_members(target, &first, list).await? {
         match answer {
-            Ok(shares) => ledger = ledger.or(shares),
-            Err(_) => silent.push(member.name.clone()),
+            Ok(tenants) => {
+                let of_tenant = tenants.into_iter().find(|state| {
+                    state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
+                });
+                ledger = ledger.or(of_tenant.map(|state| state.shares));
+            }
+            Err(_) => silent.push(member),
         }
     }
     Ok(MemberReports { nodes, ledger: ledger.ok_or(silent) })
-}
-
-/// Returns the ledger entries of a tenant; `None` if another member has the ledger. A hanging member does not
-/// delay the others beyond its timeout.
-async fn query_ledger(
-    (target, member): (&Target, &MemberInfo),
-    known: Option<Channel>,
-    tenant: &str,
-) -> Result<Option<Vec<TenantShare>>, CallError> {
-    let listed = tokio::time::timeout(MEMBER_TIMEOUT, async {
-        let reached = match known {
-            Some(reached) => reached,
-            None => target.member(&member.address).connect().await?,
-        };
-        let listed = PlacementClient::new(reached).list_tenants(ListTenantsRequest {}).await?;
-        Ok::<_, CallError>(listed.into_inner())
-    });
-    let timeout = |_| CallError::Unavailable(format!("no response within {MEMBER_TIMEOUT:?}"));
-    let of_tenant =
-        listed.await.map_err(timeout)??.tenants.into_iter().find(|state| {
-            state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
-        });
-    Ok(of_tenant.map(|state| state.shares))
 }
 
 /// Describes why the holdings of nodes are unknown.
@@ -170,42 +137,32 @@ mod tests {
     }
 
     #[test]
-    fn node_holds_nothing_once_it_reported_so_under_a_zero_quota() {
-        let nodes = [node(1, true), node(2, true)];
-        let empty = [share(1, 0, 0), share(2, 0, 0)];
-        assert_eq!(holders(&["n1".to_owned()], &nodes, &empty), Vec::<String>::new());
-        // It died afterwards, and has no blocks that could return.
-        assert_eq!(holders(&[], &[node(1, false)], &empty), Vec::<String>::new());
-        for (shares, message) in [
-            (vec![share(1, 0, 0)], "n2 has not reported"),
-            (vec![share(1, 0, 0), share(2, 0, 4096)], "n2 holds 0 of memory and 4Ki on devices"),
-            (vec![share(1, 0, 0), share(2, 4096, 0)], "n2 has not reported"),
-            (vec![share(1, 0, 0), TenantShare { follows: false, ..share(2, 0, 0) }], "n2 has not reported"),
+    fn node_may_hold_blocks_until_it_reports_none_under_a_zero_quota() {
+        let both = || vec![node(1, true), node(2, true)];
+        let one = || share(1, 0, 0);
+        let does_not_follow = TenantShare { follows: false, ..share(2, 0, 0) };
+        for (expected, nodes, shares, found) in [
+            ("n1", both(), vec![one(), share(2, 0, 0)], ""),
+            // It died afterwards, and has no blocks that could return.
+            ("", vec![node(1, false)], vec![one()], ""),
+            ("", both(), vec![one()], "n2 has not reported"),
+            ("", both(), vec![one(), share(2, 0, 4096)], "n2 holds 0 of memory and 4Ki on devices"),
+            ("", both(), vec![one(), share(2, 4096, 0)], "n2 has not reported"),
+            ("", both(), vec![one(), does_not_follow], "n2 has not reported"),
+            ("n1 n3", vec![node(1, true)], vec![one()], "n3 has not registered"),
+            ("", vec![node(2, false)], vec![share(2, 0, 4096)], "n2 is absent"),
         ] {
-            let found = holders(&[], &nodes, &shares);
-            assert!(found.len() == 1 && found[0].starts_with(message), "{found:?}");
+            let expected: Vec<String> = expected.split_whitespace().map(str::to_owned).collect();
+            let holders = holders(&expected, &nodes, &shares).join("; ");
+            assert!(holders.starts_with(found) && holders.is_empty() == found.is_empty(), "{holders}");
+            assert!(!holders.contains("; "), "only one node may hold blocks: {holders}");
         }
     }
 
     #[test]
-    fn waits_for_absent_and_unregistered_nodes() {
-        let found = holders(
-            &["n1".to_owned(), "n3".to_owned()],
-            &[node(1, true), node(2, false)],
-            &[share(1, 0, 0), share(2, 0, 4096)],
-        );
-        assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].starts_with("n2 is absent") && found[1] == "n3 has not registered", "{found:?}");
-    }
-
-    #[test]
-    fn names_unresponsive_members_if_there_is_no_ledger() {
+    fn messages_name_the_first_nodes_and_silent_members() {
         assert!(!describe_uncounted(&[]).contains("reached"));
         assert!(describe_uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("be reached: m-0, m-1"));
-    }
-
-    #[test]
-    fn lists_only_the_first_nodes() {
         assert_eq!(join(&[]), None);
         let all: Vec<String> = (0..10).map(|number| format!("n{number} is absent")).collect();
         let message = join(&all).expect("a message");

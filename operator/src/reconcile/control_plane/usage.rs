@@ -5,33 +5,26 @@
 //! unused: its member was not reached, or is not sure of its ownership. A sum is also unknown while nodes
 //! have not reported to the member that computes it.
 //!
-//! A complete answer is cached for [`COMPLETE_TTL`]; a partial one is requested again soon. Calls share the
+//! A complete answer is cached for [`USAGE_TTL`]; a partial one is requested again soon. Calls share the
 //! backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use futures_util::future::join_all;
 use reprise_policy::tenant::TENANTS_MAX;
-use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
-use reprise_proto::controlplane::{
-    self as wire, ListHoldingsReply, ListHoldingsRequest, ListMembersRequest, MemberInfo, TenantHolding,
-};
+use reprise_proto::controlplane::{self as wire, ListHoldingsReply, ListHoldingsRequest, TenantHolding};
 use tokio::time::Instant;
-use tonic::Code;
 use tonic::transport::Channel;
 
-use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, result, with_timeout};
+use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, call_members};
 use crate::framework::metrics::{Call, Metrics};
 use crate::reconcile::names::ClusterNames;
 
-/// Lifetime of a complete answer. Statuses do not change more often either.
-const COMPLETE_TTL: Duration = Duration::from_secs(60);
+/// Lifetime of a complete answer, and thereby the interval between two measurements.
+pub const USAGE_TTL: Duration = Duration::from_secs(60);
 /// Lifetime of a partial answer.
 const PARTIAL_TTL: Duration = RETRY_INTERVAL;
-/// Timeout per member, within the timeout of the whole call.
-const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of nodes in a message.
 const NAMED_MAX: usize = 4;
 
@@ -96,14 +89,11 @@ impl ControlPlanes {
         let others = tenants.iter().filter(|other| *other != tenant);
         let requested: BTreeSet<String> =
             std::iter::once(tenant.to_owned()).chain(others.cloned()).take(TENANTS_MAX).collect();
-        let answered = with_timeout(async { query_members(&self.target(cluster)?, &requested).await }).await;
-        metrics.record_call(Call::ListHoldings, result(&answered));
-        if answered.is_err() {
-            self.update_cache(cluster, &answered, |_| {}).await;
-        }
+        let request = async { query_members(&self.target(cluster)?, &requested).await };
+        let answered = self.call(cluster, (Call::ListHoldings, metrics), request, |_| {}).await;
         let answers =
             answered.map_err(|error| UsageUnknown::MembersUnavailable(error.message().to_owned()))?;
-        let ttl = if answers.is_complete(&requested) { COMPLETE_TTL } else { PARTIAL_TTL };
+        let ttl = if answers.is_complete(&requested) { USAGE_TTL } else { PARTIAL_TTL };
         let held = answers.of(tenant);
         *last = Some(CachedUsage { until: Instant::now() + ttl, requested, answers });
         held
@@ -146,47 +136,18 @@ impl Answers {
 }
 
 async fn query_members(target: &Target, tenants: &BTreeSet<String>) -> Result<Answers, CallError> {
-    let first = target.connect().await?;
-    let listed = MembershipClient::new(first.clone()).list_members(ListMembersRequest {}).await?;
-    let members = listed.into_inner();
-    let replies = join_all(members.members.iter().map(|member| {
-        // Reuse the connection to the member that answered.
-        let known = (member.name == members.answering).then(|| first.clone());
-        query_member((target, member), known, tenants)
-    }));
+    let list = |mut member: PlacementClient<Channel>| {
+        let request = ListHoldingsRequest { tenants: tenants.iter().cloned().collect() };
+        async move { Ok::<_, CallError>(member.list_holdings(request).await?.into_inner()) }
+    };
     let mut answers = Answers::default();
-    for (member, answer) in members.members.iter().zip(replies.await) {
+    for (member, answer) in call_members(target, &target.connect().await?, list).await? {
         match answer {
             Ok(reply) => answers.add(reply),
-            Err(error) => answers.silent.push(format!("{} ({})", member.name, error.message())),
+            Err(error) => answers.silent.push(format!("{member} ({})", error.message())),
         }
     }
     Ok(answers)
-}
-
-/// A hanging member does not delay the others beyond its timeout.
-async fn query_member(
-    (target, member): (&Target, &MemberInfo),
-    known: Option<Channel>,
-    tenants: &BTreeSet<String>,
-) -> Result<ListHoldingsReply, CallError> {
-    let request = ListHoldingsRequest { tenants: tenants.iter().cloned().collect() };
-    let query = tokio::time::timeout(MEMBER_TIMEOUT, async {
-        let reached = match known {
-            Some(reached) => reached,
-            None => target.member(&member.address).connect().await?,
-        };
-        match PlacementClient::new(reached).list_holdings(request).await {
-            Ok(reply) => Ok(reply.into_inner()),
-            Err(status) if status.code() == Code::Unimplemented => {
-                Err(CallError::Rejected("its version does not support usage queries: upgrade it".to_owned()))
-            }
-            Err(status) => Err(status.into()),
-        }
-    });
-    query
-        .await
-        .unwrap_or_else(|_| Err(CallError::Unavailable(format!("no response within {MEMBER_TIMEOUT:?}"))))
 }
 
 /// Describes the nodes that have not reported yet.
@@ -220,32 +181,21 @@ mod tests {
     }
 
     #[test]
-    fn combines_answers_of_members_for_all_tenants() {
+    fn combines_answers_of_members_and_missing_ones_are_unknown_instead_of_zero() {
         let mut answers = Answers::default();
         answers.add(reply(&[("a", 10), ("b", 0)], &[], 1));
         assert!(!answers.is_complete(&set_of(&["a", "b", "c"])), "one tenant is missing");
-        answers.add(reply(&[("c", 30)], &[], 0));
-        assert!(answers.is_complete(&set_of(&["a", "b", "c"])));
-        let held = |ssd, away| MeasuredUsage {
-            used: TierBytes { dram: 1, ssd },
-            blocks: Some(TierBytes { dram: 2, ssd: 3 }),
-            away,
-        };
-        assert_eq!(answers.of("a"), Ok(held(10, 1)));
-        assert_eq!(answers.of("b"), Ok(held(0, 1)), "a member reported zero usage");
-        assert_eq!(answers.of("c"), Ok(held(30, 0)));
-    }
-
-    #[test]
-    fn missing_answer_is_unknown_instead_of_zero() {
-        let mut answers = Answers::default();
-        answers.add(reply(&[("a", 10)], &[], 0));
-        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("b") else { panic!("{answers:?}") };
+        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("c") else { panic!("{answers:?}") };
         assert!(message.contains("no member is currently sure"), "{message}");
         answers.silent.push("m-1 (refused)".to_owned());
-        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("b") else { panic!("{answers:?}") };
+        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("c") else { panic!("{answers:?}") };
         assert!(message.ends_with("did not respond: m-1 (refused)"), "{message}");
-        assert!(answers.of("a").is_ok(), "its member has responded");
+        answers.add(reply(&[("c", 30)], &[], 0));
+        assert!(answers.is_complete(&set_of(&["a", "b", "c"])));
+        for (tenant, ssd, away) in [("a", 10, 1), ("b", 0, 1), ("c", 30, 0)] {
+            let (used, blocks) = (TierBytes { dram: 1, ssd }, Some(TierBytes { dram: 2, ssd: 3 }));
+            assert_eq!(answers.of(tenant), Ok(MeasuredUsage { used, blocks, away }));
+        }
     }
 
     #[test]

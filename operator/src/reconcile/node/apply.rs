@@ -53,38 +53,25 @@ pub async fn apply(
     if live.is_none_or(is_ours) {
         context.other_writers.clear_foreign(&key(&node.name_any()));
     }
-    match (desired, live) {
-        (DesiredCacheNode::Unchanged, _) | (DesiredCacheNode::Absent, None) => Ok(()),
-        (DesiredCacheNode::Absent, Some(live)) => delete(live, context).await,
-        (
-            DesiredCacheNode::Spec(spec)
-            | DesiredCacheNode::QueuesOnly(spec)
-            | DesiredCacheNode::Releasing(spec),
-            None,
-        ) => write(node, &spec, None, context).await,
-        (
-            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
-            Some(live),
-        ) if live.metadata.deletion_timestamp.is_some() => Ok(()),
-        (
-            DesiredCacheNode::Spec(spec)
-            | DesiredCacheNode::QueuesOnly(spec)
-            | DesiredCacheNode::Releasing(spec),
-            Some(live),
-        ) if is_up_to_date(live, node, &spec) => Ok(()),
-        (
-            DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Releasing(_),
-            Some(live),
-        ) if is_foreign(live) => {
+    let spec = match desired {
+        DesiredCacheNode::Unchanged => return Ok(()),
+        DesiredCacheNode::Absent => {
+            return match live {
+                Some(live) => delete(live, context).await,
+                None => Ok(()),
+            };
+        }
+        DesiredCacheNode::Spec(spec) | DesiredCacheNode::Releasing(spec) => spec,
+    };
+    match live {
+        Some(live) if live.metadata.deletion_timestamp.is_some() || is_up_to_date(live, node, &spec) => {
+            Ok(())
+        }
+        Some(live) if is_foreign(live) => {
             report_foreign(live, context).await;
             Ok(())
         }
-        (
-            DesiredCacheNode::Spec(spec)
-            | DesiredCacheNode::QueuesOnly(spec)
-            | DesiredCacheNode::Releasing(spec),
-            Some(live),
-        ) => write(node, &spec, Some(live), context).await,
+        _ => write(node, &spec, live, context).await,
     }
 }
 
@@ -196,7 +183,7 @@ async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError
     }
     let api: Api<CacheNode> = Api::all(context.client.clone());
     let name = live.name_any();
-    let removed = conflict::delete(&api, live, is_ours).await;
+    let removed = conflict::delete(&api, live).await;
     if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == DeleteOutcome::Deleted {
         context.metrics.record_write("CacheNode", Write::Delete);
         tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");

@@ -1,19 +1,18 @@
 //! Reads the inputs of a node's `CacheNode`: its cluster, its pools, the decided profiles, and granted queue
 //! pairs.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::fields::{Digest, Name, Text, Uid};
-use reprise_crds::node::{ControllerShare, PoolClaim, ProfileClaim, QueueClaim};
-use reprise_crds::status::{ConditionType, holds};
+use reprise_crds::node::{ControllerShare, ProfileClaim, QueueClaim};
 use reprise_crds::{CacheNode, GPUQueueAllocation, KVCacheCluster, SSDPool};
 
 use crate::reconcile::allocation::dereference::name as allocation_name;
 use crate::reconcile::allocation::lifecycle;
-use crate::reconcile::assignment::Assignment;
 use crate::reconcile::cluster::build::configuration::agent_digest;
 use crate::reconcile::cluster::dereference::agent_config_inputs;
 use crate::reconcile::context::Context;
@@ -29,10 +28,10 @@ const QUEUES_MAX: usize = 128;
 pub struct NodeInputs {
     /// The node's cluster, if it belongs to one.
     pub cluster: Option<NodeCluster>,
-    /// Accepted pools on the node.
+    /// Pools on the node.
     pub pools: Vec<Arc<SSDPool>>,
-    /// Rejected pools that the node already has, with their present claims.
-    pub retained: Vec<(Arc<SSDPool>, PoolClaim)>,
+    /// Pools on the node whose devices another pool names there as well, so they are not wiped.
+    pub contested: BTreeSet<String>,
     /// Profiles that the node should have now, by name.
     pub profiles: Vec<ProfileClaim>,
     /// Active grants of the node's allocations.
@@ -61,32 +60,6 @@ pub struct NodeCluster {
     pub cluster: Arc<KVCacheCluster>,
     /// Digest of its agents' configuration.
     pub configuration: String,
-    /// Whether the operator may change the cluster.
-    pub state: ClusterState,
-}
-
-/// Whether the operator may change a cluster.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClusterState {
-    /// The operator applies its spec.
-    Managed,
-    /// It is paused or rejected, or its spec is not accepted yet: nothing is changed.
-    Frozen,
-}
-
-/// Returns the cluster of a `CacheNode` as `namespace/name`.
-pub fn cluster_of(live: &CacheNode) -> Option<String> {
-    live.spec.cluster_ref.as_ref().map(|cluster| format!("{}/{}", cluster.namespace, cluster.name))
-}
-
-/// Returns whether the operator may change a cluster.
-pub fn state(cluster: &KVCacheCluster, assignment: &Assignment) -> ClusterState {
-    let conditions = cluster.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    let generation = cluster.metadata.generation.unwrap_or_default();
-    // A node label may cause a rejection before the status shows it.
-    let is_refused = assignment.cluster(cluster).is_some_and(|assignment| assignment.refused.is_some());
-    let left = cluster.spec.paused || is_refused || !holds(conditions, ConditionType::Accepted, generation);
-    if left { ClusterState::Frozen } else { ClusterState::Managed }
 }
 
 /// Reads the inputs from the local stores.
@@ -96,24 +69,20 @@ pub fn dereference(node: &Node, context: &Context) -> NodeInputs {
     let own = assignment.nodes.get(&node.name_any()).cloned().unwrap_or_default();
     let cluster = own.cluster.as_ref().and_then(|key| stores.cluster(key)).map(|cluster| NodeCluster {
         configuration: agent_digest(&cluster, &agent_config_inputs(&cluster, context)),
-        state: state(&cluster, &assignment),
         cluster,
     });
     let live = stores.cache_nodes.get(&ObjectRef::new(&node.name_any()));
     let profiles =
         cluster.as_ref().map(|own| profiles(&own.cluster, &node.name_any(), live.as_deref(), context));
     let granted = granted(&node.name_any(), context);
+    let is_contested = |pool: &String| assignment.pools[pool].contested.contains_key(&node.name_any());
     NodeInputs {
         profiles: profiles.unwrap_or_default(),
         queues: queues(&granted, live.as_deref()),
         agent_grants: agent_grants(&granted, live.as_deref()),
         cluster,
         pools: own.pools.iter().filter_map(|pool| stores.pools.get(&ObjectRef::new(pool))).collect(),
-        retained: own
-            .retained
-            .iter()
-            .filter_map(|kept| Some((stores.pools.get(&ObjectRef::new(&kept.name))?, kept.claim.clone())))
-            .collect(),
+        contested: own.pools.into_iter().filter(is_contested).collect(),
         live,
     }
 }

@@ -14,18 +14,18 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use kube::{Resource, ResourceExt};
-use reprise_crds::CacheNode;
 use reprise_crds::fields::NodeMode;
 use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, set};
+use reprise_crds::{CacheNode, KVCacheCluster};
 use serde_json::json;
 
-use super::dereference::{ClusterState, NodeCluster};
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::metrics::Write;
 use crate::framework::status::{apply, publish_event};
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{CallError, POLL_INTERVAL, RETRY_INTERVAL, StateResult};
+use crate::reconcile::membership::is_frozen;
 use crate::reconcile::names::ClusterNames;
 
 /// HTTP status code: not found.
@@ -49,14 +49,14 @@ enum Step {
 /// The API server rejected the condition.
 pub async fn sync(
     node: &Node,
-    own: &NodeCluster,
+    cluster: &KVCacheCluster,
     live: &CacheNode,
     context: &Context,
 ) -> Result<Option<Duration>, OperatorError> {
-    if own.state == ClusterState::Frozen || live.metadata.deletion_timestamp.is_some() {
+    if is_frozen(cluster) || live.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
-    let (name, names) = (node.name_any(), ClusterNames::of(&own.cluster));
+    let (name, names) = (node.name_any(), ClusterNames::of(cluster));
     let recorded = RecordedMode::of(live);
     let state = context.control_planes.state(&names, &context.metrics).await;
     let mut step = step(&recorded, &state, &name);

@@ -19,7 +19,6 @@
 //!   are detected by a timer ([`next_check`]).
 //! * It is removed before the `CacheNode`, so a client that waits for that deletion finds no condition
 //!   afterwards.
-//! * A missing permission does not affect other work on the node.
 
 use std::time::Duration;
 
@@ -49,8 +48,6 @@ const FIELD_MANAGER: &str = "reprise-operator-readiness";
 
 /// HTTP status code: not found.
 const NOT_FOUND: u16 = 404;
-/// HTTP status code: missing permission.
-const FORBIDDEN: u16 = 403;
 
 /// Margin after a report's expiry, because timestamps have second resolution.
 const MARGIN: Duration = Duration::from_secs(1);
@@ -84,9 +81,7 @@ pub fn next_step(node: &Node, live: Option<&CacheNode>, wanted: &DesiredCacheNod
         }
         (DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_), _)
         | (DesiredCacheNode::Unchanged, None) => return Step::Nothing,
-        (DesiredCacheNode::Spec(_) | DesiredCacheNode::QueuesOnly(_) | DesiredCacheNode::Unchanged, live) => {
-            ConditionText::of(live)
-        }
+        (DesiredCacheNode::Spec(_) | DesiredCacheNode::Unchanged, live) => ConditionText::of(live),
     };
     let is_so = before.map_or_else(|| is_awaited(live), |before| desired.is_in(before));
     if is_so || node.metadata.deletion_timestamp.is_some() {
@@ -125,7 +120,7 @@ fn last_report(live: &CacheNode) -> Option<&Time> {
 /// Executes the action.
 ///
 /// # Errors
-/// The API server rejected the write, other than by a missing permission.
+/// The API server rejected the write.
 pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
     let name = node.name_any();
     let wanted = match step {
@@ -138,9 +133,6 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         Step::Remove => None,
     };
     let body = body(&name, wanted);
-    if context.forbidden_writes.recent_for_kind(AGENT_READY) {
-        return Ok(());
-    }
     let api: Api<Node> = Api::all(context.client.clone());
     let key = format!("{AGENT_READY} of Node//{name}");
     let params = PatchParams::apply(FIELD_MANAGER);
@@ -162,16 +154,6 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         Ok(WriteOutcome::Paced(_)) => return Ok(()),
         // The node was deleted concurrently, and the condition with it.
         Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
-        Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
-            let error = status.message.as_str();
-            tracing::warn!(
-                node = name,
-                error,
-                "cannot write the AgentReady condition of nodes: grant the operator permission to patch nodes/status"
-            );
-            context.forbidden_writes.add_for_kind(AGENT_READY, error);
-            return Ok(());
-        }
         Err(error) => {
             return Err(OperatorError::api(format!("write {AGENT_READY} of Node {name}"))(error));
         }

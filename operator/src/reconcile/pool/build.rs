@@ -1,6 +1,7 @@
 //! Decides whether a pool needs its wipe finalizer. Pure.
 //!
-//! A pool with a wipe policy has the finalizer until all nodes have reported the wipe or are gone.
+//! A pool with a wipe policy has the finalizer until all nodes have reported the wipe or are gone. Where another pool names
+//! the same devices, neither is wiped: a person has to decide first.
 
 use kube::ResourceExt;
 use reprise_crds::SSDPool;
@@ -12,16 +13,25 @@ use crate::framework::finalizers::Finalizer;
 use crate::reconcile::names::WIPE_FINALIZER;
 
 /// Progress of a wipe.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wipe {
     /// The pool is not being deleted, or its data is kept.
     None,
     /// The policy was set after the deletion, when finalizers can no longer be added: the data is kept.
     TooLate,
-    /// The wipe is not confirmed.
-    Unconfirmed,
     /// The pool belongs to no cluster, so no agent can wipe it.
     NoCluster,
+    /// The pool is rejected, on all nodes or on some, which can therefore not wipe it.
+    Rejected,
+    /// The wipe is not confirmed.
+    Unconfirmed,
+    /// On this node, a younger pool names the same devices, so they are not wiped.
+    Contested {
+        /// Name of the node.
+        node: String,
+        /// Name of the younger pool.
+        other: String,
+    },
     /// Number of nodes that have not reported the wipe.
     InProgress(usize),
     /// All nodes have reported the wipe.
@@ -30,24 +40,33 @@ pub enum Wipe {
 
 /// Returns the progress of a pool's wipe.
 pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
+    let assigned = &inputs.assignment;
     if pool.metadata.deletion_timestamp.is_none() || pool.spec.deletion_policy != DeletionPolicy::Wipe {
         return Wipe::None;
     }
     if !pool.finalizers().iter().any(|one| one == WIPE_FINALIZER) {
         return Wipe::TooLate;
     }
-    if inputs.assignment.cluster.is_none() || !inputs.assignment.is_used() {
+    if assigned.cluster.is_none() {
         return Wipe::NoCluster;
+    }
+    if assigned.refused.is_some() || assigned.conflict.is_some() {
+        return Wipe::Rejected;
     }
     if pool.spec.wipe_confirmation.is_none() {
         return Wipe::Unconfirmed;
+    }
+    if let Some((node, other)) = assigned.contested.first_key_value() {
+        return Wipe::Contested { node: node.clone(), other: other.clone() };
     }
     let generation = pool.metadata.generation.unwrap_or_default();
     let wiped = inputs.nodes.iter().filter(|node| is_wiped(node, generation)).count();
     // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
     // re-created. A node that is gone is not in the assignment.
-    let left = inputs.assignment.nodes.len().saturating_sub(wiped);
-    if left == 0 { Wipe::Done } else { Wipe::InProgress(left) }
+    match assigned.nodes.len().saturating_sub(wiped) {
+        0 => Wipe::Done,
+        left => Wipe::InProgress(left),
+    }
 }
 
 /// Whether a node has wiped the pool: it follows the claim that requests this, and none of the pool's devices
@@ -60,10 +79,13 @@ fn is_wiped(node: &PoolNode, generation: i64) -> bool {
 /// Returns whether the finalizer is needed.
 pub fn finalizer(pool: &SSDPool, inputs: &PoolInputs) -> Finalizer {
     let wipes = pool.spec.deletion_policy == DeletionPolicy::Wipe;
-    // A pool that never belonged to a cluster has no data to wipe.
-    let never = wipe(pool, inputs) == Wipe::NoCluster && !has_claims(pool, inputs) && pool.status.is_none();
-    let is_over = [Wipe::Done, Wipe::TooLate].contains(&wipe(pool, inputs));
-    if wipes && !is_over && !never { Finalizer::Present } else { Finalizer::Absent }
+    let is_over = match wipe(pool, inputs) {
+        Wipe::Done | Wipe::TooLate => true,
+        // A pool that no node ever had has no data to wipe.
+        Wipe::NoCluster | Wipe::Rejected => inputs.assignment.nodes.is_empty() && pool.status.is_none(),
+        _ => false,
+    };
+    if wipes && !is_over { Finalizer::Present } else { Finalizer::Absent }
 }
 
 /// Whether the pool is guarded even if no engine uses it: a pool with a wipe policy is, until the wipe, which
@@ -74,22 +96,18 @@ pub fn is_guarded(pool: &SSDPool, inputs: &PoolInputs) -> bool {
     finalizer(pool, inputs) == Finalizer::Present && !is_confirmed
 }
 
-fn has_claims(pool: &SSDPool, inputs: &PoolInputs) -> bool {
-    let uid = pool.uid().unwrap_or_default();
-    let claims = |node: &PoolNode| node.node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid);
-    inputs.nodes.iter().any(claims)
-}
-
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
     use std::sync::Arc;
 
+    use reprise_crds::status::Reason;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::framework::refusal::Refusal;
     use crate::reconcile::assignment::PoolAssignment;
-    use crate::reconcile::deletion_guard::DeletionGuard;
+    use crate::reconcile::pool::guard::Guard;
 
     fn pool(more: Value, deleted: bool) -> SSDPool {
         let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
@@ -118,45 +136,92 @@ mod tests {
             PoolNode { node: Arc::new(node), pool_uid: "u".to_owned(), pool: "p".to_owned() }
         };
         let nodes = (0..states.len()).map(|index| format!("n{index}")).collect();
-        let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), nodes, refused: None };
+        let assignment =
+            PoolAssignment { cluster: Some("n/c".to_owned()), nodes, ..PoolAssignment::default() };
         PoolInputs {
             assignment,
             cluster: None,
             nodes: states.iter().enumerate().map(node).collect(),
             reserved: 0,
-            guard: DeletionGuard::default(),
+            guard: Guard::default(),
         }
     }
 
     #[test]
     fn deletes_pool_once_every_node_has_wiped_it_after_confirmation() {
-        let wipes = json!({ "deletionPolicy": "Wipe" });
+        use Finalizer::{Absent, Present};
+        let wipes = || json!({ "deletionPolicy": "Wipe" });
         let confirmed =
-            json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" });
-        let all = found(&[(3, "Wiped"), (3, "Wiped")]);
-        assert_eq!(wipe(&pool(confirmed.clone(), false), &all), Wipe::None);
-        assert_eq!(wipe(&pool(json!({}), true), &all), Wipe::None);
-        assert_eq!(wipe(&pool(wipes.clone(), true), &all), Wipe::Unconfirmed);
-        let guarded = |spec: &Value, deleted| is_guarded(&pool(spec.clone(), deleted), &all);
-        assert!(guarded(&wipes, false) && guarded(&wipes, true), "the wipe is not confirmed");
-        assert!(guarded(&confirmed, false), "it may be in use until it is deleted");
-        assert!(!guarded(&confirmed, true) && !guarded(&json!({}), false) && !guarded(&json!({}), true));
-        assert_eq!(
-            wipe(&pool(confirmed.clone(), true), &found(&[(3, "Wiped"), (3, "Open")])),
-            Wipe::InProgress(1)
-        );
-        // Data that was wiped for an older claim may have been opened again.
-        assert_eq!(wipe(&pool(confirmed.clone(), true), &found(&[(2, "Wiped")])), Wipe::InProgress(1));
-        let mut late = pool(wipes.clone(), true);
+            || json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" });
+        let all = || found(&[(3, "Wiped"), (3, "Wiped")]);
+        let with = |change: &dyn Fn(&mut PoolInputs)| {
+            let mut inputs = all();
+            change(&mut inputs);
+            inputs
+        };
+        let contested = with(&|inputs| {
+            inputs.assignment.contested.insert("n1".to_owned(), "q".to_owned());
+        });
+        let conflict = || Refusal::new(Reason::Conflict, "SSDPool older has the devices");
+        let never = with(&|inputs| {
+            inputs.assignment.nodes.clear();
+            inputs.assignment.refused = Some(conflict());
+        });
+        let mut late = pool(wipes(), true);
         late.metadata.finalizers = None;
-        assert_eq!((wipe(&late, &all), finalizer(&late, &all)), (Wipe::TooLate, Finalizer::Absent));
-        assert!(!is_guarded(&late, &all), "a confirmation has no effect");
-        let mut one_is_missing = all.clone();
-        one_is_missing.nodes.pop();
-        assert_eq!(wipe(&pool(confirmed.clone(), true), &one_is_missing), Wipe::InProgress(1));
-        assert_eq!(wipe(&pool(confirmed.clone(), true), &all), Wipe::Done);
-        assert_eq!(finalizer(&pool(confirmed.clone(), true), &all), Finalizer::Absent);
-        assert_eq!(finalizer(&pool(confirmed, false), &all), Finalizer::Present);
-        assert_eq!(finalizer(&pool(json!({}), false), &all), Finalizer::Absent);
+        for (pool, inputs, expected, finalizer_is, guarded) in [
+            (pool(json!({}), false), all(), Wipe::None, Absent, false),
+            (pool(json!({}), true), all(), Wipe::None, Absent, false),
+            (pool(wipes(), false), all(), Wipe::None, Present, true),
+            (pool(wipes(), true), all(), Wipe::Unconfirmed, Present, true),
+            // It may be in use until it is deleted.
+            (pool(confirmed(), false), all(), Wipe::None, Present, true),
+            (pool(confirmed(), true), all(), Wipe::Done, Absent, false),
+            (
+                pool(confirmed(), true),
+                found(&[(3, "Wiped"), (3, "Open")]),
+                Wipe::InProgress(1),
+                Present,
+                false,
+            ),
+            // Data that was wiped for an older claim may have been opened again.
+            (pool(confirmed(), true), found(&[(2, "Wiped")]), Wipe::InProgress(1), Present, false),
+            // A node without a CacheNode.
+            (
+                pool(confirmed(), true),
+                with(&|inputs| drop(inputs.nodes.pop())),
+                Wipe::InProgress(1),
+                Present,
+                false,
+            ),
+            (
+                pool(confirmed(), true),
+                contested,
+                Wipe::Contested { node: "n1".to_owned(), other: "q".to_owned() },
+                Present,
+                false,
+            ),
+            (
+                pool(confirmed(), true),
+                with(&|inputs| inputs.assignment.cluster = None),
+                Wipe::NoCluster,
+                Present,
+                false,
+            ),
+            (
+                pool(confirmed(), true),
+                with(&|inputs| inputs.assignment.conflict = Some(conflict())),
+                Wipe::Rejected,
+                Present,
+                false,
+            ),
+            // No node ever had the pool.
+            (pool(confirmed(), true), never, Wipe::Rejected, Absent, false),
+            // The policy was set after the deletion.
+            (late, all(), Wipe::TooLate, Absent, false),
+        ] {
+            let has = (wipe(&pool, &inputs), finalizer(&pool, &inputs), is_guarded(&pool, &inputs));
+            assert_eq!(has, (expected, finalizer_is, guarded), "{:?} {:?}", pool.spec, pool.metadata);
+        }
     }
 }

@@ -5,24 +5,17 @@ use std::sync::Arc;
 
 use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
-use reprise_crds::status::{ConditionStatus, ConditionType, find};
 use reprise_crds::{CacheNode, SSDPool};
 
 use crate::framework::change::{Change, WatchedKind, status_is_own};
 use crate::framework::own_writes::Digest;
-use crate::reconcile::deletion_guard;
+use crate::reconcile::pool::guard::has_guard;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SSDPool {
     /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
-    ///
-    /// When a refusal starts or ends, many nodes may be affected, and a label of a single node may cause it.
     fn dependencies(&self) -> Option<Digest> {
-        let is_deleting = self.metadata.deletion_timestamp.as_ref().map(|_| deletion_guard::has_guard(self));
-        let conditions = self.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let accepted = find(conditions, ConditionType::Accepted);
-        let is_refused = accepted.is_some_and(|accepted| accepted.status == ConditionStatus::False);
-        (is_deleting.is_some() || is_refused).then(|| Digest::of(&(is_deleting, is_refused)))
+        self.metadata.deletion_timestamp.as_ref().map(|_| Digest::of(&has_guard(self)))
     }
 
     status_is_own!();

@@ -8,9 +8,9 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::node::{AppliedPool, Device};
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
+use super::guard::Guard;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard::{self, DeletionGuard};
 use crate::reconcile::membership::tenants;
 use crate::reconcile::names::ClusterNames;
 
@@ -21,12 +21,12 @@ pub struct PoolInputs {
     pub assignment: PoolAssignment,
     /// The pool's cluster, if it has one.
     pub cluster: Option<Arc<KVCacheCluster>>,
-    /// `CacheNode`s of the selected nodes; nodes without one are missing.
+    /// `CacheNode`s of the assigned nodes; nodes without one are missing.
     pub nodes: Vec<PoolNode>,
     /// Bytes that tenants reserve on each node.
     pub reserved: u64,
     /// Whether sessions use the pool.
-    pub guard: DeletionGuard,
+    pub guard: Guard,
 }
 
 /// The `CacheNode` of one node of the pool.
@@ -57,11 +57,11 @@ pub fn dereference(pool: &SSDPool, context: &Context) -> PoolInputs {
     let mut inputs = PoolInputs {
         nodes: assignment.nodes.iter().filter_map(node).collect(),
         reserved: reserved.unwrap_or_default(),
-        guard: DeletionGuard::default(),
+        guard: Guard::default(),
         cluster,
         assignment,
     };
-    inputs.guard = deletion_guard::for_pool(pool, super::build::is_guarded(pool, &inputs), context);
+    inputs.guard = Guard::of(pool, super::build::is_guarded(pool, &inputs), context);
     inputs
 }
 
@@ -72,10 +72,9 @@ impl PoolNode {
         devices.filter(|device| device.pool.as_str() == self.pool)
     }
 
-    /// Returns the generation of the pool in the node's spec.
-    pub fn claimed(&self) -> Option<i64> {
-        let mut claims = self.node.spec.claims.iter();
-        claims.find(|claim| claim.uid.as_str() == self.pool_uid).map(|claim| claim.generation)
+    /// Returns the name of the node.
+    pub fn name(&self) -> &str {
+        self.node.metadata.name.as_deref().unwrap_or_default()
     }
 
     /// Returns the claim that the agent has applied.

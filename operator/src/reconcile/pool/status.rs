@@ -6,16 +6,13 @@ use reprise_crds::cluster::DeviceAccessMode;
 use reprise_crds::fields::{DeviceClass, Engine, NodeMode, Quantity};
 use reprise_crds::node::{Device, DeviceState};
 use reprise_crds::pool::{EngineUse, PoolCapacity, PoolDevices, PoolNodes};
-use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find};
 use reprise_crds::{SSDPool, SSDPoolStatus};
 
 use super::build::{Wipe, wipe};
 use super::dereference::{PoolInputs, PoolNode};
-use crate::framework::finalizers::{self, FinalizerOutcome};
 use crate::framework::refusal::Refusal;
-use crate::reconcile::deletion_guard::{self, GuardOutcome};
 use crate::reconcile::membership::has_reported;
-use crate::reconcile::names::{IN_USE_FINALIZER, WIPE_FINALIZER};
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
@@ -29,25 +26,31 @@ const REFUSALS: [Reason; 6] = [
     Reason::OverCapacity,
 ];
 
-/// Computes the status and conditions of a pool.
+/// Computes the status and conditions of a pool. `refused` is set if the pool is rejected as a whole.
 pub fn compute(
     pool: &SSDPool,
     inputs: &PoolInputs,
     refused: Option<&Refusal>,
 ) -> (SSDPoolStatus, Vec<Finding>) {
-    let counts = Counts::of(pool, inputs, refused);
-    let mut findings = vec![accepted(refused), discovered(pool, &counts), cordoned(pool)];
-    findings.extend(drained(pool, inputs, refused));
-    findings.push(fallback(pool, inputs));
+    let counts = Counts::of(pool, inputs);
+    let rejected = refused.or(inputs.assignment.conflict.as_ref());
     let degraded = degraded(pool, &counts, inputs);
-    findings.extend(blocked(pool, inputs));
-    findings.push(ready(refused, &counts, &degraded));
-    findings.push(degraded);
+    let findings = [
+        Some(accepted(rejected)),
+        Some(discovered(pool, &counts, rejected)),
+        Some(cordoned(pool)),
+        drained(pool, inputs, rejected),
+        Some(fallback(pool, inputs)),
+        blocked(pool, inputs),
+        Some(ready(rejected, &counts, &degraded)),
+        Some(degraded),
+    ];
+    let refused_nodes = counts.problems.get(&Problem::Refused).map_or(0, BTreeMap::len);
     let status = SSDPoolStatus {
         nodes: Some(PoolNodes {
             selected: counts.selected,
-            ready: number(counts.ready.len()),
-            refused: number(counts.refused.len()),
+            ready: counts.ready,
+            refused: number(refused_nodes),
         }),
         devices: Some(PoolDevices { matched: counts.matched, open: counts.open, faulted: counts.faulted }),
         capacity: Some(PoolCapacity {
@@ -62,11 +65,22 @@ pub fn compute(
             .collect(),
         ..SSDPoolStatus::default()
     };
-    (status, findings)
+    (status, findings.into_iter().flatten().collect())
 }
 
 fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// A problem of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Problem {
+    Failed,
+    Refused,
+    /// It is more worn than the pool allows.
+    Worn,
+    /// It is slower than the pool allows.
+    Slow,
 }
 
 /// Sums over the nodes of a pool.
@@ -74,20 +88,14 @@ fn number(count: usize) -> u32 {
 struct Counts {
     selected: u32,
     /// Nodes that have reported recently with the pool's current generation.
-    reported: BTreeSet<String>,
+    reported: u32,
     /// Nodes of `reported` on which all devices are open.
-    ready: BTreeSet<String>,
-    /// Nodes with a refused device: the reason, and the message.
-    refused: BTreeMap<String, (Reason, String)>,
-    /// Nodes with a failed device, and its message.
-    failed: BTreeMap<String, String>,
-    /// Nodes with a device that is more worn than the pool allows, and its message.
-    worn: BTreeMap<String, String>,
+    ready: u32,
+    /// Nodes with a problem: reason and message of the first device.
+    problems: BTreeMap<Problem, BTreeMap<String, (Reason, String)>>,
     /// Nodes with an open device whose drive does not report its spare capacity.
     without_spare_report: BTreeSet<String>,
-    /// Nodes with a device that is slower than the pool allows, and its message.
-    slow: BTreeMap<String, String>,
-    /// Nodes that have not reported recently.
+    /// Nodes that have reported before, but not recently.
     silent: BTreeSet<String>,
     matched: u32,
     open: u32,
@@ -98,87 +106,79 @@ struct Counts {
 }
 
 impl Counts {
-    fn of(pool: &SSDPool, inputs: &PoolInputs, refused: Option<&Refusal>) -> Counts {
-        let mut counts = Counts::default();
-        // Nodes may still have a rejected pool, as it was before.
-        if refused.is_some() && inputs.assignment.nodes.is_empty() {
-            return counts;
-        }
-        counts.selected = number(inputs.assignment.nodes.len());
-        counts.silent = inputs.assignment.nodes.iter().cloned().collect();
+    fn of(pool: &SSDPool, inputs: &PoolInputs) -> Counts {
+        let selected = number(inputs.assignment.nodes.len());
+        let mut counts = Counts { selected, ..Counts::default() };
         for node in &inputs.nodes {
-            // A rejected spec is not sent to nodes; they keep the previous one.
-            let generation = match refused {
-                Some(_) => node.claimed().unwrap_or_default(),
-                None => pool.metadata.generation.unwrap_or_default(),
-            };
-            counts.add(node, generation);
+            counts.add(node, pool.metadata.generation.unwrap_or_default());
         }
         counts
     }
 
     fn add(&mut self, node: &PoolNode, generation: i64) {
+        let name = node.name();
         if !has_reported(&node.node) {
+            // Nodes that never reported are still starting.
+            if node.node.status.as_ref().is_some_and(|status| status.last_updated.is_some()) {
+                self.silent.insert(name.to_owned());
+            }
             return;
         }
-        let name = node.node.metadata.name.clone().unwrap_or_default();
-        self.silent.remove(&name);
-        let mut all_open = true;
-        let mut devices = 0_u32;
         for device in node.devices() {
-            devices += 1;
             self.matched += 1;
-            all_open &= device.state == DeviceState::Open;
-            self.add_device(&name, device);
+            self.add_device(name, device);
         }
-        let applied = node.applied().is_some_and(|applied| applied.generation >= generation);
-        if applied {
-            self.reported.insert(name.clone());
-        }
-        if applied && all_open && devices > 0 {
-            self.ready.insert(name);
-        }
+        let is_applied = node.applied().is_some_and(|applied| applied.generation >= generation);
+        let is_open = node.devices().all(|device| device.state == DeviceState::Open);
+        self.reported += u32::from(is_applied);
+        self.ready += u32::from(is_applied && is_open && node.devices().next().is_some());
     }
 
     fn add_device(&mut self, node: &str, device: &Device) {
         let bytes = |quantity: &Option<Quantity>| {
             quantity.as_ref().and_then(|quantity| quantity.bytes().ok()).unwrap_or_default()
         };
-        let why = || format!("{}: {}", device.path, device.message);
+        let mut problems = Vec::new();
         match device.state {
             DeviceState::Open => {
                 self.open += 1;
                 self.total = self.total.saturating_add(bytes(&device.size));
                 self.used = self.used.saturating_add(bytes(&device.used));
-                if device.worn {
-                    self.worn.entry(node.to_owned()).or_insert_with(why);
-                }
+                problems.extend(device.worn.then_some((Problem::Worn, Reason::DeviceWorn)));
+                problems.extend(device.slow.then_some((Problem::Slow, Reason::DeviceSlow)));
                 if device.spare_percent.is_none() {
                     self.without_spare_report.insert(node.to_owned());
-                }
-                if device.slow {
-                    self.slow.entry(node.to_owned()).or_insert_with(why);
                 }
                 if let Some(engine) = device.engine {
                     self.engines.entry(engine).or_default().insert(node.to_owned());
                 }
             }
-            DeviceState::Refused => {
-                self.refused.entry(node.to_owned()).or_insert_with(|| (refusal(device), why()));
-            }
+            DeviceState::Refused => problems.push((Problem::Refused, refusal(device))),
             DeviceState::Faulted => {
                 self.faulted += 1;
-                self.failed.entry(node.to_owned()).or_insert_with(why);
+                problems.push((Problem::Failed, Reason::DeviceFailed));
             }
             DeviceState::Found | DeviceState::Opening | DeviceState::Wiped => {}
+        }
+        for (problem, reason) in problems {
+            let first = self.problems.entry(problem).or_default().entry(node.to_owned());
+            first.or_insert_with(|| (reason, format!("{}: {}", device.path, device.message)));
         }
     }
 }
 
-fn accepted(refused: Option<&Refusal>) -> Finding {
-    match refused {
+fn accepted(rejected: Option<&Refusal>) -> Finding {
+    match rejected {
         Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
         None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
+    }
+}
+
+/// Returns why a pool has no nodes.
+fn no_nodes(rejected: Option<&Refusal>) -> (Reason, &'static str) {
+    match rejected {
+        Some(rejected) => (rejected.reason, "the pool is rejected on all nodes: see condition Accepted"),
+        None => (Reason::NoNodes, "nodeSelector matches no node: label nodes, or change it"),
     }
 }
 
@@ -203,14 +203,14 @@ fn nothing_found(pool: &SSDPool) -> String {
     }
 }
 
-fn discovered(pool: &SSDPool, counts: &Counts) -> Finding {
+fn discovered(pool: &SSDPool, counts: &Counts, rejected: Option<&Refusal>) -> Finding {
     let kind = Type::DevicesDiscovered;
-    let message =
-        format!("{} of {} nodes have reported their devices", counts.reported.len(), counts.selected);
+    let message = format!("{} of {} nodes have reported their devices", counts.reported, counts.selected);
     if counts.selected == 0 {
-        return Finding::no(kind, Reason::NoNodes, "nodeSelector matches no node: label nodes, or change it");
+        let (reason, message) = no_nodes(rejected);
+        return Finding::no(kind, reason, message);
     }
-    if number(counts.reported.len()) < counts.selected {
+    if counts.reported < counts.selected {
         return Finding::no(kind, Reason::Progressing, message);
     }
     if counts.matched == 0 {
@@ -220,58 +220,46 @@ fn discovered(pool: &SSDPool, counts: &Counts) -> Finding {
 }
 
 fn cordoned(pool: &SSDPool) -> Finding {
-    match pool.spec.mode {
+    let mode = pool.spec.mode;
+    let reason = match mode {
         NodeMode::Active => {
-            Finding::no(Type::Cordoned, Reason::AsDesired, "new replicas may be placed on it")
+            let message = "new replicas may be placed on it";
+            return Finding::no(Type::Cordoned, Reason::AsDesired, message);
         }
-        NodeMode::Cordoned => Finding::yes(
-            Type::Cordoned,
-            Reason::SetByOperator,
-            "mode is Cordoned: no replicas of blocks from other nodes are placed on it",
-        ),
-        NodeMode::Draining => Finding::yes(
-            Type::Cordoned,
-            Reason::Draining,
-            "mode is Draining: no replicas of blocks from other nodes are placed on it",
-        ),
-    }
+        NodeMode::Cordoned => Reason::SetByOperator,
+        NodeMode::Draining => Reason::Draining,
+    };
+    let message = format!("mode is {mode}: no replicas of blocks from other nodes are placed on it");
+    Finding::yes(Type::Cordoned, reason, message)
 }
 
 /// Returns condition `Drained` while the pool is draining. Reports that are old, or of an earlier spec, do
 /// not count; a node without a report counts as not empty.
-fn drained(pool: &SSDPool, inputs: &PoolInputs, refused: Option<&Refusal>) -> Option<Finding> {
+fn drained(pool: &SSDPool, inputs: &PoolInputs, rejected: Option<&Refusal>) -> Option<Finding> {
     let kind = Type::Drained;
     if pool.spec.mode != NodeMode::Draining {
         return None;
     }
-    if let Some(refused) = refused {
-        let message =
-            "the pool is rejected, so its nodes do not report whether they are empty: see condition Accepted";
-        return Some(Finding::unknown(kind, refused.reason, message));
-    }
     let nodes = &inputs.assignment.nodes;
     if nodes.is_empty() {
-        let message = "nodeSelector matches no node, so it is unknown whether blocks are left: label nodes, or change it";
-        return Some(Finding::unknown(kind, Reason::NoNodes, message));
+        let (reason, message) = no_nodes(rejected);
+        let message = format!("{message}. It is unknown whether blocks are left");
+        return Some(Finding::unknown(kind, reason, message));
     }
     let generation = pool.metadata.generation.unwrap_or_default();
-    let empty: BTreeSet<&str> = inputs
-        .nodes
-        .iter()
-        .filter(|node| is_empty(node, generation))
-        .filter_map(|node| node.node.metadata.name.as_deref())
-        .collect();
+    let empty = inputs.nodes.iter().filter(|node| is_empty(node, generation));
+    let empty: BTreeSet<&str> = empty.map(PoolNode::name).collect();
     let left: Vec<&str> = nodes.iter().map(String::as_str).filter(|node| !empty.contains(node)).collect();
     if left.is_empty() {
         let message = "every durable block has a replica on another node";
         return Some(Finding::yes(kind, Reason::AsDesired, message));
     }
-    let mode_not_applied = mode_not_applied(inputs).unwrap_or_default();
     let message = format!(
-        "{} of {} nodes are not empty yet, or have not reported so recently: {}{mode_not_applied}",
+        "{} of {} nodes are not empty yet, or have not reported so recently: {}{}",
         left.len(),
         nodes.len(),
         join_names(left.iter().copied()),
+        mode_not_applied(inputs).unwrap_or_default(),
     );
     Some(Finding::no(kind, Reason::Draining, message))
 }
@@ -291,45 +279,42 @@ fn is_empty(node: &PoolNode, generation: i64) -> bool {
 
 /// Describes a node whose mode the control plane does not have; other nodes then accept no blocks from it.
 fn mode_not_applied(inputs: &PoolInputs) -> Option<String> {
-    let why = |node: &PoolNode| {
+    inputs.nodes.iter().find_map(|node| {
         let applied = find(&node.node.status.as_ref()?.conditions, Type::ModeApplied)?;
-        let is_not = applied.status == reprise_crds::status::ConditionStatus::False;
-        is_not.then(|| {
-            let name = node.node.metadata.name.as_deref().unwrap_or_default();
-            format!("; {name}: {}", applied.message)
-        })
-    };
-    inputs.nodes.iter().find_map(why)
+        let is_not = applied.status == ConditionStatus::False;
+        is_not.then(|| format!("; {}: {}", node.name(), applied.message))
+    })
 }
 
 fn fallback(pool: &SSDPool, inputs: &PoolInputs) -> Finding {
-    let kind = Type::EngineFallback;
+    let (kind, engine) = (Type::EngineFallback, pool.spec.engine);
+    let nodes_with = |test: &dyn Fn(&Device) -> bool| -> Vec<&str> {
+        let nodes = inputs.nodes.iter().filter(|node| node.devices().any(test));
+        nodes.map(PoolNode::name).collect()
+    };
     // Devices that are not open report no engine.
-    let other = |device: &Device| device.engine.is_some_and(|engine| engine != pool.spec.engine);
-    let nodes = inputs.nodes.iter().filter(|node| node.devices().any(other));
-    let names: Vec<String> = nodes.filter_map(|node| node.node.metadata.name.clone()).collect();
-    if names.is_empty() {
-        // Devices stay closed because of `fallbackEngine: None`.
-        let is_closed = |device: &Device| {
-            device.state == DeviceState::Refused && refusal(device) == Reason::EngineUnavailable
-        };
-        if inputs.nodes.iter().any(|node| node.devices().any(is_closed)) {
-            let message = format!(
-                "engine {} is unavailable and there is no fallback (fallbackEngine: None): the devices stay closed, see condition Degraded",
-                pool.spec.engine
-            );
-            return Finding::no(kind, Reason::EngineUnavailable, message);
-        }
-        return Finding::no(kind, Reason::AsDesired, format!("devices use engine {}", pool.spec.engine));
+    let others = nodes_with(&|device| device.engine.is_some_and(|used| used != engine));
+    if !others.is_empty() {
+        let message = format!(
+            "engine {engine} is unavailable on {} nodes, which use fallbackEngine: {}. Check agents.seccomp of the cluster: \
+             many default profiles forbid io_uring",
+            others.len(),
+            join_names(others.into_iter()),
+        );
+        return Finding::yes(kind, Reason::EngineUnavailable, message);
     }
-    let message = format!(
-        "engine {} is unavailable on {} nodes, which use fallbackEngine: {}. Check agents.seccomp of the cluster: many default \
-         profiles forbid io_uring",
-        pool.spec.engine,
-        names.len(),
-        join_names(names.iter().map(String::as_str)),
-    );
-    Finding::yes(kind, Reason::EngineUnavailable, message)
+    // Devices stay closed because of `fallbackEngine: None`.
+    let is_closed = |device: &Device| {
+        device.state == DeviceState::Refused && refusal(device) == Reason::EngineUnavailable
+    };
+    if !nodes_with(&is_closed).is_empty() {
+        let message = format!(
+            "engine {engine} is unavailable and there is no fallback (fallbackEngine: None): the devices stay closed, see \
+             condition Degraded"
+        );
+        return Finding::no(kind, Reason::EngineUnavailable, message);
+    }
+    Finding::no(kind, Reason::AsDesired, format!("devices use engine {engine}"))
 }
 
 fn join_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
@@ -338,55 +323,42 @@ fn join_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
 
 fn degraded(pool: &SSDPool, counts: &Counts, inputs: &PoolInputs) -> Finding {
     let kind = Type::Degraded;
-    if let Some((node, why)) = counts.failed.first_key_value() {
-        let nodes = counts.failed.len();
-        let message = format!(
-            "devices of {nodes} nodes have failed, and their blocks count as misses; on {node}, {why}"
-        );
-        return Finding::yes(kind, Reason::DeviceFailed, message);
-    }
-    if let Some((node, (reason, why))) = counts.refused.first_key_value() {
-        let hint = unopened(inputs, *reason);
-        let message = format!("{} nodes have refused devices; on {node}, {why}{hint}", counts.refused.len());
-        return Finding::yes(kind, *reason, message);
-    }
-    // Nodes that never reported are still starting.
-    let has_reported_before = |node: &&PoolNode| {
-        let name = node.node.metadata.name.clone().unwrap_or_default();
-        counts.silent.contains(&name)
-            && node.node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
+    let first = |problem: Problem| {
+        let nodes = counts.problems.get(&problem)?;
+        let (node, (reason, why)) = nodes.first_key_value()?;
+        let (count, hint) = (nodes.len(), unopened(inputs, *reason));
+        let message = match problem {
+            Problem::Failed => {
+                format!(
+                    "devices of {count} nodes have failed, and their blocks count as misses; on {node}, {why}"
+                )
+            }
+            Problem::Refused => format!("{count} nodes have refused devices; on {node}, {why}{hint}"),
+            Problem::Worn => format!(
+                "devices of {count} nodes have more media errors than health.maxMediaErrors, or less spare capacity than \
+                 health.minSparePercent; on {node}, {why}. They remain in use: replace them before they fail, or raise the \
+                 thresholds"
+            ),
+            Problem::Slow => format!(
+                "devices of {count} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They remain in \
+                 use: check the device's health and its other users, or raise the threshold"
+            ),
+        };
+        Some(Finding::yes(kind, *reason, message))
     };
-    let silent: Vec<String> = inputs
-        .nodes
-        .iter()
-        .filter(has_reported_before)
-        .filter_map(|node| node.node.metadata.name.clone())
-        .collect();
-    if !silent.is_empty() {
-        let names = join_names(silent.iter().map(String::as_str));
-        let message = format!(
-            "{} nodes have not reported for a minute: {names}; check their agents' pods",
-            silent.len()
-        );
-        return Finding::yes(kind, Reason::NotReported, message);
-    }
-    if let Some((node, why)) = counts.worn.first_key_value() {
-        let message = format!(
-            "devices of {} nodes have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent; on \
-             {node}, {why}. They remain in use: replace them before they fail, or raise the thresholds",
-            counts.worn.len()
-        );
-        return Finding::yes(kind, Reason::DeviceWorn, message);
-    }
-    if let Some((node, why)) = counts.slow.first_key_value() {
-        let message = format!(
-            "devices of {} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They remain in use: check \
-             the device's health and its other users, or raise the threshold",
-            counts.slow.len()
-        );
-        return Finding::yes(kind, Reason::DeviceSlow, message);
-    }
-    Finding::no(kind, Reason::AsDesired, uncompared(pool, counts))
+    let silent = || {
+        let count = counts.silent.len();
+        let names = join_names(counts.silent.iter().map(String::as_str));
+        let message =
+            format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
+        (count > 0).then(|| Finding::yes(kind, Reason::NotReported, message))
+    };
+    first(Problem::Failed)
+        .or_else(|| first(Problem::Refused))
+        .or_else(silent)
+        .or_else(|| first(Problem::Worn))
+        .or_else(|| first(Problem::Slow))
+        .unwrap_or_else(|| Finding::no(kind, Reason::AsDesired, uncompared(pool, counts)))
 }
 
 /// Returns a note on thresholds that cannot be checked, so that worse drives would go unnoticed.
@@ -418,22 +390,22 @@ fn unopened(inputs: &PoolInputs, reason: Reason) -> &'static str {
     }
 }
 
-fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Finding {
+fn ready(rejected: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Finding {
     let kind = Type::Ready;
-    if let Some(Refusal { reason, message }) = refused {
+    if let Some(Refusal { reason, message }) = rejected {
         return Finding::no(kind, *reason, message);
     }
     if counts.selected == 0 {
-        return Finding::no(kind, Reason::NoNodes, "nodeSelector matches no node: label nodes, or change it");
+        let (reason, message) = no_nodes(None);
+        return Finding::no(kind, reason, message);
     }
-    let ready = number(counts.ready.len());
-    let message = format!("{ready} of {} nodes have all devices open", counts.selected);
-    if ready >= counts.selected {
+    let message = format!("{} of {} nodes have all devices open", counts.ready, counts.selected);
+    if counts.ready >= counts.selected {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     // Slow or worn devices are open, so they do not delay readiness.
     let keeps_closed = ![Reason::DeviceSlow, Reason::DeviceWorn].contains(&degraded.reason);
-    if degraded.status == reprise_crds::status::ConditionStatus::True && keeps_closed {
+    if degraded.status == ConditionStatus::True && keeps_closed {
         return Finding::no(kind, degraded.reason, format!("{message}; {}", degraded.message));
     }
     Finding::no(kind, Reason::Progressing, message)
@@ -441,7 +413,6 @@ fn ready(refused: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Find
 
 /// Returns condition `DeletionBlocked` while the pool is being deleted.
 fn blocked(pool: &SSDPool, inputs: &PoolInputs) -> Option<Finding> {
-    let kind = Type::DeletionBlocked;
     let wipe = wipe(pool, inputs);
     // Sessions block the wipe as well.
     if let Some(mut used) = inputs.guard.blocked_condition(pool) {
@@ -450,48 +421,39 @@ fn blocked(pool: &SSDPool, inputs: &PoolInputs) -> Option<Finding> {
         }
         return Some(used);
     }
-    match wipe {
-        Wipe::None | Wipe::TooLate | Wipe::Done => None,
-        Wipe::Unconfirmed => {
-            let message = "deletionPolicy is Wipe but the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data, \
-                           or deletionPolicy to Retain";
-            Some(Finding::yes(kind, Reason::ConfirmationMissing, message))
+    let (reason, message) = match wipe {
+        Wipe::None | Wipe::TooLate | Wipe::Done => return None,
+        Wipe::Unconfirmed => (
+            Reason::ConfirmationMissing,
+            "deletionPolicy is Wipe but the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data, or \
+             deletionPolicy to Retain"
+                .to_owned(),
+        ),
+        Wipe::Rejected => (
+            Reason::Conflict,
+            "deletionPolicy is Wipe but the pool is rejected, so nodes cannot wipe it: remove the cause that condition \
+             Accepted names, or set deletionPolicy to Retain"
+                .to_owned(),
+        ),
+        Wipe::NoCluster => (
+            Reason::ReferenceNotFound,
+            "deletionPolicy is Wipe but the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster \
+             again, or set deletionPolicy to Retain"
+                .to_owned(),
+        ),
+        Wipe::Contested { node, other } => (
+            Reason::Conflict,
+            format!(
+                "deletionPolicy is Wipe but SSDPool {other} names the same devices on node {node}, so they are not wiped: set \
+                 nodeSelector or the devices of one of the pools so that they differ, delete SSDPool {other}, or set \
+                 deletionPolicy to Retain"
+            ),
+        ),
+        Wipe::InProgress(left) => {
+            (Reason::Releasing, format!("{left} nodes have not wiped their devices yet"))
         }
-        Wipe::NoCluster => {
-            let (reason, message) = match inputs.assignment.refused {
-                Some(_) => (
-                    Reason::Conflict,
-                    "deletionPolicy is Wipe but the pool was rejected before any node had it, so there is no data to wipe: set \
-                     deletionPolicy to Retain",
-                ),
-                None => (
-                    Reason::ReferenceNotFound,
-                    "deletionPolicy is Wipe but the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again, \
-                     or set deletionPolicy to Retain",
-                ),
-            };
-            Some(Finding::yes(kind, reason, message))
-        }
-        Wipe::InProgress(left) => Some(Finding::yes(
-            kind,
-            Reason::Releasing,
-            format!("{left} nodes have not wiped their devices yet"),
-        )),
-    }
-}
-
-/// Returns the condition for a finalizer that the operator has no permission to change. It takes precedence
-/// over other reasons that block the deletion.
-pub fn forbidden(pool: &SSDPool, guard: &GuardOutcome, attempt: &FinalizerOutcome) -> Option<Finding> {
-    match (guard, attempt) {
-        (GuardOutcome::Forbidden(refused), _) => {
-            Some(finalizers::forbidden_condition(pool, IN_USE_FINALIZER, deletion_guard::WAITED_FOR, refused))
-        }
-        (_, FinalizerOutcome::Forbidden(refused)) => {
-            Some(finalizers::forbidden_condition(pool, WIPE_FINALIZER, "its data to be wiped", refused))
-        }
-        _ => None,
-    }
+    };
+    Some(Finding::yes(Type::DeletionBlocked, reason, message))
 }
 
 #[cfg(test)]

@@ -78,24 +78,20 @@ pub enum RolloutState {
     },
 }
 
-/// Nodes that may get the revision next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Eligible {
-    None,
-    Canaries,
-    All,
-}
-
 impl RolloutStage {
     /// Returns the progress of a node with the revision of a digest.
     pub fn of(node: &ProfileNode, digest: &str, max_error_percent: u8) -> RolloutStage {
         if node.desired.as_deref() != Some(digest) {
             return RolloutStage::Waiting;
         }
-        match node.report.as_ref().filter(|report| report.digest == digest) {
+        match node.report.as_ref().filter(|report| report.digest.as_str() == digest) {
             None => RolloutStage::Updating,
             Some(report) if report.refused.is_some() => RolloutStage::Refused,
-            Some(report) if report.p99.is_some_and(|error| error > u32::from(max_error_percent)) => {
+            Some(report)
+                if report
+                    .prediction_error_p99_percent
+                    .is_some_and(|error| error > u32::from(max_error_percent)) =>
+            {
                 RolloutStage::Drifted
             }
             Some(_) => RolloutStage::Applied,
@@ -149,26 +145,23 @@ pub fn build(
     let rollout = &profile.spec.rollout;
     let stage = |node: &ProfileNode| RolloutStage::of(node, digest, profile.spec.max_error_percent.0);
     let staged: Vec<(&ProfileNode, RolloutStage)> = nodes.iter().map(|node| (node, stage(node))).collect();
-    let (eligible, waits) = eligible(&staged, rollout.canary.as_ref(), soaked);
+    let obstacle = rollout.canary.as_ref().and_then(|canary| canary_obstacle(&staged, canary, soaked));
+    let are_canaries_next = has_unfinished_canary(&staged);
     // A silent node that is updating counts too, because the revision may be the cause.
     let unavailable =
         staged.iter().filter(|(_, stage)| *stage == RolloutStage::Updating || stage.is_bad()).count();
     let free = limit(nodes.len(), rollout.max_unavailable_percent.0).saturating_sub(unavailable);
     let is_next = |(node, stage): &&(&ProfileNode, RolloutStage)| {
-        let is_eligible = match eligible {
-            Eligible::None => false,
-            Eligible::Canaries => node.canary,
-            Eligible::All => true,
-        };
+        let is_eligible = obstacle.is_none() && (node.canary || !are_canaries_next);
         *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen && !node.over_limit
     };
     for (node, _) in staged.iter().filter(is_next).take(free) {
         desired.insert(node.name.clone(), digest.to_owned());
     }
     let all = desired.len() == nodes.len() && desired.values().all(|desired| desired == digest);
-    let state = match waits {
+    let state = match obstacle {
         _ if all => RolloutState::Complete,
-        Some(waits) => waits,
+        Some(obstacle) => obstacle,
         None if free == 0 => limit_reached(&staged),
         None => RolloutState::Progressing,
     };
@@ -180,32 +173,34 @@ fn limit(nodes: usize, percent: u8) -> usize {
     (nodes * usize::from(percent) / 100).max(1)
 }
 
-/// Returns the eligible nodes, and the state if others have to wait.
-fn eligible(
+/// Whether a canary node has not applied the revision yet, or drifts.
+fn has_unfinished_canary(staged: &[(&ProfileNode, RolloutStage)]) -> bool {
+    staged.iter().any(|(node, stage)| node.canary && *stage != RolloutStage::Applied)
+}
+
+/// Returns the state if no further node may get the revision because of the canaries.
+fn canary_obstacle(
     staged: &[(&ProfileNode, RolloutStage)],
-    canary: Option<&Canary>,
+    canary: &Canary,
     soaked: Option<Duration>,
-) -> (Eligible, Option<RolloutState>) {
-    let Some(canary) = canary else { return (Eligible::All, None) };
+) -> Option<RolloutState> {
     let canaries = || staged.iter().filter(|(node, _)| node.canary);
     if let Some((node, stage)) = canaries().find(|(_, stage)| stage.is_bad()) {
-        return (Eligible::None, Some(RolloutState::CanaryFailed { node: node.name.clone(), stage: *stage }));
+        return Some(RolloutState::CanaryFailed { node: node.name.clone(), stage: *stage });
     }
     if canaries().next().is_none() {
-        return (Eligible::None, Some(RolloutState::NoCanary));
+        return Some(RolloutState::NoCanary);
     }
-    if canaries().any(|(_, stage)| *stage != RolloutStage::Applied) {
-        return (Eligible::Canaries, None);
+    if has_unfinished_canary(staged) {
+        return None;
     }
     if let Some((node, _)) = canaries().find(|(node, _)| node.silent) {
-        return (Eligible::None, Some(RolloutState::CanarySilent(node.name.clone())));
+        return Some(RolloutState::CanarySilent(node.name.clone()));
     }
-    // Durations that cannot be parsed were rejected during validation.
-    let soak = canary.soak.duration().unwrap_or(Duration::MAX);
-    match soak.checked_sub(soaked.unwrap_or_default()).filter(|rest| !rest.is_zero()) {
-        Some(rest) => (Eligible::None, Some(RolloutState::Soaking(rest))),
-        None => (Eligible::All, None),
-    }
+    // Validated before: a profile with an unreadable time has no revision.
+    let soak = canary.soak.duration().unwrap_or_default();
+    let rest = soak.checked_sub(soaked.unwrap_or_default()).filter(|rest| !rest.is_zero());
+    rest.map(RolloutState::Soaking)
 }
 
 /// Returns the state if no further node may follow: others are still updating, or all of them refuse it or
@@ -223,4 +218,4 @@ fn limit_reached(staged: &[(&ProfileNode, RolloutStage)]) -> RolloutState {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -4,26 +4,27 @@ use std::collections::BTreeSet;
 
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
+use reprise_crds::node::AppliedProfile;
 use reprise_crds::{CacheNode, SlackProfile};
 
 use super::PROFILES_MAX;
+use super::content::Revision;
 use super::decisions::ProfileDecision;
 use super::order::{is_selected, selected};
-use super::source::{self, Source};
+use super::source;
 use crate::framework::error::OperatorError;
+use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::belongs_to;
-use crate::reconcile::membership::has_reported;
+use crate::reconcile::membership::{belongs_to, has_reported, is_frozen};
 use crate::reconcile::names::ClusterNames;
-use crate::reconcile::node::dereference::{ClusterState, state};
 use crate::reconcile::selection::selects;
 use crate::reconcile::stores::Stores;
 
 /// The inputs of a profile.
 #[derive(Clone, Debug)]
 pub struct ProfileInputs {
-    /// Its measurement, or why it is unavailable.
-    pub source: Source,
+    /// Its revision, or why it has none.
+    pub revision: Result<Revision, Refusal>,
     /// Clusters that select it.
     pub clusters: Vec<SelectingCluster>,
     /// Nodes of these clusters that have the GPU, by name.
@@ -42,14 +43,14 @@ pub struct SelectingCluster {
 }
 
 /// A node that has the profile's GPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProfileNode {
     /// Name of the node.
     pub name: String,
     /// Digest of the revision that it should have, from the last decision or its spec.
     pub desired: Option<String>,
     /// Its agent's report on the profile.
-    pub report: Option<ProfileReport>,
+    pub report: Option<AppliedProfile>,
     /// Whether it is a canary node.
     pub canary: bool,
     /// Whether its agent has not reported recently.
@@ -60,29 +61,16 @@ pub struct ProfileNode {
     pub over_limit: bool,
 }
 
-/// An agent's report on a profile.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ProfileReport {
-    /// Digest of the reported revision.
-    pub digest: String,
-    /// Set if the agent refused the revision: why.
-    pub refused: Option<String>,
-    /// Median error of its predictions, in percent.
-    pub p50: Option<u32>,
-    /// 99th percentile of the error of its predictions, in percent.
-    pub p99: Option<u32>,
-}
-
 /// Reads the inputs: a measurement in a ConfigMap from the API server, everything else from the local stores.
 ///
 /// # Errors
 /// The API server did not answer.
 pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<ProfileInputs, OperatorError> {
-    let source = source::read(profile, context).await?;
+    let revision = source::read(profile, context).await?;
     let stores = &context.stores;
     let (assignment, decided) = (stores.assignment(), context.decisions.of(profile));
     let mut found =
-        ProfileInputs { source, clusters: Vec::new(), nodes: Vec::new(), products: BTreeSet::new() };
+        ProfileInputs { revision, clusters: Vec::new(), nodes: Vec::new(), products: BTreeSet::new() };
     let mut clusters = stores.clusters.state_filter(|cluster| is_selected(cluster, profile));
     clusters.sort_by_key(|cluster| cluster.name_any());
     for cluster in clusters {
@@ -90,39 +78,27 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Pr
         let all = selected(&cluster, context);
         let ahead = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
         found.clusters.push(SelectingCluster { cluster: names.key(), ahead });
-        let frozen = state(&cluster, &assignment) == ClusterState::Frozen;
+        let frozen = is_frozen(&cluster);
         // A frozen cluster keeps its profiles.
         let over_limit = ahead >= PROFILES_MAX && !frozen;
         for name in assignment.cluster(&cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {
             let live = stores.cache_nodes.get(&ObjectRef::new(name)).filter(|live| belongs_to(live, &names));
             let Some(live) = live else { continue };
-            let products: Vec<&str> = products(&live).collect();
+            let gpus = live.status.iter().flat_map(|status| &status.gpus);
+            let products: BTreeSet<String> = gpus.map(|gpu| gpu.product.to_string()).collect();
+            let node = node(profile, &live, decided.as_deref(), stores);
             // After a start, or while a driver is loading, a node reports no GPUs; it still takes part in the
             // rollout.
-            let may_have = products.is_empty() && has(profile, &live, decided.as_deref());
-            if may_have || products.contains(&profile.spec.subject.gpu_product.as_str()) {
-                let node = node(profile, &live, decided.as_deref(), stores);
-                let desired = node.desired.clone().filter(|_| !over_limit);
+            let may_have = products.is_empty() && node.desired.is_some();
+            if may_have || products.contains(profile.spec.subject.gpu_product.as_str()) {
+                let desired = node.desired.filter(|_| !over_limit);
                 found.nodes.push(ProfileNode { desired, frozen, over_limit, ..node });
             }
-            found.products.extend(products.into_iter().map(str::to_owned));
+            found.products.extend(products);
         }
     }
     found.nodes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
-}
-
-/// Whether a node has, or should have, a revision of a profile.
-fn has(profile: &SlackProfile, live: &CacheNode, decided: Option<&ProfileDecision>) -> bool {
-    let (node, name) = (live.name_any(), profile.name_any());
-    match decided {
-        Some(decided) => decided.nodes.contains_key(&node),
-        None => live.spec.profiles.iter().any(|claim| claim.name.as_str() == name),
-    }
-}
-
-fn products(live: &CacheNode) -> impl Iterator<Item = &str> {
-    live.status.iter().flat_map(|status| &status.gpus).map(|gpu| gpu.product.as_str())
 }
 
 fn node(
@@ -132,28 +108,21 @@ fn node(
     stores: &Stores,
 ) -> ProfileNode {
     let (name, of) = (live.name_any(), profile.name_any());
-    let claim = live.spec.profiles.iter().find(|claim| claim.name.as_str() == of);
     let applied = live.status.as_ref().and_then(|status| status.applied.as_ref());
     let report = applied.and_then(|applied| applied.profiles.iter().find(|one| one.name.as_str() == of));
-    let canary = profile.spec.rollout.canary.as_ref();
-    let kubernetes = stores.nodes.get(&ObjectRef::new(&name));
-    let is_canary = canary.zip(kubernetes);
-    let is_canary = is_canary.is_some_and(|(canary, node)| selects(&canary.node_selector, node.labels()));
+    let canary = profile.spec.rollout.canary.as_ref().zip(stores.nodes.get(&ObjectRef::new(&name)));
     ProfileNode {
         desired: match decided {
             Some(decided) => decided.nodes.get(&name).cloned(),
-            None => claim.map(|claim| claim.digest.to_string()),
+            None => {
+                let claim = live.spec.profiles.iter().find(|claim| claim.name.as_str() == of);
+                claim.map(|claim| claim.digest.to_string())
+            }
         },
-        report: report.map(|report| ProfileReport {
-            digest: report.digest.to_string(),
-            refused: report.refused.as_ref().map(ToString::to_string),
-            p50: report.prediction_error_p50_percent,
-            p99: report.prediction_error_p99_percent,
-        }),
-        canary: is_canary,
+        report: report.cloned(),
+        canary: canary.is_some_and(|(canary, node)| selects(&canary.node_selector, node.labels())),
         silent: !has_reported(live),
-        frozen: false,
-        over_limit: false,
         name,
+        ..ProfileNode::default()
     }
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kube::ResourceExt;
-use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
+use reprise_crds::{KVCacheCluster, SlackProfile};
 
 use super::PROFILES_MAX;
 use crate::reconcile::context::Context;
@@ -22,11 +22,12 @@ use crate::reconcile::selection::selects;
 
 /// Returns the profiles that a cluster selects, in order of precedence, without those being deleted.
 pub fn selected(cluster: &KVCacheCluster, context: &Context) -> Vec<Arc<SlackProfile>> {
-    let selected = context.stores.profiles.state_filter(|profile| is_selected(cluster, profile));
+    let mut selected = context.stores.profiles.state_filter(|profile| is_selected(cluster, profile));
     // While all fit, the assigned ones do not matter.
     let used =
         if selected.len() > PROFILES_MAX { assigned(cluster, &selected, context) } else { BTreeSet::new() };
-    sort(selected, &used)
+    sort(&mut selected, &used);
+    selected
 }
 
 /// Whether a cluster selects a profile.
@@ -43,63 +44,50 @@ fn assigned(cluster: &KVCacheCluster, selected: &[Arc<SlackProfile>], context: &
         assignment.nodes.get(node).is_some_and(|own| own.cluster.as_deref() == Some(key.as_str()))
     };
     let specs = context.stores.cache_nodes.state_filter(|node| belongs_to(node, &names));
-    let claimed = claimed(&specs);
+    let claims = specs.iter().flat_map(|node| &node.spec.profiles);
+    let claimed: BTreeSet<&str> = claims.map(|claim| claim.name.as_str()).collect();
     let is_used = |profile: &&Arc<SlackProfile>| match context.decisions.of(profile) {
         Some(decided) => decided.nodes.keys().any(is_theirs),
-        None => claimed.contains(&profile.name_any()),
+        None => claimed.contains(profile.name_any().as_str()),
     };
     selected.iter().filter(is_used).map(|profile| profile.name_any()).collect()
 }
 
-/// Returns the names of profiles in the specs of nodes.
-fn claimed(nodes: &[Arc<CacheNode>]) -> BTreeSet<String> {
-    nodes.iter().flat_map(|node| &node.spec.profiles).map(|claim| claim.name.to_string()).collect()
-}
-
-fn sort(mut profiles: Vec<Arc<SlackProfile>>, used: &BTreeSet<String>) -> Vec<Arc<SlackProfile>> {
+fn sort(profiles: &mut [Arc<SlackProfile>], used: &BTreeSet<String>) {
     profiles.sort_by_cached_key(|profile| {
         let (name, made) = (profile.name_any(), profile.metadata.creation_timestamp.as_ref());
         (!used.contains(&name), made.map(|time| time.0), name)
     });
-    profiles
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
-    fn profile(name: &str, second: u32) -> Arc<SlackProfile> {
-        let made = format!("2026-01-01T00:00:{second:02}Z");
-        let whole = json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile",
-            "metadata": { "name": name, "namespace": "n", "uid": name, "creationTimestamp": made },
-            "spec": { "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" } },
-        });
-        Arc::new(serde_json::from_value(whole).expect("a profile"))
-    }
-
     #[test]
     fn assigned_profiles_come_first_then_older_ones_regardless_of_name() {
-        let names = |used: &[&str]| {
-            let used = used.iter().map(|name| (*name).to_owned()).collect();
-            let all = vec![profile("a", 3), profile("b", 2), profile("c", 2), profile("d", 1)];
-            sort(all, &used).iter().map(|profile| profile.name_any()).collect::<Vec<_>>()
+        let profile = |(name, second): (&str, u32)| -> Arc<SlackProfile> {
+            let subject = json!({ "model": "m", "gpuProduct": "g", "engineVersion": "e" });
+            let whole = json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile", "spec": { "subject": subject },
+                "metadata": { "name": name, "creationTimestamp": format!("2026-01-01T00:00:{second:02}Z") },
+            });
+            Arc::new(serde_json::from_value(whole).expect("a profile"))
         };
-        assert_eq!(names(&[]), ["d", "b", "c", "a"]);
-        assert_eq!(names(&["a"]), ["a", "d", "b", "c"], "unassigned older ones come after it");
-        assert_eq!(names(&["a", "c"]), ["c", "a", "d", "b"]);
-    }
-
-    #[test]
-    fn profiles_in_specs_are_assigned() {
-        let claim = json!({ "name": "p", "digest": format!("sha256:{}", "0f".repeat(32)) });
-        let node = |profiles: Value| {
-            let spec = json!({ "nodeName": "n1", "profiles": profiles });
-            Arc::new(CacheNode::new("n1", serde_json::from_value(spec).expect("a spec")))
-        };
-        assert_eq!(claimed(&[node(json!([])), node(json!([claim]))]), BTreeSet::from(["p".to_owned()]));
-        assert!(claimed(&[node(json!([]))]).is_empty());
+        for (used, order) in [
+            (vec![], "d b c a"),
+            // Unassigned older ones come after the assigned one.
+            (vec!["a"], "a d b c"),
+            (vec!["a", "c"], "c a d b"),
+        ] {
+            let used = used.into_iter().map(str::to_owned).collect();
+            let mut all: Vec<Arc<SlackProfile>> =
+                [("a", 3), ("b", 2), ("c", 2), ("d", 1)].map(profile).into();
+            sort(&mut all, &used);
+            let names: Vec<String> = all.iter().map(|profile| profile.name_any()).collect();
+            assert_eq!(names.join(" "), order, "{used:?}");
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Foreign ConfigMaps are not watched: watching all ConfigMaps of a Kubernetes cluster for a few of them
 //! would cost more. A ConfigMap is read again after [`CACHE_TTL`]; until then every reconcile uses the cached
-//! content.
+//! revision.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -13,74 +13,68 @@ use kube::{Api, ResourceExt};
 use reprise_crds::SlackProfile;
 use reprise_crds::fields::ConfigMapRef;
 use reprise_crds::status::Reason;
-use reprise_policy::slack::Measurement;
 use tokio::time::Instant;
 
-use super::content;
+use super::content::{self, Revision};
 use crate::framework::error::OperatorError;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 
-/// Lifetime of a cached ConfigMap.
+/// Lifetime of a cached revision.
 pub const CACHE_TTL: Duration = Duration::from_secs(10);
 /// Maximum number of ConfigMap keys in a message.
 const KEYS_MAX: usize = 5;
 
-/// The measurement of a profile.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// Measurement of the spec, validated by the API server.
-    Inline(Measurement),
-    /// Text of a ConfigMap, not validated.
-    Text {
-        /// Where the text comes from, for messages.
-        location: String,
-        /// The text of the entry.
-        text: String,
-    },
-    /// The measurement is unavailable.
-    Missing(Refusal),
-}
+/// UID and generation of a profile.
+type Key = (Option<String>, Option<i64>);
 
-/// Cache of profiles' ConfigMaps, by the profile's uid.
+/// Cache of profiles' revisions.
 #[derive(Debug, Default)]
 pub struct SourceCache {
-    last: Mutex<HashMap<String, CachedSource>>,
+    read: Mutex<HashMap<Key, (Instant, Result<Revision, Refusal>)>>,
 }
 
-#[derive(Clone, Debug)]
-struct CachedSource {
-    at: Instant,
-    generation: Option<i64>,
-    source: Source,
-}
-
-impl SourceCache {
-    fn get(&self, profile: &SlackProfile) -> Option<Source> {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let held = last.get(&profile.uid()?)?;
-        let holds = held.generation == profile.metadata.generation && held.at.elapsed() < CACHE_TTL;
-        holds.then(|| held.source.clone())
-    }
-
-    fn insert(&self, profile: &SlackProfile, source: &Source) {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        // Entries that were not renewed for this long belong to deleted profiles.
-        last.retain(|_, held| held.at.elapsed() < 100 * CACHE_TTL);
-        let generation = profile.metadata.generation;
-        let held = CachedSource { at: Instant::now(), generation, source: source.clone() };
-        last.insert(profile.uid().unwrap_or_default(), held);
-    }
-}
-
-/// Reads the measurement.
+/// Reads the revision of a profile. The inner error has reason `ProfileInvalid` if there is a measurement.
 ///
 /// # Errors
 /// The API server did not answer.
-pub async fn read(profile: &SlackProfile, context: &Context) -> Result<Source, OperatorError> {
+pub async fn read(
+    profile: &SlackProfile,
+    context: &Context,
+) -> Result<Result<Revision, Refusal>, OperatorError> {
+    let (key, cache) = ((profile.uid(), profile.metadata.generation), &context.profile_sources.read);
+    let cached = {
+        let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.retain(|_, (at, _)| at.elapsed() < CACHE_TTL);
+        cache.get(&key).map(|(_, revision)| revision.clone())
+    };
+    if let Some(revision) = cached {
+        return Ok(revision);
+    }
+    let text = text(profile, context).await?;
+    let revision = text.and_then(|(location, text)| revision(profile, &location, &text));
+    cache.lock().unwrap_or_else(PoisonError::into_inner).insert(key, (Instant::now(), revision.clone()));
+    Ok(revision)
+}
+
+/// Returns the revision of a profile with the measurement of this location.
+///
+/// # Errors
+/// The measurement is invalid.
+pub fn revision(profile: &SlackProfile, location: &str, text: &str) -> Result<Revision, Refusal> {
+    content::revision(profile, text)
+        .map_err(|error| Refusal::new(Reason::ProfileInvalid, format!("{location}: {error}")))
+}
+
+/// Returns location and text of a profile's measurement.
+async fn text(
+    profile: &SlackProfile,
+    context: &Context,
+) -> Result<Result<(String, String), Refusal>, OperatorError> {
     let spec = &profile.spec;
     if let Some(measurement) = &spec.measurement {
-        return Ok(Source::Inline(content::inline(measurement)));
+        let text = serde_json::to_string(measurement).expect("serializable measurement");
+        return Ok(Ok(("spec.measurement".to_owned(), text)));
     }
     let Some(reference) = &spec.config_map_ref else {
         // Profiles of earlier versions have fields that this one does not know, and then no source.
@@ -90,30 +84,29 @@ pub async fn read(profile: &SlackProfile, context: &Context) -> Result<Source, O
                 "the profile has no measurement that this release knows: create it again with spec.measurement"
             }
         };
-        return Ok(Source::Missing(Refusal::new(Reason::Unsupported, message)));
+        return Ok(Err(Refusal::new(Reason::Unsupported, message)));
     };
-    if let Some(held) = context.profile_sources.get(profile) {
-        return Ok(held);
-    }
     let namespace = profile.namespace().unwrap_or_default();
     let api: Api<ConfigMap> = Api::namespaced(context.client.clone(), &namespace);
     let name = reference.name.as_str();
     let found = api.get_opt(name).await.map_err(OperatorError::api(format!("get ConfigMap {name}")))?;
-    let source = entry(reference, found, &namespace);
-    context.profile_sources.insert(profile, &source);
-    Ok(source)
+    Ok(entry(reference, found, &namespace))
 }
 
-/// Returns the referenced entry.
-fn entry(reference: &ConfigMapRef, found: Option<ConfigMap>, namespace: &str) -> Source {
+/// Returns location and text of the referenced entry.
+fn entry(
+    reference: &ConfigMapRef,
+    found: Option<ConfigMap>,
+    namespace: &str,
+) -> Result<(String, String), Refusal> {
     let ConfigMapRef { name, key } = reference;
-    let missing = |message: String| Source::Missing(Refusal::new(Reason::ReferenceNotFound, message));
+    let missing = |message: String| Err(Refusal::new(Reason::ReferenceNotFound, message));
     let Some(map) = found else {
         return missing(format!("ConfigMap {name} does not exist in namespace {namespace}: create it"));
     };
     let mut data = map.data.unwrap_or_default();
     if let Some(text) = data.remove(key.as_str()) {
-        return Source::Text { location: format!("entry {key} of ConfigMap {name}"), text };
+        return Ok((format!("entry {key} of ConfigMap {name}"), text));
     }
     if map.binary_data.is_some_and(|binary| binary.contains_key(key.as_str())) {
         return missing(format!("entry {key} of ConfigMap {name} is binary: add it as text, under data"));
@@ -127,7 +120,7 @@ fn entry(reference: &ConfigMapRef, found: Option<ConfigMap>, namespace: &str) ->
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
@@ -135,28 +128,15 @@ mod tests {
     fn reports_missing_entries_with_the_existing_ones() {
         let reference: ConfigMapRef =
             serde_json::from_value(json!({ "name": "measured", "key": "measurement" })).expect("a reference");
-        let result = |map: Value| {
-            let map = (!map.is_null()).then(|| serde_json::from_value(map).expect("a ConfigMap"));
-            match entry(&reference, map, "n") {
-                Source::Missing(refusal) => (Some(refusal.reason), refusal.message),
-                Source::Text { location, text } => (None, format!("{location}: {text}")),
-                Source::Inline(_) => panic!("no inline measurement"),
-            }
-        };
-        let there = json!({ "data": { "measurement": "{}" } });
-        assert_eq!(result(there), (None, "entry measurement of ConfigMap measured: {}".to_owned()));
         for (map, words) in [
-            (Value::Null, "does not exist in namespace n: create it"),
             (json!({}), "has no entry measurement; its entries: none"),
-            (
-                json!({ "data": { "a": "", "b": "" } }),
-                "has no entry measurement; its entries: a, b. Add the entry",
-            ),
+            (json!({ "data": { "a": "", "b": "" } }), "its entries: a, b. Add the entry"),
             (json!({ "binaryData": { "measurement": "AA==" } }), "is binary: add it as text"),
         ] {
-            let (reason, message) = result(map);
-            assert_eq!(reason, Some(Reason::ReferenceNotFound));
-            assert!(message.contains(words), "{message}");
+            let map = serde_json::from_value(map).expect("a ConfigMap");
+            let refusal = entry(&reference, Some(map), "n").expect_err(words);
+            assert_eq!(refusal.reason, Reason::ReferenceNotFound);
+            assert!(refusal.message.contains(words), "{}", refusal.message);
         }
     }
 }

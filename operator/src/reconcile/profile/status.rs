@@ -7,11 +7,9 @@ use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{SlackProfile, SlackProfileStatus};
 
 use super::PROFILES_MAX;
-use super::build::{Rollout, RolloutStage, RolloutState};
-use super::content::Revision;
+use super::build::{RolloutStage, RolloutState};
 use super::dereference::{ProfileInputs, ProfileNode};
-use super::source::Source;
-use crate::framework::refusal::Refusal;
+use crate::framework::refusal::{Refusal, accepted};
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
@@ -23,14 +21,12 @@ const UNUSED: &str = "engines that report their layers get the profile's budgets
 pub struct StatusInputs<'a> {
     /// The profile as it was read.
     pub profile: &'a SlackProfile,
-    /// The objects that it refers to.
+    /// Its revision, and the objects that it refers to.
     pub found: &'a ProfileInputs,
     /// Set if it is rejected: why.
     pub refused: Option<&'a Refusal>,
-    /// Its revision, or why it has none.
-    pub revision: Result<&'a Revision, &'a Refusal>,
-    /// The decision on its rollout.
-    pub decision: &'a Rollout,
+    /// The state of its rollout.
+    pub state: &'a RolloutState,
     /// Since when all canary nodes have applied the revision.
     pub soaking_since: Option<Time>,
 }
@@ -38,18 +34,32 @@ pub struct StatusInputs<'a> {
 /// Computes the status and conditions of a profile.
 pub fn compute(inputs: &StatusInputs<'_>) -> (SlackProfileStatus, Vec<Finding>) {
     let before = inputs.profile.status.clone().unwrap_or_default();
-    let good = inputs.revision.ok().filter(|_| inputs.refused.is_none());
+    let good = inputs.found.revision.as_ref().ok().filter(|_| inputs.refused.is_none());
     // Without a valid revision, nodes should keep the previous one.
     let digest = good.map(|revision| Digest::new(&revision.digest)).or_else(|| before.digest.clone());
-    let grown = i64::from(digest != before.digest);
-    let counts = Counts::of(inputs, digest.as_ref(), before.revision + grown);
+    let max_error = inputs.profile.spec.max_error_percent.0;
+    let stage = |node| {
+        digest
+            .as_ref()
+            .map_or(RolloutStage::Waiting, |digest| RolloutStage::of(node, digest.as_str(), max_error))
+    };
+    let counts = Counts {
+        revision: before.revision + i64::from(digest != before.digest),
+        nodes: inputs.found.nodes.iter().map(|node| (node, stage(node))).collect(),
+    };
+    let distributed = distributed(inputs, &counts);
+    let findings = vec![
+        accepted(inputs.refused),
+        valid(inputs.found),
+        active(&counts, &distributed),
+        drifted(max_error, &counts),
+        distributed,
+    ];
     let status = SlackProfileStatus {
         revision: counts.revision,
         nodes: Some(ProfileNodes {
             target: number(counts.nodes.len()),
-            applied: number(
-                counts.with(|stage| matches!(stage, RolloutStage::Applied | RolloutStage::Drifted)).count(),
-            ),
+            applied: number(counts.having().count()),
             failed: number(counts.with(|stage| stage == RolloutStage::Refused).count()),
         }),
         soaking_since: inputs.soaking_since.clone(),
@@ -57,10 +67,6 @@ pub fn compute(inputs: &StatusInputs<'_>) -> (SlackProfileStatus, Vec<Finding>) 
         digest,
         ..SlackProfileStatus::default()
     };
-    let distributed = distributed(inputs, &counts);
-    let active = active(&counts, &distributed);
-    let findings =
-        vec![accepted(inputs.refused), valid(inputs), distributed, active, drifted(inputs, &counts)];
     (status, findings)
 }
 
@@ -75,35 +81,38 @@ struct Counts<'a> {
 }
 
 impl<'a> Counts<'a> {
-    fn of(inputs: &StatusInputs<'a>, digest: Option<&Digest>, revision: i64) -> Counts<'a> {
-        let max_error = inputs.profile.spec.max_error_percent.0;
-        let stage = |node| {
-            digest.map_or(RolloutStage::Waiting, |digest| RolloutStage::of(node, digest.as_str(), max_error))
-        };
-        Counts { revision, nodes: inputs.found.nodes.iter().map(|node| (node, stage(node))).collect() }
-    }
-
     /// Returns the nodes at certain stages.
     fn with(&self, is: impl Fn(RolloutStage) -> bool) -> impl Iterator<Item = &'a ProfileNode> {
         self.nodes.iter().filter(move |(_, stage)| is(*stage)).map(|(node, _)| *node)
     }
 
+    /// Returns the nodes that have applied the current revision.
+    fn having(&self) -> impl Iterator<Item = &'a ProfileNode> {
+        self.with(|stage| matches!(stage, RolloutStage::Applied | RolloutStage::Drifted))
+    }
+
     /// Returns the largest errors that nodes measure with the current revision.
     fn measured(&self) -> Option<Measured> {
-        let works = || self.with(|stage| matches!(stage, RolloutStage::Applied | RolloutStage::Drifted));
-        let report = || works().filter_map(|node| node.report.as_ref());
+        let report = || self.having().filter_map(|node| node.report.as_ref());
         Some(Measured {
-            prediction_error_p50_percent: report().filter_map(|report| report.p50).max()?,
-            prediction_error_p99_percent: report().filter_map(|report| report.p99).max()?,
+            prediction_error_p50_percent: report()
+                .filter_map(|report| report.prediction_error_p50_percent)
+                .max()?,
+            prediction_error_p99_percent: report()
+                .filter_map(|report| report.prediction_error_p99_percent)
+                .max()?,
         })
     }
 
     /// Returns a node's reason against the revision.
     fn problem(&self, node: &str) -> String {
         let found = self.nodes.iter().find(|(one, _)| one.name == node);
-        let report = found.and_then(|(node, _)| node.report.as_ref());
-        let refused = report.and_then(|report| report.refused.clone());
-        refused.or_else(|| Some(format!("an error of {} %", report?.p99?))).unwrap_or_default()
+        let Some(report) = found.and_then(|(node, _)| node.report.as_ref()) else { return String::new() };
+        match (&report.refused, report.prediction_error_p99_percent) {
+            (Some(refused), _) => refused.to_string(),
+            (None, Some(error)) => format!("an error of {error} %"),
+            (None, None) => String::new(),
+        }
     }
 }
 
@@ -111,31 +120,28 @@ fn join_names<'a>(nodes: impl Iterator<Item = &'a ProfileNode>) -> String {
     nodes.take(NAMES_MAX).map(|node| node.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-fn accepted(refused: Option<&Refusal>) -> Finding {
-    match refused {
-        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
-    }
+fn join_clusters(found: &ProfileInputs) -> String {
+    found.clusters.iter().map(|selecting| selecting.cluster.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-fn valid(inputs: &StatusInputs<'_>) -> Finding {
-    match (&inputs.found.source, inputs.revision) {
-        (Source::Missing(refusal), _) => {
-            Finding::unknown(Type::Valid, refusal.reason, "the measurement is unavailable")
-        }
-        (_, Err(refusal)) => Finding::no(Type::Valid, refusal.reason, &refusal.message),
-        (_, Ok(_)) => Finding::yes(
+fn valid(found: &ProfileInputs) -> Finding {
+    match &found.revision {
+        Ok(_) => Finding::yes(
             Type::Valid,
             Reason::AsDesired,
             "the windows do not overlap, and the kernel times are sorted",
         ),
+        Err(Refusal { reason: Reason::ProfileInvalid, message }) => {
+            Finding::no(Type::Valid, Reason::ProfileInvalid, message)
+        }
+        Err(refusal) => Finding::unknown(Type::Valid, refusal.reason, "the measurement is unavailable"),
     }
 }
 
 fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     let kind = Type::Distributed;
     let (all, revision) = (counts.nodes.len(), counts.revision);
-    if let Some(refusal) = inputs.refused.or(inputs.revision.err()) {
+    if let Some(refusal) = inputs.refused.or(inputs.found.revision.as_ref().err()) {
         let having = inputs.found.nodes.iter().filter(|node| node.desired.is_some()).count();
         let message = format!(
             "no revision is distributed until the profile is accepted and valid; {having} of {all} nodes keep their revision{}",
@@ -146,7 +152,7 @@ fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if all == 0 {
         return no_matching_gpu(inputs);
     }
-    let (reason, message) = match &inputs.decision.state {
+    let (reason, message) = match inputs.state {
         RolloutState::Idle | RolloutState::Complete | RolloutState::Progressing => {
             return in_progress(inputs, counts);
         }
@@ -171,26 +177,24 @@ fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
                  the node from rollout.canary"
             ),
         ),
-        RolloutState::CanaryFailed { node, stage } => (
-            reason_of(*stage),
-            format!(
-                "canary node {node} {} revision {revision}: {}. The other nodes keep their revision: {}",
-                verb_of(*stage),
-                counts.problem(node),
-                remedy_of(*stage),
-            ),
-        ),
-        RolloutState::LimitReached { node, stage } => (
-            reason_of(*stage),
-            format!(
+        RolloutState::CanaryFailed { node, stage } => {
+            let (reason, verb, remedy) = words(*stage);
+            let problem = counts.problem(node);
+            let message = format!(
+                "canary node {node} {verb} revision {revision}: {problem}. The other nodes keep their revision: {remedy}"
+            );
+            (reason, message)
+        }
+        RolloutState::LimitReached { node, stage } => {
+            let (reason, verb, remedy) = words(*stage);
+            let problem = counts.problem(node);
+            let message = format!(
                 "{} of {all} nodes refuse revision {revision} or drift from it, which is the limit of rollout.maxUnavailablePercent: \
-                 node {node} {} it: {}. The other nodes keep their revision: {}",
+                 node {node} {verb} it: {problem}. The other nodes keep their revision: {remedy}",
                 counts.with(RolloutStage::is_bad).count(),
-                verb_of(*stage),
-                counts.problem(node),
-                remedy_of(*stage),
-            ),
-        ),
+            );
+            (reason, message)
+        }
     };
     Finding::no(kind, reason, message)
 }
@@ -208,29 +212,21 @@ fn over_limit_note(inputs: &StatusInputs<'_>) -> String {
     }
 }
 
-fn reason_of(stage: RolloutStage) -> Reason {
-    if stage == RolloutStage::Drifted { Reason::MeasuredDifference } else { Reason::Refused }
-}
-
-fn verb_of(stage: RolloutStage) -> &'static str {
-    if stage == RolloutStage::Drifted { "drifts from" } else { "refuses" }
-}
-
-fn remedy_of(stage: RolloutStage) -> &'static str {
+/// Returns reason, verb and remedy of a node that refuses a revision or drifts from it.
+fn words(stage: RolloutStage) -> (Reason, &'static str, &'static str) {
     if stage == RolloutStage::Drifted {
-        "measure again, or restore the previous measurement"
-    } else {
-        "correct the profile or the node, or restore the previous measurement"
+        let remedy = "measure again, or restore the previous measurement";
+        return (Reason::MeasuredDifference, "drifts from", remedy);
     }
+    let remedy = "correct the profile or the node, or restore the previous measurement";
+    (Reason::Refused, "refuses", remedy)
 }
 
 /// Returns the condition if no node has the GPU.
 fn no_matching_gpu(inputs: &StatusInputs<'_>) -> Finding {
     let kind = Type::Distributed;
     let desired = &inputs.profile.spec.subject.gpu_product;
-    let clusters: Vec<&str> =
-        inputs.found.clusters.iter().map(|selecting| selecting.cluster.as_str()).collect();
-    let clusters = clusters.join(", ");
+    let clusters = join_clusters(inputs.found);
     if inputs.found.products.is_empty() {
         let message = format!(
             "no node of {clusters} has reported a GPU: agents read /proc/driver/nvidia/gpus, which exists once the driver is loaded"
@@ -250,17 +246,20 @@ fn no_matching_gpu(inputs: &StatusInputs<'_>) -> Finding {
 fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     let kind = Type::Distributed;
     let (all, revision) = (counts.nodes.len(), counts.revision);
-    let have = counts.with(|stage| matches!(stage, RolloutStage::Applied | RolloutStage::Drifted)).count();
+    let have = counts.having().count();
     if have == all {
         let message = format!("all {all} nodes that have the GPU have revision {revision}");
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     let message = format!("{have} of {all} nodes have revision {revision}");
     if let Some(node) = counts.with(|stage| stage == RolloutStage::Refused).next() {
+        let (reason, verb, remedy) = words(RolloutStage::Refused);
         let why = counts.problem(&node.name);
-        let message =
-            format!("{message}; node {} refuses it: {why}: {}", node.name, remedy_of(RolloutStage::Refused));
-        return Finding::no(kind, Reason::Refused, message);
+        return Finding::no(
+            kind,
+            reason,
+            format!("{message}; node {} {verb} it: {why}: {remedy}", node.name),
+        );
     }
     let waits = |stage| matches!(stage, RolloutStage::Waiting | RolloutStage::Updating);
     let silent = join_names(counts.with(waits).filter(|node| node.silent));
@@ -270,11 +269,9 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     }
     let frozen = join_names(counts.with(|stage| stage == RolloutStage::Waiting).filter(|node| node.frozen));
     if !frozen.is_empty() {
-        let clusters = &inputs.found.clusters;
-        let clusters: Vec<&str> = clusters.iter().map(|selecting| selecting.cluster.as_str()).collect();
         let message = format!(
             "{message}; {frozen} cannot be changed, because the KVCacheCluster is paused or not accepted: check {}",
-            clusters.join(", ")
+            join_clusters(inputs.found)
         );
         return Finding::no(kind, Reason::Paused, message);
     }
@@ -286,13 +283,13 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
 fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     let kind = Type::Active;
     let all = counts.nodes.len();
-    let works = |(node, _): &&(&ProfileNode, RolloutStage)| {
-        node.desired.is_some() && node.report.as_ref().is_some_and(|report| report.refused.is_none())
-    };
-    let work = counts.nodes.iter().filter(works).count();
     if all == 0 {
         return Finding::no(kind, distributed.reason, format!("no node has applied it; {UNUSED}"));
     }
+    let works = |node: &&ProfileNode| {
+        node.desired.is_some() && node.report.as_ref().is_some_and(|report| report.refused.is_none())
+    };
+    let work = counts.with(|_| true).filter(works).count();
     let message = format!("{work} of {all} nodes have applied a revision of it; {UNUSED}");
     if work == all {
         return Finding::yes(kind, Reason::AsDesired, message);
@@ -302,22 +299,24 @@ fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     Finding::no(kind, reason, message)
 }
 
-fn drifted(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
+fn drifted(max_error: u8, counts: &Counts<'_>) -> Finding {
     let kind = Type::Drifted;
-    let most = inputs.profile.spec.max_error_percent.0;
     let drifting = || counts.with(|stage| stage == RolloutStage::Drifted);
     if let Some(first) = drifting().next() {
         let message = format!(
-            "{} nodes measure a larger error than maxErrorPercent ({most}); {}: {}. Drivers, engines or clocks have changed: measure again",
+            "{} nodes measure a larger error than maxErrorPercent ({max_error}); {}: {}. Drivers, engines or clocks have changed: measure again",
             drifting().count(),
             first.name,
             counts.problem(&first.name),
         );
         return Finding::yes(kind, Reason::MeasuredDifference, message);
     }
-    let mut measure = counts.with(|stage| stage == RolloutStage::Applied);
-    if measure.any(|node| node.report.as_ref().is_some_and(|report| report.p99.is_some())) {
-        return Finding::no(kind, Reason::AsDesired, format!("no node measures a larger error than {most}"));
+    let measures = |node: &ProfileNode| {
+        node.report.as_ref().is_some_and(|report| report.prediction_error_p99_percent.is_some())
+    };
+    if counts.having().any(measures) {
+        let message = format!("no node measures a larger error than {max_error}");
+        return Finding::no(kind, Reason::AsDesired, message);
     }
     let message = "no node has measured the error of 100 predictions: engines report the times of their layers to their agents, or the \
          model's name differs from subject.model";

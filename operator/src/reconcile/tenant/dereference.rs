@@ -1,4 +1,4 @@
-//! Reads the capacity of the nodes of a tenant's clusters, and the reservations of all tenants there.
+//! Reads the clusters of a tenant, the capacity of their nodes, and the reservations of all tenants there.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,9 +9,52 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::has_reported;
-use crate::reconcile::membership::tenants;
+use crate::reconcile::membership::{applies_to, has_reported, tenants};
 use crate::reconcile::names::ClusterNames;
+
+/// The clusters of the Kubernetes cluster, as one tenant sees them.
+#[derive(Clone, Debug, Default)]
+pub struct TenantClusters {
+    /// All clusters whose control planes stay, by name.
+    pub present: Vec<TenantCluster>,
+    /// Clusters that the tenant applies to and that are being deleted, as `namespace/name`.
+    pub released: Vec<String>,
+}
+
+/// A cluster, as one tenant sees it.
+#[derive(Clone, Debug)]
+pub struct TenantCluster {
+    /// The cluster as it was read.
+    pub cluster: Arc<KVCacheCluster>,
+    /// Its names.
+    pub names: ClusterNames,
+    /// Whether the tenant applies to it.
+    pub is_member: bool,
+}
+
+impl TenantClusters {
+    /// Evaluates the stored clusters for a tenant.
+    pub fn of(tenant: &CacheTenant, clusters: Vec<Arc<KVCacheCluster>>) -> TenantClusters {
+        let mut of_tenant = TenantClusters::default();
+        for cluster in clusters {
+            let names = ClusterNames::of(&cluster);
+            let is_member = applies_to(tenant, &names);
+            match cluster.metadata.deletion_timestamp.is_some() {
+                false => of_tenant.present.push(TenantCluster { cluster, names, is_member }),
+                true if is_member => of_tenant.released.push(names.key()),
+                true => {}
+            }
+        }
+        of_tenant.present.sort_by_key(|one| one.names.key());
+        of_tenant.released.sort();
+        of_tenant
+    }
+
+    /// Returns the present clusters that the tenant applies to.
+    pub fn members(&self) -> impl Iterator<Item = &TenantCluster> {
+        self.present.iter().filter(|one| one.is_member)
+    }
+}
 
 /// Capacity and reservations of one kind, for one node or for every node of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,51 +81,42 @@ pub enum CapacityScope {
     Cluster(String, Vec<String>),
 }
 
-/// Reads the checks from the local stores, for nodes that have reported recently.
-pub fn dereference(tenant: &CacheTenant, context: &Context) -> Vec<CapacityCheck> {
+/// Returns the checks of a tenant's clusters from the local stores, for nodes that have reported recently.
+pub fn checks(tenant: &CacheTenant, clusters: &TenantClusters, context: &Context) -> Vec<CapacityCheck> {
     let stores = &context.stores;
     let assignment = stores.assignment();
     let mut checks = Vec::new();
-    for cluster in stores.clusters.state() {
-        let names = ClusterNames::of(&cluster);
-        let of_cluster = tenants(context, &names);
+    for TenantCluster { cluster, names, .. } in clusters.members() {
+        let of_cluster = tenants(context, names);
+        // A rejected tenant reserves nothing.
         if !of_cluster.iter().any(|other| other.name_any() == tenant.name_any()) {
             continue;
         }
-        let memory: Reserves = |tenant| &tenant.spec.per_node.dram.reserved;
-        let devices: Reserves = |tenant| &tenant.spec.per_node.ssd.reserved;
-        let region = bytes(&cluster.spec.cache.region_size).max(1);
-        let check = |scope: CapacityScope,
-                     available: &Quantity,
-                     (field, reserves, unit): (&'static str, Reserves, u64)| {
-            let reserving = of_cluster.iter().filter(|tenant| bytes(reserves(tenant)) > 0);
-            CapacityCheck {
+        let region = region(cluster);
+        let mut check = |scope, field, available: &Quantity, reserves: Reserves, unit| {
+            let reserving = || of_cluster.iter().filter(|tenant| bytes(reserves(tenant)) > 0);
+            let reserved = reserving().map(|tenant| whole(reserves(tenant), unit));
+            checks.push(CapacityCheck {
                 scope,
                 field,
                 available: bytes(available),
-                reserved: reserving
-                    .clone()
-                    .map(|tenant| whole(reserves(tenant), unit))
-                    .fold(0, u64::saturating_add),
-                tenants: reserving.map(|tenant| tenant.name_any()).collect(),
-            }
+                reserved: reserved.fold(0, u64::saturating_add),
+                tenants: reserving().map(|tenant| tenant.name_any()).collect(),
+            });
         };
-        let of_memory = ("perNode.dram.reserved", memory, region);
-        let unreserved = without_reservation(&cluster, &of_cluster).into_iter().collect();
-        checks.push(check(
-            CapacityScope::Cluster(names.key(), unreserved),
-            &cluster.spec.cache.dram,
-            of_memory,
-        ));
-        for node in
-            assignment.cluster(&cluster).map(|assignment| assignment.nodes.as_slice()).unwrap_or_default()
-        {
+        let (memory, devices) = ("perNode.dram.reserved", "perNode.ssd.reserved");
+        let of_memory: Reserves = |tenant| &tenant.spec.per_node.dram.reserved;
+        let of_devices: Reserves = |tenant| &tenant.spec.per_node.ssd.reserved;
+        let unreserved = without_reservation(cluster, &of_cluster).into_iter().collect();
+        let scope = CapacityScope::Cluster(names.key(), unreserved);
+        check(scope, memory, &cluster.spec.cache.dram, of_memory, region);
+        for node in assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {
             let found = stores.cache_nodes.get(&ObjectRef::new(node)).filter(|found| has_reported(found));
             let status = found.as_ref().and_then(|found| found.status.as_ref());
             let Some(capacity) = status.and_then(|status| status.capacity.as_ref()) else { continue };
-            checks.push(check(CapacityScope::Node(node.clone()), &capacity.dram_total, of_memory));
-            let of_devices = ("perNode.ssd.reserved", devices, 1);
-            checks.push(check(CapacityScope::Node(node.clone()), &capacity.ssd_total, of_devices));
+            let scope = || CapacityScope::Node(node.clone());
+            check(scope(), memory, &capacity.dram_total, of_memory, region);
+            check(scope(), devices, &capacity.ssd_total, of_devices, 1);
         }
     }
     checks
@@ -95,6 +129,11 @@ fn bytes(quantity: &Quantity) -> u64 {
     quantity.bytes().unwrap_or_default()
 }
 
+/// Returns the size of a region of a cluster's arenas in bytes.
+fn region(cluster: &KVCacheCluster) -> u64 {
+    bytes(&cluster.spec.cache.region_size).max(1)
+}
+
 /// Rounds up to whole units, as agents do.
 fn whole(reserved: &Quantity, unit: u64) -> u64 {
     bytes(reserved).div_ceil(unit).saturating_mul(unit)
@@ -103,7 +142,6 @@ fn whole(reserved: &Quantity, unit: u64) -> u64 {
 /// Returns the tenants whose memory reservations the agents of a cluster do not apply, because those of older
 /// tenants leave too little. An agent with larger reservations than memory would not start.
 pub fn without_reservation(cluster: &KVCacheCluster, tenants: &[Arc<CacheTenant>]) -> BTreeSet<String> {
-    let region = bytes(&cluster.spec.cache.region_size).max(1);
     let mut left = bytes(&cluster.spec.cache.dram);
     let mut by_age: Vec<&Arc<CacheTenant>> = tenants.iter().collect();
     by_age.sort_by_cached_key(|tenant| {
@@ -111,7 +149,7 @@ pub fn without_reservation(cluster: &KVCacheCluster, tenants: &[Arc<CacheTenant>
     });
     let mut out = BTreeSet::new();
     for tenant in by_age {
-        match left.checked_sub(whole(&tenant.spec.per_node.dram.reserved, region)) {
+        match left.checked_sub(whole(&tenant.spec.per_node.dram.reserved, region(cluster))) {
             Some(rest) => left = rest,
             None => {
                 out.insert(tenant.name_any());
@@ -126,6 +164,32 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn deleted_clusters_are_released_and_unselected_ones_are_no_members() {
+        let clusters = || -> Vec<Arc<KVCacheCluster>> {
+            let cluster = |(name, deleted): (&str, Option<&str>)| {
+                let whole = json!({
+                    "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster", "spec": {},
+                    "metadata": { "namespace": "n", "name": name, "deletionTimestamp": deleted },
+                });
+                Arc::new(serde_json::from_value(whole).expect("a cluster"))
+            };
+            let then = Some("2026-01-01T00:00:00Z");
+            [("stays", None), ("other", None), ("goes", then), ("also", then)].map(cluster).into()
+        };
+        let named = json!([{ "namespace": "n", "name": "stays" }, { "namespace": "n", "name": "goes" }]);
+        for (named, members, released) in [
+            (json!([]), vec!["n/other", "n/stays"], vec!["n/also", "n/goes"]),
+            (named, vec!["n/stays"], vec!["n/goes"]),
+        ] {
+            let spec = serde_json::from_value(json!({ "clusters": named })).expect("a spec");
+            let of = TenantClusters::of(&CacheTenant::new("t", spec), clusters());
+            assert_eq!(of.present.len(), 2);
+            assert_eq!(of.members().map(|one| one.names.key()).collect::<Vec<_>>(), members);
+            assert_eq!(of.released, released);
+        }
+    }
 
     #[test]
     fn drops_youngest_reservations_that_do_not_fit_in_whole_regions() {

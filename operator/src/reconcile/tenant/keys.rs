@@ -13,24 +13,20 @@ use std::time::Duration;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt;
-use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::api::Api;
+use reprise_crds::CacheTenant;
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::tenant::{Isolation, NamespacedKeyRef};
-use reprise_crds::{CacheTenant, KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_policy::TenantSalt;
 use serde_json::json;
 
+use super::NO_CLUSTER;
 use super::budget::{BudgetOutcome, BudgetResult};
+use super::dereference::{TenantCluster, TenantClusters};
 use super::usage::UsageMeasurement;
 use crate::framework::error::OperatorError;
-use crate::framework::labels::CLUSTER_UID;
-use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::cluster::build::metadata::metadata;
 use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard;
-use crate::reconcile::membership::applies_to;
-use crate::reconcile::names::{ClusterNames, Component};
 use crate::reconcile::secrets;
 
 /// Interval between two readings of the Secret that a tenant names.
@@ -41,6 +37,13 @@ const KEYS_MAX: usize = 16;
 
 /// HTTP status code of requests that the operator has no permission for.
 const FORBIDDEN: u16 = 403;
+
+/// Why a cluster's copy differs from the tenant's Secret.
+struct CopyError {
+    refusal: Refusal,
+    /// Set if the reconcile must be retried.
+    retry: Option<OperatorError>,
+}
 
 /// Keys of a tenant, as its Secret has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,40 +71,32 @@ pub struct KeySync {
 
 /// Copies the keys of an encrypted tenant to its clusters; `None` for other tenants. A cluster that fails does not affect
 /// others.
-pub async fn sync(tenant: &CacheTenant, refused: Option<&Refusal>, context: &Context) -> Option<KeySync> {
+pub async fn sync(
+    tenant: &CacheTenant,
+    refused: Option<&Refusal>,
+    clusters: &TenantClusters,
+    context: &Context,
+) -> Option<KeySync> {
     let is_encrypted = tenant.spec.isolation == Isolation::Encrypted;
     let reference = tenant.spec.key_secret_ref.as_ref().filter(|_| is_encrypted)?;
     if refused.is_some() || tenant.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let (keys, text) = match read(reference, context).await {
-        Ok(Some(text)) => (TenantKeys::Present, Some(text)),
-        Ok(None) => (TenantKeys::Absent, None),
-        Err(refusal) => {
-            let keys = TenantKeys::Unusable(refusal);
-            return Some(KeySync { keys, copies: 0, failures: Vec::new(), error: None });
-        }
+    let mut sync = KeySync { keys: TenantKeys::Absent, copies: 0, failures: Vec::new(), error: None };
+    let text = match read(reference, context).await {
+        Ok(text) => text,
+        Err(refusal) => return Some(KeySync { keys: TenantKeys::Unusable(refusal), ..sync }),
     };
-    let mut sync = KeySync { keys, copies: 0, failures: Vec::new(), error: None };
-    let mut clusters = context.stores.clusters.state();
-    clusters.sort_by_key(|cluster| ClusterNames::of(cluster).key());
-    for cluster in clusters {
-        let names = ClusterNames::of(&cluster);
-        let is_member = applies_to(tenant, &names);
-        // Former clusters keep their copies until the keys are gone.
-        if deletion_guard::is_released(&*cluster) || (!is_member && text.is_some()) {
-            continue;
-        }
-        match copy(&cluster, &names, (&tenant.name_any(), text.as_deref()), context).await {
-            Ok(true) => sync.copies += usize::from(is_member),
-            Ok(false) => sync.failures.push(paused(&names, text.is_none())),
-            Err(error) => {
-                sync.failures.push(failure(&names, text.is_none(), &error));
-                let is_transient =
-                    matches!(error, OperatorError::Api { .. }) && error.code() != Some(FORBIDDEN);
-                if is_transient && sync.error.is_none() {
-                    sync.error = Some(error);
-                }
+    if text.is_some() {
+        sync.keys = TenantKeys::Present;
+    }
+    // Former clusters keep their copies until the keys are gone.
+    for cluster in clusters.present.iter().filter(|one| one.is_member || text.is_none()) {
+        match copy(cluster, &tenant.name_any(), text.as_deref(), context).await {
+            Ok(()) => sync.copies += usize::from(cluster.is_member),
+            Err(CopyError { refusal, retry }) => {
+                sync.failures.push(refusal);
+                sync.error = sync.error.or(retry);
             }
         }
     }
@@ -110,51 +105,22 @@ pub async fn sync(tenant: &CacheTenant, refused: Option<&Refusal>, context: &Con
 
 /// Removes the keys of a purged tenant from its clusters. The result of a cluster that still has them becomes
 /// [`BudgetOutcome::BlocksRemain`].
-pub async fn remove(tenant: &CacheTenant, results: &mut [BudgetResult], context: &Context) {
+pub async fn remove(
+    tenant: &CacheTenant,
+    clusters: &TenantClusters,
+    results: &mut [BudgetResult],
+    context: &Context,
+) {
     if tenant.spec.isolation != Isolation::Encrypted {
         return;
     }
-    for cluster in context.stores.clusters.state() {
-        let names = ClusterNames::of(&cluster);
-        if deletion_guard::is_released(&*cluster) || !applies_to(tenant, &names) {
-            continue;
-        }
-        let refusal = match copy(&cluster, &names, (&tenant.name_any(), None), context).await {
-            Ok(true) => continue,
-            Ok(false) => paused(&names, true),
-            Err(error) => failure(&names, true, &error),
-        };
-        for result in results.iter_mut().filter(|result| result.cluster == names.key()) {
-            result.outcome = BudgetOutcome::BlocksRemain(refusal.message.clone());
+    for cluster in clusters.members() {
+        if let Err(error) = copy(cluster, &tenant.name_any(), None, context).await {
+            for result in results.iter_mut().filter(|result| result.cluster == cluster.names.key()) {
+                result.outcome = BudgetOutcome::BlocksRemain(error.refusal.message.clone());
+            }
         }
     }
-}
-
-/// Why a paused cluster has other keys than the tenant's Secret.
-fn paused(names: &ClusterNames, is_erasing: bool) -> Refusal {
-    let reason = if is_erasing { Reason::Releasing } else { Reason::Paused };
-    let message = format!(
-        "KVCacheCluster {} is paused, so its Secret {} keeps its keys of the tenant: set paused to false",
-        names.key(),
-        names.keys()
-    );
-    Refusal::new(reason, message)
-}
-
-/// Why the keys in a cluster's Secret could not be changed.
-fn failure(names: &ClusterNames, is_erasing: bool, error: &OperatorError) -> Refusal {
-    let (reason, words) = match error {
-        error if error.code() == Some(FORBIDDEN) => return secrets::refusal(names, &error.message()),
-        OperatorError::Identity(words) => (Reason::SecretInvalid, words.clone()),
-        error if is_erasing => (Reason::Releasing, error.message()),
-        error => (Reason::Progressing, error.message()),
-    };
-    let message = format!(
-        "cannot write the tenant's keys to Secret {} of {}; retrying: {words}",
-        names.keys(),
-        names.key()
-    );
-    Refusal::new(reason, message)
 }
 
 /// Returns condition `KeyAvailable` of a tenant.
@@ -170,8 +136,7 @@ pub fn finding(tenant: &CacheTenant, sync: &KeySync, measurements: &[UsageMeasur
         }
         (TenantKeys::Present, Some(first)) => Finding::no(kind, first.reason, failures),
         (TenantKeys::Present, None) if sync.copies == 0 => {
-            let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
-            Finding::no(kind, Reason::ReferenceNotFound, message)
+            Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER)
         }
         (TenantKeys::Present, None) => {
             let message = format!(
@@ -270,19 +235,52 @@ fn parse(bytes: &[u8]) -> Option<String> {
     Some(keys.into_iter().map(|key| format!("{key}\n")).collect())
 }
 
-/// Makes a cluster's Secret have this entry, or none. `false`: it differs, and the cluster is paused.
+/// Makes a cluster's Secret have this entry, or none.
 async fn copy(
-    cluster: &KVCacheCluster,
-    names: &ClusterNames,
-    (tenant, text): (&str, Option<&str>),
+    cluster: &TenantCluster,
+    tenant: &str,
+    text: Option<&str>,
+    context: &Context,
+) -> Result<(), CopyError> {
+    let (names, secret) = (&cluster.names, cluster.names.keys());
+    let when_erasing = |reason| if text.is_none() { Reason::Releasing } else { reason };
+    let error = match write(cluster, tenant, text, context).await {
+        Ok(true) => return Ok(()),
+        Ok(false) => {
+            let message = format!(
+                "KVCacheCluster {} is paused, so its Secret {secret} keeps its keys of the tenant: set paused to false",
+                names.key()
+            );
+            let refusal = Refusal::new(when_erasing(Reason::Paused), message);
+            return Err(CopyError { refusal, retry: None });
+        }
+        Err(error) => error,
+    };
+    let (reason, words) = match &error {
+        error if error.code() == Some(FORBIDDEN) => {
+            return Err(CopyError { refusal: secrets::refusal(names, &error.message()), retry: None });
+        }
+        OperatorError::Identity(words) => (Reason::SecretInvalid, words.clone()),
+        error => (when_erasing(Reason::Progressing), error.message()),
+    };
+    let message =
+        format!("cannot write the tenant's keys to Secret {secret} of {}; retrying: {words}", names.key());
+    let retry = matches!(error, OperatorError::Api { .. }).then_some(error);
+    Err(CopyError { refusal: Refusal::new(reason, message), retry })
+}
+
+/// Writes the entry of a cluster's Secret if it differs. `false`: it differs, and the cluster is paused.
+async fn write(
+    TenantCluster { cluster, names, .. }: &TenantCluster,
+    tenant: &str,
+    text: Option<&str>,
     context: &Context,
 ) -> Result<bool, OperatorError> {
     let name = names.keys();
     let wanted = text.map(|text| ByteString(text.as_bytes().to_vec()));
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
     let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
-    let is_foreign =
-        stored.as_ref().is_some_and(|secret| secret.labels().get(CLUSTER_UID) != Some(&names.uid));
+    let is_foreign = stored.as_ref().is_some_and(|secret| secrets::is_foreign(names, secret));
     let present = stored.as_ref().and_then(|secret| secret.data.as_ref()?.get(tenant).cloned());
     if present == wanted && (wanted.is_none() || !is_foreign) {
         return Ok(true);
@@ -295,33 +293,7 @@ async fn copy(
     if cluster.spec.paused {
         return Ok(false);
     }
-    let written = match stored {
-        None => {
-            let metadata = metadata(cluster, names, Component::Agent, &name);
-            let secret = json!({
-                "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": { tenant: wanted },
-            });
-            let secret: Secret =
-                serde_json::from_value(secret).map_err(|error| OperatorError::Identity(error.to_string()))?;
-            let params = PostParams {
-                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
-                ..PostParams::default()
-            };
-            secrets.create(&params, &secret).await
-        }
-        Some(stored) => {
-            let patch = json!({
-                "metadata": { "resourceVersion": stored.resource_version() }, "data": { tenant: wanted },
-            });
-            let params = PatchParams {
-                field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()),
-                ..PatchParams::default()
-            };
-            secrets.patch(&name, &params, &Patch::Merge(&patch)).await
-        }
-    };
-    written.map_err(OperatorError::api(format!("write Secret {name}")))?;
-    context.metrics.record_write("Secret", Write::Apply);
+    secrets::write_entries(cluster, &name, stored.as_ref(), &json!({ tenant: wanted }), context).await?;
     Ok(true)
 }
 
@@ -329,25 +301,26 @@ async fn copy(
 mod tests {
     use std::sync::Arc;
 
-    use kube::runtime::watcher::Event;
-    use reprise_crds::status::ConditionStatus;
+    use reprise_crds::status::ConditionStatus::{self, False, True, Unknown};
     use serde_json::Value;
 
     use super::*;
+    use crate::framework::labels::CLUSTER_UID;
     use crate::framework::test_api_server::{CannedResponse, RequestLog, error_response, serve};
     use crate::reconcile::context::tests::context_with;
     use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageUnknown};
     use crate::reconcile::stores::Stores;
 
-    fn tenant() -> CacheTenant {
+    fn tenant(clusters: &Value) -> CacheTenant {
         let reference = json!({ "namespace": "team-a", "name": "kv-key", "key": "key" });
-        let spec = json!({ "isolation": "Encrypted", "keySecretRef": reference });
+        let spec = json!({ "isolation": "Encrypted", "keySecretRef": reference, "clusters": clusters });
         CacheTenant::new("t", serde_json::from_value(spec).expect("a spec"))
     }
 
-    fn used(ssd: u64, away: u32) -> UsageMeasurement {
-        let usage = MeasuredUsage { used: TierBytes { dram: 0, ssd }, blocks: None, away };
-        UsageMeasurement { cluster: "n/c".to_owned(), usage: Ok(usage) }
+    /// Status, reason and message of the condition.
+    fn found(sync: &KeySync, measured: &[UsageMeasurement]) -> (ConditionStatus, Reason, String) {
+        let Finding { status, reason, message, .. } = finding(&tenant(&json!([])), sync, measured);
+        (status, reason, message)
     }
 
     #[test]
@@ -363,50 +336,44 @@ mod tests {
 
     #[test]
     fn absent_key_is_reported_as_erased_once_no_node_has_blocks() {
-        let sync = |keys, copies| KeySync { keys, copies, failures: Vec::new(), error: None };
-        let found =
-            |measured: &[UsageMeasurement]| finding(&tenant(), &sync(TenantKeys::Absent, 1), measured);
-        let unknown = UsageUnknown::NodesUnreported("no".to_owned());
-        let unknown = UsageMeasurement { cluster: "n/c".to_owned(), usage: Err(unknown) };
-        for (measured, words) in [
-            (used(4096, 0), "4096 bytes"),
-            (used(0, 2), "2 nodes of n/c do not report"),
-            (unknown, "unknown"),
+        let used =
+            |ssd: u64, away: u32| Ok(MeasuredUsage { used: TierBytes { dram: 0, ssd }, blocks: None, away });
+        let unknown = || Err(UsageUnknown::NodesUnreported("no".to_owned()));
+        for (keys, copies, measured, status, reason, words) in [
+            (TenantKeys::Absent, 1, vec![used(0, 0), used(4096, 0)], False, Reason::Releasing, "4096 bytes"),
+            (TenantKeys::Absent, 1, vec![used(0, 2)], False, Reason::Releasing, "2 nodes of n/c do not"),
+            (TenantKeys::Absent, 1, vec![used(0, 0), unknown()], False, Reason::Releasing, "is unknown"),
+            (TenantKeys::Absent, 1, vec![used(0, 0)], False, Reason::Erased, "no node of n/c has"),
+            (TenantKeys::Absent, 0, vec![], Unknown, Reason::ReferenceNotFound, "entry key of Secret team-a"),
+            (TenantKeys::Present, 2, vec![], True, Reason::AsDesired, "Secrets of 2 clusters"),
+            (TenantKeys::Present, 0, vec![], False, Reason::ReferenceNotFound, "no KVCacheCluster"),
         ] {
-            let found = found(&[used(0, 0), measured]);
-            assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::Releasing));
-            assert!(found.message.contains(words), "{}", found.message);
+            let of_cluster = |usage| UsageMeasurement { cluster: "n/c".to_owned(), usage };
+            let measured: Vec<UsageMeasurement> = measured.into_iter().map(of_cluster).collect();
+            let sync = KeySync { keys, copies, failures: Vec::new(), error: None };
+            let (is, why, message) = found(&sync, &measured);
+            assert_eq!((is, why), (status, reason), "{message}");
+            assert!(message.contains(words), "{message}");
         }
-        let erased = found(&[used(0, 0)]);
-        assert_eq!((erased.status, erased.reason), (ConditionStatus::False, Reason::Erased));
-        assert!(erased.message.contains("entry key of Secret team-a/kv-key"), "{}", erased.message);
-        assert!(erased.message.contains("no node of n/c has"), "{}", erased.message);
-        assert_eq!(found(&[]).status, ConditionStatus::Unknown, "no cluster was asked");
-        let present = |copies| finding(&tenant(), &sync(TenantKeys::Present, copies), &[]);
-        assert_eq!(present(2).status, ConditionStatus::True);
-        assert!(present(2).message.contains("Secrets of 2 clusters"), "{}", present(2).message);
-        assert_eq!(
-            (present(0).status, present(0).reason),
-            (ConditionStatus::False, Reason::ReferenceNotFound)
-        );
     }
 
-    /// A context with clusters of namespace `n`, whose API server gives these answers.
-    fn context_of(clusters: &[Value], responses: Vec<CannedResponse>) -> (Arc<Context>, RequestLog) {
-        let (stores, mut writers) = Stores::new();
-        for cluster in clusters {
-            let cluster = serde_json::from_value(cluster.clone()).expect("a cluster");
-            writers.clusters.apply_watcher_event(&Event::Apply(cluster));
-        }
+    /// A context whose API server gives these answers.
+    fn context_of(responses: Vec<CannedResponse>) -> (Arc<Context>, RequestLog) {
         let (client, log) = serve(responses);
-        (context_with(client, stores), log)
+        (context_with(client, Stores::new().0), log)
     }
 
-    fn cluster(name: &str, paused: bool) -> Value {
-        json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
-            "metadata": { "name": name, "namespace": "n", "uid": name }, "spec": { "paused": paused },
-        })
+    /// The clusters `a` and `b` of namespace `n`, with whether they are paused.
+    fn clusters(tenant: &CacheTenant, paused: [bool; 2]) -> TenantClusters {
+        let cluster = |(name, paused): (&str, bool)| {
+            let cluster = json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
+                "metadata": { "name": name, "namespace": "n", "uid": name }, "spec": { "paused": paused },
+            });
+            Arc::new(serde_json::from_value(cluster).expect("a cluster"))
+        };
+        let all = ["a", "b"].into_iter().zip(paused).map(cluster).collect();
+        TenantClusters::of(tenant, all)
     }
 
     /// A Secret of the cluster with this uid.
@@ -423,57 +390,50 @@ mod tests {
 
     #[tokio::test]
     async fn failing_cluster_does_not_keep_keys_from_others() {
+        let tenant = tenant(&json!([]));
         let responses =
             vec![secret_of("", "key"), error_response(500, &json!([])), not_found(), secret_of("b", "t")];
-        let (context, log) = context_of(&[cluster("a", false), cluster("b", false)], responses);
-        let sync = sync(&tenant(), None, &context).await.expect("encrypted");
-        assert_eq!((sync.keys.clone(), sync.copies), (TenantKeys::Present, 1));
+        let (context, log) = context_of(responses);
+        let sync =
+            sync(&tenant, None, &clusters(&tenant, [false, false]), &context).await.expect("encrypted");
+        assert_eq!((&sync.keys, sync.copies), (&TenantKeys::Present, 1));
         assert_eq!(log.methods(), ["GET", "GET", "GET", "POST"]);
         assert!(sync.error.is_some(), "retried");
-        let found = finding(&tenant(), &sync, &[]);
-        assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::Progressing));
-        assert!(
-            found.message.contains("a-keys of n/a") && !found.message.contains("n/b"),
-            "{}",
-            found.message
-        );
+        let (status, reason, message) = found(&sync, &[]);
+        assert_eq!((status, reason), (False, Reason::Progressing));
+        assert!(message.contains("a-keys of n/a") && !message.contains("n/b"), "{message}");
     }
 
     #[tokio::test]
     async fn former_clusters_lose_the_keys_and_paused_ones_are_reported() {
-        let mut named = tenant();
-        let clusters = json!([{ "namespace": "n", "name": "other" }]);
-        named.spec.clusters = serde_json::from_value(clusters).expect("references");
+        let tenant = tenant(&json!([{ "namespace": "n", "name": "other" }]));
         let responses = vec![not_found(), secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")];
-        let (context, log) = context_of(&[cluster("a", false), cluster("b", true)], responses);
-        let sync = sync(&named, None, &context).await.expect("encrypted");
-        assert_eq!((sync.keys.clone(), sync.copies), (TenantKeys::Absent, 0));
+        let (context, log) = context_of(responses);
+        let sync = sync(&tenant, None, &clusters(&tenant, [false, true]), &context).await.expect("encrypted");
+        assert_eq!((&sync.keys, sync.copies), (&TenantKeys::Absent, 0));
         assert_eq!(log.methods(), ["GET", "GET", "PATCH", "GET"]);
         assert_eq!(log.requests()[2].body["data"], json!({ "t": null }));
-        let found = finding(&named, &sync, &[]);
-        assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::Releasing));
-        assert!(found.message.contains("KVCacheCluster n/b is paused"), "{}", found.message);
+        let (status, reason, message) = found(&sync, &[]);
+        assert_eq!((status, reason), (False, Reason::Releasing));
+        assert!(message.contains("KVCacheCluster n/b is paused"), "{message}");
         assert!(sync.error.is_none());
     }
 
     #[tokio::test]
     async fn purge_removes_the_keys_and_waits_for_clusters_that_keep_them() {
-        let applied = |cluster: &str| BudgetResult {
+        let tenant = tenant(&json!([]));
+        let mut results = ["n/a", "n/b"].map(|cluster| BudgetResult {
             cluster: cluster.to_owned(),
+            is_member: true,
             outcome: BudgetOutcome::Applied,
             overcommitted: TierBytes::default(),
-        };
-        let mut results = [applied("n/a")];
-        let responses = vec![secret_of("a", "t"), secret_of("a", "t")];
-        let (context, log) = context_of(&[cluster("a", false)], responses);
-        remove(&tenant(), &mut results, &context).await;
-        assert_eq!(
-            (log.methods(), &results),
-            (vec!["GET".to_owned(), "PATCH".to_owned()], &[applied("n/a")])
-        );
-        let (context, _) = context_of(&[cluster("a", true)], vec![secret_of("a", "t")]);
-        remove(&tenant(), &mut results, &context).await;
-        let BudgetOutcome::BlocksRemain(why) = &results[0].outcome else { panic!("{results:?}") };
+        });
+        let responses = vec![secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")];
+        let (context, log) = context_of(responses);
+        remove(&tenant, &clusters(&tenant, [false, true]), &mut results, &context).await;
+        assert_eq!(log.methods(), ["GET", "PATCH", "GET"]);
+        assert_eq!(results[0].outcome, BudgetOutcome::Applied);
+        let BudgetOutcome::BlocksRemain(why) = &results[1].outcome else { panic!("{results:?}") };
         assert!(why.contains("set paused to false"), "{why}");
     }
 }

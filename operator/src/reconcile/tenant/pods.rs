@@ -10,24 +10,23 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
+use kube::runtime::reflector::ObjectRef;
 use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheNode, CacheTenant};
 use reprise_policy::TenantName;
 use reprise_policy::identity::{BINDINGS_BYTES_MAX, PodBindings, ServiceAccount};
 
+use super::NO_CLUSTER;
+use super::dereference::{TenantCluster, TenantClusters};
+use super::validate::validate;
 use crate::framework::digest;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::applies_to;
-use crate::reconcile::membership::has_reported;
+use crate::reconcile::membership::{applies_to, has_reported};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::selection::selects;
-use crate::reconcile::tenant::validate::validate;
 
 /// Maximum number of names in a message.
 const NAMES_MAX: usize = 5;
-
-/// Message of a tenant without clusters.
-const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
 
 /// Assignment of pods to tenants in one cluster.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,6 +53,8 @@ struct TenantShare {
 pub struct BindingStatus {
     /// `namespace/name` of the cluster.
     cluster: String,
+    /// The tenant whose blocks all tenants of the cluster may read.
+    public: Option<TenantName>,
     share: TenantShare,
     /// Nodes whose agents serve but do not authorize sessions: they have no bindings file.
     unchecked: Vec<String>,
@@ -157,42 +158,37 @@ pub fn file(bindings: &PodBindings) -> String {
 }
 
 /// Returns the state of a tenant's assignment in its clusters, from the local stores; empty if it selects no
-/// pods.
-pub fn binding_status(tenant: &CacheTenant, context: &Context) -> Vec<BindingStatus> {
-    if !selects_pods(tenant) {
+/// pods and is not public.
+pub fn binding_status(
+    tenant: &CacheTenant,
+    clusters: &TenantClusters,
+    context: &Context,
+) -> Vec<BindingStatus> {
+    if !selects_pods(tenant) && !tenant.spec.public {
         return Vec::new();
     }
     let stores = &context.stores;
     let assignment = stores.assignment();
-    let status = |cluster: Arc<reprise_crds::KVCacheCluster>| {
-        let names = ClusterNames::of(&cluster);
-        let bound = assign(&names, context);
-        let share = bound.shares.get(&tenant.name_any())?.clone();
-        let nodes =
-            assignment.cluster(&cluster).map(|assignment| assignment.nodes.clone()).unwrap_or_default();
-        let node_report = |node: &String| {
-            let found = stores.cache_nodes.get(&kube::runtime::reflector::ObjectRef::new(node));
-            (node.clone(), found)
-        };
-        Some(node_status(
-            &names.key(),
-            share,
-            &digest::of(&file(&bound.bindings)),
-            nodes.iter().map(node_report),
-        ))
+    let status = |one: &TenantCluster| {
+        let bound = assign(&one.names, context);
+        let nodes = assignment.cluster(&one.cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
+        let nodes = nodes.iter().map(|node| (node.as_str(), stores.cache_nodes.get(&ObjectRef::new(node))));
+        node_status(&one.names.key(), &bound, tenant, nodes)
     };
-    stores.clusters.state().into_iter().filter_map(status).collect()
+    clusters.members().map(status).collect()
 }
 
-fn node_status(
+fn node_status<'a>(
     cluster: &str,
-    share: TenantShare,
-    wanted: &str,
-    nodes: impl Iterator<Item = (String, Option<Arc<CacheNode>>)>,
+    bound: &PodAssignment,
+    tenant: &CacheTenant,
+    nodes: impl Iterator<Item = (&'a str, Option<Arc<CacheNode>>)>,
 ) -> BindingStatus {
+    let wanted = digest::of(&file(&bound.bindings));
     let mut status = BindingStatus {
         cluster: cluster.to_owned(),
-        share,
+        public: bound.bindings.public().cloned(),
+        share: bound.shares.get(&tenant.name_any()).cloned().unwrap_or_default(),
         unchecked: Vec::new(),
         late: Vec::new(),
         silent: 0,
@@ -204,8 +200,8 @@ fn node_status(
         };
         let applied = found.status.as_ref().and_then(|status| status.applied.as_ref());
         match applied.and_then(|applied| applied.tenants_digest.as_ref()) {
-            None => status.unchecked.push(node),
-            Some(digest) if digest.as_str() != wanted => status.late.push(node),
+            None => status.unchecked.push(node.to_owned()),
+            Some(digest) if digest.as_str() != wanted => status.late.push(node.to_owned()),
             Some(_) => {}
         }
     }
@@ -227,47 +223,29 @@ pub fn finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Findi
     }))
 }
 
-/// Returns condition `Public` of a tenant that declares that all tenants may read its blocks.
-pub fn public_finding(tenant: &CacheTenant, context: &Context) -> Option<Finding> {
-    let names = |cluster: Arc<reprise_crds::KVCacheCluster>| ClusterNames::of(&cluster);
-    let clusters = context.stores.clusters.state().into_iter().map(names);
-    let owners = clusters.filter(|cluster| applies_to(tenant, cluster)).map(|cluster| {
-        let owner = assign(&cluster, context).bindings.public().map(ToString::to_string);
-        (cluster.key(), owner)
-    });
-    is_public_in(tenant, owners)
-}
-
-/// Evaluates the public tenants of the clusters that a tenant applies to.
-fn is_public_in(
-    tenant: &CacheTenant,
-    owners: impl Iterator<Item = (String, Option<String>)>,
-) -> Option<Finding> {
+/// Returns condition `Public`; `None` for a tenant that does not declare that all tenants may read its blocks.
+pub fn public_finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Finding> {
     if !tenant.spec.public {
         return None;
     }
     let (kind, own) = (ConditionType::Public, tenant.name_any());
-    let mut owners = owners.peekable();
-    if owners.peek().is_none() {
+    if statuses.is_empty() {
         return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
-    let other = owners.find_map(|(cluster, owner)| match owner {
-        Some(owner) if owner == own => None,
-        owner => Some((cluster, owner)),
-    });
-    Some(match other {
+    let is_other = |status: &&BindingStatus| status.public.as_ref().is_none_or(|owner| owner.as_str() != own);
+    Some(match statuses.iter().find(is_other) {
         None => Finding::yes(
             kind,
             Reason::AsDesired,
             "new sessions of all tenants may read its blocks, once their agents have applied the current file",
         ),
-        Some((cluster, Some(owner))) => {
+        Some(BindingStatus { cluster, public: Some(owner), .. }) => {
             let message = format!(
                 "the older tenant {owner} is public in {cluster}: set public to false for one of them, or limit both to other clusters"
             );
             Finding::no(kind, Reason::Conflict, message)
         }
-        Some((cluster, None)) => {
+        Some(BindingStatus { cluster, public: None, .. }) => {
             let message =
                 format!("its spec is not accepted, so no tenant of {cluster} is public: correct the spec");
             Finding::no(kind, Reason::InvalidSpec, message)
@@ -294,52 +272,49 @@ fn describe(status: &BindingStatus) -> String {
 
 /// Returns the first problem, if there is one.
 fn problem(status: &BindingStatus) -> Option<Finding> {
-    let kind = ConditionType::PodsBound;
     let BindingStatus { cluster, share, unchecked, late, .. } = status;
-    if !share.conflicts.is_empty() {
-        let others =
-            share.conflicts.iter().take(NAMES_MAX).map(|(what, whose)| format!("{what} belongs to {whose}"));
+    let names = |nodes: &[String]| nodes[..nodes.len().min(NAMES_MAX)].join(", ");
+    let (reason, message) = if !share.conflicts.is_empty() {
+        let conflicts = share.conflicts.iter().map(|(what, whose)| format!("{what} belongs to {whose}"));
+        let conflicts: Vec<String> = conflicts.collect();
         let message = format!(
             "older tenants of {cluster} already have {} of the selected namespaces and accounts ({}): select each in one tenant only",
-            share.conflicts.len(),
-            others.collect::<Vec<_>>().join(", ")
+            conflicts.len(),
+            names(&conflicts)
         );
-        return Some(Finding::no(kind, Reason::Conflict, message));
-    }
-    if share.omitted > 0 {
+        (Reason::Conflict, message)
+    } else if share.omitted > 0 {
         let message = format!(
             "{} of the selected namespaces and accounts exceed the limit of {BINDINGS_BYTES_MAX} bytes for their names in {cluster}: \
              select fewer, or use more clusters",
             share.omitted
         );
-        return Some(Finding::no(kind, Reason::OverCapacity, message));
-    }
-    let join_names =
-        |nodes: &[String]| nodes.iter().take(NAMES_MAX).cloned().collect::<Vec<String>>().join(", ");
-    if !unchecked.is_empty() {
+        (Reason::OverCapacity, message)
+    } else if !unchecked.is_empty() {
         let message = format!(
             "{} agents of {cluster} do not authorize sessions ({}), so any session there can claim the tenant: upgrade them",
             unchecked.len(),
-            join_names(unchecked)
+            names(unchecked)
         );
-        return Some(Finding::no(kind, Reason::NotReported, message));
-    }
-    if !late.is_empty() {
+        (Reason::NotReported, message)
+    } else if !late.is_empty() {
         let message = format!(
             "{} agents of {cluster} have not applied the current assignment yet ({}), which takes about a minute: if it persists, check \
              whether the cluster is paused, and their logs",
             late.len(),
-            join_names(late)
+            names(late)
         );
-        return Some(Finding::no(kind, Reason::Progressing, message));
-    }
-    None
+        (Reason::Progressing, message)
+    } else {
+        return None;
+    };
+    Some(Finding::no(ConditionType::PodsBound, reason, message))
 }
 
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
-    use reprise_crds::status::ConditionStatus;
+    use reprise_crds::status::ConditionStatus::{self, False, True};
     use serde_json::{Value, json};
 
     use super::*;
@@ -363,29 +338,42 @@ mod tests {
         json!({ "namespaceSelector": { "matchLabels": { "team": name } } })
     }
 
-    fn owner(bound: &PodAssignment, namespace: &str, name: &str) -> Option<String> {
-        let account = ServiceAccount { namespace: namespace.to_owned(), name: name.to_owned() };
-        bound.bindings.owner(&account).map(ToString::to_string)
+    fn name(text: &str) -> TenantName {
+        text.parse().expect("a name")
     }
 
-    fn status(bound: &PodAssignment, tenant: &str) -> BindingStatus {
-        node_status("n/c", bound.shares[tenant].clone(), "sha256:1", std::iter::empty())
+    /// Condition `PodsBound` in a cluster without nodes.
+    fn bound_in(bound: &PodAssignment, tenant: &CacheTenant) -> (ConditionStatus, Reason, String) {
+        let status = node_status("n/c", bound, tenant, std::iter::empty());
+        let found = finding(tenant, &[status]).expect("it selects pods");
+        (found.status, found.reason, found.message)
     }
 
     #[test]
-    fn pods_belong_to_the_tenant_of_their_account_or_else_of_their_namespace() {
+    fn pods_belong_to_the_oldest_tenant_of_their_account_or_else_of_their_namespace() {
         let accounts = json!({ "serviceAccounts": [{ "namespace": "chat", "name": "batch" }] });
-        let tenants = [tenant("a", 1, team("a")), tenant("b", 2, accounts), tenant("c", 3, json!({}))];
-        let namespaces = [namespace("chat", json!({ "team": "a" })), namespace("other", json!({}))];
-        let bound = decide(&tenants, &namespaces);
-        assert_eq!(owner(&bound, "chat", "vllm").as_deref(), Some("a"));
-        assert_eq!(owner(&bound, "chat", "batch").as_deref(), Some("b"));
-        assert_eq!(owner(&bound, "other", "vllm"), None);
-        assert!(!bound.bindings.is_bound(&"c".parse().expect("a name")), "it selects no pods");
-        let condition = finding(&tenants[0], &[status(&bound, "a")]).expect("it selects pods");
-        assert_eq!((condition.status, condition.reason), (ConditionStatus::True, Reason::AsDesired));
-        assert!(condition.message.contains("1 namespaces and 0 service accounts"), "{}", condition.message);
-        assert_eq!(finding(&tenants[2], &[]), None);
+        let tenants = [
+            tenant("young", 3, team("a")),
+            tenant("old", 1, team("a")),
+            tenant("batch", 2, accounts),
+            tenant("none", 1, json!({})),
+        ];
+        let bound = decide(&tenants, &[namespace("chat", json!({ "team": "a" })), namespace("b", json!({}))]);
+        let owner = |namespace: &str, account: &str| {
+            let account = ServiceAccount { namespace: namespace.to_owned(), name: account.to_owned() };
+            bound.bindings.owner(&account).map(ToString::to_string)
+        };
+        assert_eq!(owner("chat", "vllm").as_deref(), Some("old"));
+        assert_eq!(owner("chat", "batch").as_deref(), Some("batch"));
+        assert_eq!(owner("b", "vllm"), None);
+        let (status, reason, message) = bound_in(&bound, &tenants[0]);
+        assert_eq!((status, reason), (False, Reason::Conflict));
+        assert!(message.contains("namespace chat belongs to old"), "{message}");
+        assert!(bound.bindings.is_bound(&name("young")), "it accepts no sessions instead of all");
+        let (status, _, message) = bound_in(&bound, &tenants[1]);
+        assert_eq!(status, True);
+        assert!(message.contains("1 namespaces and 0 service accounts"), "{message}");
+        assert!(!bound.bindings.is_bound(&name("none")) && finding(&tenants[3], &[]).is_none());
     }
 
     #[test]
@@ -398,37 +386,22 @@ mod tests {
             tenant("old", 2, public()),
             tenant("other", 1, json!({})),
         ];
-        let bound = decide(&tenants, &[]);
-        assert_eq!(bound.bindings.public().map(ToString::to_string).as_deref(), Some("old"));
-        assert!(!bound.bindings.is_bound(&"old".parse().expect("a name")), "it selects no pods");
-        let finding = |tenant: &CacheTenant, owner: Option<&str>| {
-            let owners = [("n/c".to_owned(), owner.map(str::to_owned))];
-            is_public_in(tenant, owners.into_iter()).map(|found| (found.status, found.reason))
-        };
-        assert_eq!(finding(&tenants[2], Some("old")), Some((ConditionStatus::True, Reason::AsDesired)));
-        assert_eq!(finding(&tenants[1], Some("old")), Some((ConditionStatus::False, Reason::Conflict)));
-        assert_eq!(finding(&tenants[0], None), Some((ConditionStatus::False, Reason::InvalidSpec)));
-        assert_eq!(finding(&tenants[3], Some("old")), None, "it does not declare it");
-        let nowhere = is_public_in(&tenants[2], std::iter::empty()).expect("it declares it");
-        assert_eq!((nowhere.status, nowhere.reason), (ConditionStatus::False, Reason::ReferenceNotFound));
-        assert_eq!(is_public_in(&tenants[3], std::iter::empty()), None);
-        assert_eq!(decide(&tenants[3..], &[]).bindings.public(), None);
-    }
-
-    #[test]
-    fn older_tenant_gets_a_namespace_that_two_select() {
-        let tenants = [tenant("young", 2, team("a")), tenant("old", 1, team("a"))];
-        let bound = decide(&tenants, &[namespace("chat", json!({ "team": "a" }))]);
-        assert_eq!(owner(&bound, "chat", "vllm").as_deref(), Some("old"));
-        let condition = finding(&tenants[0], &[status(&bound, "young")]).expect("it selects pods");
-        assert_eq!((condition.status, condition.reason), (ConditionStatus::False, Reason::Conflict));
-        assert!(condition.message.contains("namespace chat belongs to old"), "{}", condition.message);
-        let old = finding(&tenants[1], &[status(&bound, "old")]).expect("it selects pods");
-        assert_eq!(old.status, ConditionStatus::True);
-        assert!(
-            bound.bindings.is_bound(&"young".parse().expect("a name")),
-            "it accepts no sessions instead of all"
-        );
+        let (all, none) = (decide(&tenants, &[]), decide(&tenants[..1], &[]));
+        assert_eq!(all.bindings.public(), Some(&name("old")));
+        assert!(!all.bindings.is_bound(&name("old")), "it selects no pods");
+        assert_eq!(none.bindings.public(), None);
+        for (index, bound, expected) in [
+            (2, Some(&all), Some((True, Reason::AsDesired))),
+            (1, Some(&all), Some((False, Reason::Conflict))),
+            (0, Some(&none), Some((False, Reason::InvalidSpec))),
+            (2, None, Some((False, Reason::ReferenceNotFound))),
+            (3, Some(&all), None),
+        ] {
+            let tenant = &tenants[index];
+            let statuses = bound.map(|bound| node_status("n/c", bound, tenant, std::iter::empty()));
+            let found = public_finding(tenant, statuses.as_slice());
+            assert_eq!(found.map(|found| (found.status, found.reason)), expected, "{}", tenant.name_any());
+        }
     }
 
     #[test]
@@ -442,56 +415,13 @@ mod tests {
         spec["serviceAccounts"] = json!(accounts);
         let tenants = [tenant("a", 1, spec)];
         let bound = decide(&tenants, &namespaces);
-        let bound_of = bound.bindings.count();
         let entries: usize =
             bound.bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();
         assert!(file(&bound.bindings).len() + entries < 1 << 20, "it fits in a ConfigMap");
         assert!(bound.bindings.entries().all(|(name, _)| name.len() <= 253), "its keys are valid");
-        let condition = finding(&tenants[0], &[status(&bound, "a")]).expect("it selects pods");
-        assert_eq!((condition.status, condition.reason), (ConditionStatus::False, Reason::OverCapacity));
-        let omitted = 6003 - bound_of;
-        assert!(
-            omitted > 3 && condition.message.starts_with(&format!("{omitted} of")),
-            "{}",
-            condition.message
-        );
-    }
-
-    #[test]
-    fn names_nodes_without_the_current_file_and_counts_silent_ones() {
-        let node = |digest: Option<&str>, at: &str| -> Option<Arc<CacheNode>> {
-            let applied = digest.map_or(json!({}), |digest| json!({ "tenantsDigest": digest }));
-            let object = json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "x" },
-                "spec": { "nodeName": "x" }, "status": { "applied": applied, "lastUpdated": at },
-            });
-            Some(Arc::new(serde_json::from_value(object).expect("a node")))
-        };
-        let now = crate::framework::clock::now().0.to_string();
-        let whose = tenant("a", 1, team("a"));
-        let bound = decide(std::slice::from_ref(&whose), &[]);
-        let evaluate = |nodes: Vec<Option<Arc<CacheNode>>>| {
-            let nodes = nodes.into_iter().enumerate().map(|(index, node)| (format!("n{index}"), node));
-            let status = node_status("n/c", bound.shares["a"].clone(), "sha256:1", nodes);
-            let awaited = is_awaited(std::slice::from_ref(&status));
-            let found = finding(&whose, &[status]).expect("it selects pods");
-            ((found.status, found.reason, awaited), found.message)
-        };
-        let well = || node(Some("sha256:1"), &now);
-        let (condition, _) = evaluate(vec![well()]);
-        assert_eq!(condition, (ConditionStatus::True, Reason::AsDesired, false));
-        let (condition, message) = evaluate(vec![node(Some("sha256:0"), &now), well()]);
-        assert_eq!(condition, (ConditionStatus::False, Reason::Progressing, true));
-        assert!(message.contains("(n0)"), "{message}");
-        let (condition, message) = evaluate(vec![well(), node(None, &now)]);
-        assert_eq!(condition, (ConditionStatus::False, Reason::NotReported, false));
-        assert!(message.contains("(n1)"), "{message}");
-        let (condition, message) = evaluate(vec![well(), None, node(None, "2026-01-01T00:00:00Z")]);
-        assert_eq!(
-            condition,
-            (ConditionStatus::True, Reason::AsDesired, false),
-            "silent nodes serve no engines"
-        );
-        assert!(message.contains("2 nodes do not report"), "{message}");
+        let (status, reason, message) = bound_in(&bound, &tenants[0]);
+        assert_eq!((status, reason), (False, Reason::OverCapacity));
+        let omitted = 6003 - bound.bindings.count();
+        assert!(omitted > 3 && message.starts_with(&format!("{omitted} of")), "{message}");
     }
 }

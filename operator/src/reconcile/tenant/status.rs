@@ -4,10 +4,11 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason};
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
+use super::NO_CLUSTER;
 use super::budget::{self, BudgetOutcome, BudgetResult};
 use super::dereference::{CapacityCheck, CapacityScope};
-use crate::framework::refusal::Refusal;
-use crate::reconcile::control_plane;
+use crate::framework::refusal::{Refusal, accepted};
+use crate::reconcile::control_plane::TierBytes;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 
 /// Computes the status and conditions of a tenant.
@@ -18,11 +19,7 @@ pub fn compute(
     refused: Option<&Refusal>,
     more: impl IntoIterator<Item = Finding>,
 ) -> (CacheTenantStatus, Vec<Finding>) {
-    let mut findings = vec![match refused {
-        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
-    }];
-    findings.push(feasible(checks, results));
+    let mut findings = vec![accepted(refused), feasible(checks, results)];
     findings.extend(applied(tenant, results, refused));
     findings.extend(more);
     let wrong = findings.iter().find(|found| found.status == ConditionStatus::False);
@@ -77,8 +74,7 @@ fn applied(tenant: &CacheTenant, results: &[BudgetResult], refused: Option<&Refu
     }
     wanted?;
     if results.is_empty() {
-        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
-        return Some(Finding::no(kind, Reason::ReferenceNotFound, message));
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
     let clusters: Vec<&str> = results.iter().map(|result| result.cluster.as_str()).collect();
     let message = format!("the control planes of {} have the budget", clusters.join(", "));
@@ -112,12 +108,16 @@ fn blocked(tenant: &CacheTenant, results: &[BudgetResult]) -> Option<Finding> {
     Some(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message))
 }
 
-/// Returns the result of a purge, for the clusters that were checked and those that were skipped.
-pub fn purged(purged: &[String], skipped: &[String]) -> Finding {
-    let done = match purged {
-        [] => "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
-            .to_owned(),
-        purged => format!("no node of {} holds blocks of the tenant", purged.join(", ")),
+/// Returns the result of a purge, for the clusters that were checked and those that were skipped because they are being
+/// deleted.
+pub fn purged(results: &[BudgetResult], skipped: &[String]) -> Finding {
+    let checked = results.iter().filter(|result| result.is_member);
+    let checked: Vec<&str> = checked.map(|result| result.cluster.as_str()).collect();
+    let done = if checked.is_empty() {
+        "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
+            .to_owned()
+    } else {
+        format!("no node of {} holds blocks of the tenant", checked.join(", "))
     };
     let kind = Type::DeletionBlocked;
     if skipped.is_empty() {
@@ -139,9 +139,8 @@ fn feasible(checks: &[CapacityCheck], results: &[BudgetResult]) -> Finding {
         BudgetOutcome::Rejected(message) => Some(format!("{}: {message}", result.cluster)),
         _ => None,
     });
-    let exceeds = |result: &&BudgetResult| result.overcommitted != control_plane::TierBytes::default();
-    let lost = results.iter().find(exceeds).map(|result| {
-        let control_plane::TierBytes { dram, ssd } = result.overcommitted;
+    let lost = results.iter().find(|result| result.overcommitted != TierBytes::default()).map(|result| {
+        let TierBytes { dram, ssd } = result.overcommitted;
         format!(
             "the reservations of all budgets exceed the capacity of living nodes of {} by {} of memory and {} on devices: lower \
              budget.dram.reserved or budget.ssd.reserved of some tenants, or add nodes",
@@ -184,10 +183,17 @@ fn fits_nodes(checks: &[CapacityCheck]) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use reprise_crds::status::ConditionStatus::{False, True, Unknown};
+
     use super::*;
 
+    fn at(is_member: bool, ssd: u64) -> BudgetResult {
+        let (outcome, overcommitted) = (BudgetOutcome::Applied, TierBytes { dram: 0, ssd });
+        BudgetResult { cluster: "n/c".to_owned(), is_member, outcome, overcommitted }
+    }
+
     #[test]
-    fn reservations_above_the_capacity_of_a_node_are_not_feasible() {
+    fn reservations_above_the_capacity_of_nodes_are_not_feasible() {
         let check = |reserved: u64| CapacityCheck {
             scope: CapacityScope::Node("n1".to_owned()),
             field: "perNode.ssd.reserved",
@@ -195,117 +201,48 @@ mod tests {
             reserved,
             tenants: vec!["a".to_owned(), "b".to_owned()],
         };
-        assert_eq!(feasible(&[], &[]).status, ConditionStatus::Unknown);
-        assert_eq!(feasible(&[check(1 << 30)], &[]).status, ConditionStatus::True);
-        let not = feasible(&[check(0), check(3 << 30)], &[]);
-        assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
-        assert!(not.message.contains("has 1Gi") && not.message.contains("a, b"), "{}", not.message);
         let of_cluster = |reserved: u64| {
             let scope = CapacityScope::Cluster("n/c".to_owned(), vec!["b".to_owned()]);
             CapacityCheck { scope, field: "perNode.dram.reserved", ..check(reserved) }
         };
-        assert_eq!(
-            feasible(&[of_cluster(1)], &[]).status,
-            ConditionStatus::Unknown,
-            "no node has reported it"
-        );
-        let not = feasible(&[of_cluster(3 << 30), check(0)], &[]);
-        assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
-        for message in ["cache.dram of KVCacheCluster n/c is 1Gi", "is 3Gi in total", "reserve nothing for b"]
-        {
-            assert!(not.message.contains(message), "{message}: {}", not.message);
+        let cluster_words = ["of KVCacheCluster n/c is 1Gi", "is 3Gi in total", "reserve nothing for b"];
+        for (checks, results, status, words) in [
+            (vec![], vec![], Unknown, &["no node has reported"][..]),
+            (vec![of_cluster(1)], vec![], Unknown, &["no node has reported"][..]),
+            (vec![check(1 << 30)], vec![at(true, 0)], True, &["fit every node"][..]),
+            (vec![check(0), check(3 << 30)], vec![], False, &["n1 has 1Gi", "3Gi in total", "a, b"][..]),
+            (vec![of_cluster(3 << 30), check(0)], vec![], False, &cluster_words[..]),
+            (vec![check(0)], vec![at(true, 1 << 30)], False, &["n/c by 0 of memory and 1Gi on devices"][..]),
+        ] {
+            let found = feasible(&checks, &results);
+            assert_eq!(found.status, status, "{}", found.message);
+            for words in words {
+                assert!(found.message.contains(words), "{words}: {}", found.message);
+            }
         }
     }
 
-    fn at(outcome: BudgetOutcome) -> BudgetResult {
-        BudgetResult {
-            cluster: "n/c".to_owned(),
-            outcome,
-            overcommitted: control_plane::TierBytes::default(),
+    #[test]
+    fn completed_purge_names_checked_and_skipped_clusters() {
+        let skipped = ["n/d".to_owned(), "n/e".to_owned()];
+        let nowhere = "the tenant applies to no remaining KVCacheCluster";
+        for (results, skipped, status, reason, begin, end) in [
+            (vec![at(true, 0)], &[][..], False, Reason::AsDesired, "no node of n/c holds", "of the tenant"),
+            (
+                vec![at(true, 0)],
+                &skipped[..],
+                Unknown,
+                Reason::Releasing,
+                "no node of n/c holds",
+                "again then",
+            ),
+            // At the other cluster only the budget was removed.
+            (vec![at(false, 0)], &skipped[..], Unknown, Reason::Releasing, nowhere, "again then"),
+        ] {
+            let found = purged(&results, skipped);
+            assert_eq!((found.status, found.reason), (status, reason));
+            assert!(found.message.starts_with(begin) && found.message.ends_with(end), "{}", found.message);
+            assert_eq!(found.message.contains(": n/d, n/e. "), !skipped.is_empty(), "{}", found.message);
         }
-    }
-
-    fn tenant(spec: serde_json::Value) -> CacheTenant {
-        CacheTenant::new("t", serde_json::from_value(spec).expect("a spec"))
-    }
-
-    #[test]
-    fn reports_rejected_and_overcommitted_budgets() {
-        let refused = at(BudgetOutcome::Rejected("dram: 10B more than there is".to_owned()));
-        let not = feasible(&[], &[at(BudgetOutcome::Applied), refused.clone()]);
-        assert_eq!((not.status, not.reason), (ConditionStatus::False, Reason::OverCapacity));
-        assert!(not.message.contains("n/c") && not.message.contains("10B more"), "{}", not.message);
-        let lost = BudgetResult {
-            overcommitted: control_plane::TierBytes { dram: 0, ssd: 1 << 30 },
-            ..at(BudgetOutcome::Applied)
-        };
-        assert!(feasible(&[], &[lost]).message.contains("1Gi on devices"));
-        let spec = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let (_, findings) = compute(&spec, &[], &[refused], None, []);
-        let of_kind = |kind| findings.iter().find(|found| found.kind == kind).expect("a condition");
-        assert_eq!(of_kind(Type::BudgetApplied).reason, Reason::OverCapacity);
-        assert_eq!(of_kind(Type::Ready).status, ConditionStatus::False);
-    }
-
-    #[test]
-    fn blocked_purge_names_the_nodes_and_the_remedy() {
-        let goes = |finalizers: serde_json::Value| -> CacheTenant {
-            serde_json::from_value(serde_json::json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "spec": {},
-                "metadata": { "name": "t", "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers },
-            }))
-            .expect("a tenant")
-        };
-        let held = at(BudgetOutcome::BlocksRemain("n1 is absent".to_owned()));
-        let message_of =
-            |tenant: &CacheTenant| blocked(tenant, std::slice::from_ref(&held)).expect("a condition").message;
-        let purged = message_of(&goes(serde_json::json!([BUDGET_FINALIZER, PURGE_FINALIZER])));
-        assert!(
-            purged.contains("n/c") && purged.contains("n1 is absent") && purged.contains(PURGE_FINALIZER)
-        );
-        assert!(
-            blocked(&goes(serde_json::json!([BUDGET_FINALIZER])), &[at(BudgetOutcome::Applied)]).is_none()
-        );
-    }
-
-    #[test]
-    fn completed_purge_names_skipped_clusters() {
-        let checked = ["n/c".to_owned()];
-        let whole = purged(&checked, &[]);
-        assert_eq!((whole.status, whole.reason), (ConditionStatus::False, Reason::AsDesired));
-        assert_eq!(whole.message, "no node of n/c holds blocks of the tenant");
-        let part = purged(&checked, &["n/d".to_owned(), "n/e".to_owned()]);
-        assert_eq!((part.status, part.reason), (ConditionStatus::Unknown, Reason::Releasing));
-        assert!(part.message.starts_with("no node of n/c holds") && part.message.contains(": n/d, n/e. "));
-        let none = purged(&[], &["n/d".to_owned()]);
-        assert!(
-            none.message.starts_with("the tenant applies to no remaining KVCacheCluster"),
-            "{}",
-            none.message
-        );
-        assert!(!none.message.contains("no node of"), "no node was checked: {}", none.message);
-    }
-
-    #[test]
-    fn budget_is_applied_once_all_control_planes_have_it() {
-        let with = tenant(serde_json::json!({ "budget": { "dram": { "limit": "1Gi" } } }));
-        let without = tenant(serde_json::json!({}));
-        let condition = |tenant: &CacheTenant, results: &[BudgetResult]| {
-            applied(tenant, results, None).map(|found| (found.status, found.reason))
-        };
-        let unreachable = at(BudgetOutcome::Unreachable("connection refused".to_owned()));
-        assert_eq!(condition(&without, &[]), None);
-        assert_eq!(condition(&without, &[at(BudgetOutcome::Applied)]), None);
-        assert_eq!(
-            condition(&without, &[at(BudgetOutcome::Foreign)]),
-            Some((ConditionStatus::False, Reason::Conflict))
-        );
-        assert_eq!(
-            condition(&with, &[at(BudgetOutcome::Applied)]),
-            Some((ConditionStatus::True, Reason::AsDesired))
-        );
-        assert_eq!(condition(&with, &[]), Some((ConditionStatus::False, Reason::ReferenceNotFound)));
-        let both = [at(BudgetOutcome::Applied), unreachable];
-        assert_eq!(condition(&with, &both), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
     }
 }

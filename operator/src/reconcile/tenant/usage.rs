@@ -1,9 +1,8 @@
 //! Usage of tenants, and whether it exceeds their budgets.
 //!
-//! Usage changes with every block, and statuses are stored in etcd. The stored values therefore stay until
-//! they differ by more than a 64th for at least a minute ([`CHANGE_INTERVAL`]), or by less for
-//! [`REFRESH_INTERVAL`]. Equal values are never written again. A change of the spec is handled at once. The
-//! status contains the time of the values, so this holds across restarts of the operator.
+//! Usage changes with every block, and statuses are stored in etcd. Usage is therefore measured once a minute
+//! ([`crate::reconcile::control_plane`]), and the stored values stay until they differ by more than a 64th, or
+//! `OverQuota` changes. The status contains the time of the values, so equal values are never written again.
 //!
 //! Values that may be too small are not reported: the stored ones stay, and condition `UsageKnown` gives the
 //! reason.
@@ -13,28 +12,22 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
+use reprise_crds::CacheTenant;
 use reprise_crds::fields::Quantity;
-use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Finding, Reason, find};
+use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
 use reprise_crds::tenant::TenantUsage;
-use reprise_crds::{CacheTenant, CacheTenantStatus};
 
-use super::budget;
-use crate::framework::clock;
+use super::dereference::TenantClusters;
+use super::{NO_CLUSTER, budget};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{
-    MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, UsageUnknown,
+    MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, USAGE_TTL, UsageUnknown,
 };
-use crate::reconcile::deletion_guard;
 use crate::reconcile::membership::applies_to;
-use crate::reconcile::names::ClusterNames;
 
-/// Interval between writes of values that differ by more than [`SMALLEST_CHANGE`], or of `OverQuota`.
-const CHANGE_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval between writes of values that differ by less.
-const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
-/// Divisor of the significance threshold: smaller changes can wait. Budgets are not rebalanced for less
-/// either.
+/// Divisor of the significance threshold: smaller changes are not written. Budgets are not rebalanced for
+/// less either.
 const SMALLEST_CHANGE: u64 = 64;
 /// Values are rounded up to this number of bytes.
 const UNIT: u64 = 1 << 20;
@@ -62,22 +55,18 @@ pub struct UsageReport {
 }
 
 /// Reads the usage from the control planes of all the tenant's clusters that are not being deleted.
-pub async fn measure(tenant: &CacheTenant, context: &Context) -> Vec<UsageMeasurement> {
-    let clusters = context.stores.clusters.state();
-    let stays = clusters.iter().filter(|cluster| !deletion_guard::is_released(&***cluster));
-    let mut names: Vec<ClusterNames> = stays.map(|cluster| ClusterNames::of(cluster)).collect();
-    names.retain(|names| applies_to(tenant, names));
-    names.sort_by_key(ClusterNames::key);
-    let name = tenant.name_any();
-    let measured = names.iter().map(|names| {
-        let name = &name;
-        async move {
-            let others = context.stores.tenants.state_filter(|other| applies_to(other, names));
-            let mut others: Vec<String> = others.iter().map(|other| other.name_any()).collect();
-            others.sort_unstable();
-            let held = context.control_planes.usage(names, name, &others, &context.metrics).await;
-            UsageMeasurement { cluster: names.key(), usage: held }
-        }
+pub async fn measure(
+    tenant: &CacheTenant,
+    clusters: &TenantClusters,
+    context: &Context,
+) -> Vec<UsageMeasurement> {
+    let name = &tenant.name_any();
+    let measured = clusters.members().map(|one| async move {
+        let others = context.stores.tenants.state_filter(|other| applies_to(other, &one.names));
+        let mut others: Vec<String> = others.iter().map(|other| other.name_any()).collect();
+        others.sort_unstable();
+        let usage = context.control_planes.usage(&one.names, name, &others, &context.metrics).await;
+        UsageMeasurement { cluster: one.names.key(), usage }
     });
     join_all(measured).await
 }
@@ -100,125 +89,61 @@ pub fn evaluate(
         let findings = std::iter::once(unknown).chain(over).collect();
         return UsageReport { usage: stored, findings, next };
     }
-    let held = || measurements.iter().filter_map(|one| one.usage.as_ref().ok());
-    let mut findings = vec![known(measurements, held().map(|held| held.away).sum())];
-    let fresh = figures(held(), now);
-    let paced = write_decision(before, tenant.metadata.generation, (&fresh, over.as_ref()), now);
-    let (usage, over, next) = match paced {
-        WriteDecision::Fresh => (fresh, over, CHANGE_INTERVAL),
-        WriteDecision::Stored { usage, over: was, next } => (usage, was.or(over), next),
-    };
-    findings.extend(over);
-    UsageReport { usage: Some(usage), findings, next }
+    let fresh = figures(measurements, now);
+    // Values and condition come from one measurement.
+    let was_over = before.and_then(|before| find(&before.conditions, Type::OverQuota));
+    let is_same = was_over.map(|was| was.status) == over.as_ref().map(|over| over.status);
+    let kept = stored.filter(|stored| is_same && is_close(stored, &fresh));
+    let findings = std::iter::once(known(measurements)).chain(over).collect();
+    UsageReport { usage: Some(kept.unwrap_or(fresh)), findings, next: USAGE_TTL }
 }
 
-/// Whether measured values are written now.
-#[derive(Clone, Debug, PartialEq)]
-enum WriteDecision {
-    Fresh,
-    /// The stored values stay until the next measurement.
-    Stored {
-        usage: TenantUsage,
-        over: Option<Finding>,
-        next: Duration,
-    },
-}
-
-fn write_decision(
-    before: Option<&CacheTenantStatus>,
-    generation: Option<i64>,
-    (fresh, over): (&TenantUsage, Option<&Finding>),
-    now: &Time,
-) -> WriteDecision {
-    let Some((before, usage)) = before.and_then(|before| Some((before, before.usage.as_ref()?))) else {
-        return WriteDecision::Fresh;
-    };
-    let is_answer = generation.unwrap_or_default() != before.observed_generation;
-    let was = find(&before.conditions, Type::OverQuota).and_then(finding);
-    // A condition that was unknown is updated at once.
-    let was_unknown = was.as_ref().is_none_or(|was| was.status == ConditionStatus::Unknown);
-    if is_answer || (was_unknown && over.is_some()) {
-        return WriteDecision::Fresh;
-    }
-    let same_words = was.as_ref() == over;
-    let change = if same_words { change(usage, fresh) } else { Change::Large };
-    let every = match change {
-        Change::Small => REFRESH_INTERVAL,
-        Change::None | Change::Large => CHANGE_INTERVAL,
-    };
-    let passed = clock::between(&usage.observed_time, now);
-    if change != Change::None && passed >= every {
-        return WriteDecision::Fresh;
-    }
-    // Measure again anyway: the next change may be larger.
-    let rest = every.saturating_sub(passed);
-    let next = if change == Change::Large { rest.max(Duration::from_secs(1)) } else { CHANGE_INTERVAL };
-    WriteDecision::Stored { usage: usage.clone(), over: was, next }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Change {
-    None,
-    Small,
-    Large,
-}
-
-/// Compares the values of two measurements, ignoring their times.
-fn change(before: &TenantUsage, fresh: &TenantUsage) -> Change {
+/// Whether the values of two measurements differ by at most a 64th.
+fn is_close(before: &TenantUsage, fresh: &TenantUsage) -> bool {
     // Unparsable values of other writers count as zero.
     let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or_default();
-    let blocks = |blocks: Option<i64>| blocks.and_then(|blocks| u64::try_from(blocks).ok());
-    let pairs = [
-        (Some(bytes(&before.dram)), Some(bytes(&fresh.dram))),
-        (Some(bytes(&before.ssd)), Some(bytes(&fresh.ssd))),
-        (blocks(before.dram_blocks), blocks(fresh.dram_blocks)),
-        (blocks(before.ssd_blocks), blocks(fresh.ssd_blocks)),
-    ];
-    let of = |pair: (Option<u64>, Option<u64>)| match pair {
-        (a, b) if a == b => Change::None,
-        (Some(a), Some(b)) if a.abs_diff(b) <= a.max(b) / SMALLEST_CHANGE => Change::Small,
-        _ => Change::Large,
+    let blocks = |blocks: Option<i64>| blocks.map(|blocks| u64::try_from(blocks).unwrap_or_default());
+    let values = |usage: &TenantUsage| {
+        [
+            Some(bytes(&usage.dram)),
+            Some(bytes(&usage.ssd)),
+            blocks(usage.dram_blocks),
+            blocks(usage.ssd_blocks),
+        ]
     };
-    pairs.into_iter().map(of).max().unwrap_or(Change::None)
-}
-
-/// Converts a stored condition back to a finding.
-fn finding(condition: &Condition) -> Option<Finding> {
-    let (reason, _) = Reason::MEANINGS.iter().find(|(reason, _)| reason.as_str() == condition.reason)?;
-    Some(Finding {
-        kind: Type::OverQuota,
-        status: condition.status,
-        reason: *reason,
-        message: condition.message.clone(),
+    values(before).into_iter().zip(values(fresh)).all(|pair| match pair {
+        (Some(a), Some(b)) => a.abs_diff(b) <= a.max(b) / SMALLEST_CHANGE,
+        (a, b) => a == b,
     })
 }
 
-fn figures<'a>(held: impl Iterator<Item = &'a MeasuredUsage>, now: &Time) -> TenantUsage {
+/// Returns the sums of the measurements that succeeded.
+fn figures(measurements: &[UsageMeasurement], now: &Time) -> TenantUsage {
     let mut sum = MeasuredUsage { blocks: Some(TierBytes::default()), ..MeasuredUsage::default() };
     let plus = |a: TierBytes, b: TierBytes| TierBytes {
         dram: a.dram.saturating_add(b.dram),
         ssd: a.ssd.saturating_add(b.ssd),
     };
-    for held in held {
+    for held in measurements.iter().filter_map(|one| one.usage.as_ref().ok()) {
         sum.used = plus(sum.used, held.used);
         // The total is unknown if one cluster does not report its blocks.
         sum.blocks = sum.blocks.zip(held.blocks).map(|(a, b)| plus(a, b));
     }
     let quantity = |bytes: u64| Quantity::of_bytes(bytes.div_ceil(UNIT).min(UNITS_MAX) * UNIT);
-    let blocks =
-        |of: fn(TierBytes) -> u64| sum.blocks.map(|blocks| i64::try_from(of(blocks)).unwrap_or(i64::MAX));
+    let count = |blocks: u64| i64::try_from(blocks).unwrap_or(i64::MAX);
     TenantUsage {
         dram: quantity(sum.used.dram),
         ssd: quantity(sum.used.ssd),
-        dram_blocks: blocks(|bytes| bytes.dram),
-        ssd_blocks: blocks(|bytes| bytes.ssd),
+        dram_blocks: sum.blocks.map(|blocks| count(blocks.dram)),
+        ssd_blocks: sum.blocks.map(|blocks| count(blocks.ssd)),
         observed_time: now.clone(),
     }
 }
 
-fn known(measurements: &[UsageMeasurement], away: u32) -> Finding {
+fn known(measurements: &[UsageMeasurement]) -> Finding {
     let clusters: Vec<&str> = measurements.iter().map(|one| one.cluster.as_str()).collect();
     let clusters = clusters.join(", ");
+    let away: u32 = measurements.iter().filter_map(|one| Some(one.usage.as_ref().ok()?.away)).sum();
     let message = match away {
         0 => format!("all nodes of {clusters} have reported their usage"),
         away => format!(
@@ -233,8 +158,7 @@ fn known(measurements: &[UsageMeasurement], away: u32) -> Finding {
 fn unknown(measurements: &[UsageMeasurement]) -> Option<Finding> {
     let kind = Type::UsageKnown;
     if measurements.is_empty() {
-        let message = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
-        return Some(Finding::unknown(kind, Reason::ReferenceNotFound, message));
+        return Some(Finding::unknown(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
     measurements.iter().find_map(|one| {
         let cluster = &one.cluster;

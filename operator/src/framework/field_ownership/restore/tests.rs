@@ -44,24 +44,20 @@ async fn applied(
     (outcome, server.requests().iter().map(|request| request.path.contains("force=true")).collect())
 }
 
-fn restores(services: &Services) -> bool {
-    services.metrics.text().contains("put_backs_total{kind=\"ConfigMap\"} 1")
-}
-
 #[tokio::test]
-async fn writes_without_force_if_no_other_manager_owns_fields() {
-    let services = services();
-    let (outcome, forced) = applied(&services, vec![stored()]).await;
-    assert!(matches!(outcome, Ok(WriteOutcome::Written(_))), "{outcome:?}");
-    assert_eq!((forced, restores(&services)), (vec![false], false));
-}
-
-#[tokio::test]
-async fn restores_foreign_fields_with_force_and_counts_it() {
-    let services = services();
-    let (outcome, forced) = applied(&services, vec![of_fields(&[".data.a"]), stored()]).await;
-    assert!(matches!(outcome, Ok(WriteOutcome::Written(_))), "{outcome:?}");
-    assert_eq!((forced, restores(&services)), (vec![false, true], true));
+async fn takes_fields_of_other_managers_with_force_and_counts_that() {
+    for (answers, expected, is_restored) in [
+        (vec![stored()], &[false][..], false),
+        (vec![of_fields(&[".data.a"]), stored()], &[false, true], true),
+        (vec![of_fields(&[".data.a"]), error_response(403, &json!([]))], &[false, true], false),
+    ] {
+        let services = services();
+        let (outcome, forced) = applied(&services, answers).await;
+        assert_eq!(forced, expected, "{outcome:?}");
+        let is_counted = services.metrics.text().contains("put_backs_total{kind=\"ConfigMap\"} 1");
+        let is_recorded = !services.other_writers.of_fields.lock().expect("no panic").is_empty();
+        assert_eq!((is_counted, is_recorded), (is_restored, is_restored), "{outcome:?}");
+    }
 }
 
 #[test]
@@ -73,15 +69,6 @@ fn names_the_managers_and_at_most_five_fields() {
     let foreign = ForeignWrite::from_status(&status);
     assert_eq!(foreign.by, "\"kubectl\" using v1");
     assert_eq!(foreign.fields, ".data.a, .data.b, .data.c, .data.d, .data.e, 1 more");
-}
-
-#[tokio::test]
-async fn failed_forced_apply_is_an_error_and_not_counted_as_restore() {
-    let services = services();
-    let (outcome, _) =
-        applied(&services, vec![of_fields(&[".data.a"]), error_response(403, &json!([]))]).await;
-    assert!(matches!(outcome, Err(kube::Error::Api(status)) if status.code == 403));
-    assert!(services.other_writers.of_fields.lock().expect("no panic").is_empty());
 }
 
 #[tokio::test]

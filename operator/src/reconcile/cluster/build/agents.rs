@@ -10,7 +10,7 @@
 //!
 //! The agent runs as root without capabilities. The kubelet creates the directories as root, and a root
 //! process without capabilities can access only root's files. It shares nothing with the node except these
-//! directories; the cluster's modes add the rest in [`super::access`].
+//! directories, and raw devices ([`super::access`]).
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{SeccompMode, UpdateType};
 use serde_json::{Value, json};
 
-use super::access::Access;
+use super::access;
 use super::certificates::{self, Process};
 use super::configuration::{
     AGENT_FILE, FOLDER, KEYS_FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory,
@@ -26,15 +26,13 @@ use super::configuration::{
 use super::identities;
 use super::metadata::{config_map, metadata};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, startup_probe, tolerations, unprivileged,
-    without_empty,
+    DefaultResources, MIN_READY_SECONDS, container_ports, field_variable, probe, pull, resources,
+    service_ports, startup_probe, unprivileged, without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::{CONFIGURATION, Component};
 
-/// Name of the agent's container.
-pub(super) const CONTAINER: &str = "agent";
 /// ClusterRole of all agents, which the chart creates.
 const AGENT_ROLE: &str = "reprise-agent";
 /// Default CPU (1 core), and memory in addition to the arena (1 GiB for indexes, device and peer buffers).
@@ -63,20 +61,16 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         "spec": {
             "clusterIP": "None",
             "selector": names.selector(Component::Agent),
-            "ports": [{ "name": "admin", "port": cluster.spec.agents.admin_port, "targetPort": "admin", "protocol": "TCP" }],
+            "ports": service_ports(&[("admin", cluster.spec.agents.admin_port)]),
         },
     });
-    let access = Access::of(cluster, &inputs.agent_config);
-    let set = daemon_set(cluster, inputs, &access);
-    let mut children = vec![
+    vec![
         super::metadata::service_account(meta(&name)),
         binding(inputs),
         config_map(meta(&name), &files(cluster, inputs)),
         Child::new(ChildKind::Service, meta(&name), &service),
-        Child::new(ChildKind::DaemonSet, meta(&name), &set),
-    ];
-    children.extend(access.templates(cluster, names));
-    children
+        Child::new(ChildKind::DaemonSet, meta(&name), &daemon_set(cluster, inputs)),
+    ]
 }
 
 /// The agents' configuration and profile files.
@@ -97,7 +91,7 @@ fn binding(inputs: &ClusterInputs) -> Child {
     Child::new(ChildKind::ClusterRoleBinding, metadata, &rest)
 }
 
-fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {
+fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let strategy = &cluster.spec.agents.update_strategy;
     let strategy = match strategy.kind {
         UpdateType::OnDelete => json!({ "type": "OnDelete" }),
@@ -108,8 +102,6 @@ fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access)
     };
     let labels = inputs.agent_config.names.labels(Component::Agent);
     let annotations = json!({ CONFIGURATION: agent_digest(cluster, &inputs.agent_config) });
-    let mut template = json!({ "metadata": { "labels": labels, "annotations": annotations }, "spec": pod(cluster, inputs, access) });
-    access.add_to(&mut template);
     json!({
         "spec": {
             "selector": { "matchLabels": inputs.agent_config.names.selector(Component::Agent) },
@@ -117,7 +109,10 @@ fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access)
             // The controller may replace an unavailable old pod in addition to any other. A pod that has just
             // become ready may fail its probe once more; wait until that is over.
             "minReadySeconds": MIN_READY_SECONDS,
-            "template": template,
+            "template": {
+                "metadata": { "labels": labels, "annotations": annotations },
+                "spec": pod(cluster, inputs),
+            },
         },
     })
 }
@@ -131,41 +126,38 @@ const fn queue_pair_bytes(entries: u64) -> u64 {
 }
 
 /// Returns the memory for queue pairs that engines drive, which agents allocate when a session gets them.
-fn queue_pair_limit(access: &Access) -> u64 {
-    match access.drives_controllers() {
+fn queue_pair_limit(drives_controllers: bool) -> u64 {
+    match drives_controllers {
         true => (LIMIT_QUEUE_PAIRS * queue_pair_bytes(LIMIT_QUEUE_ENTRIES)).next_multiple_of(1 << 20),
         false => 0,
     }
 }
 
-fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Value {
+fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let agents = &cluster.spec.agents;
+    let access = access::of(cluster, &inputs.agent_config);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let (volumes, mounts) = volumes(cluster, inputs);
-    let field = |name: &str, path: &str| json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } });
     let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
     let defaults = DefaultResources {
         cpu_millis: CPU_MILLIS,
         memory: OVERHEAD_BYTES,
         extra_memory: arena,
-        extra_limit: queue_pair_limit(access),
+        extra_limit: queue_pair_limit(access::drives_controllers(access)),
     };
-    let container = json!({
-        "name": CONTAINER,
+    let mut container = json!({
+        "name": "agent",
         "image": inputs.images.agent,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/{AGENT_FILE}"), "--in-cluster"],
         "env": [
-            field("NODE_NAME", "spec.nodeName"),
-            field("POD_IP", "status.podIP"),
-            field("POD_NAME", "metadata.name"),
+            field_variable("NODE_NAME", "spec.nodeName"),
+            field_variable("POD_IP", "status.podIP"),
+            field_variable("POD_NAME", "metadata.name"),
             json!({ "name": "CLUSTER", "value": inputs.agent_config.names.key() }),
             identities::variable(),
         ],
-        "ports": [
-            { "name": "peers", "containerPort": agents.peers.port, "protocol": "TCP" },
-            { "name": "admin", "containerPort": agents.admin_port, "protocol": "TCP" },
-        ],
+        "ports": container_ports(&[("peers", agents.peers.port), ("admin", agents.admin_port)]),
         "resources": resources(agents.resources.as_ref(), &defaults),
         "securityContext": unprivileged(),
         "startupProbe": startup_probe("/startz", "admin", STARTS_SECONDS),
@@ -173,13 +165,15 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
         "readinessProbe": probe("/readyz", "admin", 2, 2),
         "volumeMounts": mounts,
     });
+    access::add_to(&mut container, access);
     let mut pod = without_empty(json!({
         "serviceAccountName": inputs.agent_config.names.agent(),
         "automountServiceAccountToken": true,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "priorityClassName": agents.priority_class_name,
         "nodeSelector": agents.node_selector,
-        "tolerations": tolerations(&agents.tolerations),
+        "affinity": affinity(inputs),
+        "tolerations": agents.tolerations,
         "imagePullSecrets": pull_secrets,
         "securityContext": {
             "runAsUser": 0,
@@ -191,6 +185,22 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs, access: &Access) -> Val
     }));
     certificates::add_to(&mut pod, cluster, inputs, Process::Agent);
     pod
+}
+
+/// Excludes nodes of other clusters that the selector matches as well, so that no node runs two agents. Without such
+/// nodes there is no affinity, because a change of the template restarts all agents.
+fn affinity(inputs: &ClusterInputs) -> Value {
+    if inputs.assignment.contested.is_empty() {
+        return Value::Null;
+    }
+    // The API server accepts one name for each term.
+    let other = |node: &String| json!({ "key": "metadata.name", "operator": "NotIn", "values": [node] });
+    let fields: Vec<Value> = inputs.assignment.contested.keys().map(other).collect();
+    json!({
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": [{ "matchFields": fields }] },
+        },
+    })
 }
 
 fn seccomp(cluster: &KVCacheCluster) -> Value {

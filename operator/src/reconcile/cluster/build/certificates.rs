@@ -1,17 +1,20 @@
-//! Certificates of agents and members: the ConfigMap of trusted authorities, and the sidecar that keeps the certificate
+//! Certificates of agents, members and etcd: the ConfigMap of trusted authorities, and the sidecar that keeps the certificate
 //! of a pod ([`crate::signing::certificate`]).
 //!
 //! The sidecar is an init container that keeps running (`restartPolicy: Always`): the pod's process starts after its
-//! probe has found a valid certificate, and ends before it. Key and certificate are in a volume in memory, which only
-//! the containers of the pod share. The sidecar alone has a token for the API server in pods of members.
+//! probe has found a valid certificate, and ends before it. Key and certificate are in a volume that only the containers
+//! of the pod share: in memory, or the data volume of etcd ([`crate::reconcile::cluster::etcd`]). The sidecar alone has a
+//! token for the API server in pods of members and etcd.
 
 use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::EtcdMode;
 use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
 use super::metadata::{config_map, metadata};
-use super::pods::{pull, unprivileged};
+use super::pods::{append, field_variable, pull, unprivileged};
 use crate::framework::child::{Child, ChildKind};
+use crate::reconcile::cluster::etcd;
 use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::Component;
 
@@ -31,7 +34,7 @@ const IDENTITY: &str = "REPRISE_IDENTITY";
 const PROGRAM: &str = "/reprise-operator";
 /// Lifetime of tokens; the kubelet renews them.
 const TOKEN_SECONDS: u32 = 3600;
-/// ClusterRole of members, which the chart creates.
+/// ClusterRole of members and etcd, which the chart creates.
 const MEMBER_ROLE: &str = "reprise-member";
 /// Time in which the operator answers a request, with an operator that starts at the same time.
 const STARTS_SECONDS: u32 = 600;
@@ -40,59 +43,102 @@ const PROBE_SECONDS: u32 = 60;
 
 /// Pods with a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Process {
+pub(in crate::reconcile::cluster) enum Process {
     /// The agent of a node. Its pod has a token anyway.
     Agent,
     /// A member of the control plane.
     Member,
+    /// A member of a managed etcd.
+    Etcd,
 }
 
-/// ConfigMap of the trusted authorities, and the members' permission to request certificates.
+/// ConfigMap of the trusted authorities, and the permission of members and etcd to request certificates.
 pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let names = &inputs.agent_config.names;
     let authorities = inputs.certificates.trusted().map(|trusted| {
         let metadata = metadata(cluster, names, Component::ControlPlane, &names.authorities());
         config_map(metadata, &json!({ AUTHORITIES_FILE: trusted }))
     });
+    let account =
+        |name: String| json!({ "kind": "ServiceAccount", "name": name, "namespace": names.namespace });
+    let mut accounts = vec![account(names.control_plane())];
+    if cluster.spec.etcd.mode == EtcdMode::Managed {
+        accounts.push(account(names.etcd()));
+    }
     let metadata = json!({ "name": names.member_binding(), "labels": names.labels(Component::ControlPlane) });
     let rest = json!({
         "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": MEMBER_ROLE },
-        "subjects": [{ "kind": "ServiceAccount", "name": names.control_plane(), "namespace": names.namespace }],
+        "subjects": accounts,
     });
     let binding = Child::new(ChildKind::ClusterRoleBinding, metadata, &rest);
     authorities.into_iter().chain([binding]).collect()
 }
 
+impl Process {
+    /// Identity of the process, after the name of the cluster.
+    fn role(self) -> &'static str {
+        match self {
+            Process::Agent => "agent/$(NODE_NAME)",
+            Process::Member => "member",
+            Process::Etcd => "etcd",
+        }
+    }
+
+    /// Mount of the volume with certificate and key, and their folder in it.
+    fn mount(self) -> (Value, &'static str) {
+        let (volume, path, folder) = match self {
+            Process::Agent | Process::Member => (CERTIFICATES, CERTIFICATES_FOLDER, CERTIFICATES_FOLDER),
+            Process::Etcd => (etcd::DATA_VOLUME, etcd::DATA_FOLDER, etcd::CERTIFICATES_FOLDER),
+        };
+        (json!({ "name": volume, "mountPath": path }), folder)
+    }
+}
+
 /// Adds the sidecar and its volumes to a pod whose first container is the process.
-pub(super) fn add_to(pod: &mut Value, cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) {
+pub(in crate::reconcile::cluster) fn add_to(
+    pod: &mut Value,
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    process: Process,
+) {
     let names = &inputs.agent_config.names;
     pod["initContainers"] = json!([sidecar(cluster, inputs, process)]);
-    let mut add = |volume: Value| pod["volumes"].as_array_mut().expect("made by us").push(volume);
-    add(json!({ "name": CERTIFICATES, "emptyDir": { "medium": "Memory", "sizeLimit": "1Mi" } }));
+    let mut add = |volume: Value| append(&mut pod["volumes"], volume);
+    if process != Process::Etcd {
+        add(json!({ "name": CERTIFICATES, "emptyDir": { "medium": "Memory", "sizeLimit": "1Mi" } }));
+    }
     add(json!({ "name": AUTHORITIES, "configMap": { "name": names.authorities() } }));
-    if process == Process::Member {
+    if process != Process::Agent {
         add(token());
     }
-    let mounts = pod["containers"][0]["volumeMounts"].as_array_mut().expect("made by us");
-    mounts.push(json!({ "name": CERTIFICATES, "mountPath": CERTIFICATES_FOLDER, "readOnly": true }));
+    if process != Process::Etcd {
+        let mount = json!({ "name": CERTIFICATES, "mountPath": CERTIFICATES_FOLDER, "readOnly": true });
+        append(&mut pod["containers"][0]["volumeMounts"], mount);
+    }
 }
 
 fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -> Value {
-    let names = &inputs.agent_config.names;
-    let arguments = arguments();
+    let (certificates, folder) = process.mount();
+    let arguments = arguments(folder);
     let mut check: Vec<String> = vec![PROGRAM.to_owned()];
     check.extend(arguments.iter().cloned());
     check.push("--check".to_owned());
-    let mut mounts = vec![
-        json!({ "name": CERTIFICATES, "mountPath": CERTIFICATES_FOLDER }),
-        json!({ "name": AUTHORITIES, "mountPath": AUTHORITIES_FOLDER, "readOnly": true }),
-    ];
-    let mut sidecar = json!({
+    let mut mounts =
+        vec![certificates, json!({ "name": AUTHORITIES, "mountPath": AUTHORITIES_FOLDER, "readOnly": true })];
+    if process != Process::Agent {
+        mounts.push(json!({ "name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": true }));
+    }
+    let node = field_variable("NODE_NAME", "spec.nodeName");
+    let identity = format!("reprise://{}/{}", inputs.agent_config.names.in_certificates(), process.role());
+    let identity = json!({ "name": IDENTITY, "value": identity });
+    let variables = if process == Process::Agent { vec![node, identity] } else { vec![identity] };
+    json!({
         "name": "certificate",
         "image": inputs.images.operator,
         "imagePullPolicy": pull(&cluster.spec.images).0,
         "restartPolicy": "Always",
         "args": arguments,
+        "env": variables,
         "resources": {
             "requests": { "cpu": "10m", "memory": "32Mi" },
             "limits": { "memory": "64Mi" },
@@ -105,34 +151,20 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
             "timeoutSeconds": PROBE_SECONDS,
             "failureThreshold": STARTS_SECONDS / PROBE_SECONDS,
         },
-    });
-    let cluster = names.in_certificates();
-    let identity = |role: &str| json!({ "name": IDENTITY, "value": format!("reprise://{cluster}/{role}") });
-    match process {
-        Process::Agent => {
-            let node = json!({ "apiVersion": "v1", "fieldPath": "spec.nodeName" });
-            let node = json!({ "name": "NODE_NAME", "valueFrom": { "fieldRef": node } });
-            sidecar["env"] = json!([node, identity("agent/$(NODE_NAME)")]);
-        }
-        Process::Member => {
-            sidecar["env"] = json!([identity("member")]);
-            mounts.push(json!({ "name": TOKEN, "mountPath": TOKEN_FOLDER, "readOnly": true }));
-        }
-    }
-    sidecar["volumeMounts"] = json!(mounts);
-    sidecar
+        "volumeMounts": mounts,
+    })
 }
 
-fn arguments() -> Vec<String> {
+fn arguments(folder: &str) -> Vec<String> {
     vec![
         "certificate".to_owned(),
-        format!("--folder={CERTIFICATES_FOLDER}"),
+        format!("--folder={folder}"),
         format!("--authorities={AUTHORITIES_FOLDER}/{AUTHORITIES_FILE}"),
     ]
 }
 
-/// Volume with a token, as the kubelet mounts it by default. The pods of members mount none by default, so that the
-/// members have no access to the API server.
+/// Volume with a token, as the kubelet mounts it by default. The pods of members and etcd mount none by default, so that
+/// these have no access to the API server.
 fn token() -> Value {
     json!({
         "name": TOKEN,

@@ -1,10 +1,11 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
-use reprise_crds::cluster::{Admission, EtcdMode, EvictionPolicy, HugePages, TraceAccess};
+use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::{Admission, EvictionPolicy, HugePages, TraceAccess};
 use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
 use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
-use reprise_crds::{KVCacheCluster, SSDPool};
+use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use reprise_policy::ByteSize;
 use reprise_policy::admission::AdmissionMode;
 use reprise_policy::eviction::EvictionKind;
@@ -13,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::certificates::CERTIFICATES_FOLDER;
 use crate::framework::digest;
 use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
+use crate::reconcile::cluster::etcd::build::address;
 use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::GRPC_PORT;
@@ -28,7 +30,7 @@ pub const SALTS_FOLDER: &str = "/etc/reprise-salts";
 pub const KEYS_FOLDER: &str = "/etc/reprise-keys";
 /// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
-/// Directory of members with the CA, and with a managed etcd's client certificate.
+/// Directory of members with the authorities of an external etcd.
 pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
 /// Directory of members with the client certificate for an external etcd.
 pub const CLIENT_FOLDER: &str = "/etc/reprise-etcd/client";
@@ -121,45 +123,23 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
 }
 
 /// Returns the settings that an agent has once for all its pools: the `pool` section, and the free share to
-/// keep. Accepted pools agree on them (`crate::reconcile::assignment`). While all pools are rejected, the current
-/// settings remain.
+/// keep. Accepted pools agree on them (`crate::reconcile::assignment`). Those of a rejected pool apply only if no pool is
+/// accepted, so that an invalid edit restarts no agent.
 fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let key = agent_config.names.key();
-    let (accepted, refused): (Vec<_>, Vec<_>) =
-        agent_config.pools.iter().partition(|named| named.assignment.refused.is_none());
-    let of_spec = |pool: &SSDPool| {
-        let spec = &pool.spec;
-        let mut pool = json!({
-            "segment_bytes": size(&spec.segment_size),
-            "queue_depth": spec.queue_depth,
-            "eviction": eviction(spec.eviction),
-            "admission": admission(spec.admission),
-        });
-        if let Some(budget) = &spec.daily_write_budget {
-            pool["daily_write_budget"] = size(budget);
-        }
-        (pool, json!(spec.watermarks.free_permille))
-    };
-    if let Some(pool) = accepted.iter().find_map(|named| named.bound_pool(&key)) {
-        return Some(of_spec(pool));
+    let bound = || agent_config.pools.iter().filter_map(|named| Some((named, named.bound_pool(&key)?)));
+    let accepted = bound().find(|(named, _)| named.assignment.refused.is_none());
+    let spec = &accepted.or_else(|| bound().next())?.1.spec;
+    let mut pool = json!({
+        "segment_bytes": size(&spec.segment_size),
+        "queue_depth": spec.queue_depth,
+        "eviction": eviction(spec.eviction),
+        "admission": admission(spec.admission),
+    });
+    if let Some(budget) = &spec.daily_write_budget {
+        pool["daily_write_budget"] = size(budget);
     }
-    let pool = refused.iter().find_map(|named| named.bound_pool(&key))?;
-    let before = || -> Option<(Value, Value)> {
-        let running: Value = toml::from_str(agent_config.running.as_ref()?).ok()?;
-        let of_pool = |field: &str| Some(running.get("pool")?.get(field)?.clone());
-        let mut pool = json!({
-            "segment_bytes": of_pool("segment_bytes")?,
-            "queue_depth": of_pool("queue_depth")?,
-            // Former operators did not write it.
-            "eviction": of_pool("eviction").unwrap_or_else(|| eviction(EvictionPolicy::default())),
-            "admission": of_pool("admission").unwrap_or_else(|| admission(Admission::default())),
-        });
-        if let Some(budget) = of_pool("daily_write_budget") {
-            pool["daily_write_budget"] = budget;
-        }
-        Some((pool, running.get("cache")?.get("pool_free_permille")?.clone()))
-    };
-    Some(before().unwrap_or_else(|| of_spec(pool)))
+    Some((pool, json!(spec.watermarks.free_permille)))
 }
 
 /// Returns an eviction policy in the agents' configuration. Chains have their default treatment.
@@ -270,20 +250,19 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
 fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     let etcd = &cluster.spec.etcd;
     let mut store = json!({ "kind": "etcd", "prefix": etcd.key_prefix });
-    match (etcd.mode, &etcd.external) {
-        (EtcdMode::Managed, _) | (EtcdMode::External, None) => {
+    match &etcd.external {
+        None => {
             let replicas = etcd.managed.clone().unwrap_or_default().replicas;
-            let endpoints: Vec<String> = (0..replicas)
-                .map(|index| format!("https://{}", super::etcd::address(names, index)))
-                .collect();
+            let endpoints: Vec<String> =
+                (0..replicas).map(|index| format!("https://{}", address(names, index))).collect();
             store["endpoints"] = json!(endpoints);
             store["tls"] = json!({
-                "ca_file": format!("{TLS_FOLDER}/ca.crt"),
-                "cert_file": format!("{TLS_FOLDER}/client.crt"),
-                "key_file": format!("{TLS_FOLDER}/client.key"),
+                "ca_file": format!("{CERTIFICATES_FOLDER}/{AUTHORITIES_FILE}"),
+                "cert_file": format!("{CERTIFICATES_FOLDER}/{CERTIFICATE_FILE}"),
+                "key_file": format!("{CERTIFICATES_FOLDER}/{KEY_FILE}"),
             });
         }
-        (EtcdMode::External, Some(external)) => {
+        Some(external) => {
             store["endpoints"] = json!(external.endpoints);
             if let Some(tls) = &external.tls {
                 store["tls"] = json!({ "ca_file": format!("{TLS_FOLDER}/ca.crt") });

@@ -4,15 +4,14 @@
 //! contains a digest of what all files share, so that adding a member restarts no other.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::EtcdMode;
 use serde_json::{Value, json};
 
 use super::certificates::{self, Process};
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::metadata::{config_map, metadata, service_account};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, probe, pull, resources, restricted, startup_probe, tolerations,
-    unprivileged, without_empty,
+    DefaultResources, MIN_READY_SECONDS, container_ports, disruption_budget, field_variable, headless, probe,
+    pull, resources, restricted, service_ports, spread_over, startup_probe, unprivileged, without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
@@ -37,28 +36,20 @@ const STARTS_SECONDS: u32 = 60;
 /// Placeholder name for the digest of the settings that all members share.
 const ANY_MEMBER: &str = "any";
 
-pub(super) fn build(
-    cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
-    etcd_certificates: Option<&str>,
-) -> Vec<Child> {
+pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let names = &inputs.agent_config.names;
     let name = names.control_plane();
     let meta = |name: &str| metadata(cluster, names, Component::ControlPlane, name);
     let selector = names.selector(Component::ControlPlane);
-    let budget = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
-    // A member becomes ready after others have found it, so its name must resolve before.
-    let headless = json!({ "spec": {
-        "clusterIP": "None", "publishNotReadyAddresses": true, "selector": selector, "ports": ports(cluster),
-    } });
-    let service = json!({ "spec": { "selector": selector, "ports": ports(cluster) } });
+    let ports = named_ports(cluster);
+    let service = json!({ "spec": { "selector": selector, "ports": service_ports(&ports) } });
     vec![
         service_account(meta(&name)),
         config_map(meta(&name), &json!(members(cluster, names))),
-        Child::new(ChildKind::Service, meta(&names.members()), &headless),
+        Child::new(ChildKind::Service, meta(&names.members()), &headless(&selector, &ports)),
         Child::new(ChildKind::Service, meta(&name), &service),
-        Child::new(ChildKind::PodDisruptionBudget, meta(&name), &budget),
-        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs, etcd_certificates)),
+        disruption_budget(meta(&name), &selector),
+        Child::new(ChildKind::StatefulSet, meta(&name), &stateful_set(cluster, inputs)),
     ]
 }
 
@@ -71,21 +62,12 @@ fn named_ports(cluster: &KVCacheCluster) -> Vec<(&'static str, u16)> {
     ports
 }
 
-fn ports(cluster: &KVCacheCluster) -> Value {
-    let port = |(name, port)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
-    named_ports(cluster).into_iter().map(port).collect()
-}
-
-fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs, etcd_certificates: Option<&str>) -> Value {
+fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let names = &inputs.agent_config.names;
-    let secrets = match &inputs.store {
-        Some(check) => check.secrets.clone().unwrap_or_default(),
-        None => etcd_certificates.unwrap_or_default().to_owned(),
-    };
-    let annotations = json!({
-        CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)),
-        SECRETS: secrets,
-    });
+    let mut annotations = json!({ CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)) });
+    if let Some(check) = &inputs.store {
+        annotations[SECRETS] = json!(check.secrets.clone().unwrap_or_default());
+    }
     json!({
         "spec": {
             "replicas": cluster.spec.control_plane.replicas,
@@ -108,26 +90,15 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
     let (volumes, mounts) = volumes(cluster, inputs);
-    let container_ports: Vec<Value> = named_ports(cluster)
-        .into_iter()
-        .map(|(name, port)| json!({ "name": name, "containerPort": port, "protocol": "TCP" }))
-        .collect();
-    let defaults = DefaultResources {
-        cpu_millis: CPU_MILLIS,
-        memory: memory(cluster, inputs),
-        extra_memory: 0,
-        extra_limit: 0,
-    };
+    let memory = memory(cluster, inputs);
+    let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory, ..DefaultResources::default() };
     let container = json!({
         "name": "controlplane",
         "image": inputs.images.control_plane,
         "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/$(POD_NAME).toml")],
-        "env": [{
-            "name": "POD_NAME",
-            "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "metadata.name" } },
-        }],
-        "ports": container_ports,
+        "env": [field_variable("POD_NAME", "metadata.name")],
+        "ports": container_ports(&named_ports(cluster)),
         "resources": resources(spec.resources.as_ref(), &defaults),
         "securityContext": unprivileged(),
         "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
@@ -140,15 +111,10 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "automountServiceAccountToken": false,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "nodeSelector": spec.node_selector,
-        "tolerations": tolerations(&spec.tolerations),
+        "tolerations": spec.tolerations,
         "imagePullSecrets": pull_secrets,
         "securityContext": restricted(),
-        "topologySpreadConstraints": [{
-            "maxSkew": 1,
-            "topologyKey": spec.spread_over,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": { "matchLabels": names.selector(Component::ControlPlane) },
-        }],
+        "topologySpreadConstraints": spread_over(&json!(spec.spread_over), &names.selector(Component::ControlPlane)),
         "containers": [container],
         "volumes": volumes,
     }));
@@ -169,7 +135,7 @@ fn memory(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> u64 {
     (BASE_BYTES + share).next_power_of_two()
 }
 
-/// Volumes of the pod and their mounts: configuration, and Secrets for etcd.
+/// Volumes of the pod and their mounts: configuration, and Secrets for an external etcd.
 fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
     let names = &inputs.agent_config.names;
     let mut volumes = vec![json!({ "name": "config", "configMap": { "name": names.control_plane() } })];
@@ -181,35 +147,18 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         );
         mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
     };
-    match (cluster.spec.etcd.mode, &cluster.spec.etcd.external) {
-        (EtcdMode::External, Some(external)) => {
-            if let Some(tls) = &external.tls {
-                let authority = &tls.ca_secret_ref;
-                secret(
-                    "etcd-tls",
-                    TLS_FOLDER,
-                    authority.name.as_str(),
-                    &[(authority.key.as_str(), "ca.crt")],
-                );
-                if let Some(client) = &tls.client_secret_ref {
-                    let items = [("tls.crt", "tls.crt"), ("tls.key", "tls.key")];
-                    secret("etcd-client", CLIENT_FOLDER, client.name.as_str(), &items);
-                }
-            }
-            if let Some(user) = &external.user {
-                let password = &user.password_secret_ref;
-                secret(
-                    "etcd-user",
-                    USER_FOLDER,
-                    password.name.as_str(),
-                    &[(password.key.as_str(), "password")],
-                );
-            }
+    let external = cluster.spec.etcd.external.as_ref();
+    if let Some(tls) = external.and_then(|external| external.tls.as_ref()) {
+        let authority = &tls.ca_secret_ref;
+        secret("etcd-tls", TLS_FOLDER, authority.name.as_str(), &[(authority.key.as_str(), "ca.crt")]);
+        if let Some(client) = &tls.client_secret_ref {
+            let items = [("tls.crt", "tls.crt"), ("tls.key", "tls.key")];
+            secret("etcd-client", CLIENT_FOLDER, client.name.as_str(), &items);
         }
-        _ => {
-            let items = ["ca.crt", "client.crt", "client.key"].map(|file| (file, file));
-            secret("etcd-tls", TLS_FOLDER, &names.etcd_tls(), &items);
-        }
+    }
+    if let Some(user) = external.and_then(|external| external.user.as_ref()) {
+        let password = &user.password_secret_ref;
+        secret("etcd-user", USER_FOLDER, password.name.as_str(), &[(password.key.as_str(), "password")]);
     }
     (json!(volumes), json!(mounts))
 }

@@ -36,7 +36,7 @@ pub(super) fn config_map(metadata: Value, data: &Value) -> Child {
 }
 
 /// A service account without a mounted token.
-pub(super) fn service_account(metadata: Value) -> Child {
+pub(in crate::reconcile::cluster) fn service_account(metadata: Value) -> Child {
     let rest = json!({ "automountServiceAccountToken": false });
     Child::new(ChildKind::ServiceAccount, metadata, &rest)
 }

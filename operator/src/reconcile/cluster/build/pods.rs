@@ -1,29 +1,35 @@
 //! Parts that the pods of all components share.
 
 use reprise_crds::cluster::Images;
-use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources, Toleration};
+use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources};
 use serde_json::{Map, Value, json};
+
+use crate::framework::child::{Child, ChildKind};
 
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
 /// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
 /// probe once more.
-pub(super) const MIN_READY_SECONDS: u32 = 5;
+pub(in crate::reconcile::cluster) const MIN_READY_SECONDS: u32 = 5;
 
 /// Default CPU and memory of a container.
-pub(super) struct DefaultResources {
+#[derive(Default)]
+pub(in crate::reconcile::cluster) struct DefaultResources {
     /// CPU in thousandths of a core.
-    pub(super) cpu_millis: u64,
+    pub(in crate::reconcile::cluster) cpu_millis: u64,
     /// Amount of memory in bytes.
-    pub(super) memory: u64,
+    pub(in crate::reconcile::cluster) memory: u64,
     /// Memory in bytes that is added to the specified or default amount: the arena.
-    pub(super) extra_memory: u64,
+    pub(in crate::reconcile::cluster) extra_memory: u64,
     /// Memory in bytes that is added to the limit only, because it is allocated on demand: queue pairs.
-    pub(super) extra_limit: u64,
+    pub(in crate::reconcile::cluster) extra_limit: u64,
 }
 
 /// Returns requests and limits, with defaults for unspecified amounts. Without `extra_limit`, the memory limit defaults to
 /// the request, since processes allocate their memory up front.
-pub(super) fn resources(specified: Option<&Resources>, defaults: &DefaultResources) -> Value {
+pub(in crate::reconcile::cluster) fn resources(
+    specified: Option<&Resources>,
+    defaults: &DefaultResources,
+) -> Value {
     let nothing = Amounts::default();
     let requests = specified.and_then(|specified| specified.requests.as_ref()).unwrap_or(&nothing);
     let limits = specified.and_then(|specified| specified.limits.as_ref()).unwrap_or(&nothing);
@@ -55,19 +61,57 @@ fn as_stored(cpu: &str) -> String {
 }
 
 /// Pull policy of the container, and pull secrets of the pod.
-pub(super) fn pull(images: &Images) -> (PullPolicy, Value) {
+pub(in crate::reconcile::cluster) fn pull(images: &Images) -> (PullPolicy, Value) {
     let secrets: Vec<Value> =
         images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect();
     (images.pull_policy, json!(secrets))
 }
 
-/// Tolerations of a pod.
-pub(super) fn tolerations(specified: &[Toleration]) -> Value {
-    json!(specified)
+/// Ports of a container, by name.
+pub(in crate::reconcile::cluster) fn container_ports(ports: &[(&str, u16)]) -> Value {
+    let port = |(name, port): &(&str, u16)| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
+    ports.iter().map(port).collect()
+}
+
+/// Ports of a service, which are the named ports of its pods.
+pub(in crate::reconcile::cluster) fn service_ports(ports: &[(&str, u16)]) -> Value {
+    let port = |(name, port): &(&str, u16)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
+    ports.iter().map(port).collect()
+}
+
+/// A headless service that gives pods names. Members find one another before any of them is ready.
+pub(in crate::reconcile::cluster) fn headless(selector: &Value, ports: &[(&str, u16)]) -> Value {
+    json!({ "spec": {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": true,
+        "selector": selector,
+        "ports": service_ports(ports),
+    } })
+}
+
+/// Lets drains evict one pod at a time.
+pub(in crate::reconcile::cluster) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
+    let rest = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
+    Child::new(ChildKind::PodDisruptionBudget, metadata, &rest)
+}
+
+/// Spreads pods over nodes or zones. Two on one node are better than a pending one.
+pub(in crate::reconcile::cluster) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
+    json!([{
+        "maxSkew": 1,
+        "topologyKey": topology_key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": { "matchLabels": selector },
+    }])
+}
+
+/// An environment variable with a field of the pod.
+pub(in crate::reconcile::cluster) fn field_variable(name: &str, path: &str) -> Value {
+    json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } })
 }
 
 /// Removes empty fields, which the API server does not store.
-pub(super) fn without_empty(mut fields: Value) -> Value {
+pub(in crate::reconcile::cluster) fn without_empty(mut fields: Value) -> Value {
     if let Some(fields) = fields.as_object_mut() {
         fields.retain(|_, value| match value {
             Value::Null => false,
@@ -79,8 +123,16 @@ pub(super) fn without_empty(mut fields: Value) -> Value {
     fields
 }
 
+/// Appends to a list, which is created if it is missing.
+pub(super) fn append(list: &mut Value, item: Value) {
+    if list.is_null() {
+        *list = json!([]);
+    }
+    list.as_array_mut().expect("a list").push(item);
+}
+
 /// Security context of a container without any privileges.
-pub(super) fn unprivileged() -> Value {
+pub(in crate::reconcile::cluster) fn unprivileged() -> Value {
     json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
@@ -89,7 +141,7 @@ pub(super) fn unprivileged() -> Value {
 }
 
 /// Security context of a pod at Pod Security level `restricted`.
-pub(super) fn restricted() -> Value {
+pub(in crate::reconcile::cluster) fn restricted() -> Value {
     json!({
         "runAsNonRoot": true,
         "runAsUser": USER,
@@ -103,7 +155,12 @@ pub(super) fn restricted() -> Value {
 const USER: u32 = 65_532;
 
 /// An HTTP probe of a container.
-pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -> Value {
+pub(in crate::reconcile::cluster) fn probe(
+    path: &str,
+    port: &str,
+    every_seconds: u32,
+    failures: u32,
+) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "periodSeconds": every_seconds,
@@ -116,7 +173,11 @@ pub(super) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -
 ///
 /// A failed probe causes a warning event, also during a start. Our programs therefore listen before slow
 /// initialization, and the kubelet waits for the response: in a normal start the first probe succeeds.
-pub(super) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
+pub(in crate::reconcile::cluster) fn startup_probe(
+    path: &str,
+    port: &str,
+    starts_within_seconds: u32,
+) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "initialDelaySeconds": LISTENS_SECONDS,
@@ -136,9 +197,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unspecified_memory_has_a_default_and_the_arena_is_added() {
-        let defaults =
-            DefaultResources { cpu_millis: 1000, memory: 1 << 30, extra_memory: 4 << 30, extra_limit: 0 };
+    fn unspecified_memory_has_a_default_the_arena_is_added_and_memory_on_demand_raises_the_limit() {
+        let mut defaults = DefaultResources {
+            cpu_millis: 1000,
+            memory: 1 << 30,
+            extra_memory: 4 << 30,
+            ..DefaultResources::default()
+        };
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5Gi" },
         });
@@ -151,16 +216,7 @@ mod tests {
             "requests": { "cpu": "250m", "memory": "4608Mi" }, "limits": { "memory": "6Gi", "cpu": "2" },
         });
         assert_eq!(resources(Some(&specified), &defaults), expected);
-    }
-
-    #[test]
-    fn memory_on_demand_raises_only_the_limit() {
-        let defaults = DefaultResources {
-            cpu_millis: 1000,
-            memory: 1 << 30,
-            extra_memory: 4 << 30,
-            extra_limit: 512 << 20,
-        };
+        defaults.extra_limit = 512 << 20;
         let expected = json!({
             "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5632Mi" },
         });

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use reprise_crds::status::Reason;
-use reprise_crds::{CacheTenant, KVCacheCluster, SSDPool};
+use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_policy::identity::{PodBindings, ServiceAccount};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -13,14 +13,12 @@ use serde_json::{Value, json};
 use super::*;
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::refusal::Refusal;
-use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
-use crate::reconcile::cluster::external_etcd::EtcdCheck;
-use crate::reconcile::cluster::inputs::{AgentConfigInputs, NamedPool};
+use crate::reconcile::cluster::etcd::external::EtcdCheck;
+use crate::reconcile::cluster::inputs::tests::{add_pool, of as found};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::{CONFIGURATION, SECRETS};
-use crate::settings::DefaultImages;
 
 mod access;
 mod certificates;
@@ -37,41 +35,8 @@ fn cluster(spec: Value) -> KVCacheCluster {
     object("KVCacheCluster", "c", spec)
 }
 
-fn found(cluster: &KVCacheCluster) -> ClusterInputs {
-    let names = ClusterNames::of(cluster);
-    ClusterInputs {
-        agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new(), running: None },
-        assignment: ClusterAssignment::default(),
-        cache_nodes: Vec::new(),
-        bindings: PodBindings::default(),
-        profiles: std::collections::BTreeMap::new(),
-        images: DefaultImages {
-            agent: "agent:1".to_owned(),
-            control_plane: "controlplane:1".to_owned(),
-            etcd: "etcd:1".to_owned(),
-            operator: "operator:1".to_owned(),
-        },
-        store: None,
-        agents: None,
-        members: None,
-        control_plane_state: None,
-        etcd: None,
-        volumes: None,
-        authority: None,
-        certificates: AuthorityState::Present(any_authority()),
-        access: std::collections::BTreeMap::new(),
-    }
-}
-
-/// Certificates of a managed etcd.
-fn certificates() -> CertificateDigests {
-    CertificateDigests { certificates: "digest".to_owned(), authority: Some("authority".to_owned()) }
-}
-
 fn with_pool(mut found: ClusterInputs, spec: Value) -> ClusterInputs {
-    let pool: SSDPool = object("SSDPool", "p", spec);
-    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
-    found.agent_config.pools.push(NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment });
+    add_pool(&mut found, spec);
     found
 }
 
@@ -95,7 +60,7 @@ fn pod(workload: &Value) -> &Value {
 #[test]
 fn every_child_belongs_to_the_cluster() {
     let cluster = cluster(json!({}));
-    let children = build(&cluster, &found(&cluster), Some(&certificates()));
+    let children = build(&cluster, &found(&cluster));
     let mut names: Vec<(ChildKind, &str)> =
         children.iter().map(|child| (child.kind, child.name.as_str())).collect();
     let count = names.len();
@@ -117,7 +82,7 @@ fn every_child_belongs_to_the_cluster() {
 fn agent_has_no_privileges_and_mounts_only_its_directories() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let pooled = with_pool(found(&cluster), json!({ "directory": { "path": "/data/p", "size": "1Gi" } }));
-    let children = build(&cluster, &pooled, Some(&certificates()));
+    let children = build(&cluster, &pooled);
     let pod = pod(child(&children, ChildKind::DaemonSet, "c-agent"));
     for never in ["hostNetwork", "hostIPC", "hostPID"] {
         assert_eq!(pod[never], Value::Null, "{never}");
@@ -148,7 +113,7 @@ fn mounts_devices_of_the_node_only_for_raw_pools() {
     let cluster = cluster(json!({ "pools": [{ "name": "p" }] }));
     let raw = with_pool(found(&cluster), json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } }));
     let has_devices = |found: &ClusterInputs| {
-        let children = build(&cluster, found, Some(&certificates()));
+        let children = build(&cluster, found);
         let set = child(&children, ChildKind::DaemonSet, "c-agent").clone();
         pod(&set)["volumes"].as_array().expect("volumes").iter().any(|one| one["name"] == "devices")
     };
@@ -160,7 +125,7 @@ fn mounts_devices_of_the_node_only_for_raw_pools() {
 fn restarts_agents_only_if_their_configuration_changes() {
     let annotation = |spec: Value, change: fn(ClusterInputs) -> ClusterInputs| {
         let cluster = cluster(spec);
-        let children = build(&cluster, &change(found(&cluster)), Some(&certificates()));
+        let children = build(&cluster, &change(found(&cluster)));
         let set = child(&children, ChildKind::DaemonSet, "c-agent");
         set["spec"]["template"]["metadata"]["annotations"][CONFIGURATION].clone()
     };
@@ -207,7 +172,7 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
             "dailyWriteBudget": "2Ti", "watermarks": { "freePermille": 50 },
         })
     };
-    let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)), Some(&certificates()));
+    let children = build(&cluster, &with_pool(found(&cluster), spec_of(7)));
     let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
     assert_eq!(agent["pool"]["segment_bytes"].as_str(), Some("4MiB"));
     assert_eq!(agent["pool"]["queue_depth"].as_integer(), Some(7));
@@ -220,25 +185,20 @@ fn pool_sets_shared_agent_settings_and_lists_no_devices() {
     assert!(agent["pool"].get("devices").is_none() && agent.get("node").is_none());
     assert!(agent["peers"].get("advertise").is_none());
     assert_eq!(agent["controlplane"]["address"].as_str(), Some("c-controlplane.n.svc:7400"));
-    // A rejected edit does not change the configuration.
-    let before = configuration::agent(&cluster, &with_pool(found(&cluster), spec_of(7)).agent_config);
-    let mut edited = with_pool(found(&cluster), spec_of(9)).agent_config;
-    edited.pools[0].assignment.refused = Some(Refusal::new(Reason::Unsupported, "no such engine"));
-    edited.pools[0].assignment.nodes = vec!["n1".to_owned()];
-    edited.running = Some(before.clone());
-    assert_eq!(configuration::agent(&cluster, &edited), before);
-    edited.pools[0].assignment.refused = None;
-    assert_ne!(configuration::agent(&cluster, &edited), before);
+    // The settings of a rejected pool apply only if no pool is accepted.
+    let mut inputs = with_pool(found(&cluster), spec_of(9));
+    inputs.agent_config.pools[0].assignment.refused =
+        Some(Refusal::new(Reason::Unsupported, "no such engine"));
+    let agent = |inputs: &ClusterInputs| configuration::agent(&cluster, &inputs.agent_config);
+    assert!(agent(&inputs).contains("queue_depth = 9\n"));
+    assert!(agent(&with_pool(inputs, spec_of(7))).contains("queue_depth = 7\n"));
 }
 
 #[test]
 fn cluster_sets_reads_ahead_retention_and_traces_of_agents() {
     let agent_of = |spec: Value| {
         let cluster = cluster(spec);
-        toml_of(
-            child(&build(&cluster, &found(&cluster), Some(&certificates())), ChildKind::ConfigMap, "c-agent"),
-            "agent.toml",
-        )
+        toml_of(child(&build(&cluster, &found(&cluster)), ChildKind::ConfigMap, "c-agent"), "agent.toml")
     };
     let number = |agent: &toml::Table, section: &str, key: &str| agent[section][key].as_integer();
     let agent = agent_of(json!({}));
@@ -269,10 +229,10 @@ fn cluster_sets_reads_ahead_retention_and_traces_of_agents() {
 #[test]
 fn profile_files_are_next_to_the_configuration_and_restart_no_agent() {
     let cluster = cluster(json!({ "slackProfiles": {} }));
-    let plain = build(&cluster, &found(&cluster), Some(&certificates()));
+    let plain = build(&cluster, &found(&cluster));
     let mut more = found(&cluster);
     more.profiles.insert("profile-0.json".to_owned(), "{}".to_owned());
-    let with = build(&cluster, &more, Some(&certificates()));
+    let with = build(&cluster, &more);
     let data = &child(&with, ChildKind::ConfigMap, "c-agent")["data"];
     assert!(data["profile-0.json"] == "{}" && data["agent.toml"].is_string(), "{data}");
     let pods = |children| child(children, ChildKind::DaemonSet, "c-agent").clone();
@@ -282,7 +242,7 @@ fn profile_files_are_next_to_the_configuration_and_restart_no_agent() {
 #[test]
 fn replaces_next_agent_once_the_previous_one_is_stable() {
     let cluster = cluster(json!({ "agents": { "updateStrategy": { "maxUnavailable": 2 } } }));
-    let children = build(&cluster, &found(&cluster), None);
+    let children = build(&cluster, &found(&cluster));
     let set = &child(&children, ChildKind::DaemonSet, "c-agent")["spec"];
     assert_eq!(
         (&set["minReadySeconds"], &set["updateStrategy"]["rollingUpdate"]["maxUnavailable"]),
@@ -294,7 +254,7 @@ fn replaces_next_agent_once_the_previous_one_is_stable() {
 fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
     let of = |replicas: u32| {
         let cluster = cluster(json!({ "controlPlane": { "replicas": replicas } }));
-        build(&cluster, &found(&cluster), Some(&certificates()))
+        build(&cluster, &found(&cluster))
     };
     let (two, three) = (of(2), of(3));
     let files = child(&two, ChildKind::ConfigMap, "c-controlplane");
@@ -313,9 +273,9 @@ fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
 }
 
 #[test]
-fn member_endpoints_match_the_names_in_etcd_certificates() {
+fn members_and_etcd_use_certificates_of_the_cluster_and_etcd_admits_no_others() {
     let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
-    let children = build(&cluster, &found(&cluster), Some(&certificates()));
+    let children = build(&cluster, &found(&cluster));
     let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
     let endpoints: Vec<&str> = member["store"]["endpoints"]
         .as_array()
@@ -324,14 +284,22 @@ fn member_endpoints_match_the_names_in_etcd_certificates() {
         .filter_map(toml::Value::as_str)
         .collect();
     assert_eq!(endpoints.len(), 3);
-    assert_eq!(endpoints[2], "https://c-etcd-2.c-etcd.n.svc:2379");
-    let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
-    assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
+    let [host, _] = ClusterNames::of(&cluster).etcd_hosts("c-etcd-2");
+    assert_eq!(endpoints[2], format!("https://{host}:2379"), "the name is in the certificate");
+    let key = member["store"]["tls"]["key_file"].as_str();
+    assert_eq!(key, Some("/run/reprise/certificates/tls.key"));
     let etcd = child(&children, ChildKind::StatefulSet, "c-etcd");
-    let arguments = pod(etcd)["containers"][0]["args"].to_string();
-    assert!(
-        arguments.contains("--client-cert-auth=true") && arguments.contains("--peer-client-cert-auth=true")
-    );
+    for (argument, value) in [
+        ("--client-cert-auth", "true"),
+        ("--client-cert-allowed-hostname", "member.reprise"),
+        ("--peer-client-cert-auth", "true"),
+        ("--peer-cert-allowed-hostname", "etcd.reprise"),
+        ("--enable-grpc-gateway", "false"),
+        ("--trusted-ca-file", "/var/lib/etcd/certificates/ca.crt"),
+        ("--peer-cert-file", "/var/lib/etcd/certificates/tls.crt"),
+    ] {
+        assert_eq!(listed(etcd, argument), [value], "{argument}");
+    }
     assert_eq!(etcd["spec"]["replicas"], 3);
 }
 
@@ -346,41 +314,21 @@ fn listed(etcd: &Value, argument: &str) -> Vec<String> {
 }
 
 #[test]
-fn replaces_etcd_pods_for_a_new_ca_but_not_for_renewed_certificates() {
+fn changed_authorities_replace_the_pods_of_etcd_and_an_unusable_one_does_not() {
     let cluster = cluster(json!({ "etcd": { "managed": { "replicas": 3 } } }));
     let mut found = found(&cluster);
-    let built = |found: &ClusterInputs, certificates: &CertificateDigests| {
-        let children = build(&cluster, found, Some(certificates));
-        let set = |name: &str| child(&children, ChildKind::StatefulSet, name).clone();
-        (set("c-etcd"), set("c-controlplane"))
+    let template = |found: &ClusterInputs| {
+        child(&build(&cluster, found), ChildKind::StatefulSet, "c-etcd")["spec"]["template"].clone()
     };
-    let (etcd, members) = built(&found, &certificates());
-    assert_eq!(
-        etcd["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"],
-        "authority"
-    );
-    let renewed = CertificateDigests { certificates: "others".to_owned(), ..certificates() };
-    let (same, restarted) = built(&found, &renewed);
-    assert_eq!(same, etcd);
-    assert_ne!(restarted["spec"]["template"], members["spec"]["template"]);
-    // The controller has created the pods.
-    let mut live = etcd.clone();
-    live["metadata"]["generation"] = json!(1);
-    live["status"] = json!({ "observedGeneration": 1, "replicas": 3 });
-    found.etcd = Some(Arc::new(serde_json::from_value(live.clone()).expect("an object")));
-    let another = CertificateDigests { authority: Some("another".to_owned()), ..renewed };
-    let (gone, _) = built(&found, &another);
-    assert_eq!(gone["spec"]["replicas"], 0);
-    assert_eq!(gone["spec"]["template"], etcd["spec"]["template"], "the pods are only removed");
-    live["status"]["replicas"] = json!(0);
+    let before = template(&found);
+    let annotation = &before["metadata"]["annotations"]["reprise.dev/authorities"];
+    assert_eq!(*annotation, json!(crate::framework::digest::of(&any_authority().trusted())));
+    let live = json!({ "metadata": { "name": "c-etcd" }, "spec": { "template": before } });
     found.etcd = Some(Arc::new(serde_json::from_value(live).expect("an object")));
-    let (back, _) = built(&found, &another);
-    assert_eq!(back["spec"]["replicas"], 3);
-    assert_eq!(back["spec"]["template"]["metadata"]["annotations"]["reprise.dev/etcd-authority"], "another");
-    assert_eq!(
-        back["spec"]["persistentVolumeClaimRetentionPolicy"]["whenScaled"], "Retain",
-        "volumes are kept"
-    );
+    found.certificates = AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, "no key"));
+    assert_eq!(template(&found), before);
+    found.etcd = None;
+    assert_ne!(template(&found), before, "the digest is that of the authorities");
 }
 
 #[test]
@@ -389,7 +337,7 @@ fn etcd_members_address_each_other_by_pod_names() {
         let cluster = cluster(json!({ "etcd": { "managed": {
             "replicas": replicas, "storage": { "storageClassName": "fast", "size": "2Gi" },
         } } }));
-        let children = build(&cluster, &found(&cluster), Some(&certificates()));
+        let children = build(&cluster, &found(&cluster));
         let set = child(&children, ChildKind::StatefulSet, "c-etcd");
         assert_eq!(set["spec"]["replicas"], replicas);
         // All members, each once, by the pod's name behind the headless service.
@@ -453,7 +401,7 @@ fn etcd_members_address_each_other_by_pod_names() {
 #[test]
 fn etcd_volumes_use_the_default_class_if_none_is_specified() {
     let cluster = cluster(json!({ "etcd": { "managed": {} } }));
-    let children = build(&cluster, &found(&cluster), Some(&certificates()));
+    let children = build(&cluster, &found(&cluster));
     let set = child(&children, ChildKind::StatefulSet, "c-etcd");
     let claim = &set["spec"]["volumeClaimTemplates"][0]["spec"];
     assert_eq!(claim.get("storageClassName"), None);
@@ -468,7 +416,7 @@ fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     } } }));
     let mut found = found(&cluster);
     found.store = Some(EtcdCheck { secrets: Ok("digest".to_owned()), answer: Err("away".to_owned()) });
-    let children = build(&cluster, &found, None);
+    let children = build(&cluster, &found);
     assert!(children.iter().all(|child| !child.name.contains("-etcd")));
     let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
     let tls = &member["store"]["tls"];
@@ -495,7 +443,7 @@ fn spreads_member_and_etcd_pods_over_the_specified_topology() {
         ),
     ] {
         let cluster = cluster(spec);
-        let children = build(&cluster, &found(&cluster), Some(&certificates()));
+        let children = build(&cluster, &found(&cluster));
         for name in ["c-controlplane", "c-etcd"] {
             let set = child(&children, ChildKind::StatefulSet, name);
             let spread = &pod(set)["topologySpreadConstraints"];
@@ -516,7 +464,7 @@ fn spreads_member_and_etcd_pods_over_the_specified_topology() {
 #[test]
 fn connection_config_map_holds_complete_engine_configurations() {
     let cluster = cluster(json!({ "agents": { "socket": { "directory": "/run/other" } } }));
-    let children = build(&cluster, &found(&cluster), Some(&certificates()));
+    let children = build(&cluster, &found(&cluster));
     let data = &child(&children, ChildKind::ConfigMap, "c-connection")["data"];
     for file in ["vllm-kv-transfer-config.json", "vllm-gpu-kv-transfer-config.json"] {
         let text = data[file].as_str().expect("a text");
@@ -531,7 +479,7 @@ fn connection_config_map_holds_complete_engine_configurations() {
 fn first_reports_of_nodes_restart_no_member() {
     let cluster = cluster(json!({}));
     let members = |found: &ClusterInputs| {
-        let children = build(&cluster, found, Some(&certificates()));
+        let children = build(&cluster, found);
         pod(child(&children, ChildKind::StatefulSet, "c-controlplane"))["containers"][0]["resources"].clone()
     };
     let silent = found(&cluster);
@@ -556,13 +504,13 @@ fn first_reports_of_nodes_restart_no_member() {
 #[test]
 fn tenant_bindings_are_a_file_for_agents_and_entries_for_the_policy() {
     let cluster = cluster(json!({}));
+    let before = build(&cluster, &found(&cluster));
     let mut found = found(&cluster);
     let (a, b) = ("a".parse().expect("a name"), "b".parse().expect("a name"));
     found.bindings.bind_namespace("chat", &a);
     let account = ServiceAccount { namespace: "chat".to_owned(), name: "batch.v2".to_owned() };
     found.bindings.bind_service_account(&account, &b);
-    let before = build(&cluster, &super::tests::found(&cluster), None);
-    let children = build(&cluster, &found, None);
+    let children = build(&cluster, &found);
     let named = |children: &[Child], kind: ChildKind, name: &str| {
         let found = children.iter().find(|child| child.kind == kind && child.name == name);
         found.unwrap_or_else(|| panic!("no {name}")).body.clone()

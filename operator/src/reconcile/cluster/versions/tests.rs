@@ -1,20 +1,16 @@
 //! Incompatible versions, and the condition while versions are unknown.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_crds::CacheNode;
 use reprise_crds::status::ConditionStatus;
-use reprise_policy::identity::PodBindings;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::framework::clock;
-use crate::reconcile::assignment::ClusterAssignment;
-use crate::reconcile::cluster::inputs::AgentConfigInputs;
+use crate::reconcile::cluster::inputs;
 use crate::reconcile::control_plane;
-use crate::reconcile::names::ClusterNames;
 
 const DIGEST: &str = "sha256:00";
 
@@ -27,40 +23,14 @@ fn cluster(status: Value) -> KVCacheCluster {
 /// Inputs with two nodes and two members, none of them running; `tags` are the desired image tags of agents
 /// and members.
 fn inputs_with_tags(tags: [&str; 2]) -> ClusterInputs {
-    let cluster = cluster(json!({}));
     let image = |name: &str, tag: &str| match tag {
         DIGEST => format!("{name}@{tag}"),
         _ => format!("{name}:{tag}"),
     };
-    ClusterInputs {
-        agent_config: AgentConfigInputs {
-            names: ClusterNames::of(&cluster),
-            pools: Vec::new(),
-            tenants: Vec::new(),
-            running: None,
-        },
-        assignment: ClusterAssignment { nodes: vec!["n1".to_owned(), "n2".to_owned()], refused: None },
-        cache_nodes: Vec::new(),
-        bindings: PodBindings::default(),
-        profiles: BTreeMap::new(),
-        images: DefaultImages {
-            agent: image("a", tags[0]),
-            control_plane: image("c", tags[1]),
-            etcd: "e:1".to_owned(),
-            operator: "o:1".to_owned(),
-        },
-        store: None,
-        agents: None,
-        members: None,
-        control_plane_state: None,
-        volumes: None,
-        authority: None,
-        certificates: crate::reconcile::authority::AuthorityState::Present(
-            crate::reconcile::authority::tests::any_authority(),
-        ),
-        etcd: None,
-        access: BTreeMap::new(),
-    }
+    let mut inputs = inputs::tests::of(&cluster(json!({})));
+    inputs.assignment.nodes = vec!["n1".to_owned(), "n2".to_owned()];
+    (inputs.images.agent, inputs.images.control_plane) = (image("a", tags[0]), image("c", tags[1]));
+    inputs
 }
 
 /// A workload of two pods; `updated` of them run the current template.
@@ -109,7 +79,7 @@ fn skew_message(inputs: &ClusterInputs) -> String {
 }
 
 fn reported(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (ConditionStatus, Reason, String) {
-    let finding = Versions::of(cluster, inputs).compatible(cluster, inputs);
+    let finding = Versions::of(cluster, inputs).compatible();
     (finding.status, finding.reason, finding.message)
 }
 

@@ -1,12 +1,14 @@
 //! Tables of nodes, and the nodes that get a revision next.
 
+use reprise_crds::fields::{Digest, Name, Text};
+use reprise_crds::node::AppliedProfile;
 use serde_json::{Value, json};
 
-use super::super::dereference::ProfileReport;
 use super::*;
 
 const OLD: &str = "old";
-const NEW: &str = "new";
+/// Digest of the current revision.
+pub(crate) const NEW: &str = "new";
 const SOAK: Duration = Duration::from_secs(600);
 
 fn profile(rollout: &Value) -> SlackProfile {
@@ -25,33 +27,45 @@ fn with_canary() -> Value {
     json!({ "canary": { "nodeSelector": {} } })
 }
 
-fn report(digest: &str) -> Option<ProfileReport> {
-    Some(ProfileReport { digest: digest.to_owned(), ..ProfileReport::default() })
+fn report(digest: &str) -> AppliedProfile {
+    AppliedProfile {
+        name: Name::new("p"),
+        digest: Digest::new(digest),
+        refused: None,
+        prediction_error_p50_percent: None,
+        prediction_error_p99_percent: None,
+    }
+}
+
+fn measures(p50: u32, p99: u32) -> AppliedProfile {
+    AppliedProfile {
+        prediction_error_p50_percent: Some(p50),
+        prediction_error_p99_percent: Some(p99),
+        ..report(NEW)
+    }
 }
 
 /// Parses a node: name, stage, and flags. Names with the prefix `c` are canaries.
 fn node(words: &str) -> ProfileNode {
     let mut words = words.split(' ');
     let name = words.next().expect("a name");
-    let stage = words.next().expect("a stage");
-    let desired = |digest: &str| Some(digest.to_owned());
-    let (desired, report) = match stage {
+    let (desired, report) = match words.next().expect("a stage") {
         "fresh" => (None, None),
-        "waiting" => (desired(OLD), report(OLD)),
-        "assigned" => (desired(NEW), None),
-        "updating" => (desired(NEW), report(OLD)),
-        "applied" => (desired(NEW), report(NEW)),
+        "waiting" => (Some(OLD), Some(report(OLD))),
+        "assigned" => (Some(NEW), None),
+        "updating" => (Some(NEW), Some(report(OLD))),
+        "applied" => (Some(NEW), Some(report(NEW))),
+        "measured" => (Some(NEW), Some(measures(4, 30))),
+        "drifted" => (Some(NEW), Some(measures(9, 31))),
         "refused" => {
-            let refused = Some("it is odd".to_owned());
-            (desired(NEW), report(NEW).map(|report| ProfileReport { refused, ..report }))
+            (Some(NEW), Some(AppliedProfile { refused: Some(Text::new("it is odd")), ..report(NEW) }))
         }
-        "drifted" => (desired(NEW), report(NEW).map(|report| ProfileReport { p99: Some(31), ..report })),
         other => panic!("no stage '{other}'"),
     };
     let more: Vec<&str> = words.collect();
     ProfileNode {
         name: name.to_owned(),
-        desired,
+        desired: desired.map(str::to_owned),
         report,
         canary: name.starts_with('c'),
         silent: more.contains(&"silent"),
@@ -60,8 +74,9 @@ fn node(words: &str) -> ProfileNode {
     }
 }
 
-fn nodes(words: &str) -> Vec<ProfileNode> {
-    words.split("; ").map(node).collect()
+/// Parses nodes.
+pub(crate) fn nodes(words: &str) -> Vec<ProfileNode> {
+    words.split("; ").filter(|words| !words.is_empty()).map(node).collect()
 }
 
 /// Names of nodes that newly get the revision.
@@ -73,20 +88,15 @@ fn given(nodes: &[ProfileNode], decision: &Rollout) -> Vec<String> {
     nodes.iter().filter(is_news).map(|node| node.name.clone()).collect()
 }
 
-fn stopped(node: &str, stage: RolloutStage) -> RolloutState {
-    RolloutState::CanaryFailed { node: node.to_owned(), stage }
-}
-
-fn exhausted_by(node: &str, stage: RolloutStage) -> RolloutState {
-    RolloutState::LimitReached { node: node.to_owned(), stage }
-}
-
 #[test]
 fn rolls_out_to_few_nodes_at_once_and_to_canaries_first() {
     use RolloutState::{CanarySilent, Complete, NoCanary, Progressing, Soaking};
     let none = || Some(Duration::ZERO);
     let half = || Some(SOAK / 2);
     let done = || Some(SOAK);
+    let (drifted, refused) = (RolloutStage::Drifted, RolloutStage::Refused);
+    let stopped = |node: &str, stage| RolloutState::CanaryFailed { node: node.to_owned(), stage };
+    let exhausted = |node: &str, stage| RolloutState::LimitReached { node: node.to_owned(), stage };
     for (rollout, words, soaked, expected, state) in [
         // One node may always be updating.
         (plain(10), "n1 waiting; n2 waiting; n3 waiting", None, "n1", Progressing),
@@ -98,16 +108,10 @@ fn rolls_out_to_few_nodes_at_once_and_to_canaries_first() {
         (plain(50), "n1 applied; n2 updating; n3 waiting; n4 waiting", None, "n3", Progressing),
         (plain(100), "n1 waiting; n2 waiting", None, "n1 n2", Complete),
         // Nodes that refuse it or drift count as unavailable.
-        (plain(10), "n1 refused; n2 waiting", None, "", exhausted_by("n1", RolloutStage::Refused)),
+        (plain(10), "n1 refused; n2 waiting", None, "", exhausted("n1", refused)),
         (plain(50), "n1 drifted; n2 waiting; n3 waiting; n4 waiting", None, "n2", Progressing),
         (plain(50), "n1 drifted; n2 updating; n3 waiting; n4 waiting", None, "", Progressing),
-        (
-            plain(50),
-            "n1 drifted; n2 refused; n3 waiting; n4 waiting",
-            None,
-            "",
-            exhausted_by("n1", RolloutStage::Drifted),
-        ),
+        (plain(50), "n1 drifted; n2 refused; n3 waiting; n4 waiting", None, "", exhausted("n1", drifted)),
         // Silent and frozen nodes are skipped; a node that fell silent while updating still counts.
         (plain(10), "n1 waiting silent; n2 waiting frozen; n3 waiting", None, "n3", Progressing),
         (plain(10), "n1 updating silent; n2 waiting", None, "", Progressing),
@@ -122,16 +126,10 @@ fn rolls_out_to_few_nodes_at_once_and_to_canaries_first() {
         (with_canary(), "a waiting; c applied", done(), "a", Complete),
         (with_canary(), "a waiting; c applied silent", done(), "", CanarySilent("c".to_owned())),
         (with_canary(), "a waiting; d waiting", None, "", NoCanary),
-        (with_canary(), "a waiting; c1 waiting; c2 refused", None, "", stopped("c2", RolloutStage::Refused)),
-        (with_canary(), "a waiting; c drifted", done(), "", stopped("c", RolloutStage::Drifted)),
-        (with_canary(), "a applied; c drifted; d waiting", done(), "", stopped("c", RolloutStage::Drifted)),
-        (
-            with_canary(),
-            "a refused; c applied; d waiting",
-            done(),
-            "",
-            exhausted_by("a", RolloutStage::Refused),
-        ),
+        (with_canary(), "a waiting; c1 waiting; c2 refused", None, "", stopped("c2", refused)),
+        (with_canary(), "a waiting; c drifted", done(), "", stopped("c", drifted)),
+        (with_canary(), "a applied; c drifted; d waiting", done(), "", stopped("c", drifted)),
+        (with_canary(), "a refused; c applied; d waiting", done(), "", exhausted("a", refused)),
         (with_canary(), "a applied; c applied", none(), "", Complete),
     ] {
         let nodes = nodes(words);
@@ -152,8 +150,8 @@ fn rolls_out_to_few_nodes_at_once_and_to_canaries_first() {
 }
 
 #[test]
-fn changes_nothing_without_a_revision_or_nodes() {
-    let there = nodes("n1 waiting; n2 fresh; n3 applied");
+fn without_a_revision_nodes_keep_theirs_within_the_profile_limit() {
+    let there = nodes("n1 waiting; n2 fresh; n3 applied; n4 applied excess");
     let decision = build(&profile(&plain(100)), &there, None, None);
     assert_eq!(decision.state, RolloutState::Idle);
     let kept: Vec<(&str, &str)> =
@@ -182,7 +180,7 @@ fn reaches_all_nodes_without_exceeding_the_limit() {
         else {
             break;
         };
-        answers.report = report(NEW);
+        answers.report = Some(report(NEW));
         steps += 1;
         assert!(steps <= NODES, "no progress");
     }
@@ -212,14 +210,5 @@ fn soak_starts_once_all_canaries_have_applied_each_revision() {
         ["a applied", "c1 applied; c2 updating", "c drifted", "c refused", "c1 applied; c2 applied silent"]
     {
         assert_eq!(soaking(words, Some(NEW)), None, "{words:?}");
-    }
-}
-
-#[test]
-fn node_beyond_the_profile_limit_loses_the_profile() {
-    let nodes = nodes("n1 applied; n2 applied excess");
-    for digest in [Some(NEW), None] {
-        let decision = build(&profile(&plain(10)), &nodes, digest, None);
-        assert_eq!(decision.nodes.keys().collect::<Vec<_>>(), ["n1"], "{digest:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! Certificates of agents and members: their sidecars, volumes and settings.
+//! Certificates of agents, members and etcd: their sidecars, volumes and settings.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ const FOLDER: &str = "/run/reprise/certificates";
 
 fn with_certificates() -> Vec<Child> {
     let cluster = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
-    build(&cluster, &found(&cluster), Some(&certificates()))
+    build(&cluster, &found(&cluster))
 }
 
 /// Returns the mounts of a container by their volume.
@@ -24,9 +24,11 @@ fn mounts(container: &Value) -> BTreeMap<String, String> {
 #[test]
 fn sidecar_gets_the_certificate_and_the_process_only_reads_it() {
     let children = with_certificates();
-    for (kind, name, identity) in [
-        (ChildKind::DaemonSet, "c-agent", "reprise://c.n/agent/$(NODE_NAME)"),
-        (ChildKind::StatefulSet, "c-controlplane", "reprise://c.n/member"),
+    let etcd = "/var/lib/etcd";
+    for (kind, name, identity, volume, folder) in [
+        (ChildKind::DaemonSet, "c-agent", "reprise://c.n/agent/$(NODE_NAME)", "certificates", FOLDER),
+        (ChildKind::StatefulSet, "c-controlplane", "reprise://c.n/member", "certificates", FOLDER),
+        (ChildKind::StatefulSet, "c-etcd", "reprise://c.n/etcd", "data", etcd),
     ] {
         let pod = pod(child(&children, kind, name));
         let sidecar = &pod["initContainers"][0];
@@ -40,16 +42,21 @@ fn sidecar_gets_the_certificate_and_the_process_only_reads_it() {
         let is_replaced = |part: &Value| part.as_str().is_some_and(|part| part.contains("$("));
         assert!(!check.iter().any(is_replaced), "Kubernetes replaces no variables in probes: {check:?}");
         let own = mounts(&pod["containers"][0]);
-        assert_eq!(own["certificates"], FOLDER);
+        assert_eq!(own[volume], folder);
+        assert_eq!(mounts(sidecar)[volume], folder);
         assert!(!own.contains_key("authorities") && !own.contains_key("api-token"), "{name}: {own:?}");
-        let certificates = pod["volumes"].as_array().expect("volumes").iter();
-        let volume = certificates.into_iter().find(|volume| volume["name"] == "certificates");
-        assert_eq!(volume.expect("a volume")["emptyDir"]["medium"], "Memory", "keys are on no disk");
+        let mut volumes = pod["volumes"].as_array().expect("volumes").iter();
+        let in_memory = volumes.find(|one| one["name"] == "certificates");
+        // The key of etcd is next to its data, so that it outlives the pod.
+        assert_eq!(in_memory.is_some(), name != "c-etcd", "{name}");
+        assert!(in_memory.is_none_or(|volume| volume["emptyDir"]["medium"] == "Memory"), "{name}");
     }
-    // The process of a member has no token; its sidecar has one.
-    let member = pod(child(&children, ChildKind::StatefulSet, "c-controlplane"));
-    assert_eq!(member["automountServiceAccountToken"], json!(false));
-    assert!(mounts(&member["initContainers"][0]).contains_key("api-token"));
+    // The processes of members and etcd have no token; their sidecars have one.
+    for name in ["c-controlplane", "c-etcd"] {
+        let pod = pod(child(&children, ChildKind::StatefulSet, name));
+        assert_eq!(pod["automountServiceAccountToken"], json!(false));
+        assert!(mounts(&pod["initContainers"][0]).contains_key("api-token"));
+    }
 }
 
 #[test]
@@ -63,7 +70,9 @@ fn processes_use_the_folder_and_trust_the_authorities_of_the_config_map() {
     assert_eq!(trusted["data"]["ca.crt"].as_str(), Some(any_authority().trusted().as_str()));
     let binding = child(&children, ChildKind::ClusterRoleBinding, "reprise-n-c-controlplane");
     assert_eq!(binding["roleRef"]["name"], "reprise-member");
-    assert_eq!(binding["subjects"][0]["name"], "c-controlplane");
+    let subjects = binding["subjects"].as_array().expect("subjects").iter();
+    let names: Vec<&Value> = subjects.map(|subject| &subject["name"]).collect();
+    assert_eq!(names, ["c-controlplane", "c-etcd"]);
 }
 
 #[test]

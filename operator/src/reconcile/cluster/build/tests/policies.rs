@@ -43,7 +43,7 @@ fn pods_of(workload: &Value) -> Pods {
 fn pods(rendered: &[Value]) -> BTreeMap<String, Pods> {
     let publishing = json!({ "controlPlane": { "events": { "publish": {} } } });
     let cluster = cluster(publishing);
-    let children = build(&cluster, &found(&cluster), Some(&certificates()));
+    let children = build(&cluster, &found(&cluster));
     let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
     let built = children.iter().filter(|child| workloads.contains(&child.kind));
     let built = built.map(|child| {
@@ -158,7 +158,7 @@ fn built_monitors_select_the_built_pods() {
         let cluster = cluster(json!({
             "monitoring": { "mode": "PodMonitor" }, "etcd": { "mode": mode, "external": external },
         }));
-        let children = build(&cluster, &found(&cluster), Some(&certificates()));
+        let children = build(&cluster, &found(&cluster));
         let workloads = [ChildKind::StatefulSet, ChildKind::DaemonSet];
         let pods: BTreeMap<String, Pods> = children
             .iter()

@@ -5,25 +5,15 @@
 //! default class to claims without one as soon as it exists, and binds claims once their class exists, so the
 //! children are created regardless. A manually created volume binds without a class.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Api, DynamicObject, ListParams};
 use kube::{Client, ResourceExt};
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
-use tokio::sync::Mutex;
-use tokio::time::Instant;
 
-use super::build::ETCD_CLAIM;
-use super::workloads::etcd_members;
-use crate::reconcile::context::Context;
-use crate::reconcile::deletion_guard;
+use super::{DATA_VOLUME, Members};
 use crate::reconcile::names::ClusterNames;
-
-/// Age up to which all waiting clusters share a cached list of classes.
-const CACHE_TTL: Duration = Duration::from_secs(4);
 
 /// Annotations that mark the default class: the current one and the older beta one.
 const IS_DEFAULT: [&str; 2] =
@@ -36,65 +26,45 @@ const PENDING: &str = "Pending";
 const NAMES_MAX: usize = 5;
 
 /// Name of a storage class, and whether it is the default.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ClassInfo {
+struct ClassInfo {
     name: String,
     is_default: bool,
 }
 
-/// All storage classes; `None` if they cannot be listed.
-type Classes = Option<Vec<ClassInfo>>;
-
-/// Cache of the storage classes.
-#[derive(Debug, Default)]
-pub struct StorageClassCache {
-    last: Mutex<Option<(Instant, Classes)>>,
-}
-
-impl StorageClassCache {
-    /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
-    /// reason, etcd does not wait for volumes, or the API does not permit the check.
-    pub async fn problem(
-        &self,
-        cluster: &KVCacheCluster,
-        etcd: Option<&DynamicObject>,
-        context: &Context,
-    ) -> Option<String> {
-        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
-        if etcd.is_none() || !may_be_missing(cluster, etcd) {
-            return None;
-        }
-        let pending = pending(cluster, &context.client).await?;
-        let class = pending.spec.and_then(|spec| spec.storage_class_name);
-        missing_class(class.as_deref(), &self.classes(&context.client).await?)
+/// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
+/// reason, etcd does not wait for volumes, or the API does not permit the check.
+pub(in crate::reconcile::cluster) async fn problem(
+    cluster: &KVCacheCluster,
+    etcd: Option<&DynamicObject>,
+    client: &Client,
+) -> Option<String> {
+    // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+    if etcd.is_none() || !may_be_missing(cluster, etcd) {
+        return None;
     }
-
-    async fn classes(&self, client: &Client) -> Classes {
-        let mut last = self.last.lock().await;
-        if let Some((at, classes)) = &*last
-            && at.elapsed() < CACHE_TTL
-        {
-            return classes.clone();
+    let pending = pending(cluster, client).await?;
+    let wanted = pending.spec.and_then(|spec| spec.storage_class_name);
+    let classes: Api<StorageClass> = Api::all(client.clone());
+    match classes.list_metadata(&ListParams::default()).await {
+        Ok(found) => {
+            let classes: Vec<ClassInfo> = found.items.iter().map(class).collect();
+            missing_class(wanted.as_deref(), &classes)
         }
-        let api: Api<StorageClass> = Api::all(client.clone());
-        let listed = api.list_metadata(&ListParams::default()).await;
-        let classes = match listed {
-            Ok(found) => Some(found.items.iter().map(class).collect()),
-            Err(error) => {
-                // The chart of an older version does not grant this permission.
-                tracing::debug!(%error, "cannot list storage classes");
-                None
-            }
-        };
-        *last = Some((Instant::now(), classes.clone()));
-        classes
+        Err(error) => {
+            // The chart of an older version does not grant this permission.
+            tracing::debug!(%error, "cannot list storage classes");
+            None
+        }
     }
 }
 
 /// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
-pub(super) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
-    let is_managed = deletion_guard::keeps_children(cluster) && !cluster.spec.paused;
-    is_managed && cluster.spec.etcd.mode == EtcdMode::Managed && !etcd_members(cluster, etcd).answer()
+pub(in crate::reconcile::cluster) fn may_be_missing(
+    cluster: &KVCacheCluster,
+    etcd: Option<&DynamicObject>,
+) -> bool {
+    let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed && !cluster.spec.paused;
+    is_managed && !Members::of(cluster, etcd).answer()
 }
 
 /// Returns the first pending claim of a cluster's etcd, if there is one and claims can be read.
@@ -104,7 +74,7 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
     let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), &names.namespace);
     for member in 0..replicas {
         // The name that the StatefulSet controller gives to the claim.
-        let name = format!("{ETCD_CLAIM}-{}-{member}", names.etcd());
+        let name = format!("{DATA_VOLUME}-{}-{member}", names.etcd());
         match api.get_opt(&name).await {
             Ok(found) => {
                 let waits = |claim: &PersistentVolumeClaim| {

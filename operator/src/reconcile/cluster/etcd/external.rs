@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::Api;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, ExternalEtcd};
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionType, Finding, Reason};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::transport::Endpoint;
@@ -48,6 +48,25 @@ impl EtcdCheck {
     /// Whether the check succeeded.
     pub fn is_good(&self) -> bool {
         self.secrets.is_ok() && self.answer.is_ok()
+    }
+
+    /// Returns whether etcd is ready.
+    pub(super) fn finding(&self, cluster: &KVCacheCluster) -> Finding {
+        let kind = ConditionType::EtcdReady;
+        match (&self.secrets, &self.answer) {
+            (Err(refused), _) => Finding::no(kind, refused.reason, &refused.message),
+            (_, Ok(())) => Finding::yes(kind, Reason::AsDesired, "etcd responds"),
+            (_, Err(error)) => {
+                let endpoints = cluster.spec.etcd.external.as_ref().map(|external| {
+                    external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect::<Vec<_>>().join(", ")
+                });
+                let message = format!(
+                    "cannot use etcd at {}: {error}. Check endpoints, network policies, certificates and user",
+                    endpoints.unwrap_or_default()
+                );
+                Finding::no(kind, Reason::EtcdUnreachable, message)
+            }
+        }
     }
 }
 

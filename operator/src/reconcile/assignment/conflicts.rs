@@ -1,0 +1,136 @@
+//! Contradictions of clusters and of pools, with messages that name the older object and the remedy.
+
+use std::collections::BTreeMap;
+
+use kube::ResourceExt;
+use reprise_crds::SSDPool;
+use reprise_crds::fields::{DeviceGlob, Quantity};
+use reprise_crds::pool::SSDPoolSpec;
+use reprise_crds::status::Reason;
+
+use crate::framework::refusal::Refusal;
+
+/// Maximum number of nodes in a message.
+const NAMES_MAX: usize = 5;
+
+/// Returns why a pool contradicts the oldest one of its cluster in a setting of which an agent has one value for all pools.
+pub(super) fn settings(pool: &SSDPool, oldest: &SSDPool) -> Option<Refusal> {
+    let (ours, theirs) = (shared_settings(&pool.spec), shared_settings(&oldest.spec));
+    let mut differing = ours.into_iter().zip(theirs).filter(|(ours, theirs)| ours.value != theirs.value);
+    differing.next().map(|(ours, theirs)| {
+        let (field, ours, theirs, other) = (ours.field, ours.text, theirs.text, oldest.name_any());
+        let message = format!(
+            "{field} is {ours} here and {theirs} in the older SSDPool {other} of the same cluster, but an agent has one \
+             value for all its pools: set {theirs} here, set {ours} in all pools of the cluster, or move the pool to \
+             another cluster"
+        );
+        Refusal::new(Reason::Conflict, message)
+    })
+}
+
+/// A setting of which an agent has one value for all its pools.
+struct SharedSetting {
+    field: &'static str,
+    /// The value in a form that is equal for equal amounts.
+    value: String,
+    /// The value as the spec states it.
+    text: String,
+}
+
+fn shared_settings(spec: &SSDPoolSpec) -> [SharedSetting; 6] {
+    let plain = |field, value: String| SharedSetting { field, text: value.clone(), value };
+    let amount = |field, quantity: &Quantity| {
+        let value = quantity.bytes().map_or_else(|_| quantity.to_string(), |bytes| bytes.to_string());
+        SharedSetting { field, value, text: quantity.to_string() }
+    };
+    [
+        amount("segmentSize", &spec.segment_size),
+        plain("queueDepth", spec.queue_depth.to_string()),
+        plain("eviction", format!("{:?}", spec.eviction)),
+        plain("admission", format!("{:?}", spec.admission)),
+        match &spec.daily_write_budget {
+            Some(budget) => amount("dailyWriteBudget", budget),
+            None => plain("dailyWriteBudget", "unlimited".to_owned()),
+        },
+        plain("watermarks.freePermille", spec.watermarks.free_permille.0.to_string()),
+    ]
+}
+
+/// Returns the directory or devices of a pool that another pool names as well: a file or device belongs to one pool.
+pub(super) fn shared_location(pool: &SSDPool, other: &SSDPool) -> Option<String> {
+    let (ours, theirs) = (&pool.spec, &other.spec);
+    if let (Some(ours), Some(theirs)) = (&ours.directory, &theirs.directory) {
+        let (ours, theirs) = (ours.path.as_str(), theirs.path.as_str());
+        let within = |inner: &str, outer: &str| inner == outer || inner.starts_with(&format!("{outer}/"));
+        return (within(ours, theirs) || within(theirs, ours)).then(|| format!("directory {ours}"));
+    }
+    let (ours, theirs) = (ours.devices.as_ref()?, theirs.devices.as_ref()?);
+    let overlaps =
+        |glob: &&DeviceGlob| theirs.globs.iter().any(|other| globs_overlap(glob.as_str(), other.as_str()));
+    ours.globs.iter().find(overlaps).map(|glob| format!("devices {glob}"))
+}
+
+/// Returns the conflict of a pool whose directory or devices an older pool has on nodes.
+pub(super) fn location(what: &str, older: &str, nodes: &[&str]) -> Refusal {
+    let message = format!(
+        "{what} on {} may already belong to SSDPool {older}, which is older: use a different directory or other devices, \
+         or set nodeSelector of both pools so that no node matches both",
+        node_list(nodes)
+    );
+    Refusal::new(Reason::Conflict, message)
+}
+
+/// Returns the conflict of a pool that nodes have no place for.
+pub(super) fn full(limit: usize, nodes: &[&str]) -> Refusal {
+    let message = format!(
+        "{limit} older pools are on {}, the most for a node: set nodeSelector so that it does not match there",
+        node_list(nodes)
+    );
+    Refusal::new(Reason::Conflict, message)
+}
+
+/// Returns the conflict of a cluster that selects nodes of other clusters, given the nodes with their clusters.
+pub(super) fn nodes(contested: &BTreeMap<String, String>) -> Option<Refusal> {
+    let owner = contested.values().next()?;
+    let same = contested.iter().filter(|(_, other)| *other == owner);
+    let nodes: Vec<&str> = same.map(|(node, _)| node.as_str()).collect();
+    let message = format!(
+        "KVCacheCluster {owner}, which is older or paused, has {}, so this cluster has no agent there: set \
+         agents.nodeSelector of both clusters so that no node matches both",
+        node_list(&nodes)
+    );
+    Some(Refusal::new(Reason::Conflict, message))
+}
+
+/// Lists some names of nodes, and the number of the others.
+fn node_list(nodes: &[&str]) -> String {
+    let shown = nodes.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
+    match nodes.len().saturating_sub(NAMES_MAX) {
+        0 if nodes.len() == 1 => format!("node {shown}"),
+        0 => format!("nodes {shown}"),
+        more => format!("nodes {shown} and {more} more"),
+    }
+}
+
+/// Returns whether some name matches both patterns. `*` matches any characters, `?` one. Takes at most 200 ×
+/// 200 steps.
+pub(super) fn globs_overlap(one: &str, other: &str) -> bool {
+    let (one, other) = (one.as_bytes(), other.as_bytes());
+    // Whether the rests of both patterns from these positions have a common match, filled in backwards.
+    let mut common = vec![vec![false; other.len() + 1]; one.len() + 1];
+    for at in (0..=one.len()).rev() {
+        for there in (0..=other.len()).rev() {
+            let here = (one.get(at), other.get(there));
+            common[at][there] = match here {
+                (None, None) => true,
+                (Some(b'*'), Some(_)) => common[at + 1][there] || common[at][there + 1],
+                (Some(b'*'), None) => common[at + 1][there],
+                (Some(_), Some(b'*')) => common[at][there + 1] || common[at + 1][there],
+                (None, Some(b'*')) => common[at][there + 1],
+                (Some(a), Some(b)) => (a == b || *a == b'?' || *b == b'?') && common[at + 1][there + 1],
+                (Some(_), None) | (None, Some(_)) => false,
+            };
+        }
+    }
+    common[0][0]
+}

@@ -1,0 +1,444 @@
+//! Blocks the deletion of a pool while engines use it.
+//!
+//! A deletion waits until no agent has sessions on a node with the pool, or until a person confirms it by the
+//! annotation [`DELETE_IN_USE`].
+//!
+//! An object that is being deleted accepts no finalizer. So a pool gets the finalizer [`IN_USE_FINALIZER`] as
+//! soon as a node has sessions, or its deletion would wipe data. It keeps the finalizer until no node has the
+//! pool, or it is deleted and a quiet period ([`crate::settings::Settings::unused_for`]) has passed without a
+//! change of the reports. Before the removal the operator also lists the `CacheNode`s from the API server,
+//! because its watch may have stalled.
+//!
+//! * An agent that restarts has no sessions until its engines reconnect. An agent that cannot reach the API
+//!   server does not report. Both have the quiet period to report again. A process without observations, after
+//!   a start, waits for the whole period.
+//! * A node that does not report during that period no longer blocks the deletion: its agent is gone, and so
+//!   is the cache that it served. The event of the deletion names such nodes.
+//! * The quiet period of a pool that will be wiped starts when it is deleted and the wipe is confirmed. So the
+//!   deletion waits for sessions that began before, because it would destroy their data.
+//! * For other pools, a session that begins within one report interval (10 s) of the deletion does not block
+//!   it. That loses no data.
+//!
+//! Timestamps of agents are not compared with local time, because their clocks may differ. Only a change of a
+//! report counts, by this process's monotonic clock.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use kube::ResourceExt;
+use kube::api::{Api, ListParams};
+use reprise_crds::status::{ConditionType, Finding, Reason};
+use reprise_crds::{CacheNode, SSDPool};
+use tokio::time::Instant;
+
+use crate::framework::error::OperatorError;
+use crate::framework::finalizers::{self, Finalizer, has};
+use crate::framework::status::publish_event;
+use crate::reconcile::context::Context;
+use crate::reconcile::names::{DELETE_IN_USE, IN_USE_FINALIZER};
+
+/// Longest delay until a waiting pool is checked again. A node that stops reporting causes no event.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
+/// Shortest delay until a waiting pool is checked again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Value of the annotation [`DELETE_IN_USE`] that confirms a deletion.
+pub const CONFIRMED: &str = "yes";
+
+/// Most nodes that a message names.
+const NAMES_MAX: usize = 5;
+
+/// Usage of a pool by nodes and engines.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Usage {
+    /// Whether a node has the pool.
+    is_claimed: bool,
+    /// Latest reports of its nodes with sessions, sorted: node, number of sessions, and timestamp by the node's
+    /// clock.
+    reports: Vec<(String, u32, String)>,
+}
+
+/// Whether the usage of a pool blocks a deletion.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Guard {
+    usage: Usage,
+    /// Whether a deletion would destroy data and is not confirmed.
+    protects_data: bool,
+    /// Rest of the quiet period.
+    remaining: Duration,
+    /// Length of the whole quiet period.
+    unused_for: Duration,
+}
+
+/// Latest observation of each pool, by name.
+#[derive(Debug, Default)]
+pub struct Quiescence {
+    observations: Mutex<HashMap<String, Observation>>,
+}
+
+/// State of a pool (unique id, usage, and whether its data is protected), and since when it is unchanged.
+#[derive(Debug)]
+struct Observation {
+    state: (Option<String>, Usage, bool),
+    since: Instant,
+}
+
+impl Quiescence {
+    /// Records the current state of a pool and returns how long it has been unchanged.
+    fn observe(&self, pool: &SSDPool, usage: &Usage, protected: bool, now: Instant) -> Duration {
+        let state = (pool.uid(), usage.clone(), protected);
+        let mut all = self.observations.lock().unwrap_or_else(PoisonError::into_inner);
+        let last =
+            all.entry(pool.name_any()).or_insert_with(|| Observation { state: state.clone(), since: now });
+        if last.state != state {
+            *last = Observation { state, since: now };
+        }
+        now.duration_since(last.since)
+    }
+
+    /// Forgets the observation of a pool, so that the quiet period restarts.
+    fn reset(&self, pool: &SSDPool) {
+        self.observations.lock().unwrap_or_else(PoisonError::into_inner).remove(&pool.name_any());
+    }
+}
+
+impl Usage {
+    fn of<'a>(pool: &SSDPool, nodes: impl IntoIterator<Item = &'a CacheNode>) -> Usage {
+        let uid = pool.uid().unwrap_or_default();
+        let mut usage = Usage::default();
+        for node in nodes {
+            if !node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid) {
+                continue;
+            }
+            usage.is_claimed = true;
+            let Some(status) = &node.status else { continue };
+            if let Some(sessions) = status.sessions.filter(|sessions| *sessions > 0) {
+                let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
+                usage.reports.push((node.name_any(), sessions, when));
+            }
+        }
+        usage.reports.sort();
+        usage
+    }
+}
+
+impl Guard {
+    /// Evaluates the reports of the pool's nodes. `protects_data`: a deletion would wipe data without a
+    /// confirmation.
+    pub fn of(pool: &SSDPool, protects_data: bool, context: &Context) -> Guard {
+        let nodes = context.stores.cache_nodes.state();
+        let usage = Usage::of(pool, nodes.iter().map(AsRef::as_ref));
+        let time = (&context.quiescence, context.settings.unused_for, Instant::now());
+        Guard::evaluate(pool, usage, protects_data, time)
+    }
+
+    fn evaluate(
+        pool: &SSDPool,
+        usage: Usage,
+        protects_data: bool,
+        (quiescence, unused_for, now): (&Quiescence, Duration, Instant),
+    ) -> Guard {
+        let quiet = quiescence.observe(pool, &usage, protects_data, now);
+        Guard { usage, protects_data, remaining: unused_for.saturating_sub(quiet), unused_for }
+    }
+
+    /// Returns whether the pool needs the finalizer.
+    fn finalizer(&self, pool: &SSDPool) -> Finalizer {
+        let is_used = match pool.metadata.deletion_timestamp {
+            Some(_) => !self.remaining.is_zero(),
+            None => !self.usage.reports.is_empty() || has_guard(pool),
+        };
+        let needs = self.protects_data || (self.usage.is_claimed && is_used);
+        if needs && !is_confirmed(pool) { Finalizer::Present } else { Finalizer::Absent }
+    }
+
+    /// Whether the finalizer blocks a deletion that has begun.
+    fn blocks(&self, pool: &SSDPool) -> bool {
+        let waits = pool.metadata.deletion_timestamp.is_some() && has_guard(pool);
+        waits && self.finalizer(pool) == Finalizer::Present
+    }
+
+    /// Returns when a waiting pool must be checked again if no event triggers that.
+    pub fn requeue_after(&self, pool: &SSDPool) -> Option<Duration> {
+        let waits = self.blocks(pool) && !self.remaining.is_zero();
+        waits.then(|| self.remaining.clamp(RETRY_INTERVAL, POLL_INTERVAL))
+    }
+
+    /// Returns the condition that explains why the deletion is blocked, if it is.
+    pub fn blocked_condition(&self, pool: &SSDPool) -> Option<Finding> {
+        // A pool without sessions waits for the confirmation of its wipe, which another condition reports.
+        let is_unconfirmed =
+            self.protects_data && (self.usage.reports.is_empty() || self.remaining.is_zero());
+        if !self.blocks(pool) || is_unconfirmed {
+            return None;
+        }
+        let annotation = format!("{DELETE_IN_USE}: \"{CONFIRMED}\"");
+        let seconds = self.unused_for.as_secs();
+        let message = if self.usage.reports.is_empty() {
+            format!(
+                "no engine is known to have a session. The deletion continues after {seconds} s without a \
+                 session, so that a restarting agent can report its sessions first; annotate the object with \
+                 {annotation} to delete it at once"
+            )
+        } else {
+            format!(
+                "engines have sessions on {}: stop them, or annotate the object with {annotation} to delete \
+                 it while they run. The deletion does not wait for nodes that do not report for {seconds} s",
+                self.nodes()
+            )
+        };
+        Some(Finding::yes(ConditionType::DeletionBlocked, Reason::InUse, message))
+    }
+
+    /// Returns the condition that explains why a blocked deletion continues.
+    fn released_condition(&self, pool: &SSDPool) -> Finding {
+        let (nodes, seconds) = (self.nodes(), self.unused_for.as_secs());
+        let (reason, message) = match () {
+            () if self.usage.reports.is_empty() => (Reason::AsDesired, "no engine has a session".to_owned()),
+            () if is_confirmed(pool) => (
+                Reason::InUse,
+                format!("{DELETE_IN_USE} is {CONFIRMED}: deleting with engine sessions on {nodes}"),
+            ),
+            () => (
+                Reason::AgentGone,
+                format!(
+                    "not waiting for engine sessions on {nodes}: their agents have not reported for {seconds} s"
+                ),
+            ),
+        };
+        Finding::no(ConditionType::DeletionBlocked, reason, message)
+    }
+
+    /// Names the nodes with sessions, for messages.
+    fn nodes(&self) -> String {
+        let one = |(node, sessions, _): &(String, u32, String)| format!("{node} ({sessions})");
+        let names = self.usage.reports.iter().take(NAMES_MAX).map(one).collect::<Vec<_>>().join(", ");
+        match self.usage.reports.len().saturating_sub(NAMES_MAX) {
+            0 => names,
+            more => format!("{names} and {more} more nodes"),
+        }
+    }
+}
+
+/// Returns whether a pool has the finalizer [`IN_USE_FINALIZER`]. Until it is removed, no node wipes the pool.
+pub fn has_guard(pool: &SSDPool) -> bool {
+    has(pool, IN_USE_FINALIZER)
+}
+
+/// Whether a person confirmed the deletion despite sessions.
+fn is_confirmed(pool: &SSDPool) -> bool {
+    pool.annotations().get(DELETE_IN_USE).is_some_and(|value| value == CONFIRMED)
+}
+
+/// Adds or removes the finalizer, and returns whether it changed. It is kept, and the quiet period restarts, if
+/// the API server has newer session reports than this process.
+///
+/// # Errors
+/// A request to the API server failed. The API server did not take it.
+pub async fn reconcile_finalizer(
+    context: &Context,
+    pool: &SSDPool,
+    api: &Api<SSDPool>,
+    guard: &mut Guard,
+) -> Result<bool, OperatorError> {
+    let wanted = guard.finalizer(pool);
+    let is_deleting = pool.metadata.deletion_timestamp.is_some();
+    // An object that is being deleted accepts no finalizer.
+    if (wanted == Finalizer::Present) == has_guard(pool) || (wanted == Finalizer::Present && is_deleting) {
+        return Ok(false);
+    }
+    let is_removal = wanted == Finalizer::Absent && !is_confirmed(pool);
+    if is_removal && has_changed(context, pool, guard).await? {
+        context.quiescence.reset(pool);
+        guard.remaining = guard.unused_for;
+        return Ok(false);
+    }
+    finalizers::set(context, pool, api, IN_USE_FINALIZER, wanted).await?;
+    if is_deleting {
+        publish_event(context, pool, &guard.released_condition(pool)).await;
+    }
+    Ok(true)
+}
+
+/// Returns whether the API server has other reports or claims than this process.
+async fn has_changed(context: &Context, pool: &SSDPool, guard: &Guard) -> Result<bool, OperatorError> {
+    let nodes: Api<CacheNode> = Api::all(context.client.clone());
+    let listed = nodes.list(&ListParams::default()).await;
+    let live = listed.map_err(OperatorError::api("list CacheNodes before a deletion continues"))?;
+    Ok(Usage::of(pool, live.iter()) != guard.usage)
+}
+
+#[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "metadata is made where it is passed")]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const AFTER: Duration = Duration::from_secs(60);
+
+    fn pool(more: Value) -> SSDPool {
+        let mut metadata = json!({ "name": "p", "uid": "u" });
+        metadata.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
+        let whole = json!({
+            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata,
+            "spec": { "directory": { "path": "/p", "size": "1Gi" } },
+        });
+        serde_json::from_value(whole).expect("a pool")
+    }
+
+    fn deleted() -> Value {
+        json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [IN_USE_FINALIZER] })
+    }
+
+    fn annotated(mut metadata: Value, value: &str) -> Value {
+        metadata["annotations"] = json!({ DELETE_IN_USE: value });
+        metadata
+    }
+
+    /// Usage by nodes with these numbers of sessions, at a time of reports.
+    fn usage(nodes: &[(&str, u32)], when: &str) -> Usage {
+        let report = |(node, sessions): &(&str, u32)| ((*node).to_owned(), *sessions, when.to_owned());
+        Usage { is_claimed: true, reports: nodes.iter().map(report).collect() }
+    }
+
+    /// The guard at the first observation.
+    fn first(object: &SSDPool, nodes: &[(&str, u32)], protects_data: bool) -> Guard {
+        let time = (&Quiescence::default(), AFTER, Instant::now());
+        Guard::evaluate(object, usage(nodes, "now"), protects_data, time)
+    }
+
+    /// The guard after a quiet period without changes.
+    fn quiet(object: &SSDPool, nodes: &[(&str, u32)], protects_data: bool) -> Guard {
+        Guard { remaining: Duration::ZERO, ..first(object, nodes, protects_data) }
+    }
+
+    #[test]
+    fn only_reports_of_nodes_with_the_pool_and_sessions_count() {
+        let node = |name: &str, uid: &str, status: Value| -> CacheNode {
+            let claim = json!({ "pool": "p", "uid": uid, "generation": 1 });
+            serde_json::from_value(json!({
+                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": name },
+                "spec": { "nodeName": name, "claims": [claim] }, "status": status,
+            }))
+            .expect("a CacheNode")
+        };
+        let now = |sessions: u32| json!({ "lastUpdated": "2026-01-01T00:00:00Z", "sessions": sessions });
+        let nodes = [
+            node("n2", "u", now(3)),
+            node("n1", "u", now(1)),
+            node("n3", "u", now(0)),
+            node("n4", "other", now(1)),
+            node("n5", "u", json!({ "lastUpdated": "2026-01-01T00:00:00Z" })),
+            node("n6", "u", Value::Null),
+        ];
+        let found = Usage::of(&pool(json!({})), &nodes);
+        assert_eq!(found, usage(&[("n1", 1), ("n2", 3)], "2026-01-01T00:00:00Z"));
+        assert_eq!(Usage::of(&pool(json!({ "uid": "another" })), &nodes), Usage::default());
+    }
+
+    #[test]
+    fn finalizer_is_present_from_first_use_until_quiet_or_confirmed_deletion() {
+        let (used, unused): (&[_], &[_]) = (&[("n1", 1)], &[]);
+        let kept = json!({ "finalizers": [IN_USE_FINALIZER] });
+        for (metadata, nodes, protects_data, at_first, after_quiet_period) in [
+            (json!({}), unused, false, false, false),
+            (json!({}), used, false, true, true),
+            (json!({}), unused, true, true, true),
+            (annotated(json!({}), CONFIRMED), used, false, false, false),
+            (annotated(json!({}), "true"), used, false, true, true),
+            // Another replica may have seen sessions that this one has not.
+            (kept.clone(), unused, false, true, true),
+            (deleted(), unused, false, true, false),
+            (deleted(), used, false, true, false),
+            (deleted(), unused, true, true, true),
+            (annotated(deleted(), CONFIRMED), used, true, false, false),
+        ] {
+            let object = pool(metadata.clone());
+            let is_present = |guard: Guard| guard.finalizer(&object) == Finalizer::Present;
+            let found = (
+                is_present(first(&object, nodes, protects_data)),
+                is_present(quiet(&object, nodes, protects_data)),
+            );
+            assert_eq!(found, (at_first, after_quiet_period), "{metadata} {nodes:?} {protects_data}");
+        }
+        for metadata in [kept, deleted()] {
+            let object = pool(metadata);
+            let guard = Guard { usage: Usage::default(), ..first(&object, unused, false) };
+            assert_eq!(guard.finalizer(&object), Finalizer::Absent, "no node has the pool");
+        }
+    }
+
+    #[test]
+    fn quiet_period_starts_again_after_any_change_of_the_observed_state() {
+        let (quiescence, begun, object) = (Quiescence::default(), Instant::now(), pool(deleted()));
+        let none = usage(&[], "");
+        let (early, late) = (usage(&[("n1", 1)], "early"), usage(&[("n1", 1)], "late"));
+        let other = pool(json!({ "uid": "other" }));
+        for (second, object, usage, protected, expected) in [
+            (0, &object, &early, false, 0),
+            (20, &object, &early, false, 20),
+            // The same count in a new report.
+            (30, &object, &late, false, 0),
+            (40, &object, &none, false, 0),
+            (65, &object, &none, false, 25),
+            (66, &object, &none, true, 0),
+            (70, &object, &none, true, 4),
+            (75, &object, &none, false, 0),
+            // A pool of the same name.
+            (80, &other, &none, false, 0),
+        ] {
+            let at = begun + Duration::from_secs(second);
+            let quiet = quiescence.observe(object, usage, protected, at);
+            assert_eq!(quiet, Duration::from_secs(expected), "after {second} s");
+        }
+        quiescence.reset(&other);
+        let at = begun + Duration::from_secs(90);
+        assert_eq!(quiescence.observe(&other, &none, false, at), Duration::ZERO);
+    }
+
+    #[test]
+    fn condition_names_nodes_and_remedy() {
+        let going = pool(deleted());
+        let blocked = |guard: Guard, object: &SSDPool| guard.blocked_condition(object);
+        let used = blocked(first(&going, &[("n1", 1), ("n2", 3)], false), &going).expect("sessions block it");
+        assert_eq!((used.kind, used.reason), (ConditionType::DeletionBlocked, Reason::InUse));
+        for words in ["n1 (1), n2 (3)", "reprise.dev/delete-in-use: \"yes\"", "for 60 s"] {
+            assert!(used.message.contains(words), "{words}: {}", used.message);
+        }
+        let waits = first(&going, &[], false);
+        assert_eq!(waits.requeue_after(&going), Some(POLL_INTERVAL));
+        let message = blocked(waits, &going).expect("the quiet period blocks it").message;
+        assert!(message.contains("no engine is known") && message.contains("after 60 s"), "{message}");
+        let names: Vec<String> = (0..9).map(|index| format!("n{index}")).collect();
+        let many: Vec<(&str, u32)> = names.iter().map(|name| (name.as_str(), 1)).collect();
+        let message = blocked(first(&going, &many, false), &going).expect("sessions block it").message;
+        assert!(message.contains("n4 (1) and 4 more nodes"), "{message}");
+
+        let alive = pool(json!({}));
+        assert_eq!(blocked(first(&alive, &[("n1", 1)], false), &alive), None, "it is not being deleted");
+        let wiped = pool(json!({
+            "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/wipe"],
+        }));
+        assert_eq!(blocked(first(&wiped, &[("n1", 1)], false), &wiped), None, "another finalizer blocks it");
+        let unconfirmed = quiet(&going, &[], true);
+        assert_eq!(unconfirmed.requeue_after(&going), None, "the confirmation triggers a reconcile");
+        assert_eq!(blocked(unconfirmed, &going), None, "another condition reports it");
+        assert_eq!(blocked(quiet(&going, &[("n1", 1)], false), &going), None);
+    }
+
+    #[test]
+    fn event_of_released_deletion_names_nodes_that_it_does_not_wait_for() {
+        let (going, forced) = (pool(deleted()), pool(annotated(deleted(), CONFIRMED)));
+        for (object, nodes, reason, words) in [
+            (&going, &[][..], Reason::AsDesired, "no engine has a session"),
+            (&going, &[("n1", 2)][..], Reason::AgentGone, "n1 (2)"),
+            (&forced, &[("n1", 2)][..], Reason::InUse, "n1 (2)"),
+        ] {
+            let released = quiet(object, nodes, false).released_condition(object);
+            assert_eq!(released.reason, reason);
+            assert!(released.message.contains(words), "{}", released.message);
+        }
+    }
+}
