@@ -36,6 +36,9 @@ const CHECK_EVERY: Duration = Duration::from_secs(3_600);
 /// Interval of new attempts after a failed check.
 const RETRY_EVERY: Duration = Duration::from_secs(10);
 
+/// Key of the log condition for a failed check.
+const NO_CERTIFICATE: &str = "no_admin_certificate";
+
 /// HTTP status code if another replica was faster.
 const CONFLICT: u16 = 409;
 
@@ -77,22 +80,18 @@ impl AdminCertificate {
 
     /// Keeps a valid certificate of the authority in the Secret, until the task is aborted.
     pub async fn keep(mut self) {
-        let mut is_failing = false;
         loop {
             let wait = match self.check().await {
                 Ok(()) => {
-                    is_failing = false;
+                    tracing::info!(recovered = NO_CERTIFICATE, "scrapers can verify the operator's metrics");
                     CHECK_EVERY
                 }
                 Err(error) => {
-                    if !is_failing {
-                        tracing::warn!(
-                            secret = SECRET,
-                            error = error.message(),
-                            "no certificate for scrapers of the operator's metrics; retrying"
-                        );
-                    }
-                    is_failing = true;
+                    tracing::warn!(
+                        condition = NO_CERTIFICATE,
+                        error = error.message(),
+                        "no certificate of Secret {SECRET} for scrapers of the operator's metrics; retrying"
+                    );
                     RETRY_EVERY
                 }
             };

@@ -65,8 +65,6 @@ const PREVIOUS: &str = "previous.crt";
 #[derive(Debug)]
 pub struct ClusterAuthority {
     authority: Authority,
-    /// Unique id of the Secret, which is immutable.
-    uid: Option<String>,
     /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
     /// Time at which the Secret was created.
@@ -84,20 +82,9 @@ pub enum AuthorityState {
     Unusable(Refusal),
 }
 
-/// Authorities of all clusters, and the operator's certificates from them.
+/// The operator's certificates for connections to clusters, by the cluster's uid.
 #[derive(Debug, Default)]
-pub struct Authorities {
-    /// By the cluster's uid.
-    held: Mutex<HashMap<String, Held>>,
-}
-
-/// An authority, and the operator's certificate.
-#[derive(Debug)]
-struct Held {
-    authority: Arc<ClusterAuthority>,
-    own: Tls,
-    files: Files,
-}
+pub struct Certificates(Mutex<HashMap<String, (Tls, Files)>>);
 
 /// Returns an entry of a Secret; empty if it is absent.
 fn entry(secret: &Secret, name: &str) -> Result<String, String> {
@@ -120,7 +107,6 @@ impl ClusterAuthority {
     fn of(secret: &Secret) -> Result<ClusterAuthority, String> {
         Ok(ClusterAuthority {
             authority: load(secret)?,
-            uid: secret.metadata.uid.clone(),
             previous: entry(secret, PREVIOUS)?,
             created: secret.metadata.creation_timestamp.clone().unwrap_or_else(clock::now),
         })
@@ -182,31 +168,23 @@ impl AuthorityState {
     }
 }
 
-impl Authorities {
-    /// Returns the authority of a cluster if it was read from this Secret.
-    fn held(&self, names: &ClusterNames, secret: &DynamicObject) -> Option<Arc<ClusterAuthority>> {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = &held.get(&names.uid)?.authority;
-        (found.uid.is_some() && found.uid == secret.metadata.uid).then(|| Arc::clone(found))
-    }
-
-    /// Keeps an authority, and returns the operator's certificates for calls to the cluster.
-    fn keep(&self, names: &ClusterNames, read: &Arc<ClusterAuthority>) -> Result<Tls, OperatorError> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = held.get(&names.uid);
+impl Certificates {
+    /// Returns the certificate for connections to a cluster. An earlier one is replaced if that is due.
+    fn renew(&self, names: &ClusterNames, authority: &ClusterAuthority) -> Result<Tls, OperatorError> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let present = all.get(&names.uid);
         let identity = Identity::new(&names.in_certificates(), Role::Operator).map_err(failed)?;
-        let files = read.files(known.map(|known| &known.files), &identity, clock::system_time())?;
-        let own = match known {
-            Some(known) if known.files == files => known.own.clone(),
-            Some(known) => {
-                known.own.replace(Credentials::parse(&files).map_err(failed)?);
-                known.own.clone()
+        let files = authority.files(present.map(|(_, files)| files), &identity, clock::system_time())?;
+        let tls = match present {
+            Some((tls, present)) if *present == files => return Ok(tls.clone()),
+            Some((tls, _)) => {
+                tls.replace(Credentials::parse(&files).map_err(failed)?);
+                tls.clone()
             }
             None => Tls::new(Credentials::parse(&files).map_err(failed)?),
         };
-        let kept = Held { authority: Arc::clone(read), own: own.clone(), files };
-        held.insert(names.uid.clone(), kept);
-        Ok(own)
+        all.insert(names.uid.clone(), (tls.clone(), files));
+        Ok(tls)
     }
 }
 
@@ -238,9 +216,6 @@ async fn fetch(names: &ClusterNames, context: &Context) -> AuthorityState {
 }
 
 fn of_secret(names: &ClusterNames, context: &Context, stored: &DynamicObject) -> AuthorityState {
-    if let Some(held) = context.authorities.held(names, stored) {
-        return present(names, context, held);
-    }
     let secret = stored.clone().try_parse::<Secret>().map_err(|error| error.to_string());
     match secret.and_then(|secret| ClusterAuthority::of(&secret)) {
         Ok(authority) => present(names, context, Arc::new(authority)),
@@ -258,7 +233,7 @@ fn unusable(names: &ClusterNames, error: &str) -> AuthorityState {
 }
 
 fn present(names: &ClusterNames, context: &Context, authority: Arc<ClusterAuthority>) -> AuthorityState {
-    match context.authorities.keep(names, &authority) {
+    match context.certificates.renew(names, &authority) {
         Ok(own) => {
             context.control_planes.set_security(names, Security::Tls(own));
             AuthorityState::Present(authority)
@@ -330,7 +305,7 @@ pub(crate) mod tests {
     fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
         let authority = Authority::load(authority.certificate(), authority.key()).expect("valid PEM");
         let created = Time(clock::now().0 - age);
-        Arc::new(ClusterAuthority { authority, uid: None, previous: previous.to_owned(), created })
+        Arc::new(ClusterAuthority { authority, previous: previous.to_owned(), created })
     }
 
     /// The authority of tests that need any one; always the same.
@@ -372,14 +347,14 @@ pub(crate) mod tests {
     #[test]
     fn connections_of_the_operator_use_a_new_authority_once_all_pods_trust_it() {
         let [first, second] = two();
-        let authorities = Authorities::default();
-        let own = authorities.keep(&names(), &read(&first, "", Duration::ZERO)).expect("valid");
+        let certificates = Certificates::default();
+        let own = certificates.renew(&names(), &read(&first, "", Duration::ZERO)).expect("valid");
         assert_eq!(own.credentials().identity.to_string(), "reprise://c.n/operator");
         let before = own.credentials().fingerprint;
         for (age, is_kept, trusted) in
             [(Duration::ZERO, true, 2), (SPREADS_WITHIN, false, 2), (TRUST_PREVIOUS, false, 1)]
         {
-            authorities.keep(&names(), &read(&second, first.certificate(), age)).expect("valid");
+            certificates.renew(&names(), &read(&second, first.certificate(), age)).expect("valid");
             let now = own.credentials();
             assert_eq!((now.fingerprint == before, now.authorities.len()), (is_kept, trusted), "{age:?}");
             now.check_issuer().expect("a trusted authority has issued it");

@@ -8,7 +8,7 @@ use kube::Client;
 use crate::framework::api_client::ApiRequests;
 use crate::framework::services::{Replica, Services};
 use crate::reconcile::allocation::apply::NodeLocks;
-use crate::reconcile::authority::Authorities;
+use crate::reconcile::authority::Certificates;
 use crate::reconcile::cluster::etcd::external::EtcdChecks;
 use crate::reconcile::control_plane::ControlPlanes;
 use crate::reconcile::pool::guard::Quiescence;
@@ -30,8 +30,8 @@ pub struct Context {
     pub settings: Settings,
     /// Last check results of external etcd stores.
     pub store_checks: EtcdChecks,
-    /// Authorities of the clusters' certificates.
-    pub authorities: Authorities,
+    /// The operator's certificates for connections to clusters.
+    pub certificates: Certificates,
     /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
     /// Time since the last change of engine sessions, by pool.
@@ -51,7 +51,7 @@ impl Context {
         let own_writes = Arc::clone(&stores.own_writes);
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
-            authorities: Authorities::default(),
+            certificates: Certificates::default(),
             control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
             stores,
             secrets: Secrets::default(),
