@@ -25,7 +25,7 @@ pub enum ChildKind {
     ClusterRoleBinding,
     /// Configuration files of the pods.
     ConfigMap,
-    /// Certificates of a managed etcd.
+    /// The authority of the cluster's certificates, and secrets of tenants.
     Secret,
     /// Names and addresses of pods.
     Service,
@@ -35,8 +35,6 @@ pub enum ChildKind {
     DaemonSet,
     /// Limits on voluntary disruptions of members.
     PodDisruptionBudget,
-    /// Device claims of agents' pods.
-    ResourceClaimTemplate,
     /// Policies that connect engine pods.
     MutatingAdmissionPolicy,
     /// Bindings of these policies.
@@ -62,14 +60,13 @@ pub struct Child {
 
 impl ChildKind {
     /// All kinds, in the order in which they are applied: objects that pods refer to come first.
-    pub const ALL: [ChildKind; 12] = [
+    pub const ALL: [ChildKind; 11] = [
         ChildKind::ServiceAccount,
         ChildKind::ClusterRoleBinding,
         ChildKind::ConfigMap,
         ChildKind::Secret,
         ChildKind::Service,
         ChildKind::PodDisruptionBudget,
-        ChildKind::ResourceClaimTemplate,
         ChildKind::StatefulSet,
         ChildKind::DaemonSet,
         ChildKind::MutatingAdmissionPolicy,
@@ -91,13 +88,8 @@ impl ChildKind {
     /// Whether an API server may lack the kind, or the operator may lack permission to write it
     /// ([`crate::framework::optional_kinds`]).
     pub fn is_optional(self) -> bool {
-        use ChildKind::{
-            MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor, ResourceClaimTemplate,
-        };
-        matches!(
-            self,
-            MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor | ResourceClaimTemplate
-        )
+        use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
+        matches!(self, MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding | PodMonitor)
     }
 
     /// API resource of the kind.
@@ -125,9 +117,6 @@ impl ChildKind {
             ChildKind::StatefulSet => ("apps", "v1", "StatefulSet", "statefulsets"),
             ChildKind::DaemonSet => ("apps", "v1", "DaemonSet", "daemonsets"),
             ChildKind::PodDisruptionBudget => ("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-            ChildKind::ResourceClaimTemplate => {
-                ("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates")
-            }
             ChildKind::MutatingAdmissionPolicy => {
                 (ADMISSION, "v1", "MutatingAdmissionPolicy", "mutatingadmissionpolicies")
             }
