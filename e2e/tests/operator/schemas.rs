@@ -92,9 +92,6 @@ fn asked_for(spec: Value) -> Vec<Value> {
     proxy.recorded_writes()
 }
 
-/// Only modes for GPUs and RDMA use this kind, and this release rejects them.
-const KIND_OF_REJECTED_MODES: &str = "ResourceClaimTemplate";
-
 #[test]
 fn created_objects_match_kubernetes_schemas_1_34_to_1_37() {
     let objects: Vec<Value> = clusters().into_iter().flat_map(asked_for).collect();
@@ -114,10 +111,7 @@ fn created_objects_match_kubernetes_schemas_1_34_to_1_37() {
             assert!(faults.is_empty(), "{}: {} of {object:#}", schemas.version, faults.join(", "));
         }
     }
-    let missing: Vec<&str> = OPERATOR_KINDS
-        .iter()
-        .map(|(_, kind, ..)| *kind)
-        .filter(|kind| !kinds.contains(kind) && *kind != KIND_OF_REJECTED_MODES)
-        .collect();
+    let missing: Vec<&str> =
+        OPERATOR_KINDS.iter().map(|(_, kind, ..)| *kind).filter(|kind| !kinds.contains(kind)).collect();
     assert!(missing.is_empty(), "no cluster has objects of these kinds: {missing:?}");
 }

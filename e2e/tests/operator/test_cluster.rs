@@ -45,7 +45,7 @@ pub(crate) const USER_KINDS: [(&str, &str, bool); 5] = [
 
 /// All kinds that the operator creates: group, kind, plural, and whether the kind is namespaced. Some API
 /// servers do not serve the last one.
-pub(crate) const OPERATOR_KINDS: [(&str, &str, &str, bool); 13] = [
+pub(crate) const OPERATOR_KINDS: [(&str, &str, &str, bool); 12] = [
     ("", "ServiceAccount", "serviceaccounts", true),
     ("rbac.authorization.k8s.io", "ClusterRoleBinding", "clusterrolebindings", false),
     ("", "ConfigMap", "configmaps", true),
@@ -54,7 +54,6 @@ pub(crate) const OPERATOR_KINDS: [(&str, &str, &str, bool); 13] = [
     ("policy", "PodDisruptionBudget", "poddisruptionbudgets", true),
     ("apps", "StatefulSet", "statefulsets", true),
     ("apps", "DaemonSet", "daemonsets", true),
-    ("resource.k8s.io", "ResourceClaimTemplate", "resourceclaimtemplates", true),
     (ADMISSION, "MutatingAdmissionPolicy", "mutatingadmissionpolicies", false),
     (ADMISSION, "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", false),
     ("reprise.dev", "CacheNode", "cachenodes", false),

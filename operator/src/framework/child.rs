@@ -23,7 +23,7 @@ pub enum ChildKind {
     ClusterRoleBinding,
     /// Configuration files of the pods.
     ConfigMap,
-    /// Certificates of a managed etcd.
+    /// The authority of the cluster's certificates, and secrets of tenants.
     Secret,
     /// Names and addresses of pods.
     Service,
@@ -33,8 +33,6 @@ pub enum ChildKind {
     DaemonSet,
     /// Limits on voluntary disruptions of members.
     PodDisruptionBudget,
-    /// Device claims of agents' pods.
-    ResourceClaimTemplate,
     /// Policies that connect engine pods.
     MutatingAdmissionPolicy,
     /// Bindings of these policies.
@@ -60,14 +58,13 @@ pub struct Child {
 
 impl ChildKind {
     /// All kinds, in the order in which they are applied: objects that pods refer to come first.
-    pub const ALL: [ChildKind; 12] = [
+    pub const ALL: [ChildKind; 11] = [
         ChildKind::ServiceAccount,
         ChildKind::ClusterRoleBinding,
         ChildKind::ConfigMap,
         ChildKind::Secret,
         ChildKind::Service,
         ChildKind::PodDisruptionBudget,
-        ChildKind::ResourceClaimTemplate,
         ChildKind::StatefulSet,
         ChildKind::DaemonSet,
         ChildKind::MutatingAdmissionPolicy,
@@ -112,7 +109,6 @@ impl ChildKind {
             ChildKind::StatefulSet => row("apps", "StatefulSet", namespaced),
             ChildKind::DaemonSet => row("apps", "DaemonSet", namespaced),
             ChildKind::PodDisruptionBudget => row("policy", "PodDisruptionBudget", namespaced),
-            ChildKind::ResourceClaimTemplate => row("resource.k8s.io", "ResourceClaimTemplate", optional),
             ChildKind::MutatingAdmissionPolicy => row(admission, "MutatingAdmissionPolicy", of_cluster),
             ChildKind::MutatingAdmissionPolicyBinding => {
                 row(admission, "MutatingAdmissionPolicyBinding", of_cluster)

@@ -6,8 +6,7 @@
 //! Invariants:
 //! * a child that is up to date is not written;
 //! * an object without the cluster's uid in its label is never changed;
-//! * a rejection of one child does not affect the others. The exception are pods whose device
-//!   claims have no template: they could not start, so the running ones are kept.
+//! * a rejection of one child does not affect the others.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -72,16 +71,10 @@ pub async fn apply(
 ) -> Result<ApplyOutcome, OperatorError> {
     let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
     let mut applied = ApplyOutcome::default();
-    let mut refused = BTreeSet::new();
     for child in desired {
-        if is_blocked(child.kind, &refused) {
-            refused.insert(child.kind);
-            continue;
-        }
         if let Some(refusal) = apply_one(context, cluster, child).await? {
             context.metrics.record_conflict(child.kind.as_str());
             applied.refused.push(refusal);
-            refused.insert(child.kind);
         }
     }
     let names = desired.iter().map(|child| (child.kind, child.name.as_str()));
@@ -91,19 +84,8 @@ pub async fn apply(
     let keys = names.map(|(kind, name)| key(kind, namespace.filter(|_| kind.is_namespaced()), name));
     let now = Instant::now();
     applied.next_restore = keys.filter_map(|key| context.other_writers.pacing_delay(&key, now)).min();
-    applied.refused.extend(delete_unwanted(context, cluster_uid, desired, others, &refused).await?);
+    applied.refused.extend(delete_unwanted(context, cluster_uid, desired, others).await?);
     Ok(applied)
-}
-
-/// Whether a child must not be applied because of earlier rejections.
-fn is_blocked(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
-    kind == ChildKind::DaemonSet && refused.contains(&ChildKind::ResourceClaimTemplate)
-}
-
-/// Whether children that are no longer desired must be kept: the pods that were not updated refer to the
-/// previous claim templates.
-fn must_keep(kind: ChildKind, refused: &BTreeSet<ChildKind>) -> bool {
-    kind == ChildKind::ResourceClaimTemplate && refused.contains(&ChildKind::DaemonSet)
 }
 
 /// Applies a child unless it is up to date or paced. Returns why it cannot be applied, if it cannot.
@@ -157,11 +139,6 @@ async fn apply_one(
     };
     context.metrics.record_write(child.kind.as_str(), Write::Apply);
     tracing::info!(object = %key, "applied");
-    if child.kind == ChildKind::ResourceClaimTemplate && !child.is_applied(&written) {
-        // Its spec is immutable: if kept, it would still lack the fields after the API server supports them.
-        delete(context, child.kind, &written).await?;
-        return Ok(Some(unsupported_fields(&key)));
-    }
     let version = written.resource_version().unwrap_or_default();
     context.record_applied(key, child.digest.clone(), version);
     Ok(None)
@@ -205,15 +182,6 @@ fn to_refusal(key: &str, error: kube::Error) -> Result<Refusal, OperatorError> {
     }
 }
 
-/// Without admin access, a claim of all devices would take them from other pods.
-fn unsupported_fields(key: &str) -> Refusal {
-    let message = format!(
-        "the API server drops fields of {key}, so it is not used: enable the feature gate DRAAdminAccess, which is always enabled \
-         from Kubernetes 1.36, or use another mode"
-    );
-    Refusal::new(Reason::Unsupported, message)
-}
-
 fn is_namespace_terminating(status: &Status) -> bool {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     status.code == FORBIDDEN && causes.into_iter().any(|cause| cause.reason == NAMESPACE_TERMINATING)
@@ -247,7 +215,6 @@ async fn delete_unwanted(
     cluster_uid: &str,
     desired: &[Child],
     others: &[(ChildKind, String)],
-    refused: &BTreeSet<ChildKind>,
 ) -> Result<Vec<Refusal>, OperatorError> {
     let mut undeletable = Vec::new();
     let stays: BTreeSet<(ChildKind, &str)> = desired
@@ -255,7 +222,7 @@ async fn delete_unwanted(
         .map(|child| (child.kind, child.name.as_str()))
         .chain(others.iter().map(|(kind, name)| (*kind, name.as_str())))
         .collect();
-    for kind in ChildKind::ALL.into_iter().filter(|kind| !must_keep(*kind, refused)) {
+    for kind in ChildKind::ALL {
         for child in context.children.of_cluster(kind, cluster_uid) {
             if stays.contains(&(kind, child.name_any().as_str())) {
                 continue;
@@ -293,25 +260,4 @@ pub(crate) async fn delete(
         tracing::info!(kind = kind.as_str(), name, "deleted a child that is no longer needed");
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keeps_pods_and_their_claim_templates_if_a_template_is_rejected() {
-        use ChildKind::{DaemonSet, ResourceClaimTemplate};
-        let none = BTreeSet::new();
-        let without_template = BTreeSet::from([ResourceClaimTemplate]);
-        // The DaemonSet then counts as rejected.
-        let without_daemon_set = BTreeSet::from([ResourceClaimTemplate, DaemonSet]);
-        let position = |kind| ChildKind::ALL.iter().position(|one| *one == kind);
-        assert!(position(ResourceClaimTemplate) < position(DaemonSet), "templates are applied first");
-        for kind in ChildKind::ALL {
-            assert!(!is_blocked(kind, &none) && !must_keep(kind, &none), "{kind:?}");
-            assert_eq!(is_blocked(kind, &without_template), kind == DaemonSet, "{kind:?}");
-            assert_eq!(must_keep(kind, &without_daemon_set), kind == ResourceClaimTemplate, "{kind:?}");
-        }
-    }
 }
