@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
+use reprise_e2e::operator::StartedOperators;
 use reprise_e2e::{ApiServer, Operator, OperatorFiles};
 use reprise_testkit::bench::report::{Figure, Target};
 use reprise_testkit::bench::{Settings, process_memory};
@@ -68,7 +69,7 @@ pub(crate) fn run(scale: Scale, settings: &Settings) -> anyhow::Result<Vec<Figur
     let folder = settings.directory.join("operator");
     remove(&folder)?;
     let mut api = ApiServer::start_in(&folder, Ipv4Addr::LOCALHOST);
-    let files = OperatorFiles::new(&folder, &api, "bench", "default");
+    let files = OperatorFiles::new(&folder, &api, ("bench", "default"), StartedOperators::default());
     apply_definitions(&files)?;
     let etcd = api.etcd().endpoint();
     let fleet = Fleet::new(api.admin(), scale, etcd);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::admin::Admin;
 use crate::fault_proxy::FaultProxy;
@@ -16,6 +17,24 @@ pub struct Operator {
     admin: Admin,
 }
 
+/// Admin ports of the operators that a test has started.
+#[derive(Clone, Debug, Default)]
+pub struct StartedOperators(Arc<Mutex<Vec<Admin>>>);
+
+impl StartedOperators {
+    fn add(&self, admin: Admin) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(admin);
+    }
+
+    /// Returns the number of reconciles and writes of all that still run.
+    pub fn activity(&self) -> f64 {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let counters = ["reprise_operator_reconciles_total", "reprise_operator_writes_total"];
+        let running = all.iter().filter(|admin| admin.get("/healthz").is_ok());
+        running.map(|admin| counters.map(|name| admin.metric(name, "")).iter().sum::<f64>()).sum()
+    }
+}
+
 /// Kubeconfig, log and options of an operator.
 #[derive(Clone, Debug)]
 pub struct OperatorFiles {
@@ -25,11 +44,18 @@ pub struct OperatorFiles {
     namespace: String,
     options: Vec<String>,
     is_admin_plain: bool,
+    started: StartedOperators,
 }
 
 impl OperatorFiles {
-    /// Creates an operator of this name with all permissions, and with its lease in a namespace.
-    pub fn new(folder: &Path, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
+    /// Creates an operator of this name with all permissions, and with its lease in a namespace. Starts are added to
+    /// `started`.
+    pub fn new(
+        folder: &Path,
+        server: &ApiServer,
+        (name, namespace): (&str, &str),
+        started: StartedOperators,
+    ) -> OperatorFiles {
         OperatorFiles {
             kubeconfig: server.kubeconfig(&User::ADMIN),
             log: folder.join(format!("{name}.log")),
@@ -37,6 +63,7 @@ impl OperatorFiles {
             namespace: namespace.to_owned(),
             options: Vec::new(),
             is_admin_plain: true,
+            started,
         }
     }
 
@@ -101,6 +128,9 @@ impl OperatorFiles {
         command.args(&self.options);
         let (running, ready) = StartingProcess::spawn(command, &self.log).ready()?;
         let admin = Admin::at(ready["admin"].as_str().expect("the ready line names its port"));
+        if self.is_admin_plain {
+            self.started.add(admin.clone());
+        }
         Ok(Operator { running, admin })
     }
 }

@@ -23,7 +23,7 @@ use crate::fault_proxy::FaultProxy;
 use crate::host::Host;
 use crate::kubernetes::{self, ApiServer};
 use crate::logs::Logs;
-use crate::operator::OperatorFiles;
+use crate::operator::{OperatorFiles, StartedOperators};
 use crate::process::{LaunchOptions, StartError, StartingProcess};
 use crate::seed::print_line;
 
@@ -34,6 +34,7 @@ pub struct TestEnv {
     logs: Mutex<Logs>,
     /// Certificates of processes on other hosts than loopback.
     certificates: OnceLock<Certificates>,
+    operators: StartedOperators,
 }
 
 /// Starts an etcd of a test on a host, with its files in `folder`.
@@ -68,7 +69,12 @@ impl TestEnv {
         failure_report::remember_panics();
         fs::create_dir_all(parent).expect("a folder can be created");
         let folder = tempfile::Builder::new().prefix("w").tempdir_in(parent).expect("a folder for a test");
-        TestEnv { folder, logs: Mutex::default(), certificates: OnceLock::new() }
+        TestEnv {
+            folder,
+            logs: Mutex::default(),
+            certificates: OnceLock::new(),
+            operators: StartedOperators::default(),
+        }
     }
 
     /// Returns the path of the folder.
@@ -216,9 +222,14 @@ impl TestEnv {
 
     /// Prepares an operator for an API server, with its lease in a namespace.
     pub fn operator(&self, server: &ApiServer, name: &str, namespace: &str) -> OperatorFiles {
-        let files = OperatorFiles::new(self.folder(), server, name, namespace);
+        let files = OperatorFiles::new(self.folder(), server, (name, namespace), self.operators.clone());
         self.logs().add(files.log().to_owned());
         files
+    }
+
+    /// Returns the operators that were started with plain metrics.
+    pub fn operators(&self) -> &StartedOperators {
+        &self.operators
     }
 
     /// Starts a proxy between an operator and an API server, open and without faults.

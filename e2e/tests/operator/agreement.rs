@@ -7,7 +7,7 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::{annotate, wait_until_idle};
+use crate::operator::convergence::annotate;
 use crate::operator::field_ownership::{edit, wait_restored};
 use crate::operator::test_cluster::{NAMESPACE, TestCluster, UNREACHABLE_ADDRESS};
 
@@ -46,7 +46,7 @@ fn dispute(k8s: &TestCluster) {
 
 /// Asserts that no operator writes anything while each reconciles the cluster several times.
 fn assert_agree(k8s: &TestCluster, operators: &[&Operator]) {
-    wait_until_idle(k8s);
+    k8s.settle();
     let conditions_before = conditions(k8s, "KVCacheCluster", "c");
     for round in 0..ROUNDS {
         let before: Vec<f64> = operators.iter().map(|one| reconciles(one, "KVCacheCluster")).collect();
@@ -125,20 +125,20 @@ fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
     k8s.wait_condition("SSDPool", "p", ["Ready", "True", "AsDesired"]);
     k8s.make_stateful_sets_ready();
     k8s.wait_condition("KVCacheCluster", "c", ["AgentsReady", "True", "AsDesired"]);
-    quiet(&operator);
+    k8s.settle();
     // The next periodic reconcile is a minute after this one, so none happens during the test.
     let before = reconciles(&operator, "SSDPool");
     annotate(&k8s, "SSDPool/p", "begun");
     wait_until("the pool is reconciled", PATIENCE, || {
         (reconciles(&operator, "SSDPool") > before).then_some(())
     });
-    quiet(&operator);
+    k8s.settle();
 
     // One report causes one reconcile. The status that it writes causes none.
     let before = reconciles(&operator, "SSDPool");
     k8s.agent_reports("n1", "Faulted");
     k8s.wait_condition("SSDPool", "p", ["Ready", "False", "DeviceFailed"]);
-    quiet(&operator);
+    k8s.settle();
     assert_eq!(reconciles(&operator, "SSDPool") - before, 1.0);
 
     // A status that another writer changes is restored.
@@ -151,16 +151,4 @@ fn own_status_write_triggers_no_reconcile_but_foreign_write_does() {
     edited.expect("a forced apply is accepted");
     wait_restored(&k8s, "SSDPool", "p", "/status/nodes", Some(&written));
     assert!(reconciles(&operator, "SSDPool") > before);
-}
-
-/// Waits until no pool is reconciled for a while.
-fn quiet(operator: &Operator) {
-    let mut before = reconciles(operator, "SSDPool");
-    wait_until("reconciles of pools stop", PATIENCE, || {
-        std::thread::sleep(crate::operator::test_cluster::QUIET_PERIOD);
-        let now = reconciles(operator, "SSDPool");
-        let same = now == before;
-        before = now;
-        same.then_some(())
-    });
 }

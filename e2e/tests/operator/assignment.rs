@@ -4,10 +4,9 @@
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::wait_until_idle;
 use crate::operator::deletion_guard::TOO_SHORT;
 use crate::operator::pools::wait_claims;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 
 /// Applies a cluster of the nodes with a label, with one pool.
 fn cluster(k8s: &TestCluster, name: &str, label: &str, pool: &str) {
@@ -55,8 +54,7 @@ fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused()
     k8s.pool("p", "/var/lib/pool", json!({}));
     k8s.pool("q", "/var/lib/pool", json!({}));
     cluster(&k8s, "one", "one", "p");
-    // Creation times have a resolution of one second.
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.wait_for_next_second();
     cluster(&k8s, "two", "two", "q");
     wait_claims(&k8s, "n1", &["q"]);
     wait_claims(&k8s, "n2", &["q"]);
@@ -64,7 +62,7 @@ fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused()
         k8s.wait_condition("KVCacheCluster", cluster, ["Accepted", "True", "AsDesired"]);
     };
     accepted("two");
-    wait_until_idle(&k8s);
+    k8s.settle();
     let generation = |kind: &str, name: &str| k8s.wait_for(kind, name).metadata.generation;
     let excluded = || {
         let set = k8s.wait_for("DaemonSet", "two-agent");
@@ -87,7 +85,7 @@ fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused()
     wait_until("the younger cluster runs no agent on n2", PATIENCE, || {
         (excluded().as_deref() == Some("n2")).then_some(())
     });
-    wait_until_idle(&k8s);
+    k8s.settle();
     let after = (generation("CacheNode", "n1"), generation("DaemonSet", "one-agent"));
     assert_eq!(after, before, "the other node and the older cluster are unchanged");
     assert!(k8s.has_condition(("KVCacheCluster", "one"), ["Accepted", "True", "AsDesired"]));
@@ -110,7 +108,7 @@ fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused()
         ["Accepted", "False", "Conflict"],
         &["KVCacheCluster cache/two, which is older or paused", "node n2"],
     );
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(generation("CacheNode", "n2"), before);
     pause(false);
     wait_claims(&k8s, "n2", &["p"]);
@@ -126,11 +124,11 @@ fn younger_pool_is_rejected_while_its_settings_differ_from_the_oldest() {
     depth("old", 128);
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     depth("young", 128);
     wait_claims(&k8s, "n2", &["old", "young"]);
     k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
-    wait_until_idle(&k8s);
+    k8s.settle();
     let parts = || {
         let configuration = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
         (configuration, k8s.wait_for("DaemonSet", "c-agent").metadata.generation)
@@ -146,7 +144,7 @@ fn younger_pool_is_rejected_while_its_settings_differ_from_the_oldest() {
     );
     k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "False", "Conflict"]);
     assert_eq!(wait_claims(&k8s, "n1", &["old"]), [claim], "the older pool is unchanged");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(parts(), before, "no agent restarts");
     assert!(k8s.has_condition(("SSDPool", "old"), ["Accepted", "True", "AsDesired"]));
 
@@ -170,7 +168,7 @@ fn older_pool_has_a_node_and_the_younger_gets_it_afterwards() {
     on("old", "n1");
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     k8s.pool("young", "/var/lib/pool", json!({}));
     wait_claims(&k8s, "n2", &["young"]);
     let conflict_on = |node: &str| {
@@ -206,7 +204,7 @@ fn pool_is_not_wiped_where_another_pool_names_its_devices() {
     on("old", "n1", json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" }));
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     on("young", "n1", json!({}));
     k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
     k8s.delete("SSDPool", "old");
@@ -216,7 +214,7 @@ fn pool_is_not_wiped_where_another_pool_names_its_devices() {
         ["DeletionBlocked", "True", "Conflict"],
         &["SSDPool young names the same devices on node n1", "Retain"],
     );
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(wait_claims(&k8s, "n1", &["old"])[0]["wipe"], false);
     on("young", "n2", json!({}));
     wait_until("the claim requests the wipe", PATIENCE, || {

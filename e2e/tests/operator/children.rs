@@ -9,7 +9,7 @@ use reprise_e2e::{PATIENCE, control_plane, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::field_ownership::{wait_restored, wait_warning};
-use crate::operator::test_cluster::{OTHER_MANAGER, QUIET_PERIOD, TestCluster, versions};
+use crate::operator::test_cluster::{OTHER_MANAGER, TestCluster, versions};
 
 #[test]
 fn cluster_creates_workloads_and_status_reports_their_readiness() {
@@ -187,7 +187,7 @@ fn paused_cluster_is_unchanged_and_obsolete_children_are_deleted() {
     let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "paused": true }));
     k8s.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.operator_objects().is_empty(), "{:?}", versions(&k8s.operator_objects()));
     k8s.cluster(json!({}));
     k8s.wait_for("CacheNode", "n2");

@@ -7,8 +7,7 @@ use reprise_e2e::content::{device_slot_bytes, small};
 use reprise_e2e::{LoadParams, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 use crate::operator::test_control_plane::TestControlPlane;
 
 /// Upper bound for a resync: applied state is polled every 30 s, an unreachable control plane at most every
@@ -95,9 +94,9 @@ fn node_mode_is_applied_and_restored_at_control_plane() {
 
     // Applied state is not written again.
     let version = || cluster.k8s.get("CacheNode", "n1").expect("the object exists").metadata.resource_version;
-    wait_until_idle(&cluster.k8s);
+    cluster.k8s.settle();
     let before = version();
-    std::thread::sleep(QUIET_PERIOD);
+    cluster.k8s.settle();
     assert_eq!(version(), before);
 
     // A change waits for an unreachable control plane, and is applied when it is back.
@@ -283,12 +282,8 @@ fn tenant_status_reports_usage_and_over_quota_without_rewrites() {
 
     // Further reconciles do not write the status again.
     let of_tenants = |metric: &str| operator.metric(metric, "kind=\"CacheTenant\"");
-    let mut written = of_tenants("reprise_operator_writes_total");
-    wait_until("writes of tenants stop", PATIENCE, || {
-        std::thread::sleep(QUIET_PERIOD);
-        let before = std::mem::replace(&mut written, of_tenants("reprise_operator_writes_total"));
-        (before == written).then_some(())
-    });
+    cluster.k8s.settle();
+    let written = of_tenants("reprise_operator_writes_total");
     for resync in 0..10 {
         let already = of_tenants("reprise_operator_reconciles_total");
         let mark = json!({ "metadata": { "annotations": { "test/resync": resync.to_string() } } });

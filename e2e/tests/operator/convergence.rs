@@ -10,25 +10,13 @@ use serde_json::json;
 
 use crate::operator::agents::{Agents, PRODUCT};
 use crate::operator::queues::{WAITING, create_allocation};
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, USER_KINDS, versions};
+use crate::operator::test_cluster::{TestCluster, USER_KINDS, versions};
 
 /// Log line of the operator when it loses the API server.
 const WATCH_LOST: &str = "watch lost; restarting it";
 
 /// Number of reconciles without a change.
 const RESYNCS: usize = 10;
-
-/// Waits until the operator's objects have not been written for [`QUIET_PERIOD`].
-pub(crate) fn wait_until_idle(k8s: &TestCluster) {
-    let mut before = versions(&k8s.operator_objects());
-    wait_until("writes stop", 3 * PATIENCE, || {
-        std::thread::sleep(QUIET_PERIOD);
-        let now = versions(&k8s.operator_objects());
-        let same = now == before;
-        before = now;
-        same.then_some(())
-    });
-}
 
 /// Triggers reconciles of all objects, and asserts that they cause no writes and no requests except periodic
 /// ones.
@@ -51,7 +39,7 @@ pub(crate) fn assert_writes_nothing(k8s: &TestCluster, operator: &Operator) {
             kinds.iter().zip(&already).all(|(kind, already)| reconciled(kind) > *already).then_some(())
         });
     }
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     for (kind, first) in first {
         assert!(reconciled(kind) - first >= RESYNCS as f64, "{kind}");
     }
@@ -172,7 +160,7 @@ fn converged_cluster_causes_no_writes() {
     ] {
         agents.sync_until(&k8s, (kind, name), wanted);
     }
-    wait_until_idle(&k8s);
+    k8s.settle();
     assert!(!agents.sync(&k8s), "agents have nothing new to report");
     assert_writes_nothing(&k8s, &operator);
     assert!(operator.terminate().success());
@@ -184,7 +172,7 @@ fn rejected_cluster_causes_no_requests() {
     // A rejected cluster has no objects of an etcd, and the operator does not read them.
     k8s.cluster(json!({ "etcd": { "mode": "Managed" }, "injection": { "mode": "Webhook" } }));
     k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"]);
-    wait_until_idle(&k8s);
+    k8s.settle();
     assert_writes_nothing(&k8s, &operator);
 }
 
@@ -199,7 +187,7 @@ fn operator_catches_up_after_api_server_outage() {
     let operator = files.start().expect("the operator starts");
     k8s.cluster(json!({}));
     k8s.wait_for("DaemonSet", "c-agent");
-    wait_until_idle(&k8s);
+    k8s.settle();
     let lost =
         || std::fs::read_to_string(files.log()).expect("the operator has a log").matches(WATCH_LOST).count();
     let before = lost();

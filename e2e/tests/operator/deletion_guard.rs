@@ -9,7 +9,7 @@ use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::pools::wait_claims;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 
 pub(crate) const FINALIZER: &str = "reprise.dev/in-use";
 pub(crate) const BLOCKED: [&str; 3] = ["DeletionBlocked", "True", "InUse"];
@@ -90,7 +90,7 @@ fn deletion_waits_for_engine_sessions_and_keeps_claims() {
     k8s.wait_message("SSDPool", "p", BLOCKED, &["n1 (2)", "reprise.dev/delete-in-use"]);
     // Agents repeat their report even without a change.
     report_sessions(&k8s, "n1", 2);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     wait_claims(&k8s, "n1", &["p"]);
     wait_claims(&k8s, "n2", &["p"]);
     // A restarted agent has no sessions until its engines reconnect.
@@ -134,7 +134,7 @@ fn pool_in_use_is_wiped_only_after_sessions_or_override() {
     report_sessions(&k8s, "n1", 1);
     k8s.delete("SSDPool", "p");
     k8s.wait_condition("SSDPool", "p", BLOCKED);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     for node in ["n1", "n2"] {
         assert_eq!(
             wait_claims(&k8s, node, &["p"])[0]["wipe"],
@@ -164,7 +164,7 @@ fn session_before_wipe_confirmation_blocks_wipe() {
     k8s.wait_message("SSDPool", "p", BLOCKED, &["n2 (1)"]);
     k8s.merge("SSDPool", "p", &json!({ "spec": { "wipeConfirmation": "yes-really-destroy-the-data" } }));
     k8s.wait_condition("SSDPool", "p", BLOCKED);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(wait_claims(&k8s, "n2", &["p"])[0]["wipe"], false, "no wipe while an engine has a session");
     report_sessions(&k8s, "n2", 0);
     k8s.wait_condition_within(LATEST, ("SSDPool", "p"), ["DeletionBlocked", "True", "Releasing"]);

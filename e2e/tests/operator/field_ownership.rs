@@ -10,8 +10,8 @@ use reprise_e2e::{Operator, PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::agreement::reconciles;
-use crate::operator::convergence::{annotate, wait_until_idle};
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::convergence::annotate;
+use crate::operator::test_cluster::TestCluster;
 
 /// Field manager of a user with an editor.
 const EDITOR: &str = "kubectl-edit";
@@ -152,7 +152,7 @@ fn additions_to_owned_lists_and_maps_are_removed_and_their_manager_named() {
     let writes = || ["ConfigMap", "ClusterRoleBinding", "CacheNode"].map(|kind| put_backs(&operator, kind));
     let before = writes();
     assert!(before.iter().all(|count| *count >= 1.0), "{before:?}");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(writes(), before);
 }
 
@@ -163,7 +163,7 @@ fn repeated_edits_are_restored_once_a_minute_without_condition_changes() {
     let before = k8s.wait_for("ConfigMap", "c-agent").data["data"].clone();
     let conditions = || k8s.wait_for("KVCacheCluster", "c").data["status"]["conditions"].clone();
     k8s.wait_condition("KVCacheCluster", "c", ["Ready", "False", "Progressing"]);
-    wait_until_idle(&k8s);
+    k8s.settle();
     let reported = conditions();
     for round in 0..5 {
         edit(&k8s, "ConfigMap", "c-agent", &json!({ "data": { "agent.toml": format!("# {round}") } }));

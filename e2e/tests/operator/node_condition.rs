@@ -4,8 +4,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 
 const AGENT_READY: &str = "reprise.dev/AgentReady";
 
@@ -31,11 +30,11 @@ fn node_condition_follows_agent_until_cluster_is_deleted() {
     }
     k8s.agent_reports("n1", "Open");
     wait_agent_ready(&k8s, "n1", "True", "AsDesired");
-    wait_until_idle(&k8s);
+    k8s.settle();
     let ready = wait_agent_ready(&k8s, "n1", "True", "AsDesired");
     // An unchanged report does not change the condition.
     k8s.agent_reports("n1", "Open");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(agent_ready(&k8s, "n1"), Some(ready));
     assert_eq!(agent_ready(&k8s, "n2"), None, "an agent has a minute for its first report");
 

@@ -4,7 +4,7 @@ use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
 use crate::operator::deletion_guard::TOO_SHORT;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 
 /// Waits until a node has exactly these claims.
 pub(crate) fn wait_claims(k8s: &TestCluster, node: &str, pools: &[&str]) -> Vec<Value> {
@@ -103,8 +103,7 @@ fn younger_of_two_conflicting_pools_is_rejected() {
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
     k8s.wait_message("KVCacheCluster", "c", ["PoolsBound", "False", "ReferenceNotFound"], &["young"]);
-    // Creation times have a resolution of one second.
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.wait_for_next_second();
     k8s.pool("young", "/var/lib/pool/inner", json!({}));
     k8s.wait_message("SSDPool", "young", ["Accepted", "False", "Conflict"], &["SSDPool old", "nodeSelector"]);
     k8s.wait_condition("SSDPool", "old", ["Accepted", "True", "AsDesired"]);
@@ -129,8 +128,7 @@ fn younger_pool_with_same_devices_is_rejected_and_missing_devices_reported() {
     raw("old", "/dev/disk/by-id/nvme-*");
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
-    // Creation times have a resolution of one second.
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.wait_for_next_second();
     raw("young", "/dev/disk/by-id/*-data");
     let message = k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
     for words in ["SSDPool old", "/dev/disk/by-id/*-data on node n1"] {
@@ -185,7 +183,7 @@ fn wiped_pool_is_deleted_after_confirmation_and_wipe_on_every_node() {
         (wait_claims(&k8s, "n1", &["p"])[0]["wipe"] == true).then_some(())
     });
     k8s.agent_reports("n1", "Wiped");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get("SSDPool", "p").is_some(), "n2 has not wiped yet");
     k8s.agent_reports("n2", "Wiped");
     wait_until("the pool is deleted", PATIENCE, || k8s.get("SSDPool", "p").is_none().then_some(()));

@@ -9,8 +9,7 @@ use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, measurement, window};
+use crate::operator::test_cluster::{TestCluster, measurement, window};
 
 const H200: &str = "NVIDIA H200";
 const L4: &str = "NVIDIA L4";
@@ -150,10 +149,10 @@ fn profile_is_distributed_to_nodes_with_its_gpu_and_counted_from_reports() {
             k8s.get(kind, name).expect("the object exists").resource_version()
         })
     };
-    wait_until_idle(&k8s);
+    k8s.settle();
     let before = (versions(), status(&k8s));
     k8s.merge("SlackProfile", "p", &json!({ "metadata": { "annotations": { "test/resync": "1" } } }));
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!((versions(), status(&k8s)), before);
 
     k8s.delete("SlackProfile", "p");
@@ -175,7 +174,7 @@ fn rejecting_or_drifting_canary_stops_rollout() {
     k8s.cluster(json!({ "slackProfiles": {} }));
     report_no_profiles(&k8s);
     let first = wait_claim(&k8s, "n1", "");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(claim(&k8s, "n2"), None, "the canary has not reported yet");
     report_profiles(&k8s, "n1", H200, running_revision(&first));
     wait_until("the canary soaks", PATIENCE, || {
@@ -196,7 +195,7 @@ fn rejecting_or_drifting_canary_stops_rollout() {
         &["canary node n1 refuses revision 2: it is odd"],
     );
     wait(&k8s, ["Active", "False", "Refused"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
     assert_eq!(status(&k8s)["nodes"], json!({ "target": 2, "applied": 0, "failed": 1 }));
 
@@ -214,7 +213,7 @@ fn rejecting_or_drifting_canary_stops_rollout() {
         &["The other nodes keep their revision"],
     );
     // Longer than the soak time.
-    std::thread::sleep(3 * QUIET_PERIOD);
+    std::thread::sleep(Duration::from_millis(3500));
     assert_eq!(claim(&k8s, "n2").as_deref(), Some(first.as_str()));
     for digest in [&first, &third] {
         assert!(content(&k8s, digest).is_some(), "both revisions are in use");
@@ -257,7 +256,7 @@ fn config_map_measurements_are_followed_and_invalid_ones_rejected() {
     write(&measured(60).to_string());
     wait(&k8s, ["Valid", "True", "AsDesired"]);
     let first = wait_claim(&k8s, "n1", "");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(claim(&k8s, "n2"), None);
     distribute_to_n2(&k8s, &first);
 
@@ -275,7 +274,7 @@ fn config_map_measurements_are_followed_and_invalid_ones_rejected() {
         &["windows[1] and windows[0] of Decode overlap"],
     );
     wait_message(&k8s, ["Distributed", "False", "ProfileInvalid"], &["2 of 2 nodes keep"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (Some(second.clone()), Some(first)));
     assert_eq!(status(&k8s)["digest"], second);
 
@@ -304,7 +303,7 @@ fn restarted_operator_continues_rollout() {
         let reconciles = again.metric("reprise_operator_reconciles_total", "kind=\"SlackProfile\"");
         (reconciles >= 1.0).then_some(())
     });
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!((claim(&k8s, "n1"), claim(&k8s, "n2")), (Some(second.clone()), Some(first.clone())));
     for digest in [&first, &second] {
         assert!(content(&k8s, digest).is_some(), "a node uses the revision");

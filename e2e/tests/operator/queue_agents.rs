@@ -8,7 +8,7 @@ use reprise_e2e::{Agent, AgentConfig, NvmeController, Operator, PATIENCE, wait_u
 use serde_json::{Value, json};
 
 use crate::operator::queues::{GRANTED, KIND, WAITING, create_allocation, delete_and_wait, wait_deleted};
-use crate::operator::test_cluster::{NAMESPACE, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{NAMESPACE, TestCluster};
 
 /// Bytes of the node's device.
 const DEVICE_BYTES: usize = 64 << 20;
@@ -94,7 +94,7 @@ fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
     k8s.delete(KIND, "a");
     k8s.wait_condition(KIND, "a", ["DeletionBlocked", "True", "Releasing"]);
     wait_until("the spec no longer has the allocation", PATIENCE, || queues(&k8s).1.is_null().then_some(()));
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get(KIND, "a").is_some());
     k8s.wait_condition(KIND, "b", WAITING);
     agent.thaw();
@@ -105,7 +105,7 @@ fn granted_queue_pairs_are_not_reused_before_agent_releases_them() {
     agent.kill();
     k8s.delete(KIND, "b");
     k8s.wait_condition(KIND, "b", ["DeletionBlocked", "True", "Releasing"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get(KIND, "b").is_some());
     agent.start();
     wait_deleted(&k8s, "b");
@@ -154,7 +154,7 @@ fn node_leaves_cluster_after_its_agent_releases_queue_pairs() {
         agent.freeze();
         unassign_n1(&k8s, next);
         k8s.wait_condition(KIND, "a", ["Released", "False", "Releasing"]);
-        std::thread::sleep(QUIET_PERIOD);
+        k8s.settle();
         assert!(queues(&k8s).0.is_array(), "the CacheNode remains while the agent has not released");
         assert_eq!(n1_cluster(&k8s), "c");
         agent.thaw();

@@ -16,7 +16,7 @@ use crate::operator::queues::{
     GRANTED, KIND, WAITING, cluster_with_controllers, create_allocation, delete_and_wait, grant, grants,
     report_queues, wait_deleted,
 };
-use crate::operator::test_cluster::{OPERATOR_NAMESPACE, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{OPERATOR_NAMESPACE, TestCluster};
 
 /// Policy that makes the API server reject changes of one allocation.
 const POLICY: &str = "broken";
@@ -86,7 +86,7 @@ fn unwritable_allocation_blocks_only_its_own_queue_pairs() {
     k8s.wait_condition(KIND, "needs", WAITING);
     k8s.delete(KIND, "broken");
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get(KIND, "broken").is_some(), "its finalizer cannot be removed");
     assert!(
         grants(&k8s.get(KIND, "needs").expect("the object exists")).is_empty(),
@@ -170,7 +170,7 @@ fn grants_end_when_node_leaves_cluster() {
     wait_until("the spec no longer has the allocations", PATIENCE, || {
         k8s.get("CacheNode", "n1").expect("the object exists").data["spec"]["queues"].is_null().then_some(())
     });
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(
         k8s.get(KIND, "goes").is_some() && k8s.get("CacheNode", "n1").is_some(),
         "the agent holds the queue pairs"
@@ -260,7 +260,7 @@ fn operator_without_lease_grants_nothing_and_successor_does() {
         assert!(grants(&k8s.get(KIND, "x").expect("the object exists")).is_empty());
         operator.admin().get("/healthz").is_err().then_some(())
     });
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(grants(&k8s.get(KIND, "x").expect("the object exists")).is_empty());
     give_up_lease();
     let next = k8s.operator_files("next").start().expect("the operator starts");

@@ -10,8 +10,7 @@ use rand::RngExt;
 use reprise_e2e::{Operator, PATIENCE, seed, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::convergence::wait_until_idle;
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster, measurement, window};
+use crate::operator::test_cluster::{TestCluster, measurement, window};
 
 pub(crate) const KIND: &str = "GPUQueueAllocation";
 /// Queue pairs of each controller, half of which may be granted.
@@ -139,14 +138,14 @@ fn queue_pairs_are_granted_within_budget_and_waiting_allocation_gets_freed_ones(
     });
 
     // An unchanged status is not written again.
-    wait_until_idle(&k8s);
+    k8s.settle();
     let writes = || operator.metric("reprise_operator_writes_total", &format!("kind=\"{KIND}\""));
     let reconciles = || operator.metric("reprise_operator_reconciles_total", &format!("kind=\"{KIND}\""));
     let (written, reconciled) = (writes(), reconciles());
     assert!(written > 0.0);
     k8s.merge(KIND, "b", &json!({ "metadata": { "annotations": { "test/resync": "1" } } }));
     wait_until("the allocation is reconciled", PATIENCE, || (reconciles() > reconciled).then_some(()));
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(writes(), written);
 
     delete_and_wait(&k8s, "a");
@@ -207,7 +206,7 @@ fn deletion_waits_for_agent_and_released_pairs_are_granted_again() {
     k8s.wait_condition(KIND, "b", WAITING);
     k8s.delete(KIND, "a");
     k8s.wait_message(KIND, "a", ["DeletionBlocked", "True", "Releasing"], &["n1", "12 queue pairs"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get(KIND, "a").is_some());
     k8s.wait_condition(KIND, "b", WAITING);
     report_queues(&k8s, "n1", &["S1"], &[], json!({}));
@@ -233,7 +232,7 @@ fn grant_expires_and_its_pairs_are_granted_again() {
     k8s.wait_condition(KIND, "b", GRANTED);
     // An expired allocation is not granted again.
     delete_and_wait(&k8s, "b");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     let a = k8s.get(KIND, "a").expect("the object exists");
     assert!(grants(&a).is_empty() && a.finalizers().is_empty());
 }

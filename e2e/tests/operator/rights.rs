@@ -11,9 +11,7 @@ use crate::operator::deletion_guard::{
     BLOCKED, FINALIZER, LATEST, TOO_SHORT, UNUSED_SECONDS, create_running_cluster, report_sessions,
     wait_deleted, wait_finalizer,
 };
-use crate::operator::test_cluster::{
-    NAMESPACE, OPERATOR_NAMESPACE, OTHER_MANAGER, QUIET_PERIOD, TestCluster,
-};
+use crate::operator::test_cluster::{NAMESPACE, OPERATOR_NAMESPACE, OTHER_MANAGER, TestCluster};
 
 const RIGHTS: &str = "rbac.authorization.k8s.io";
 /// The chart rendered with default values in [`OPERATOR_NAMESPACE`].

@@ -2,12 +2,13 @@
 //! API server would not show.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use reprise_e2e::kubernetes::Schemas;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::test_cluster::{NAMESPACE, OPERATOR_KINDS, QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::{NAMESPACE, OPERATOR_KINDS, TestCluster};
 
 /// Kinds that are not part of Kubernetes.
 const FOREIGN_KINDS: [&str; 2] = ["CacheNode", "PodMonitor"];
@@ -81,7 +82,7 @@ fn asked_for(spec: Value) -> Vec<Value> {
     });
     // Children are written in the order of kinds. Some independent ones follow the agents.
     wait_until("all objects are written", PATIENCE, || {
-        proxy.time_since_last_write().is_some_and(|quiet| quiet > 3 * QUIET_PERIOD).then_some(())
+        proxy.time_since_last_write().is_some_and(|quiet| quiet > Duration::from_secs(2)).then_some(())
     });
     assert!(
         k8s.has_condition(("KVCacheCluster", "c"), ["Accepted", "True", "AsDesired"]),

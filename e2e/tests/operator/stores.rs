@@ -4,7 +4,7 @@ use kube::api::{Patch, PatchParams};
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
 
-use crate::operator::test_cluster::{QUIET_PERIOD, TestCluster};
+use crate::operator::test_cluster::TestCluster;
 
 /// Annotation of etcd's pods: digest of the authorities that they trust.
 const TRUSTS: &str = "reprise.dev/authorities";
@@ -53,7 +53,7 @@ fn unsupported_setting_is_rejected_without_changes() {
     let (k8s, _operator) = TestCluster::with_operator();
     k8s.cluster(json!({ "injection": { "mode": "Webhook" } }));
     k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "Unsupported"], &["injection.mode"]);
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.operator_objects().is_empty());
 }
 
@@ -162,10 +162,10 @@ fn scaled_store_is_restored_unless_cluster_is_paused() {
     k8s.wait_condition("KVCacheCluster", "c", ["Progressing", "False", "Paused"]);
     scale(0);
     k8s.make_pods_ready("c-etcd");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert_eq!(k8s.wait_for("StatefulSet", "c-etcd").data["spec"]["replicas"], 0);
     k8s.delete("StatefulSet", "c-etcd");
-    std::thread::sleep(QUIET_PERIOD);
+    k8s.settle();
     assert!(k8s.get("StatefulSet", "c-etcd").is_none(), "a paused cluster is not changed");
     pause(false);
     wait_for_three();

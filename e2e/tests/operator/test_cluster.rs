@@ -2,7 +2,7 @@
 //! simulated kubelets and agents. No controller of Kubernetes runs.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
@@ -25,8 +25,8 @@ pub(crate) const OPERATOR_NAMESPACE: &str = "reprise-system";
 pub(crate) const UNREACHABLE_ADDRESS: &str = "127.0.0.1:9";
 /// Field manager of objects that tests apply.
 pub(crate) const OTHER_MANAGER: &str = "other-writer";
-/// Time within which several reconciles have passed.
-pub(crate) const QUIET_PERIOD: Duration = Duration::from_millis(1500);
+/// Time without a reconcile after which operators have followed all changes. On an idle machine one follows within 20 ms.
+const SETTLED_AFTER: Duration = Duration::from_millis(400);
 
 /// Group of admission policies.
 const ADMISSION: &str = "admissionregistration.k8s.io";
@@ -149,6 +149,26 @@ impl TestCluster {
     pub(crate) fn operator(&self) -> Operator {
         let started = self.operator_files("operator").start();
         started.unwrap_or_else(|error| panic!("the operator does not start: {error:?}"))
+    }
+
+    /// Waits until the operators have followed all changes, and reconcile nothing.
+    pub(crate) fn settle(&self) {
+        let activity = || self.env.operators().activity();
+        let (mut last, mut since) = (activity(), Instant::now());
+        wait_until("operators have followed all changes", PATIENCE, || {
+            std::thread::sleep(SETTLED_AFTER / 8);
+            let now = activity();
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            (since.elapsed() >= SETTLED_AFTER).then_some(())
+        });
+    }
+
+    /// Waits for the next second: creation times have a resolution of one second.
+    pub(crate) fn wait_for_next_second(&self) {
+        let rest = 1000 - Timestamp::now().subsec_millisecond();
+        std::thread::sleep(Duration::from_millis(rest.unsigned_abs().into()));
     }
 
     pub(crate) fn client(&self) -> Client {
@@ -282,8 +302,8 @@ impl TestCluster {
         wanted: [&str; 3],
     ) -> String {
         let mut seen = Value::Null;
-        let give_up = std::time::Instant::now() + within;
-        while std::time::Instant::now() < give_up {
+        let give_up = Instant::now() + within;
+        while Instant::now() < give_up {
             if let Some(object) = self.get(kind, name) {
                 let generation = object.metadata.generation;
                 let conditions = object.data["status"]["conditions"].as_array().cloned().unwrap_or_default();

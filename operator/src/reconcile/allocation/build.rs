@@ -100,7 +100,11 @@ impl Pass {
         });
         let due = candidates.iter().zip(&verdicts);
         let due = due.filter_map(|(candidate, verdict)| self.write_of(candidate, verdict, can_grant));
-        due.min_by_key(|write| write.operation)
+        // An unused finalizer of this process is removed last: others' rejected writes may leave pairs for its grant.
+        due.min_by_key(|write| {
+            let is_fresh = self.fresh_finalizers.contains(&uid_of(&write.object));
+            (is_fresh && write.operation == Operation::RemoveFinalizer, write.operation)
+        })
     }
 
     /// Records that a write succeeded. `result` is the new object; `None` if the object is gone.

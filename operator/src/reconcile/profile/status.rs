@@ -221,14 +221,14 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     let message = format!("{have} of {all} nodes have revision {revision}");
-    if let Some(node) = counts.with(|stage| stage == RolloutStage::Refused).next() {
-        let (reason, verb, remedy) = words(RolloutStage::Refused);
-        let why = counts.problem(&node.name);
-        return Finding::no(
-            kind,
-            reason,
-            format!("{message}; node {} {verb} it: {why}: {remedy}", node.name),
+    let has_failed = |stage| matches!(stage, RolloutStage::Refused | RolloutStage::Drifted);
+    if let Some((node, stage)) = counts.nodes.iter().find(|(_, stage)| has_failed(*stage)) {
+        let (reason, verb, remedy) = words(*stage);
+        let (name, why) = (&node.name, counts.problem(&node.name));
+        let message = format!(
+            "{message}; node {name} {verb} it: {why}. It counts towards rollout.maxUnavailablePercent: {remedy}"
         );
+        return Finding::no(kind, reason, message);
     }
     let waits = |stage| matches!(stage, RolloutStage::Waiting | RolloutStage::Updating);
     let silent = join_names(counts.with(waits).filter(|node| node.silent));
