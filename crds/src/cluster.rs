@@ -85,13 +85,13 @@ pub struct KVCacheClusterSpec {
     #[serde(default)]
     pub cache: Cache,
     /// Pools whose devices the agents use. Empty: blocks are in memory only and are lost when the agent
-    /// stops.
+    /// stops. A pool that several clusters list belongs to the oldest of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub pools: Vec<ObjectRef>,
     /// Selects SlackProfiles of this namespace to distribute to agents. Absent: none. A node receives at
-    /// most 16; profiles already on nodes take precedence, then the oldest.
+    /// most 16, the oldest ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profiles: Option<LabelSelector>,
     /// Injection of the agent's socket and environment into engine pods.

@@ -67,7 +67,8 @@ pub const GPU_QUEUE_PERCENT_DEFAULT: Percent = Percent(50);
     .message("devices.foreignSignatures Wipe needs a confirmation: set wipeConfirmation to yes-really-destroy-the-data"))]
 pub struct SSDPoolSpec {
     /// Selects nodes of the pool, among the nodes that have an agent. Empty: all of them. An agent whose
-    /// node is no longer selected closes its devices and keeps their data.
+    /// node is no longer selected closes its devices and keeps their data. A device or directory that several pools
+    /// name on a node belongs to the oldest of them.
     #[serde(default)]
     pub node_selector: LabelSelector,
     /// Raw block devices, or NVMe controllers that agents drive themselves. Agents need access to them (`agents.deviceAccess` of the KVCacheCluster).

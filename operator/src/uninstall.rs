@@ -194,7 +194,8 @@ fn leftovers() -> [Leftover; 6] {
         Leftover {
             resource: Step::OtherPools.resource(),
             labels: "",
-            why: "the operator removes its finalizer, because no node has the pool. Check that the operator runs",
+            why: "the operator removes its finalizer a minute after the last session, because no node has the pool. Check that \
+                  the operator runs",
             is_left: |kept, pool| {
                 let mut claims =
                     kept.nodes.iter().filter_map(|node| node.data["spec"]["claims"].as_array()).flatten();

@@ -19,7 +19,8 @@ use crate::fields::{
 #[x_kube(validation = Rule::new("self.rdma.mode != 'HostNetwork' || self.peers.port != self.adminPort")
     .message("peers.port and adminPort are equal on the node's network: change peers.port or adminPort"))]
 pub struct Agents {
-    /// Labels of the nodes that get an agent. Empty: all nodes.
+    /// Labels of the nodes that get an agent. Empty: all nodes. A node that several clusters select belongs to the
+    /// oldest of them.
     #[serde(default, skip_serializing_if = "std::collections::BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = 16))]
     pub node_selector: Labels,

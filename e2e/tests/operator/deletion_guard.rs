@@ -117,7 +117,7 @@ fn cluster_in_use_is_deleted_at_once_and_releases_its_pool() {
     k8s.delete("KVCacheCluster", "c");
     assert!(k8s.get("KVCacheCluster", "c").is_none(), "a cluster has no finalizer");
     wait_until("its CacheNode is deleted", PATIENCE, || k8s.get("CacheNode", "n2").is_none().then_some(()));
-    wait_until("the pool that no node has loses its finalizer", PATIENCE, || {
+    wait_until("the pool that no node has loses its finalizer", LATEST, || {
         (!has_finalizer(&k8s, "p")).then_some(())
     });
 }

@@ -25,7 +25,7 @@ const MIN_WRITES: u64 = 8;
 /// Time without a write after which the operator is idle. Pauses within a reconcile take milliseconds.
 const NO_WRITES_FOR: Duration = Duration::from_millis(250);
 /// Seconds without a session report after which an object counts as unused. These scenarios have no sessions;
-/// the operator waits this time twice before it removes the finalizer of a wiped pool.
+/// the operator waits this time before it removes the finalizer of a wiped pool.
 const UNUSED_SECONDS: u64 = 1;
 
 /// Scenario that runs once for each crash point.

@@ -182,8 +182,11 @@ impl UserSimulator {
         self.has_deleted_clusters |= kind == "KVCacheCluster";
         k8s.delete_if_exists(kind, name);
         match kind {
-            // No node has the pools of a deleted cluster.
-            "KVCacheCluster" => self.blocked.clear(),
+            // Nodes lose the pools of a deleted cluster, and operators see that with a delay.
+            "KVCacheCluster" => {
+                self.blocked.clear();
+                self.sessions_since.values_mut().for_each(|since| *since = Instant::now());
+            }
             "SSDPool" => self.blocked.retain(|(kind, _), _| kind != ALLOCATION),
             _ => {}
         }

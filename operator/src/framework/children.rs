@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use crate::framework::child::{Child, ChildKind, missing_paths};
 use crate::framework::error::OperatorError;
 use crate::framework::events::Subject;
-use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
+use crate::framework::field_ownership::conflict::{self, Part};
 use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
@@ -287,15 +287,12 @@ pub(crate) async fn delete(
     child: &DynamicObject,
 ) -> Result<(), OperatorError> {
     let (name, api) = (child.name_any(), api(&context.client, kind, child.namespace().as_deref()));
-    match conflict::delete(&api, child).await {
-        Ok(DeleteOutcome::Deleted) => {
-            context.metrics.record_write(kind.as_str(), Write::Delete);
-            tracing::info!(kind = kind.as_str(), name, "deleted a child that is no longer needed");
-            Ok(())
-        }
-        Ok(DeleteOutcome::NotNeeded) => Ok(()),
-        Err(error) => Err(OperatorError::api(format!("delete {} {name}", kind.as_str()))(error)),
+    let deleted = conflict::delete(&api, child).await;
+    if deleted.map_err(OperatorError::api(format!("delete {} {name}", kind.as_str())))? {
+        context.metrics.record_write(kind.as_str(), Write::Delete);
+        tracing::info!(kind = kind.as_str(), name, "deleted a child that is no longer needed");
     }
+    Ok(())
 }
 
 #[cfg(test)]

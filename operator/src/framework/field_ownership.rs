@@ -1,6 +1,6 @@
 //! Server-side apply to objects that other writers change as well.
 //!
-//! * [`conflict`] applies and deletes, and classifies the API server's 409 answers.
+//! * [`conflict`] deletes exactly the object that was read.
 //! * [`restore`] writes fields again that only the operator owns, at a bounded rate.
 //! * [`extra_fields`] removes entries that another writer added to such objects.
 

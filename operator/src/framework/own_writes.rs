@@ -1,8 +1,4 @@
-//! Digests of the operator's last writes, to recognise their watch events.
-//!
-//! A reconcile ends by writing a status, which comes back as a watch event. That event must not trigger the
-//! same reconcile again, because it would change nothing. An event of a status that another writer changed
-//! must trigger it, because the operator restores the status.
+//! Digests of the operator's last writes, by which [`crate::framework::change`] recognises their watch events.
 //!
 //! The digest is recorded before the request is sent, so the event cannot arrive first. A digest only decides
 //! whether a reconcile is repeated: a process without this memory repeats it once without effect.

@@ -9,6 +9,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use kube::api::{Api, PatchParams};
+use kube::core::object::HasStatus;
 use kube::runtime::events::{Event, EventType};
 use kube::{Resource, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
@@ -52,18 +53,6 @@ macro_rules! implement_status {
 }
 pub(crate) use implement_status;
 
-/// A status update of an object.
-pub struct StatusWrite<'a, K, S> {
-    /// The object as it was read.
-    pub object: &'a K,
-    /// API client for the object's kind and namespace.
-    pub api: &'a Api<K>,
-    /// Status that the object has.
-    pub before: Option<&'a S>,
-    /// Conditions that the status must have.
-    pub findings: &'a [Finding],
-}
-
 /// Merges findings into conditions and removes conditions without a finding. Returns the findings to publish
 /// as events.
 pub fn merge_findings(
@@ -82,24 +71,25 @@ pub fn merge_findings(
     changed.cloned().collect()
 }
 
-/// Writes a status if it differs from the stored one. `fresh` lacks conditions and generation. Returns the
-/// delay after which a postponed change must be written.
+/// Writes a status with these conditions if it differs from the stored one. `fresh` lacks conditions and generation.
+/// Returns the delay after which a postponed change must be written.
 ///
 /// # Errors
 /// The API server rejected the write.
-pub async fn write<K, S>(
+pub async fn write<K>(
     context: &Services,
-    write: StatusWrite<'_, K, S>,
-    fresh: S,
+    object: &K,
+    api: &Api<K>,
+    findings: &[Finding],
+    fresh: K::Status,
 ) -> Result<Option<Duration>, OperatorError>
 where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize,
-    S: Status,
+    K: Resource<DynamicType = ()> + HasStatus + Clone + Debug + DeserializeOwned + Serialize,
+    K::Status: Status,
 {
-    let StatusWrite { object, api, before, findings } = write;
     let (kind, name) = (kind_of::<K>(), object.name_any());
     let generation = object.meta().generation.unwrap_or_default();
-    let mut before = before.cloned().unwrap_or_default();
+    let mut before = object.status().cloned().unwrap_or_default();
     let mut status = fresh;
     status.observe(generation);
     status.conditions().clone_from(before.conditions());

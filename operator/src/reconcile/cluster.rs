@@ -54,13 +54,7 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let (status, findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
     let api: Api<KVCacheCluster> =
         Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
-    let write = crate::framework::status::StatusWrite {
-        object: &*cluster,
-        api: &api,
-        before: cluster.status.as_ref(),
-        findings: &findings,
-    };
-    let wait = crate::framework::status::write(&context, write, status).await?;
+    let wait = crate::framework::status::write(&context, &*cluster, &api, &findings, status).await?;
     let next = match &inputs.store {
         Some(store) if store.is_good() => POLL_INTERVAL,
         Some(_) => RETRY_INTERVAL,

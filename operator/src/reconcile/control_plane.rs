@@ -41,7 +41,7 @@ use crate::settings::ControlPlaneAddress;
 mod holders;
 mod usage;
 
-pub use usage::{MeasuredUsage, USAGE_TTL, UsageUnknown};
+pub use usage::{MeasuredUsage, UsageUnknown};
 
 /// Lifetime of a successful read.
 const HEALTHY_TTL: Duration = Duration::from_secs(25);

@@ -180,13 +180,10 @@ impl ClusterNames {
 
     /// Labels of all objects of a component.
     pub fn labels(&self, component: Component) -> Value {
-        json!({
-            "app.kubernetes.io/name": "reprise",
-            "app.kubernetes.io/instance": self.name,
-            "app.kubernetes.io/component": component.as_str(),
-            MANAGED_BY: OPERATOR,
-            CLUSTER_UID: self.uid,
-        })
+        let mut labels = self.selector(component);
+        labels[MANAGED_BY] = json!(OPERATOR);
+        labels[CLUSTER_UID] = json!(self.uid);
+        labels
     }
 
     /// Label selector for the pods of a component.

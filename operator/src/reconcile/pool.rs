@@ -38,13 +38,7 @@ pub async fn reconcile(pool: Arc<SSDPool>, context: Arc<Context>) -> Result<Acti
         return Ok(Action::await_change());
     }
     let (fresh, findings) = status::compute(&pool, &inputs, refused.as_ref());
-    let write = crate::framework::status::StatusWrite {
-        object: &*pool,
-        api: &api,
-        before: pool.status.as_ref(),
-        findings: &findings,
-    };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
+    let wait = crate::framework::status::write(&context, &*pool, &api, &findings, fresh).await?;
     // A node that stops reporting causes no event.
     let next = inputs.guard.requeue_after(&pool).map_or(REPORT_TIMEOUT, |soon| soon.min(REPORT_TIMEOUT));
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))

@@ -7,7 +7,7 @@
 //!     agents' reports (CacheNode status) ────────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
 //! ```
 //!
-//! A node holds at most [`PROFILES_MAX`] profiles; [`order`] selects them if there are more.
+//! A node holds at most [`PROFILES_MAX`] profiles, the oldest ones ([`order`]).
 //!
 //! The revision of each node is decided only here, for one profile at a time, so the limit on nodes between
 //! two revisions holds. [`crate::reconcile::node`] writes the decisions with the rest of a node's spec, and
@@ -25,10 +25,9 @@ use reprise_crds::SlackProfile;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
-use build::RolloutState;
+use build::Obstacle;
 use decisions::ProfileDecision;
 
 pub mod apply;
@@ -72,16 +71,14 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
         profile: &profile,
         found: &inputs,
         refused: refused.as_ref(),
-        state: &rollout.state,
+        obstacle: rollout.obstacle.as_ref(),
         soaking_since,
     });
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
-    let write =
-        StatusWrite { object: &*profile, api: &api, before: profile.status.as_ref(), findings: &findings };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
-    let next = match rollout.state {
-        RolloutState::Soaking(rest) => rest.clamp(SOON, REPORT_TIMEOUT),
+    let wait = crate::framework::status::write(&context, &*profile, &api, &findings, fresh).await?;
+    let next = match rollout.obstacle {
+        Some(Obstacle::Soaking(rest)) => rest.clamp(SOON, REPORT_TIMEOUT),
         // A node that stops reporting causes no event.
         _ => REPORT_TIMEOUT,
     };

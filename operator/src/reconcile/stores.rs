@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{Namespace, Node};
 use kube::ResourceExt;
 use kube::api::DynamicObject;
 use kube::runtime::reflector::store::Writer;
-use kube::runtime::reflector::{ObjectRef, Store, store};
+use kube::runtime::reflector::{ObjectRef, Store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use tokio::sync::Notify;
 
@@ -82,7 +82,7 @@ pub struct Feeds {
 }
 
 /// Writers of all stores, for the watches.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Writers {
     pub(crate) clusters: Writer<KVCacheCluster>,
     pub(crate) pools: Writer<SSDPool>,
@@ -98,41 +98,23 @@ pub struct Writers {
 impl Stores {
     /// Creates empty stores and their writers.
     pub fn new() -> (Stores, Writers) {
-        let (clusters, cluster_writer) = store();
-        let (pools, pool_writer) = store();
-        let (tenants, tenant_writer) = store();
-        let (profiles, profile_writer) = store();
-        let (allocations, allocation_writer) = store();
-        let (nodes, node_writer) = store();
-        let (namespaces, namespace_writer) = store();
-        let (cache_nodes, cache_node_writer) = store();
         let (children, child_writers) = ChildStores::new();
+        let writers = Writers { children: child_writers, ..Writers::default() };
         let stores = Stores {
-            clusters,
-            pools,
-            tenants,
-            profiles,
-            allocations,
-            nodes,
-            namespaces,
-            cache_nodes,
+            clusters: writers.clusters.as_reader(),
+            pools: writers.pools.as_reader(),
+            tenants: writers.tenants.as_reader(),
+            profiles: writers.profiles.as_reader(),
+            allocations: writers.allocations.as_reader(),
+            nodes: writers.nodes.as_reader(),
+            namespaces: writers.namespaces.as_reader(),
+            cache_nodes: writers.cache_nodes.as_reader(),
             children: Arc::new(children),
             feeds: Feeds::default(),
             own_writes: Arc::default(),
             orphans: Notify::new(),
             version: AtomicU64::new(1),
             assignment: Mutex::default(),
-        };
-        let writers = Writers {
-            clusters: cluster_writer,
-            pools: pool_writer,
-            tenants: tenant_writer,
-            profiles: profile_writer,
-            allocations: allocation_writer,
-            nodes: node_writer,
-            namespaces: namespace_writer,
-            cache_nodes: cache_node_writer,
-            children: child_writers,
         };
         (stores, writers)
     }

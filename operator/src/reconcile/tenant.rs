@@ -8,13 +8,13 @@ use std::time::Duration;
 use kube::Api;
 use kube::runtime::controller::Action;
 use reprise_crds::CacheTenant;
+use reprise_crds::status::Reason;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, ObjectState};
-use crate::framework::status::StatusWrite;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::REPORT_TIMEOUT;
+use crate::reconcile::control_plane::RETRY_INTERVAL;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 use dereference::TenantClusters;
 
@@ -27,8 +27,13 @@ pub mod status;
 pub mod usage;
 pub mod validate;
 
-/// Polling interval while nodes apply the assignment of pods, which takes about a minute.
-const PODS_POLL_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval for reading what is not watched: Secrets with keys, control planes, and reports of many nodes.
+const POLL_INTERVAL: Duration = Duration::from_secs(20);
+
+/// Reasons of conditions that end without an event, after which the operator polls more often. The client of control
+/// planes limits its calls itself.
+const PENDING: [Reason; 4] =
+    [Reason::ControlPlaneUnreachable, Reason::NotReported, Reason::Progressing, Reason::Releasing];
 
 /// Message of a tenant without clusters.
 const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
@@ -68,24 +73,16 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let measured = usage::measure(&tenant, &clusters, &context).await;
     let bindings = pods::binding_status(&tenant, &clusters, &context);
     let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
-    let key = keys.as_ref().map(|keys| keys::finding(&tenant, keys, &measured));
+    let key = keys.map(|keys| keys::finding(&tenant, &keys, &measured));
     let more: Vec<_> = pods.into_iter().chain(key).collect();
     let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
-    let report = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
-    fresh.usage = report.usage;
+    let (usage, of_usage) = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
+    fresh.usage = usage;
     findings.extend(pods::public_finding(&tenant, &bindings));
-    findings.extend(report.findings);
-    let write =
-        StatusWrite { object: &*tenant, api: &api, before: tenant.status.as_ref(), findings: &findings };
-    let wait = crate::framework::status::write(&context, write, fresh).await?;
-    let read_again = if keys.is_some() { keys::POLL_INTERVAL } else { REPORT_TIMEOUT };
-    if let Some(error) = keys.and_then(|keys| keys.error) {
-        return Err(error);
-    }
-    // Capacities change with reports of many nodes, so they are polled instead of watched.
-    let awaited = if pods::is_awaited(&bindings) { PODS_POLL_INTERVAL } else { REPORT_TIMEOUT };
-    let next =
-        budget::next_check(&results).unwrap_or(REPORT_TIMEOUT).min(report.next).min(awaited).min(read_again);
+    findings.extend(of_usage);
+    let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
+    let is_pending = findings.iter().any(|found| PENDING.contains(&found.reason));
+    let next = if is_pending { RETRY_INTERVAL } else { POLL_INTERVAL };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }
 

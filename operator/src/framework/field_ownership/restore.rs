@@ -27,7 +27,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::api::PatchParams;
+use kube::api::{Patch, PatchParams};
 use kube::core::Status;
 use kube::runtime::events::{Event, EventType};
 use kube::{Api, Resource};
@@ -38,9 +38,14 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::framework::events::{self, Subject};
-use crate::framework::field_ownership::conflict::{self, Part};
+use crate::framework::field_ownership::conflict::Part;
 use crate::framework::field_ownership::extra_fields;
 use crate::framework::services::Services;
+
+/// HTTP status code: other managers own fields, or another writer modified the object.
+const CONFLICT: u16 = 409;
+/// Reason of the cause that the API server lists for each field that another manager owns.
+const FIELD_MANAGER: &str = "FieldManagerConflict";
 
 /// Number of restores of one object within [`WITHIN`] from which on it is paced.
 pub(crate) const PACED_FROM: usize = 5;
@@ -146,10 +151,14 @@ where
     if let Some(wait) = other_writers.pacing_delay(key, Instant::now()) {
         return Ok(WriteOutcome::Paced(wait));
     }
-    let (mut written, mut foreign) = match conflict::apply(api, name, *part, params, body).await {
-        Err(kube::Error::Api(status)) if conflict::is_field_conflict(&status) => {
-            let written = conflict::apply(api, name, *part, &params.clone().force(), body).await?;
-            (written, Some(ForeignWrite::from_status(&status)))
+    let patch = Patch::Apply(body);
+    let send = async |params: &PatchParams| match part {
+        Part::Object => api.patch(name, params, &patch).await,
+        Part::Status => api.patch_status(name, params, &patch).await,
+    };
+    let (mut written, mut foreign) = match send(params).await {
+        Err(kube::Error::Api(status)) if is_field_conflict(&status) => {
+            (send(&params.clone().force()).await?, Some(ForeignWrite::from_status(&status)))
         }
         answer => (answer?, None),
     };
@@ -164,6 +173,13 @@ where
         report(services, write, &written, &foreign).await;
     }
     Ok(WriteOutcome::Written(written))
+}
+
+/// Returns whether the API server rejected an apply because other managers own fields. An apply carries no resource
+/// version, so the API server itself retries one that another write overtakes.
+fn is_field_conflict(status: &Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    status.code == CONFLICT && causes.into_iter().any(|cause| cause.reason == FIELD_MANAGER)
 }
 
 /// Counts restored fields and publishes an event.

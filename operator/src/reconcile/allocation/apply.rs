@@ -3,7 +3,7 @@
 //! A pass uses the objects that the API server returns at its start and with each write. Each write carries the
 //! object's `resourceVersion`, so the API server rejects it with a conflict if the object has changed. Then, and
 //! after a write that may still take effect, the pass ends. Other writes that the API server rejects affect only
-//! their allocation ([`Pass`]).
+//! one allocation ([`Pass`]).
 //!
 //! A `resourceVersion` protects one object, but a controller's pairs are shared by several. Two rules prevent
 //! a former leader, and an unanswered write of this process, from granting pairs that were since granted
@@ -13,9 +13,9 @@
 //!   the lease.
 //! * A grant needs the finalizer. Each finalizer that this process has not added, of an object without a grant, is
 //!   first removed (and added again if the object gets a grant). That write changes the `resourceVersion`, so a
-//!   former leader's grant in flight fails with a conflict. If the former leader's grant arrives first, our write
-//!   fails instead and the pass grants nothing. A finalizer that this process added is valid for one attempt to
-//!   grant; after an unanswered attempt it is renewed.
+//!   former leader's grant in flight fails with a conflict. If the former leader's grant arrives first, the write
+//!   of this process fails instead, and the pass grants nothing. A finalizer that this process added is valid for
+//!   one attempt to grant; after an unanswered attempt it is renewed.
 //!
 //! The rules need no clocks: a process may pause between any two lines. They require an API server with
 //! consistent reads that enforces `resourceVersion`, unique identities of replicas, and equal rights of all
@@ -66,35 +66,44 @@ impl NodeLocks {
     }
 }
 
-/// Brings all allocations of the node of `own` to their desired state.
+/// Brings all allocations of the node of `own` to the desired state.
 ///
 /// # Errors
-/// Fails if the API server rejected a write of `own`. If an object has changed, the API server did not answer or another
-/// replica holds the lease, it fails at once, and the remaining writes are skipped.
+/// Fails if the API server rejected a write of `own`. It fails at once, and skips the remaining writes, if an object
+/// has changed, the API server did not answer or another replica holds the lease.
 pub async fn reconcile_node(own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
     let node = own.spec.node_name.as_str();
     let mut node_finalizers = context.node_locks.of(node).lock().await;
-    // After an error, all finalizers are renewed: a grant may be unanswered.
+    let inputs = from_api_server(node, context).await?;
     let fresh_finalizers = node_finalizers.remove(node).unwrap_or_default();
-    let mut pass = Pass::new(from_api_server(node, context).await?, fresh_finalizers, clock::now());
-    let mut result = Ok(());
-    while let Some(write) = pass.next_write() {
-        match execute(&write, context).await {
-            Ok(object) => pass.record_success(&write, object),
-            Err(error) if error.code().is_some_and(|code| code != CONFLICT && code < UNCERTAIN) => {
-                pass.record_rejection(&write);
-                if write.object.uid() == own.uid() {
-                    result = Err(error);
-                } else {
-                    // The next reconcile of the node retries it, at the latest after the agent's next report.
-                    tracing::info!(%error, "cannot update another allocation of this node");
-                }
-            }
-            Err(error) => return Err(error),
-        }
-    }
+    let mut pass = Pass::new(inputs, fresh_finalizers, clock::now());
+    let result = run(&mut pass, own, context).await;
     if !pass.fresh_finalizers.is_empty() {
         node_finalizers.insert(node.to_owned(), pass.fresh_finalizers);
+    }
+    result
+}
+
+async fn run(pass: &mut Pass, own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
+    let mut result = Ok(());
+    while let Some(write) = pass.next_write() {
+        let error = match execute(&write, context).await {
+            Ok(object) => {
+                pass.record_success(&write, object);
+                continue;
+            }
+            Err(error) => error,
+        };
+        pass.record_failure(&write);
+        if error.code().is_none_or(|code| code == CONFLICT || code >= UNCERTAIN) {
+            return Err(error);
+        }
+        if write.object.uid() == own.uid() {
+            result = Err(error);
+        } else {
+            // The next reconcile of the node retries it, at the latest after the agent's next report.
+            tracing::info!(%error, "cannot update another allocation of this node");
+        }
     }
     result
 }

@@ -26,6 +26,7 @@ use super::grant::{ClaimState, Claimant, Shares, Verdict, decide};
 use super::lifecycle::{Lifecycle, granted, lifecycle};
 use super::status::{self, StatusUpdate};
 use super::validate::validate;
+use crate::framework::finalizers::has;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::names::QUEUES_FINALIZER;
 
@@ -125,8 +126,8 @@ impl Pass {
         self.written.insert((uid, write.operation));
     }
 
-    /// Records that the API server rejected a write, so that it has no effect.
-    pub fn record_rejection(&mut self, write: &PendingWrite) {
+    /// Records that the API server rejected a write, or did not answer. After the latter, the pass must end.
+    pub fn record_failure(&mut self, write: &PendingWrite) {
         self.fresh_finalizers.remove(&uid_of(&write.object));
         self.unwritable.insert(uid_of(&write.object));
     }
@@ -141,7 +142,7 @@ impl Pass {
 
     /// Whether another process may have added the finalizer.
     fn has_foreign_finalizer(&self, object: &GPUQueueAllocation) -> bool {
-        has_finalizer(object) && !self.fresh_finalizers.contains(&uid_of(object))
+        has(object, QUEUES_FINALIZER) && !self.fresh_finalizers.contains(&uid_of(object))
     }
 
     fn candidate<'a>(&self, of: &'a ResolvedAllocation) -> Candidate<'a> {
@@ -189,7 +190,7 @@ impl Pass {
         let gets_grant = matches!(verdict, Verdict::Granted(_));
         let has_grant = matches!(candidate.lifecycle, Lifecycle::Granted { .. } | Lifecycle::Ending { .. });
         let needs_finalizer = has_grant || (gets_grant && !self.has_foreign_finalizer(object));
-        let operation = match has_finalizer(object) {
+        let operation = match has(&**object, QUEUES_FINALIZER) {
             true if !needs_finalizer => Operation::RemoveFinalizer,
             false if needs_finalizer && !is_deleting => Operation::AddFinalizer,
             _ if gets_grant => Operation::Grant,
@@ -201,6 +202,8 @@ impl Pass {
         let is_due = match operation {
             Operation::AddFinalizer => can_grant || has_grant,
             Operation::Grant => can_grant && !self.has_written(object, Operation::AddFinalizer),
+            // The report of the agent in the inputs is older than a grant of this pass.
+            Operation::EndGrant => !self.has_written(object, Operation::Grant),
             _ => true,
         };
         if !is_due || self.is_unwritable(object) || self.has_written(object, operation) {
@@ -228,8 +231,4 @@ impl PendingWrite {
 
 fn uid_of(object: &GPUQueueAllocation) -> String {
     object.uid().unwrap_or_default()
-}
-
-fn has_finalizer(object: &GPUQueueAllocation) -> bool {
-    object.finalizers().iter().any(|one| one == QUEUES_FINALIZER)
 }

@@ -9,10 +9,10 @@
 //!   smallest budget.
 //! * A `Guaranteed` allocation that finds no unused controller preempts the holders of one: the controller
 //!   with the fewest `Burstable` holders, then with the fewest `BestEffort` holders. Holders lose their whole
-//!   grant. The controller is reserved for the preempting allocation until their queue pairs are free.
+//!   grant. The controller is reserved for the preempting allocation until the queue pairs are free.
 //!
 //! Each write that follows from a decision is followed by another decision ([`super::build::Pass`]). So a decision
-//! frees no pairs by itself: it sees them as free once the end of their grant is written.
+//! frees no pairs by itself: it sees them as free once the end of the grant is written.
 
 use reprise_crds::fields::Percent;
 use reprise_crds::queues::{QueueIsolation, QueueQos};

@@ -33,42 +33,18 @@ pub enum Lifecycle {
     Deleting,
 }
 
-/// Why a grant ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cause {
-    /// Its `ttl` has passed.
-    Expired,
-    /// A guaranteed allocation needs the controller.
-    TakenBack,
-    /// The node is gone, or no longer belongs to the cluster.
-    AgentGone,
-    /// The allocation is being deleted.
-    Deleted,
-}
-
 /// The end of a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GrantEnd {
-    /// Why the grant ends.
-    pub cause: Cause,
+    /// Why the grant ends: one of [`END_REASONS`].
+    pub reason: Reason,
     /// Message for conditions: the cause and the remedy.
     pub message: String,
 }
 
-impl Cause {
-    /// All causes, for lookup by reason.
-    const ALL: [Cause; 4] = [Cause::Expired, Cause::TakenBack, Cause::AgentGone, Cause::Deleted];
-
-    /// Condition reason of this cause. [`recorded_end`] recognizes an ending grant by it.
-    pub fn reason(self) -> Reason {
-        match self {
-            Cause::Expired => Reason::Expired,
-            Cause::TakenBack => Reason::TakenBack,
-            Cause::AgentGone => Reason::AgentGone,
-            Cause::Deleted => Reason::Releasing,
-        }
-    }
-}
+/// Reasons of the condition `Allocated` by which an ending grant is recognized: its `ttl` has passed, a guaranteed
+/// allocation needs the controller, the node is gone or has left the cluster, or the allocation is being deleted.
+const END_REASONS: [Reason; 4] = [Reason::Expired, Reason::TakenBack, Reason::AgentGone, Reason::Releasing];
 
 /// Returns the grants of an allocation, by controller. Empty if it has none, or they are released.
 pub fn granted(object: &GPUQueueAllocation) -> &[QueueGrant] {
@@ -114,8 +90,8 @@ pub fn has_grant(object: &GPUQueueAllocation) -> bool {
 fn recorded_end(object: &GPUQueueAllocation) -> Option<GrantEnd> {
     let allocated = find(conditions(object), Type::Allocated)?;
     let is_no = allocated.status == ConditionStatus::False;
-    let cause = Cause::ALL.into_iter().find(|cause| cause.reason().as_str() == allocated.reason)?;
-    is_no.then(|| GrantEnd { cause, message: allocated.message.clone() })
+    let reason = END_REASONS.into_iter().find(|reason| reason.as_str() == allocated.reason)?;
+    is_no.then(|| GrantEnd { reason, message: allocated.message.clone() })
 }
 
 /// Returns the reason to end the grant now, if there is one.
@@ -123,7 +99,7 @@ fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Opt
     let node = &inputs.node;
     let expires_at = object.status.as_ref().and_then(|status| status.expires_at.as_ref());
     let is_expired = expires_at.is_some_and(|end| end.0 <= now.0);
-    let (cause, message) = match inputs.presence {
+    let (reason, message) = match inputs.presence {
         NodePresence::Removed => {
             let cluster = match inputs.cache_node.as_deref().and_then(cluster_of) {
                 Some(before) => format!("KVCacheCluster {before}"),
@@ -133,25 +109,25 @@ fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Opt
                 "node {node} no longer belongs to {cluster}: delete this GPUQueueAllocation and create one for another node, or \
                  create it again once the agents.nodeSelector of a cluster selects this node"
             );
-            (Cause::AgentGone, message)
+            (Reason::AgentGone, message)
         }
         NodePresence::Gone => {
             let message = format!(
                 "node {node} is gone: delete this GPUQueueAllocation and create one for another node"
             );
-            (Cause::AgentGone, message)
+            (Reason::AgentGone, message)
         }
         NodePresence::Present if object.metadata.deletion_timestamp.is_some() => {
-            (Cause::Deleted, "the allocation is being deleted".to_owned())
+            (Reason::Releasing, "the allocation is being deleted".to_owned())
         }
         NodePresence::Present if is_expired => {
             let message =
                 "the ttl of the grant has passed: create a new GPUQueueAllocation and delete this one";
-            (Cause::Expired, message.to_owned())
+            (Reason::Expired, message.to_owned())
         }
         NodePresence::Present => return None,
     };
-    Some(GrantEnd { cause, message })
+    Some(GrantEnd { reason, message })
 }
 
 /// Total queue pairs of a grant over all controllers.

@@ -10,7 +10,7 @@ use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 use super::build::Candidate;
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
 use super::grant::{ControllerUsage, Verdict, WaitReason};
-use super::lifecycle::{Cause, GrantEnd, Lifecycle, pairs};
+use super::lifecycle::{GrantEnd, Lifecycle, pairs};
 use super::programmed::{self, programmed};
 use super::validate::is_reportable;
 use super::violations::violation;
@@ -60,7 +60,7 @@ pub fn compute(
                 "the guaranteed GPUQueueAllocation {by} preempted this one to get a controller for itself: delete this one, and create \
                  a new GPUQueueAllocation, which waits for free queue pairs"
             );
-            let end = GrantEnd { cause: Cause::TakenBack, message };
+            let end = GrantEnd { reason: Reason::TakenBack, message };
             findings.extend(end_grant(object, &mut status, &end, kept.as_ref(), inputs));
         }
         (Lifecycle::Granted { kept }, _) => {
@@ -148,7 +148,7 @@ fn end_grant(
     kept: Option<&AgentQueues>,
     inputs: &GrantInputs,
 ) -> Vec<Finding> {
-    let (node, reason) = (&inputs.node, end.cause.reason());
+    let (node, reason) = (&inputs.node, end.reason);
     let mut findings = vec![
         Finding::no(Type::Allocated, reason, &end.message),
         Finding::no(Type::Programmed, reason, &end.message),
@@ -157,7 +157,7 @@ fn end_grant(
         None => {
             status.allocations.clear();
             // The finalizer of another component keeps a deleted object; for the operator its release is complete.
-            let released = if end.cause == Cause::Deleted { Reason::AsDesired } else { reason };
+            let released = if reason == Reason::Releasing { Reason::AsDesired } else { reason };
             findings.push(Finding::yes(Type::Released, released, &end.message));
             return findings;
         }

@@ -25,66 +25,59 @@ pub fn validate(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refu
 
 /// Rejects modes that this release does not support.
 fn unsupported(cluster: &KVCacheCluster) -> Option<Refusal> {
-    let spec = &cluster.spec;
-    let refuse = |field: &str, value: &str, instead: &str| {
-        let message = format!("{field} is {value}, which this release does not support: {instead}");
-        Some(Refusal::new(Reason::Unsupported, message))
-    };
-    if spec.agents.client_transport != ClientTransport::UnixSocket {
-        return refuse("agents.clientTransport", spec.agents.client_transport.as_str(), "use UnixSocket");
-    }
-    let agents = &spec.agents;
-    if agents.gpu_access.mode != GpuAccessMode::None {
-        let instead = "its agents do no GPU I/O and list GPUs without access; use None";
-        return refuse("agents.gpuAccess.mode", agents.gpu_access.mode.as_str(), instead);
-    }
-    if agents.rdma.mode != RdmaMode::None {
-        let instead = "its agents use TCP between nodes; use None";
-        return refuse("agents.rdma.mode", agents.rdma.mode.as_str(), instead);
-    }
-    if spec.injection.mode == InjectionMode::Webhook {
-        let instead = "use AdmissionPolicy, or use None and mount the socket directory as described in the connection ConfigMap";
-        return refuse("injection.mode", spec.injection.mode.as_str(), instead);
-    }
-    None
+    let (agents, injection) = (&cluster.spec.agents, cluster.spec.injection.mode);
+    let (transport, gpus, rdma) = (agents.client_transport, agents.gpu_access.mode, agents.rdma.mode);
+    let modes = [
+        (
+            transport != ClientTransport::UnixSocket,
+            ("agents.clientTransport", transport.as_str()),
+            "use UnixSocket",
+        ),
+        (
+            gpus != GpuAccessMode::None,
+            ("agents.gpuAccess.mode", gpus.as_str()),
+            "its agents do no GPU I/O and list GPUs without access; use None",
+        ),
+        (
+            rdma != RdmaMode::None,
+            ("agents.rdma.mode", rdma.as_str()),
+            "its agents use TCP between nodes; use None",
+        ),
+        (
+            injection == InjectionMode::Webhook,
+            ("injection.mode", injection.as_str()),
+            "use AdmissionPolicy, or use None and mount the socket directory as described in the connection ConfigMap",
+        ),
+    ];
+    let (_, (field, value), instead) = modes.into_iter().find(|(is_unsupported, ..)| *is_unsupported)?;
+    let message = format!("{field} is {value}, which this release does not support: {instead}");
+    Some(Refusal::new(Reason::Unsupported, message))
 }
 
 /// Rejects a cluster that needs optional kinds which the operator cannot create here.
 fn missing(cluster: &KVCacheCluster, access: &BTreeMap<ChildKind, KindAccess>) -> Option<Refusal> {
     use ChildKind::{MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding, PodMonitor};
-    let spec = &cluster.spec;
-    let injection: &[ChildKind] = &[MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding];
-    let refuse = |field: &str, kinds: &[ChildKind], server: &str, value: &str| {
-        let of = |kind: &ChildKind| access.get(kind).copied().unwrap_or(KindAccess::NotServed);
-        let (kind, lacks) =
-            kinds.iter().map(|kind| (kind, of(kind))).find(|(_, access)| *access != KindAccess::Usable)?;
-        let kind = kind.as_str();
-        let message = match lacks {
-            KindAccess::NotAllowed => format!(
-                "{field} needs objects of kind {kind}, which the operator has no permission to write: set {value} of the chart, or use \
-                 None"
-            ),
-            _ => format!(
-                "{field} needs kind {kind}, which the API server does not serve: {server}, or use None"
-            ),
-        };
-        Some(Refusal::new(Reason::Unsupported, message))
+    let injects = cluster.spec.injection.mode == InjectionMode::AdmissionPolicy;
+    let monitors = cluster.spec.monitoring.mode == MonitoringMode::PodMonitor;
+    let injection = ("injection.mode", "use Kubernetes 1.36 or later", "rbac.injection");
+    let monitoring = ("monitoring.mode", "install the Prometheus operator", "rbac.podMonitors");
+    let needs = [
+        (injects, MutatingAdmissionPolicy, injection),
+        (injects, MutatingAdmissionPolicyBinding, injection),
+        (monitors, PodMonitor, monitoring),
+    ];
+    let of = |kind| access.get(&kind).copied().unwrap_or(KindAccess::NotServed);
+    let (_, kind, (field, server, value)) =
+        needs.into_iter().find(|(is_needed, kind, _)| *is_needed && of(*kind) != KindAccess::Usable)?;
+    let name = kind.as_str();
+    let message = match of(kind) {
+        KindAccess::NotAllowed => format!(
+            "{field} needs objects of kind {name}, which the operator has no permission to write: set {value} of the chart, or use \
+             None"
+        ),
+        _ => format!("{field} needs kind {name}, which the API server does not serve: {server}, or use None"),
     };
-    if spec.injection.mode == InjectionMode::AdmissionPolicy {
-        let server = "use Kubernetes 1.36 or later";
-        if let Some(refusal) = refuse("injection.mode", injection, server, "rbac.injection") {
-            return Some(refusal);
-        }
-    }
-    if spec.monitoring.mode == MonitoringMode::PodMonitor {
-        return refuse(
-            "monitoring.mode",
-            &[PodMonitor],
-            "install the Prometheus operator",
-            "rbac.podMonitors",
-        );
-    }
-    None
+    Some(Refusal::new(Reason::Unsupported, message))
 }
 
 #[cfg(test)]
@@ -107,31 +100,12 @@ mod tests {
             assert_eq!(unsupported(&cluster(accepted)), None);
         }
         let agents = |field: &str, access: Value| json!({ "agents": { field: access } });
+        let gpus = json!({ "mode": "RuntimeClass", "runtimeClassName": "nvidia" });
+        let rdma = json!({ "mode": "SrIov", "resourceName": "example.com/vf" });
         for (spec, field) in [
-            (
-                agents("gpuAccess", json!({ "mode": "Dra", "deviceClassName": "d" })),
-                "agents.gpuAccess.mode is Dra",
-            ),
-            (
-                agents("gpuAccess", json!({ "mode": "ManagementCdi" })),
-                "agents.gpuAccess.mode is ManagementCdi",
-            ),
-            (
-                agents("gpuAccess", json!({ "mode": "RuntimeClass", "runtimeClassName": "nvidia" })),
-                "agents.gpuAccess.mode is RuntimeClass",
-            ),
-            (agents("gpuAccess", json!({ "mode": "Privileged" })), "agents.gpuAccess.mode is Privileged"),
-            (
-                agents("rdma", json!({ "mode": "DevicePlugin", "resourceName": "rdma/shared" })),
-                "agents.rdma.mode is DevicePlugin",
-            ),
-            (
-                agents("rdma", json!({ "mode": "SrIov", "resourceName": "example.com/vf" })),
-                "agents.rdma.mode is SrIov",
-            ),
-            (agents("rdma", json!({ "mode": "Dra", "deviceClassName": "d" })), "agents.rdma.mode is Dra"),
-            (agents("rdma", json!({ "mode": "HostNetwork" })), "agents.rdma.mode is HostNetwork"),
-            (json!({ "agents": { "clientTransport": "NodeLocalService" } }), "agents.clientTransport"),
+            (agents("gpuAccess", gpus), "agents.gpuAccess.mode is RuntimeClass"),
+            (agents("rdma", rdma), "agents.rdma.mode is SrIov"),
+            (agents("clientTransport", json!("NodeLocalService")), "agents.clientTransport"),
             (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
         ] {
             let refused = unsupported(&cluster(spec)).expect(field);

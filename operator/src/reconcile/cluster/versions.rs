@@ -1,10 +1,10 @@
 //! Versions of agents and members: the desired ones, the running ones, and their compatibility. Pure.
 //!
-//! | version | source | |---|---| | desired | the image tag if it is a version and the image has no digest;
-//! otherwise unknown until its pods run | | being rolled out | the same for the image in the pod template,
-//! once one of its pods is ready | | running agents | reports in `CacheNode`s of the last minute | | running
-//! members | the control plane's member list, read after the last change of their StatefulSet; during a
-//! rollout absent members count with their last known version |
+//! | version | source |
+//! |---|---|
+//! | desired | the image tag if it is a version and the image has no digest; otherwise unknown until its pods run |
+//! | running agents | reports in `CacheNode`s of the last minute |
+//! | running members | the control plane's member list, read after the last change of their StatefulSet; during a rollout absent members count with their last known version |
 //!
 //! A desired version may differ from every running version by at most [`MINORS_APART_MAX`] minor versions,
 //! for agents and members alike: during a rolling update each process meets all others. An image without a
@@ -23,7 +23,7 @@ use reprise_crds::fields::Version;
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 
 use super::inputs::ClusterInputs;
-use super::workloads::{has_ready_pods, image_of, updated};
+use super::workloads::{image_of, updated};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::membership::has_reported;
 use crate::settings::DefaultImages;
@@ -79,16 +79,13 @@ struct ComponentVersion {
 pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
     let wanted = wanted(&inputs.images);
     let runs = Versions::of(cluster, inputs).components();
-    let mut meets = runs.clone();
-    meets.extend(template_version(AGENTS, inputs.agents.as_deref()));
-    meets.extend(template_version(MEMBERS, inputs.members.as_deref()));
     // If the running versions are already incompatible, allow a desired version that is compatible with one
     // of them; there is no other way to recover.
     let is_skewed = first_skew(&runs, &runs).is_some();
     let is_recovery =
         |one: &ComponentVersion| is_skewed && runs.iter().any(|other| skew_between(*one, *other).is_none());
     let bound: BTreeSet<ComponentVersion> = wanted.iter().copied().filter(|one| !is_recovery(one)).collect();
-    first_skew(&bound, &meets).or_else(|| first_skew(&wanted, &wanted))
+    first_skew(&bound, &runs).or_else(|| first_skew(&wanted, &wanted))
 }
 
 /// Returns the desired versions, as far as image tags contain them.
@@ -97,12 +94,6 @@ fn wanted(images: &DefaultImages) -> BTreeSet<ComponentVersion> {
     let versions = images
         .map(|(component, image)| Some(ComponentVersion { component, version: Minor::of_image(image)? }));
     versions.into_iter().flatten().collect()
-}
-
-/// Returns the version of the pod template, if one of its pods is ready.
-fn template_version(component: &'static str, workload: Option<&DynamicObject>) -> Option<ComponentVersion> {
-    let image = image_of(workload.filter(|workload| has_ready_pods(workload))?)?;
-    Some(ComponentVersion { component, version: Minor::of_image(&image)? })
 }
 
 /// Returns the first incompatible pair between both sets.

@@ -5,7 +5,7 @@
 //! unused: its member was not reached, or is not sure of its ownership. A sum is also unknown while nodes
 //! have not reported to the member that computes it.
 //!
-//! A complete answer is cached for [`USAGE_TTL`]; a partial one is requested again soon. Calls share the
+//! A complete answer is cached for [`COMPLETE_TTL`]; a partial one is requested again soon. Calls share the
 //! backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts one.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,7 @@ use crate::framework::metrics::{Call, Metrics};
 use crate::reconcile::names::ClusterNames;
 
 /// Lifetime of a complete answer, and thereby the interval between two measurements.
-pub const USAGE_TTL: Duration = Duration::from_secs(60);
+const COMPLETE_TTL: Duration = Duration::from_secs(60);
 /// Lifetime of a partial answer.
 const PARTIAL_TTL: Duration = RETRY_INTERVAL;
 /// Maximum number of nodes in a message.
@@ -93,7 +93,7 @@ impl ControlPlanes {
         let answered = self.call(cluster, (Call::ListHoldings, metrics), request, |_| {}).await;
         let answers =
             answered.map_err(|error| UsageUnknown::MembersUnavailable(error.message().to_owned()))?;
-        let ttl = if answers.is_complete(&requested) { USAGE_TTL } else { PARTIAL_TTL };
+        let ttl = if answers.is_complete(&requested) { COMPLETE_TTL } else { PARTIAL_TTL };
         let held = answers.of(tenant);
         *last = Some(CachedUsage { until: Instant::now() + ttl, requested, answers });
         held

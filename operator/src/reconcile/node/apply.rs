@@ -19,7 +19,7 @@ use crate::framework::change::is_by_operator;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::events::Subject;
-use crate::framework::field_ownership::conflict::{self, DeleteOutcome, Part};
+use crate::framework::field_ownership::conflict::{self, Part};
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::metrics::Write;
@@ -184,7 +184,7 @@ async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError
     let api: Api<CacheNode> = Api::all(context.client.clone());
     let name = live.name_any();
     let removed = conflict::delete(&api, live).await;
-    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? == DeleteOutcome::Deleted {
+    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? {
         context.metrics.record_write("CacheNode", Write::Delete);
         tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");
     }

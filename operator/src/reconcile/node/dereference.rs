@@ -17,7 +17,6 @@ use crate::reconcile::cluster::build::configuration::agent_digest;
 use crate::reconcile::cluster::dereference::agent_config_inputs;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::has_reported;
-use crate::reconcile::profile::PROFILES_MAX;
 use crate::reconcile::profile::order::selected;
 
 /// Maximum number of allocations in a `CacheNode` spec; the CRD schema has the same limit.
@@ -145,7 +144,7 @@ fn profiles(
     context: &Context,
 ) -> Vec<ProfileClaim> {
     let has = live.map(|live| live.spec.profiles.as_slice()).unwrap_or_default();
-    let claims = selected(cluster, context).into_iter().take(PROFILES_MAX).filter_map(|profile| {
+    let claims = selected(cluster, context).into_iter().filter_map(|profile| {
         let name = profile.name_any();
         let digest = match context.decisions.of(&profile) {
             Some(decided) => decided.nodes.get(node).map(Digest::new),

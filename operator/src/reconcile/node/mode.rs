@@ -15,14 +15,13 @@ use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use kube::{Resource, ResourceExt};
 use reprise_crds::fields::NodeMode;
-use reprise_crds::status::{Change, Condition, ConditionStatus, ConditionType, Finding, Reason, find, set};
+use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, find};
 use reprise_crds::{CacheNode, KVCacheCluster};
 use serde_json::json;
 
-use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::metrics::Write;
-use crate::framework::status::{apply, publish_event};
+use crate::framework::status::{apply, merge_findings, publish_event};
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{CallError, POLL_INTERVAL, RETRY_INTERVAL, StateResult};
 use crate::reconcile::membership::is_frozen;
@@ -80,7 +79,7 @@ pub async fn sync(
     Ok(Some(next))
 }
 
-/// The desired mode, and the last condition.
+/// The desired mode, and the content of the last condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RecordedMode {
     mode: NodeMode,
@@ -88,45 +87,19 @@ struct RecordedMode {
     agreed: bool,
     /// Whether the condition is of the current generation.
     current: bool,
-    /// Result that the last condition reports.
-    last: LastReport,
-}
-
-/// The result that a condition reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LastReport {
-    /// There is no condition.
-    None,
-    /// The control plane had the mode, possibly of an older generation.
-    Applied,
-    /// The control plane did not have the mode.
-    NotApplied,
+    /// Whether the default mode is desired and there is no condition.
+    is_new: bool,
 }
 
 impl RecordedMode {
     fn of(live: &CacheNode) -> RecordedMode {
-        let conditions = conditions(live);
-        let generation = live.metadata.generation.unwrap_or_default();
-        let last = find(conditions, ConditionType::ModeApplied);
-        RecordedMode {
-            mode: live.spec.mode,
-            agreed: last.is_some_and(|last| {
-                last.status == ConditionStatus::True
-                    && (last.observed_generation >= generation
-                        || last.message == agrees(live.spec.mode).message)
-            }),
-            current: last.is_some_and(|last| last.observed_generation >= generation),
-            last: match last {
-                None => LastReport::None,
-                Some(last) if last.status == ConditionStatus::True => LastReport::Applied,
-                Some(_) => LastReport::NotApplied,
-            },
-        }
-    }
-
-    /// Whether the default mode is desired and there is no condition.
-    fn is_new(&self) -> bool {
-        self.mode == NodeMode::Active && self.last == LastReport::None
+        let (mode, generation) = (live.spec.mode, live.metadata.generation.unwrap_or_default());
+        let last = find(conditions(live), ConditionType::ModeApplied);
+        let current = last.is_some_and(|last| last.observed_generation >= generation);
+        let agreed = last.is_some_and(|last| {
+            last.status == ConditionStatus::True && (current || last.message == agrees(mode).message)
+        });
+        RecordedMode { mode, agreed, current, is_new: mode == NodeMode::Active && last.is_none() }
     }
 }
 
@@ -138,10 +111,10 @@ fn step(recorded: &RecordedMode, state: &StateResult, node: &str) -> Step {
     let mode = recorded.mode;
     match state {
         // Without contrary information, the control plane still has the recorded mode.
-        Err(_) if recorded.agreed || recorded.is_new() => Step::Nothing,
+        Err(_) if recorded.agreed || recorded.is_new => Step::Nothing,
         Err(error) => unreachable(mode, error),
         Ok(state) => match state.modes.get(node) {
-            None if recorded.agreed || recorded.is_new() => Step::Nothing,
+            None if recorded.agreed || recorded.is_new => Step::Nothing,
             None => unregistered(mode),
             Some(has) if *has != mode => Step::Set,
             Some(_) if recorded.agreed && recorded.current => Step::Nothing,
@@ -188,43 +161,35 @@ fn unregistered(mode: NodeMode) -> Step {
 /// Writes the condition, and publishes an event if users may want to act.
 async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Result<(), OperatorError> {
     let generation = live.metadata.generation.unwrap_or_default();
-    let ours = |condition: &&Condition| condition.kind == finding.kind.as_str();
-    let mut conditions: Vec<Condition> = conditions(live).iter().filter(ours).cloned().collect();
-    let was = conditions.first().map(|condition| (condition.status, condition.reason.clone()));
-    if set(&mut conditions, finding, generation, &clock::now()) == Change::None {
-        // An older write of this process may not have reached the store yet.
-        context.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
-        // The condition does not change if the mode is reverted repeatedly.
-        if finding.reason == Reason::SetBack {
-            publish_event(context, live, finding).await;
-        }
-        return Ok(());
-    }
-    let name = live.name_any();
-    let body = json!({
-        "apiVersion": CacheNode::api_version(&()),
-        "kind": CacheNode::kind(&()),
-        "metadata": { "name": name },
-        "status": { "conditions": conditions },
-    });
-    let api: Api<CacheNode> = Api::all(context.client.clone());
+    let before = find(conditions(live), ConditionType::ModeApplied);
+    let mut conditions: Vec<Condition> = before.into_iter().cloned().collect();
+    let changed = merge_findings(&mut conditions, std::slice::from_ref(finding), generation);
+    // An older write of this process may not have reached the store yet.
     context.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
-    match apply(context, live, &api, &body).await {
-        // Paced: written later, after the next check of the control plane.
-        Ok(Some(_)) => return Ok(()),
-        Ok(None) => {}
-        // The object was deleted concurrently.
-        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
-        Err(error) => {
-            return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error));
+    // The condition does not change if the mode is reverted repeatedly.
+    let is_reverted = finding.reason == Reason::SetBack;
+    if conditions.first() != before {
+        let name = live.name_any();
+        let body = json!({
+            "apiVersion": CacheNode::api_version(&()),
+            "kind": CacheNode::kind(&()),
+            "metadata": { "name": name },
+            "status": { "conditions": conditions },
+        });
+        let api: Api<CacheNode> = Api::all(context.client.clone());
+        match apply(context, live, &api, &body).await {
+            // Paced: written later, after the next check of the control plane.
+            Ok(Some(_)) => return Ok(()),
+            Ok(None) => context.metrics.record_write("CacheNode", Write::Status),
+            // The object was deleted concurrently.
+            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
+            Err(error) => {
+                return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error));
+            }
         }
     }
-    context.metrics.record_write("CacheNode", Write::Status);
-    let is_new = match was {
-        None => finding.reason != Reason::AsDesired,
-        Some((status, reason)) => status != finding.status || reason != finding.reason.as_str(),
-    };
-    if is_new {
+    let is_worth_it = before.is_some() || finding.reason != Reason::AsDesired;
+    if is_reverted || (is_worth_it && !changed.is_empty()) {
         publish_event(context, live, finding).await;
     }
     Ok(())
@@ -239,83 +204,69 @@ mod tests {
     use crate::reconcile::control_plane::ControlPlaneState;
 
     const NEW: RecordedMode =
-        RecordedMode { mode: NodeMode::Active, agreed: false, current: false, last: LastReport::None };
+        RecordedMode { mode: NodeMode::Active, agreed: false, current: false, is_new: true };
+    const DRAINING: RecordedMode = RecordedMode { mode: NodeMode::Draining, is_new: false, ..NEW };
+    const AGREED: RecordedMode = RecordedMode { agreed: true, current: true, ..DRAINING };
 
-    fn state_of(modes: &[(&str, NodeMode)]) -> StateResult {
-        let modes: BTreeMap<String, NodeMode> =
-            modes.iter().map(|(node, mode)| ((*node).to_owned(), *mode)).collect();
-        Ok(Arc::new(ControlPlaneState { modes, ..ControlPlaneState::default() }))
+    fn reported(status: ConditionStatus, reason: Reason) -> Option<(ConditionStatus, Reason)> {
+        Some((status, reason))
     }
 
-    fn reason(step: &Step) -> Option<(ConditionStatus, Reason)> {
+    fn described(step: Step) -> (bool, Option<(ConditionStatus, Reason)>) {
         match step {
-            Step::Report(finding) => Some((finding.status, finding.reason)),
-            Step::Nothing | Step::Set => None,
+            Step::Nothing => (false, None),
+            Step::Set => (true, None),
+            Step::Report(finding) => (false, Some((finding.status, finding.reason))),
         }
     }
 
     #[test]
-    fn sets_mode_only_if_the_control_plane_has_another_one() {
+    fn sets_mode_if_the_control_plane_has_another_one_and_reports_the_result() {
+        use ConditionStatus::{False, True};
         use NodeMode::{Active, Cordoned, Draining};
-        let draining = RecordedMode { mode: Draining, ..NEW };
-        let agreed = RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..draining };
-        for (recorded, has, wanted) in [
-            (NEW, Active, Step::Report(agrees(Active))),
-            (NEW, Cordoned, Step::Set),
-            (draining, Active, Step::Set),
-            (draining, Draining, Step::Report(agrees(Draining))),
-            (agreed, Draining, Step::Nothing),
-            (agreed, Active, Step::Set),
+        let nothing = || (false, None);
+        let set = || (true, None);
+        let applied = || (false, reported(True, Reason::AsDesired));
+        let unreachable = || (false, reported(False, Reason::ControlPlaneUnreachable));
+        let unregistered = || (false, reported(False, Reason::NotReported));
+        let state_of = |mode: Option<NodeMode>| -> StateResult {
+            let modes = [("n1", mode), ("n2", Some(Cordoned))];
+            let modes: BTreeMap<String, NodeMode> =
+                modes.into_iter().filter_map(|(node, mode)| Some((node.to_owned(), mode?))).collect();
+            Ok(Arc::new(ControlPlaneState { modes, ..ControlPlaneState::default() }))
+        };
+        let away = || -> StateResult { Err("connection refused".to_owned()) };
+        for (recorded, state, expected) in [
+            (NEW, state_of(Some(Active)), applied()),
+            (NEW, state_of(Some(Cordoned)), set()),
+            (DRAINING, state_of(Some(Active)), set()),
+            (DRAINING, state_of(Some(Draining)), applied()),
+            (AGREED, state_of(Some(Draining)), nothing()),
+            (AGREED, state_of(Some(Active)), set()),
             // Another field of the spec has changed.
-            (RecordedMode { current: false, ..agreed }, Draining, Step::Report(agrees(Draining))),
+            (RecordedMode { current: false, ..AGREED }, state_of(Some(Draining)), applied()),
+            // An unreachable control plane matters only if there is a mode to set.
+            (NEW, away(), nothing()),
+            (NEW, state_of(None), nothing()),
+            (AGREED, away(), nothing()),
+            (DRAINING, away(), unreachable()),
+            (DRAINING, state_of(None), unregistered()),
+            // A node that is active again after a failed drain has a mode to set as well.
+            (RecordedMode { is_new: false, ..NEW }, away(), unreachable()),
         ] {
-            assert_eq!(
-                step(&recorded, &state_of(&[("n1", has), ("n2", Cordoned)]), "n1"),
-                wanted,
-                "{recorded:?} {has}"
-            );
+            assert_eq!(described(step(&recorded, &state, "n1")), expected, "{recorded:?} {state:?}");
         }
-    }
-
-    #[test]
-    fn reports_unreachable_control_plane_only_if_there_is_a_mode_to_set() {
-        let away: StateResult = Err("connection refused".to_owned());
-        let draining = RecordedMode { mode: NodeMode::Draining, ..NEW };
-        assert_eq!(step(&NEW, &away, "n1"), Step::Nothing);
-        assert_eq!(step(&NEW, &state_of(&[]), "n1"), Step::Nothing);
-        assert_eq!(
-            step(
-                &RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..draining },
-                &away,
-                "n1"
-            ),
-            Step::Nothing
-        );
-        let unapplied = step(&draining, &away, "n1");
-        assert_eq!(reason(&unapplied), Some((ConditionStatus::False, Reason::ControlPlaneUnreachable)));
-        assert!(
-            matches!(&unapplied, Step::Report(finding) if finding.message.contains("connection refused"))
-        );
-        let unknown = step(&draining, &state_of(&[]), "n1");
-        assert_eq!(reason(&unknown), Some((ConditionStatus::False, Reason::NotReported)));
-        // A node that is active again after a failed drain has a mode to set as well.
-        let back = RecordedMode { last: LastReport::NotApplied, ..NEW };
-        assert_eq!(
-            reason(&step(&back, &away, "n1")),
-            Some((ConditionStatus::False, Reason::ControlPlaneUnreachable))
-        );
-    }
-
-    #[test]
-    fn reverts_and_reports_modes_set_by_other_clients() {
-        let agreed = RecordedMode { agreed: true, current: true, last: LastReport::Applied, ..NEW };
-        let back = after(&agreed, Ok(NodeMode::Draining));
-        assert_eq!(reason(&back), Some((ConditionStatus::True, Reason::SetBack)));
-        assert!(matches!(&back, Step::Report(finding) if finding.message.contains("kubectl drain")));
-        assert_eq!(after(&agreed, Ok(NodeMode::Active)), Step::Nothing);
-        let first = after(&NEW, Ok(NodeMode::Draining));
-        assert_eq!(reason(&first), Some((ConditionStatus::True, Reason::AsDesired)));
-        let unknown = after(&NEW, Err(CallError::NotFound("no node".to_owned())));
-        assert_eq!(reason(&unknown), Some((ConditionStatus::False, Reason::NotReported)));
+        let not_found = CallError::NotFound("no node".to_owned());
+        for (recorded, before, expected) in [
+            // Another client had set the mode.
+            (AGREED, Ok(Active), (false, reported(True, Reason::SetBack))),
+            (AGREED, Ok(Draining), nothing()),
+            (NEW, Ok(Draining), applied()),
+            (NEW, Err(not_found), unregistered()),
+            (NEW, Err(CallError::Unavailable("away".to_owned())), unreachable()),
+        ] {
+            let case = format!("{recorded:?} {before:?}");
+            assert_eq!(described(after(&recorded, before)), expected, "{case}");
+        }
     }
 }

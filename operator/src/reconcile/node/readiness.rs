@@ -66,23 +66,19 @@ pub enum Step {
 /// Returns the next action on a node's condition. `live` is the existing `CacheNode`.
 pub fn next_step(node: &Node, live: Option<&CacheNode>, wanted: &DesiredCacheNode, now: &Time) -> Step {
     let before = condition(node);
-    let desired = match (wanted, live) {
-        // Remove it even if the local store does not show a condition yet: the store may lag.
-        (DesiredCacheNode::Absent, Some(live))
-            if is_ours(live) && live.metadata.deletion_timestamp.is_none() =>
-        {
-            return Step::Remove;
-        }
-        (DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_), _)
-        | (DesiredCacheNode::Unchanged, None)
-            if before.is_some() =>
-        {
-            return Step::Remove;
-        }
-        (DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_), _)
-        | (DesiredCacheNode::Unchanged, None) => return Step::Nothing,
-        (DesiredCacheNode::Spec(_) | DesiredCacheNode::Unchanged, live) => ConditionText::of(live),
+    let has_agent = match wanted {
+        DesiredCacheNode::Spec(_) => true,
+        DesiredCacheNode::Unchanged => live.is_some(),
+        DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_) => false,
     };
+    if !has_agent {
+        // Before the CacheNode is deleted, remove it even if the local store does not show a condition yet: the store
+        // may lag.
+        let is_deleted_next = *wanted == DesiredCacheNode::Absent
+            && live.is_some_and(|live| is_ours(live) && live.metadata.deletion_timestamp.is_none());
+        return if is_deleted_next || before.is_some() { Step::Remove } else { Step::Nothing };
+    }
+    let desired = ConditionText::of(live);
     let is_so = before.map_or_else(|| is_awaited(live), |before| desired.is_in(before));
     if is_so || node.metadata.deletion_timestamp.is_some() {
         return Step::Nothing;

@@ -4,10 +4,9 @@
 //! annotation [`DELETE_IN_USE`].
 //!
 //! An object that is being deleted accepts no finalizer. So a pool gets the finalizer [`IN_USE_FINALIZER`] as
-//! soon as a node has sessions, or its deletion would wipe data. It keeps the finalizer until no node has the
-//! pool, or it is deleted and a quiet period ([`crate::settings::Settings::unused_for`]) has passed without a
-//! change of the reports. Before the removal the operator also lists the `CacheNode`s from the API server,
-//! because its watch may have stalled.
+//! soon as a node has sessions, or its deletion would wipe data. It keeps the finalizer until a quiet period
+//! ([`crate::settings::Settings::unused_for`]) has passed without a change of the reports. Before the removal the
+//! operator also lists the `CacheNode`s from the API server, because its watch may have stalled.
 //!
 //! * An agent that restarts has no sessions until its engines reconnect. An agent that cannot reach the API
 //!   server does not report. Both have the quiet period to report again. A process without observations, after
@@ -49,20 +48,13 @@ pub const CONFIRMED: &str = "yes";
 /// Most nodes that a message names.
 const NAMES_MAX: usize = 5;
 
-/// Usage of a pool by nodes and engines.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Usage {
-    /// Whether a node has the pool.
-    is_claimed: bool,
-    /// Latest reports of its nodes with sessions, sorted: node, number of sessions, and timestamp by the node's
-    /// clock.
-    reports: Vec<(String, u32, String)>,
-}
+/// Latest reports of nodes with sessions, sorted: node, number of sessions, and timestamp by the node's clock.
+type SessionReports = Vec<(String, u32, String)>;
 
-/// Whether the usage of a pool blocks a deletion.
+/// Usage of a pool by engines, and whether it blocks a deletion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Guard {
-    usage: Usage,
+    reports: SessionReports,
     /// Whether a deletion would destroy data and is not confirmed.
     protects_data: bool,
     /// Rest of the quiet period.
@@ -77,17 +69,17 @@ pub struct Quiescence {
     observations: Mutex<HashMap<String, Observation>>,
 }
 
-/// State of a pool (unique id, usage, and whether its data is protected), and since when it is unchanged.
+/// State of a pool (unique id, reports, and whether its data is protected), and since when it is unchanged.
 #[derive(Debug)]
 struct Observation {
-    state: (Option<String>, Usage, bool),
+    state: (Option<String>, SessionReports, bool),
     since: Instant,
 }
 
 impl Quiescence {
     /// Records the current state of a pool and returns how long it has been unchanged.
-    fn observe(&self, pool: &SSDPool, usage: &Usage, protected: bool, now: Instant) -> Duration {
-        let state = (pool.uid(), usage.clone(), protected);
+    fn observe(&self, pool: &SSDPool, reports: &SessionReports, protected: bool, now: Instant) -> Duration {
+        let state = (pool.uid(), reports.clone(), protected);
         let mut all = self.observations.lock().unwrap_or_else(PoisonError::into_inner);
         let last =
             all.entry(pool.name_any()).or_insert_with(|| Observation { state: state.clone(), since: now });
@@ -103,24 +95,19 @@ impl Quiescence {
     }
 }
 
-impl Usage {
-    fn of<'a>(pool: &SSDPool, nodes: impl IntoIterator<Item = &'a CacheNode>) -> Usage {
-        let uid = pool.uid().unwrap_or_default();
-        let mut usage = Usage::default();
-        for node in nodes {
-            if !node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid) {
-                continue;
-            }
-            usage.is_claimed = true;
-            let Some(status) = &node.status else { continue };
-            if let Some(sessions) = status.sessions.filter(|sessions| *sessions > 0) {
-                let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
-                usage.reports.push((node.name_any(), sessions, when));
-            }
-        }
-        usage.reports.sort();
-        usage
-    }
+/// Returns the latest reports of the pool's nodes that have sessions.
+fn session_reports<'a>(pool: &SSDPool, nodes: impl IntoIterator<Item = &'a CacheNode>) -> SessionReports {
+    let uid = pool.uid().unwrap_or_default();
+    let of = |node: &CacheNode| {
+        let status = node.status.as_ref()?;
+        let sessions = status.sessions.filter(|sessions| *sessions > 0)?;
+        let when = status.last_updated.as_ref().map(|when| when.0.to_string()).unwrap_or_default();
+        let is_claimed = node.spec.claims.iter().any(|claim| claim.uid.as_str() == uid);
+        is_claimed.then(|| (node.name_any(), sessions, when))
+    };
+    let mut reports: SessionReports = nodes.into_iter().filter_map(of).collect();
+    reports.sort();
+    reports
 }
 
 impl Guard {
@@ -128,28 +115,27 @@ impl Guard {
     /// confirmation.
     pub fn of(pool: &SSDPool, protects_data: bool, context: &Context) -> Guard {
         let nodes = context.stores.cache_nodes.state();
-        let usage = Usage::of(pool, nodes.iter().map(AsRef::as_ref));
+        let reports = session_reports(pool, nodes.iter().map(AsRef::as_ref));
         let time = (&context.quiescence, context.settings.unused_for, Instant::now());
-        Guard::evaluate(pool, usage, protects_data, time)
+        Guard::evaluate(pool, reports, protects_data, time)
     }
 
     fn evaluate(
         pool: &SSDPool,
-        usage: Usage,
+        reports: SessionReports,
         protects_data: bool,
         (quiescence, unused_for, now): (&Quiescence, Duration, Instant),
     ) -> Guard {
-        let quiet = quiescence.observe(pool, &usage, protects_data, now);
-        Guard { usage, protects_data, remaining: unused_for.saturating_sub(quiet), unused_for }
+        let quiet = quiescence.observe(pool, &reports, protects_data, now);
+        Guard { reports, protects_data, remaining: unused_for.saturating_sub(quiet), unused_for }
     }
 
     /// Returns whether the pool needs the finalizer.
     fn finalizer(&self, pool: &SSDPool) -> Finalizer {
-        let is_used = match pool.metadata.deletion_timestamp {
-            Some(_) => !self.remaining.is_zero(),
-            None => !self.usage.reports.is_empty() || has_guard(pool),
-        };
-        let needs = self.protects_data || (self.usage.is_claimed && is_used);
+        // A node that does not report delays a deletion only for the quiet period.
+        let has_sessions = pool.metadata.deletion_timestamp.is_none() && !self.reports.is_empty();
+        let is_quiet = self.remaining.is_zero();
+        let needs = self.protects_data || has_sessions || (has_guard(pool) && !is_quiet);
         if needs && !is_confirmed(pool) { Finalizer::Present } else { Finalizer::Absent }
     }
 
@@ -159,23 +145,24 @@ impl Guard {
         waits && self.finalizer(pool) == Finalizer::Present
     }
 
-    /// Returns when a waiting pool must be checked again if no event triggers that.
+    /// Returns when the end of the quiet period must be checked if no event triggers that. Reports of agents with
+    /// sessions, and the confirmation of a wipe, are events.
     pub fn requeue_after(&self, pool: &SSDPool) -> Option<Duration> {
-        let waits = self.blocks(pool) && !self.remaining.is_zero();
+        let is_awaited = pool.metadata.deletion_timestamp.is_some() || self.reports.is_empty();
+        let waits = has_guard(pool) && !self.protects_data && !self.remaining.is_zero() && is_awaited;
         waits.then(|| self.remaining.clamp(RETRY_INTERVAL, POLL_INTERVAL))
     }
 
     /// Returns the condition that explains why the deletion is blocked, if it is.
     pub fn blocked_condition(&self, pool: &SSDPool) -> Option<Finding> {
         // A pool without sessions waits for the confirmation of its wipe, which another condition reports.
-        let is_unconfirmed =
-            self.protects_data && (self.usage.reports.is_empty() || self.remaining.is_zero());
+        let is_unconfirmed = self.protects_data && (self.reports.is_empty() || self.remaining.is_zero());
         if !self.blocks(pool) || is_unconfirmed {
             return None;
         }
         let annotation = format!("{DELETE_IN_USE}: \"{CONFIRMED}\"");
         let seconds = self.unused_for.as_secs();
-        let message = if self.usage.reports.is_empty() {
+        let message = if self.reports.is_empty() {
             format!(
                 "no engine is known to have a session. The deletion continues after {seconds} s without a \
                  session, so that a restarting agent can report its sessions first; annotate the object with \
@@ -195,7 +182,7 @@ impl Guard {
     fn released_condition(&self, pool: &SSDPool) -> Finding {
         let (nodes, seconds) = (self.nodes(), self.unused_for.as_secs());
         let (reason, message) = match () {
-            () if self.usage.reports.is_empty() => (Reason::AsDesired, "no engine has a session".to_owned()),
+            () if self.reports.is_empty() => (Reason::AsDesired, "no engine has a session".to_owned()),
             () if is_confirmed(pool) => (
                 Reason::InUse,
                 format!("{DELETE_IN_USE} is {CONFIRMED}: deleting with engine sessions on {nodes}"),
@@ -213,8 +200,8 @@ impl Guard {
     /// Names the nodes with sessions, for messages.
     fn nodes(&self) -> String {
         let one = |(node, sessions, _): &(String, u32, String)| format!("{node} ({sessions})");
-        let names = self.usage.reports.iter().take(NAMES_MAX).map(one).collect::<Vec<_>>().join(", ");
-        match self.usage.reports.len().saturating_sub(NAMES_MAX) {
+        let names = self.reports.iter().take(NAMES_MAX).map(one).collect::<Vec<_>>().join(", ");
+        match self.reports.len().saturating_sub(NAMES_MAX) {
             0 => names,
             more => format!("{names} and {more} more nodes"),
         }
@@ -249,7 +236,7 @@ pub async fn reconcile_finalizer(
         return Ok(false);
     }
     let is_removal = wanted == Finalizer::Absent && !is_confirmed(pool);
-    if is_removal && has_changed(context, pool, guard).await? {
+    if is_removal && has_newer_reports(context, pool, guard).await? {
         context.quiescence.reset(pool);
         guard.remaining = guard.unused_for;
         return Ok(false);
@@ -261,12 +248,12 @@ pub async fn reconcile_finalizer(
     Ok(true)
 }
 
-/// Returns whether the API server has other reports or claims than this process.
-async fn has_changed(context: &Context, pool: &SSDPool, guard: &Guard) -> Result<bool, OperatorError> {
+/// Returns whether the API server has other session reports than this process.
+async fn has_newer_reports(context: &Context, pool: &SSDPool, guard: &Guard) -> Result<bool, OperatorError> {
     let nodes: Api<CacheNode> = Api::all(context.client.clone());
     let listed = nodes.list(&ListParams::default()).await;
     let live = listed.map_err(OperatorError::api("list CacheNodes before a deletion continues"))?;
-    Ok(Usage::of(pool, live.iter()) != guard.usage)
+    Ok(session_reports(pool, live.iter()) != guard.reports)
 }
 
 #[cfg(test)]
@@ -297,16 +284,14 @@ mod tests {
         metadata
     }
 
-    /// Usage by nodes with these numbers of sessions, at a time of reports.
-    fn usage(nodes: &[(&str, u32)], when: &str) -> Usage {
-        let report = |(node, sessions): &(&str, u32)| ((*node).to_owned(), *sessions, when.to_owned());
-        Usage { is_claimed: true, reports: nodes.iter().map(report).collect() }
+    fn reports(nodes: &[(&str, u32)], when: &str) -> SessionReports {
+        nodes.iter().map(|(node, sessions)| ((*node).to_owned(), *sessions, when.to_owned())).collect()
     }
 
     /// The guard at the first observation.
     fn first(object: &SSDPool, nodes: &[(&str, u32)], protects_data: bool) -> Guard {
         let time = (&Quiescence::default(), AFTER, Instant::now());
-        Guard::evaluate(object, usage(nodes, "now"), protects_data, time)
+        Guard::evaluate(object, reports(nodes, "now"), protects_data, time)
     }
 
     /// The guard after a quiet period without changes.
@@ -333,13 +318,12 @@ mod tests {
             node("n5", "u", json!({ "lastUpdated": "2026-01-01T00:00:00Z" })),
             node("n6", "u", Value::Null),
         ];
-        let found = Usage::of(&pool(json!({})), &nodes);
-        assert_eq!(found, usage(&[("n1", 1), ("n2", 3)], "2026-01-01T00:00:00Z"));
-        assert_eq!(Usage::of(&pool(json!({ "uid": "another" })), &nodes), Usage::default());
+        let found = session_reports(&pool(json!({})), &nodes);
+        assert_eq!(found, reports(&[("n1", 1), ("n2", 3)], "2026-01-01T00:00:00Z"));
     }
 
     #[test]
-    fn finalizer_is_present_from_first_use_until_quiet_or_confirmed_deletion() {
+    fn finalizer_is_present_from_first_use_until_quiet_or_confirmed() {
         let (used, unused): (&[_], &[_]) = (&[("n1", 1)], &[]);
         let kept = json!({ "finalizers": [IN_USE_FINALIZER] });
         for (metadata, nodes, protects_data, at_first, after_quiet_period) in [
@@ -348,8 +332,8 @@ mod tests {
             (json!({}), unused, true, true, true),
             (annotated(json!({}), CONFIRMED), used, false, false, false),
             (annotated(json!({}), "true"), used, false, true, true),
-            // Another replica may have seen sessions that this one has not.
-            (kept.clone(), unused, false, true, true),
+            (kept.clone(), unused, false, true, false),
+            (kept, used, false, true, true),
             (deleted(), unused, false, true, false),
             (deleted(), used, false, true, false),
             (deleted(), unused, true, true, true),
@@ -363,20 +347,15 @@ mod tests {
             );
             assert_eq!(found, (at_first, after_quiet_period), "{metadata} {nodes:?} {protects_data}");
         }
-        for metadata in [kept, deleted()] {
-            let object = pool(metadata);
-            let guard = Guard { usage: Usage::default(), ..first(&object, unused, false) };
-            assert_eq!(guard.finalizer(&object), Finalizer::Absent, "no node has the pool");
-        }
     }
 
     #[test]
     fn quiet_period_starts_again_after_any_change_of_the_observed_state() {
         let (quiescence, begun, object) = (Quiescence::default(), Instant::now(), pool(deleted()));
-        let none = usage(&[], "");
-        let (early, late) = (usage(&[("n1", 1)], "early"), usage(&[("n1", 1)], "late"));
+        let none = SessionReports::new();
+        let (early, late) = (reports(&[("n1", 1)], "early"), reports(&[("n1", 1)], "late"));
         let other = pool(json!({ "uid": "other" }));
-        for (second, object, usage, protected, expected) in [
+        for (second, object, reports, protected, expected) in [
             (0, &object, &early, false, 0),
             (20, &object, &early, false, 20),
             // The same count in a new report.
@@ -390,7 +369,7 @@ mod tests {
             (80, &other, &none, false, 0),
         ] {
             let at = begun + Duration::from_secs(second);
-            let quiet = quiescence.observe(object, usage, protected, at);
+            let quiet = quiescence.observe(object, reports, protected, at);
             assert_eq!(quiet, Duration::from_secs(expected), "after {second} s");
         }
         quiescence.reset(&other);

@@ -32,37 +32,45 @@ pub fn compute(
     inputs: &PoolInputs,
     refused: Option<&Refusal>,
 ) -> (SSDPoolStatus, Vec<Finding>) {
-    let counts = Counts::of(pool, inputs);
+    let reports = Reports::of(pool, inputs);
     let rejected = refused.or(inputs.assignment.conflict.as_ref());
-    let degraded = degraded(pool, &counts, inputs);
+    let degraded = degraded(pool, &reports, inputs);
     let findings = [
         Some(accepted(rejected)),
-        Some(discovered(pool, &counts, rejected)),
+        Some(discovered(pool, &reports, rejected)),
         Some(cordoned(pool)),
         drained(pool, inputs, rejected),
         Some(fallback(pool, inputs)),
         blocked(pool, inputs),
-        Some(ready(rejected, &counts, &degraded)),
+        Some(ready(rejected, &reports, &degraded)),
         Some(degraded),
     ];
-    let refused_nodes = counts.problems.get(&Problem::Refused).map_or(0, BTreeMap::len);
+    let count = |test: fn(&Device) -> bool| number(reports.devices().filter(|device| test(device)).count());
+    let sum = |of: fn(&Device) -> &Option<Quantity>| {
+        let bytes = reports
+            .devices()
+            .filter(|device| is_open(device))
+            .filter_map(|device| of(device).as_ref()?.bytes().ok());
+        Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
+    };
+    let reserved = inputs.reserved.saturating_mul(u64::from(reports.selected));
     let status = SSDPoolStatus {
         nodes: Some(PoolNodes {
-            selected: counts.selected,
-            ready: counts.ready,
-            refused: number(refused_nodes),
+            selected: reports.selected,
+            ready: reports.ready,
+            refused: number(reports.with(is_refused).len()),
         }),
-        devices: Some(PoolDevices { matched: counts.matched, open: counts.open, faulted: counts.faulted }),
+        devices: Some(PoolDevices {
+            matched: count(|_| true),
+            open: count(is_open),
+            faulted: count(is_faulted),
+        }),
         capacity: Some(PoolCapacity {
-            total: Quantity::of_bytes(counts.total),
-            used: Quantity::of_bytes(counts.used),
-            reserved: Quantity::of_bytes(inputs.reserved.saturating_mul(u64::from(counts.selected))),
+            total: sum(|device| &device.size),
+            used: sum(|device| &device.used),
+            reserved: Quantity::of_bytes(reserved),
         }),
-        effective_engines: counts
-            .engines
-            .iter()
-            .map(|(engine, nodes)| EngineUse { engine: *engine, nodes: number(nodes.len()) })
-            .collect(),
+        effective_engines: reports.engines(),
         ..SSDPoolStatus::default()
     };
     (status, findings.into_iter().flatten().collect())
@@ -72,98 +80,67 @@ fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// A problem of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Problem {
-    Failed,
-    Refused,
-    /// It is more worn than the pool allows.
-    Worn,
-    /// It is slower than the pool allows.
-    Slow,
+fn is_open(device: &Device) -> bool {
+    device.state == DeviceState::Open
 }
 
-/// Sums over the nodes of a pool.
-#[derive(Debug, Default)]
-struct Counts {
+fn is_refused(device: &Device) -> bool {
+    device.state == DeviceState::Refused
+}
+
+fn is_faulted(device: &Device) -> bool {
+    device.state == DeviceState::Faulted
+}
+
+/// Recent reports of a pool's nodes.
+struct Reports<'a> {
+    /// Number of assigned nodes.
     selected: u32,
-    /// Nodes that have reported recently with the pool's current generation.
-    reported: u32,
-    /// Nodes of `reported` on which all devices are open.
+    /// Nodes that have reported recently, sorted by name.
+    nodes: Vec<&'a PoolNode>,
+    /// Number of these nodes that have applied the pool's current generation.
+    applied: u32,
+    /// Number of the latter nodes on which all devices are open.
     ready: u32,
-    /// Nodes with a problem: reason and message of the first device.
-    problems: BTreeMap<Problem, BTreeMap<String, (Reason, String)>>,
-    /// Nodes with an open device whose drive does not report its spare capacity.
-    without_spare_report: BTreeSet<String>,
-    /// Nodes that have reported before, but not recently.
-    silent: BTreeSet<String>,
-    matched: u32,
-    open: u32,
-    faulted: u32,
-    total: u64,
-    used: u64,
-    engines: BTreeMap<Engine, BTreeSet<String>>,
 }
 
-impl Counts {
-    fn of(pool: &SSDPool, inputs: &PoolInputs) -> Counts {
-        let selected = number(inputs.assignment.nodes.len());
-        let mut counts = Counts { selected, ..Counts::default() };
-        for node in &inputs.nodes {
-            counts.add(node, pool.metadata.generation.unwrap_or_default());
+impl<'a> Reports<'a> {
+    fn of(pool: &SSDPool, inputs: &'a PoolInputs) -> Reports<'a> {
+        let generation = pool.metadata.generation.unwrap_or_default();
+        let nodes: Vec<&PoolNode> = inputs.nodes.iter().filter(|node| has_reported(&node.node)).collect();
+        let has_applied =
+            |node: &&&PoolNode| node.applied().is_some_and(|applied| applied.generation >= generation);
+        let applied: Vec<&&PoolNode> = nodes.iter().filter(has_applied).collect();
+        let ready =
+            applied.iter().filter(|node| node.devices().all(is_open) && node.devices().next().is_some());
+        Reports {
+            selected: number(inputs.assignment.nodes.len()),
+            applied: number(applied.len()),
+            ready: number(ready.count()),
+            nodes,
         }
-        counts
     }
 
-    fn add(&mut self, node: &PoolNode, generation: i64) {
-        let name = node.name();
-        if !has_reported(&node.node) {
-            // Nodes that never reported are still starting.
-            if node.node.status.as_ref().is_some_and(|status| status.last_updated.is_some()) {
-                self.silent.insert(name.to_owned());
-            }
-            return;
-        }
-        for device in node.devices() {
-            self.matched += 1;
-            self.add_device(name, device);
-        }
-        let is_applied = node.applied().is_some_and(|applied| applied.generation >= generation);
-        let is_open = node.devices().all(|device| device.state == DeviceState::Open);
-        self.reported += u32::from(is_applied);
-        self.ready += u32::from(is_applied && is_open && node.devices().next().is_some());
+    fn devices(&self) -> impl Iterator<Item = &Device> {
+        self.nodes.iter().flat_map(|node| node.devices())
     }
 
-    fn add_device(&mut self, node: &str, device: &Device) {
-        let bytes = |quantity: &Option<Quantity>| {
-            quantity.as_ref().and_then(|quantity| quantity.bytes().ok()).unwrap_or_default()
-        };
-        let mut problems = Vec::new();
-        match device.state {
-            DeviceState::Open => {
-                self.open += 1;
-                self.total = self.total.saturating_add(bytes(&device.size));
-                self.used = self.used.saturating_add(bytes(&device.used));
-                problems.extend(device.worn.then_some((Problem::Worn, Reason::DeviceWorn)));
-                problems.extend(device.slow.then_some((Problem::Slow, Reason::DeviceSlow)));
-                if device.spare_percent.is_none() {
-                    self.without_spare_report.insert(node.to_owned());
-                }
-                if let Some(engine) = device.engine {
-                    self.engines.entry(engine).or_default().insert(node.to_owned());
-                }
+    /// Returns the nodes with a device of some state, and the first such device of each.
+    fn with(&self, test: fn(&Device) -> bool) -> Vec<(&str, &Device)> {
+        let first = |node: &&'a PoolNode| Some((node.name(), node.devices().find(|device| test(device))?));
+        self.nodes.iter().filter_map(first).collect()
+    }
+
+    /// Returns the engines of open devices with the number of nodes.
+    fn engines(&self) -> Vec<EngineUse> {
+        let mut nodes: BTreeMap<Engine, u32> = BTreeMap::new();
+        for node in &self.nodes {
+            let engines = node.devices().filter(|device| is_open(device)).filter_map(|device| device.engine);
+            for engine in engines.collect::<BTreeSet<_>>() {
+                *nodes.entry(engine).or_default() += 1;
             }
-            DeviceState::Refused => problems.push((Problem::Refused, refusal(device))),
-            DeviceState::Faulted => {
-                self.faulted += 1;
-                problems.push((Problem::Failed, Reason::DeviceFailed));
-            }
-            DeviceState::Found | DeviceState::Opening | DeviceState::Wiped => {}
         }
-        for (problem, reason) in problems {
-            let first = self.problems.entry(problem).or_default().entry(node.to_owned());
-            first.or_insert_with(|| (reason, format!("{}: {}", device.path, device.message)));
-        }
+        nodes.into_iter().map(|(engine, nodes)| EngineUse { engine, nodes }).collect()
     }
 }
 
@@ -203,17 +180,18 @@ fn nothing_found(pool: &SSDPool) -> String {
     }
 }
 
-fn discovered(pool: &SSDPool, counts: &Counts, rejected: Option<&Refusal>) -> Finding {
+fn discovered(pool: &SSDPool, reports: &Reports, rejected: Option<&Refusal>) -> Finding {
     let kind = Type::DevicesDiscovered;
-    let message = format!("{} of {} nodes have reported their devices", counts.reported, counts.selected);
-    if counts.selected == 0 {
+    let Reports { selected, applied, .. } = *reports;
+    if selected == 0 {
         let (reason, message) = no_nodes(rejected);
         return Finding::no(kind, reason, message);
     }
-    if counts.reported < counts.selected {
+    let message = format!("{applied} of {selected} nodes have reported their devices");
+    if applied < selected {
         return Finding::no(kind, Reason::Progressing, message);
     }
-    if counts.matched == 0 {
+    if reports.devices().next().is_none() {
         return Finding::no(kind, Reason::NoDevices, nothing_found(pool));
     }
     Finding::yes(kind, Reason::AsDesired, message)
@@ -304,9 +282,7 @@ fn fallback(pool: &SSDPool, inputs: &PoolInputs) -> Finding {
         return Finding::yes(kind, Reason::EngineUnavailable, message);
     }
     // Devices stay closed because of `fallbackEngine: None`.
-    let is_closed = |device: &Device| {
-        device.state == DeviceState::Refused && refusal(device) == Reason::EngineUnavailable
-    };
+    let is_closed = |device: &Device| is_refused(device) && refusal(device) == Reason::EngineUnavailable;
     if !nodes_with(&is_closed).is_empty() {
         let message = format!(
             "engine {engine} is unavailable and there is no fallback (fallbackEngine: None): the devices stay closed, see \
@@ -321,56 +297,69 @@ fn join_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.take(NAMES_MAX).collect::<Vec<_>>().join(", ")
 }
 
-fn degraded(pool: &SSDPool, counts: &Counts, inputs: &PoolInputs) -> Finding {
-    let kind = Type::Degraded;
-    let first = |problem: Problem| {
-        let nodes = counts.problems.get(&problem)?;
-        let (node, (reason, why)) = nodes.first_key_value()?;
-        let (count, hint) = (nodes.len(), unopened(inputs, *reason));
-        let message = match problem {
-            Problem::Failed => {
-                format!(
-                    "devices of {count} nodes have failed, and their blocks count as misses; on {node}, {why}"
-                )
-            }
-            Problem::Refused => format!("{count} nodes have refused devices; on {node}, {why}{hint}"),
-            Problem::Worn => format!(
-                "devices of {count} nodes have more media errors than health.maxMediaErrors, or less spare capacity than \
-                 health.minSparePercent; on {node}, {why}. They remain in use: replace them before they fail, or raise the \
-                 thresholds"
-            ),
-            Problem::Slow => format!(
-                "devices of {count} nodes take longer for reads than health.maxReadLatency; on {node}, {why}. They remain in \
-                 use: check the device's health and its other users, or raise the threshold"
-            ),
-        };
-        Some(Finding::yes(kind, *reason, message))
+fn degraded(pool: &SSDPool, reports: &Reports, inputs: &PoolInputs) -> Finding {
+    let yes = |reason, message: String| Finding::yes(Type::Degraded, reason, message);
+    let why = |(node, device): (&str, &Device)| format!("on {node}, {}: {}", device.path, device.message);
+    let (failed, refused) = (reports.with(is_faulted), reports.with(is_refused));
+    if let Some(first) = failed.first() {
+        let count = failed.len();
+        let message = format!(
+            "devices of {count} nodes have failed, and their blocks count as misses; {}",
+            why(*first)
+        );
+        return yes(Reason::DeviceFailed, message);
+    }
+    if let Some(first) = refused.first() {
+        let reason = refusal(first.1);
+        let (count, hint) = (refused.len(), unopened(inputs, reason));
+        return yes(reason, format!("{count} nodes have refused devices; {}{hint}", why(*first)));
+    }
+    // Nodes that never reported are still starting.
+    let is_silent = |node: &&PoolNode| {
+        let status = node.node.status.as_ref();
+        status.is_some_and(|status| status.last_updated.is_some()) && !has_reported(&node.node)
     };
-    let silent = || {
-        let count = counts.silent.len();
-        let names = join_names(counts.silent.iter().map(String::as_str));
+    let silent: Vec<&str> = inputs.nodes.iter().filter(is_silent).map(PoolNode::name).collect();
+    if !silent.is_empty() {
+        let (count, names) = (silent.len(), join_names(silent.into_iter()));
         let message =
             format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
-        (count > 0).then(|| Finding::yes(kind, Reason::NotReported, message))
-    };
-    first(Problem::Failed)
-        .or_else(|| first(Problem::Refused))
-        .or_else(silent)
-        .or_else(|| first(Problem::Worn))
-        .or_else(|| first(Problem::Slow))
-        .unwrap_or_else(|| Finding::no(kind, Reason::AsDesired, uncompared(pool, counts)))
+        return yes(Reason::NotReported, message);
+    }
+    let worn = reports.with(|device| is_open(device) && device.worn);
+    if let Some(first) = worn.first() {
+        let message = format!(
+            "devices of {} nodes have more media errors than health.maxMediaErrors, or less spare capacity than \
+             health.minSparePercent; {}. They remain in use: replace them before they fail, or raise the thresholds",
+            worn.len(),
+            why(*first)
+        );
+        return yes(Reason::DeviceWorn, message);
+    }
+    let slow = reports.with(|device| is_open(device) && device.slow);
+    if let Some(first) = slow.first() {
+        let message = format!(
+            "devices of {} nodes take longer for reads than health.maxReadLatency; {}. They remain in use: check the device's \
+             health and its other users, or raise the threshold",
+            slow.len(),
+            why(*first)
+        );
+        return yes(Reason::DeviceSlow, message);
+    }
+    Finding::no(Type::Degraded, Reason::AsDesired, uncompared(pool, reports))
 }
 
 /// Returns a note on thresholds that cannot be checked, so that worse drives would go unnoticed.
-fn uncompared(pool: &SSDPool, counts: &Counts) -> String {
-    if pool.spec.health.min_spare_percent.is_none() || counts.without_spare_report.is_empty() {
+fn uncompared(pool: &SSDPool, reports: &Reports) -> String {
+    let unreported = reports.with(|device| is_open(device) && device.spare_percent.is_none());
+    if pool.spec.health.min_spare_percent.is_none() || unreported.is_empty() {
         return String::new();
     }
     format!(
         "health.minSparePercent is not checked on {} nodes, whose drives do not report spare capacity: {}. Agents can query \
          NVMe drives if agents.deviceAccess.mode of the cluster is Privileged",
-        counts.without_spare_report.len(),
-        join_names(counts.without_spare_report.iter().map(String::as_str)),
+        unreported.len(),
+        join_names(unreported.into_iter().map(|(node, _)| node)),
     )
 }
 
@@ -390,17 +379,18 @@ fn unopened(inputs: &PoolInputs, reason: Reason) -> &'static str {
     }
 }
 
-fn ready(rejected: Option<&Refusal>, counts: &Counts, degraded: &Finding) -> Finding {
+fn ready(rejected: Option<&Refusal>, reports: &Reports, degraded: &Finding) -> Finding {
     let kind = Type::Ready;
     if let Some(Refusal { reason, message }) = rejected {
         return Finding::no(kind, *reason, message);
     }
-    if counts.selected == 0 {
+    let Reports { selected, ready, .. } = *reports;
+    if selected == 0 {
         let (reason, message) = no_nodes(None);
         return Finding::no(kind, reason, message);
     }
-    let message = format!("{} of {} nodes have all devices open", counts.ready, counts.selected);
-    if counts.ready >= counts.selected {
+    let message = format!("{ready} of {selected} nodes have all devices open");
+    if ready >= selected {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     // Slow or worn devices are open, so they do not delay readiness.

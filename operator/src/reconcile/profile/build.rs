@@ -12,7 +12,7 @@
 //!
 //! A node that does not report gets no new revision. A node that falls silent with a new revision counts as
 //! updating, because the revision may be the cause. Nodes keep their previous revision until they get the new
-//! one; only nodes beyond the profile limit lose it ([`super::order`]).
+//! one; only nodes with too many profiles lose it ([`super::order`]).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -38,40 +38,28 @@ pub enum RolloutStage {
     Refused,
 }
 
-/// The desired revisions of nodes, and the state of the rollout.
+/// The desired revisions of nodes, and what holds up the rollout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rollout {
     /// Digest of the desired revision by node name.
     pub nodes: BTreeMap<String, String>,
-    /// State of the rollout.
-    pub state: RolloutState,
+    /// Why no node may follow before the canaries; `None` if there is no such reason, or every node should have
+    /// the revision.
+    pub obstacle: Option<Obstacle>,
 }
 
-/// State of a rollout.
+/// Why further nodes wait for canary nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RolloutState {
-    /// There is no revision to roll out, or no node for it.
-    Idle,
-    /// Every node should have the revision.
-    Complete,
-    /// Further nodes follow once others have applied it or report again.
-    Progressing,
+pub enum Obstacle {
     /// Canaries are configured, but the selector matches no node.
     NoCanary,
-    /// All canary nodes have applied it; the others follow after this time.
+    /// All canary nodes have applied the revision; the others follow after this time.
     Soaking(Duration),
     /// A canary node does not report.
     CanarySilent(String),
     /// A canary node refuses it or drifts.
     CanaryFailed {
         /// Name of the node.
-        node: String,
-        /// The problem: `Drifted` or `Refused`.
-        stage: RolloutStage,
-    },
-    /// The limit of unavailable nodes is used up by nodes that refuse it or drift.
-    LimitReached {
-        /// Name of the first of them.
         node: String,
         /// The problem: `Drifted` or `Refused`.
         stage: RolloutStage,
@@ -135,13 +123,9 @@ pub fn build(
     digest: Option<&str>,
     soaked: Option<Duration>,
 ) -> Rollout {
-    let within_limit = |node: &&ProfileNode| !node.over_limit;
     let current = |node: &ProfileNode| Some((node.name.clone(), node.desired.clone()?));
-    let mut desired: BTreeMap<String, String> =
-        nodes.iter().filter(within_limit).filter_map(current).collect();
-    let Some(digest) = digest.filter(|_| !nodes.is_empty()) else {
-        return Rollout { nodes: desired, state: RolloutState::Idle };
-    };
+    let mut desired: BTreeMap<String, String> = nodes.iter().filter_map(current).collect();
+    let Some(digest) = digest else { return Rollout { nodes: desired, obstacle: None } };
     let rollout = &profile.spec.rollout;
     let stage = |node: &ProfileNode| RolloutStage::of(node, digest, profile.spec.max_error_percent.0);
     let staged: Vec<(&ProfileNode, RolloutStage)> = nodes.iter().map(|node| (node, stage(node))).collect();
@@ -153,19 +137,13 @@ pub fn build(
     let free = limit(nodes.len(), rollout.max_unavailable_percent.0).saturating_sub(unavailable);
     let is_next = |(node, stage): &&(&ProfileNode, RolloutStage)| {
         let is_eligible = obstacle.is_none() && (node.canary || !are_canaries_next);
-        *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen && !node.over_limit
+        *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen
     };
     for (node, _) in staged.iter().filter(is_next).take(free) {
         desired.insert(node.name.clone(), digest.to_owned());
     }
     let all = desired.len() == nodes.len() && desired.values().all(|desired| desired == digest);
-    let state = match obstacle {
-        _ if all => RolloutState::Complete,
-        Some(obstacle) => obstacle,
-        None if free == 0 => limit_reached(&staged),
-        None => RolloutState::Progressing,
-    };
-    Rollout { nodes: desired, state }
+    Rollout { nodes: desired, obstacle: obstacle.filter(|_| !all) }
 }
 
 /// Returns the maximum number of unavailable nodes.
@@ -178,43 +156,29 @@ fn has_unfinished_canary(staged: &[(&ProfileNode, RolloutStage)]) -> bool {
     staged.iter().any(|(node, stage)| node.canary && *stage != RolloutStage::Applied)
 }
 
-/// Returns the state if no further node may get the revision because of the canaries.
+/// Returns why no further node may get the revision because of the canaries.
 fn canary_obstacle(
     staged: &[(&ProfileNode, RolloutStage)],
     canary: &Canary,
     soaked: Option<Duration>,
-) -> Option<RolloutState> {
+) -> Option<Obstacle> {
     let canaries = || staged.iter().filter(|(node, _)| node.canary);
     if let Some((node, stage)) = canaries().find(|(_, stage)| stage.is_bad()) {
-        return Some(RolloutState::CanaryFailed { node: node.name.clone(), stage: *stage });
+        return Some(Obstacle::CanaryFailed { node: node.name.clone(), stage: *stage });
     }
     if canaries().next().is_none() {
-        return Some(RolloutState::NoCanary);
+        return Some(Obstacle::NoCanary);
     }
     if has_unfinished_canary(staged) {
         return None;
     }
     if let Some((node, _)) = canaries().find(|(node, _)| node.silent) {
-        return Some(RolloutState::CanarySilent(node.name.clone()));
+        return Some(Obstacle::CanarySilent(node.name.clone()));
     }
     // Validated before: a profile with an unreadable time has no revision.
     let soak = canary.soak.duration().unwrap_or_default();
     let rest = soak.checked_sub(soaked.unwrap_or_default()).filter(|rest| !rest.is_zero());
-    rest.map(RolloutState::Soaking)
-}
-
-/// Returns the state if no further node may follow: others are still updating, or all of them refuse it or
-/// drift.
-fn limit_reached(staged: &[(&ProfileNode, RolloutStage)]) -> RolloutState {
-    let has_begun = |stage: RolloutStage| stage == RolloutStage::Updating || stage.is_bad();
-    let mut begun = staged.iter().filter(|(_, stage)| has_begun(*stage));
-    let first = staged.iter().find(|(_, stage)| stage.is_bad());
-    match first {
-        Some((node, stage)) if begun.all(|(_, stage)| stage.is_bad()) => {
-            RolloutState::LimitReached { node: node.name.clone(), stage: *stage }
-        }
-        _ => RolloutState::Progressing,
-    }
+    rest.map(Obstacle::Soaking)
 }
 
 #[cfg(test)]

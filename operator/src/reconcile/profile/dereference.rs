@@ -7,7 +7,6 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::node::AppliedProfile;
 use reprise_crds::{CacheNode, SlackProfile};
 
-use super::PROFILES_MAX;
 use super::content::Revision;
 use super::decisions::ProfileDecision;
 use super::order::{is_selected, selected};
@@ -25,21 +24,14 @@ use crate::reconcile::stores::Stores;
 pub struct ProfileInputs {
     /// Its revision, or why it has none.
     pub revision: Result<Revision, Refusal>,
-    /// Clusters that select it.
-    pub clusters: Vec<SelectingCluster>,
+    /// Clusters that select it, as `namespace/name`.
+    pub clusters: Vec<String>,
+    /// One of these clusters whose nodes do not get it, because older profiles reach the limit.
+    pub full: Option<String>,
     /// Nodes of these clusters that have the GPU, by name.
     pub nodes: Vec<ProfileNode>,
     /// GPU products of all nodes of these clusters.
     pub products: BTreeSet<String>,
-}
-
-/// A cluster that selects a profile.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SelectingCluster {
-    /// Name of the cluster as `namespace/name`.
-    pub cluster: String,
-    /// Number of selected profiles with precedence over this one ([`super::order`]).
-    pub ahead: usize,
 }
 
 /// A node that has the profile's GPU.
@@ -57,8 +49,6 @@ pub struct ProfileNode {
     pub silent: bool,
     /// Whether its spec must not change, because its cluster is paused or not accepted.
     pub frozen: bool,
-    /// Whether the profile exceeds the limit of its cluster.
-    pub over_limit: bool,
 }
 
 /// Reads the inputs: a measurement in a ConfigMap from the API server, everything else from the local stores.
@@ -69,18 +59,24 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Pr
     let revision = source::read(profile, context).await?;
     let stores = &context.stores;
     let (assignment, decided) = (stores.assignment(), context.decisions.of(profile));
-    let mut found =
-        ProfileInputs { revision, clusters: Vec::new(), nodes: Vec::new(), products: BTreeSet::new() };
+    let mut found = ProfileInputs {
+        revision,
+        clusters: Vec::new(),
+        full: None,
+        nodes: Vec::new(),
+        products: BTreeSet::new(),
+    };
     let mut clusters = stores.clusters.state_filter(|cluster| is_selected(cluster, profile));
     clusters.sort_by_key(|cluster| cluster.name_any());
     for cluster in clusters {
         let names = ClusterNames::of(&cluster);
-        let all = selected(&cluster, context);
-        let ahead = all.iter().take_while(|other| other.metadata.uid != profile.metadata.uid).count();
-        found.clusters.push(SelectingCluster { cluster: names.key(), ahead });
+        found.clusters.push(names.key());
+        let is_full =
+            !selected(&cluster, context).iter().any(|other| other.metadata.uid == profile.metadata.uid);
+        if is_full {
+            found.full = Some(names.key());
+        }
         let frozen = is_frozen(&cluster);
-        // A frozen cluster keeps its profiles.
-        let over_limit = ahead >= PROFILES_MAX && !frozen;
         for name in assignment.cluster(&cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {
             let live = stores.cache_nodes.get(&ObjectRef::new(name)).filter(|live| belongs_to(live, &names));
             let Some(live) = live else { continue };
@@ -91,8 +87,9 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Pr
             // rollout.
             let may_have = products.is_empty() && node.desired.is_some();
             if may_have || products.contains(profile.spec.subject.gpu_product.as_str()) {
-                let desired = node.desired.filter(|_| !over_limit);
-                found.nodes.push(ProfileNode { desired, frozen, over_limit, ..node });
+                // A frozen cluster keeps its profiles.
+                let desired = node.desired.filter(|_| !is_full || frozen);
+                found.nodes.push(ProfileNode { desired, frozen, ..node });
             }
             found.products.extend(products);
         }

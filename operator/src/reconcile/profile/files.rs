@@ -15,7 +15,6 @@ use kube::api::DynamicObject;
 use reprise_crds::slack::{content_file, digest_of_file};
 use reprise_crds::{CacheNode, KVCacheCluster};
 
-use super::PROFILES_MAX;
 use super::decisions::ProfileDecision;
 use super::order::selected;
 use crate::framework::child::ChildKind;
@@ -36,7 +35,7 @@ pub fn of(
 ) -> BTreeMap<String, String> {
     let stores = &context.stores;
     let profiles = selected(cluster, context);
-    let decided = profiles.iter().take(PROFILES_MAX).map(|profile| context.decisions.of(profile));
+    let decided = profiles.iter().map(|profile| context.decisions.of(profile));
     let decided: Vec<Option<Arc<ProfileDecision>>> = decided.collect();
     let live = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
     let live = live.as_deref().map(texts).unwrap_or_default();
@@ -94,28 +93,21 @@ mod tests {
     #[test]
     fn keeps_only_current_and_used_revisions() {
         let (new, old, unused) = (file("new"), file("old"), file("unused"));
-        let mut damaged = file("damaged");
-        damaged.1.push('!');
-        let other = ("agent.toml".to_owned(), "[node]".to_owned());
-        let live: BTreeMap<String, String> =
-            [old.clone(), unused, damaged.clone(), other].into_iter().collect();
-        let names = [&old.0, &damaged.0].map(|name| digest_of_file(name));
-        let used = |digest: &str| names.contains(&Some(digest.to_owned()));
-        let new_one = decided("new");
-        let made = files(&[&new_one, &ProfileDecision::default()], live.clone(), used);
-        assert_eq!(made, [new, old.clone()].into_iter().collect::<BTreeMap<_, _>>());
+        let (damaged, other) =
+            ((file("damaged").0, "!".to_owned()), ("agent.toml".to_owned(), String::new()));
+        let live = BTreeMap::from([old.clone(), unused.clone(), damaged, other]);
+        let is_used = |of: &str| of != digest::of("unused");
+        let made = files(&[&decided("new"), &ProfileDecision::default()], live.clone(), is_used);
+        assert_eq!(made, BTreeMap::from([new, old.clone()]));
         // Used revisions are unknown: all intact files are kept.
-        let made = files(&[], live, |_| true);
-        assert_eq!(made, [old, file("unused")].into_iter().collect::<BTreeMap<_, _>>());
+        assert_eq!(files(&[], live, |_| true), BTreeMap::from([old, unused]));
     }
 
     #[test]
     fn older_revisions_never_displace_current_ones() {
         let half = "x".repeat(FILES_BYTES_MAX / 2);
-        let live: BTreeMap<String, String> =
-            ["a", "b", "c"].map(|end| file(&format!("{half}{end}"))).into_iter().collect();
-        let present = decided("present");
-        let made = files(&[&present], live, |_| true);
+        let live = ["a", "b", "c"].map(|end| file(&format!("{half}{end}"))).into_iter().collect();
+        let made = files(&[&decided("present")], live, |_| true);
         assert_eq!(made.len(), 2, "the current one and one that fits in addition");
         assert!(made.values().any(|text| text == "present"));
     }

@@ -6,8 +6,7 @@ use reprise_crds::slack::{Measured, ProfileNodes};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{SlackProfile, SlackProfileStatus};
 
-use super::PROFILES_MAX;
-use super::build::{RolloutStage, RolloutState};
+use super::build::{Obstacle, RolloutStage};
 use super::dereference::{ProfileInputs, ProfileNode};
 use crate::framework::refusal::{Refusal, accepted};
 
@@ -25,8 +24,8 @@ pub struct StatusInputs<'a> {
     pub found: &'a ProfileInputs,
     /// Set if it is rejected: why.
     pub refused: Option<&'a Refusal>,
-    /// The state of its rollout.
-    pub state: &'a RolloutState,
+    /// What holds up its rollout.
+    pub obstacle: Option<&'a Obstacle>,
     /// Since when all canary nodes have applied the revision.
     pub soaking_since: Option<Time>,
 }
@@ -120,10 +119,6 @@ fn join_names<'a>(nodes: impl Iterator<Item = &'a ProfileNode>) -> String {
     nodes.take(NAMES_MAX).map(|node| node.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-fn join_clusters(found: &ProfileInputs) -> String {
-    found.clusters.iter().map(|selecting| selecting.cluster.as_str()).collect::<Vec<_>>().join(", ")
-}
-
 fn valid(found: &ProfileInputs) -> Finding {
     match &found.revision {
         Ok(_) => Finding::yes(
@@ -144,40 +139,37 @@ fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if let Some(refusal) = inputs.refused.or(inputs.found.revision.as_ref().err()) {
         let having = inputs.found.nodes.iter().filter(|node| node.desired.is_some()).count();
         let message = format!(
-            "no revision is distributed until the profile is accepted and valid; {having} of {all} nodes keep their revision{}",
-            over_limit_note(inputs)
+            "no revision is distributed until the profile is accepted and valid; {having} of {all} nodes keep their revision"
         );
         return Finding::no(kind, refusal.reason, message);
     }
     if all == 0 {
         return no_matching_gpu(inputs);
     }
-    let (reason, message) = match inputs.state {
-        RolloutState::Idle | RolloutState::Complete | RolloutState::Progressing => {
-            return in_progress(inputs, counts);
-        }
-        RolloutState::NoCanary => (
+    let Some(obstacle) = inputs.obstacle else { return in_progress(inputs, counts) };
+    let (reason, message) = match obstacle {
+        Obstacle::NoCanary => (
             Reason::NoNodes,
             format!(
                 "rollout.canary.nodeSelector matches none of the {all} nodes with the GPU, and no other node gets revision {revision} \
                  before: label a node, or remove rollout.canary"
             ),
         ),
-        RolloutState::Soaking(_) => (
+        Obstacle::Soaking(_) => (
             Reason::Progressing,
             format!(
                 "all canary nodes have applied revision {revision}; the others follow once rollout.canary.soak has passed since \
                  status.soakingSince"
             ),
         ),
-        RolloutState::CanarySilent(node) => (
+        Obstacle::CanarySilent(node) => (
             Reason::NotReported,
             format!(
                 "canary node {node} has not reported for a minute, and the others wait for it: check its agent's pod, or exclude \
                  the node from rollout.canary"
             ),
         ),
-        RolloutState::CanaryFailed { node, stage } => {
+        Obstacle::CanaryFailed { node, stage } => {
             let (reason, verb, remedy) = words(*stage);
             let problem = counts.problem(node);
             let message = format!(
@@ -185,31 +177,8 @@ fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
             );
             (reason, message)
         }
-        RolloutState::LimitReached { node, stage } => {
-            let (reason, verb, remedy) = words(*stage);
-            let problem = counts.problem(node);
-            let message = format!(
-                "{} of {all} nodes refuse revision {revision} or drift from it, which is the limit of rollout.maxUnavailablePercent: \
-                 node {node} {verb} it: {problem}. The other nodes keep their revision: {remedy}",
-                counts.with(RolloutStage::is_bad).count(),
-            );
-            (reason, message)
-        }
     };
     Finding::no(kind, reason, message)
-}
-
-/// Returns a note on nodes that do not get the profile because of the limit.
-fn over_limit_note(inputs: &StatusInputs<'_>) -> String {
-    let over_limit = || inputs.found.nodes.iter().filter(|node| node.over_limit);
-    match over_limit().count() {
-        0 => String::new(),
-        count => format!(
-            "; {count} do not get it while {PROFILES_MAX} other profiles have precedence: {}. Narrow spec.slackProfiles of their \
-             KVCacheCluster, or delete a profile",
-            join_names(over_limit())
-        ),
-    }
 }
 
 /// Returns reason, verb and remedy of a node that refuses a revision or drifts from it.
@@ -226,7 +195,7 @@ fn words(stage: RolloutStage) -> (Reason, &'static str, &'static str) {
 fn no_matching_gpu(inputs: &StatusInputs<'_>) -> Finding {
     let kind = Type::Distributed;
     let desired = &inputs.profile.spec.subject.gpu_product;
-    let clusters = join_clusters(inputs.found);
+    let clusters = inputs.found.clusters.join(", ");
     if inputs.found.products.is_empty() {
         let message = format!(
             "no node of {clusters} has reported a GPU: agents read /proc/driver/nvidia/gpus, which exists once the driver is loaded"
@@ -271,7 +240,7 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if !frozen.is_empty() {
         let message = format!(
             "{message}; {frozen} cannot be changed, because the KVCacheCluster is paused or not accepted: check {}",
-            join_clusters(inputs.found)
+            inputs.found.clusters.join(", ")
         );
         return Finding::no(kind, Reason::Paused, message);
     }

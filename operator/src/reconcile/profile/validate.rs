@@ -28,11 +28,10 @@ pub fn validate(profile: &SlackProfile, inputs: &ProfileInputs) -> Option<Refusa
         );
         return Some(Refusal::new(Reason::ReferenceNotFound, message));
     }
-    let over_limit = inputs.clusters.iter().find(|selecting| selecting.ahead >= PROFILES_MAX)?;
+    let cluster = inputs.full.as_ref()?;
     let message = format!(
-        "KVCacheCluster {} selects {PROFILES_MAX} profiles with precedence over this one, which is the limit of nodes, so they do not get \
-         it. Profiles that nodes already have take precedence, then older ones: narrow spec.slackProfiles, or delete a profile",
-        over_limit.cluster
+        "KVCacheCluster {cluster} selects {PROFILES_MAX} older profiles, which is the limit of nodes, so they do not get this one: \
+         narrow spec.slackProfiles, or delete a profile"
     );
     Some(Refusal::new(Reason::Conflict, message))
 }

@@ -12,8 +12,6 @@
 //! ([`super::dereference::TenantClusters::released`]). A tenant with this policy owns its budget even without
 //! limits: a budget that another client set is removed.
 
-use std::time::Duration;
-
 use futures_util::future::join_all;
 use kube::ResourceExt;
 use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
@@ -22,7 +20,7 @@ use reprise_crds::{CacheTenant, KVCacheCluster};
 use super::dereference::{TenantCluster, TenantClusters};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
-use crate::reconcile::control_plane::{Budget, CallError, POLL_INTERVAL, RETRY_INTERVAL, TierBytes};
+use crate::reconcile::control_plane::{Budget, CallError, TierBytes};
 use crate::reconcile::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 
 /// Result of setting the budget at one control plane.
@@ -103,15 +101,6 @@ pub fn is_withdrawn(tenant: &CacheTenant, refused: Option<&Refusal>, results: &[
         None => refused.is_none() && desired(tenant).is_none() && !wants_purge(tenant),
     };
     ends && results.iter().all(|result| result.outcome == BudgetOutcome::Applied)
-}
-
-/// Returns the delay until control planes are checked again.
-pub fn next_check(results: &[BudgetResult]) -> Option<Duration> {
-    let is_pending = |result: &BudgetResult| {
-        matches!(result.outcome, BudgetOutcome::Unreachable(_) | BudgetOutcome::BlocksRemain(_))
-    };
-    let is_pending = results.iter().any(is_pending);
-    if is_pending { Some(RETRY_INTERVAL) } else { (!results.is_empty()).then_some(POLL_INTERVAL) }
 }
 
 /// Sets the tenant's budget at the control planes of all clusters. A rejected object changes nothing.
@@ -251,9 +240,5 @@ mod tests {
             let is = (is_withdrawn(&tenant, refused, &results), is_purged(&tenant, &results));
             assert_eq!(is, (withdrawn, purged), "{:?} {refused:?} {results:?}", tenant.metadata);
         }
-        assert_eq!(next_check(&[]), None);
-        assert_eq!(next_check(&[at(BudgetOutcome::Foreign)]), Some(POLL_INTERVAL));
-        assert_eq!(next_check(&[applied(), unreachable()]), Some(RETRY_INTERVAL));
-        assert_eq!(next_check(&[applied(), held()]), Some(RETRY_INTERVAL));
     }
 }

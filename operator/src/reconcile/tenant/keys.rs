@@ -6,9 +6,7 @@
 //! blocks. An unreadable Secret, an invalid value and the deletion of a CacheTenant without a purge change nothing.
 //!
 //! The operator has no watch of the named Secrets, because it may read them by name only, nor of the copies. It reads
-//! them every [`POLL_INTERVAL`].
-
-use std::time::Duration;
+//! them every [`super::POLL_INTERVAL`].
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -29,44 +27,22 @@ use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::secrets;
 
-/// Interval between two readings of the Secret that a tenant names.
-pub const POLL_INTERVAL: Duration = Duration::from_secs(20);
-
 /// Maximum number of keys, the one that encrypts included; agents refuse longer lists.
 const KEYS_MAX: usize = 16;
 
 /// HTTP status code of requests that the operator has no permission for.
 const FORBIDDEN: u16 = 403;
 
-/// Why a cluster's copy differs from the tenant's Secret.
-struct CopyError {
-    refusal: Refusal,
-    /// Set if the reconcile must be retried.
-    retry: Option<OperatorError>,
-}
-
-/// Keys of a tenant, as its Secret has them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TenantKeys {
-    /// Lines of the entry, which were copied to the clusters.
-    Present,
-    /// The Secret or the entry does not exist.
-    Absent,
-    /// The Secret cannot be read, or has an invalid entry: the clusters keep their copies.
-    Unusable(Refusal),
-}
-
 /// Result of copying the keys of a tenant to its clusters.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct KeySync {
-    /// Keys in the Secret that the tenant names.
-    pub keys: TenantKeys,
+    /// Whether the Secret that the tenant names has keys. An error if it cannot be read or has an invalid entry: the
+    /// clusters keep their copies.
+    pub present: Result<bool, Refusal>,
     /// Number of the tenant's clusters whose Secret has the same entry, or lacks it as well.
     pub copies: usize,
     /// Clusters whose copy differs from the Secret, with the cause.
     pub failures: Vec<Refusal>,
-    /// An error for which the reconcile must be retried.
-    pub error: Option<OperatorError>,
 }
 
 /// Copies the keys of an encrypted tenant to its clusters; `None` for other tenants. A cluster that fails does not affect
@@ -82,22 +58,16 @@ pub async fn sync(
     if refused.is_some() || tenant.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let mut sync = KeySync { keys: TenantKeys::Absent, copies: 0, failures: Vec::new(), error: None };
     let text = match read(reference, context).await {
         Ok(text) => text,
-        Err(refusal) => return Some(KeySync { keys: TenantKeys::Unusable(refusal), ..sync }),
+        Err(refusal) => return Some(KeySync { present: Err(refusal), copies: 0, failures: Vec::new() }),
     };
-    if text.is_some() {
-        sync.keys = TenantKeys::Present;
-    }
+    let mut sync = KeySync { present: Ok(text.is_some()), copies: 0, failures: Vec::new() };
     // Former clusters keep their copies until the keys are gone.
     for cluster in clusters.present.iter().filter(|one| one.is_member || text.is_none()) {
         match copy(cluster, &tenant.name_any(), text.as_deref(), context).await {
             Ok(()) => sync.copies += usize::from(cluster.is_member),
-            Err(CopyError { refusal, retry }) => {
-                sync.failures.push(refusal);
-                sync.error = sync.error.or(retry);
-            }
+            Err(refusal) => sync.failures.push(refusal),
         }
     }
     Some(sync)
@@ -115,9 +85,9 @@ pub async fn remove(
         return;
     }
     for cluster in clusters.members() {
-        if let Err(error) = copy(cluster, &tenant.name_any(), None, context).await {
+        if let Err(refusal) = copy(cluster, &tenant.name_any(), None, context).await {
             for result in results.iter_mut().filter(|result| result.cluster == cluster.names.key()) {
-                result.outcome = BudgetOutcome::BlocksRemain(error.refusal.message.clone());
+                result.outcome = BudgetOutcome::BlocksRemain(refusal.message.clone());
             }
         }
     }
@@ -129,16 +99,14 @@ pub fn finding(tenant: &CacheTenant, sync: &KeySync, measurements: &[UsageMeasur
     let reference = tenant.spec.key_secret_ref.as_ref().map(describe).unwrap_or_default();
     let failures: Vec<&str> = sync.failures.iter().map(|failure| failure.message.as_str()).collect();
     let failures = failures.join("; ");
-    match (&sync.keys, sync.failures.first()) {
-        (TenantKeys::Unusable(refusal), _) => {
+    match (&sync.present, sync.failures.first()) {
+        (Err(refusal), _) => {
             let message = format!("{}. Agents keep the keys that they have", refusal.message);
             Finding::no(kind, refusal.reason, message)
         }
-        (TenantKeys::Present, Some(first)) => Finding::no(kind, first.reason, failures),
-        (TenantKeys::Present, None) if sync.copies == 0 => {
-            Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER)
-        }
-        (TenantKeys::Present, None) => {
+        (Ok(true), Some(first)) => Finding::no(kind, first.reason, failures),
+        (Ok(true), None) if sync.copies == 0 => Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER),
+        (Ok(true), None) => {
             let message = format!(
                 "{reference} is copied to the Secrets of {} clusters; agents read it within two minutes, and encrypt the \
                  tenant's blocks with its first key",
@@ -146,17 +114,17 @@ pub fn finding(tenant: &CacheTenant, sync: &KeySync, measurements: &[UsageMeasur
             );
             Finding::yes(kind, Reason::AsDesired, message)
         }
-        (TenantKeys::Absent, Some(first)) => {
+        (Ok(false), Some(first)) => {
             Finding::no(kind, first.reason, format!("{reference} does not exist, but {failures}"))
         }
-        (TenantKeys::Absent, None) if measurements.is_empty() => {
+        (Ok(false), None) if measurements.is_empty() => {
             let message = format!(
                 "{reference} does not exist, and the tenant applies to no KVCacheCluster: it is unknown whether nodes have \
                  blocks of it"
             );
             Finding::unknown(kind, Reason::ReferenceNotFound, message)
         }
-        (TenantKeys::Absent, None) => match remaining(measurements) {
+        (Ok(false), None) => match remaining(measurements) {
             Some(remaining) => {
                 let message = format!(
                     "{reference} does not exist, so agents drop the tenant's blocks; {remaining}. They cannot be read again, \
@@ -241,32 +209,27 @@ async fn copy(
     tenant: &str,
     text: Option<&str>,
     context: &Context,
-) -> Result<(), CopyError> {
+) -> Result<(), Refusal> {
     let (names, secret) = (&cluster.names, cluster.names.keys());
     let when_erasing = |reason| if text.is_none() { Reason::Releasing } else { reason };
-    let error = match write(cluster, tenant, text, context).await {
+    let (reason, words) = match write(cluster, tenant, text, context).await {
         Ok(true) => return Ok(()),
         Ok(false) => {
             let message = format!(
                 "KVCacheCluster {} is paused, so its Secret {secret} keeps its keys of the tenant: set paused to false",
                 names.key()
             );
-            let refusal = Refusal::new(when_erasing(Reason::Paused), message);
-            return Err(CopyError { refusal, retry: None });
+            return Err(Refusal::new(when_erasing(Reason::Paused), message));
         }
-        Err(error) => error,
-    };
-    let (reason, words) = match &error {
-        error if error.code() == Some(FORBIDDEN) => {
-            return Err(CopyError { refusal: secrets::refusal(names, &error.message()), retry: None });
+        Err(error) if error.code() == Some(FORBIDDEN) => {
+            return Err(secrets::refusal(names, &error.message()));
         }
-        OperatorError::Identity(words) => (Reason::SecretInvalid, words.clone()),
-        error => (when_erasing(Reason::Progressing), error.message()),
+        Err(OperatorError::Identity(words)) => (Reason::SecretInvalid, words),
+        Err(error) => (when_erasing(Reason::Progressing), error.message()),
     };
     let message =
         format!("cannot write the tenant's keys to Secret {secret} of {}; retrying: {words}", names.key());
-    let retry = matches!(error, OperatorError::Api { .. }).then_some(error);
-    Err(CopyError { refusal: Refusal::new(reason, message), retry })
+    Err(Refusal::new(reason, message))
 }
 
 /// Writes the entry of a cluster's Secret if it differs. `false`: it differs, and the cluster is paused.
@@ -339,18 +302,18 @@ mod tests {
         let used =
             |ssd: u64, away: u32| Ok(MeasuredUsage { used: TierBytes { dram: 0, ssd }, blocks: None, away });
         let unknown = || Err(UsageUnknown::NodesUnreported("no".to_owned()));
-        for (keys, copies, measured, status, reason, words) in [
-            (TenantKeys::Absent, 1, vec![used(0, 0), used(4096, 0)], False, Reason::Releasing, "4096 bytes"),
-            (TenantKeys::Absent, 1, vec![used(0, 2)], False, Reason::Releasing, "2 nodes of n/c do not"),
-            (TenantKeys::Absent, 1, vec![used(0, 0), unknown()], False, Reason::Releasing, "is unknown"),
-            (TenantKeys::Absent, 1, vec![used(0, 0)], False, Reason::Erased, "no node of n/c has"),
-            (TenantKeys::Absent, 0, vec![], Unknown, Reason::ReferenceNotFound, "entry key of Secret team-a"),
-            (TenantKeys::Present, 2, vec![], True, Reason::AsDesired, "Secrets of 2 clusters"),
-            (TenantKeys::Present, 0, vec![], False, Reason::ReferenceNotFound, "no KVCacheCluster"),
+        for (present, copies, measured, status, reason, words) in [
+            (false, 1, vec![used(0, 0), used(4096, 0)], False, Reason::Releasing, "4096 bytes"),
+            (false, 1, vec![used(0, 2)], False, Reason::Releasing, "2 nodes of n/c do not"),
+            (false, 1, vec![used(0, 0), unknown()], False, Reason::Releasing, "is unknown"),
+            (false, 1, vec![used(0, 0)], False, Reason::Erased, "no node of n/c has"),
+            (false, 0, vec![], Unknown, Reason::ReferenceNotFound, "entry key of Secret team-a"),
+            (true, 2, vec![], True, Reason::AsDesired, "Secrets of 2 clusters"),
+            (true, 0, vec![], False, Reason::ReferenceNotFound, "no KVCacheCluster"),
         ] {
             let of_cluster = |usage| UsageMeasurement { cluster: "n/c".to_owned(), usage };
             let measured: Vec<UsageMeasurement> = measured.into_iter().map(of_cluster).collect();
-            let sync = KeySync { keys, copies, failures: Vec::new(), error: None };
+            let sync = KeySync { present: Ok(present), copies, failures: Vec::new() };
             let (is, why, message) = found(&sync, &measured);
             assert_eq!((is, why), (status, reason), "{message}");
             assert!(message.contains(words), "{message}");
@@ -396,9 +359,8 @@ mod tests {
         let (context, log) = context_of(responses);
         let sync =
             sync(&tenant, None, &clusters(&tenant, [false, false]), &context).await.expect("encrypted");
-        assert_eq!((&sync.keys, sync.copies), (&TenantKeys::Present, 1));
+        assert_eq!((&sync.present, sync.copies), (&Ok(true), 1));
         assert_eq!(log.methods(), ["GET", "GET", "GET", "POST"]);
-        assert!(sync.error.is_some(), "retried");
         let (status, reason, message) = found(&sync, &[]);
         assert_eq!((status, reason), (False, Reason::Progressing));
         assert!(message.contains("a-keys of n/a") && !message.contains("n/b"), "{message}");
@@ -410,13 +372,12 @@ mod tests {
         let responses = vec![not_found(), secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")];
         let (context, log) = context_of(responses);
         let sync = sync(&tenant, None, &clusters(&tenant, [false, true]), &context).await.expect("encrypted");
-        assert_eq!((&sync.keys, sync.copies), (&TenantKeys::Absent, 0));
+        assert_eq!((&sync.present, sync.copies), (&Ok(false), 0));
         assert_eq!(log.methods(), ["GET", "GET", "PATCH", "GET"]);
         assert_eq!(log.requests()[2].body["data"], json!({ "t": null }));
         let (status, reason, message) = found(&sync, &[]);
         assert_eq!((status, reason), (False, Reason::Releasing));
         assert!(message.contains("KVCacheCluster n/b is paused"), "{message}");
-        assert!(sync.error.is_none());
     }
 
     #[tokio::test]

@@ -253,11 +253,6 @@ pub fn public_finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Optio
     })
 }
 
-/// Whether some node has yet to apply the current assignment.
-pub fn is_awaited(statuses: &[BindingStatus]) -> bool {
-    statuses.iter().any(|status| !status.late.is_empty())
-}
-
 fn describe(status: &BindingStatus) -> String {
     let BindingStatus { cluster, share: TenantShare { namespaces, accounts, .. }, silent, .. } = status;
     let silent = match silent {

@@ -7,8 +7,6 @@
 //! Values that may be too small are not reported: the stored ones stay, and condition `UsageKnown` gives the
 //! reason.
 
-use std::time::Duration;
-
 use futures_util::future::join_all;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
@@ -21,9 +19,7 @@ use super::dereference::TenantClusters;
 use super::{NO_CLUSTER, budget};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
-use crate::reconcile::control_plane::{
-    MeasuredUsage, POLL_INTERVAL, RETRY_INTERVAL, TierBytes, USAGE_TTL, UsageUnknown,
-};
+use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageUnknown};
 use crate::reconcile::membership::applies_to;
 
 /// Divisor of the significance threshold: smaller changes are not written. Budgets are not rebalanced for
@@ -43,17 +39,6 @@ pub struct UsageMeasurement {
     pub usage: Result<MeasuredUsage, UsageUnknown>,
 }
 
-/// The usage part of a tenant's status.
-#[derive(Clone, Debug, PartialEq)]
-pub struct UsageReport {
-    /// Usage values for the status.
-    pub usage: Option<TenantUsage>,
-    /// Conditions about the usage.
-    pub findings: Vec<Finding>,
-    /// Delay until the next measurement.
-    pub next: Duration,
-}
-
 /// Reads the usage from the control planes of all the tenant's clusters that are not being deleted.
 pub async fn measure(
     tenant: &CacheTenant,
@@ -71,23 +56,18 @@ pub async fn measure(
     join_all(measured).await
 }
 
-/// Computes the usage part of the status.
+/// Computes the usage values of the status, and the conditions about them.
 pub fn evaluate(
     tenant: &CacheTenant,
     measurements: &[UsageMeasurement],
     refused: Option<&Refusal>,
     now: &Time,
-) -> UsageReport {
+) -> (Option<TenantUsage>, Vec<Finding>) {
     let before = tenant.status.as_ref();
     let stored = before.and_then(|before| before.usage.clone());
     let over = over_quota(tenant, measurements, refused);
     if let Some(unknown) = unknown(measurements) {
-        // The client backs off from an unreachable control plane anyway.
-        let is_unheard =
-            measurements.iter().any(|one| matches!(one.usage, Err(UsageUnknown::NodesUnreported(_))));
-        let next = if is_unheard { RETRY_INTERVAL } else { POLL_INTERVAL };
-        let findings = std::iter::once(unknown).chain(over).collect();
-        return UsageReport { usage: stored, findings, next };
+        return (stored, std::iter::once(unknown).chain(over).collect());
     }
     let fresh = figures(measurements, now);
     // Values and condition come from one measurement.
@@ -95,7 +75,7 @@ pub fn evaluate(
     let is_same = was_over.map(|was| was.status) == over.as_ref().map(|over| over.status);
     let kept = stored.filter(|stored| is_same && is_close(stored, &fresh));
     let findings = std::iter::once(known(measurements)).chain(over).collect();
-    UsageReport { usage: Some(kept.unwrap_or(fresh)), findings, next: USAGE_TTL }
+    (Some(kept.unwrap_or(fresh)), findings)
 }
 
 /// Whether the values of two measurements differ by at most a 64th.

@@ -148,15 +148,15 @@ impl Model {
         while let Some(write) = pass.next_write() {
             let name = write.object.name_any();
             if written.len() == most {
-                // Only grants: a late end of a grant is harmless because the agent refuses pairs that it lent to others,
-                // which the model leaves out.
+                // Only grants: a late end of a grant is harmless because the agent refuses pairs that others have. The
+                // model leaves that out.
                 if write.operation == Operation::Grant {
                     self.late.push(write);
                 }
                 return written;
             }
             if self.unwritable.contains(&name) {
-                pass.record_rejection(&write);
+                pass.record_failure(&write);
                 continue;
             }
             written.push(format!("{:?} {name}", write.operation));
@@ -344,7 +344,7 @@ fn random_events_never_grant_a_queue_pair_twice() {
             }
             model.run_pass(random.random_range(0..6));
         }
-        // All allocations are deleted, and none of their pairs stays used.
+        // All allocations are deleted, and no pair stays used.
         model.unwritable.clear();
         for name in model.objects.keys().cloned().collect::<Vec<_>>() {
             model.delete(&name);

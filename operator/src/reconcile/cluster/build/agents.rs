@@ -224,23 +224,19 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
     }
     let config = json!({ "name": "config", "configMap": { "name": inputs.agent_config.names.agent() } });
-    // The operator creates the Secret with the first CacheTenant, and agents read a salt when a session needs it.
-    let salts = json!({
-        "name": "salts",
-        "secret": { "secretName": inputs.agent_config.names.salts(), "defaultMode": 0o400, "optional": true },
-    });
-    // With the first key of an encrypted tenant. Agents read the folder once a second.
-    let keys = json!({
-        "name": "keys",
-        "secret": { "secretName": inputs.agent_config.names.keys(), "defaultMode": 0o400, "optional": true },
-    });
-    let mut volumes = vec![config, identities::volume(inputs), salts, keys];
-    let mut mounts = vec![
-        json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }),
-        identities::mount(),
-        json!({ "name": "salts", "mountPath": SALTS_FOLDER, "readOnly": true }),
-        json!({ "name": "keys", "mountPath": KEYS_FOLDER, "readOnly": true }),
-    ];
+    let mut volumes = vec![config, identities::volume(inputs)];
+    let mut mounts =
+        vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }), identities::mount()];
+    // The operator creates both with the first salt or key. Agents read a salt when a session needs it, and the folder of
+    // keys once a second.
+    let names = &inputs.agent_config.names;
+    for (name, secret, folder) in
+        [("salts", names.salts(), SALTS_FOLDER), ("keys", names.keys(), KEYS_FOLDER)]
+    {
+        let secret = json!({ "secretName": secret, "defaultMode": 0o400, "optional": true });
+        volumes.push(json!({ "name": name, "secret": secret }));
+        mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
+    }
     for (index, folder) in folders.iter().enumerate() {
         let name = format!("node-{index}");
         volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::error::Error;
-use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use etcd_client::{
@@ -16,7 +16,6 @@ use kube::Api;
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::{EtcdMode, ExternalEtcd};
 use reprise_crds::status::{ConditionType, Finding, Reason};
-use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::transport::Endpoint;
 
@@ -78,11 +77,10 @@ struct CachedCheck {
     check: EtcdCheck,
 }
 
-/// Cached check of each cluster's external etcd, by the cluster's uid. One lock per cluster: an unresponsive
-/// etcd delays only its own cluster.
+/// Last check of each cluster's external etcd, by the cluster's uid. A cluster has one reconcile at a time.
 #[derive(Debug, Default)]
 pub struct EtcdChecks {
-    last: SyncMutex<HashMap<String, Arc<Mutex<Option<CachedCheck>>>>>,
+    last: Mutex<HashMap<String, CachedCheck>>,
 }
 
 /// Contents of the Secrets.
@@ -100,28 +98,21 @@ impl EtcdChecks {
         let external = external.filter(|_| cluster.spec.etcd.mode == EtcdMode::External)?;
         let names = ClusterNames::of(cluster);
         let generation = cluster.metadata.generation;
-        let own = self.of(&names.uid);
-        let mut last = own.lock().await;
-        if let Some(cached) = last.as_ref().filter(|cached| cached.generation == generation) {
+        let last = || self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_fresh = |cached: &&CachedCheck| {
             let stays = if cached.check.is_good() { HEALTHY_TTL } else { FAILED_TTL };
-            if cached.at.elapsed() < stays {
-                return Some(cached.check.clone());
-            }
+            cached.generation == generation && cached.at.elapsed() < stays
+        };
+        let fresh = last().get(&names.uid).filter(is_fresh).map(|cached| cached.check.clone());
+        if fresh.is_some() {
+            return fresh;
         }
         let check = probe_store(external, cluster.spec.etcd.key_prefix.as_str(), &names, context).await;
-        *last = Some(CachedCheck { generation, at: Instant::now(), check: check.clone() });
+        let cached = CachedCheck { generation, at: Instant::now(), check: check.clone() };
+        let mut last = last();
+        last.retain(|_, cached| cached.at.elapsed() < EVICT_AFTER);
+        last.insert(names.uid, cached);
         Some(check)
-    }
-
-    fn of(&self, uid: &str) -> Arc<Mutex<Option<CachedCheck>>> {
-        let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.contains_key(uid) {
-            // Drop entries of deleted clusters.
-            let is_old = |cached: &CachedCheck| cached.at.elapsed() > EVICT_AFTER;
-            // A locked entry is in use, so it is kept.
-            all.retain(|_, own| own.try_lock().map_or(true, |last| !last.as_ref().is_some_and(is_old)));
-        }
-        Arc::clone(all.entry(uid.to_owned()).or_default())
     }
 }
 

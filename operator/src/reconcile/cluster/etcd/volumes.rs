@@ -51,7 +51,7 @@ pub(in crate::reconcile::cluster) async fn problem(
             missing_class(wanted.as_deref(), &classes)
         }
         Err(error) => {
-            // The chart of an older version does not grant this permission.
+            // The operator may lack the permission.
             tracing::debug!(%error, "cannot list storage classes");
             None
         }
@@ -85,7 +85,7 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
                 }
             }
             Err(error) => {
-                // The chart of an older version does not grant this permission.
+                // The operator may lack the permission.
                 tracing::debug!(%error, claim = name, "cannot read a volume claim of etcd");
                 return None;
             }
@@ -119,46 +119,5 @@ fn missing_class(wanted: Option<&str>, classes: &[ClassInfo]) -> Option<String> 
             IS_DEFAULT[0]
         )),
         _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn named(name: &str, is_default: bool) -> ClassInfo {
-        ClassInfo { name: name.to_owned(), is_default }
-    }
-
-    #[test]
-    fn reports_missing_class_and_names_existing_ones() {
-        let problem = missing_class(Some("fast"), &[named("slow", true)]).expect("a problem");
-        assert!(problem.contains("StorageClass fast") && problem.contains("existing: slow"), "{problem}");
-        assert_eq!(missing_class(Some("fast"), &[named("slow", true), named("fast", false)]), None);
-    }
-
-    #[test]
-    fn claims_without_a_class_need_a_default_one() {
-        let problem = missing_class(None, &[named("slow", false)]).expect("a problem");
-        assert!(problem.contains("is-default-class: \"true\"") && problem.contains("slow"), "{problem}");
-        assert!(missing_class(None, &[]).expect("a problem").contains("there are no StorageClasses"));
-        assert_eq!(missing_class(None, &[named("slow", false), named("fast", true)]), None);
-    }
-
-    #[test]
-    fn recognizes_default_class_by_either_annotation_with_value_true() {
-        let of = |key: &str, value: &str| -> ClassInfo {
-            let object = json!({
-                "provisioner": "x", "metadata": { "name": "s", "annotations": { key: value } },
-            });
-            class(&serde_json::from_value::<StorageClass>(object).expect("a class"))
-        };
-        for key in IS_DEFAULT {
-            assert!(of(key, "true").is_default, "{key}");
-            assert!(!of(key, "false").is_default, "{key}");
-        }
-        assert!(!of("is-default-class", "true").is_default);
     }
 }

@@ -46,6 +46,27 @@ fn workload(image: &str, updated: u32) -> Arc<DynamicObject> {
     Arc::new(serde_json::from_value(whole).expect("an object"))
 }
 
+/// Versions that processes report, the image of their pods, and how many of the pods have the current template.
+type Running<'a> = (&'a str, u32, &'a [&'a str]);
+
+/// Adds running processes; an empty version stands for no report.
+fn run(inputs: &mut ClusterInputs, agents: Running<'_>, members: Running<'_>) {
+    let reports = |version: &&&str| !version.is_empty();
+    let (image, updated, versions) = agents;
+    inputs.agents = Some(workload(image, updated));
+    inputs.cache_nodes =
+        versions.iter().filter(reports).map(|version| node(version, clock::now().0)).collect();
+    let (image, updated, versions) = members;
+    inputs.members = Some(workload(image, updated));
+    let names = ["c-0", "c-1"].map(str::to_owned).into_iter();
+    let versions = versions.iter().map(|version| Some((*version).to_owned()).filter(|one| !one.is_empty()));
+    let state = control_plane::ControlPlaneState {
+        members: names.zip(versions).collect(),
+        ..control_plane::ControlPlaneState::default()
+    };
+    inputs.control_plane_state = Some(Ok(Arc::new(state)));
+}
+
 fn node(version: &str, reported: Timestamp) -> Arc<CacheNode> {
     let spec = serde_json::from_value(json!({ "nodeName": "n" })).expect("a spec");
     let status = json!({ "lastUpdated": reported.to_string(), "agent": { "version": version } });
@@ -54,33 +75,13 @@ fn node(version: &str, reported: Timestamp) -> Arc<CacheNode> {
     Arc::new(node)
 }
 
-/// Running members that report these versions; an empty string stands for no report.
-fn with_members(mut inputs: ClusterInputs, image: &str, updated: u32, versions: &[&str]) -> ClusterInputs {
-    let member = |(index, version): (usize, &&str)| {
-        (format!("c-{index}"), Some((*version).to_owned()).filter(|version| !version.is_empty()))
-    };
-    let members = versions.iter().enumerate().map(member).collect();
-    inputs.members = Some(workload(image, updated));
-    inputs.control_plane_state = Some(Ok(Arc::new(control_plane::ControlPlaneState {
-        members,
-        ..control_plane::ControlPlaneState::default()
-    })));
-    inputs
+fn skew_message(before: &KVCacheCluster, inputs: &ClusterInputs) -> String {
+    skew(before, inputs).map(|refused| refused.message).unwrap_or_default()
 }
 
-fn with_agents(mut inputs: ClusterInputs, image: &str, versions: &[&str]) -> ClusterInputs {
-    inputs.agents = Some(workload(image, 2));
-    inputs.cache_nodes = versions.iter().map(|version| node(version, clock::now().0)).collect();
-    inputs
-}
-
-fn skew_message(inputs: &ClusterInputs) -> String {
-    skew(&cluster(json!({})), inputs).map(|refused| refused.message).unwrap_or_default()
-}
-
-fn reported(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (ConditionStatus, Reason, String) {
-    let finding = Versions::of(cluster, inputs).compatible();
-    (finding.status, finding.reason, finding.message)
+fn assert_contains(message: &str, expected: &str, what: impl std::fmt::Debug) {
+    assert_eq!(message.is_empty(), expected.is_empty(), "{what:?}: {message}");
+    assert!(message.contains(expected), "{what:?}: {message}");
 }
 
 #[test]
@@ -94,9 +95,8 @@ fn rejects_desired_versions_more_than_one_minor_apart_and_reports_the_intermedia
         (DIGEST, "0.9.0", ""),
         ("latest", "0.9.0", ""),
     ] {
-        let message = skew_message(&inputs_with_tags([agent, control_plane]));
-        assert_eq!(message.is_empty(), expected.is_empty(), "{agent} {control_plane}: {message}");
-        assert!(message.contains(expected), "{message}");
+        let message = skew_message(&cluster(json!({})), &inputs_with_tags([agent, control_plane]));
+        assert_contains(&message, expected, (agent, control_plane));
     }
 }
 
@@ -110,134 +110,131 @@ fn reads_version_from_tag_only_without_digest() {
 }
 
 #[test]
-fn desired_version_must_be_compatible_with_members_still_running_the_previous_version() {
-    let half_way = |tags| with_members(inputs_with_tags(tags), "c:0.2.0", 1, &["0.1.0", "0.2.0"]);
-    assert_eq!(skew_message(&half_way(["0.2.0", "0.2.0"])), "", "the rollout continues");
-    assert_eq!(skew_message(&half_way(["0.1.0", "0.1.0"])), "", "a rollback is allowed");
-    let members = "members of version 0.1 and members of version 0.3";
-    assert!(skew_message(&half_way(["0.2.0", "0.3.0"])).starts_with(members));
-    let agents = "agents of version 0.3 and members of version 0.1";
-    assert!(skew_message(&half_way(["0.3.0", "0.2.0"])).starts_with(agents));
-    let done = with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c:0.2.0", 2, &["0.2.0", "0.2.0"]);
-    assert_eq!(skew_message(&done), "");
-}
-
-#[test]
-fn absent_member_counts_with_its_last_known_version_during_a_rollout() {
-    let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.2.0" } }));
-    let of = |updated, versions: &[&str]| {
-        let inputs = with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c:0.2.0", updated, versions);
-        skew(&before, &inputs).map(|refused| refused.reason)
-    };
-    assert_eq!(of(1, &["0.2.0"]), Some(Reason::VersionSkew), "it may return with the old version");
-    assert_eq!(of(2, &["0.2.0"]), None, "no pod of the previous template is left");
-    assert_eq!(of(1, &["0.2.0", "0.2.0"]), None, "all have reported it");
-}
-
-#[test]
-fn unreachable_members_count_with_their_last_known_version() {
-    let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.1.0" } }));
-    let mut wanted =
-        with_members(inputs_with_tags(["0.2.0", "0.3.0"]), "c@sha256:00", 2, &["0.1.0", "0.1.0"]);
-    assert!(skew(&before, &wanted).is_some());
-    wanted.control_plane_state = None;
-    assert!(skew(&before, &wanted).is_some());
-    let running = Versions::of(&before, &wanted).running().expect("some are known");
-    assert_eq!(running.control_plane, Some(Version::new("0.1.0")));
-}
-
-#[test]
-fn reports_why_members_cannot_be_read() {
-    let here = cluster(json!({}));
-    let agents = with_agents(inputs_with_tags(["0.1.0", "0.1.0"]), "a:0.1.0", &["0.1.0", "0.1.0"]);
-    let mut call_error = with_members(agents, "c:0.1.0", 2, &[]);
-    call_error.control_plane_state = Some(Err("no response within 3s".to_owned()));
-    let (status, reason, message) = reported(&here, &call_error);
-    assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert!(message.starts_with("2 of 2 members: version not reported. "), "{message}");
-    assert!(
-        message.contains("network policies") && message.ends_with(": no response within 3s"),
-        "{message}"
+fn desired_versions_must_be_compatible_with_all_running_ones() {
+    let none: Running<'_> = ("a:0.2.0", 2, &[]);
+    let half_way: Running<'_> = ("c:0.2.0", 1, &["0.1.0", "0.2.0"]);
+    for (tags, agents, members, expected) in [
+        // A rollout continues, or is rolled back.
+        (["0.2.0", "0.2.0"], none, half_way, ""),
+        (["0.1.0", "0.1.0"], none, half_way, ""),
+        (["0.2.0", "0.3.0"], none, half_way, "members of version 0.1 and members of version 0.3"),
+        (["0.3.0", "0.2.0"], none, half_way, "agents of version 0.3 and members of version 0.1"),
+        (["0.2.0", "0.3.0"], none, ("c:0.2.0", 2, &["0.2.0", "0.2.0"]), ""),
+        (
+            ["0.3.0", "0.3.0"],
+            ("a:0.3.0", 2, &["0.2.0", "0.1.0"]),
+            ("c:0.3.0", 2, &[]),
+            "agents of version 0.1",
+        ),
+    ] {
+        let mut inputs = inputs_with_tags(tags);
+        run(&mut inputs, agents, members);
+        assert_contains(&skew_message(&cluster(json!({})), &inputs), expected, (tags, agents, members));
+    }
+    let mut gone = inputs_with_tags(["0.3.0", "0.3.0"]);
+    gone.cache_nodes = vec![node("0.1.0", clock::now().0 - SignedDuration::from_hours(1))];
+    assert_eq!(
+        skew_message(&cluster(json!({})), &gone),
+        "",
+        "an agent without a recent report does not count"
     );
 }
 
 #[test]
 fn incompatible_running_versions_allow_rollback_and_intermediate_versions() {
-    let skewed = |tags: [&str; 2]| {
-        let agents = with_agents(inputs_with_tags(tags), "a:0.1.0", &["0.1.0", "0.1.0"]);
-        skew_message(&with_members(agents, "c@sha256:00", 2, &["0.4.0", "0.4.0"]))
-    };
-    for recovery_tags in [["0.1.0", "0.1.0"], ["0.2.0", "0.2.0"], ["0.4.0", "0.3.0"]] {
-        assert_eq!(skewed(recovery_tags), "", "{recovery_tags:?}");
+    for (tags, expected) in [
+        (["0.1.0", "0.1.0"], ""),
+        (["0.2.0", "0.2.0"], ""),
+        (["0.4.0", "0.3.0"], ""),
+        // The skew would remain.
+        (["0.1.0", "0.4.0"], "set the image of the agents to 0.2 first"),
+        // It is incompatible with all running versions.
+        (["0.6.0", "0.6.0"], "version 0.6"),
+    ] {
+        let mut inputs = inputs_with_tags(tags);
+        let members: Running<'_> = ("c@sha256:00", 2, &["0.4.0", "0.4.0"]);
+        run(&mut inputs, ("a:0.1.0", 2, &["0.1.0", "0.1.0"]), members);
+        assert_contains(&skew_message(&cluster(json!({})), &inputs), expected, tags);
     }
-    assert!(
-        skewed(["0.1.0", "0.4.0"]).contains("set the image of the agents to 0.2 first"),
-        "the skew would remain"
-    );
-    assert!(
-        skewed(["0.6.0", "0.6.0"]).contains("version 0.6"),
-        "it is incompatible with all running versions"
-    );
 }
 
 #[test]
-fn pod_template_counts_once_a_pod_is_ready_and_agents_count_as_reported() {
-    let mut wanted = inputs_with_tags(["0.3.0", "0.3.0"]);
-    assert_eq!(skew_message(&wanted), "", "nothing runs yet");
-    wanted.agents = Some(workload("a:0.1.0", 2));
-    assert!(skew_message(&wanted).contains("set the image of the agents to 0.2 first"));
-    let mut never = (*workload("a:0.11.0", 0)).clone();
-    never.data["status"] = json!({});
-    wanted.agents = Some(Arc::new(never));
-    assert_eq!(skew_message(&wanted), "", "none of its pods was ever ready");
-
-    let reported = with_agents(inputs_with_tags(["0.3.0", "0.3.0"]), "a:0.3.0", &["0.2.0", "0.1.0"]);
-    assert!(skew_message(&reported).contains("agents of version 0.1"), "{}", skew_message(&reported));
-    let mut gone = inputs_with_tags(["0.3.0", "0.3.0"]);
-    gone.cache_nodes = vec![node("0.1.0", clock::now().0 - SignedDuration::from_hours(1))];
-    assert_eq!(skew_message(&gone), "", "an agent without a recent report does not count");
+fn absent_members_count_with_their_last_known_version_during_a_rollout() {
+    let before = cluster(json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.2.0" } }));
+    let of = |members: Running<'_>| {
+        let mut inputs = inputs_with_tags(["0.2.0", "0.3.0"]);
+        run(&mut inputs, ("a:0.2.0", 2, &[]), members);
+        inputs
+    };
+    for (members, is_skewed) in [
+        // It may return with the old version.
+        (("c:0.2.0", 1, &["0.2.0"][..]), true),
+        // No pod of the previous template is left.
+        (("c:0.2.0", 2, &["0.2.0"]), false),
+        (("c:0.2.0", 1, &["0.2.0", "0.2.0"]), false),
+    ] {
+        assert_eq!(skew(&before, &of(members)).is_some(), is_skewed, "{members:?}");
+    }
+    let mut unreachable = of(("c:0.2.0", 2, &["0.2.0", "0.2.0"]));
+    unreachable.control_plane_state = None;
+    assert!(skew(&before, &unreachable).is_some());
+    let running = Versions::of(&before, &unreachable).running().expect("some are known");
+    assert_eq!(running.control_plane, Some(Version::new("0.1.0")));
 }
 
 #[test]
-fn image_without_a_version_has_the_versions_that_its_processes_report() {
+fn reports_versions_of_processes_regardless_of_image_tags() {
+    use ConditionStatus::{False, True, Unknown};
     let here = cluster(json!({}));
-    let starts = with_agents(inputs_with_tags(["0.1.0", DIGEST]), "a:0.1.0", &["0.1.0", "0.1.0"]);
-    let (status, reason, message) = reported(&here, &starts);
-    assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::Progressing));
-    assert!(
-        message.starts_with("image c@sha256:00 has no version in its tag")
-            && message.ends_with("(2 of 2 members: version not reported)"),
-        "{message}"
-    );
-
-    let half_way = with_members(starts.clone(), "c@sha256:00", 1, &["0.1.0", "0.1.0"]);
-    let (status, _, message) = reported(&here, &half_way);
-    assert_eq!(status, ConditionStatus::Unknown);
-    assert!(message.contains("not all members run it yet"), "{message}");
-
-    let up = with_members(starts.clone(), "c@sha256:00", 2, &["0.2.0", "0.2.0"]);
-    let expected = "agents run 0.1.0; members run 0.2.0".to_owned();
-    assert_eq!(reported(&here, &up), (ConditionStatus::True, Reason::AsDesired, expected));
-    let next = DefaultImages { agent: "a:0.4.0".to_owned(), ..up.images.clone() };
-    assert!(
-        skew_message(&ClusterInputs { images: next, ..up }).contains("agents of version 0.4"),
-        "the version is known now"
-    );
-
-    let far = with_members(starts, "c@sha256:00", 2, &["0.3.0", "0.3.0"]);
-    let (status, reason, message) = reported(&here, &far);
-    assert_eq!((status, reason), (ConditionStatus::False, Reason::VersionSkew));
-    assert!(message.contains("agents of version 0.1 and members of version 0.3"), "{message}");
-}
-
-#[test]
-fn reports_the_versions_of_processes_regardless_of_image_tags() {
-    let here = cluster(json!({}));
-    let running = |inputs: &ClusterInputs| Versions::of(&here, inputs).running();
-    assert_eq!(running(&inputs_with_tags(["0.1.0", "0.1.0"])), None);
-    let agents =
-        with_agents(inputs_with_tags(["0.2.0", "0.2.0"]), "a:0.2.0", &["0.10.0", "0.9.1", "odd one"]);
-    let members = with_members(agents, "c:0.2.0", 2, &["0.9.0", ""]);
+    let agents: Running<'_> = ("a:0.1.0", 2, &["0.1.0", "0.1.0"]);
+    let digest = |updated, versions| ("c@sha256:00", updated, versions);
+    for (tag, members, (status, reason), words) in [
+        (
+            DIGEST,
+            digest(0, &["", ""][..]),
+            (Unknown, Reason::Progressing),
+            "image c@sha256:00 has no version in its tag",
+        ),
+        (
+            DIGEST,
+            digest(0, &["", ""]),
+            (Unknown, Reason::Progressing),
+            "(2 of 2 members: version not reported)",
+        ),
+        (
+            DIGEST,
+            digest(1, &["0.1.0", "0.1.0"]),
+            (Unknown, Reason::Progressing),
+            "not all members run it yet",
+        ),
+        (
+            DIGEST,
+            digest(2, &["0.2.0", "0.2.0"]),
+            (True, Reason::AsDesired),
+            "agents run 0.1.0; members run 0.2.0",
+        ),
+        (
+            DIGEST,
+            digest(2, &["0.3.0", "0.3.0"]),
+            (False, Reason::VersionSkew),
+            "agents of version 0.1 and members of version 0.3",
+        ),
+        (
+            "0.1.0",
+            ("c:0.1.0", 2, &["0.1.0", ""]),
+            (Unknown, Reason::NotReported),
+            "1 of 2 members: version not reported",
+        ),
+    ] {
+        let mut inputs = inputs_with_tags(["0.1.0", tag]);
+        run(&mut inputs, agents, members);
+        let finding = Versions::of(&here, &inputs).compatible();
+        assert_eq!((finding.status, finding.reason), (status, reason), "{members:?}");
+        assert!(finding.message.contains(words), "{words}: {}", finding.message);
+    }
+    let mut inputs = inputs_with_tags(["0.1.0", "0.1.0"]);
+    assert_eq!(Versions::of(&here, &inputs).running(), None);
+    run(&mut inputs, ("a:0.1.0", 2, &["0.10.0", "0.9.1", "odd one"]), ("c:0.1.0", 2, &["0.9.0", ""]));
     let version = |text: &str| Some(Version::new(text));
     let expected = RunningVersions {
         control_plane: version("0.9.0"),
@@ -245,8 +242,14 @@ fn reports_the_versions_of_processes_regardless_of_image_tags() {
         agent_min: version("0.9.1"),
         agent_max: version("0.10.0"),
     };
-    assert_eq!(running(&members), Some(expected));
-    let (status, reason, message) = reported(&here, &members);
-    assert_eq!((status, reason), (ConditionStatus::Unknown, Reason::NotReported));
-    assert_eq!(message, "1 of 2 members: version not reported");
+    assert_eq!(Versions::of(&here, &inputs).running(), Some(expected));
+    run(&mut inputs, agents, ("c:0.1.0", 2, &[]));
+    inputs.control_plane_state = Some(Err("no response within 3s".to_owned()));
+    let Finding { reason, message, .. } = Versions::of(&here, &inputs).compatible();
+    assert_eq!(reason, Reason::NotReported);
+    assert!(message.starts_with("2 of 2 members: version not reported. "), "{message}");
+    assert!(
+        message.contains("network policies") && message.ends_with(": no response within 3s"),
+        "{message}"
+    );
 }

@@ -29,8 +29,8 @@ fn fails(unknown: UsageUnknown) -> UsageMeasurement {
     UsageMeasurement { cluster: "n/c".to_owned(), usage: Err(unknown) }
 }
 
-fn of(report: &UsageReport, kind: Type) -> &Finding {
-    report.findings.iter().find(|found| found.kind == kind).expect("the condition")
+fn of(findings: &[Finding], kind: Type) -> &Finding {
+    findings.iter().find(|found| found.kind == kind).expect("the condition")
 }
 
 /// Evaluates and stores measurements; returns the stored size on devices with its time, and `OverQuota`.
@@ -39,14 +39,14 @@ fn store(
     second: u32,
     measurements: &[UsageMeasurement],
 ) -> (String, Time, ConditionStatus) {
-    let report = evaluate(tenant, measurements, None, &at(second));
-    let mut status = CacheTenantStatus { usage: report.usage.clone(), ..CacheTenantStatus::default() };
-    for finding in &report.findings {
+    let (usage, findings) = evaluate(tenant, measurements, None, &at(second));
+    let mut status = CacheTenantStatus { usage: usage.clone(), ..CacheTenantStatus::default() };
+    for finding in &findings {
         set(&mut status.conditions, finding, 1, &at(second));
     }
     tenant.status = Some(status);
-    let usage = report.usage.clone().expect("usage");
-    (usage.ssd.as_str().to_owned(), usage.observed_time, of(&report, Type::OverQuota).status)
+    let usage = usage.expect("usage");
+    (usage.ssd.as_str().to_owned(), usage.observed_time, of(&findings, Type::OverQuota).status)
 }
 
 #[test]
@@ -55,11 +55,11 @@ fn sums_clusters_and_rounds_up_to_whole_mib() {
         usage: Ok(MeasuredUsage { used: TierBytes { dram: 0, ssd: MIB + 1 }, blocks: None, away: 2 }),
         ..holds("n/d", 0)
     };
-    let report = evaluate(&limited(), &[holds("n/c", 3), one.clone()], None, &at(7));
-    let usage = report.usage.clone().expect("usage");
+    let (usage, findings) = evaluate(&limited(), &[holds("n/c", 3), one.clone()], None, &at(7));
+    let usage = usage.expect("usage");
     assert_eq!((usage.dram.as_str(), usage.ssd.as_str()), ("1Mi", "5Mi"));
     assert_eq!((usage.dram_blocks, usage.observed_time), (None, at(7)), "one cluster does not report blocks");
-    let known = of(&report, Type::UsageKnown);
+    let known = of(&findings, Type::UsageKnown);
     assert_eq!((known.status, known.reason), (True, Reason::AsDesired));
     assert!(known.message.contains("n/c, n/d") && known.message.contains("2 are absent"), "{known:?}");
     let all = MeasuredUsage { used: TierBytes { dram: u64::MAX, ssd: u64::MAX }, blocks: None, away: 0 };
@@ -90,19 +90,19 @@ fn keeps_stored_values_and_reports_why_usage_is_unknown() {
     let mut tenant = limited();
     store(&mut tenant, 0, &[holds("n/c", 30)]);
     let message = || "m-1 does not respond".to_owned();
-    for (unknown, reason, next) in [
-        (UsageUnknown::MembersUnavailable(message()), Reason::ControlPlaneUnreachable, POLL_INTERVAL),
-        (UsageUnknown::NodesUnreported(message()), Reason::NotReported, RETRY_INTERVAL),
+    for (unknown, reason) in [
+        (UsageUnknown::MembersUnavailable(message()), Reason::ControlPlaneUnreachable),
+        (UsageUnknown::NodesUnreported(message()), Reason::NotReported),
     ] {
-        let report = evaluate(&tenant, &[holds("n/b", 1), fails(unknown)], None, &at(1));
-        let known = of(&report, Type::UsageKnown);
-        assert_eq!((known.status, known.reason, report.next), (Unknown, reason, next));
+        let (usage, findings) = evaluate(&tenant, &[holds("n/b", 1), fails(unknown)], None, &at(1));
+        let known = of(&findings, Type::UsageKnown);
+        assert_eq!((known.status, known.reason), (Unknown, reason));
         assert!(known.message.contains("n/c is unknown: m-1 does not respond"), "{known:?}");
-        assert_eq!(report.usage.as_ref(), tenant.status.as_ref().and_then(|status| status.usage.as_ref()));
-        assert_eq!(of(&report, Type::OverQuota).status, Unknown);
+        assert_eq!(usage, tenant.status.as_ref().and_then(|status| status.usage.clone()));
+        assert_eq!(of(&findings, Type::OverQuota).status, Unknown);
     }
-    let nowhere = evaluate(&limited(), &[], None, &at(0));
-    assert_eq!((&nowhere.usage, of(&nowhere, Type::UsageKnown).reason), (&None, Reason::ReferenceNotFound));
+    let (usage, findings) = evaluate(&limited(), &[], None, &at(0));
+    assert_eq!((usage, of(&findings, Type::UsageKnown).reason), (None, Reason::ReferenceNotFound));
 }
 
 #[test]

@@ -4,15 +4,14 @@ use super::*;
 
 /// Returns the agent's container in a cluster with this access and this pool.
 fn container(access: Value, pool: Value) -> Value {
-    let cluster = cluster(json!({ "pools": [{ "name": "p" }], "agents": { "deviceAccess": access } }));
-    let children = build(&cluster, &with_pool(found(&cluster), pool));
+    let spec = json!({ "pools": [{ "name": "p" }], "agents": { "deviceAccess": access } });
+    let children = built(spec, |inputs| add_pool(inputs, pool));
     pod(child(&children, ChildKind::DaemonSet, "c-agent"))["containers"][0].clone()
 }
 
 #[test]
 fn device_access_is_added_only_for_raw_pools() {
     let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
-    let directory = || json!({ "directory": { "path": "/data/p", "size": "1Gi" } });
     let none = || json!({ "mode": "None" });
     let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
     let privileged = json!({ "mode": "Privileged" });

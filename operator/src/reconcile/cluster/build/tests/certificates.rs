@@ -7,8 +7,7 @@ use super::*;
 const FOLDER: &str = "/run/reprise/certificates";
 
 fn with_certificates() -> Vec<Child> {
-    let cluster = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));
-    build(&cluster, &found(&cluster))
+    built(json!({ "monitoring": { "mode": "PodMonitor" } }), |_| ())
 }
 
 /// Returns the mounts of a container by their volume.
@@ -62,10 +61,9 @@ fn sidecar_gets_the_certificate_and_the_process_only_reads_it() {
 #[test]
 fn processes_use_the_folder_and_trust_the_authorities_of_the_config_map() {
     let children = with_certificates();
-    let agent = toml_of(child(&children, ChildKind::ConfigMap, "c-agent"), "agent.toml");
-    assert_eq!(agent["tls"]["folder"].as_str(), Some(FOLDER));
-    let member = toml_of(child(&children, ChildKind::ConfigMap, "c-controlplane"), "c-controlplane-0.toml");
-    assert_eq!(member["tls"]["folder"].as_str(), Some(FOLDER));
+    for settings in [agent(&children), file(&children, "c-controlplane", "c-controlplane-0.toml")] {
+        assert_eq!(settings["tls"]["folder"], FOLDER);
+    }
     let trusted = child(&children, ChildKind::ConfigMap, "c-authorities");
     assert_eq!(trusted["data"]["ca.crt"].as_str(), Some(any_authority().trusted().as_str()));
     let binding = child(&children, ChildKind::ClusterRoleBinding, "reprise-n-c-controlplane");
@@ -85,5 +83,5 @@ fn monitors_scrape_with_the_certificate_for_scrapers() {
         assert_eq!(endpoint["tlsConfig"]["keySecret"], json!({ "name": "c-console", "key": "tls.key" }));
     }
     let etcd = &child(&children, ChildKind::PodMonitor, "c-etcd")["spec"]["podMetricsEndpoints"][0];
-    assert_eq!(etcd["scheme"], Value::Null);
+    assert_eq!(*etcd, json!({ "port": "metrics", "path": "/metrics" }));
 }
