@@ -30,7 +30,7 @@ use crate::reconcile::names::ClusterNames;
 pub mod certificate;
 pub mod review;
 
-use review::{Grant, Permission, Verdict};
+use review::Grant;
 
 /// Signer of the requests.
 pub const SIGNER: &str = "reprise.dev/process";
@@ -89,17 +89,15 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
     let find = |namespace: &str, name: &str| context.stores.cluster(&format!("{namespace}/{name}"));
     let verdict =
         review::review(request, |namespace, name| find(namespace, name).map(|one| ClusterNames::of(&one)));
-    let (grant, cluster) = match verdict {
-        Verdict::Grant(grant) => (grant, None),
-        Verdict::Ask(grant, permission) => {
-            if let Some(refusal) = ask(context, request, &permission).await? {
-                return deny(context, request, &refusal).await;
-            }
-            (grant, Some(permission))
-        }
-        Verdict::Deny(message) => return deny(context, request, &message).await,
+    let Grant { request: signing, names, hosts, valid, verb } = match verdict {
+        Ok(grant) => grant,
+        Err(message) => return deny(context, request, &message).await,
     };
-    let Grant { request: signing, names, hosts, valid } = grant;
+    if let Some(verb) = verb
+        && let Some(refusal) = ask(context, request, verb, &names).await?
+    {
+        return deny(context, request, &refusal).await;
+    }
     let found = find(&names.namespace, &names.name);
     let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
         return deny(context, request, "the KVCacheCluster was deleted").await;
@@ -113,9 +111,9 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
         Ok(certificate) => ByteString(certificate.into_bytes()),
         Err(error) => return deny(context, request, &error.to_string()).await,
     };
-    let message = match cluster {
+    let message = match verb {
         None => format!("the requester's pod is {}", signing.identity()),
-        Some(permission) => format!("the requester may {} the KVCacheCluster", permission.verb),
+        Some(verb) => format!("the requester may {verb} the KVCacheCluster"),
     };
     set_condition(context, request, ("Approved", APPROVED), &message).await?;
     let name = request.name_any();
@@ -136,9 +134,9 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
 async fn ask(
     context: &Context,
     request: &CertificateSigningRequest,
-    permission: &Permission,
+    verb: &str,
+    names: &ClusterNames,
 ) -> Result<Option<String>, OperatorError> {
-    let Permission { verb, names } = permission;
     let spec = SubjectAccessReviewSpec {
         user: request.spec.username.clone(),
         groups: request.spec.groups.clone(),
@@ -149,7 +147,7 @@ async fn ask(
             resource: Some(KVCacheCluster::plural(&()).into_owned()),
             namespace: Some(names.namespace.clone()),
             name: Some(names.name.clone()),
-            verb: Some((*verb).to_owned()),
+            verb: Some(verb.to_owned()),
             ..ResourceAttributes::default()
         }),
         non_resource_attributes: None,

@@ -36,43 +36,18 @@ pub struct Grant {
     pub hosts: Vec<String>,
     /// Validity of the certificate.
     pub valid: time::Duration,
-}
-
-/// Permission that the requester needs.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Permission {
-    /// Verb on the cluster.
-    pub verb: &'static str,
-    /// The cluster.
-    pub names: ClusterNames,
-}
-
-/// Answer to a request.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// Issue a certificate.
-    Grant(Grant),
-    /// Issue a certificate if the requester has a permission.
-    Ask(Grant, Permission),
-    /// Deny the request, with the reason.
-    Deny(String),
+    /// Verb on the cluster that the requester must be permitted to use; `None` for pods.
+    pub verb: Option<&'static str>,
 }
 
 /// Decides about a request. `find` returns a cluster with certificates by namespace and name.
+///
+/// # Errors
+/// The request is denied, with the reason.
 pub fn review(
     request: &CertificateSigningRequest,
     find: impl FnOnce(&str, &str) -> Option<ClusterNames>,
-) -> Verdict {
-    match decide(request, find) {
-        Ok(verdict) => verdict,
-        Err(message) => Verdict::Deny(message),
-    }
-}
-
-fn decide(
-    request: &CertificateSigningRequest,
-    find: impl FnOnce(&str, &str) -> Option<ClusterNames>,
-) -> Result<Verdict, String> {
+) -> Result<Grant, String> {
     let spec = &request.spec;
     let text = String::from_utf8_lossy(&spec.request.0);
     let signing = SigningRequest::parse(&text).map_err(|error| error.to_string())?;
@@ -85,15 +60,8 @@ fn decide(
     let names = names.ok_or_else(|| {
         format!("there is no KVCacheCluster {cluster} with certificates: expected NAME.NAMESPACE")
     })?;
-    let longest = match signing.identity().role {
-        Role::Admin | Role::Console => CERTIFICATE_VALID_MIN,
-        _ => CERTIFICATE_VALID,
-    };
-    let wanted = spec.expiration_seconds.map(|seconds| time::Duration::seconds(seconds.into()));
-    let valid = wanted.unwrap_or(longest).clamp(CERTIFICATE_VALID_MIN, longest);
-    let role = signing.identity().role.clone();
-    let mut grant = Grant { request: signing, names: names.clone(), hosts: Vec::new(), valid };
-    match role {
+    let (mut hosts, mut verb) = (Vec::new(), None);
+    match &signing.identity().role {
         Role::Agent(node) => {
             check_account(request, &names, &names.agent())?;
             let bound = extra(request, NODE_NAME)?;
@@ -101,21 +69,22 @@ fn decide(
                 return Err(format!("the requester's pod is on node {bound}, not on {node}"));
             }
             extra(request, POD_NAME)?;
-            Ok(Verdict::Grant(grant))
         }
         Role::Member => {
             check_member(request, &names, &names.control_plane())?;
-            Ok(Verdict::Grant(grant))
         }
         Role::Etcd => {
             let pod = check_member(request, &names, &names.etcd())?;
-            grant.hosts = names.etcd_hosts(pod).into();
-            Ok(Verdict::Grant(grant))
+            hosts = names.etcd_hosts(pod).into();
         }
-        Role::Admin => Ok(Verdict::Ask(grant, Permission { verb: "administer", names })),
-        Role::Console => Ok(Verdict::Ask(grant, Permission { verb: "observe", names })),
-        Role::Operator => Err("only the operator has this identity".to_owned()),
+        Role::Admin => verb = Some("administer"),
+        Role::Console => verb = Some("observe"),
+        Role::Operator => return Err("only the operator has this identity".to_owned()),
     }
+    let longest = if verb.is_some() { CERTIFICATE_VALID_MIN } else { CERTIFICATE_VALID };
+    let wanted = spec.expiration_seconds.map(|seconds| time::Duration::seconds(seconds.into()));
+    let valid = wanted.unwrap_or(longest).clamp(CERTIFICATE_VALID_MIN, longest);
+    Ok(Grant { request: signing, names, hosts, valid, verb })
 }
 
 /// Checks that the requester is a pod of a StatefulSet, whose service account has the same name. Returns its name.
@@ -160,6 +129,9 @@ mod tests {
 
     use super::*;
 
+    const OF_AGENT: &str = "reprise://c.n/agent/n1";
+    const OF_MEMBER: &str = "reprise://c.n/member";
+    const OF_ETCD: &str = "reprise://c.n/etcd";
     const AGENT: &str = "system:serviceaccount:n:c-agent";
     const MEMBER: &str = "system:serviceaccount:n:c-controlplane";
     const ETCD: &str = "system:serviceaccount:n:c-etcd";
@@ -189,13 +161,12 @@ mod tests {
     fn pods_get_the_identity_of_their_account_pod_and_node_only() {
         let hosts: &[&str] = &["c-etcd-2.c-etcd.n.svc", "c-etcd-2.c-etcd.n.svc.cluster.local"];
         for (identity, user, pod, hosts) in [
-            ("reprise://c.n/agent/n1", AGENT, "c-agent-x", &[][..]),
-            ("reprise://c.n/member", MEMBER, "c-controlplane-2", &[]),
-            ("reprise://c.n/etcd", ETCD, "c-etcd-2", hosts),
+            (OF_AGENT, AGENT, "c-agent-x", &[][..]),
+            (OF_MEMBER, MEMBER, "c-controlplane-2", &[]),
+            (OF_ETCD, ETCD, "c-etcd-2", hosts),
         ] {
-            let Verdict::Grant(grant) = review(&request(identity, user, pod, &json!({})), find) else {
-                panic!("{identity} is denied")
-            };
+            let grant = review(&request(identity, user, pod, &json!({})), find).expect(identity);
+            assert_eq!(grant.verb, None);
             assert_eq!(grant.request.identity().to_string(), identity);
             assert_eq!((&grant.names, grant.valid), (&names(), CERTIFICATE_VALID));
             assert_eq!(grant.hosts, hosts);
@@ -204,52 +175,30 @@ mod tests {
                 authority.sign(&grant.request, &grant.hosts, grant.valid).expect("a valid period");
             assert!(certificate.starts_with("-----BEGIN CERTIFICATE-----"));
         }
+        let none = json!({});
+        let extra = |fields: Value| json!({ "extra": fields });
+        let node = |nodes: &[&str]| extra(json!({ NODE_NAME: nodes }));
         for (identity, user, pod, more, words) in [
-            ("reprise://c.n/agent/n2", AGENT, "c-agent-x", json!({}), "on node n1, not on n2"),
-            (
-                "reprise://c.n/agent/n1",
-                MEMBER,
-                "c-controlplane-0",
-                json!({}),
-                "not system:serviceaccount:n:c-agent",
-            ),
-            ("reprise://c.n/agent/n1", "system:serviceaccount:m:c-agent", "p", json!({}), "the requester is"),
-            ("reprise://c.n/agent/n1", "n1", "p", json!({}), "the requester is n1"),
-            ("reprise://c.n/agent/n1", AGENT, "p", json!({ "extra": {} }), "has no authentication"),
-            ("reprise://c.n/agent/n1", AGENT, "p", json!({ "extra": { NODE_NAME: ["n1"] } }), "pod-name"),
-            ("reprise://c.n/agent/n1", AGENT, "p", json!({ "extra": { NODE_NAME: ["n1", "n2"] } }), "has no"),
-            (
-                "reprise://c.n/member",
-                AGENT,
-                "c-controlplane-0",
-                json!({}),
-                "not system:serviceaccount:n:c-controlplane",
-            ),
-            ("reprise://c.n/member", MEMBER, "c-controlplane-x", json!({}), "is not a member"),
-            ("reprise://c.n/member", MEMBER, "other", json!({}), "is not a member"),
-            ("reprise://c.n/etcd", MEMBER, "c-etcd-0", json!({}), "not system:serviceaccount:n:c-etcd"),
-            (
-                "reprise://c.n/member",
-                ETCD,
-                "c-etcd-0",
-                json!({}),
-                "not system:serviceaccount:n:c-controlplane",
-            ),
-            ("reprise://c.n/etcd", ETCD, "c-etcd-0x", json!({}), "is not a member"),
-            ("reprise://c.n/operator", AGENT, "p", json!({}), "only the operator"),
-            ("reprise://d.n/agent/n1", AGENT, "p", json!({}), "no KVCacheCluster d.n"),
-            ("reprise://c/agent/n1", AGENT, "p", json!({}), "no KVCacheCluster c "),
-            ("reprise://c.n/agent/n1", AGENT, "p", json!({ "usages": ["cert sign"] }), "invalid usage"),
-            (
-                "reprise://c.n/agent/n1",
-                AGENT,
-                "p",
-                json!({ "request": "bm9uZQ==" }),
-                "invalid certificate request",
-            ),
+            ("reprise://c.n/agent/n2", AGENT, "c-agent-x", &none, "on node n1, not on n2"),
+            (OF_AGENT, MEMBER, "c-controlplane-0", &none, "not system:serviceaccount:n:c-agent"),
+            (OF_AGENT, "system:serviceaccount:m:c-agent", "p", &none, "the requester is"),
+            (OF_AGENT, "n1", "p", &none, "the requester is n1"),
+            (OF_AGENT, AGENT, "p", &extra(json!({})), "has no authentication"),
+            (OF_AGENT, AGENT, "p", &node(&["n1"]), "pod-name"),
+            (OF_AGENT, AGENT, "p", &node(&["n1", "n2"]), "has no"),
+            (OF_MEMBER, AGENT, "c-controlplane-0", &none, "not system:serviceaccount:n:c-controlplane"),
+            (OF_MEMBER, MEMBER, "c-controlplane-x", &none, "is not a member"),
+            (OF_MEMBER, MEMBER, "other", &none, "is not a member"),
+            (OF_ETCD, MEMBER, "c-etcd-0", &none, "not system:serviceaccount:n:c-etcd"),
+            (OF_MEMBER, ETCD, "c-etcd-0", &none, "not system:serviceaccount:n:c-controlplane"),
+            (OF_ETCD, ETCD, "c-etcd-0x", &none, "is not a member"),
+            ("reprise://c.n/operator", AGENT, "p", &none, "only the operator"),
+            ("reprise://d.n/agent/n1", AGENT, "p", &none, "no KVCacheCluster d.n"),
+            ("reprise://c/agent/n1", AGENT, "p", &none, "no KVCacheCluster c "),
+            (OF_AGENT, AGENT, "p", &json!({ "usages": ["cert sign"] }), "invalid usage"),
+            (OF_AGENT, AGENT, "p", &json!({ "request": "bm9uZQ==" }), "invalid certificate request"),
         ] {
-            let verdict = review(&request(identity, user, pod, &more), find);
-            let Verdict::Deny(message) = verdict else { panic!("{identity} is granted to {user}") };
+            let message = review(&request(identity, user, pod, more), find).expect_err(identity);
             assert!(message.contains(words), "{words}: {message}");
         }
     }
@@ -257,15 +206,10 @@ mod tests {
     #[test]
     fn people_need_a_permission_and_get_certificates_of_a_day() {
         for (role, verb) in [("admin", "administer"), ("console", "observe")] {
-            let asked = request(
-                &format!("reprise://c.n/{role}"),
-                "jane",
-                "",
-                &json!({ "expirationSeconds": 31_536_000 }),
-            );
-            let Verdict::Ask(grant, permission) = review(&asked, find) else { panic!("not asked") };
-            assert_eq!(permission, Permission { verb, names: names() });
-            assert_eq!(grant.valid, CERTIFICATE_VALID_MIN);
+            let year = json!({ "expirationSeconds": 31_536_000 });
+            let asked = request(&format!("reprise://c.n/{role}"), "jane", "", &year);
+            let grant = review(&asked, find).expect(role);
+            assert_eq!((grant.verb, grant.names, grant.valid), (Some(verb), names(), CERTIFICATE_VALID_MIN));
         }
     }
 }

@@ -44,7 +44,7 @@ async fn applied(
     (outcome, server.requests().iter().map(|request| request.path.contains("force=true")).collect())
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn takes_fields_of_other_managers_with_force_and_counts_that() {
     for (answers, expected, is_restored) in [
         (vec![stored()], &[false][..], false),
@@ -71,7 +71,7 @@ fn names_the_managers_and_at_most_five_fields() {
     assert_eq!(foreign.fields, ".data.a, .data.b, .data.c, .data.d, .data.e, 1 more");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn does_not_write_paced_object() {
     let services = services();
     for _ in 0..PACED_FROM {
