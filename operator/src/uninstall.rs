@@ -5,7 +5,7 @@
 //! 1. Tenants. Control planes have a third of the time to remove their budgets. The others are deleted with their
 //!    clusters.
 //! 2. Pools with a confirmed wipe. Agents wipe them.
-//! 3. Clusters with what they leave ([`leftovers`]).
+//! 3. Clusters with the objects that they leave ([`leftovers`]).
 //! 4. Other pools. Their data is kept.
 //!
 //! Resource definitions and objects that the release did not apply are kept. The command logs objects that
@@ -130,7 +130,7 @@ struct Leftover {
     resource: ApiResource,
     /// Label selector.
     labels: &'static str,
-    /// Why they remain, if their conditions do not tell.
+    /// Why they remain, if their conditions do not state it.
     why: &'static str,
     is_left: fn(&Kept, &DynamicObject) -> bool,
 }

@@ -1,8 +1,8 @@
 //! API servers and etcds that tests use one after the other.
 //!
 //! An API server takes seconds of processor time to start, and most tests only store objects in it. So a test returns
-//! its servers, and the next test gets them with the content that they had at first: what was stored since is deleted
-//! or restored in their etcd. A process that a test may have stopped or restarted is not returned.
+//! its servers, and the next test gets them with the content that they had at first: later objects are
+//! deleted, and others restored, in their etcd. A process that a test may have stopped or restarted is not returned.
 //!
 //! All idle processes end with the last test that uses one: a test program has no other end of all tests.
 
@@ -50,7 +50,7 @@ struct State<T> {
     used: usize,
 }
 
-/// A process with its folder, and what it stored at first. The fields are dropped in this order.
+/// A process with its folder, and its first content. The fields are dropped in this order.
 struct Ready<T> {
     process: T,
     content: Content,
@@ -173,7 +173,7 @@ impl Content {
         Content(lasting.map(entry).collect())
     }
 
-    /// Deletes and restores what has changed since.
+    /// Deletes new keys, and restores the others.
     fn restore<T: Stored>(&mut self, process: &T) {
         run(async {
             let mut etcd = connect(process).await;

@@ -4,7 +4,7 @@
 //! * Wall-clock time is read only here: conditions, leases and certificates contain it.
 //!
 //! The runtime of a test pauses and advances the first, and the second follows. Without a runtime, the wall clock of tests
-//! stands still. So a test does not depend on the speed of the machine.
+//! never advances. So a test does not depend on the speed of the machine.
 //!
 //! Production reads the system's clock each time, because the clock may be set while the process runs.
 

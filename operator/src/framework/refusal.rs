@@ -18,7 +18,7 @@ impl Refusal {
     }
 }
 
-/// Returns condition `Accepted`.
+/// Returns the condition `Accepted` of an object, with the reason if it is refused.
 pub fn accepted(refused: Option<&Refusal>) -> Finding {
     match refused {
         Some(Refusal { reason, message }) => Finding::no(ConditionType::Accepted, *reason, message),

@@ -27,7 +27,7 @@ pub mod status;
 pub mod usage;
 pub mod validate;
 
-/// Interval for reading what is not watched: Secrets with keys, control planes, and reports of many nodes.
+/// Interval for reading objects without a watch: Secrets with keys, control planes, and reports of many nodes.
 const POLL_INTERVAL: Duration = Duration::from_secs(20);
 
 /// Reasons of conditions that end without an event, after which the operator polls more often. The client of control
@@ -37,6 +37,7 @@ const PENDING: [Reason; 4] =
 
 /// Message of a tenant without clusters.
 const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, or correct spec.clusters";
+
 /// Sets a tenant's budget at the control planes and updates its status.
 ///
 /// # Errors

@@ -7,7 +7,8 @@
 //! * `module::name(…)`: a function of that module; `outer::module::name(…)`: of that one in `outer`, if there is one;
 //! * `name(…)`: a function that a `use` of the file names.
 //!
-//! Types are found by name. If several files define a method of one name for types of one name, all of them count,
+//! Of several modules of one name, the one counts that a `use` of the file names, or that is below the file. Types are
+//! found by name. If several files define a method of one name for types of one name, all of them count,
 //! unless the calling file is among them. Calls of local variables and of what a call returns do not count. Neither do
 //! calls in unit tests. Files are in one cycle if each reaches the other by calls.
 
@@ -115,7 +116,13 @@ impl<'f> Definitions<'f> {
             } else if token(at) == "." {
                 at = self.add_chain(site, &tokens, at - 1, called);
             } else if is_call && words(&site.items.uses).any(|word| word == names[0]) {
-                self.add(site.path, self.free.get(names[0]), called);
+                let files = self.free.get(names[0]).into_iter().flatten().copied().collect();
+                let module = imported(site, names[0]).map(|mut path| {
+                    path.pop();
+                    path
+                });
+                let files = narrow(files, module);
+                self.add(site.path, Some(&files.into_iter().collect()), called);
             }
         }
     }
@@ -173,7 +180,9 @@ impl<'f> Definitions<'f> {
             let outer = names.len().checked_sub(3).map(|at| names[at]);
             let is_inner = |file: &&str| outer.is_some_and(|outer| module_name(parent(file)) == outer);
             let inner: Vec<&str> = files.iter().copied().filter(is_inner).collect();
-            called.extend(if inner.is_empty() { files } else { inner });
+            let files = if inner.is_empty() { files } else { inner };
+            let below = || [module_path(site.path), vec![module.to_owned()]].concat();
+            called.extend(narrow(files, Some(imported(site, module).unwrap_or_else(below))));
         }
     }
 
@@ -194,6 +203,50 @@ fn parent(path: &str) -> &str {
 fn module_name(path: &str) -> &str {
     let path = path.strip_suffix("/mod.rs").unwrap_or_else(|| path.trim_end_matches(".rs"));
     path.rsplit('/').next().unwrap_or_default()
+}
+
+/// Returns the modules from the root of the crate to a file.
+fn module_path(path: &str) -> Vec<String> {
+    let below = path.rsplit_once("src/").map_or(path, |(_, below)| below);
+    let below = below.trim_end_matches(".rs").trim_end_matches("/mod");
+    below.split('/').map(str::to_owned).collect()
+}
+
+/// Returns the path, from the root of the crate, of the item that a `use` of the file names.
+fn imported(site: &Site<'_>, name: &str) -> Option<Vec<String>> {
+    let mut path: Vec<&str> = Vec::new();
+    let mut outer: Vec<usize> = Vec::new();
+    for token in tokens(&site.items.uses) {
+        let length = outer.last().copied().unwrap_or_default();
+        match token {
+            "use" | ";" => (path, outer) = (Vec::new(), Vec::new()),
+            "," => path.truncate(length),
+            "{" => outer.push(path.len()),
+            "}" => path.truncate(outer.pop().unwrap_or_default()),
+            "::" | "pub" => {}
+            _ => path.push(token),
+        }
+        if token == name && path.last() == Some(&name) {
+            let is_relative = matches!(path.first(), Some(&"super" | &"self"));
+            let mut whole = if is_relative { module_path(site.path) } else { Vec::new() };
+            for part in path {
+                match part {
+                    "super" => drop(whole.pop()),
+                    "self" | "crate" => {}
+                    part => whole.push(part.to_owned()),
+                }
+            }
+            return Some(whole);
+        }
+    }
+    None
+}
+
+/// Returns the files of a module if there are some, and all files otherwise.
+fn narrow(files: Vec<&str>, module: Option<Vec<String>>) -> Vec<&str> {
+    let is_it = |file: &&str| module.as_ref().is_some_and(|module| module_path(file) == *module);
+    let of_module: Vec<&str> = files.iter().copied().filter(is_it).collect();
+    if of_module.is_empty() { files } else { of_module }
 }
 
 /// Returns the largest set of files that all reach each other by calls; empty if there is no cycle.
@@ -265,6 +318,24 @@ mod tests {
         let called = |file: &str| calls[file].iter().copied().collect::<Vec<_>>();
         assert_eq!(called("src/a.rs"), ["src/one/step.rs"]);
         assert_eq!(called("src/b.rs"), ["src/one/step.rs", "src/two/step.rs"]);
+    }
+
+    #[test]
+    fn imports_and_folders_distinguish_modules_of_one_name() {
+        let files = files(&[
+            ("src/a.rs", "use crate::{one::{step::{run, x}}, y};\nfn a() { run(); }"),
+            ("src/b.rs", "use crate::two::step;\nfn b() { step::run(); }"),
+            ("src/one.rs", "fn c() { step::run(); }"),
+            ("src/two/d.rs", "use super::step::run;\nfn d() { run(); }"),
+            ("src/one/step.rs", "fn run() {}"),
+            ("src/two/step.rs", "fn run() {}"),
+        ]);
+        let calls = calls(&files);
+        let called = |file: &str| calls[file].iter().copied().collect::<Vec<_>>();
+        assert_eq!(called("src/a.rs"), ["src/one/step.rs"]);
+        assert_eq!(called("src/b.rs"), ["src/two/step.rs"]);
+        assert_eq!(called("src/one.rs"), ["src/one/step.rs"]);
+        assert_eq!(called("src/two/d.rs"), ["src/two/step.rs"]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Passes over the allocations of a node, and tables of inputs and conditions.
 
+#![allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
+
 mod model;
 
 use model::{ALL, Model, at, object};
@@ -283,7 +285,7 @@ fn rejects_missing_or_unsuitable_references() {
     assert_eq!(refusal(&[]), "");
     let (mig, l4) = (("/allocation/spec/gpuUuid", json!("MIG-9")), json!("L4"));
     let product = |product: &Value| ("/profile/spec/subject/gpuProduct", product.clone());
-    assert_eq!(refusal(&[mig.clone()]), "", "agents do not report MIG partitions");
+    assert_eq!(refusal(std::slice::from_ref(&mig)), "", "agents do not report MIG partitions");
     let unseen = refusal(&[("/node/status/gpus", json!([])), product(&l4)]);
     assert_eq!(unseen, "", "the GPU is unknown before its driver is loaded");
     assert!(

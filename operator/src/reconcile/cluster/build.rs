@@ -17,7 +17,7 @@ mod injection;
 mod members;
 pub(crate) mod metadata;
 mod monitoring;
-pub(super) mod pods;
+pub(crate) mod pods;
 #[cfg(test)]
 mod tests;
 

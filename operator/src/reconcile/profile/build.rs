@@ -182,4 +182,4 @@ fn canary_obstacle(
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+pub(crate) mod tests;

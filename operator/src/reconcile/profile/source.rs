@@ -27,11 +27,13 @@ const KEYS_MAX: usize = 5;
 
 /// UID and generation of a profile.
 type Key = (Option<String>, Option<i64>);
+/// The time of a reading, and the revision that was read.
+type Reading = (Instant, Result<Revision, Refusal>);
 
 /// Cache of profiles' revisions.
 #[derive(Debug, Default)]
 pub struct SourceCache {
-    read: Mutex<HashMap<Key, (Instant, Result<Revision, Refusal>)>>,
+    read: Mutex<HashMap<Key, Reading>>,
 }
 
 /// Reads the revision of a profile. The inner error has reason `ProfileInvalid` if there is a measurement.

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deleted_clusters_are_released_and_unselected_ones_are_no_members() {
+    fn deleted_clusters_are_released_and_unselected_ones_are_absent() {
         let clusters = || -> Vec<Arc<KVCacheCluster>> {
             let cluster = |(name, deleted): (&str, Option<&str>)| {
                 let whole = json!({

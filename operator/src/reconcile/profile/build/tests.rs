@@ -73,7 +73,7 @@ fn node(words: &str) -> ProfileNode {
     }
 }
 
-/// Parses nodes.
+/// Parses nodes that are separated by semicolons.
 pub(crate) fn nodes(words: &str) -> Vec<ProfileNode> {
     words.split("; ").filter(|words| !words.is_empty()).map(node).collect()
 }
