@@ -19,7 +19,7 @@ use crate::operator::test_cluster::TestCluster;
 
 /// Percentage of a scenario's crash points that a run covers; 100 covers all.
 const PERCENT_VARIABLE: &str = "REPRISE_E2E_KILL_PERCENT";
-const PERCENT: u64 = 35;
+const PERCENT: u64 = 25;
 /// Minimum number of writes of a scenario.
 const MIN_WRITES: u64 = 8;
 /// Time without a write after which the operator is idle. Pauses within a reconcile take milliseconds.
