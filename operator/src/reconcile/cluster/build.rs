@@ -7,7 +7,6 @@ use super::etcd;
 use super::inputs::ClusterInputs;
 use crate::framework::child::{Child, ChildKind};
 
-mod access;
 mod agents;
 pub mod certificates;
 pub mod configuration;

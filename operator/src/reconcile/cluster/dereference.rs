@@ -11,7 +11,7 @@ use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::etcd::volumes;
 use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
-use super::workloads::has_ready_pods;
+use super::workloads::number;
 use crate::framework::child::ChildKind;
 use crate::reconcile::authority;
 use crate::reconcile::context::Context;
@@ -49,7 +49,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let set = |name: &str| stores.children.get(ChildKind::StatefulSet, Some(&names.namespace), name);
     let (members, etcd) = (set(&names.control_plane()), set(&names.etcd()));
     let control_plane_state = match members.as_deref() {
-        Some(members) if has_ready_pods(members) => Some(member_state(members, names, context).await),
+        Some(set) if number(Some(set), "readyReplicas") > 0 => Some(member_state(set, names, context).await),
         _ => None,
     };
     ClusterInputs {

@@ -23,7 +23,6 @@ use super::inputs::ClusterInputs;
 use super::workloads::{number, updated};
 use crate::framework::clock;
 use crate::framework::refusal::Refusal;
-use crate::reconcile::names::ClusterNames;
 
 pub(super) mod build;
 pub mod external;
@@ -55,17 +54,6 @@ impl Members {
     /// Whether etcd has a quorum.
     fn answer(self) -> bool {
         self.ready > self.desired / 2
-    }
-
-    /// Returns a refusal if etcd has a quorum but lacks members.
-    fn missing(self, names: &ClusterNames) -> Option<Refusal> {
-        let Members { desired, ready } = self;
-        let spare = ready.saturating_sub(desired / 2);
-        let message = format!(
-            "{ready} of {desired} members of etcd are ready; it loses its quorum if {spare} more fail: check pods and volume claims of {}",
-            names.etcd()
-        );
-        (self.answer() && ready < desired).then(|| Refusal::new(Reason::MembersMissing, message))
     }
 }
 
@@ -105,7 +93,14 @@ pub(super) fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) 
     let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed;
     let members = Members::of(cluster, etcd);
     let is_updated = updated(etcd, &inputs.images.etcd, "updatedReplicas") >= members.desired;
-    members.missing(&inputs.agent_config.names).filter(|_| is_managed && is_settled && is_updated)
+    let Members { desired, ready } = members;
+    let message = format!(
+        "{ready} of {desired} members of etcd are ready; it loses its quorum if {} more fail: check pods and volume claims of {}",
+        ready.saturating_sub(desired / 2),
+        inputs.agent_config.names.etcd()
+    );
+    let is_missing = is_managed && is_settled && is_updated && members.answer() && ready < desired;
+    is_missing.then(|| Refusal::new(Reason::MembersMissing, message))
 }
 
 /// Rejects changes that a StatefulSet cannot apply. After a manual change of the StatefulSet the spec is

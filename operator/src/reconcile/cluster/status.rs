@@ -1,10 +1,8 @@
 //! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
 
-use std::sync::Arc;
-
 use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, MemberCounts};
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
-use reprise_crds::status::{ConditionType as Type, Finding, Reason};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::build::configuration::agent_digest;
@@ -14,7 +12,7 @@ use super::versions::Versions;
 use super::workloads::{number, updated};
 use crate::framework::children::ApplyOutcome;
 use crate::framework::clock;
-use crate::framework::refusal::Refusal;
+use crate::framework::refusal::{Refusal, accepted};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::membership::{has_reported, is_ready};
 
@@ -40,17 +38,13 @@ pub fn compute(
         agents_ready(inputs, &agents),
         pools(cluster, inputs),
     ];
-    let works = findings.clone();
-    let certificates = certificates(inputs);
     let versions = Versions::of(cluster, inputs);
-    let compatible = versions.compatible();
-    findings.push(progressing(cluster, inputs, refused, &members, &agents));
     // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
-    let lasting: Vec<&Finding> = vec![&certificates, &compatible];
-    findings.push(degraded(cluster, inputs, (&works, &lasting), applied));
-    findings.push(ready(&works, applied));
-    findings.push(certificates);
-    findings.push(compatible);
+    let lasting = [certificates(inputs), versions.compatible()];
+    let degraded = degraded(cluster, inputs, (&findings, &lasting), applied);
+    let ready = ready(&findings, applied);
+    findings.extend([progressing(cluster, inputs, refused, &members, &agents), degraded, ready]);
+    findings.extend(lasting);
     let connection = Connection {
         config_map: Name::new(inputs.agent_config.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
@@ -91,13 +85,6 @@ fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
     }
 }
 
-fn accepted(refused: Option<&Refusal>) -> Finding {
-    match refused {
-        Some(Refusal { reason, message }) => Finding::no(Type::Accepted, *reason, message),
-        None => Finding::yes(Type::Accepted, Reason::AsDesired, "the spec is valid"),
-    }
-}
-
 fn control_plane(members: &MemberCounts) -> Finding {
     let message = format!("{} of {} members are ready", members.ready, members.desired);
     if members.ready >= members.desired {
@@ -117,23 +104,15 @@ fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
     if agents.ready >= agents.desired {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
-    let ready = |node: &String| {
-        inputs.cache_nodes.iter().any(|one| one.metadata.name.as_ref() == Some(node) && is_ready(one))
+    let is_late = |name: &&String| {
+        !inputs.cache_nodes.iter().any(|node| node.metadata.name.as_ref() == Some(name) && is_ready(node))
     };
-    let late: Vec<&str> = inputs
-        .assignment
-        .nodes
-        .iter()
-        .filter(|node| !ready(node))
-        .map(String::as_str)
-        .take(NAMES_MAX)
-        .collect();
+    let late: Vec<String> = inputs.assignment.nodes.iter().filter(is_late).take(NAMES_MAX).cloned().collect();
     let message = format!("{message}; check the agents' pods on {}", late.join(", "));
     // Agents that never reported are still starting; an agent that stopped reporting is a loss.
-    let has_reported_before = |node: &&Arc<CacheNode>| {
+    let lost = inputs.cache_nodes.iter().any(|node| {
         !is_ready(node) && node.status.as_ref().is_some_and(|status| status.last_updated.is_some())
-    };
-    let lost = inputs.cache_nodes.iter().any(|node| has_reported_before(&node));
+    });
     Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
 }
 
@@ -237,18 +216,18 @@ fn progressing(
 fn degraded(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
-    (works, lasting): (&[Finding], &[&Finding]),
+    (works, lasting): (&[Finding], &[Finding]),
     applied: Option<&ApplyOutcome>,
 ) -> Finding {
     let refused = applied.and_then(|applied| applied.refused.first());
     if let Some(refused) = refused {
         return Finding::yes(Type::Degraded, refused.reason, &refused.message);
     }
-    let wrong = works.iter().find(|finding| !finding.is_good() && finding.reason != Reason::Progressing);
-    let is_problem = |finding: &&&Finding| {
+    let wrong = works.iter().find(|finding| !is_good(finding) && finding.reason != Reason::Progressing);
+    let is_problem = |finding: &&Finding| {
         [Reason::VersionSkew, Reason::SecretInvalid, Reason::EndsSoon].contains(&finding.reason)
     };
-    if let Some(wrong) = wrong.or(lasting.iter().find(is_problem).copied()) {
+    if let Some(wrong) = wrong.or(lasting.iter().find(is_problem)) {
         return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
     }
     // Everything works with the present members, so no other condition reports this problem.
@@ -263,21 +242,15 @@ fn ready(works: &[Finding], applied: Option<&ApplyOutcome>) -> Finding {
     if let Some(refused) = applied.and_then(|applied| applied.refused.first()) {
         return Finding::no(kind, refused.reason, &refused.message);
     }
-    match works.iter().find(|finding| !finding.is_good()) {
+    match works.iter().find(|finding| !is_good(finding)) {
         Some(finding) => Finding::no(kind, finding.reason, format!("{}: {}", finding.kind, finding.message)),
         None => Finding::yes(kind, Reason::AsDesired, "members, etcd, agents and pools are as desired"),
     }
 }
 
-/// Health of a condition that is good when it is true.
-trait ConditionHealth {
-    fn is_good(&self) -> bool;
-}
-
-impl ConditionHealth for Finding {
-    fn is_good(&self) -> bool {
-        self.status == reprise_crds::status::ConditionStatus::True
-    }
+/// Whether a condition that is good when it is true is so.
+fn is_good(finding: &Finding) -> bool {
+    finding.status == ConditionStatus::True
 }
 
 fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterCapacity> {
@@ -290,7 +263,7 @@ fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterC
         let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
         Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
     };
-    let mut fresh = ClusterCapacity {
+    let fresh = ClusterCapacity {
         dram_total: sum(|capacity| &capacity.dram_total),
         ssd_total: sum(|capacity| &capacity.ssd_total),
         ssd_used: sum(|capacity| &capacity.ssd_used),
@@ -298,13 +271,9 @@ fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterC
     };
     // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
     let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
-    if let Some(before) = before {
-        let now = std::mem::replace(&mut fresh.last_updated, before.last_updated.clone());
-        if fresh != *before {
-            fresh.last_updated = now;
-        }
-    }
-    Some(fresh)
+    let unchanged =
+        before.map(|before| ClusterCapacity { last_updated: before.last_updated.clone(), ..fresh.clone() });
+    Some(unchanged.filter(|unchanged| Some(unchanged) == before).unwrap_or(fresh))
 }
 
 #[cfg(test)]

@@ -91,30 +91,6 @@ mod tests {
     }
 
     #[test]
-    fn rejects_unsupported_modes_and_names_the_field() {
-        for accepted in [
-            json!({}),
-            json!({ "agents": { "deviceAccess": { "mode": "Privileged" } } }),
-            json!({ "agents": { "gpuAccess": { "mode": "None" }, "rdma": { "mode": "None" } } }),
-        ] {
-            assert_eq!(unsupported(&cluster(accepted)), None);
-        }
-        let agents = |field: &str, access: Value| json!({ "agents": { field: access } });
-        let gpus = json!({ "mode": "RuntimeClass", "runtimeClassName": "nvidia" });
-        let rdma = json!({ "mode": "SrIov", "resourceName": "example.com/vf" });
-        for (spec, field) in [
-            (agents("gpuAccess", gpus), "agents.gpuAccess.mode is RuntimeClass"),
-            (agents("rdma", rdma), "agents.rdma.mode is SrIov"),
-            (agents("clientTransport", json!("NodeLocalService")), "agents.clientTransport"),
-            (json!({ "injection": { "mode": "Webhook" } }), "injection.mode"),
-        ] {
-            let refused = unsupported(&cluster(spec)).expect(field);
-            assert_eq!(refused.reason, Reason::Unsupported);
-            assert!(refused.message.starts_with(field), "{}", refused.message);
-        }
-    }
-
-    #[test]
     fn rejects_missing_optional_kinds_only_if_the_cluster_needs_them() {
         let injecting = cluster(json!({ "injection": { "mode": "AdmissionPolicy" } }));
         let monitored = cluster(json!({ "monitoring": { "mode": "PodMonitor" } }));

@@ -54,25 +54,18 @@ struct Reported {
     /// Distinct versions, the oldest first.
     versions: Vec<String>,
     /// Number of expected processes.
-    expected: usize,
+    expected: u32,
     /// Number of expected processes that have not reported.
-    silent: usize,
+    silent: u32,
     /// Set if the processes could not be asked: why.
     call_error: Option<String>,
 }
 
-/// Major and minor version, which determine compatibility.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Minor {
-    major: u64,
-    minor: u64,
-}
-
-/// A component with one of its versions.
+/// A component with one of its versions: major and minor, which determine compatibility.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct ComponentVersion {
     component: &'static str,
-    version: Minor,
+    version: (u64, u64),
 }
 
 /// Returns why the desired versions are incompatible with the running ones; `None` if they are compatible.
@@ -92,7 +85,7 @@ pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal>
 fn wanted(images: &DefaultImages) -> BTreeSet<ComponentVersion> {
     let images = [(AGENTS, &images.agent), (MEMBERS, &images.control_plane)];
     let versions = images
-        .map(|(component, image)| Some(ComponentVersion { component, version: Minor::of_image(image)? }));
+        .map(|(component, image)| Some(ComponentVersion { component, version: minor_of_image(image)? }));
     versions.into_iter().flatten().collect()
 }
 
@@ -104,20 +97,19 @@ fn first_skew(these: &BTreeSet<ComponentVersion>, those: &BTreeSet<ComponentVers
 /// Returns why two versions are incompatible; `None` if they are compatible.
 fn skew_between(one: ComponentVersion, other: ComponentVersion) -> Option<Refusal> {
     // Order the pair, so that the message does not depend on the order of arguments.
-    let (first, second) = if one <= other { (one, other) } else { (other, one) };
+    let (first, second) = (one.min(other), one.max(other));
     let (older, newer) = if one.version <= other.version { (one, other) } else { (other, one) };
-    let (lowest, highest) = (older.version, newer.version);
-    let message = if lowest.major != highest.major {
+    let ((major, lowest), (newest_major, highest)) = (older.version, newer.version);
+    let message = if major != newest_major {
         format!(
             "{first} and {second} differ in the major version and cannot run together: delete the cluster and create it again; \
              blocks on devices are kept"
         )
-    } else if highest.minor - lowest.minor > MINORS_APART_MAX {
-        let step = Minor { minor: lowest.minor + MINORS_APART_MAX, ..lowest };
-        let component = older.component;
+    } else if highest - lowest > MINORS_APART_MAX {
+        let (component, step) = (older.component, lowest + MINORS_APART_MAX);
         format!(
             "{first} and {second} are more than one minor version apart: set the image of the {component} to \
-             {step} first"
+             {major}.{step} first"
         )
     } else {
         return None;
@@ -163,41 +155,31 @@ impl Versions {
     }
 
     fn components(&self) -> BTreeSet<ComponentVersion> {
-        let versions =
-            [&self.agents, &self.members].into_iter().flat_map(|Reported { component, versions, .. }| {
-                let parsed = versions.iter().filter_map(|version| Minor::of(version));
-                parsed.map(|version| ComponentVersion { component, version })
-            });
-        versions.collect()
+        let agents = self.agents.versions.iter().map(|version| (AGENTS, version));
+        let all = agents.chain(self.members.versions.iter().map(|version| (MEMBERS, version)));
+        all.filter_map(|(component, text)| Some(ComponentVersion { component, version: minor(text)? }))
+            .collect()
     }
 }
 
 fn of_agents(inputs: &ClusterInputs) -> Reported {
     let nodes = inputs.cache_nodes.iter().filter(|node| has_reported(node));
     let reported = nodes.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.as_str()));
-    let expected = inputs.assignment.nodes.len();
-    let updated = updated(inputs.agents.as_deref(), &inputs.images.agent, "updatedNumberScheduled");
-    Reported {
-        component: AGENTS,
-        image: inputs.images.agent.clone(),
-        is_replaced: count(updated) >= expected,
-        ..Reported::new(reported, expected)
-    }
+    let expected = u32::try_from(inputs.assignment.nodes.len()).unwrap_or(u32::MAX);
+    let image = &inputs.images.agent;
+    let updated = updated(inputs.agents.as_deref(), image, "updatedNumberScheduled");
+    Reported::new(AGENTS, image, (updated, expected), reported)
 }
 
 fn of_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Reported {
     let state = inputs.control_plane_state.as_ref();
     let known = state.and_then(|state| state.as_ref().ok());
     let reported = known.iter().flat_map(|known| known.members.values()).flatten().map(String::as_str);
-    let replicas = cluster.spec.control_plane.replicas;
-    let updated = updated(inputs.members.as_deref(), &inputs.images.control_plane, "updatedReplicas");
-    let mut members = Reported {
-        component: MEMBERS,
-        image: inputs.images.control_plane.clone(),
-        is_replaced: updated >= replicas,
-        call_error: state.and_then(|state| state.as_ref().err().cloned()),
-        ..Reported::new(reported, count(replicas))
-    };
+    let image = &inputs.images.control_plane;
+    let updated = updated(inputs.members.as_deref(), image, "updatedReplicas");
+    let numbers = (updated, cluster.spec.control_plane.replicas);
+    let mut members = Reported::new(MEMBERS, image, numbers, reported);
+    members.call_error = state.and_then(|state| state.as_ref().err().cloned());
     let is_known = known.is_some() && all_replaced(inputs.members.as_deref());
     if members.silent > 0 && !is_known {
         // The absent member may return with its previous version.
@@ -211,26 +193,26 @@ fn of_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Reported {
 /// Whether a StatefulSet has no pods of a previous template.
 fn all_replaced(workload: Option<&DynamicObject>) -> bool {
     let replicas = workload.and_then(|workload| workload.data["spec"]["replicas"].as_u64());
-    let image = workload.and_then(image_of);
-    replicas
-        .zip(image)
-        .is_some_and(|(replicas, image)| u64::from(updated(workload, &image, "updatedReplicas")) >= replicas)
-}
-
-fn count(number: u32) -> usize {
-    usize::try_from(number).unwrap_or(usize::MAX)
+    let image = workload.and_then(image_of).unwrap_or_default();
+    replicas.is_some_and(|replicas| u64::from(updated(workload, &image, "updatedReplicas")) >= replicas)
 }
 
 impl Reported {
-    fn new<'a>(reported: impl Iterator<Item = &'a str>, expected: usize) -> Reported {
+    fn new<'a>(
+        component: &'static str,
+        image: &str,
+        (updated, expected): (u32, u32),
+        reported: impl Iterator<Item = &'a str>,
+    ) -> Reported {
         let reported: Vec<&str> = reported.filter(|version| is_version(version)).collect();
+        let reports = u32::try_from(reported.len()).unwrap_or(u32::MAX);
         let mut new = Reported {
-            component: "",
-            image: String::new(),
-            is_replaced: false,
+            component,
+            image: image.to_owned(),
+            is_replaced: updated >= expected,
             versions: Vec::new(),
             expected,
-            silent: expected.saturating_sub(reported.len()),
+            silent: expected.saturating_sub(reports),
             call_error: None,
         };
         new.add(reported.into_iter());
@@ -247,7 +229,7 @@ impl Reported {
     /// Whether all processes have reported. With an image without a version, this includes that all of them
     /// run it.
     fn is_complete(&self) -> bool {
-        self.silent == 0 && (self.is_replaced || Minor::of_image(&self.image).is_some())
+        self.silent == 0 && (self.is_replaced || minor_of_image(&self.image).is_some())
     }
 
     fn describe(&self) -> String {
@@ -266,7 +248,7 @@ impl Reported {
             0 => format!("not all {component} run it yet"),
             _ => format!("{silent} of {expected} {component}: version not reported"),
         };
-        let late = match Minor::of_image(image) {
+        let late = match minor_of_image(image) {
             Some(_) => late,
             None => {
                 format!("image {image} has no version in its tag, so its compatibility is unknown ({late})")
@@ -281,39 +263,32 @@ impl Reported {
     }
 }
 
-impl Minor {
-    /// Parses a version; `None` if the text is not one.
-    fn of(version: &str) -> Option<Minor> {
-        let mut parts = version.trim_start_matches('v').split('.');
-        Some(Minor { major: parts.next()?.parse().ok()?, minor: parts.next()?.parse().ok()? })
-    }
-
-    /// Parses the version in an image's tag. With a digest the tag has no effect, so it is ignored.
-    fn of_image(image: &str) -> Option<Minor> {
-        let (rest, tag) = image.rsplit_once(':')?;
-        if tag.contains('/') || rest.contains('@') {
-            return None;
-        }
-        Minor::of(tag)
-    }
+/// Parses major and minor version; `None` if the text is not a version.
+fn minor(version: &str) -> Option<(u64, u64)> {
+    let mut parts = version.trim_start_matches('v').split('.');
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-impl fmt::Display for Minor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
+/// Parses the version in an image's tag. With a digest the tag has no effect, so it is ignored.
+fn minor_of_image(image: &str) -> Option<(u64, u64)> {
+    let (rest, tag) = image.rsplit_once(':')?;
+    if tag.contains('/') || rest.contains('@') {
+        return None;
     }
+    minor(tag)
 }
 
 impl fmt::Display for ComponentVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of version {}", self.component, self.version)
+        let (major, minor) = self.version;
+        write!(f, "{} of version {major}.{minor}", self.component)
     }
 }
 
 /// Whether a text is a version that can be compared and that the CRD schema permits in a status.
 fn is_version(text: &str) -> bool {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-+.".contains(letter);
-    text.len() <= VERSION_CHARS_MAX && text.chars().all(is_plain) && Minor::of(text).is_some()
+    text.len() <= VERSION_CHARS_MAX && text.chars().all(is_plain) && minor(text).is_some()
 }
 
 /// Returns the numbers of a version, for ordering.

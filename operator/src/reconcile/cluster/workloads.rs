@@ -19,14 +19,6 @@ pub(super) fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
     number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
 }
 
-/// Whether any pod of a workload is ready.
-pub(super) fn has_ready_pods(workload: &DynamicObject) -> bool {
-    let status = &workload.data["status"];
-    [&status["readyReplicas"], &status["numberReady"]]
-        .iter()
-        .any(|ready| ready.as_u64().is_some_and(|ready| ready > 0))
-}
-
 /// Returns the image of a workload's pods.
 pub(super) fn image_of(workload: &DynamicObject) -> Option<String> {
     workload.data["spec"]["template"]["spec"]["containers"][0]["image"].as_str().map(str::to_owned)

@@ -10,23 +10,22 @@
 //!
 //! The agent runs as root without capabilities. The kubelet creates the directories as root, and a root
 //! process without capabilities can access only root's files. It shares nothing with the node except these
-//! directories, and raw devices ([`super::access`]).
+//! directories, and raw devices.
 
 use std::collections::BTreeSet;
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{SeccompMode, UpdateType};
+use reprise_crds::cluster::{DeviceAccess, DeviceAccessMode, SeccompMode, UpdateType};
 use serde_json::{Value, json};
 
-use super::access;
 use super::certificates::{self, Process};
 use super::configuration::{
     AGENT_FILE, FOLDER, KEYS_FOLDER, SALTS_FOLDER, agent, agent_digest, state_directory,
 };
 use super::identities;
-use super::metadata::{config_map, metadata};
+use super::metadata::{config_map, metadata, role_binding, service_account};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, container_ports, field_variable, probe, pull, resources,
+    DefaultResources, MIN_READY_SECONDS, Volumes, container_ports, field_variable, probe, pull, resources,
     service_ports, startup_probe, unprivileged, without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
@@ -57,6 +56,8 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
     let names = &inputs.agent_config.names;
     let name = names.agent();
     let meta = |name: &str| metadata(cluster, names, Component::Agent, name);
+    let mut files = json!(inputs.profiles);
+    files[AGENT_FILE] = json!(agent(cluster, &inputs.agent_config));
     let service = json!({
         "spec": {
             "clusterIP": "None",
@@ -65,30 +66,12 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         },
     });
     vec![
-        super::metadata::service_account(meta(&name)),
-        binding(inputs),
-        config_map(meta(&name), &files(cluster, inputs)),
+        service_account(meta(&name)),
+        role_binding(names, Component::Agent, &names.agent_binding(), AGENT_ROLE, &[names.agent()]),
+        config_map(meta(&name), &files),
         Child::new(ChildKind::Service, meta(&name), &service),
         Child::new(ChildKind::DaemonSet, meta(&name), &daemon_set(cluster, inputs)),
     ]
-}
-
-/// The agents' configuration and profile files.
-fn files(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
-    let mut files = json!(inputs.profiles);
-    files[AGENT_FILE] = json!(agent(cluster, &inputs.agent_config));
-    files
-}
-
-/// Binding of the agents' permissions. It is not namespaced, so the cluster cannot own it (`crate::reconcile::orphans`).
-fn binding(inputs: &ClusterInputs) -> Child {
-    let names = &inputs.agent_config.names;
-    let metadata = json!({ "name": names.agent_binding(), "labels": names.labels(Component::Agent) });
-    let rest = json!({
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": AGENT_ROLE },
-        "subjects": [{ "kind": "ServiceAccount", "name": names.agent(), "namespace": names.namespace }],
-    });
-    Child::new(ChildKind::ClusterRoleBinding, metadata, &rest)
 }
 
 fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
@@ -125,25 +108,52 @@ const fn queue_pair_bytes(entries: u64) -> u64 {
     submissions + completions + (entries - 1) * PAGE_BYTES
 }
 
-/// Returns the memory for queue pairs that engines drive, which agents allocate when a session gets them.
-fn queue_pair_limit(drives_controllers: bool) -> u64 {
-    match drives_controllers {
-        true => (LIMIT_QUEUE_PAIRS * queue_pair_bytes(LIMIT_QUEUE_ENTRIES)).next_multiple_of(1 << 20),
-        false => 0,
+/// Returns the memory for queue pairs that engines drive, which agents allocate when a session gets them. Only privileged
+/// agents drive NVMe controllers themselves.
+fn queue_pair_limit(access: Option<&DeviceAccess>) -> u64 {
+    match access.map(|access| access.mode) {
+        Some(DeviceAccessMode::Privileged) => {
+            (LIMIT_QUEUE_PAIRS * queue_pair_bytes(LIMIT_QUEUE_ENTRIES)).next_multiple_of(1 << 20)
+        }
+        _ => 0,
+    }
+}
+
+/// Adds the access to raw devices to the agent's container. Modes for GPUs and RDMA are rejected before
+/// ([`crate::reconcile::cluster::validate`]).
+fn add_access(container: &mut Value, access: Option<&DeviceAccess>) {
+    let Some(access) = access else { return };
+    match access.mode {
+        DeviceAccessMode::None => {}
+        // The device plugin adds all devices to a container that requests one unit.
+        DeviceAccessMode::DevicePlugin => {
+            if let Some(name) = &access.resource_name {
+                for bound in ["requests", "limits"] {
+                    container["resources"][bound][name.to_string()] = json!("1");
+                }
+            }
+        }
+        // A privileged container has every device and capability and runs without a seccomp profile. The rest of the
+        // security context is omitted: the API server rejects `allowPrivilegeEscalation: false` together with
+        // `privileged`, and dropped capabilities would not be dropped.
+        DeviceAccessMode::Privileged => {
+            container["securityContext"] = json!({ "privileged": true, "readOnlyRootFilesystem": true });
+        }
     }
 }
 
 fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let agents = &cluster.spec.agents;
-    let access = access::of(cluster, &inputs.agent_config);
+    let is_raw = inputs.agent_config.raw_pools().next().is_some();
+    let access = Some(&agents.device_access).filter(|_| is_raw);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let (volumes, mounts) = volumes(cluster, inputs);
+    let volumes = volumes(cluster, inputs);
     let arena = cluster.spec.cache.dram.bytes().unwrap_or_default();
     let defaults = DefaultResources {
         cpu_millis: CPU_MILLIS,
         memory: OVERHEAD_BYTES,
         extra_memory: arena,
-        extra_limit: queue_pair_limit(access::drives_controllers(access)),
+        extra_limit: queue_pair_limit(access),
     };
     let mut container = json!({
         "name": "agent",
@@ -163,9 +173,9 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "startupProbe": startup_probe("/startz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
-        "volumeMounts": mounts,
+        "volumeMounts": volumes.mounts,
     });
-    access::add_to(&mut container, access);
+    add_access(&mut container, access);
     let mut pod = without_empty(json!({
         "serviceAccountName": inputs.agent_config.names.agent(),
         "automountServiceAccountToken": true,
@@ -181,7 +191,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
             "seccompProfile": seccomp(cluster),
         },
         "containers": [container],
-        "volumes": volumes,
+        "volumes": volumes.volumes,
     }));
     certificates::add_to(&mut pod, cluster, inputs, Process::Agent);
     pod
@@ -214,38 +224,31 @@ fn seccomp(cluster: &KVCacheCluster) -> Value {
     }
 }
 
-/// Volumes of the pod and their mounts. Directories of the node are mounted at their own paths.
-fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
-    let key = inputs.agent_config.names.key();
-    let mut folders: BTreeSet<String> = BTreeSet::new();
-    folders.insert(cluster.spec.agents.socket.directory.to_string());
-    folders.insert(state_directory(&inputs.agent_config.names));
-    for pool in inputs.agent_config.pools.iter().filter_map(|named| named.bound_pool(&key)) {
-        folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
-    }
-    let config = json!({ "name": "config", "configMap": { "name": inputs.agent_config.names.agent() } });
-    let mut volumes = vec![config, identities::volume(inputs)];
-    let mut mounts =
-        vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true }), identities::mount()];
+/// Volumes of the pod. Directories of the node are mounted at their own paths.
+fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Volumes {
+    let names = &inputs.agent_config.names;
+    let mut volumes = Volumes::default();
+    volumes.add(("config", json!({ "configMap": { "name": names.agent() } }), FOLDER));
+    volumes.add(identities::volume(inputs));
     // The operator creates both with the first salt or key. Agents read a salt when a session needs it, and the folder of
     // keys once a second.
-    let names = &inputs.agent_config.names;
     for (name, secret, folder) in
         [("salts", names.salts(), SALTS_FOLDER), ("keys", names.keys(), KEYS_FOLDER)]
     {
         let secret = json!({ "secretName": secret, "defaultMode": 0o400, "optional": true });
-        volumes.push(json!({ "name": name, "secret": secret }));
-        mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
+        volumes.add((name, json!({ "secret": secret }), folder));
+    }
+    let key = names.key();
+    let mut folders =
+        BTreeSet::from([cluster.spec.agents.socket.directory.to_string(), state_directory(names)]);
+    for pool in inputs.agent_config.pools.iter().filter_map(|named| named.bound_pool(&key)) {
+        folders.extend(pool.spec.directory.iter().map(|directory| directory.path.to_string()));
     }
     for (index, folder) in folders.iter().enumerate() {
-        let name = format!("node-{index}");
-        volumes.push(json!({ "name": name, "hostPath": { "path": folder, "type": "DirectoryOrCreate" } }));
-        mounts.push(json!({ "name": name, "mountPath": folder }));
+        volumes.add_of_node(&format!("node-{index}"), folder, "DirectoryOrCreate");
     }
     if inputs.agent_config.raw_pools().next().is_some() {
-        volumes
-            .push(json!({ "name": "devices", "hostPath": { "path": DEVICES_FOLDER, "type": "Directory" } }));
-        mounts.push(json!({ "name": "devices", "mountPath": DEVICES_FOLDER }));
+        volumes.add_of_node("devices", DEVICES_FOLDER, "Directory");
     }
-    (json!(volumes), json!(mounts))
+    volumes
 }

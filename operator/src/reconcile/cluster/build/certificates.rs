@@ -11,9 +11,9 @@ use reprise_crds::cluster::EtcdMode;
 use reprise_identity::credentials::AUTHORITIES_FILE;
 use serde_json::{Value, json};
 
-use super::metadata::{config_map, metadata};
+use super::metadata::{config_map, metadata, role_binding};
 use super::pods::{append, field_variable, pull, unprivileged};
-use crate::framework::child::{Child, ChildKind};
+use crate::framework::child::Child;
 use crate::reconcile::cluster::etcd;
 use crate::reconcile::cluster::inputs::ClusterInputs;
 use crate::reconcile::names::Component;
@@ -43,7 +43,7 @@ const PROBE_SECONDS: u32 = 60;
 
 /// Pods with a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::reconcile::cluster) enum Process {
+pub(crate) enum Process {
     /// The agent of a node. Its pod has a token anyway.
     Agent,
     /// A member of the control plane.
@@ -59,18 +59,12 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         let metadata = metadata(cluster, names, Component::ControlPlane, &names.authorities());
         config_map(metadata, &json!({ AUTHORITIES_FILE: trusted }))
     });
-    let account =
-        |name: String| json!({ "kind": "ServiceAccount", "name": name, "namespace": names.namespace });
-    let mut accounts = vec![account(names.control_plane())];
+    let mut accounts = vec![names.control_plane()];
     if cluster.spec.etcd.mode == EtcdMode::Managed {
-        accounts.push(account(names.etcd()));
+        accounts.push(names.etcd());
     }
-    let metadata = json!({ "name": names.member_binding(), "labels": names.labels(Component::ControlPlane) });
-    let rest = json!({
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": MEMBER_ROLE },
-        "subjects": accounts,
-    });
-    let binding = Child::new(ChildKind::ClusterRoleBinding, metadata, &rest);
+    let binding =
+        role_binding(names, Component::ControlPlane, &names.member_binding(), MEMBER_ROLE, &accounts);
     authorities.into_iter().chain([binding]).collect()
 }
 
@@ -95,12 +89,7 @@ impl Process {
 }
 
 /// Adds the sidecar and its volumes to a pod whose first container is the process.
-pub(in crate::reconcile::cluster) fn add_to(
-    pod: &mut Value,
-    cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
-    process: Process,
-) {
+pub(crate) fn add_to(pod: &mut Value, cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) {
     let names = &inputs.agent_config.names;
     pod["initContainers"] = json!([sidecar(cluster, inputs, process)]);
     let mut add = |volume: Value| append(&mut pod["volumes"], volume);
@@ -119,10 +108,12 @@ pub(in crate::reconcile::cluster) fn add_to(
 
 fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -> Value {
     let (certificates, folder) = process.mount();
-    let arguments = arguments(folder);
-    let mut check: Vec<String> = vec![PROGRAM.to_owned()];
-    check.extend(arguments.iter().cloned());
-    check.push("--check".to_owned());
+    let arguments = [
+        "certificate".to_owned(),
+        format!("--folder={folder}"),
+        format!("--authorities={AUTHORITIES_FOLDER}/{AUTHORITIES_FILE}"),
+    ];
+    let check = [&[PROGRAM.to_owned()], arguments.as_slice(), &["--check".to_owned()]].concat();
     let mut mounts =
         vec![certificates, json!({ "name": AUTHORITIES, "mountPath": AUTHORITIES_FOLDER, "readOnly": true })];
     if process != Process::Agent {
@@ -153,14 +144,6 @@ fn sidecar(cluster: &KVCacheCluster, inputs: &ClusterInputs, process: Process) -
         },
         "volumeMounts": mounts,
     })
-}
-
-fn arguments(folder: &str) -> Vec<String> {
-    vec![
-        "certificate".to_owned(),
-        format!("--folder={folder}"),
-        format!("--authorities={AUTHORITIES_FOLDER}/{AUTHORITIES_FILE}"),
-    ]
 }
 
 /// Volume with a token, as the kubelet mounts it by default. The pods of members and etcd mount none by default, so that

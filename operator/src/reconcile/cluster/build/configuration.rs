@@ -1,14 +1,14 @@
 //! TOML configurations of agents and members. All cluster fields that map to their settings are handled
 //! here.
 
+use std::fmt::Display;
+
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::{Admission, EvictionPolicy, HugePages, TraceAccess};
-use reprise_crds::fields::{LogFormat, LogSettings, Quantity};
+use reprise_crds::cluster::TraceAccess;
+use reprise_crds::fields::{LogSettings, Quantity};
 use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use reprise_policy::ByteSize;
-use reprise_policy::admission::AdmissionMode;
-use reprise_policy::eviction::EvictionKind;
 use serde_json::{Map, Value, json};
 
 use super::certificates::CERTIFICATES_FOLDER;
@@ -52,13 +52,10 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         "arena": {
             "bytes": size(&cache.dram),
             "region_bytes": size(&cache.region_size),
-            "huge_pages": match cache.huge_pages {
-                HugePages::Prefer => "prefer",
-                HugePages::Never => "never",
-            },
+            "huge_pages": choice(cache.huge_pages),
         },
         "cache": {
-            "eviction": eviction(cache.eviction),
+            "eviction": { "kind": choice(cache.eviction) },
             "arena_unsaved_permille": cache.shares.unsaved_permille,
             "arena_session_permille": cache.shares.session_permille,
             "arena_serves_permille": cache.shares.serves_permille,
@@ -133,8 +130,8 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let mut pool = json!({
         "segment_bytes": size(&spec.segment_size),
         "queue_depth": spec.queue_depth,
-        "eviction": eviction(spec.eviction),
-        "admission": admission(spec.admission),
+        "eviction": { "kind": choice(spec.eviction) },
+        "admission": choice(spec.admission),
     });
     if let Some(budget) = &spec.daily_write_budget {
         pool["daily_write_budget"] = size(budget);
@@ -142,27 +139,16 @@ fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     Some((pool, json!(spec.watermarks.free_permille)))
 }
 
-/// Returns an eviction policy in the agents' configuration. Chains have their default treatment.
-fn eviction(policy: EvictionPolicy) -> Value {
-    let kind = match policy {
-        EvictionPolicy::PriorityLru => EvictionKind::PriorityLru,
-        EvictionPolicy::Lru => EvictionKind::Lru,
-        EvictionPolicy::Lfu => EvictionKind::Lfu,
-        EvictionPolicy::Semantic => EvictionKind::Semantic,
-        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
-        EvictionPolicy::CostAware => EvictionKind::CostAware,
-    };
-    json!({ "kind": kind.name() })
-}
-
-/// Returns an admission mode in the agents' configuration.
-fn admission(mode: Admission) -> Value {
-    let mode = match mode {
-        Admission::Always => AdmissionMode::Always,
-        Admission::SecondUse => AdmissionMode::SecondUse,
-        Admission::ExpectedReuse => AdmissionMode::ExpectedReuse,
-    };
-    json!(mode.name())
+/// Returns a choice as our configurations spell it: `second_use` for `SecondUse`.
+fn choice(value: impl Display) -> String {
+    let mut text = String::new();
+    for letter in value.to_string().chars() {
+        if letter.is_ascii_uppercase() && !text.is_empty() {
+            text.push('_');
+        }
+        text.push(letter.to_ascii_lowercase());
+    }
+    text
 }
 
 /// Returns the directory on a node in which an agent persists its state.
@@ -236,12 +222,14 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
         "tls": { "folder": CERTIFICATES_FOLDER },
     });
     if let Some(publish) = &spec.events.publish {
-        let events = whole["events"].as_object_mut().expect("made above");
-        events.insert("publish".to_owned(), json!(format!("0.0.0.0:{}", publish.port)));
-        events.insert("replay".to_owned(), json!(format!("0.0.0.0:{}", publish.replay_port)));
-        events.insert("topic".to_owned(), json!(publish.topic));
-        events.insert("buffer_steps".to_owned(), json!(publish.buffer_steps));
-        events.insert("subscribers".to_owned(), json!(publish.subscribers));
+        whole["events"] = json!({
+            "history": size(&spec.events.history),
+            "publish": format!("0.0.0.0:{}", publish.port),
+            "replay": format!("0.0.0.0:{}", publish.replay_port),
+            "topic": publish.topic,
+            "buffer_steps": publish.buffer_steps,
+            "subscribers": publish.subscribers,
+        });
     }
     text(&whole)
 }
@@ -284,11 +272,7 @@ fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
 }
 
 fn log(settings: &LogSettings) -> Value {
-    let format = match settings.format {
-        LogFormat::Json => "json",
-        LogFormat::Text => "text",
-    };
-    json!({ "format": format, "level": settings.level })
+    json!({ "format": choice(settings.format), "level": settings.level })
 }
 
 /// Formats bytes for our configurations.

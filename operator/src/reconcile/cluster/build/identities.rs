@@ -18,8 +18,6 @@ const FILE_ENTRY: &str = "_tenants.json";
 const FILE: &str = "tenants.json";
 /// Directory of the file in agents' pods.
 const FOLDER: &str = "/etc/reprise-tenants";
-/// Name of the volume.
-const VOLUME: &str = "tenants";
 
 pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Child {
     let names = &inputs.agent_config.names;
@@ -29,15 +27,11 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Child {
     config_map(metadata(cluster, names, Component::Agent, &names.tenants()), &Value::Object(data))
 }
 
-/// Volume of the agents' pods.
-pub(super) fn volume(inputs: &ClusterInputs) -> Value {
+/// Name, source and directory of the volume in agents' pods.
+pub(super) fn volume(inputs: &ClusterInputs) -> (&'static str, Value, &'static str) {
     let items = json!([{ "key": FILE_ENTRY, "path": FILE }]);
-    json!({ "name": VOLUME, "configMap": { "name": inputs.agent_config.names.tenants(), "items": items } })
-}
-
-/// Mount of the volume.
-pub(super) fn mount() -> Value {
-    json!({ "name": VOLUME, "mountPath": FOLDER, "readOnly": true })
+    let source = json!({ "configMap": { "name": inputs.agent_config.names.tenants(), "items": items } });
+    ("tenants", source, FOLDER)
 }
 
 /// Environment variable with the file's path. An agent of an older version ignores it and reports nothing

@@ -209,36 +209,3 @@ fn of_a_tenant(items: &str) -> String {
 fn literal(text: &str) -> String {
     json!(text).to_string()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn built(spec: &Value) -> Vec<Child> {
-        let cluster: KVCacheCluster = serde_json::from_value(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
-            "metadata": { "name": "c", "namespace": "n" }, "spec": spec,
-        }))
-        .expect("an object");
-        build(&cluster, &ClusterNames::of(&cluster))
-    }
-
-    #[test]
-    fn builds_no_policy_without_selected_namespaces() {
-        assert_eq!(built(&json!({})), []);
-        assert_eq!(built(&json!({ "injection": { "mode": "AdmissionPolicy" } })), []);
-        let selector = json!({ "matchLabels": { "engines": "yes" } });
-        let made =
-            built(&json!({ "injection": { "mode": "AdmissionPolicy", "namespaceSelector": selector } }));
-        let [policy, binding] = made.as_slice() else { panic!("{made:?}") };
-        let constraints = &policy.body["spec"]["matchConstraints"];
-        assert_eq!(constraints["namespaceSelector"], selector);
-        assert_eq!(constraints["objectSelector"]["matchLabels"][INJECT], "c");
-        assert_eq!(binding.body["spec"]["policyName"], json!(policy.name));
-    }
-
-    #[test]
-    fn escapes_quotes_in_literals() {
-        assert_eq!(literal("/run/it's \"here\""), r#""/run/it's \"here\"""#);
-    }
-}

@@ -10,15 +10,15 @@ use super::certificates::{self, Process};
 use super::configuration::{CLIENT_FOLDER, FOLDER, TLS_FOLDER, USER_FOLDER, member, members};
 use super::metadata::{config_map, metadata, service_account};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, container_ports, disruption_budget, field_variable, headless, probe,
-    pull, resources, restricted, service_ports, spread_over, startup_probe, unprivileged, without_empty,
+    DefaultResources, MIN_READY_SECONDS, Volumes, container_ports, disruption_budget, field_variable,
+    headless, probe, pull, resources, restricted, service_ports, spread_over, startup_probe, unprivileged,
+    without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
 use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
 use crate::reconcile::cluster::inputs::ClusterInputs;
-use crate::reconcile::names::GRPC_PORT;
-use crate::reconcile::names::{CONFIGURATION, Component, SECRETS};
+use crate::reconcile::names::{CONFIGURATION, ClusterNames, Component, GRPC_PORT, SECRETS};
 
 /// Default CPU of a member.
 const CPU_MILLIS: u64 = 250;
@@ -89,7 +89,7 @@ fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
 fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
     let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
     let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let (volumes, mounts) = volumes(cluster, inputs);
+    let volumes = volumes(cluster, names);
     let memory = memory(cluster, inputs);
     let defaults = DefaultResources { cpu_millis: CPU_MILLIS, memory, ..DefaultResources::default() };
     let container = json!({
@@ -104,7 +104,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
-        "volumeMounts": mounts,
+        "volumeMounts": volumes.mounts,
     });
     let mut pod = without_empty(json!({
         "serviceAccountName": names.control_plane(),
@@ -116,7 +116,7 @@ fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         "securityContext": restricted(),
         "topologySpreadConstraints": spread_over(&json!(spec.spread_over), &names.selector(Component::ControlPlane)),
         "containers": [container],
-        "volumes": volumes,
+        "volumes": volumes.volumes,
     }));
     certificates::add_to(&mut pod, cluster, inputs, Process::Member);
     pod
@@ -135,17 +135,14 @@ fn memory(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> u64 {
     (BASE_BYTES + share).next_power_of_two()
 }
 
-/// Volumes of the pod and their mounts: configuration, and Secrets for an external etcd.
-fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
-    let names = &inputs.agent_config.names;
-    let mut volumes = vec![json!({ "name": "config", "configMap": { "name": names.control_plane() } })];
-    let mut mounts = vec![json!({ "name": "config", "mountPath": FOLDER, "readOnly": true })];
+/// Volumes of the pod: configuration, and Secrets for an external etcd.
+fn volumes(cluster: &KVCacheCluster, names: &ClusterNames) -> Volumes {
+    let mut volumes = Volumes::default();
+    volumes.add(("config", json!({ "configMap": { "name": names.control_plane() } }), FOLDER));
     let mut secret = |name: &str, folder: &str, of: &str, items: &[(&str, &str)]| {
         let items: Vec<Value> = items.iter().map(|(key, path)| json!({ "key": key, "path": path })).collect();
-        volumes.push(
-            json!({ "name": name, "secret": { "secretName": of, "defaultMode": 0o440, "items": items } }),
-        );
-        mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
+        let secret = json!({ "secretName": of, "defaultMode": 0o440, "items": items });
+        volumes.add((name, json!({ "secret": secret }), folder));
     };
     let external = cluster.spec.etcd.external.as_ref();
     if let Some(tls) = external.and_then(|external| external.tls.as_ref()) {
@@ -160,5 +157,5 @@ fn volumes(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> (Value, Value) {
         let password = &user.password_secret_ref;
         secret("etcd-user", USER_FOLDER, password.name.as_str(), &[(password.key.as_str(), "password")]);
     }
-    (json!(volumes), json!(mounts))
+    volumes
 }

@@ -36,7 +36,25 @@ pub(super) fn config_map(metadata: Value, data: &Value) -> Child {
 }
 
 /// A service account without a mounted token.
-pub(in crate::reconcile::cluster) fn service_account(metadata: Value) -> Child {
+pub(crate) fn service_account(metadata: Value) -> Child {
     let rest = json!({ "automountServiceAccountToken": false });
     Child::new(ChildKind::ServiceAccount, metadata, &rest)
+}
+
+/// Binds a ClusterRole of the chart to service accounts. It is not namespaced, so the cluster cannot own it
+/// ([`crate::reconcile::orphans`]).
+pub(super) fn role_binding(
+    names: &ClusterNames,
+    component: Component,
+    name: &str,
+    role: &str,
+    accounts: &[String],
+) -> Child {
+    let account = |name| json!({ "kind": "ServiceAccount", "name": name, "namespace": names.namespace });
+    let rest = json!({
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role },
+        "subjects": accounts.iter().map(account).collect::<Vec<Value>>(),
+    });
+    let metadata = json!({ "name": name, "labels": names.labels(component) });
+    Child::new(ChildKind::ClusterRoleBinding, metadata, &rest)
 }

@@ -9,27 +9,24 @@ use crate::framework::child::{Child, ChildKind};
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
 /// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
 /// probe once more.
-pub(in crate::reconcile::cluster) const MIN_READY_SECONDS: u32 = 5;
+pub(crate) const MIN_READY_SECONDS: u32 = 5;
 
 /// Default CPU and memory of a container.
 #[derive(Default)]
-pub(in crate::reconcile::cluster) struct DefaultResources {
+pub(crate) struct DefaultResources {
     /// CPU in thousandths of a core.
-    pub(in crate::reconcile::cluster) cpu_millis: u64,
+    pub(crate) cpu_millis: u64,
     /// Amount of memory in bytes.
-    pub(in crate::reconcile::cluster) memory: u64,
+    pub(crate) memory: u64,
     /// Memory in bytes that is added to the specified or default amount: the arena.
-    pub(in crate::reconcile::cluster) extra_memory: u64,
+    pub(crate) extra_memory: u64,
     /// Memory in bytes that is added to the limit only, because it is allocated on demand: queue pairs.
-    pub(in crate::reconcile::cluster) extra_limit: u64,
+    pub(crate) extra_limit: u64,
 }
 
 /// Returns requests and limits, with defaults for unspecified amounts. Without `extra_limit`, the memory limit defaults to
 /// the request, since processes allocate their memory up front.
-pub(in crate::reconcile::cluster) fn resources(
-    specified: Option<&Resources>,
-    defaults: &DefaultResources,
-) -> Value {
+pub(crate) fn resources(specified: Option<&Resources>, defaults: &DefaultResources) -> Value {
     let nothing = Amounts::default();
     let requests = specified.and_then(|specified| specified.requests.as_ref()).unwrap_or(&nothing);
     let limits = specified.and_then(|specified| specified.limits.as_ref()).unwrap_or(&nothing);
@@ -61,26 +58,26 @@ fn as_stored(cpu: &str) -> String {
 }
 
 /// Pull policy of the container, and pull secrets of the pod.
-pub(in crate::reconcile::cluster) fn pull(images: &Images) -> (PullPolicy, Value) {
+pub(crate) fn pull(images: &Images) -> (PullPolicy, Value) {
     let secrets: Vec<Value> =
         images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect();
     (images.pull_policy, json!(secrets))
 }
 
 /// Ports of a container, by name.
-pub(in crate::reconcile::cluster) fn container_ports(ports: &[(&str, u16)]) -> Value {
+pub(crate) fn container_ports(ports: &[(&str, u16)]) -> Value {
     let port = |(name, port): &(&str, u16)| json!({ "name": name, "containerPort": port, "protocol": "TCP" });
     ports.iter().map(port).collect()
 }
 
 /// Ports of a service, which are the named ports of its pods.
-pub(in crate::reconcile::cluster) fn service_ports(ports: &[(&str, u16)]) -> Value {
+pub(crate) fn service_ports(ports: &[(&str, u16)]) -> Value {
     let port = |(name, port): &(&str, u16)| json!({ "name": name, "port": port, "targetPort": name, "protocol": "TCP" });
     ports.iter().map(port).collect()
 }
 
 /// A headless service that gives pods names. Members find one another before any of them is ready.
-pub(in crate::reconcile::cluster) fn headless(selector: &Value, ports: &[(&str, u16)]) -> Value {
+pub(crate) fn headless(selector: &Value, ports: &[(&str, u16)]) -> Value {
     json!({ "spec": {
         "clusterIP": "None",
         "publishNotReadyAddresses": true,
@@ -90,13 +87,13 @@ pub(in crate::reconcile::cluster) fn headless(selector: &Value, ports: &[(&str, 
 }
 
 /// Lets drains evict one pod at a time.
-pub(in crate::reconcile::cluster) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
+pub(crate) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
     let rest = json!({ "spec": { "maxUnavailable": 1, "selector": { "matchLabels": selector } } });
     Child::new(ChildKind::PodDisruptionBudget, metadata, &rest)
 }
 
 /// Spreads pods over nodes or zones. Two on one node are better than a pending one.
-pub(in crate::reconcile::cluster) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
+pub(crate) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
     json!([{
         "maxSkew": 1,
         "topologyKey": topology_key,
@@ -106,12 +103,12 @@ pub(in crate::reconcile::cluster) fn spread_over(topology_key: &Value, selector:
 }
 
 /// An environment variable with a field of the pod.
-pub(in crate::reconcile::cluster) fn field_variable(name: &str, path: &str) -> Value {
+pub(crate) fn field_variable(name: &str, path: &str) -> Value {
     json!({ "name": name, "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": path } } })
 }
 
 /// Removes empty fields, which the API server does not store.
-pub(in crate::reconcile::cluster) fn without_empty(mut fields: Value) -> Value {
+pub(crate) fn without_empty(mut fields: Value) -> Value {
     if let Some(fields) = fields.as_object_mut() {
         fields.retain(|_, value| match value {
             Value::Null => false,
@@ -123,6 +120,28 @@ pub(in crate::reconcile::cluster) fn without_empty(mut fields: Value) -> Value {
     fields
 }
 
+/// Volumes of a pod, and their mounts in its first container.
+#[derive(Default)]
+pub(super) struct Volumes {
+    pub(super) volumes: Vec<Value>,
+    pub(super) mounts: Vec<Value>,
+}
+
+impl Volumes {
+    /// Adds a volume of a source, such as `{ "configMap": … }`, which is read at a folder.
+    pub(super) fn add(&mut self, (name, mut source, folder): (&str, Value, &str)) {
+        source["name"] = json!(name);
+        self.volumes.push(source);
+        self.mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
+    }
+
+    /// Adds a folder of the node, which is written at the same path.
+    pub(super) fn add_of_node(&mut self, name: &str, path: &str, kind: &str) {
+        self.volumes.push(json!({ "name": name, "hostPath": { "path": path, "type": kind } }));
+        self.mounts.push(json!({ "name": name, "mountPath": path }));
+    }
+}
+
 /// Appends to a list, which is created if it is missing.
 pub(super) fn append(list: &mut Value, item: Value) {
     if list.is_null() {
@@ -132,7 +151,7 @@ pub(super) fn append(list: &mut Value, item: Value) {
 }
 
 /// Security context of a container without any privileges.
-pub(in crate::reconcile::cluster) fn unprivileged() -> Value {
+pub(crate) fn unprivileged() -> Value {
     json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
@@ -141,7 +160,7 @@ pub(in crate::reconcile::cluster) fn unprivileged() -> Value {
 }
 
 /// Security context of a pod at Pod Security level `restricted`.
-pub(in crate::reconcile::cluster) fn restricted() -> Value {
+pub(crate) fn restricted() -> Value {
     json!({
         "runAsNonRoot": true,
         "runAsUser": USER,
@@ -155,12 +174,7 @@ pub(in crate::reconcile::cluster) fn restricted() -> Value {
 const USER: u32 = 65_532;
 
 /// An HTTP probe of a container.
-pub(in crate::reconcile::cluster) fn probe(
-    path: &str,
-    port: &str,
-    every_seconds: u32,
-    failures: u32,
-) -> Value {
+pub(crate) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "periodSeconds": every_seconds,
@@ -173,11 +187,7 @@ pub(in crate::reconcile::cluster) fn probe(
 ///
 /// A failed probe causes a warning event, also during a start. Our programs therefore listen before slow
 /// initialization, and the kubelet waits for the response: in a normal start the first probe succeeds.
-pub(in crate::reconcile::cluster) fn startup_probe(
-    path: &str,
-    port: &str,
-    starts_within_seconds: u32,
-) -> Value {
+pub(crate) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
     json!({
         "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
         "initialDelaySeconds": LISTENS_SECONDS,

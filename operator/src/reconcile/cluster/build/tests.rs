@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use reprise_crds::status::Reason;
 use reprise_crds::{CacheTenant, KVCacheCluster};
-use reprise_policy::identity::{PodBindings, ServiceAccount};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -18,10 +17,8 @@ use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
 use crate::reconcile::cluster::etcd::external::EtcdCheck;
 use crate::reconcile::cluster::inputs::tests::{add_pool, of as found};
-use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::SECRETS;
 
-mod access;
 mod certificates;
 mod policies;
 
@@ -120,10 +117,10 @@ fn agent_has_no_privileges_and_mounts_only_its_directories_and_devices_of_raw_po
         let volumes = pod["volumes"].as_array().expect("volumes");
         let paths = volumes.iter().filter_map(|volume| volume["hostPath"]["path"].as_str());
         assert_eq!(paths.collect::<Vec<_>>(), folders);
-        for mount in pod["containers"][0]["volumeMounts"].as_array().expect("mounts") {
-            let volume = volumes.iter().find(|one| one["name"] == mount["name"]);
-            let path = &volume.expect("a volume for every mount")["hostPath"]["path"];
-            assert!(path.is_null() || *path == mount["mountPath"], "directories keep their paths: {mount}");
+        // The operator creates them with the first salt or key.
+        for name in ["salts", "keys"] {
+            let secret = json!({ "secretName": format!("c-{name}"), "defaultMode": 0o400, "optional": true });
+            assert!(volumes.contains(&json!({ "name": name, "secret": secret })), "{name}");
         }
     }
 }
@@ -162,32 +159,10 @@ fn restarts_agents_only_if_their_configuration_changes() {
 
 #[test]
 fn agents_get_settings_of_the_cluster_and_of_its_pool() {
-    let defaults = agent(&built(json!({}), |_| ()));
-    assert_values(
-        &defaults,
-        &[
-            ("/prefetch/arena_permille", json!(250)),
-            ("/prefetch/high_water_permille", json!(800)),
-            ("/prefetch/window", json!(64)),
-            ("/retention/permille", json!(250)),
-            ("/retention/blocks_per_tenant", json!(65_536)),
-            ("/admin/trace", json!(false)),
-            ("/encryption/keys", json!("/etc/reprise-keys")),
-            ("/session/salts", json!("/etc/reprise-salts")),
-            ("/controlplane/address", json!("c-controlplane.n.svc:7400")),
-            // From other sources.
-            ("/node", json!(null)),
-            ("/peers/advertise", json!(null)),
-        ],
-    );
     let spec = json!({
         "pools": [{ "name": "p" }],
         "agents": { "trace": "LocalClients" },
-        "cache": {
-            "writeback": { "slackDelay": "3s" }, "eviction": "Lfu",
-            "prefetch": { "arenaPermille": 100, "bandwidthPermille": 500, "window": 8 },
-            "retention": { "permille": 0, "blocksPerTenant": 10, "ttlMax": "2h" },
-        },
+        "cache": { "eviction": "Lfu", "prefetch": { "bandwidthPermille": 500 } },
     });
     let pool = |depth: u32| {
         json!({
@@ -200,21 +175,15 @@ fn agents_get_settings_of_the_cluster_and_of_its_pool() {
         &agent(&built(spec.clone(), |inputs| add_pool(inputs, pool(7)))),
         &[
             ("/admin/trace", json!(true)),
+            ("/controlplane/address", json!("c-controlplane.n.svc:7400")),
             ("/cache/eviction/kind", json!("lfu")),
             ("/cache/pool_free_permille", json!(50)),
-            ("/writeback/slack_delay", json!("3s")),
-            ("/prefetch/arena_permille", json!(100)),
             ("/prefetch/high_water_permille", json!(500)),
-            ("/prefetch/window", json!(8)),
-            ("/retention/permille", json!(0)),
-            ("/retention/blocks_per_tenant", json!(10)),
-            ("/retention/ttl_max", json!("2h")),
             ("/pool/segment_bytes", json!("4MiB")),
             ("/pool/queue_depth", json!(7)),
             ("/pool/eviction/kind", json!("s3_fifo")),
             ("/pool/admission", json!("second_use")),
             ("/pool/daily_write_budget", json!("2TiB")),
-            ("/pool/devices", json!(null)),
         ],
     );
     // The settings of a rejected pool apply only if no pool is accepted.
@@ -230,56 +199,33 @@ fn agents_get_settings_of_the_cluster_and_of_its_pool() {
 }
 
 #[test]
-fn profiles_and_tenants_of_pods_are_files_and_restart_no_agent() {
-    let (a, b) = ("a".parse().expect("a name"), "b".parse().expect("a name"));
-    let mut bindings = PodBindings::default();
-    bindings.bind_namespace("chat", &a);
-    let account = ServiceAccount { namespace: "chat".to_owned(), name: "batch.v2".to_owned() };
-    bindings.bind_service_account(&account, &b);
-    let children = built(json!({}), |inputs| {
-        inputs.bindings = bindings.clone();
-        inputs.profiles.insert("profile-0.json".to_owned(), "{}".to_owned());
-    });
-    let set = child(&children, ChildKind::DaemonSet, "c-agent");
-    assert_eq!(set, child(&built(json!({}), |_| ()), ChildKind::DaemonSet, "c-agent"));
-    let data = &child(&children, ChildKind::ConfigMap, "c-agent")["data"];
-    assert!(data["profile-0.json"] == "{}" && data["agent.toml"].is_string(), "{data}");
-    let data = &child(&children, ChildKind::ConfigMap, "c-agent-tenants")["data"];
-    assert_eq!((&data["chat"], &data["chat.batch.v2"]), (&json!("a"), &json!("b")));
-    let file = data["_tenants.json"].as_str().expect("a text");
-    assert_eq!(serde_json::from_str::<PodBindings>(file).expect("reads"), bindings);
-    let has = |of: &Value, item: Value| of.as_array().expect("a list").contains(&item);
-    let container = &pod(set)["containers"][0];
-    let variable = json!({ "name": "TENANTS_FILE", "value": "/etc/reprise-tenants/tenants.json" });
-    assert!(has(&container["env"], variable));
-    let items = json!([{ "key": "_tenants.json", "path": "tenants.json" }]);
-    let tenants = json!({ "name": "tenants", "configMap": { "name": "c-agent-tenants", "items": items } });
-    assert!(has(&pod(set)["volumes"], tenants));
-    for name in ["salts", "keys"] {
-        let secret = json!({ "secretName": format!("c-{name}"), "defaultMode": 0o400, "optional": true });
-        assert!(has(&pod(set)["volumes"], json!({ "name": name, "secret": secret })));
-        let folder = format!("/etc/reprise-{name}");
-        let mount = json!({ "name": name, "mountPath": folder, "readOnly": true });
-        assert!(has(&container["volumeMounts"], mount));
+fn builds_no_policy_without_selected_namespaces() {
+    for (selector, policies) in [(json!({}), 0), (json!({ "matchLabels": { "engines": "yes" } }), 1)] {
+        let injection = json!({ "mode": "AdmissionPolicy", "namespaceSelector": selector });
+        let children = built(json!({ "injection": injection }), |_| ());
+        let found = children.iter().filter(|child| child.kind == ChildKind::MutatingAdmissionPolicy);
+        assert_eq!(found.count(), policies, "{selector}");
     }
 }
 
 #[test]
 fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
-    let of = |replicas: u32| built(json!({ "controlPlane": { "replicas": replicas } }), |_| ());
-    let (two, three) = (of(2), of(3));
-    let advertised = "c-controlplane-1.c-controlplane-members.n.svc:7400";
-    let member = file(&two, "c-controlplane", "c-controlplane-1.toml");
+    let zone = "topology.kubernetes.io/zone";
+    let of = |replicas: u32| {
+        let spec = json!({ "controlPlane": { "replicas": replicas, "spreadOver": zone } });
+        let children = built(spec, |_| ());
+        let files = child(&children, ChildKind::ConfigMap, "c-controlplane")["data"].clone();
+        assert_eq!(files.as_object().map(serde_json::Map::len), usize::try_from(replicas).ok());
+        child(&children, ChildKind::StatefulSet, "c-controlplane")["spec"]["template"].clone()
+    };
+    assert_eq!(of(2), of(3));
     assert_values(
-        &member["member"],
-        &[("/name", json!("c-controlplane-1")), ("/advertise", json!(advertised))],
+        &of(2)["spec"],
+        &[
+            ("/containers/0/args/1", json!("/etc/reprise/$(POD_NAME).toml")),
+            ("/topologySpreadConstraints/0/topologyKey", json!(zone)),
+        ],
     );
-    let files = &child(&two, ChildKind::ConfigMap, "c-controlplane")["data"];
-    assert_eq!(files.as_object().map(serde_json::Map::len), Some(2));
-    let set = |children| child(children, ChildKind::StatefulSet, "c-controlplane")["spec"].clone();
-    assert_eq!(set(&two)["template"], set(&three)["template"]);
-    assert_eq!(set(&two)["minReadySeconds"], 5, "the next member is replaced once this one is stable");
-    assert_eq!(set(&two)["template"]["spec"]["containers"][0]["args"][1], "/etc/reprise/$(POD_NAME).toml");
 }
 
 #[test]
@@ -302,81 +248,31 @@ fn first_reports_of_nodes_restart_no_member() {
 
 #[test]
 fn etcd_members_find_each_other_and_admit_only_members_of_the_control_plane() {
-    for replicas in [1_usize, 3] {
-        let spec = json!({ "etcd": { "managed": {
-            "replicas": replicas, "storage": { "storageClassName": "fast", "size": "2Gi" },
-        } } });
-        let children = built(spec.clone(), |_| ());
-        let set = child(&children, ChildKind::StatefulSet, "c-etcd");
-        let arguments = pod(set)["containers"][0]["args"].as_array().expect("arguments");
-        // All members, each once, by the pod's name behind the headless service.
-        let peers =
-            (0..replicas).map(|index| format!("c-etcd-{index}=https://c-etcd-{index}.c-etcd.n.svc:2380"));
-        let peers = peers.collect::<Vec<_>>().join(",");
-        for (argument, value) in [
-            ("--initial-cluster", peers.as_str()),
-            ("--name", "$(POD_NAME)"),
-            ("--initial-advertise-peer-urls", "https://$(POD_NAME).c-etcd.n.svc:2380"),
-            ("--advertise-client-urls", "https://$(POD_NAME).c-etcd.n.svc:2379"),
-            // A later cluster of the same name must not join this one.
-            ("--initial-cluster-token", "uid-c"),
-            ("--initial-cluster-state", "new"),
-            ("--client-cert-auth", "true"),
-            ("--client-cert-allowed-hostname", "member.reprise"),
-            ("--peer-client-cert-auth", "true"),
-            ("--peer-cert-allowed-hostname", "etcd.reprise"),
-            ("--enable-grpc-gateway", "false"),
-            ("--trusted-ca-file", "/var/lib/etcd/certificates/ca.crt"),
-            ("--peer-cert-file", "/var/lib/etcd/certificates/tls.crt"),
-        ] {
-            let of =
-                arguments.iter().filter_map(|one| one.as_str()?.strip_prefix(argument)?.strip_prefix('='));
-            assert_eq!(of.collect::<Vec<_>>(), [value], "{argument}");
-        }
-        let selector = json!({
-            "app.kubernetes.io/name": "reprise", "app.kubernetes.io/instance": "c", "app.kubernetes.io/component": "etcd",
-        });
-        assert_values(
-            &set["spec"],
-            &[
-                ("/replicas", json!(replicas)),
-                // Members start in parallel: each becomes ready only together with others.
-                ("/podManagementPolicy", json!("Parallel")),
-                ("/serviceName", json!("c-etcd")),
-                ("/selector/matchLabels", selector.clone()),
-                ("/volumeClaimTemplates/0/spec/storageClassName", json!("fast")),
-                ("/volumeClaimTemplates/0/spec/resources/requests/storage", json!("2Gi")),
-            ],
-        );
-        assert_values(
-            &child(&children, ChildKind::Service, "c-etcd")["spec"],
-            &[
-                ("/clusterIP", json!("None")),
-                ("/publishNotReadyAddresses", json!(true)),
-                ("/selector", selector.clone()),
-                ("/ports/0/targetPort", json!("client")),
-            ],
-        );
-        // One member may be absent. With a single member, evictions are not blocked forever either.
-        assert_values(
-            &child(&children, ChildKind::PodDisruptionBudget, "c-etcd")["spec"],
-            &[("/maxUnavailable", json!(1)), ("/selector/matchLabels", selector)],
-        );
-        let [host, _] = ClusterNames::of(&cluster(spec)).etcd_hosts("c-etcd-0");
-        let store = &file(&children, "c-controlplane", "c-controlplane-0.toml")["store"];
-        assert_eq!(store["endpoints"].as_array().map(Vec::len), Some(replicas));
-        assert_values(
-            store,
-            &[
-                // The name is in the certificate.
-                ("/endpoints/0", json!(format!("https://{host}:2379"))),
-                ("/tls/key_file", json!("/run/reprise/certificates/tls.key")),
-            ],
-        );
+    let children = built(json!({ "etcd": { "managed": { "replicas": 3 } } }), |_| ());
+    let set = child(&children, ChildKind::StatefulSet, "c-etcd");
+    let arguments = pod(set)["containers"][0]["args"].as_array().expect("arguments");
+    // All members, each once, by the pod's name behind the headless service.
+    let peers = [0, 1, 2].map(|index| format!("c-etcd-{index}=https://c-etcd-{index}.c-etcd.n.svc:2380"));
+    for (argument, value) in [
+        ("--initial-cluster", peers.join(",").as_str()),
+        ("--initial-advertise-peer-urls", "https://$(POD_NAME).c-etcd.n.svc:2380"),
+        // A later cluster of the same name must not join this one.
+        ("--initial-cluster-token", "uid-c"),
+        ("--client-cert-auth", "true"),
+        ("--client-cert-allowed-hostname", "member.reprise"),
+        ("--peer-client-cert-auth", "true"),
+        ("--peer-cert-allowed-hostname", "etcd.reprise"),
+        ("--enable-grpc-gateway", "false"),
+        ("--trusted-ca-file", "/var/lib/etcd/certificates/ca.crt"),
+        ("--peer-cert-file", "/var/lib/etcd/certificates/tls.crt"),
+    ] {
+        assert!(arguments.contains(&json!(format!("{argument}={value}"))), "{argument}");
     }
-    let children = built(json!({ "etcd": { "managed": {} } }), |_| ());
-    let claim = &child(&children, ChildKind::StatefulSet, "c-etcd")["spec"]["volumeClaimTemplates"][0];
+    let claim = &set["spec"]["volumeClaimTemplates"][0];
     assert_eq!(claim["spec"].get("storageClassName"), None, "the default class");
+    let store = &file(&children, "c-controlplane", "c-controlplane-0.toml")["store"];
+    let endpoints = [0, 1, 2].map(|index| format!("https://c-etcd-{index}.c-etcd.n.svc:2379"));
+    assert_eq!(store["endpoints"], json!(endpoints));
 }
 
 #[test]
@@ -423,28 +319,35 @@ fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     let volumes = pod(set)["volumes"].as_array().expect("volumes");
     let of = |name: &str| &volumes.iter().find(|volume| volume["name"] == name).expect(name)["secret"];
     assert_eq!(of("etcd-tls")["items"], json!([{ "key": "bundle", "path": "ca.crt" }]));
-    assert_eq!(
-        (&of("etcd-client")["secretName"], &of("etcd-user")["secretName"]),
-        (&json!("client"), &json!("user"))
-    );
+    assert_eq!([&of("etcd-client")["secretName"], &of("etcd-user")["secretName"]], ["client", "user"]);
     assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
 }
 
+/// Returns the agent's container in a cluster with this access and this pool.
+fn container(access: Value, pool: Value) -> Value {
+    let spec = json!({ "pools": [{ "name": "p" }], "agents": { "deviceAccess": access } });
+    let children = built(spec, |inputs| add_pool(inputs, pool));
+    pod(child(&children, ChildKind::DaemonSet, "c-agent"))["containers"][0].clone()
+}
+
 #[test]
-fn spreads_member_and_etcd_pods_over_the_specified_topology() {
-    let zone = "topology.kubernetes.io/zone";
-    for (spec, over) in
-        [(json!({}), "kubernetes.io/hostname"), (json!({ "controlPlane": { "spreadOver": zone } }), zone)]
-    {
-        let children = built(spec, |_| ());
-        for name in ["c-controlplane", "c-etcd"] {
-            let set = child(&children, ChildKind::StatefulSet, name);
-            let spread = json!([{
-                "maxSkew": 1, "topologyKey": over, "whenUnsatisfiable": "ScheduleAnyway",
-                // It counts its own pods.
-                "labelSelector": { "matchLabels": set["spec"]["selector"]["matchLabels"] },
-            }]);
-            assert_eq!(pod(set)["topologySpreadConstraints"], spread, "{name}");
-        }
+fn device_access_is_added_only_for_raw_pools() {
+    let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
+    let none = || json!({ "mode": "None" });
+    let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
+    let privileged = json!({ "mode": "Privileged" });
+    for access in [plugin.clone(), privileged.clone()] {
+        assert_eq!(container(access, directory()), container(none(), directory()));
     }
+    let before = container(none(), raw());
+    let mut expected = before.clone();
+    for bound in ["requests", "limits"] {
+        expected["resources"][bound]["example.com/nvme"] = json!("1");
+    }
+    assert_eq!(container(plugin, raw()), expected);
+    let mut expected = before;
+    expected["securityContext"] = json!({ "privileged": true, "readOnlyRootFilesystem": true });
+    // Agents that drive controllers also have memory for 128 queue pairs with 1,024 entries each.
+    expected["resources"]["limits"]["memory"] = json!("2570Mi");
+    assert_eq!(container(privileged, raw()), expected);
 }

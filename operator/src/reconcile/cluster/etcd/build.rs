@@ -44,7 +44,7 @@ const START_PROBES: u32 = 300;
 const AUTHORITIES: &str = "reprise.dev/authorities";
 
 /// `host:port` of a member for clients.
-pub(in crate::reconcile::cluster) fn address(names: &ClusterNames, index: u8) -> String {
+pub(crate) fn address(names: &ClusterNames, index: u8) -> String {
     format!("{}:{CLIENT_PORT}", host(names, &format!("{}-{index}", names.etcd())))
 }
 
@@ -53,7 +53,7 @@ fn host(names: &ClusterNames, pod: &str) -> String {
     host
 }
 
-pub(in crate::reconcile::cluster) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
+pub(crate) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let names = &inputs.agent_config.names;
     let name = names.etcd();
     let meta = || metadata(cluster, names, Component::Etcd, &name);

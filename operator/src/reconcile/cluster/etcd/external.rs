@@ -122,26 +122,23 @@ async fn probe_store(
     names: &ClusterNames,
     context: &Context,
 ) -> EtcdCheck {
-    match read_secrets(external, names, context).await {
+    let secrets = match read_secrets(external, names, context).await {
+        Ok(secrets) => secrets,
         Err(refused) => {
-            EtcdCheck { answer: Err(format!("not checked: {}", refused.message)), secrets: Err(refused) }
+            let answer = Err(format!("not checked: {}", refused.message));
+            return EtcdCheck { answer, secrets: Err(refused) };
         }
-        Ok(secrets) => {
-            let probed = tokio::time::timeout(TIMEOUT, read_one_key(external, prefix, &secrets)).await;
-            let answer = match probed {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(error)) if is_denial(&error) => Err(describe_denial(external, &error)),
-                failed => {
-                    let timeout = format!("no response within {TIMEOUT:?}");
-                    let error = failed.map_or(timeout, |probed| {
-                        probed.map_or_else(|error| describe(&error), |()| String::new())
-                    });
-                    Err(tls_error(external, &secrets).await.unwrap_or(error))
-                }
-            };
-            EtcdCheck { secrets: Ok(secrets.digest()), answer }
+    };
+    let answer = match tokio::time::timeout(TIMEOUT, read_one_key(external, prefix, &secrets)).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) if is_denial(&error) => Err(describe_denial(external, &error)),
+        failed => {
+            let timeout = format!("no response within {TIMEOUT:?}");
+            let error = failed.ok().and_then(Result::err).map_or(timeout, |error| describe(&error));
+            Err(tls_error(external, &secrets).await.unwrap_or(error))
         }
-    }
+    };
+    EtcdCheck { secrets: Ok(secrets.digest()), answer }
 }
 
 /// Reads the contents of the referenced Secrets.
@@ -151,37 +148,28 @@ async fn read_secrets(
     context: &Context,
 ) -> Result<Secrets, Refusal> {
     let api: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
+    let invalid = |message: String| Refusal::new(Reason::SecretInvalid, message);
     let entry = async |secret: &str, key: &str, what: &str| {
-        let refuse = |reason, message: String| Err(Refusal::new(reason, message));
-        match api.get_opt(secret).await {
-            Err(error) => {
-                refuse(Reason::SecretInvalid, format!("cannot read Secret {secret} ({what}): {error}"))
-            }
-            Ok(None) => {
-                let namespace = &names.namespace;
-                let message =
-                    format!("Secret {secret} ({what}) does not exist in namespace {namespace}: create it");
-                refuse(Reason::ReferenceNotFound, message)
-            }
-            Ok(Some(found)) => {
-                let value = found.data.unwrap_or_default().remove(key).map(|bytes| bytes.0);
-                match value.filter(|bytes| !bytes.is_empty()) {
-                    Some(bytes) => Ok(bytes),
-                    None => {
-                        let message = format!("Secret {secret} has no entry {key} ({what}): add it");
-                        refuse(Reason::SecretInvalid, message)
-                    }
-                }
-            }
-        }
+        let found = api.get_opt(secret).await;
+        let found =
+            found.map_err(|error| invalid(format!("cannot read Secret {secret} ({what}): {error}")))?;
+        let Some(found) = found else {
+            let namespace = &names.namespace;
+            let message =
+                format!("Secret {secret} ({what}) does not exist in namespace {namespace}: create it");
+            return Err(Refusal::new(Reason::ReferenceNotFound, message));
+        };
+        let value = found.data.unwrap_or_default().remove(key).map(|bytes| bytes.0);
+        value
+            .filter(|bytes| !bytes.is_empty())
+            .ok_or_else(|| invalid(format!("Secret {secret} has no entry {key} ({what}): add it")))
     };
     let pem = async |secret: &str, key: &str, what: &str| {
         let bytes = entry(secret, key, what).await?;
         if bytes.windows(10).any(|window| window == b"-----BEGIN") {
             return Ok(bytes);
         }
-        let message = format!("invalid entry {key} of Secret {secret} ({what}): expected PEM (-----BEGIN …)");
-        Err(Refusal::new(Reason::SecretInvalid, message))
+        Err(invalid(format!("invalid entry {key} of Secret {secret} ({what}): expected PEM (-----BEGIN …)")))
     };
     let mut secrets = Secrets { ca: None, identity: None, password: None };
     if let Some(tls) = &external.tls {
@@ -198,9 +186,10 @@ async fn read_secrets(
         let reference = &user.password_secret_ref;
         let bytes = entry(reference.name.as_str(), reference.key.as_str(), "password for etcd").await?;
         let text = String::from_utf8(bytes).map_err(|_| {
-            let message =
-                format!("invalid entry {} of Secret {}: expected UTF-8 text", reference.key, reference.name);
-            Refusal::new(Reason::SecretInvalid, message)
+            invalid(format!(
+                "invalid entry {} of Secret {}: expected UTF-8 text",
+                reference.key, reference.name
+            ))
         })?;
         secrets.password = Some(text.trim_end_matches(['\r', '\n']).to_owned());
     }
@@ -266,9 +255,8 @@ async fn tls_error(external: &ExternalEtcd, secrets: &Secrets) -> Option<String>
 fn describe(error: &EtcdError) -> String {
     match error {
         EtcdError::GRpcStatus(status) => {
-            let source =
-                status.source().map(|source| format!(": {}", error_chain(source))).unwrap_or_default();
-            format!("{}{source}", status.message())
+            let source = status.source().map(|source| format!(": {}", error_chain(source)));
+            format!("{}{}", status.message(), source.unwrap_or_default())
         }
         EtcdError::TransportError(error) => error_chain(error),
         other => other.to_string(),

@@ -8,6 +8,7 @@
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Api, DynamicObject, ListParams};
+use kube::core::PartialObjectMeta;
 use kube::{Client, ResourceExt};
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::EtcdMode;
@@ -25,15 +26,9 @@ const PENDING: &str = "Pending";
 /// Maximum number of classes in a message.
 const NAMES_MAX: usize = 5;
 
-/// Name of a storage class, and whether it is the default.
-struct ClassInfo {
-    name: String,
-    is_default: bool,
-}
-
 /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
 /// reason, etcd does not wait for volumes, or the API does not permit the check.
-pub(in crate::reconcile::cluster) async fn problem(
+pub(crate) async fn problem(
     cluster: &KVCacheCluster,
     etcd: Option<&DynamicObject>,
     client: &Client,
@@ -45,24 +40,14 @@ pub(in crate::reconcile::cluster) async fn problem(
     let pending = pending(cluster, client).await?;
     let wanted = pending.spec.and_then(|spec| spec.storage_class_name);
     let classes: Api<StorageClass> = Api::all(client.clone());
-    match classes.list_metadata(&ListParams::default()).await {
-        Ok(found) => {
-            let classes: Vec<ClassInfo> = found.items.iter().map(class).collect();
-            missing_class(wanted.as_deref(), &classes)
-        }
-        Err(error) => {
-            // The operator may lack the permission.
-            tracing::debug!(%error, "cannot list storage classes");
-            None
-        }
-    }
+    // The operator may lack the permission.
+    let classes = classes.list_metadata(&ListParams::default()).await;
+    let classes = classes.inspect_err(|error| tracing::debug!(%error, "cannot list storage classes")).ok()?;
+    missing_class(wanted.as_deref(), &classes.items)
 }
 
 /// Whether a cluster may be waiting for etcd's volumes. False if the operator does not change the cluster.
-pub(in crate::reconcile::cluster) fn may_be_missing(
-    cluster: &KVCacheCluster,
-    etcd: Option<&DynamicObject>,
-) -> bool {
+pub(crate) fn may_be_missing(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
     let is_managed = cluster.spec.etcd.mode == EtcdMode::Managed && !cluster.spec.paused;
     is_managed && !Members::of(cluster, etcd).answer()
 }
@@ -75,45 +60,33 @@ async fn pending(cluster: &KVCacheCluster, client: &Client) -> Option<Persistent
     for member in 0..replicas {
         // The name that the StatefulSet controller gives to the claim.
         let name = format!("{DATA_VOLUME}-{}-{member}", names.etcd());
-        match api.get_opt(&name).await {
-            Ok(found) => {
-                let waits = |claim: &PersistentVolumeClaim| {
-                    claim.status.as_ref().and_then(|status| status.phase.as_deref()) == Some(PENDING)
-                };
-                if let Some(claim) = found.filter(waits) {
-                    return Some(claim);
-                }
-            }
-            Err(error) => {
-                // The operator may lack the permission.
-                tracing::debug!(%error, claim = name, "cannot read a volume claim of etcd");
-                return None;
-            }
+        let found = api.get_opt(&name).await;
+        // The operator may lack the permission.
+        let found = found.inspect_err(|error| tracing::debug!(%error, claim = name, "cannot read a claim"));
+        let phase = |claim: &PersistentVolumeClaim| claim.status.as_ref()?.phase.clone();
+        if let Some(claim) = found.ok()?.filter(|claim| phase(claim).as_deref() == Some(PENDING)) {
+            return Some(claim);
         }
     }
     None
 }
 
-fn class(found: &impl ResourceExt) -> ClassInfo {
-    let is_set = |key: &&str| found.annotations().get(*key).is_some_and(|value| value == "true");
-    ClassInfo { name: found.name_any(), is_default: IS_DEFAULT.iter().any(is_set) }
-}
-
 /// Describes why the requested class is unavailable, and the remedy.
-fn missing_class(wanted: Option<&str>, classes: &[ClassInfo]) -> Option<String> {
-    let have = match classes {
+fn missing_class(wanted: Option<&str>, classes: &[PartialObjectMeta<StorageClass>]) -> Option<String> {
+    let names: Vec<String> = classes.iter().map(ResourceExt::name_any).collect();
+    let have = match names.as_slice() {
         [] => "there are no StorageClasses".to_owned(),
-        some => {
-            let names: Vec<&str> = some.iter().take(NAMES_MAX).map(|class| class.name.as_str()).collect();
-            format!("existing: {}", names.join(", "))
-        }
+        some => format!("existing: {}", some[..some.len().min(NAMES_MAX)].join(", ")),
+    };
+    let is_default = |class: &PartialObjectMeta<StorageClass>| {
+        IS_DEFAULT.iter().any(|key| class.annotations().get(*key).is_some_and(|value| value == "true"))
     };
     match wanted {
-        Some(name) if !classes.iter().any(|class| class.name == name) => Some(format!(
+        Some(name) if !names.iter().any(|one| one == name) => Some(format!(
             "etcd's volume claims are pending because StorageClass {name} does not exist ({have}): create it, or re-create the \
              KVCacheCluster with another class, since the field is immutable"
         )),
-        None if !classes.iter().any(|class| class.is_default) => Some(format!(
+        None if !classes.iter().any(is_default) => Some(format!(
             "etcd's volume claims are pending because there is no default StorageClass ({have}): annotate one with {}: \"true\", or \
              re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later",
             IS_DEFAULT[0]

@@ -59,21 +59,6 @@ fn sidecar_gets_the_certificate_and_the_process_only_reads_it() {
 }
 
 #[test]
-fn processes_use_the_folder_and_trust_the_authorities_of_the_config_map() {
-    let children = with_certificates();
-    for settings in [agent(&children), file(&children, "c-controlplane", "c-controlplane-0.toml")] {
-        assert_eq!(settings["tls"]["folder"], FOLDER);
-    }
-    let trusted = child(&children, ChildKind::ConfigMap, "c-authorities");
-    assert_eq!(trusted["data"]["ca.crt"].as_str(), Some(any_authority().trusted().as_str()));
-    let binding = child(&children, ChildKind::ClusterRoleBinding, "reprise-n-c-controlplane");
-    assert_eq!(binding["roleRef"]["name"], "reprise-member");
-    let subjects = binding["subjects"].as_array().expect("subjects").iter();
-    let names: Vec<&Value> = subjects.map(|subject| &subject["name"]).collect();
-    assert_eq!(names, ["c-controlplane", "c-etcd"]);
-}
-
-#[test]
 fn monitors_scrape_with_the_certificate_for_scrapers() {
     let children = with_certificates();
     for (name, server) in [("c-agent", "agent.reprise"), ("c-controlplane", "member.reprise")] {
