@@ -5,16 +5,17 @@
 //! with status 0 on SIGTERM and SIGINT, and with an error when it loses the lease.
 
 use std::io::{IsTerminal, Write};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand, ValueEnum};
 use kube::{Client, Config};
 use reprise_daemon::log;
 use reprise_operator::definitions::{apply_definitions, apply_objects};
 use reprise_operator::framework::api_client::{self, ApiRequests};
-use reprise_operator::run::{ListenAddresses, run};
+use reprise_operator::run::run;
 use reprise_operator::settings::Settings;
 use reprise_operator::signing::certificate::PodCertificate;
 use reprise_operator::uninstall::{Release, delete};
@@ -67,7 +68,7 @@ enum Command {
     /// Delete a release's objects and wait until they are gone
     ///
     /// These are the objects that `apply` labelled with the release, and their children.
-    Delete(DeleteArguments),
+    Delete(Release),
     /// Keep the certificate of a pod's process, as a sidecar
     ///
     /// It creates a key, requests a certificate through the API server, and renews it.
@@ -78,19 +79,6 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-}
-
-#[derive(Debug, Args)]
-struct DeleteArguments {
-    /// Name of the release
-    #[arg(long)]
-    release: String,
-    /// Namespace of the release's clusters
-    #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
-    namespace: String,
-    /// Timeout in seconds; on expiry, print the remaining objects and fail
-    #[arg(long, default_value_t = 300)]
-    timeout_seconds: u64,
 }
 
 /// Longest time between two reports of an agent, including delivery.
@@ -132,10 +120,7 @@ async fn dispatch(command: Command) -> anyhow::Result<()> {
         }
         Command::Certificate { pod, check: true } => pod.check().await,
         Command::Certificate { pod, check: false } => keep_certificate(&pod).await,
-        Command::Delete(arguments) => {
-            let release = Release { name: arguments.release, namespace: arguments.namespace };
-            delete(&client().await?.0, &release, Duration::from_secs(arguments.timeout_seconds)).await
-        }
+        Command::Delete(release) => delete(&client().await?.0, &release).await,
     }
 }
 
@@ -183,15 +168,11 @@ async fn run_operator(settings: Settings) -> anyhow::Result<()> {
             REPORT_INTERVAL.as_secs()
         );
     }
-    let print_ready = |listening: ListenAddresses| {
-        print(&format!("{}\n", json!({ "ready": true, "admin": listening.admin })))
+    let print_ready = |admin: SocketAddr| {
+        let (mut output, ready) = (std::io::stdout().lock(), json!({ "ready": true, "admin": admin }));
+        writeln!(output, "{ready}").and_then(|()| output.flush()).context("cannot write to standard output")
     };
     run(client().await?, settings, print_ready, stop).await
-}
-
-fn print(text: &str) -> anyhow::Result<()> {
-    let mut output = std::io::stdout().lock();
-    output.write_all(text.as_bytes()).and_then(|()| output.flush()).context("cannot write to standard output")
 }
 
 fn start_log(arguments: &Arguments) -> anyhow::Result<log::Log> {

@@ -35,21 +35,14 @@ use crate::{admin, signing};
 /// be released before that. A test of the chart parses this line.
 const STOPS_WITHIN: Duration = Duration::from_secs(15);
 
-/// Addresses that a replica listens on, printed once its admin port is open.
-#[derive(Clone, Copy, Debug)]
-pub struct ListenAddresses {
-    /// Address of the admin port.
-    pub admin: SocketAddr,
-}
-
-/// Runs one replica until `stop` completes.
+/// Runs one replica until `stop` completes. `listening` receives the address of the admin port once it is open.
 ///
 /// # Errors
 /// The admin port is in use, the lease was lost, or a watch or controller ended unexpectedly.
 pub async fn run(
     (client, counts): (Client, ApiRequests),
     settings: Settings,
-    listening: impl FnOnce(ListenAddresses) -> anyhow::Result<()>,
+    listening: impl FnOnce(SocketAddr) -> anyhow::Result<()>,
     stop: impl Future<Output = ()>,
 ) -> anyhow::Result<()> {
     let listener = TcpListener::bind(settings.admin)
@@ -76,7 +69,7 @@ pub async fn run(
     let limit = admin::connection_limit(&guard, &context.metrics.rejected)?;
     tasks.spawn(admin::serve(listener, (guard, limit), Arc::clone(&context), is_ready));
     let mut watches = watches::start(&client, &stores, writers);
-    listening(ListenAddresses { admin })?;
+    listening(admin)?;
     let mut stop = std::pin::pin!(stop);
     let begun = async {
         stores.wait_until_ready().await.context("a watch ended")?;
@@ -149,27 +142,12 @@ fn guard(
 fn start_controllers(context: &Arc<Context>, stop: &flag::Receiver<bool>) -> JoinSet<()> {
     let (stores, mut tasks) = (&context.stores, JoinSet::new());
     let (shared, stop) = (|| Arc::clone(context), || stop.clone());
-    tasks.spawn(controller::run(
-        cluster::controller::controller(stores),
-        cluster::reconcile,
-        shared(),
-        stop(),
-    ));
-    tasks.spawn(controller::run(pool::controller::controller(stores), pool::reconcile, shared(), stop()));
-    tasks.spawn(controller::run(node::controller::controller(stores), node::reconcile, shared(), stop()));
-    tasks.spawn(controller::run(tenant::controller::controller(stores), tenant::reconcile, shared(), stop()));
-    tasks.spawn(controller::run(
-        profile::controller::controller(stores),
-        profile::reconcile,
-        shared(),
-        stop(),
-    ));
-    tasks.spawn(controller::run(
-        allocation::controller::controller(stores),
-        allocation::reconcile,
-        shared(),
-        stop(),
-    ));
+    macro_rules! start {
+        ($($kind:ident),+) => {
+            $(tasks.spawn(controller::run($kind::controller::controller(stores), $kind::reconcile, shared(), stop()));)+
+        };
+    }
+    start!(cluster, pool, node, tenant, profile, allocation);
     tasks.spawn(controller::run(signing::controller(&context.client), signing::reconcile, shared(), stop()));
     tasks
 }

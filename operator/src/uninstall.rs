@@ -20,6 +20,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use clap::Args;
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool};
@@ -27,6 +28,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::framework::child::ChildKind;
+use crate::framework::error::{CONFLICT, NOT_FOUND};
 use crate::framework::finalizers::has;
 use crate::framework::labels::CLUSTER_UID;
 use crate::reconcile::names::{DELETE_IN_USE, IN_USE_FINALIZER, QUEUES_FINALIZER, RELEASE};
@@ -36,22 +38,23 @@ use crate::reconcile::pool::guard::CONFIRMED;
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Fraction of the time, as a divisor, that control planes have to remove tenants.
 const TENANTS_PART: u32 = 3;
-/// HTTP status code: the object, or its kind, does not exist.
-const NOT_FOUND: u16 = 404;
-/// HTTP status code: another writer modified the object.
-const CONFLICT: u16 = 409;
 /// HTTP status code: the server asks the client to retry later.
 const TOO_MANY_REQUESTS: u16 = 429;
 /// Most objects that an error or a kind of warning names.
 const NAMES_MAX: usize = 20;
 
-/// A release of the chart.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A release of the chart, and the time for its deletion.
+#[derive(Clone, Debug, Args)]
 pub struct Release {
-    /// Name of the release.
-    pub name: String,
-    /// Namespace of the release and its clusters.
-    pub namespace: String,
+    /// Name of the release
+    #[arg(long = "release", value_name = "RELEASE")]
+    name: String,
+    /// Namespace of the release's clusters
+    #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
+    namespace: String,
+    /// Timeout in seconds; on expiry, print the remaining objects and fail
+    #[arg(long, default_value_t = 300)]
+    timeout_seconds: u64,
 }
 
 /// Objects of the release that are deleted together.
@@ -78,7 +81,8 @@ struct Run<'a> {
 /// # Errors
 /// An object remains after the timeout, with the reason in the message, or the API server rejected a
 /// deletion.
-pub async fn delete(client: &Client, release: &Release, within: Duration) -> anyhow::Result<()> {
+pub async fn delete(client: &Client, release: &Release) -> anyhow::Result<()> {
+    let within = Duration::from_secs(release.timeout_seconds);
     let run = Run { client, release, within, begun: Instant::now() };
     let tenants = run.delete(Step::Tenants, within / TENANTS_PART).await?;
     if !tenants.is_empty() {
@@ -128,7 +132,6 @@ impl Step {
 /// Objects that clusters leave, until the operator or Kubernetes deletes or releases them.
 struct Leftover {
     resource: ApiResource,
-    /// Label selector.
     labels: &'static str,
     /// Why they remain, if their conditions do not state it.
     why: &'static str,
@@ -137,11 +140,9 @@ struct Leftover {
 
 /// What the uninstall does not delete.
 struct Kept {
-    /// Namespace of the release.
     namespace: String,
     /// Clusters in it that are not being deleted.
     clusters: Vec<DynamicObject>,
-    /// All `CacheNode`s.
     nodes: Vec<DynamicObject>,
 }
 
@@ -433,29 +434,6 @@ mod tests {
                 leftovers().into_iter().find(|row| row.resource.kind == kind).expect("a row of the kind");
             let found = object(kind, metadata, more);
             assert_eq!((row.is_left)(&kept, &found), expected, "{found:?}");
-        }
-    }
-
-    #[test]
-    fn remaining_object_is_described_with_its_reason() {
-        let blocked = json!({ "status": { "conditions": [
-            { "type": "Ready", "status": "True", "message": "fine" },
-            { "type": "DeletionBlocked", "status": "True", "message": "2 nodes have not wiped" },
-        ] } });
-        for (finalizers, more, why, words) in [
-            (&["reprise.dev/wipe"][..], blocked, "it waits", "SSDPool p: 2 nodes have not wiped"),
-            (
-                &["reprise.dev/wipe"],
-                json!({}),
-                "",
-                "finalizers: reprise.dev/wipe. Check that the operator runs",
-            ),
-            (&["reprise.dev/wipe"], json!({}), "it waits", "SSDPool p: it waits"),
-            (&[], json!({}), "", "being deleted"),
-        ] {
-            let pool = object("SSDPool", json!({ "name": "p", "finalizers": finalizers }), more);
-            let description = describe("SSDPool", &pool, why);
-            assert!(description.contains(words), "{description}");
         }
     }
 }

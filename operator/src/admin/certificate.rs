@@ -22,7 +22,7 @@ use reprise_identity::{Authority, Credentials, Identity, Role, Tls};
 use serde_json::json;
 
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{CONFLICT, OperatorError};
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::Account;
 use crate::reconcile::authority::{self, CERTIFICATE, KEY, failed};
@@ -38,9 +38,6 @@ const RETRY_EVERY: Duration = Duration::from_secs(10);
 
 /// Key of the log condition for a failed check.
 const NO_CERTIFICATE: &str = "no_admin_certificate";
-
-/// HTTP status code if another replica was faster.
-const CONFLICT: u16 = 409;
 
 /// Certificate of the admin port of one replica.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Bytes, HttpBody};
-use axum::http::{Method, Request, Response, StatusCode, Uri};
+use axum::http::{Method, Request, Response, Uri};
 use kube::client::retry::RetryPolicy;
 use kube::client::{Body, ClientBuilder};
 use kube::{Client, Config};
@@ -103,12 +103,6 @@ struct InFlightRequest {
     labels: RequestLabels,
 }
 
-impl InFlightRequest {
-    fn set_code(&mut self, code: StatusCode) {
-        self.labels.code = code.as_u16().to_string();
-    }
-}
-
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
         self.requests.0.get_or_create(&self.labels).inc();
@@ -130,12 +124,12 @@ where
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let labels = labels(request.method(), request.uri());
-        let mut request_counter = InFlightRequest { requests: self.requests.clone(), labels };
+        let mut in_flight = InFlightRequest { requests: self.requests.clone(), labels };
         let answer = self.service.call(request);
         Box::pin(async move {
             let answered = answer.await;
             if let Ok(response) = &answered {
-                request_counter.set_code(response.status());
+                response.status().as_str().clone_into(&mut in_flight.labels.code);
             }
             answered
         })

@@ -17,38 +17,25 @@ use crate::framework::labels::APPLIED;
 /// Kinds of objects that can be children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ChildKind {
-    /// Identities of pods at the API server.
     ServiceAccount,
-    /// Permissions of the agents' service account.
     ClusterRoleBinding,
-    /// Configuration files of the pods.
     ConfigMap,
     /// The authority of the cluster's certificates, and secrets of tenants.
     Secret,
-    /// Names and addresses of pods.
     Service,
-    /// Control-plane members and etcd.
     StatefulSet,
-    /// Pods of the agents, one per node.
     DaemonSet,
-    /// Limits on voluntary disruptions of members.
     PodDisruptionBudget,
-    /// Policies that connect engine pods.
     MutatingAdmissionPolicy,
-    /// Bindings of these policies.
     MutatingAdmissionPolicyBinding,
-    /// Scrape targets for Prometheus.
     PodMonitor,
 }
 
 /// An object that the operator wants to exist.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Child {
-    /// Kind of the object.
     pub kind: ChildKind,
-    /// Name of the object.
     pub name: String,
-    /// Namespace, if the kind has one.
     pub namespace: Option<String>,
     /// The complete object, with the digest annotation.
     pub body: Value,
@@ -74,56 +61,44 @@ impl ChildKind {
 
     /// The name of the kind.
     pub fn as_str(self) -> &'static str {
-        self.row().kind
+        self.row().1
     }
 
     /// Whether objects of the kind have a namespace.
     pub fn is_namespaced(self) -> bool {
-        self.row().is_namespaced
+        self.row().2
     }
 
     /// Whether an API server may lack the kind, or the operator may lack permission to write it
     /// ([`crate::framework::optional_kinds`]).
     pub fn is_optional(self) -> bool {
-        self.row().is_optional
+        self.row().3
     }
 
     /// API resource of the kind.
     pub fn resource(self) -> ApiResource {
-        let Row { group, kind, .. } = self.row();
-        ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
+        ApiResource::from_gvk(&GroupVersionKind::gvk(self.row().0, "v1", self.as_str()))
     }
 
-    fn row(self) -> Row {
-        let row = |group, kind, (is_namespaced, is_optional)| Row { group, kind, is_namespaced, is_optional };
-        let (namespaced, optional, of_cluster) = ((true, false), (true, true), (false, true));
+    /// Group and name of a kind, and whether it is namespaced and optional. All kinds have version `v1`.
+    fn row(self) -> (&'static str, &'static str, bool, bool) {
         let admission = "admissionregistration.k8s.io";
         match self {
-            ChildKind::ServiceAccount => row("", "ServiceAccount", namespaced),
-            ChildKind::ClusterRoleBinding => {
-                row("rbac.authorization.k8s.io", "ClusterRoleBinding", (false, false))
+            Self::ServiceAccount => ("", "ServiceAccount", true, false),
+            Self::ClusterRoleBinding => ("rbac.authorization.k8s.io", "ClusterRoleBinding", false, false),
+            Self::ConfigMap => ("", "ConfigMap", true, false),
+            Self::Secret => ("", "Secret", true, false),
+            Self::Service => ("", "Service", true, false),
+            Self::StatefulSet => ("apps", "StatefulSet", true, false),
+            Self::DaemonSet => ("apps", "DaemonSet", true, false),
+            Self::PodDisruptionBudget => ("policy", "PodDisruptionBudget", true, false),
+            Self::MutatingAdmissionPolicy => (admission, "MutatingAdmissionPolicy", false, true),
+            Self::MutatingAdmissionPolicyBinding => {
+                (admission, "MutatingAdmissionPolicyBinding", false, true)
             }
-            ChildKind::ConfigMap => row("", "ConfigMap", namespaced),
-            ChildKind::Secret => row("", "Secret", namespaced),
-            ChildKind::Service => row("", "Service", namespaced),
-            ChildKind::StatefulSet => row("apps", "StatefulSet", namespaced),
-            ChildKind::DaemonSet => row("apps", "DaemonSet", namespaced),
-            ChildKind::PodDisruptionBudget => row("policy", "PodDisruptionBudget", namespaced),
-            ChildKind::MutatingAdmissionPolicy => row(admission, "MutatingAdmissionPolicy", of_cluster),
-            ChildKind::MutatingAdmissionPolicyBinding => {
-                row(admission, "MutatingAdmissionPolicyBinding", of_cluster)
-            }
-            ChildKind::PodMonitor => row("monitoring.coreos.com", "PodMonitor", optional),
+            Self::PodMonitor => ("monitoring.coreos.com", "PodMonitor", true, true),
         }
     }
-}
-
-/// Properties of a kind. All kinds have version `v1`.
-struct Row {
-    group: &'static str,
-    kind: &'static str,
-    is_namespaced: bool,
-    is_optional: bool,
 }
 
 impl Child {

@@ -3,21 +3,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kube::ResourceExt;
 use kube::api::DynamicObject;
 use kube::runtime::reflector::store::{Writer, WriterDropped};
 use kube::runtime::reflector::{ObjectRef, Store};
 use tokio::sync::watch;
 
 use crate::framework::child::ChildKind;
-use crate::framework::labels::CLUSTER_UID;
 
 /// Whether objects of a kind can be created here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KindAccess {
-    /// They can be created.
     Usable,
-    /// The API server does not serve the kind.
     NotServed,
     /// The operator has no permission to list them, and thus none to write them.
     NotAllowed,
@@ -96,13 +92,5 @@ impl ChildStores {
     /// Returns all children of a kind.
     pub fn all(&self, kind: ChildKind) -> Vec<Arc<DynamicObject>> {
         self.stores.get(&kind).map(Store::state).unwrap_or_default()
-    }
-
-    /// Returns all children of a kind that belong to a cluster.
-    pub fn of_cluster(&self, kind: ChildKind, cluster_uid: &str) -> Vec<Arc<DynamicObject>> {
-        let store = self.stores.get(&kind);
-        let is_theirs =
-            |child: &DynamicObject| child.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid);
-        store.map(|store| store.state_filter(is_theirs)).unwrap_or_default()
     }
 }

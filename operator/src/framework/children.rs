@@ -9,19 +9,20 @@
 //! * a rejection of one child does not affect the others.
 
 use std::collections::BTreeSet;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use kube::api::{Api, DynamicObject, PatchParams, ValidationDirective};
+use kube::api::{Api, DeleteParams, DynamicObject, PatchParams, Preconditions, ValidationDirective};
 use kube::core::Status;
 use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
+use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::framework::child::{Child, ChildKind, missing_paths};
-use crate::framework::error::OperatorError;
+use crate::framework::error::{FORBIDDEN, NOT_FOUND, OperatorError};
 use crate::framework::events::Subject;
-use crate::framework::field_ownership::conflict::{self, Part};
 use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
@@ -31,8 +32,6 @@ use crate::framework::services::Services;
 /// HTTP status codes for invalid objects (by the API server or an admission policy): malformed, too large,
 /// invalid fields.
 const INVALID: [u16; 3] = [400, 413, 422];
-/// HTTP status code for forbidden requests: by permissions, quotas or admission policies.
-const FORBIDDEN: u16 = 403;
 /// Cause in the API server's response if the namespace is being deleted.
 const NAMESPACE_TERMINATING: &str = "NamespaceTerminating";
 
@@ -78,13 +77,13 @@ pub async fn apply(
         }
     }
     let names = desired.iter().map(|child| (child.kind, child.name.as_str()));
-    let names = names.chain(others.iter().map(|(kind, name)| (*kind, name.as_str())));
+    let names: BTreeSet<_> = names.chain(others.iter().map(|(kind, name)| (*kind, name.as_str()))).collect();
     // All children are of one cluster, so in one namespace.
     let namespace = desired.iter().find_map(|child| child.namespace.as_deref());
-    let keys = names.map(|(kind, name)| key(kind, namespace.filter(|_| kind.is_namespaced()), name));
+    let keys = names.iter().map(|(kind, name)| key(*kind, namespace.filter(|_| kind.is_namespaced()), name));
     let now = Instant::now();
     applied.next_restore = keys.filter_map(|key| context.other_writers.pacing_delay(&key, now)).min();
-    applied.refused.extend(delete_unwanted(context, cluster_uid, desired, others).await?);
+    applied.refused.extend(delete_unwanted(context, cluster_uid, &names).await?);
     Ok(applied)
 }
 
@@ -122,7 +121,7 @@ async fn apply_one(
         kind: child.kind.as_str(),
         key: &key,
         name: &child.name,
-        part: Part::Object,
+        is_status: false,
         params: PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict),
         body: &child.body,
         extras: child.extras(),
@@ -213,21 +212,17 @@ fn foreign_object(found: &DynamicObject, cluster_uid: &str, child: &Child) -> Op
 async fn delete_unwanted(
     context: &Services,
     cluster_uid: &str,
-    desired: &[Child],
-    others: &[(ChildKind, String)],
+    desired: &BTreeSet<(ChildKind, &str)>,
 ) -> Result<Vec<Refusal>, OperatorError> {
     let mut undeletable = Vec::new();
-    let stays: BTreeSet<(ChildKind, &str)> = desired
-        .iter()
-        .map(|child| (child.kind, child.name.as_str()))
-        .chain(others.iter().map(|(kind, name)| (*kind, name.as_str())))
-        .collect();
     for kind in ChildKind::ALL {
-        for child in context.children.of_cluster(kind, cluster_uid) {
-            if stays.contains(&(kind, child.name_any().as_str())) {
+        for child in context.children.all(kind) {
+            let is_of_cluster = child.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid);
+            if !is_of_cluster || desired.contains(&(kind, child.name_any().as_str())) {
                 continue;
             }
-            match delete(context, kind, &child).await {
+            let api = api(&context.client, kind, child.namespace().as_deref());
+            match delete(context, kind.as_str(), &api, &child).await {
                 Err(error) if error.code() == Some(FORBIDDEN) => {
                     let key = key(kind, child.namespace().as_deref(), &child.name_any());
                     let message = format!(
@@ -244,20 +239,34 @@ async fn delete_unwanted(
     Ok(undeletable)
 }
 
-/// Deletes exactly this object, unless it is being deleted already.
+/// Deletes exactly this object, unless it is gone or being deleted already.
 ///
 /// # Errors
-/// The API server did not respond, or the name now belongs to another object.
-pub(crate) async fn delete(
+/// The API server did not respond, or the name now belongs to another object (409).
+pub(crate) async fn delete<K>(
     context: &Services,
-    kind: ChildKind,
-    child: &DynamicObject,
-) -> Result<(), OperatorError> {
-    let (name, api) = (child.name_any(), api(&context.client, kind, child.namespace().as_deref()));
-    let deleted = conflict::delete(&api, child).await;
-    if deleted.map_err(OperatorError::api(format!("delete {} {name}", kind.as_str())))? {
-        context.metrics.record_write(kind.as_str(), Write::Delete);
-        tracing::info!(kind = kind.as_str(), name, "deleted a child that is no longer needed");
+    kind: &'static str,
+    api: &Api<K>,
+    found: &K,
+) -> Result<(), OperatorError>
+where
+    K: ResourceExt + Clone + DeserializeOwned + Debug,
+{
+    if found.meta().deletion_timestamp.is_some() {
+        return Ok(());
     }
-    Ok(())
+    let params = DeleteParams {
+        preconditions: Some(Preconditions { uid: found.uid(), resource_version: None }),
+        ..DeleteParams::background()
+    };
+    let name = found.name_any();
+    match api.delete(&name, &params).await {
+        Ok(_) => {
+            context.metrics.record_write(kind, Write::Delete);
+            tracing::info!(kind, name, "deleted an object that is no longer needed");
+            Ok(())
+        }
+        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => Ok(()),
+        Err(error) => Err(OperatorError::api(format!("delete {kind} {name}"))(error)),
+    }
 }

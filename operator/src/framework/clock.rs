@@ -71,16 +71,3 @@ pub fn until(time: &Time) -> Duration {
 pub fn between(first: &Time, second: &Time) -> Duration {
     second.0.duration_since(first.0).try_into().unwrap_or_default()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn wall_clock_of_tests_follows_the_clock_of_the_runtime() {
-        let (start, second) = (now_micro(), Duration::from_secs(1));
-        assert_eq!(now_micro(), start, "the clock is paused");
-        tokio::time::advance(second * 3_600).await;
-        assert_eq!(now_micro().0.duration_since(start.0), (second * 3_600).try_into().expect("an hour"));
-    }
-}

@@ -17,14 +17,10 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::framework::error::OperatorError;
+use crate::framework::error::{CONFLICT, FORBIDDEN, OperatorError};
 use crate::framework::events::{self, Subject, kind_of};
 use crate::framework::services::Services;
 use crate::framework::watchdog::HEARTBEAT_INTERVAL;
-
-/// HTTP status codes: the operator lacks the permission for a request; another writer modified the object.
-const FORBIDDEN: u16 = 403;
-const CONFLICT: u16 = 409;
 
 /// Key of the log condition for a failed reconcile.
 const RECONCILE_FAILED: &str = "reconcile_failed";
@@ -145,6 +141,3 @@ async fn stopped(mut stop: watch::Receiver<bool>) {
 fn key<K: Resource<DynamicType = ()>>(object: &K) -> String {
     format!("{}/{}/{}", kind_of::<K>(), object.namespace().unwrap_or_default(), object.name_any())
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,6 +1,11 @@
 //! Errors that end a reconcile. All of them are retried with a growing delay. A state that requires action by
 //! a user is a condition, not an error.
 
+/// HTTP status codes: a missing permission, a missing object, and a write that another one overtook.
+pub(crate) const FORBIDDEN: u16 = 403;
+pub(crate) const NOT_FOUND: u16 = 404;
+pub(crate) const CONFLICT: u16 = 409;
+
 /// An error that ends a reconcile.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {

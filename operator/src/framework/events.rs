@@ -17,7 +17,6 @@ const NOTE_CHARS_MAX: usize = 1024;
 pub struct Subject {
     /// Kind of the object, for metrics.
     pub kind: &'static str,
-    /// Reference to the object.
     pub reference: ObjectReference,
 }
 

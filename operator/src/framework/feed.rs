@@ -189,8 +189,6 @@ where
 
 #[cfg(test)]
 mod tests {
-    use futures_util::FutureExt;
-
     use super::*;
 
     #[tokio::test]
@@ -206,16 +204,5 @@ mod tests {
         drop(foreign);
         feed.request(Arc::new(3)).await;
         assert_eq!(all.next().await.as_deref(), Some(&3), "a stopped subscriber is ignored");
-    }
-
-    #[tokio::test]
-    async fn several_signals_are_received_once() {
-        let signal = Signal::default();
-        let mut signals = Box::pin(signal.subscribe());
-        assert_eq!(signals.next().now_or_never(), None);
-        signal.send();
-        signal.send();
-        assert_eq!(signals.next().await, Some(()));
-        assert_eq!(signals.next().now_or_never(), None);
     }
 }

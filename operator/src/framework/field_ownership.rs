@@ -1,9 +1,7 @@
 //! Server-side apply to objects that other writers change as well.
 //!
-//! * [`conflict`] deletes exactly the object that was read.
 //! * [`restore`] writes fields again that only the operator owns, at a bounded rate.
 //! * [`extra_fields`] removes entries that another writer added to such objects.
 
-pub(crate) mod conflict;
 pub(crate) mod extra_fields;
 pub(crate) mod restore;

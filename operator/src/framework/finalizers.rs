@@ -7,13 +7,10 @@ use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use crate::framework::error::OperatorError;
+use crate::framework::error::{NOT_FOUND, OperatorError};
 use crate::framework::events::kind_of;
 use crate::framework::metrics::Write;
 use crate::framework::services::Services;
-
-/// HTTP status code: the object does not exist.
-const NOT_FOUND: u16 = 404;
 
 /// Desired state of a finalizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

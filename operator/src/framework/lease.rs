@@ -38,12 +38,10 @@ use kube::api::{Api, PostParams};
 use tokio::time::Instant;
 
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{CONFLICT, OperatorError};
 
 /// Name of the Lease object.
 pub const NAME: &str = "reprise-operator";
-/// HTTP status code: the lease was modified or created by another writer.
-const CONFLICT: u16 = 409;
 
 // Replicas must agree on these times.
 /// Time without a renewal after which the lease is free.
@@ -60,9 +58,7 @@ const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 /// The service account of the operator's pods. It owns objects that are deleted with the operator.
 #[derive(Clone, Debug)]
 pub struct Account {
-    /// Client for service accounts.
     pub api: Api<ServiceAccount>,
-    /// Name of the account.
     pub name: String,
 }
 

@@ -27,15 +27,11 @@ type Labels<const N: usize> = [(&'static str, &'static str); N];
 /// Calls to control planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// List nodes and tenants.
     List,
     /// List the bytes that tenants hold.
     ListHoldings,
-    /// Set the mode of a node.
     SetNode,
-    /// Set the budget of a tenant.
     SetTenant,
-    /// Remove a tenant and its budget.
     RemoveTenant,
 }
 
@@ -54,15 +50,10 @@ impl Call {
 /// Kinds of writes to the API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// An object was created or changed.
     Apply,
-    /// The status of an object was changed.
     Status,
-    /// The finalizers of an object were changed.
     Finalizers,
-    /// An object was deleted.
     Delete,
-    /// An event was published.
     Event,
 }
 
@@ -94,7 +85,6 @@ pub struct Metrics {
     conflicts: Family<Labels<1>, Counter>,
     put_backs: Family<Labels<1>, Counter>,
     calls: Family<Labels<2>, Counter>,
-    /// Rejected connections of the admin port.
     pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
     pub leader: Gauge,

@@ -15,15 +15,12 @@ use kube::api::{Api, DynamicObject, ListParams};
 
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::{ChildStores, KindAccess};
+use crate::framework::error::{FORBIDDEN, NOT_FOUND};
 
 /// Interval of checks while a kind is unusable.
 const POLL_INTERVAL: Duration = Duration::from_secs(20);
 /// Interval after the API server did not respond.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-
-/// HTTP status codes of unusable kinds.
-const FORBIDDEN: u16 = 403;
-const NOT_FOUND: u16 = 404;
 
 /// Follows a kind once it is usable; `following` is its watch. `on_usable` runs after its store is filled.
 pub(crate) async fn follow(

@@ -5,7 +5,6 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 /// Why a resource, or a child of one, is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Reason of the condition.
     pub reason: Reason,
     /// Message of the condition: the problem and its remedy.
     pub message: String,

@@ -21,35 +21,19 @@ use crate::framework::watchdog::Watchdog;
 /// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
 pub const STATUS_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Name and namespace of this replica.
-#[derive(Clone, Copy, Debug)]
-pub struct Replica<'a> {
-    /// Identity in the lease and in events: the pod's name.
-    pub identity: &'a str,
-    /// Namespace of the lease.
-    pub namespace: &'a str,
-}
-
 /// Client, children, metrics, and memory between reconciles. The memory never affects the desired objects: a
 /// process without it builds the same ones.
 pub struct Services {
-    /// Client of the API server.
     pub client: Client,
     /// Children as the watches last reported them.
     pub children: Arc<ChildStores>,
-    /// Metrics of this process.
     pub metrics: Metrics,
-    /// Publisher of events on objects.
     pub recorder: Recorder,
     /// Heartbeats of the queues, for the liveness probe.
     pub watchdog: Watchdog,
-    /// Consecutive failures of reconciles.
     pub backoff: Backoff,
-    /// Check whether this replica holds the lease.
     pub(crate) lease: LeaseCheck,
-    /// Last writes of this process.
     pub(crate) own_writes: Arc<OwnWrites>,
-    /// Conflicts with other writers of exclusively owned fields.
     pub(crate) other_writers: OtherWriters,
     /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
     /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
@@ -59,18 +43,18 @@ pub struct Services {
 }
 
 impl Services {
-    /// Creates services with empty memory.
+    /// Creates services with empty memory. `identity` is the name of the pod, in the lease and in events; `namespace` that of
+    /// the lease.
     pub fn new(
         (client, requests): (Client, ApiRequests),
-        replica: Replica<'_>,
+        (identity, namespace): (&str, &str),
         children: Arc<ChildStores>,
         own_writes: Arc<OwnWrites>,
     ) -> Services {
-        let reporter =
-            Reporter { controller: OPERATOR.to_owned(), instance: Some(replica.identity.to_owned()) };
-        let leases = Api::namespaced(client.clone(), replica.namespace);
+        let reporter = Reporter { controller: OPERATOR.to_owned(), instance: Some(identity.to_owned()) };
+        let leases = Api::namespaced(client.clone(), namespace);
         Services {
-            lease: LeaseCheck::new(leases, replica.identity.to_owned()),
+            lease: LeaseCheck::new(leases, identity),
             recorder: Recorder::new(client.clone(), reporter),
             client,
             children,
@@ -107,21 +91,5 @@ impl Services {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(key.to_owned(), Instant::now());
-    }
-}
-
-#[cfg(test)]
-pub(crate) mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::framework::test_api_server::{error_response, serve};
-
-    /// Services whose API server answers every request with 404.
-    pub(crate) fn services() -> Services {
-        let (client, _) = serve(vec![error_response(404, &json!([]))]);
-        let replica = Replica { identity: "operator-0", namespace: "reprise-system" };
-        let (children, _) = ChildStores::new();
-        Services::new((client, ApiRequests::default()), replica, Arc::new(children), Arc::default())
     }
 }

@@ -19,15 +19,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{NOT_FOUND, OperatorError};
 use crate::framework::events::{self, Subject, kind_of};
-use crate::framework::field_ownership::conflict::Part;
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
 use crate::framework::services::Services;
-
-/// HTTP status code: not found.
-const NOT_FOUND: u16 = 404;
 
 /// The parts that statuses of all our kinds share.
 pub trait Status: Clone + Default + PartialEq + Serialize {
@@ -147,7 +143,7 @@ where
         kind: kind_of::<K>(),
         key: &key,
         name: &name,
-        part: Part::Status,
+        is_status: true,
         params: PatchParams::apply(OPERATOR_FIELD_MANAGER),
         body,
         extras: Extras::Kept,

@@ -12,9 +12,7 @@ use tower::{BoxError, Service};
 /// Response to one request.
 #[derive(Clone, Debug)]
 pub(crate) enum CannedResponse {
-    /// A status code and a JSON body.
     Json(u16, Value),
-    /// No response.
     Hang,
 }
 

@@ -45,24 +45,3 @@ impl Watchdog {
         Some(format!("the queue of {kind} has sent no heartbeat for {} s", passed(last).as_secs()))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reports_queues_without_heartbeat() {
-        let watchdog = Watchdog::default();
-        let start = Instant::now();
-        let at = |seconds: u64| start + Duration::from_secs(seconds);
-        assert_eq!(watchdog.stuck(at(10_000)), None, "a replica without the lease has no queues");
-        watchdog.heartbeat("Node", start);
-        assert_eq!(watchdog.stuck(at(300)), None);
-        let message = watchdog.stuck(at(301)).expect("a stuck queue");
-        assert_eq!(message, "the queue of Node has sent no heartbeat for 301 s");
-        watchdog.heartbeat("SSDPool", at(301));
-        assert!(watchdog.stuck(at(301)).is_some(), "heartbeats of another queue do not count");
-        watchdog.queue_stopped("Node");
-        assert_eq!(watchdog.stuck(at(301)), None);
-    }
-}

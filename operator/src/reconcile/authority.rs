@@ -35,7 +35,7 @@ use crate::framework::child::ChildKind;
 use crate::framework::children::api;
 use crate::framework::clock;
 use crate::framework::digest;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{FORBIDDEN, OperatorError};
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::metrics::Write;
 use crate::framework::refusal::Refusal;
@@ -53,9 +53,6 @@ const TRUST_PREVIOUS: Duration = Duration::from_secs(24 * 3_600);
 /// Time from the creation of an authority until the operator uses a certificate of it: by then, all pods trust it.
 const SPREADS_WITHIN: Duration = Duration::from_secs(180);
 
-/// HTTP status code of requests that the operator has no permission for.
-const FORBIDDEN: u16 = 403;
-
 /// Entries of the Secret of an authority.
 pub(crate) const CERTIFICATE: &str = "tls.crt";
 pub(crate) const KEY: &str = "tls.key";
@@ -67,18 +64,14 @@ pub struct ClusterAuthority {
     authority: Authority,
     /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
-    /// Time at which the Secret was created.
     created: Time,
 }
 
 /// State of the authority of a cluster.
 #[derive(Clone, Debug)]
 pub enum AuthorityState {
-    /// The Secret does not exist yet.
     Absent,
-    /// The authority can issue certificates.
     Present(Arc<ClusterAuthority>),
-    /// The Secret cannot be used.
     Unusable(Refusal),
 }
 
@@ -285,8 +278,8 @@ fn secret(cluster: &KVCacheCluster, names: &ClusterNames, name: &str, data: &Val
     json!({ "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data })
 }
 
-/// Returns the first certificate of a text in PEM: the authority that issued before.
-fn first_certificate(trusted: &str) -> String {
+/// Returns the first certificate of a text in PEM: that of the authority that issues.
+pub(crate) fn first_certificate(trusted: &str) -> String {
     const END: &str = "-----END CERTIFICATE-----";
     let first = trusted.split_inclusive(END).next().unwrap_or_default().trim();
     if first.ends_with(END) { format!("{first}\n") } else { String::new() }
@@ -359,14 +352,5 @@ pub(crate) mod tests {
             assert_eq!((now.fingerprint == before, now.authorities.len()), (is_kept, trusted), "{age:?}");
             now.check_issuer().expect("a trusted authority has issued it");
         }
-    }
-
-    #[test]
-    fn only_the_first_trusted_authority_becomes_the_previous_one() {
-        let (one, two) = (Authority::create("a").expect("valid"), Authority::create("b").expect("valid"));
-        let both = format!("{}{}", one.certificate(), two.certificate());
-        assert_eq!(first_certificate(&both).trim(), one.certificate().trim());
-        assert_eq!(first_certificate(""), "");
-        assert_eq!(first_certificate("text"), "");
     }
 }

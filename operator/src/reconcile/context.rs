@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kube::Client;
 
 use crate::framework::api_client::ApiRequests;
-use crate::framework::services::{Replica, Services};
+use crate::framework::services::Services;
 use crate::reconcile::allocation::apply::NodeLocks;
 use crate::reconcile::authority::Certificates;
 use crate::reconcile::cluster::etcd::external::EtcdChecks;
@@ -24,21 +24,16 @@ pub struct Context {
     services: Services,
     /// Objects as the watches last reported them.
     pub stores: Arc<Stores>,
-    /// Secrets of clusters.
     pub secrets: Secrets,
-    /// Settings from the command line.
     pub settings: Settings,
-    /// Last check results of external etcd stores.
     pub store_checks: EtcdChecks,
     /// The operator's certificates for connections to clusters.
     pub certificates: Certificates,
-    /// Connections to the control planes of clusters.
     pub control_planes: ControlPlanes,
     /// Time since the last change of engine sessions, by pool.
     pub quiescence: Quiescence,
     /// Locks that serialise grants of GPU queues on a node.
     pub(crate) node_locks: NodeLocks,
-    /// Cached ConfigMaps with profile windows.
     pub profile_sources: SourceCache,
     /// Profile revision chosen for each node.
     pub decisions: ProfileDecisions,
@@ -47,7 +42,7 @@ pub struct Context {
 impl Context {
     /// Creates a context with empty memory.
     pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
-        let replica = Replica { identity: &settings.identity, namespace: &settings.namespace };
+        let replica = (settings.identity.as_str(), settings.namespace.as_str());
         let own_writes = Arc::clone(&stores.own_writes);
         Context {
             services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),

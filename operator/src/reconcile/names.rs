@@ -40,9 +40,7 @@ pub const RELEASE: &str = "reprise.dev/release";
 /// Components of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Component {
-    /// The cache agents, one per node.
     Agent,
-    /// The control plane's members.
     ControlPlane,
     /// The etcd store that the operator runs.
     Etcd,
@@ -62,11 +60,8 @@ impl Component {
 /// Derives the names of a cluster's children.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterNames {
-    /// Namespace of the cluster.
     pub namespace: String,
-    /// Name of the cluster.
     pub name: String,
-    /// Unique id of the cluster.
     pub uid: String,
 }
 

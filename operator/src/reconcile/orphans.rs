@@ -39,7 +39,8 @@ async fn once(context: &Context) -> Result<(), OperatorError> {
         for child in context.children.all(kind) {
             let Some(uid) = child.labels().get(CLUSTER_UID) else { continue };
             if context.stores.cluster_by_uid(uid).is_none() {
-                children::delete(context, kind, &child).await?;
+                let api = children::api(&context.client, kind, None);
+                children::delete(context, kind.as_str(), &api, &child).await?;
             }
         }
     }

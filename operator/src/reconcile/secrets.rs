@@ -27,7 +27,7 @@ use tokio::time::timeout;
 
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{FORBIDDEN, OperatorError};
 use crate::framework::feed::{WATCH_LOST, WatchBackoff};
 use crate::framework::labels::CLUSTER_UID;
 use crate::framework::metrics::Write;
@@ -40,9 +40,6 @@ use crate::reconcile::stores::Stores;
 /// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
 const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 
-/// HTTP status code of requests that the operator has no permission for.
-const FORBIDDEN: u16 = 403;
-
 /// Namespace and name of a Secret.
 type Key = (String, String);
 
@@ -52,7 +49,6 @@ enum State {
     /// The watch has not delivered it yet.
     #[default]
     Unknown,
-    /// The Secret does not exist.
     Absent,
     Present(Arc<DynamicObject>),
     /// Another component has created it.
@@ -77,30 +73,29 @@ struct Watching {
 impl Secrets {
     /// Returns a Secret as its watch last reported it; `None` if it does not exist, or is not watched.
     pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<DynamicObject>> {
-        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone();
-        match state {
+        match self.state(namespace, name)? {
             State::Present(secret) => Some(secret),
-            State::Unknown | State::Absent | State::Foreign | State::Forbidden(_) => None,
+            _ => None,
         }
     }
 
     /// Whether the watch has reported that a Secret does not exist.
     pub fn is_absent(&self, namespace: &str, name: &str) -> bool {
+        matches!(self.state(namespace, name), Some(State::Absent))
+    }
+
+    fn state(&self, namespace: &str, name: &str) -> Option<State> {
         let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = watched.get(&(namespace.to_owned(), name.to_owned()));
-        state.is_some_and(|state| matches!(*state.borrow(), State::Absent))
+        Some(watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone())
     }
 
     /// Returns a refusal if the operator has no permission to read a Secret of a cluster.
     pub fn forbidden(&self, names: &ClusterNames) -> Option<Refusal> {
-        let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        let message = secrets_of(names).into_iter().find_map(|name| {
-            match &*watched.get(&(names.namespace.clone(), name))?.borrow() {
-                State::Forbidden(message) => Some(message.clone()),
+        let message =
+            secrets_of(names).into_iter().find_map(|name| match self.state(&names.namespace, &name)? {
+                State::Forbidden(message) => Some(message),
                 _ => None,
-            }
-        })?;
+            })?;
         Some(refusal(names, &message))
     }
 

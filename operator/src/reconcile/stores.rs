@@ -20,15 +20,10 @@ use crate::reconcile::assignment::Assignment;
 /// Readers of all stores.
 #[derive(Debug)]
 pub struct Stores {
-    /// All KVCacheClusters of the Kubernetes cluster.
     pub clusters: Store<KVCacheCluster>,
-    /// All SSDPools of the Kubernetes cluster.
     pub pools: Store<SSDPool>,
-    /// All CacheTenants of the Kubernetes cluster.
     pub tenants: Store<CacheTenant>,
-    /// All SlackProfiles of the Kubernetes cluster.
     pub profiles: Store<SlackProfile>,
-    /// All GPUQueueAllocations of the Kubernetes cluster.
     pub allocations: Store<GPUQueueAllocation>,
     /// All Kubernetes nodes, without managed fields.
     pub nodes: Store<Node>,
@@ -38,9 +33,7 @@ pub struct Stores {
     pub cache_nodes: Store<CacheNode>,
     /// Objects that the operator created, by kind, without Secrets.
     pub children: Arc<ChildStores>,
-    /// Changes of the objects, for the controllers.
     pub feeds: Feeds,
-    /// Last writes of this process.
     pub own_writes: Arc<OwnWrites>,
     /// Wakes the task that deletes orphaned objects.
     orphans: Notify,
@@ -53,31 +46,20 @@ pub struct Stores {
 /// Changes of all watched kinds, and signals to reconcile all objects of some kinds.
 #[derive(Debug, Default)]
 pub struct Feeds {
-    /// Changes of KVCacheClusters.
     pub clusters: Arc<Feed<KVCacheCluster>>,
-    /// Changes of SSDPools.
     pub pools: Arc<Feed<SSDPool>>,
-    /// Changes of CacheTenants.
     pub tenants: Arc<Feed<CacheTenant>>,
-    /// Changes of SlackProfiles.
     pub profiles: Arc<Feed<SlackProfile>>,
-    /// Changes of GPUQueueAllocations.
     pub allocations: Arc<Feed<GPUQueueAllocation>>,
-    /// Changes of Kubernetes nodes.
     pub nodes: Arc<Feed<Node>>,
-    /// Changes of namespaces.
     pub namespaces: Arc<Feed<Namespace>>,
-    /// Changes of CacheNodes.
     pub cache_nodes: Arc<Feed<CacheNode>>,
-    /// Changes of children.
     pub children: Arc<Feed<DynamicObject>>,
-    /// Reconciles all objects of all kinds.
     pub everything: Signal,
     /// Reconciles all objects that may depend on the labels of a node.
     pub node_labels: Signal,
     /// Reconciles all objects that depend on the assignment of pods to tenants.
     pub pod_assignment: Signal,
-    /// Reconciles all clusters.
     pub all_clusters: Signal,
 }
 

@@ -15,10 +15,10 @@ use std::fmt::Debug;
 use std::hash::Hash;
 use std::sync::Arc;
 
-use kube::api::{Api, DynamicObject};
+use kube::Client;
+use kube::api::Api;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::watcher;
-use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
@@ -36,23 +36,24 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     let mut tasks = JoinSet::new();
     let feeds = &stores.feeds;
     let watches = Watches { client, stores };
-    tasks.spawn(watches.all(writers.clusters, &feeds.clusters, reconcile_on_spec_change));
-    tasks.spawn(watches.all(writers.pools, &feeds.pools, reconcile_on_spec_change));
-    tasks.spawn(watches.all(writers.tenants, &feeds.tenants, reconcile_on_spec_change));
-    tasks.spawn(watches.all(writers.profiles, &feeds.profiles, reconcile_on_spec_change));
-    tasks.spawn(watches.all(writers.allocations, &feeds.allocations, |_, _, _| {}));
-    tasks.spawn(watches.all(writers.nodes, &feeds.nodes, |stores, _, change| {
+    let all = || (&(), watcher::Config::default());
+    tasks.spawn(watches.of(all(), writers.clusters, &feeds.clusters, reconcile_on_spec_change));
+    tasks.spawn(watches.of(all(), writers.pools, &feeds.pools, reconcile_on_spec_change));
+    tasks.spawn(watches.of(all(), writers.tenants, &feeds.tenants, reconcile_on_spec_change));
+    tasks.spawn(watches.of(all(), writers.profiles, &feeds.profiles, reconcile_on_spec_change));
+    tasks.spawn(watches.of(all(), writers.allocations, &feeds.allocations, |_, _, _| {}));
+    tasks.spawn(watches.of(all(), writers.nodes, &feeds.nodes, |stores, _, change| {
         if change.is_spec() {
             stores.invalidate_assignment();
             stores.feeds.node_labels.send();
         }
     }));
-    tasks.spawn(watches.all(writers.namespaces, &feeds.namespaces, |stores, _, change| {
+    tasks.spawn(watches.of(all(), writers.namespaces, &feeds.namespaces, |stores, _, change| {
         if change.is_spec() && stores.tenants.find(pods::selects_pods).is_some() {
             stores.feeds.pod_assignment.send();
         }
     }));
-    tasks.spawn(watches.all(writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
+    tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
         if change.is_spec() && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster)) {
             stores.reconcile_everything();
         }
@@ -62,9 +63,8 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
         }
     }));
     for (kind, writer) in writers.children {
-        let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind.resource());
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        let following = watches.of((api, ours), writer, &feeds.children, |stores, child, _| {
+        let following = watches.of((&kind.resource(), ours), writer, &feeds.children, |stores, child, _| {
             if stores.cluster_of_child(child).is_none() {
                 stores.notify_orphans();
             }
@@ -94,30 +94,10 @@ struct Watches<'a> {
 }
 
 impl Watches<'_> {
-    /// Returns the watch of all objects of a kind. `on_change` runs before the controllers receive a change.
-    fn all<K, F>(
-        &self,
-        writer: Writer<K>,
-        feed: &Arc<Feed<K>>,
-        on_change: F,
-    ) -> impl Future<Output = ()> + Send + 'static + use<K, F>
-    where
-        K: WatchedKind
-            + Resource<DynamicType = ()>
-            + Clone
-            + DeserializeOwned
-            + Debug
-            + Send
-            + Sync
-            + 'static,
-        F: Fn(&Stores, &K, Change) + Send + 'static,
-    {
-        self.of((Api::all(self.client.clone()), watcher::Config::default()), writer, feed, on_change)
-    }
-
+    /// Returns the watch of the objects of a kind. `on_change` runs before the controllers receive a change.
     fn of<K, F>(
         &self,
-        (api, config): (Api<K>, watcher::Config),
+        (kind, config): (&K::DynamicType, watcher::Config),
         writer: Writer<K>,
         feed: &Arc<Feed<K>>,
         on_change: F,
@@ -127,7 +107,8 @@ impl Watches<'_> {
         K::DynamicType: Clone + Eq + Hash + Send + Sync,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        let own_writes = Arc::clone(&self.stores.own_writes);
+        let (api, own_writes) =
+            (Api::all_with(self.client.clone(), kind), Arc::clone(&self.stores.own_writes));
         let watch = Watch { api, config, writer, feed: Arc::clone(feed), own_writes };
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
         watch.run(

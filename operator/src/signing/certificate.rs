@@ -29,6 +29,7 @@ use tokio::time::Instant;
 
 use crate::framework::backoff::Backoff;
 use crate::framework::clock;
+use crate::reconcile::authority::first_certificate;
 use crate::signing::SIGNER;
 use crate::signing::review::USAGES;
 
@@ -75,7 +76,6 @@ enum Action {
     Nothing,
     /// Write the authorities next to the present certificate.
     WriteAuthorities,
-    /// Request a certificate.
     Request,
 }
 
@@ -171,7 +171,9 @@ impl PodCertificate {
             Action::Request
         } else if files.authorities != authorities {
             Action::WriteAuthorities
-        } else if seen_for >= SPREADS_WITHIN && trusting(&first(authorities)).is_err() {
+        } else if seen_for >= SPREADS_WITHIN
+            && trusting(first_certificate(&String::from_utf8_lossy(authorities)).as_bytes()).is_err()
+        {
             Action::Request
         } else {
             Action::Nothing
@@ -232,13 +234,6 @@ impl Seen {
     }
 }
 
-/// Returns the first certificate of a text in PEM: the authority that issues.
-fn first(authorities: &[u8]) -> Vec<u8> {
-    const END: &str = "-----END CERTIFICATE-----";
-    let text = String::from_utf8_lossy(authorities);
-    text.split_inclusive(END).next().unwrap_or_default().as_bytes().to_vec()
-}
-
 #[cfg(test)]
 mod tests {
     use reprise_identity::authority::{CERTIFICATE_VALID, Issued};
@@ -291,14 +286,5 @@ mod tests {
         assert_eq!(pod.decide(Some(&renewed), only_new, Duration::ZERO, now), Action::WriteAuthorities);
         let missing = pod.decide(Some(&present), only_new, Duration::ZERO, now);
         assert_eq!(missing, Action::Request, "its authority is no longer trusted");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn time_since_authorities_were_seen_begins_with_each_change() {
-        let mut seen = Seen::default();
-        assert_eq!(seen.update(b"a"), Duration::ZERO);
-        tokio::time::advance(DAY).await;
-        assert_eq!(seen.update(b"a"), DAY);
-        assert_eq!(seen.update(b"b"), Duration::ZERO);
     }
 }

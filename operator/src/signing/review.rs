@@ -28,13 +28,10 @@ pub(crate) const USAGES: [&str; 3] = ["digital signature", "client auth", "serve
 /// Certificate that the operator issues.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// Request with the identity and the public key.
     pub request: SigningRequest,
-    /// Cluster whose authority signs.
     pub names: ClusterNames,
     /// Host names in the certificate, by which the pod is reached.
     pub hosts: Vec<String>,
-    /// Validity of the certificate.
     pub valid: time::Duration,
     /// Verb on the cluster that the requester must be permitted to use; `None` for pods.
     pub verb: Option<&'static str>,

@@ -72,18 +72,3 @@ fn only_one_condition_of_a_cache_node_is_an_own_write() {
         "another writer removed the condition"
     );
 }
-
-#[test]
-fn keeps_one_managed_fields_entry_if_the_operator_is_a_manager() {
-    let entry = |manager: &str, subresource: Option<&str>| json!({ "manager": manager, "operation": "Apply", "subresource": subresource, "fieldsV1": { "f:spec": {} } });
-    let stripped = |entries: Value| {
-        let mut found = pool(1, &json!({ "managedFields": entries }), &json!({}));
-        strip(&mut found);
-        found.metadata.managed_fields
-    };
-    let status = entry(OPERATOR_FIELD_MANAGER, Some("status"));
-    assert_eq!(stripped(json!([entry("kubectl", None), status])), None);
-    let kept = stripped(json!([status, entry(OPERATOR_FIELD_MANAGER, None), entry("kubectl", None)]));
-    let kept = kept.expect("the operator has fields");
-    assert!(matches!(&kept[..], [one] if one.fields_v1.is_none() && is_by_operator(one)), "{kept:?}");
-}

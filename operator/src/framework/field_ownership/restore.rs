@@ -37,13 +37,11 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::time::Instant;
 
+use crate::framework::error::CONFLICT;
 use crate::framework::events::{self, Subject};
-use crate::framework::field_ownership::conflict::Part;
 use crate::framework::field_ownership::extra_fields;
 use crate::framework::services::Services;
 
-/// HTTP status code: other managers own fields, or another writer modified the object.
-const CONFLICT: u16 = 409;
 /// Reason of the cause that the API server lists for each field that another manager owns.
 const FIELD_MANAGER: &str = "FieldManagerConflict";
 
@@ -68,21 +66,17 @@ pub(crate) enum Extras {
 
 /// A write of fields that the operator owns.
 pub(crate) struct OwnedWrite<'a, K> {
-    /// Client for the object's kind.
     pub api: &'a Api<K>,
     /// Kind of the object, for the metric.
     pub kind: &'static str,
     /// Key of the object: `kind/namespace/name`.
     pub key: &'a str,
-    /// Name of the object.
     pub name: &'a str,
-    /// Part of the object that is written.
-    pub part: Part,
+    /// Whether the status is written, not the rest of the object.
+    pub is_status: bool,
     /// Field manager and validation, without force.
     pub params: PatchParams,
-    /// Body of the apply.
     pub body: &'a Value,
-    /// Handling of entries that other managers added.
     pub extras: Extras,
     /// Object that users watch: events are published on it.
     pub subject: &'a Subject,
@@ -146,15 +140,18 @@ pub(crate) async fn apply<K>(
 where
     K: Resource + Clone + Debug + DeserializeOwned + Serialize,
 {
-    let OwnedWrite { api, key, name, part, params, body, extras, .. } = write;
+    let OwnedWrite { api, key, name, is_status, params, body, extras, .. } = write;
     let other_writers = &services.other_writers;
     if let Some(wait) = other_writers.pacing_delay(key, Instant::now()) {
         return Ok(WriteOutcome::Paced(wait));
     }
     let patch = Patch::Apply(body);
-    let send = async |params: &PatchParams| match part {
-        Part::Object => api.patch(name, params, &patch).await,
-        Part::Status => api.patch_status(name, params, &patch).await,
+    let send = async |params: &PatchParams| {
+        if *is_status {
+            api.patch_status(name, params, &patch).await
+        } else {
+            api.patch(name, params, &patch).await
+        }
     };
     let (mut written, mut foreign) = match send(params).await {
         Err(kube::Error::Api(status)) if is_field_conflict(&status) => {
@@ -224,10 +221,8 @@ async fn report<K: Resource>(
 pub(crate) struct OtherWriters {
     /// Times of restores, by object key, oldest first.
     of_fields: Mutex<HashMap<String, VecDeque<Instant>>>,
-    /// Unique ids of objects that another writer created and that are left alone, by key.
-    left: Mutex<HashMap<String, String>>,
-    /// Last report of each agent about foreign writes to its status, by node.
-    agent_reports: Mutex<HashMap<String, String>>,
+    /// Last report about other writers of an object, by key.
+    reports: Mutex<HashMap<String, String>>,
 }
 
 impl OtherWriters {
@@ -249,28 +244,15 @@ impl OtherWriters {
         PACED_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
     }
 
-    /// Records that an object belongs to another writer. Returns whether that is new, so that the event is
+    /// Records a report about an object, or that there is none. Returns whether the report is new, so that its event is
     /// emitted once.
-    pub(crate) fn mark_foreign(&self, key: &str, uid: &str) -> bool {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        left.insert(key.to_owned(), uid.to_owned()).as_deref() != Some(uid)
-    }
-
-    /// Forgets an object that is gone or belongs to the operator by now.
-    pub(crate) fn clear_foreign(&self, key: &str) {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
-    }
-
-    /// Records what an agent reports, or that it reports nothing. Returns whether the report is new.
-    pub(crate) fn record_report(&self, node: &str, report: Option<String>) -> bool {
-        let mut agent_reports = self.agent_reports.lock().unwrap_or_else(PoisonError::into_inner);
-        match report {
-            Some(report) => agent_reports.insert(node.to_owned(), report.clone()).as_ref() != Some(&report),
-            None => {
-                agent_reports.remove(node);
-                false
-            }
-        }
+    pub(crate) fn record_report(&self, key: &str, report: Option<String>) -> bool {
+        let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(report) = report else {
+            reports.remove(key);
+            return false;
+        };
+        reports.insert(key.to_owned(), report.clone()) != Some(report)
     }
 }
 

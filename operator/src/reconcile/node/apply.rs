@@ -16,10 +16,10 @@ use serde_json::{Value, json};
 use super::build::DesiredCacheNode;
 use super::dereference::NodeInputs;
 use crate::framework::change::is_by_operator;
+use crate::framework::children;
 use crate::framework::digest;
 use crate::framework::error::OperatorError;
 use crate::framework::events::Subject;
-use crate::framework::field_ownership::conflict::{self, Part};
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::metrics::Write;
@@ -51,7 +51,7 @@ pub async fn apply(
 ) -> Result<(), OperatorError> {
     let live = inputs.live.as_deref();
     if live.is_none_or(is_ours) {
-        context.other_writers.clear_foreign(&key(&node.name_any()));
+        context.other_writers.record_report(&key(&node.name_any()), None);
     }
     let spec = match desired {
         DesiredCacheNode::Unchanged => return Ok(()),
@@ -84,7 +84,7 @@ pub(crate) fn is_foreign(live: &CacheNode) -> bool {
 /// Reports a foreign `CacheNode` once.
 async fn report_foreign(live: &CacheNode, context: &Context) {
     let name = live.name_any();
-    if context.other_writers.mark_foreign(&key(&name), &live.uid().unwrap_or_default()) {
+    if context.other_writers.record_report(&key(&name), live.uid()) {
         context.metrics.record_conflict("CacheNode");
         let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, foreign_message(&name));
         publish_event(context, live, &finding).await;
@@ -144,7 +144,7 @@ async fn write(
         kind: "CacheNode",
         key: &key,
         name: &name,
-        part: Part::Object,
+        is_status: false,
         params,
         body: &body,
         extras: Extras::Removed,
@@ -182,13 +182,7 @@ async fn delete(live: &CacheNode, context: &Context) -> Result<(), OperatorError
         return Ok(());
     }
     let api: Api<CacheNode> = Api::all(context.client.clone());
-    let name = live.name_any();
-    let removed = conflict::delete(&api, live).await;
-    if removed.map_err(OperatorError::api(format!("delete CacheNode {name}")))? {
-        context.metrics.record_write("CacheNode", Write::Delete);
-        tracing::info!(node = name, "deleted CacheNode: the node no longer belongs to a cluster");
-    }
-    Ok(())
+    children::delete(context, "CacheNode", &api, live).await
 }
 
 /// Whether it has the operator's label.

@@ -35,7 +35,6 @@ use super::build::DesiredCacheNode;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::events::Subject;
-use crate::framework::field_ownership::conflict::Part;
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
 use crate::reconcile::context::Context;
@@ -137,7 +136,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         kind: "Node",
         key: &key,
         name: &name,
-        part: Part::Status,
+        is_status: true,
         params,
         body: &body,
         extras: Extras::Kept,
