@@ -41,7 +41,7 @@ use crate::settings::ControlPlaneAddress;
 mod holders;
 mod usage;
 
-pub use usage::{MeasuredUsage, UsageUnknown};
+pub use usage::{MeasuredUsage, UsageResult};
 
 /// Lifetime of a successful read.
 const HEALTHY_TTL: Duration = Duration::from_secs(25);
@@ -107,10 +107,6 @@ pub enum CallError {
     Rejected(String),
 }
 
-/// Observed `resourceVersion` of the members' StatefulSet.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MembersVersion(pub String);
-
 /// The state, or why it could not be read.
 pub type StateResult = Result<Arc<ControlPlaneState>, String>;
 
@@ -138,8 +134,8 @@ struct ClusterCache {
 #[derive(Debug, Default)]
 struct StateCache {
     cached: Option<CachedState>,
-    /// Last observed version of members; the cached state is at least as new.
-    members: Option<MembersVersion>,
+    /// Last observed `resourceVersion` of the members' StatefulSet; the cached state is at least as new.
+    members: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -175,9 +171,9 @@ impl ControlPlanes {
         result
     }
 
-    /// Invalidates a state that was read from members before this version. It waits for a read in progress. A
-    /// cached failure remains valid.
-    pub async fn require_members_version(&self, cluster: &ClusterNames, members: MembersVersion) {
+    /// Invalidates a state that was read before this `resourceVersion` of the members' StatefulSet. It waits for a read
+    /// in progress. A cached failure remains valid.
+    pub async fn require_members_version(&self, cluster: &ClusterNames, members: String) {
         let shared = self.cache(cluster);
         let mut cache = shared.state.lock().await;
         if cache.members.as_ref() != Some(&members) {
@@ -420,7 +416,7 @@ where
             let reached = if member.name == *answering {
                 first.clone()
             } else {
-                target.member(&member.address).connect().await?
+                Target { address: member.address.clone(), ..target.clone() }.connect().await?
             };
             request(PlacementClient::new(reached)).await
         });
@@ -437,11 +433,6 @@ struct Target {
 }
 
 impl Target {
-    /// A member of the same cluster.
-    fn member(&self, address: &str) -> Target {
-        Target { address: address.to_owned(), security: self.security.clone() }
-    }
-
     async fn placement(&self) -> Result<PlacementClient<Channel>, CallError> {
         Ok(PlacementClient::new(self.connect().await?))
     }
@@ -449,21 +440,15 @@ impl Target {
     async fn connect(&self) -> Result<Channel, CallError> {
         let Target { address, security } = self;
         let unavailable = |error: tonic::transport::Error| {
-            CallError::Unavailable(format!("{address}: {}", innermost(&error)))
+            // The innermost error contains the cause; the transport's own messages are generic.
+            let cause = std::iter::successors(error.source(), |&error| error.source()).last();
+            let cause = cause.map_or_else(|| error.to_string(), ToString::to_string);
+            CallError::Unavailable(format!("{address}: {cause}"))
         };
         let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(unavailable)?;
         let endpoint = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT);
         dial::connect(&endpoint, security).await.map_err(unavailable)
     }
-}
-
-/// The innermost error contains the cause; the transport's own messages are generic.
-fn innermost(error: &dyn Error) -> String {
-    let mut innermost = error;
-    while let Some(source) = innermost.source() {
-        innermost = source;
-    }
-    innermost.to_string()
 }
 
 async fn list(target: &Target) -> Result<ControlPlaneState, CallError> {
@@ -553,16 +538,15 @@ mod tests {
     async fn change_of_members_invalidates_the_cached_state() {
         let (planes, _) = absent();
         let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        let version = |version: &str| MembersVersion(version.to_owned());
-        planes.require_members_version(&names, version("1")).await;
+        planes.require_members_version(&names, "1".to_owned()).await;
         let result: StateResult = Ok(Arc::new(ControlPlaneState::default()));
         let held = CachedState { until: Instant::now() + HEALTHY_TTL, result };
         planes.cache(&names).state.lock().await.cached = Some(held);
-        planes.require_members_version(&names, version("1")).await;
+        planes.require_members_version(&names, "1".to_owned()).await;
         assert!(planes.state(&names, &metrics).await.is_ok(), "the cached state is valid");
-        planes.require_members_version(&names, version("2")).await;
+        planes.require_members_version(&names, "2".to_owned()).await;
         let failure = planes.state(&names, &metrics).await.expect_err("another call, which fails");
-        planes.require_members_version(&names, version("3")).await;
+        planes.require_members_version(&names, "3".to_owned()).await;
         assert_eq!(planes.state(&names, &metrics).await, Err(failure), "the cached failure remains valid");
         has_called(&metrics, 1);
     }
@@ -577,14 +561,5 @@ mod tests {
         let (one, other) = tokio::join!(read(), read());
         assert!(one.is_err() && one == other);
         assert!(begun.elapsed() < 2 * TIMEOUT, "the second caller waits for the result of the first");
-    }
-
-    #[test]
-    fn distinguishes_rejections_from_unavailability() {
-        let error = |status: Status| CallError::from(status);
-        assert!(matches!(error(Status::unavailable("not now")), CallError::Unavailable(_)));
-        assert!(matches!(error(Status::not_found("no node")), CallError::NotFound(_)));
-        let refused = error(Status::failed_precondition("dram: too much"));
-        assert_eq!(refused, CallError::Rejected("dram: too much".to_owned()));
     }
 }

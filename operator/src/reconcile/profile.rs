@@ -7,7 +7,7 @@
 //!     agents' reports (CacheNode status) ────────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
 //! ```
 //!
-//! A node holds at most [`PROFILES_MAX`] profiles, the oldest ones ([`order`]).
+//! A node holds at most [`PROFILES_MAX`] profiles, the oldest ones ([`dereference::selected`]).
 //!
 //! The revision of each node is decided only here, for one profile at a time, so the limit on nodes between
 //! two revisions holds. [`crate::reconcile::node`] writes the decisions with the rest of a node's spec, and
@@ -30,14 +30,12 @@ use crate::reconcile::membership::REPORT_TIMEOUT;
 use build::Obstacle;
 use decisions::ProfileDecision;
 
-pub mod apply;
 pub mod build;
 pub mod content;
 pub mod controller;
 pub mod decisions;
 pub mod dereference;
 pub mod files;
-pub mod order;
 pub mod source;
 pub mod status;
 pub mod validate;
@@ -66,14 +64,9 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
     let soaked = soaking_since.as_ref().map(|since| clock::between(since, &now));
     let rollout = build::build(&profile, &inputs.nodes, digest, soaked);
     let decision = ProfileDecision { revision: revision.cloned(), nodes: rollout.nodes };
-    apply::apply(&profile, decision, &context).await;
-    let (fresh, findings) = status::compute(&status::StatusInputs {
-        profile: &profile,
-        found: &inputs,
-        refused: refused.as_ref(),
-        obstacle: rollout.obstacle.as_ref(),
-        soaking_since,
-    });
+    decisions::publish(&profile, decision, &context).await;
+    let obstacle = rollout.obstacle.as_ref();
+    let (fresh, findings) = status::compute(&profile, &inputs, refused.as_ref(), obstacle, soaking_since);
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
     let wait = crate::framework::status::write(&context, &*profile, &api, &findings, fresh).await?;

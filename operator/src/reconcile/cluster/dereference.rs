@@ -15,7 +15,7 @@ use super::workloads::number;
 use crate::framework::child::ChildKind;
 use crate::reconcile::authority;
 use crate::reconcile::context::Context;
-use crate::reconcile::control_plane::{MembersVersion, StateResult};
+use crate::reconcile::control_plane::StateResult;
 use crate::reconcile::membership::{belongs_to, tenants};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::profile::files;
@@ -73,7 +73,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
 /// Returns the state reported by members that is at least as new as their StatefulSet. A state cached before
 /// a rollout describes replaced members.
 async fn member_state(members: &DynamicObject, names: &ClusterNames, context: &Context) -> StateResult {
-    let version = MembersVersion(members.resource_version().unwrap_or_default());
+    let version = members.resource_version().unwrap_or_default();
     context.control_planes.require_members_version(names, version).await;
     context.control_planes.state(names, &context.metrics).await
 }

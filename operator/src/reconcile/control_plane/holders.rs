@@ -22,13 +22,6 @@ use crate::reconcile::names::ClusterNames;
 /// Maximum number of nodes in a message.
 const NAMED_MAX: usize = 8;
 
-/// Reports of the members.
-struct MemberReports {
-    nodes: Vec<NodeInfo>,
-    /// The ledger of the member that has it; otherwise the members that did not respond.
-    ledger: Result<Vec<TenantShare>, Vec<String>>,
-}
-
 impl ControlPlanes {
     /// Describes the expected and registered nodes that may hold blocks of a tenant whose budget is zero;
     /// otherwise `None`.
@@ -46,8 +39,7 @@ impl ControlPlanes {
             return Err(error);
         }
         let request = async { query_members(&self.target(cluster)?, tenant).await };
-        let MemberReports { nodes, ledger } =
-            self.call(cluster, (Call::List, metrics), request, |_| {}).await?;
+        let (nodes, ledger) = self.call(cluster, (Call::List, metrics), request, |_| {}).await?;
         Ok(match ledger {
             Ok(shares) => join(&holders(expected, &nodes, &shares)),
             Err(silent) => Some(describe_uncounted(&silent)),
@@ -55,7 +47,11 @@ impl ControlPlanes {
     }
 }
 
-async fn query_members(target: &Target, tenant: &str) -> Result<MemberReports, CallError> {
+/// Returns the nodes, and the ledger of the member that has it or otherwise the members that did not respond.
+async fn query_members(
+    target: &Target,
+    tenant: &str,
+) -> Result<(Vec<NodeInfo>, Result<Vec<TenantShare>, Vec<String>>), CallError> {
     let first = target.connect().await?;
     let nodes =
         MembershipClient::new(first.clone()).list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
@@ -74,7 +70,7 @@ async fn query_members(target: &Target, tenant: &str) -> Result<MemberReports, C
             Err(_) => silent.push(member),
         }
     }
-    Ok(MemberReports { nodes, ledger: ledger.ok_or(silent) })
+    Ok((nodes, ledger.ok_or(silent)))
 }
 
 /// Describes why the holdings of nodes are unknown.

@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use reprise_crds::status::Reason;
 use reprise_policy::tenant::TENANTS_MAX;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{self as wire, ListHoldingsReply, ListHoldingsRequest, TenantHolding};
@@ -19,6 +20,7 @@ use tonic::transport::Channel;
 
 use super::{CallError, ControlPlanes, RETRY_INTERVAL, Target, TierBytes, call_members};
 use crate::framework::metrics::{Call, Metrics};
+use crate::framework::refusal::Refusal;
 use crate::reconcile::names::ClusterNames;
 
 /// Lifetime of a complete answer, and thereby the interval between two measurements.
@@ -39,14 +41,9 @@ pub struct MeasuredUsage {
     pub away: u32,
 }
 
-/// Why the usage of a tenant is unknown, as a message for users.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum UsageUnknown {
-    /// Members did not respond, or none is sure that it owns the tenant.
-    MembersUnavailable(String),
-    /// Nodes have not reported yet.
-    NodesUnreported(String),
-}
+/// The usage, or why it is unknown: with reason `ControlPlaneUnreachable`, members did not respond, or none is sure
+/// that it owns the tenant; with reason `NotReported`, nodes have not reported yet.
+pub type UsageResult = Result<MeasuredUsage, Refusal>;
 
 /// The last answer, cached.
 #[derive(Debug)]
@@ -59,23 +56,20 @@ pub(super) struct CachedUsage {
 /// Answers of all members.
 #[derive(Clone, Debug, Default)]
 struct Answers {
-    tenants: BTreeMap<String, Result<MeasuredUsage, UsageUnknown>>,
+    tenants: BTreeMap<String, UsageResult>,
     /// Members that did not respond, with the reason.
     silent: Vec<String>,
 }
 
 impl ControlPlanes {
     /// Returns the usage of a tenant in a cluster that has `tenants`.
-    ///
-    /// # Errors
-    /// [`UsageUnknown`].
     pub async fn usage(
         &self,
         cluster: &ClusterNames,
         tenant: &str,
         tenants: &[String],
         metrics: &Metrics,
-    ) -> Result<MeasuredUsage, UsageUnknown> {
+    ) -> UsageResult {
         let shared = self.cache(cluster);
         let mut last = shared.usage.lock().await;
         let is_current =
@@ -84,15 +78,14 @@ impl ControlPlanes {
             return cached.answers.of(tenant);
         }
         if let Some(error) = self.backoff_error(cluster).await {
-            return Err(UsageUnknown::MembersUnavailable(error.message().to_owned()));
+            return Err(unavailable(error.message()));
         }
         let others = tenants.iter().filter(|other| *other != tenant);
         let requested: BTreeSet<String> =
             std::iter::once(tenant.to_owned()).chain(others.cloned()).take(TENANTS_MAX).collect();
         let request = async { query_members(&self.target(cluster)?, &requested).await };
         let answered = self.call(cluster, (Call::ListHoldings, metrics), request, |_| {}).await;
-        let answers =
-            answered.map_err(|error| UsageUnknown::MembersUnavailable(error.message().to_owned()))?;
+        let answers = answered.map_err(|error| unavailable(error.message()))?;
         let ttl = if answers.is_complete(&requested) { COMPLETE_TTL } else { PARTIAL_TTL };
         let held = answers.of(tenant);
         *last = Some(CachedUsage { until: Instant::now() + ttl, requested, answers });
@@ -110,22 +103,20 @@ impl Answers {
                 blocks: blocks.map(|wire::Blocks { dram, nvme }| TierBytes { dram, ssd: nvme }),
                 away: away_nodes,
             };
-            let held =
-                message.clone().map_or(Ok(held), |message| Err(UsageUnknown::NodesUnreported(message)));
+            let unreported = |message: &String| Err(Refusal::new(Reason::NotReported, message));
+            let held = message.as_ref().map_or(Ok(held), unreported);
             self.tenants.entry(tenant).or_insert(held);
         }
     }
 
-    fn of(&self, tenant: &str) -> Result<MeasuredUsage, UsageUnknown> {
+    fn of(&self, tenant: &str) -> UsageResult {
         let unanswered = || {
-            Err(UsageUnknown::MembersUnavailable(if self.silent.is_empty() {
-                "no member is currently sure that it owns the tenant".to_owned()
-            } else {
-                format!(
-                    "the member that owns the tenant is one of those that did not respond: {}",
-                    self.silent.join(", ")
-                )
-            }))
+            if self.silent.is_empty() {
+                return Err(unavailable("no member is currently sure that it owns the tenant"));
+            }
+            let silent = self.silent.join(", ");
+            let owner = "the member that owns the tenant is one of those that did not respond";
+            Err(unavailable(format!("{owner}: {silent}")))
         };
         self.tenants.get(tenant).cloned().unwrap_or_else(unanswered)
     }
@@ -148,6 +139,10 @@ async fn query_members(target: &Target, tenants: &BTreeSet<String>) -> Result<An
         }
     }
     Ok(answers)
+}
+
+fn unavailable(message: impl Into<String>) -> Refusal {
+    Refusal::new(Reason::ControlPlaneUnreachable, message)
 }
 
 /// Describes the nodes that have not reported yet.
@@ -185,10 +180,10 @@ mod tests {
         let mut answers = Answers::default();
         answers.add(reply(&[("a", 10), ("b", 0)], &[], 1));
         assert!(!answers.is_complete(&set_of(&["a", "b", "c"])), "one tenant is missing");
-        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("c") else { panic!("{answers:?}") };
+        let message = answers.of("c").expect_err("the member is unknown").message;
         assert!(message.contains("no member is currently sure"), "{message}");
         answers.silent.push("m-1 (refused)".to_owned());
-        let Err(UsageUnknown::MembersUnavailable(message)) = answers.of("c") else { panic!("{answers:?}") };
+        let message = answers.of("c").expect_err("the member is unknown").message;
         assert!(message.ends_with("did not respond: m-1 (refused)"), "{message}");
         answers.add(reply(&[("c", 30)], &[], 0));
         assert!(answers.is_complete(&set_of(&["a", "b", "c"])));
@@ -203,7 +198,8 @@ mod tests {
         let mut answers = Answers::default();
         answers.add(reply(&[("a", 10)], &["n1", "n2", "n3", "n4", "n5", "n6"], 0));
         assert!(!answers.is_complete(&set_of(&["a"])));
-        let Err(UsageUnknown::NodesUnreported(message)) = answers.of("a") else { panic!("{answers:?}") };
+        let Refusal { reason, message } = answers.of("a").expect_err("nodes have not reported");
+        assert_eq!(reason, Reason::NotReported);
         assert!(message.ends_with(": n1, n2, n3, n4 and 2 more"), "{message}");
         assert!(describe_unreported(&["n1".to_owned()], 1).ends_with(": n1"));
     }

@@ -17,7 +17,7 @@ use crate::reconcile::cluster::build::configuration::agent_digest;
 use crate::reconcile::cluster::dereference::agent_config_inputs;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::has_reported;
-use crate::reconcile::profile::order::selected;
+use crate::reconcile::profile::dereference::selected;
 
 /// Maximum number of allocations in a `CacheNode` spec; the CRD schema has the same limit.
 const QUEUES_MAX: usize = 128;

@@ -12,7 +12,7 @@
 //!
 //! A node that does not report gets no new revision. A node that falls silent with a new revision counts as
 //! updating, because the revision may be the cause. Nodes keep their previous revision until they get the new
-//! one; only nodes with too many profiles lose it ([`super::order`]).
+//! one; only nodes with too many profiles lose it ([`super::dereference::selected`]).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -134,7 +134,8 @@ pub fn build(
     // A silent node that is updating counts too, because the revision may be the cause.
     let unavailable =
         staged.iter().filter(|(_, stage)| *stage == RolloutStage::Updating || stage.is_bad()).count();
-    let free = limit(nodes.len(), rollout.max_unavailable_percent.0).saturating_sub(unavailable);
+    let limit = (nodes.len() * usize::from(rollout.max_unavailable_percent.0) / 100).max(1);
+    let free = limit.saturating_sub(unavailable);
     let is_next = |(node, stage): &&(&ProfileNode, RolloutStage)| {
         let is_eligible = obstacle.is_none() && (node.canary || !are_canaries_next);
         *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen
@@ -144,11 +145,6 @@ pub fn build(
     }
     let all = desired.len() == nodes.len() && desired.values().all(|desired| desired == digest);
     Rollout { nodes: desired, obstacle: obstacle.filter(|_| !all) }
-}
-
-/// Returns the maximum number of unavailable nodes.
-fn limit(nodes: usize, percent: u8) -> usize {
-    (nodes * usize::from(percent) / 100).max(1)
 }
 
 /// Whether a canary node has not applied the revision yet, or drifts.

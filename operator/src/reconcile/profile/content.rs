@@ -119,30 +119,16 @@ mod tests {
     fn rejects_invalid_measurements_with_an_example() {
         let mut colored = window("Decode");
         colored["color"] = json!(1);
-        let mut without_writes = measurement(&[window("Decode")]);
-        without_writes["writes"] = json!([]);
         for (text, words) in [
             (String::new(), "EOF"),
-            ("{}".to_owned(), "missing field `stepTokens`"),
-            (r#"{"windows":[7]}"#.to_owned(), "windows[0]"),
             (measurement(&[window("Decode"), colored]).to_string(), "windows[1]: unknown field `color`"),
-            (r#"{"windows":[{"phase":"Decode"}]}"#.to_owned(), "windows[0]: missing field `minInputTokens`"),
-            (measurement(&[window("Sleep")]).to_string(), "unknown variant `Sleep`"),
             (EXAMPLE.replacen('{', r#"{"mood":1,"#, 1), "unknown field `mood`"),
         ] {
             let error = of(&json!({}), &text).expect_err(words);
             assert!(error.contains(words) && error.contains("\"minInputTokens\""), "{error}");
         }
-        let twice = [window("Decode"), window("Decode")];
-        for (text, words) in [
-            (" ".repeat(TEXT_BYTES_MAX + 1), "bytes: expected at most"),
-            (measurement(&[]).to_string(), "there are no windows"),
-            (measurement(&twice).to_string(), "windows[1] and windows[0] of Decode overlap"),
-            (without_writes.to_string(), "there are no writes"),
-        ] {
-            let error = of(&json!({}), &text).expect_err(words);
-            assert!(error.contains(words), "{error}");
-        }
+        let error = of(&json!({}), &" ".repeat(TEXT_BYTES_MAX + 1)).expect_err("it is too large");
+        assert!(error.contains("bytes: expected at most"), "{error}");
         of(&json!({}), EXAMPLE).expect("a valid measurement");
     }
 }

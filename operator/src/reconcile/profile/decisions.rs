@@ -7,9 +7,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use reprise_crds::SlackProfile;
+use kube::ResourceExt;
+use kube::runtime::reflector::ObjectRef;
+use reprise_crds::{CacheNode, SlackProfile};
 
 use super::content::Revision;
+use crate::reconcile::context::Context;
 use crate::reconcile::stores::Stores;
 
 /// The decision on one profile.
@@ -36,7 +39,7 @@ impl ProfileDecisions {
 
     /// Replaces the decision on a profile. Returns whether clusters must update their files: after another
     /// revision, or a first decision.
-    pub fn replace(&self, profile: &SlackProfile, decision: ProfileDecision, stores: &Stores) -> bool {
+    fn replace(&self, profile: &SlackProfile, decision: ProfileDecision, stores: &Stores) -> bool {
         let mut of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
         let (uid, decision) = (profile.metadata.uid.clone().unwrap_or_default(), Arc::new(decision));
         let before = of.insert(uid, Arc::clone(&decision));
@@ -46,5 +49,28 @@ impl ProfileDecisions {
             of.retain(|uid, _| stores.profiles.find(|one| one.metadata.uid.as_ref() == Some(uid)).is_some());
         }
         is_change
+    }
+}
+
+/// Replaces the decision on a profile, and enqueues the clusters and nodes that differ from it: their reconcilers
+/// write it.
+pub async fn publish(profile: &SlackProfile, decision: ProfileDecision, context: &Context) {
+    let (stores, nodes) = (&context.stores, decision.nodes.clone());
+    if context.decisions.replace(profile, decision, stores) {
+        for cluster in stores.clusters.state_filter(|cluster| cluster.namespace() == profile.namespace()) {
+            stores.feeds.clusters.request(cluster).await;
+        }
+    }
+    let (name, namespace) = (profile.name_any(), profile.namespace().unwrap_or_default());
+    let differs = |node: &CacheNode| {
+        let cluster = node.spec.cluster_ref.as_ref();
+        let claim = node.spec.profiles.iter().find(|claim| claim.name.as_str() == name);
+        cluster.is_some_and(|cluster| cluster.namespace.as_str() == namespace)
+            && claim.map(|claim| claim.digest.as_str()) != nodes.get(&node.name_any()).map(String::as_str)
+    };
+    for node in stores.cache_nodes.state_filter(differs) {
+        if let Some(node) = stores.nodes.get(&ObjectRef::new(&node.name_any())) {
+            stores.feeds.nodes.request(node).await;
+        }
     }
 }

@@ -1,16 +1,16 @@
 //! Reads the inputs of a profile: its measurement, the clusters that select it, and the reports of their nodes.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::node::AppliedProfile;
-use reprise_crds::{CacheNode, SlackProfile};
+use reprise_crds::{CacheNode, KVCacheCluster, SlackProfile};
 
 use super::content::Revision;
 use super::decisions::ProfileDecision;
-use super::order::{is_selected, selected};
-use super::source;
+use super::{PROFILES_MAX, source};
 use crate::framework::error::OperatorError;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
@@ -96,6 +96,23 @@ pub async fn dereference(profile: &SlackProfile, context: &Context) -> Result<Pr
     }
     found.nodes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
+}
+
+/// Returns the profiles that the nodes of a cluster get: of those that its labels select, the [`PROFILES_MAX`] oldest
+/// ones. Nodes, files and the status of the profile use the same selection.
+pub fn selected(cluster: &KVCacheCluster, context: &Context) -> Vec<Arc<SlackProfile>> {
+    let mut selected = context.stores.profiles.state_filter(|profile| is_selected(cluster, profile));
+    selected.sort_by_cached_key(|profile| {
+        (profile.metadata.creation_timestamp.as_ref().map(|time| time.0), profile.uid())
+    });
+    selected.truncate(PROFILES_MAX);
+    selected
+}
+
+/// Whether a cluster selects a profile that is not being deleted.
+pub fn is_selected(cluster: &KVCacheCluster, profile: &SlackProfile) -> bool {
+    let labels = || cluster.spec.slack_profiles.as_ref().is_some_and(|all| selects(all, profile.labels()));
+    profile.metadata.deletion_timestamp.is_none() && cluster.namespace() == profile.namespace() && labels()
 }
 
 fn node(

@@ -16,7 +16,7 @@ use reprise_crds::slack::{content_file, digest_of_file};
 use reprise_crds::{CacheNode, KVCacheCluster};
 
 use super::decisions::ProfileDecision;
-use super::order::selected;
+use super::dereference::selected;
 use crate::framework::child::ChildKind;
 use crate::framework::digest;
 use crate::reconcile::context::Context;

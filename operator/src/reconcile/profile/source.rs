@@ -31,10 +31,7 @@ type Key = (Option<String>, Option<i64>);
 type Reading = (Instant, Result<Revision, Refusal>);
 
 /// Cache of profiles' revisions.
-#[derive(Debug, Default)]
-pub struct SourceCache {
-    read: Mutex<HashMap<Key, Reading>>,
-}
+pub type SourceCache = Mutex<HashMap<Key, Reading>>;
 
 /// Reads the revision of a profile. The inner error has reason `ProfileInvalid` if there is a measurement.
 ///
@@ -44,7 +41,7 @@ pub async fn read(
     profile: &SlackProfile,
     context: &Context,
 ) -> Result<Result<Revision, Refusal>, OperatorError> {
-    let (key, cache) = ((profile.uid(), profile.metadata.generation), &context.profile_sources.read);
+    let (key, cache) = ((profile.uid(), profile.metadata.generation), &context.profile_sources);
     let cached = {
         let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
         cache.retain(|_, (at, _)| at.elapsed() < CACHE_TTL);
@@ -54,18 +51,12 @@ pub async fn read(
         return Ok(revision);
     }
     let text = text(profile, context).await?;
-    let revision = text.and_then(|(location, text)| revision(profile, &location, &text));
+    let revision = text.and_then(|(location, text)| {
+        let invalid = |error| Refusal::new(Reason::ProfileInvalid, format!("{location}: {error}"));
+        content::revision(profile, &text).map_err(invalid)
+    });
     cache.lock().unwrap_or_else(PoisonError::into_inner).insert(key, (Instant::now(), revision.clone()));
     Ok(revision)
-}
-
-/// Returns the revision of a profile with the measurement of this location.
-///
-/// # Errors
-/// The measurement is invalid.
-pub fn revision(profile: &SlackProfile, location: &str, text: &str) -> Result<Revision, Refusal> {
-    content::revision(profile, text)
-        .map_err(|error| Refusal::new(Reason::ProfileInvalid, format!("{location}: {error}")))
 }
 
 /// Returns location and text of a profile's measurement.

@@ -2,6 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::fields::Digest;
+use reprise_crds::node::AppliedProfile;
 use reprise_crds::slack::{Measured, ProfileNodes};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{SlackProfile, SlackProfileStatus};
@@ -16,44 +17,33 @@ const NAMES_MAX: usize = 5;
 const UNUSED: &str = "engines that report their layers get the profile's budgets; tensorParallel, engineVersion and fallback have \
                       no effect on the agents' own I/O in this release";
 
-/// The inputs of a profile's status.
-pub struct StatusInputs<'a> {
-    /// The profile as it was read.
-    pub profile: &'a SlackProfile,
-    /// Its revision, and the objects that it refers to.
-    pub found: &'a ProfileInputs,
-    /// Set if it is rejected: why.
-    pub refused: Option<&'a Refusal>,
-    /// What holds up its rollout.
-    pub obstacle: Option<&'a Obstacle>,
-    /// Since when all canary nodes have applied the revision.
-    pub soaking_since: Option<Time>,
-}
-
 /// Computes the status and conditions of a profile.
-pub fn compute(inputs: &StatusInputs<'_>) -> (SlackProfileStatus, Vec<Finding>) {
-    let before = inputs.profile.status.clone().unwrap_or_default();
-    let good = inputs.found.revision.as_ref().ok().filter(|_| inputs.refused.is_none());
+pub fn compute(
+    profile: &SlackProfile,
+    found: &ProfileInputs,
+    refused: Option<&Refusal>,
+    obstacle: Option<&Obstacle>,
+    soaking_since: Option<Time>,
+) -> (SlackProfileStatus, Vec<Finding>) {
+    let before = profile.status.clone().unwrap_or_default();
+    let good = found.revision.as_ref().ok().filter(|_| refused.is_none());
     // Without a valid revision, nodes should keep the previous one.
     let digest = good.map(|revision| Digest::new(&revision.digest)).or_else(|| before.digest.clone());
-    let max_error = inputs.profile.spec.max_error_percent.0;
+    let max_error = profile.spec.max_error_percent.0;
     let stage = |node| {
         digest
             .as_ref()
             .map_or(RolloutStage::Waiting, |digest| RolloutStage::of(node, digest.as_str(), max_error))
     };
     let counts = Counts {
+        profile,
+        found,
         revision: before.revision + i64::from(digest != before.digest),
-        nodes: inputs.found.nodes.iter().map(|node| (node, stage(node))).collect(),
+        nodes: found.nodes.iter().map(|node| (node, stage(node))).collect(),
     };
-    let distributed = distributed(inputs, &counts);
-    let findings = vec![
-        accepted(inputs.refused),
-        valid(inputs.found),
-        active(&counts, &distributed),
-        drifted(max_error, &counts),
-        distributed,
-    ];
+    let distributed = distributed(&counts, refused, obstacle);
+    let active = active(&counts, &distributed);
+    let findings = vec![accepted(refused), valid(found), active, drifted(&counts), distributed];
     let status = SlackProfileStatus {
         revision: counts.revision,
         nodes: Some(ProfileNodes {
@@ -61,7 +51,7 @@ pub fn compute(inputs: &StatusInputs<'_>) -> (SlackProfileStatus, Vec<Finding>) 
             applied: number(counts.having().count()),
             failed: number(counts.with(|stage| stage == RolloutStage::Refused).count()),
         }),
-        soaking_since: inputs.soaking_since.clone(),
+        soaking_since,
         measured: counts.measured(),
         digest,
         ..SlackProfileStatus::default()
@@ -73,8 +63,10 @@ fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// Nodes that have the GPU, with their progress.
+/// Nodes that have the GPU of a profile, with their progress.
 struct Counts<'a> {
+    profile: &'a SlackProfile,
+    found: &'a ProfileInputs,
     revision: i64,
     nodes: Vec<(&'a ProfileNode, RolloutStage)>,
 }
@@ -92,14 +84,12 @@ impl<'a> Counts<'a> {
 
     /// Returns the largest errors that nodes measure with the current revision.
     fn measured(&self) -> Option<Measured> {
-        let report = || self.having().filter_map(|node| node.report.as_ref());
+        let largest = |error: fn(&AppliedProfile) -> Option<u32>| {
+            self.having().filter_map(|node| error(node.report.as_ref()?)).max()
+        };
         Some(Measured {
-            prediction_error_p50_percent: report()
-                .filter_map(|report| report.prediction_error_p50_percent)
-                .max()?,
-            prediction_error_p99_percent: report()
-                .filter_map(|report| report.prediction_error_p99_percent)
-                .max()?,
+            prediction_error_p50_percent: largest(|report| report.prediction_error_p50_percent)?,
+            prediction_error_p99_percent: largest(|report| report.prediction_error_p99_percent)?,
         })
     }
 
@@ -133,20 +123,20 @@ fn valid(found: &ProfileInputs) -> Finding {
     }
 }
 
-fn distributed(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
+fn distributed(counts: &Counts<'_>, refused: Option<&Refusal>, obstacle: Option<&Obstacle>) -> Finding {
     let kind = Type::Distributed;
     let (all, revision) = (counts.nodes.len(), counts.revision);
-    if let Some(refusal) = inputs.refused.or(inputs.found.revision.as_ref().err()) {
-        let having = inputs.found.nodes.iter().filter(|node| node.desired.is_some()).count();
+    if let Some(refusal) = refused.or(counts.found.revision.as_ref().err()) {
+        let having = counts.found.nodes.iter().filter(|node| node.desired.is_some()).count();
         let message = format!(
             "no revision is distributed until the profile is accepted and valid; {having} of {all} nodes keep their revision"
         );
         return Finding::no(kind, refusal.reason, message);
     }
     if all == 0 {
-        return no_matching_gpu(inputs);
+        return no_matching_gpu(counts);
     }
-    let Some(obstacle) = inputs.obstacle else { return in_progress(inputs, counts) };
+    let Some(obstacle) = obstacle else { return in_progress(counts) };
     let (reason, message) = match obstacle {
         Obstacle::NoCanary => (
             Reason::NoNodes,
@@ -192,17 +182,17 @@ fn words(stage: RolloutStage) -> (Reason, &'static str, &'static str) {
 }
 
 /// Returns the condition if no node has the GPU.
-fn no_matching_gpu(inputs: &StatusInputs<'_>) -> Finding {
+fn no_matching_gpu(Counts { profile, found, .. }: &Counts<'_>) -> Finding {
     let kind = Type::Distributed;
-    let desired = &inputs.profile.spec.subject.gpu_product;
-    let clusters = inputs.found.clusters.join(", ");
-    if inputs.found.products.is_empty() {
+    let desired = &profile.spec.subject.gpu_product;
+    let clusters = found.clusters.join(", ");
+    if found.products.is_empty() {
         let message = format!(
             "no node of {clusters} has reported a GPU: agents read /proc/driver/nvidia/gpus, which exists once the driver is loaded"
         );
         return Finding::no(kind, Reason::NoNodes, message);
     }
-    let there: Vec<&str> = inputs.found.products.iter().take(NAMES_MAX).map(String::as_str).collect();
+    let there: Vec<&str> = found.products.iter().take(NAMES_MAX).map(String::as_str).collect();
     let message = format!(
         "no node of {clusters} has the GPU '{desired}', but they have '{}': create a SlackProfile with one of these as subject.gpuProduct, \
          measured on that GPU",
@@ -212,7 +202,7 @@ fn no_matching_gpu(inputs: &StatusInputs<'_>) -> Finding {
 }
 
 /// Returns the condition of a rollout without obstacles.
-fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
+fn in_progress(counts: &Counts<'_>) -> Finding {
     let kind = Type::Distributed;
     let (all, revision) = (counts.nodes.len(), counts.revision);
     let have = counts.having().count();
@@ -221,8 +211,7 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     let message = format!("{have} of {all} nodes have revision {revision}");
-    let has_failed = |stage| matches!(stage, RolloutStage::Refused | RolloutStage::Drifted);
-    if let Some((node, stage)) = counts.nodes.iter().find(|(_, stage)| has_failed(*stage)) {
+    if let Some((node, stage)) = counts.nodes.iter().find(|(_, stage)| stage.is_bad()) {
         let (reason, verb, remedy) = words(*stage);
         let (name, why) = (&node.name, counts.problem(&node.name));
         let message = format!(
@@ -240,7 +229,7 @@ fn in_progress(inputs: &StatusInputs<'_>, counts: &Counts<'_>) -> Finding {
     if !frozen.is_empty() {
         let message = format!(
             "{message}; {frozen} cannot be changed, because the KVCacheCluster is paused or not accepted: check {}",
-            inputs.found.clusters.join(", ")
+            counts.found.clusters.join(", ")
         );
         return Finding::no(kind, Reason::Paused, message);
     }
@@ -268,8 +257,8 @@ fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     Finding::no(kind, reason, message)
 }
 
-fn drifted(max_error: u8, counts: &Counts<'_>) -> Finding {
-    let kind = Type::Drifted;
+fn drifted(counts: &Counts<'_>) -> Finding {
+    let (kind, max_error) = (Type::Drifted, counts.profile.spec.max_error_percent.0);
     let drifting = || counts.with(|stage| stage == RolloutStage::Drifted);
     if let Some(first) = drifting().next() {
         let message = format!(

@@ -18,6 +18,7 @@ use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
 use super::dereference::{TenantCluster, TenantClusters};
+use crate::framework::finalizers;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{Budget, CallError, TierBytes};
@@ -71,7 +72,7 @@ pub fn desired(tenant: &CacheTenant) -> Option<Budget> {
 
 /// Whether control planes may have a budget of this object: it has the budget finalizer.
 pub fn owns_budgets(tenant: &CacheTenant) -> bool {
-    tenant.finalizers().iter().any(|finalizer| finalizer == BUDGET_FINALIZER)
+    finalizers::has(tenant, BUDGET_FINALIZER)
 }
 
 /// Whether the spec requests a purge on deletion.
@@ -81,7 +82,7 @@ pub fn wants_purge(tenant: &CacheTenant) -> bool {
 
 /// Whether the tenant has the purge finalizer.
 pub fn has_purge(tenant: &CacheTenant) -> bool {
-    tenant.finalizers().iter().any(|finalizer| finalizer == PURGE_FINALIZER)
+    finalizers::has(tenant, PURGE_FINALIZER)
 }
 
 /// Whether the tenant is being purged.

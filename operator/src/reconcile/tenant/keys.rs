@@ -271,7 +271,7 @@ mod tests {
     use crate::framework::labels::CLUSTER_UID;
     use crate::framework::test_api_server::{CannedResponse, RequestLog, error_response, serve};
     use crate::reconcile::context::tests::context_with;
-    use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageUnknown};
+    use crate::reconcile::control_plane::{MeasuredUsage, TierBytes};
     use crate::reconcile::stores::Stores;
 
     fn tenant(clusters: &Value) -> CacheTenant {
@@ -301,7 +301,7 @@ mod tests {
     fn absent_key_is_reported_as_erased_once_no_node_has_blocks() {
         let used =
             |ssd: u64, away: u32| Ok(MeasuredUsage { used: TierBytes { dram: 0, ssd }, blocks: None, away });
-        let unknown = || Err(UsageUnknown::NodesUnreported("no".to_owned()));
+        let unknown = || Err(Refusal::new(Reason::NotReported, "no"));
         for (present, copies, measured, status, reason, words) in [
             (false, 1, vec![used(0, 0), used(4096, 0)], False, Reason::Releasing, "4096 bytes"),
             (false, 1, vec![used(0, 2)], False, Reason::Releasing, "2 nodes of n/c do not"),

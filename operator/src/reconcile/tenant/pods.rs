@@ -309,7 +309,7 @@ fn problem(status: &BindingStatus) -> Option<Finding> {
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
-    use reprise_crds::status::ConditionStatus::{self, False, True};
+    use reprise_crds::status::ConditionStatus::{False, True};
     use serde_json::{Value, json};
 
     use super::*;
@@ -335,40 +335,6 @@ mod tests {
 
     fn name(text: &str) -> TenantName {
         text.parse().expect("a name")
-    }
-
-    /// Condition `PodsBound` in a cluster without nodes.
-    fn bound_in(bound: &PodAssignment, tenant: &CacheTenant) -> (ConditionStatus, Reason, String) {
-        let status = node_status("n/c", bound, tenant, std::iter::empty());
-        let found = finding(tenant, &[status]).expect("it selects pods");
-        (found.status, found.reason, found.message)
-    }
-
-    #[test]
-    fn pods_belong_to_the_oldest_tenant_of_their_account_or_else_of_their_namespace() {
-        let accounts = json!({ "serviceAccounts": [{ "namespace": "chat", "name": "batch" }] });
-        let tenants = [
-            tenant("young", 3, team("a")),
-            tenant("old", 1, team("a")),
-            tenant("batch", 2, accounts),
-            tenant("none", 1, json!({})),
-        ];
-        let bound = decide(&tenants, &[namespace("chat", json!({ "team": "a" })), namespace("b", json!({}))]);
-        let owner = |namespace: &str, account: &str| {
-            let account = ServiceAccount { namespace: namespace.to_owned(), name: account.to_owned() };
-            bound.bindings.owner(&account).map(ToString::to_string)
-        };
-        assert_eq!(owner("chat", "vllm").as_deref(), Some("old"));
-        assert_eq!(owner("chat", "batch").as_deref(), Some("batch"));
-        assert_eq!(owner("b", "vllm"), None);
-        let (status, reason, message) = bound_in(&bound, &tenants[0]);
-        assert_eq!((status, reason), (False, Reason::Conflict));
-        assert!(message.contains("namespace chat belongs to old"), "{message}");
-        assert!(bound.bindings.is_bound(&name("young")), "it accepts no sessions instead of all");
-        let (status, _, message) = bound_in(&bound, &tenants[1]);
-        assert_eq!(status, True);
-        assert!(message.contains("1 namespaces and 0 service accounts"), "{message}");
-        assert!(!bound.bindings.is_bound(&name("none")) && finding(&tenants[3], &[]).is_none());
     }
 
     #[test]
@@ -414,7 +380,9 @@ mod tests {
             bound.bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();
         assert!(file(&bound.bindings).len() + entries < 1 << 20, "it fits in a ConfigMap");
         assert!(bound.bindings.entries().all(|(name, _)| name.len() <= 253), "its keys are valid");
-        let (status, reason, message) = bound_in(&bound, &tenants[0]);
+        let status = node_status("n/c", &bound, &tenants[0], std::iter::empty());
+        let Finding { status, reason, message, .. } =
+            finding(&tenants[0], &[status]).expect("it selects pods");
         assert_eq!((status, reason), (False, Reason::OverCapacity));
         let omitted = 6003 - bound.bindings.count();
         assert!(omitted > 3 && message.starts_with(&format!("{omitted} of")), "{message}");

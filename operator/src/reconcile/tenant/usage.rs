@@ -19,7 +19,7 @@ use super::dereference::TenantClusters;
 use super::{NO_CLUSTER, budget};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
-use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageUnknown};
+use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageResult};
 use crate::reconcile::membership::applies_to;
 
 /// Divisor of the significance threshold: smaller changes are not written. Budgets are not rebalanced for
@@ -36,7 +36,7 @@ pub struct UsageMeasurement {
     /// `namespace/name` of the cluster.
     pub cluster: String,
     /// The usage, or why it is unknown.
-    pub usage: Result<MeasuredUsage, UsageUnknown>,
+    pub usage: UsageResult,
 }
 
 /// Reads the usage from the control planes of all the tenant's clusters that are not being deleted.
@@ -141,23 +141,15 @@ fn unknown(measurements: &[UsageMeasurement]) -> Option<Finding> {
         return Some(Finding::unknown(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
     measurements.iter().find_map(|one| {
-        let cluster = &one.cluster;
-        let (reason, message) = match one.usage.as_ref().err()? {
-            UsageUnknown::MembersUnavailable(message) => (
-                Reason::ControlPlaneUnreachable,
-                format!(
-                    "the usage in {cluster} is unknown: {message}. The operator retries; if this persists, check the pods of the control plane"
-                ),
-            ),
-            UsageUnknown::NodesUnreported(message) => (
-                Reason::NotReported,
-                format!(
-                    "the usage in {cluster} is unknown: {message}. Agents report it within seconds after they register; if this persists, check \
-                     the agents of these nodes"
-                ),
-            ),
+        let Refusal { reason, message } = one.usage.as_ref().err()?;
+        let remedy = match reason {
+            Reason::NotReported => {
+                "Agents report it within seconds after they register; if this persists, check the agents of these nodes"
+            }
+            _ => "The operator retries; if this persists, check the pods of the control plane",
         };
-        Some(Finding::unknown(kind, reason, message))
+        let message = format!("the usage in {} is unknown: {message}. {remedy}", one.cluster);
+        Some(Finding::unknown(kind, *reason, message))
     })
 }
 

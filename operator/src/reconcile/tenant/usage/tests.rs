@@ -25,8 +25,9 @@ fn holds(cluster: &str, mib: u64) -> UsageMeasurement {
     UsageMeasurement { cluster: cluster.to_owned(), usage: Ok(held) }
 }
 
-fn fails(unknown: UsageUnknown) -> UsageMeasurement {
-    UsageMeasurement { cluster: "n/c".to_owned(), usage: Err(unknown) }
+fn fails(reason: Reason) -> UsageMeasurement {
+    let usage = Err(Refusal::new(reason, "m-1 does not respond"));
+    UsageMeasurement { cluster: "n/c".to_owned(), usage }
 }
 
 fn of(findings: &[Finding], kind: Type) -> &Finding {
@@ -89,12 +90,8 @@ fn values_are_replaced_only_if_they_differ_by_a_64th_or_the_limit_is_crossed() {
 fn keeps_stored_values_and_reports_why_usage_is_unknown() {
     let mut tenant = limited();
     store(&mut tenant, 0, &[holds("n/c", 30)]);
-    let message = || "m-1 does not respond".to_owned();
-    for (unknown, reason) in [
-        (UsageUnknown::MembersUnavailable(message()), Reason::ControlPlaneUnreachable),
-        (UsageUnknown::NodesUnreported(message()), Reason::NotReported),
-    ] {
-        let (usage, findings) = evaluate(&tenant, &[holds("n/b", 1), fails(unknown)], None, &at(1));
+    for reason in [Reason::ControlPlaneUnreachable, Reason::NotReported] {
+        let (usage, findings) = evaluate(&tenant, &[holds("n/b", 1), fails(reason)], None, &at(1));
         let known = of(&findings, Type::UsageKnown);
         assert_eq!((known.status, known.reason), (Unknown, reason));
         assert!(known.message.contains("n/c is unknown: m-1 does not respond"), "{known:?}");
@@ -108,7 +105,7 @@ fn keeps_stored_values_and_reports_why_usage_is_unknown() {
 #[test]
 fn over_quota_is_evaluated_for_each_cluster_of_an_accepted_tenant() {
     // A cluster above the limit is not offset by another one below it, nor hidden by an unknown one.
-    for other in [holds("n/b", 1), fails(UsageUnknown::NodesUnreported(String::new()))] {
+    for other in [holds("n/b", 1), fails(Reason::NotReported)] {
         let over = over_quota(&limited(), &[other, holds("n/d", 101)], None).expect("the condition");
         assert_eq!((over.status, over.reason), (True, Reason::AboveLimit));
         for words in ["n/d", "budget.ssd.limit (100Mi)", "BudgetApplied"] {
