@@ -91,7 +91,7 @@ async fn report_foreign(live: &CacheNode, context: &Context) {
     }
 }
 
-/// Publishes an agent's new condition `StatusContested` (other writers of its status) as an event and counts it, because
+/// Publishes a new condition `StatusContested` of an agent (other writers of the status) as an event and counts it:
 /// agents have no permission to create events. After a restart of the operator it is published once more.
 pub(super) async fn report_contested_status(node: &Node, live: Option<&CacheNode>, context: &Context) {
     let condition = live.and_then(|live| {
