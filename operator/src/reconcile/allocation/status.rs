@@ -233,8 +233,8 @@ fn waits(object: &GPUQueueAllocation, wait: &WaitReason, inputs: &GrantInputs) -
     Finding::no(Type::Allocated, reason, message)
 }
 
-/// Returns the violation of an existing grant as a condition; `None` if the grant is intact. A grant never shrinks: if a
-/// controller is gone or its budget is reduced, the grant remains and the agent keeps its queue pairs.
+/// Returns the violation of an existing grant as a condition; `None` if the grant is intact. A grant never shrinks: if
+/// a controller is gone or its budget is reduced, the grant remains and the agent keeps its queue pairs.
 fn violation(object: &GPUQueueAllocation, inputs: &GrantInputs) -> Option<Finding> {
     let (grants, node) = (granted(object), &inputs.node);
     if inputs.status().is_none_or(|status| status.last_updated.is_none()) {
