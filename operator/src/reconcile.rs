@@ -18,6 +18,8 @@ pub mod secrets;
 pub mod selection;
 pub mod stores;
 pub mod tenant;
+#[cfg(test)]
+mod test_objects;
 pub mod watches;
 
 crate::framework::status::implement_status!(

@@ -57,7 +57,6 @@ pub mod lifecycle;
 pub mod programmed;
 pub mod status;
 pub mod validate;
-pub mod violations;
 
 /// Shortest requeue delay while waiting for a grant to expire.
 const REQUEUE_MIN: Duration = Duration::from_millis(100);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kube::ResourceExt;
+use reprise_crds::fields::ClusterRef;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find, holds};
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster};
 
@@ -47,9 +48,7 @@ pub fn cluster_of(node: &CacheNode) -> Option<String> {
 
 /// Whether a node belongs to a cluster.
 pub fn belongs_to(node: &CacheNode, cluster: &ClusterNames) -> bool {
-    node.spec.cluster_ref.as_ref().is_some_and(|named| {
-        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
-    })
+    node.spec.cluster_ref.as_ref().is_some_and(|named| is_named(cluster, named))
 }
 
 /// Returns the accepted tenants that apply to a cluster, by name.
@@ -64,8 +63,9 @@ pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant
 /// Whether a tenant applies to a cluster.
 pub fn applies_to(tenant: &CacheTenant, cluster: &ClusterNames) -> bool {
     let named = &tenant.spec.clusters;
-    let is_it = |named: &reprise_crds::fields::ClusterRef| {
-        named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
-    };
-    named.is_empty() || named.iter().any(is_it)
+    named.is_empty() || named.iter().any(|named| is_named(cluster, named))
+}
+
+fn is_named(cluster: &ClusterNames, named: &ClusterRef) -> bool {
+    named.name.as_str() == cluster.name && named.namespace.as_str() == cluster.namespace
 }

@@ -17,7 +17,6 @@ use crate::reconcile::context::Context;
 
 pub mod apply;
 pub mod build;
-mod contested_status;
 pub mod controller;
 pub mod dereference;
 pub mod mode;
@@ -41,7 +40,7 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
         readiness::write(&node, &readiness, &context).await?;
     }
     apply::apply(&node, &inputs, wanted, &context).await?;
-    contested_status::report(&node, inputs.live.as_deref(), &context).await;
+    apply::report_contested_status(&node, inputs.live.as_deref(), &context).await;
     // A spec that was just written triggers another reconcile, with its new generation.
     let live =
         inputs.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);

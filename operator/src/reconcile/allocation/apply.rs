@@ -44,7 +44,6 @@ use crate::reconcile::context::Context;
 
 /// HTTP status codes. With `UNCERTAIN` and above, the write may have taken effect although the request
 /// failed.
-const NOT_FOUND: u16 = 404;
 const CONFLICT: u16 = 409;
 const UNCERTAIN: u16 = 500;
 
@@ -139,7 +138,7 @@ async fn execute(
     };
     let result = match written {
         Ok(result) => result,
-        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(None),
+        Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(None),
         Err(error) => return Err(OperatorError::api(format!("{what} of GPUQueueAllocation {name}"))(error)),
     };
     context.metrics.record_write("GPUQueueAllocation", kind);

@@ -35,7 +35,6 @@ use crate::reconcile::names::QUEUES_FINALIZER;
 pub struct PendingWrite {
     /// The allocation as it was when the write was decided.
     pub object: Arc<GPUQueueAllocation>,
-    /// The kind of write.
     pub operation: Operation,
     /// The new status; `None` for a write of finalizers.
     pub update: Option<StatusUpdate>,
@@ -59,9 +58,7 @@ pub enum Operation {
 /// An allocation while its grant is decided.
 #[derive(Clone, Debug)]
 pub struct Candidate<'a> {
-    /// The allocation and its references.
     pub of: &'a ResolvedAllocation,
-    /// Set if the spec is rejected: why.
     pub refused: Option<Refusal>,
     /// Its state, derived from the stored objects.
     pub lifecycle: Lifecycle,

@@ -21,9 +21,7 @@ use crate::reconcile::membership::{cluster_of, has_reported};
 /// The inputs to the grant decision for one node.
 #[derive(Clone, Debug)]
 pub struct GrantInputs {
-    /// Name of the node.
     pub node: String,
-    /// Whether the node exists and belongs to a cluster.
     pub presence: NodePresence,
     /// `CacheNode` with the agent's report; `None` if the node has none.
     pub cache_node: Option<Arc<CacheNode>>,
@@ -60,13 +58,10 @@ pub enum AgentQueues {
 /// An allocation and the objects that it refers to.
 #[derive(Clone, Debug)]
 pub struct ResolvedAllocation {
-    /// The allocation as it was read.
     pub object: Arc<GPUQueueAllocation>,
-    /// Its pool, if it exists.
     pub pool: Option<Arc<SSDPool>>,
     /// Nodes of the pool, and whether it is rejected.
     pub assignment: PoolAssignment,
-    /// The profile that it names, if it exists.
     pub profile: Option<Arc<SlackProfile>>,
 }
 

@@ -20,9 +20,7 @@ use reprise_crds::queues::{QueueIsolation, QueueQos};
 /// A controller whose queue pairs can be granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LendableController {
-    /// Serial number of the controller.
     pub serial: String,
-    /// Name of its pool.
     pub pool: String,
     /// Queue pairs that all grants together may use.
     pub budget: u32,
@@ -38,15 +36,12 @@ pub struct Claimant {
     pub name: String,
     /// Creation time in seconds since the epoch.
     pub made: i64,
-    /// Name of the requested pool.
     pub pool: String,
     /// Requested queue pairs per controller.
     pub pairs: u32,
     /// Class, which determines order and preemption.
     pub qos: QueueQos,
-    /// Whether it shares controllers.
     pub isolation: QueueIsolation,
-    /// Its current grant, if there is one.
     pub state: ClaimState,
 }
 
@@ -71,10 +66,7 @@ pub enum Verdict {
     /// It gets the requested pairs of each of these controllers.
     Granted(Vec<String>),
     /// Its grant ends in favor of another allocation.
-    Preempted {
-        /// Name of the other allocation.
-        by: String,
-    },
+    Preempted { by: String },
     /// It does not fit.
     Waiting(WaitReason),
 }
@@ -98,7 +90,6 @@ pub enum WaitReason {
 /// A controller with its holders.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControllerUsage {
-    /// Serial number of the controller.
     pub serial: String,
     /// Queue pairs that all grants together may use.
     pub budget: u32,

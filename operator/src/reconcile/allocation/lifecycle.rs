@@ -22,7 +22,6 @@ pub enum Lifecycle {
     },
     /// Its grant is ending.
     Ending {
-        /// Why it ends.
         end: GrantEnd,
         /// Queue pairs that the agent still holds, or may; `None` if the release can be written to the status.
         kept: Option<AgentQueues>,

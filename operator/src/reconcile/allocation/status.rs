@@ -8,12 +8,11 @@ use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{GPUQueueAllocation, GPUQueueAllocationStatus};
 
 use super::build::Candidate;
-use super::dereference::{AgentQueues, GrantInputs, NodePresence};
+use super::dereference::{AgentQueues, GrantInputs, NodePresence, name};
 use super::grant::{ControllerUsage, Verdict, WaitReason};
-use super::lifecycle::{GrantEnd, Lifecycle, pairs};
+use super::lifecycle::{GrantEnd, Lifecycle, granted, pairs};
 use super::programmed::{self, programmed};
 use super::validate::is_reportable;
-use super::violations::violation;
 use crate::framework::refusal::Refusal;
 use crate::framework::status::merge_findings;
 
@@ -23,9 +22,7 @@ const NAMES_MAX: usize = 5;
 /// A status to write, with the changed conditions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatusUpdate {
-    /// The complete new status.
     pub status: GPUQueueAllocationStatus,
-    /// Conditions that changed, for events.
     pub changes: Vec<Finding>,
 }
 
@@ -236,15 +233,75 @@ fn waits(object: &GPUQueueAllocation, wait: &WaitReason, inputs: &GrantInputs) -
     Finding::no(Type::Allocated, reason, message)
 }
 
+/// Returns the violation of an existing grant as a condition; `None` if the grant is intact. A grant never shrinks: if
+/// a controller is gone or its budget is reduced, the grant remains and the agent keeps its queue pairs.
+fn violation(object: &GPUQueueAllocation, inputs: &GrantInputs) -> Option<Finding> {
+    let (grants, node) = (granted(object), &inputs.node);
+    if inputs.status().is_none_or(|status| status.last_updated.is_none()) {
+        let message = format!(
+            "{} queue pairs are set aside; the agent of node {node} has not reported its controllers yet",
+            pairs(grants)
+        );
+        return Some(Finding::unknown(Type::Allocated, Reason::NotReported, message));
+    }
+    let pool = object.spec.pool_ref.name.as_str();
+    let lost: Vec<String> = grants.iter().filter_map(|grant| lost(grant, pool, inputs)).collect();
+    if !lost.is_empty() {
+        let message = format!(
+            "{} queue pairs were set aside, but {}: restore the controller, or delete this GPUQueueAllocation and create one for the \
+             present controllers",
+            pairs(grants),
+            join_names(&lost)
+        );
+        return Some(Finding::no(Type::Allocated, Reason::NoDevices, message));
+    }
+    let over: Vec<String> = grants.iter().filter_map(|grant| over(grant, inputs)).collect();
+    if over.is_empty() {
+        return None;
+    }
+    let message = format!(
+        "{} queue pairs were set aside, but the grants exceed the budget: {}. Grants do not shrink: delete one of these \
+         allocations, or raise devices.maxGpuQueuePercent of SSDPool {pool}",
+        pairs(grants),
+        join_names(&over)
+    );
+    Some(Finding::no(Type::Allocated, Reason::OverBudget, message))
+}
+
+/// Describes a controller that the agent no longer reports, or that no longer belongs to the pool.
+fn lost(grant: &QueueGrant, pool: &str, inputs: &GrantInputs) -> Option<String> {
+    let (serial, node) = (grant.serial.as_str(), &inputs.node);
+    let mut reported = inputs.status()?.controllers.iter();
+    if !reported.any(|controller| controller.serial.as_str() == serial) {
+        return Some(format!("node {node} no longer has controller {serial}"));
+    }
+    let is_in_pool = inputs.lenders.iter().any(|lender| lender.serial == serial && lender.pool == pool);
+    (!is_in_pool)
+        .then(|| format!("controller {serial} of node {node} no longer has a device of SSDPool {pool}"))
+}
+
+/// Describes a controller whose grants exceed its budget, with the holders.
+fn over(grant: &QueueGrant, inputs: &GrantInputs) -> Option<String> {
+    let serial = grant.serial.as_str();
+    let budget = inputs.lenders.iter().find(|lender| lender.serial == serial)?.budget;
+    let mut holders: Vec<(String, u32)> = Vec::new();
+    for of in &inputs.allocations {
+        let of_it = granted(&of.object).iter().filter(|grant| grant.serial.as_str() == serial);
+        holders.extend(of_it.map(|grant| (name(&of.object), grant.queue_pairs)));
+    }
+    let all = holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
+    (all > budget).then(|| describe(&ControllerUsage { serial: serial.to_owned(), budget, holders }))
+}
+
 /// Describes a controller: its serial number, budget and holders.
-pub(super) fn describe(full: &ControllerUsage) -> String {
+fn describe(full: &ControllerUsage) -> String {
     let holders: Vec<String> = full.holders.iter().map(|(name, pairs)| format!("{name} {pairs}")).collect();
     let holders = if holders.is_empty() { "no allocation".to_owned() } else { join_names(&holders) };
     format!("{} (budget {}; held by {holders})", full.serial, full.budget)
 }
 
 /// Joins the first [`NAMES_MAX`] names, followed by the number of the others.
-pub(super) fn join_names<T: AsRef<str>>(names: &[T]) -> String {
+fn join_names<T: AsRef<str>>(names: &[T]) -> String {
     let shown: Vec<&str> = names.iter().take(NAMES_MAX).map(|name| name.as_ref()).collect();
     let more = names.len() - shown.len();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };

@@ -4,73 +4,15 @@
 
 mod model;
 
-use model::{ALL, Model, at, object};
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
-use reprise_crds::{CacheNode, SSDPool, SlackProfile};
+use model::{ALL, Model, at};
+use reprise_crds::status::Reason;
 use serde_json::{Value, json};
 
 use super::dereference::{NodePresence, ResolvedAllocation};
-use super::grant::{ControllerUsage, Verdict, WaitReason};
-use super::lifecycle::Lifecycle;
 use super::*;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::PoolAssignment;
-
-fn guaranteed() -> Value {
-    json!({ "qos": "Guaranteed", "isolation": "ExclusiveController" })
-}
-
-#[test]
-fn ends_grants_before_it_writes_those_that_need_the_pairs() {
-    let mut model = Model::new();
-    model.create("effort", json!({ "qos": "BestEffort", "ttl": "1h", "queuePairs": 12 }));
-    assert_eq!(model.run(), ["AddFinalizer effort", "Grant effort"]);
-    model.run_agent();
-    assert_eq!(model.run(), ["UpdateStatus effort"]);
-    model.create("own", guaranteed());
-    assert_eq!(model.run(), ["EndGrant effort", "UpdateStatus own"], "the agent holds the pairs");
-    model.run_agent();
-    let all = ["EndGrant effort", "RemoveFinalizer effort", "AddFinalizer own", "Grant own"];
-    assert_eq!(model.run(), all);
-    // If no agent holds the pairs, a preemption needs one pass. Another allocation gets the other controller.
-    let mut model = Model::new();
-    model.create("effort", json!({ "qos": "BestEffort", "ttl": "1h", "queuePairs": 12 }));
-    model.run();
-    model.create("late", json!({}));
-    model.create("own", guaranteed());
-    let all = [
-        "EndGrant effort",
-        "RemoveFinalizer effort",
-        "AddFinalizer late",
-        "AddFinalizer own",
-        "Grant late",
-        "Grant own",
-    ];
-    assert_eq!(model.run(), all);
-}
-
-#[test]
-fn rejected_write_affects_only_allocations_that_need_its_pairs() {
-    let mut model = Model::new();
-    model.create("ends", json!({ "isolation": "ExclusiveController", "ttl": "1m" }));
-    model.run();
-    model.now = 60;
-    model.unwritable.insert("ends".to_owned());
-    for name in ["gets", "waits"] {
-        model.create(name, json!({ "isolation": "ExclusiveController" }));
-    }
-    assert_eq!(model.run(), ["AddFinalizer gets", "UpdateStatus waits", "Grant gets"]);
-    model.unwritable.clear();
-    let all = ["EndGrant ends", "RemoveFinalizer ends", "AddFinalizer waits", "Grant waits"];
-    assert_eq!(model.run(), all);
-    // Requests that cannot be written hold no pairs back.
-    let mut model = Model::new();
-    for name in ["a", "b", "c", "last"] {
-        model.create(name, json!({ "queuePairs": 16 }));
-    }
-    model.unwritable.extend(["a", "b", "c"].map(str::to_owned));
-    assert_eq!(model.run(), ["AddFinalizer last", "Grant last"]);
-}
+use crate::reconcile::test_objects::{merged, object};
 
 #[test]
 fn removes_finalizers_of_another_process_before_it_grants() {
@@ -79,7 +21,7 @@ fn removes_finalizers_of_another_process_before_it_grants() {
         model.create("x", json!({}));
         assert_eq!(model.run_pass(ALL), ["AddFinalizer x"]);
         assert_eq!(model.run_pass(0), Vec::<String>::new(), "the grant is late");
-        model.create("y", guaranteed());
+        model.create("y", json!({ "qos": "Guaranteed", "isolation": "ExclusiveController" }));
         model
     };
     let mut model = interrupted();
@@ -92,37 +34,6 @@ fn removes_finalizers_of_another_process_before_it_grants() {
     assert_eq!(model.run(), Vec::<String>::new());
     model.unwritable.clear();
     assert_eq!(model.arrive(), Some(true));
-}
-
-#[test]
-fn waiting_allocation_names_request_limit_and_holders() {
-    let mut model = Model::new();
-    model.create("x", json!({ "isolation": "ExclusiveController" }));
-    let usage = || ControllerUsage {
-        serial: "A".to_owned(),
-        budget: 16,
-        holders: vec![("n/a".to_owned(), 12), ("n/b".to_owned(), 4)],
-    };
-    let cases = [
-        (WaitReason::NoController, "NoDevices", "unused controller of SSDPool p; node n1 has no controller"),
-        (WaitReason::ExceedsController { most: 7 }, "OverBudget", "at most 7 can be granted per controller"),
-        (WaitReason::NotEnoughFree(vec![usage()]), "OverBudget", "A (budget 16; held by n/a 12, n/b 4)"),
-        (WaitReason::Preempting(usage()), "Releasing", "n/b 4) is reserved for it until"),
-    ];
-    let inputs = model.inputs();
-    for (wait, reason, words) in cases {
-        let of = &inputs.allocations[0];
-        let candidate = build::Candidate { of, refused: None, lifecycle: Lifecycle::Pending };
-        let update = status::compute(&candidate, &Verdict::Waiting(wait), &inputs, &at(0));
-        let conditions = update.expect("a new status").status.conditions;
-        let found = find(&conditions, ConditionType::Allocated).expect("the condition is set");
-        assert_eq!((found.status, found.reason.as_str()), (ConditionStatus::False, reason));
-        assert!(
-            found.message.contains("8 queue pairs") && found.message.contains(words),
-            "{}",
-            found.message
-        );
-    }
 }
 
 /// Changes a field of an object, which may be absent.
@@ -147,9 +58,7 @@ fn granted_with(path: &str, value: Value) -> GrantInputs {
 
 /// A report of the agent on `x`.
 fn applied(more: Value) -> Value {
-    let mut report = json!({ "uid": "uid-x", "queuePairs": 0, "kept": 8 });
-    report.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
-    json!([report])
+    json!([merged(json!({ "uid": "uid-x", "queuePairs": 0, "kept": 8 }), more)])
 }
 
 #[test]
@@ -217,26 +126,6 @@ fn programmed_and_numbers_follow_the_report_of_the_agent() {
     }
 }
 
-#[test]
-fn status_reports_grant_whose_controller_is_not_reported_or_left_the_pool() {
-    let unreported = granted_with("/status", Value::Null);
-    let mut moved = granted_with("/status/observedGeneration", json!(7));
-    moved.lenders[0].pool = "other".to_owned();
-    let cases = [
-        (unreported, "NotReported", "node n1 has not reported its controllers yet"),
-        (moved, "NoDevices", "controller A of node n1 no longer has a device of SSDPool p: restore"),
-    ];
-    for (inputs, reason, words) in cases {
-        let found = violations::violation(&inputs.allocations[0].object, &inputs).expect("a violation");
-        assert_eq!(found.reason.as_str(), reason);
-        assert!(
-            found.message.contains("8 queue pairs") && found.message.contains(words),
-            "{}",
-            found.message
-        );
-    }
-}
-
 /// Validates an allocation that names a pool and a profile, after changes of the objects.
 fn refusal(changes: &[(&str, Value)]) -> String {
     let mut model = Model::new();
@@ -244,7 +133,7 @@ fn refusal(changes: &[(&str, Value)]) -> String {
     let mut inputs = model.inputs();
     let of = inputs.allocations.remove(0);
     let mut all = json!({
-        "presence": "Present", "assigned": ["n1"], "refused": null,
+        "assigned": ["n1"], "refused": null,
         "allocation": *of.object, "node": inputs.cache_node.as_deref(), "pool": of.pool.as_deref(),
         "profile": {
             "apiVersion": "reprise.dev/v1alpha1", "kind": "SlackProfile",
@@ -262,19 +151,15 @@ fn refusal(changes: &[(&str, Value)]) -> String {
     for (path, value) in changes {
         set(&mut all, path, value.clone());
     }
-    inputs.presence = match all["presence"].as_str() {
-        Some("Gone") => NodePresence::Gone,
-        _ => NodePresence::Present,
-    };
-    inputs.cache_node = object::<Option<CacheNode>>(all["node"].take()).map(Arc::new);
+    inputs.cache_node = Some(Arc::new(object(all["node"].take())));
     let refused = all["refused"].as_str().map(|message| Refusal::new(Reason::Conflict, message));
     let assignment =
         PoolAssignment { nodes: object(all["assigned"].take()), refused, ..PoolAssignment::default() };
     let of = ResolvedAllocation {
         object: Arc::new(object(all["allocation"].take())),
-        pool: object::<Option<SSDPool>>(all["pool"].take()).map(Arc::new),
+        pool: Some(Arc::new(object(all["pool"].take()))),
         assignment,
-        profile: object::<Option<SlackProfile>>(all["profile"].take()).map(Arc::new),
+        profile: Some(Arc::new(object(all["profile"].take()))),
     };
     let refused = validate::validate(&of, &inputs);
     refused.map(|refused| format!("{}: {}", refused.reason, refused.message)).unwrap_or_default()
@@ -283,48 +168,29 @@ fn refusal(changes: &[(&str, Value)]) -> String {
 #[test]
 fn rejects_missing_or_unsuitable_references() {
     assert_eq!(refusal(&[]), "");
-    let (mig, l4) = (("/allocation/spec/gpuUuid", json!("MIG-9")), json!("L4"));
-    let product = |product: &Value| ("/profile/spec/subject/gpuProduct", product.clone());
+    let mig = ("/allocation/spec/gpuUuid", json!("MIG-9"));
+    let product = ("/profile/spec/subject/gpuProduct", json!("L4"));
     assert_eq!(refusal(std::slice::from_ref(&mig)), "", "agents do not report MIG partitions");
-    let unseen = refusal(&[("/node/status/gpus", json!([])), product(&l4)]);
+    let unseen = refusal(&[("/node/status/gpus", json!([])), product.clone()]);
     assert_eq!(unseen, "", "the GPU is unknown before its driver is loaded");
     assert!(
-        refusal(&[mig, product(&l4)])
-            .starts_with("WrongGpu: SlackProfile s was measured on L4, but GPU MIG-9")
+        refusal(&[mig, product]).starts_with("WrongGpu: SlackProfile s was measured on L4, but GPU MIG-9")
     );
-    let directory = json!({ "directory": { "path": "/p", "size": "1Gi" } });
-    let valid = "/profile/status/conditions/0/status";
     let cases = [
-        ("/presence", json!("Gone"), "ReferenceNotFound: node n1 does not exist"),
-        ("/node", Value::Null, "ReferenceNotFound: node n1 belongs to no KVCacheCluster"),
-        ("/pool", Value::Null, "ReferenceNotFound: SSDPool p does not exist: create it"),
-        ("/pool/spec", directory, "InvalidSpec: SSDPool p does not use raw devices"),
         ("/pool/metadata/deletionTimestamp", json!(at(0)), "ReferenceNotFound: SSDPool p is being deleted"),
         ("/refused", json!("no"), "Conflict: SSDPool p is rejected: no"),
         ("/assigned", json!([]), "ReferenceNotFound: SSDPool p is not on node n1"),
-        (
-            "/allocation/spec/gpuUuid",
-            json!("GPU-9"),
-            "ReferenceNotFound: node n1 has no GPU GPU-9: create a GPUQueueAllocation that names one of GPU-0",
-        ),
-        ("/profile", Value::Null, "ReferenceNotFound: SlackProfile s does not exist in namespace n"),
         (
             "/profile/metadata/deletionTimestamp",
             json!(at(0)),
             "ReferenceNotFound: SlackProfile s is being deleted",
         ),
-        (valid, json!("False"), "ProfileInvalid: SlackProfile s is invalid: text. Correct it"),
         (
-            valid,
+            "/profile/status/conditions/0/status",
             json!("Unknown"),
             "ReferenceNotFound: cannot determine whether SlackProfile s is valid: text. See",
         ),
         ("/profile/status/conditions", json!([]), "Progressing: SlackProfile s has not been validated yet"),
-        (
-            "/profile/spec/subject/gpuProduct",
-            l4,
-            "WrongGpu: SlackProfile s was measured on L4, but GPU GPU-0 of node n1 is H200: create",
-        ),
         (
             "/node/spec/clusterRef/namespace",
             json!("other"),

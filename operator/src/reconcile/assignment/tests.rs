@@ -5,11 +5,7 @@
 use serde_json::{Value, json};
 
 use super::*;
-
-fn merged(mut value: Value, more: Value) -> Value {
-    value.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
-    value
-}
+use crate::reconcile::test_objects::merged;
 
 /// An object that was created this many days before the youngest.
 fn object<K: serde::de::DeserializeOwned>(kind: &str, name: &str, age: u32, parts: Value) -> Arc<K> {
@@ -95,22 +91,6 @@ fn of_pools(pools: &[Arc<SSDPool>]) -> Assignment {
     let names: Vec<String> = pools.iter().map(|pool| pool.name_any()).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     Assignment::compute(&[cluster("c", 9, naming(&names))], pools, &nodes(), &[])
-}
-
-#[test]
-fn assigns_pool_to_selected_nodes_of_its_cluster() {
-    let pools = [
-        pool("p", 4, directory("/p", selecting("disk", "fast"))),
-        pool("q", 3, directory("/q", json!({}))),
-        pool("unnamed", 2, directory("/u", json!({}))),
-    ];
-    let clusters = [cluster("c", 5, naming(&["p", "q"]))];
-    let assignment = Assignment::compute(&clusters, &pools, &nodes(), &[]);
-    assert_eq!(assignment.pools["p"].nodes, ["n1", "n2"]);
-    assert_eq!(assignment.nodes["n1"].pools, ["p", "q"]);
-    assert_eq!(assignment.nodes["n3"].pools, ["q"]);
-    assert_eq!(assignment.nodes["n3"].cluster.as_deref(), Some("n/c"));
-    assert_eq!(assignment.pools["unnamed"], PoolAssignment::default());
 }
 
 #[test]
@@ -206,43 +186,23 @@ fn younger_pool_with_other_shared_settings_is_refused_as_a_whole() {
 
 #[test]
 fn older_pool_has_the_devices_and_the_younger_its_other_nodes() {
-    let fast = || selecting("disk", "fast");
-    let slow = || selecting("disk", "slow");
+    let everywhere = |path: &str| directory(path, json!({}));
+    let fast = |path: &str| directory(path, selecting("disk", "fast"));
+    let slow = |path: &str| directory(path, selecting("disk", "slow"));
+    let raw = |glob: &str| devices(glob, json!({}));
+    let raw_slow = devices("nvme-*", selecting("disk", "slow"));
+    let rejected = merged(slow("/p"), json!({ "engine": "Gds" }));
     for (old, young, nodes_of_young, contested, words) in [
-        (
-            directory("/p", json!({})),
-            directory("/p", json!({})),
-            "",
-            "n1 n2 n3",
-            "directory /p on nodes n1, n2, n3",
-        ),
-        (
-            directory("/p", fast()),
-            directory("/p/inner", json!({})),
-            "n3",
-            "n1 n2",
-            "directory /p/inner on nodes n1, n2",
-        ),
-        (directory("/p/inner", slow()), directory("/p", json!({})), "n1 n2", "n3", "directory /p on node n3"),
-        (directory("/p", json!({})), directory("/pq", json!({})), "n1 n2 n3", "", ""),
-        (directory("/p", fast()), directory("/p", slow()), "n3", "", ""),
-        (directory("/p", json!({})), devices("*", json!({})), "n1 n2 n3", "", ""),
-        (
-            devices("nvme-*", slow()),
-            devices("*-data", json!({})),
-            "n1 n2",
-            "n3",
-            "devices /dev/disk/by-id/*-data on node n3",
-        ),
-        (devices("nvme-*", json!({})), devices("ata-*", json!({})), "n1 n2 n3", "", ""),
+        (everywhere("/p"), everywhere("/p"), "", "n1 n2 n3", "directory /p on nodes n1, n2, n3"),
+        (fast("/p"), everywhere("/p/inner"), "n3", "n1 n2", "directory /p/inner on nodes n1, n2"),
+        (slow("/p/inner"), everywhere("/p"), "n1 n2", "n3", "directory /p on node n3"),
+        (everywhere("/p"), everywhere("/pq"), "n1 n2 n3", "", ""),
+        (fast("/p"), slow("/p"), "n3", "", ""),
+        (everywhere("/p"), raw("*"), "n1 n2 n3", "", ""),
+        (raw_slow, raw("*-data"), "n1 n2", "n3", "devices /dev/disk/by-id/*-data on node n3"),
+        (raw("nvme-*"), raw("ata-*"), "n1 n2 n3", "", ""),
         // A pool that is rejected for another reason has no node, but the devices stay contested.
-        (
-            directory("/p", merged(slow(), json!({ "engine": "Gds" }))),
-            directory("/p", json!({})),
-            "n1 n2 n3",
-            "n3",
-            "",
-        ),
+        (rejected, everywhere("/p"), "n1 n2 n3", "n3", ""),
     ] {
         let case = format!("{old} {young}");
         let assignment = of_pools(&[pool("young", 1, young), pool("old", 5, old)]);

@@ -9,7 +9,7 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::api::{Api, PatchParams};
-use reprise_crds::status::{ConditionType, Finding, Reason};
+use reprise_crds::status::{ConditionStatus, ConditionType, Finding, Reason, find};
 use reprise_crds::{CacheNode, CacheNodeSpec, GROUP, OPERATOR_FIELD_MANAGER, VERSION};
 use serde_json::{Value, json};
 
@@ -87,6 +87,23 @@ async fn report_foreign(live: &CacheNode, context: &Context) {
     if context.other_writers.record_report(&key(&name), live.uid()) {
         context.metrics.record_conflict("CacheNode");
         let finding = Finding::no(ConditionType::Accepted, Reason::Conflict, foreign_message(&name));
+        publish_event(context, live, &finding).await;
+    }
+}
+
+/// Publishes a new condition `StatusContested` of an agent (other writers of the status) as an event and counts it:
+/// agents have no permission to create events. After a restart of the operator it is published once more.
+pub(super) async fn report_contested_status(node: &Node, live: Option<&CacheNode>, context: &Context) {
+    let condition = live.and_then(|live| {
+        let contested = find(&live.status.as_ref()?.conditions, ConditionType::StatusContested)?;
+        (contested.status == ConditionStatus::True).then_some(contested)
+    });
+    let text =
+        condition.map(|condition| format!("{:?} {}", condition.last_transition_time, condition.message));
+    let is_new = context.other_writers.record_report(&node.name_any(), text);
+    if let (true, Some(live), Some(condition)) = (is_new, live, condition) {
+        context.metrics.record_restore("CacheNode");
+        let finding = Finding::yes(ConditionType::StatusContested, Reason::FieldConflict, &condition.message);
         publish_event(context, live, &finding).await;
     }
 }

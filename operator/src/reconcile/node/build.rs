@@ -137,29 +137,19 @@ mod tests {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
-    use reprise_crds::node::ProfileClaim;
-    use serde::de::DeserializeOwned;
     use serde_json::{Value, json};
 
     use super::*;
     use crate::reconcile::node::dereference::NodeCluster;
+    use crate::reconcile::test_objects::{merged, object, resource};
 
-    fn object<K: DeserializeOwned>(value: Value) -> K {
-        serde_json::from_value(value).expect("an object")
-    }
-
-    fn node(metadata: Value, spec: Value) -> Node {
-        let mut node = json!({ "metadata": metadata, "spec": spec });
-        node["metadata"]["name"] = json!("n1");
-        object(node)
+    fn node() -> Node {
+        object(json!({ "metadata": { "name": "n1" } }))
     }
 
     fn pool(name: &str, spec: Value, more: Value) -> Arc<SSDPool> {
-        let mut metadata = json!({ "name": name, "uid": format!("uid-{name}"), "generation": 4 });
-        metadata.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-        Arc::new(object(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata, "spec": spec,
-        })))
+        let metadata = json!({ "name": name, "uid": format!("uid-{name}"), "generation": 4 });
+        Arc::new(resource(merged(metadata, more), json!({ "spec": spec })))
     }
 
     /// Inputs with these pools and an accepted cluster of this spec.
@@ -168,17 +158,14 @@ mod tests {
             "type": "Accepted", "status": "True", "reason": "AsDesired", "message": "",
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         });
-        let cluster: KVCacheCluster = object(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
-            "metadata": { "name": "c", "namespace": "n" }, "spec": cluster, "status": { "conditions": [accepted] },
-        }));
-        let digest = |text: &str| crate::framework::digest::of(text);
-        let profile = ProfileClaim { name: Name::new("slack"), digest: Digest::new(digest("a profile")) };
+        let parts = json!({ "spec": cluster, "status": { "conditions": [accepted] } });
+        let cluster: KVCacheCluster = resource(json!({ "name": "c", "namespace": "n" }), parts);
+        let configuration = crate::framework::digest::of("configuration");
         NodeInputs {
-            cluster: Some(NodeCluster { cluster: Arc::new(cluster), configuration: digest("configuration") }),
+            cluster: Some(NodeCluster { cluster: Arc::new(cluster), configuration }),
             pools,
             contested: BTreeSet::new(),
-            profiles: vec![profile],
+            profiles: Vec::new(),
             queues: Vec::new(),
             agent_grants: AgentGrants::None,
             live: None,
@@ -189,54 +176,6 @@ mod tests {
         match build(node, inputs) {
             DesiredCacheNode::Spec(spec) => *spec,
             other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn spec_has_a_claim_per_pool_the_most_restrictive_mode_and_the_decided_profiles() {
-        let directory = json!({ "directory": { "path": "/data/p", "size": "2Gi", "reserve": "3Gi" } });
-        let devices = json!({
-            "devices": { "globs": ["/dev/disk/by-id/nvme-*"], "maxPerNode": 2 }, "mode": "Cordoned", "engine": "Plain",
-            "health": { "maxReadLatency": "50ms", "maxMediaErrors": 7, "minSparePercent": 10 },
-        });
-        let pools = vec![pool("q", devices, json!({})), pool("p", directory, json!({}))];
-        let made = spec(&node(json!({}), json!({})), &found(pools, json!({})));
-        assert_eq!(made.mode, NodeMode::Cordoned);
-        assert_eq!(made.profiles.iter().map(|claim| claim.name.as_str()).collect::<Vec<_>>(), ["slack"]);
-        let [file, raw] = made.claims.as_slice() else { panic!("{:?}", made.claims) };
-        let fields = |claim: &PoolClaim| {
-            let claim = json!(claim);
-            ["file", "generation", "size", "reserve", "globs", "maxDevices", "engine", "maxReadLatency"]
-                .map(|field| claim[field].clone())
-        };
-        let none = Value::Null;
-        let expected = json!(["/data/p/pool", 4, "2Gi", "3Gi", none, DEVICES_PER_NODE_MAX, "IoUring", none]);
-        assert_eq!(json!(fields(file)), expected);
-        let expected = json!([none, 4, none, none, ["/dev/disk/by-id/nvme-*"], 2, "Plain", "50ms"]);
-        assert_eq!(json!(fields(raw)), expected);
-        let health =
-            |claim: &PoolClaim| (claim.max_media_errors, claim.min_spare_percent.map(|least| least.0));
-        assert_eq!((health(raw), health(file)), ((Some(7), Some(10)), (None, None)));
-        let mode = |unschedulable: bool| {
-            spec(&node(json!({}), json!({ "unschedulable": unschedulable })), &found(Vec::new(), json!({})))
-                .mode
-        };
-        assert_eq!((mode(true), mode(false)), (NodeMode::Draining, NodeMode::Active));
-    }
-
-    #[test]
-    fn failure_domain_is_the_value_of_the_label_of_the_cluster() {
-        let labels = || json!({ "topology.kubernetes.io/zone": "zone-a", "rack": "r7", "empty": "" });
-        let by = |label: &str| json!({ "failureDomainLabel": label });
-        for (labels, agents, expected) in [
-            (labels(), json!({}), Some("zone-a")),
-            (labels(), by("rack"), Some("r7")),
-            (labels(), by("empty"), None),
-            (json!({}), json!({}), None),
-        ] {
-            let node = node(json!({ "labels": labels }), json!({}));
-            let made = spec(&node, &found(Vec::new(), json!({ "agents": agents })));
-            assert_eq!(made.failure_domain.map(|domain| domain.to_string()).as_deref(), expected);
         }
     }
 
@@ -258,11 +197,10 @@ mod tests {
             // Another pool names the devices as well.
             (confirmed(), deleted(), true, false),
         ] {
-            let mut whole = json!({ "directory": { "path": "/p", "size": "2Gi" } });
-            whole.as_object_mut().expect("made above").extend(policy.as_object().expect("fields").clone());
+            let whole = merged(json!({ "directory": { "path": "/p", "size": "2Gi" } }), policy.clone());
             let mut inputs = found(vec![pool("p", whole, metadata.clone())], json!({}));
             inputs.contested.extend(contested.then(|| "p".to_owned()));
-            let claims = spec(&node(json!({}), json!({})), &inputs).claims;
+            let claims = spec(&node(), &inputs).claims;
             assert_eq!(claims[0].wipe, expected, "{policy} {metadata} {contested}");
         }
     }
@@ -270,18 +208,16 @@ mod tests {
     #[test]
     fn queue_pairs_change_in_frozen_clusters_and_are_released_before_deletion() {
         use AgentGrants::{None as Free, Reporting, Silent};
-        let node = node(json!({}), json!({}));
+        let node = node();
         let queues: Vec<QueueClaim> = object(json!([{
             "uid": "u-q", "allocation": "n/q", "controllers": [{ "serial": "S1", "queuePairs": 8 }],
         }]));
         let live = |cluster: &str| {
-            Some(Arc::new(object::<CacheNode>(json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": "n1" },
-                "spec": {
-                    "nodeName": "n1", "clusterRef": { "namespace": "n", "name": cluster }, "mode": "Cordoned",
-                    "queues": queues,
-                },
-            }))))
+            let spec = json!({
+                "nodeName": "n1", "clusterRef": { "namespace": "n", "name": cluster }, "mode": "Cordoned",
+                "queues": queues,
+            });
+            Some(Arc::new(resource::<CacheNode>(json!({ "name": "n1" }), json!({ "spec": spec }))))
         };
         let inputs = |paused: bool, agent_grants: AgentGrants, live: Option<Arc<CacheNode>>| NodeInputs {
             queues: queues.clone(),

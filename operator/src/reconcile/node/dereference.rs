@@ -25,9 +25,7 @@ const QUEUES_MAX: usize = 128;
 /// The inputs of a node's `CacheNode`.
 #[derive(Clone, Debug)]
 pub struct NodeInputs {
-    /// The node's cluster, if it belongs to one.
     pub cluster: Option<NodeCluster>,
-    /// Pools on the node.
     pub pools: Vec<Arc<SSDPool>>,
     /// Pools on the node whose devices another pool names there as well, so they are not wiped.
     pub contested: BTreeSet<String>,
@@ -37,7 +35,6 @@ pub struct NodeInputs {
     pub queues: Vec<QueueClaim>,
     /// Whether the agent may hold queue pairs of the node's allocations.
     pub agent_grants: AgentGrants,
-    /// The existing `CacheNode`, if there is one.
     pub live: Option<Arc<CacheNode>>,
 }
 
@@ -55,7 +52,6 @@ pub enum AgentGrants {
 /// The cluster of a node.
 #[derive(Clone, Debug)]
 pub struct NodeCluster {
-    /// The cluster as it was read.
     pub cluster: Arc<KVCacheCluster>,
     /// Digest of its agents' configuration.
     pub configuration: String,

@@ -27,9 +27,6 @@ use crate::reconcile::control_plane::{CallError, POLL_INTERVAL, RETRY_INTERVAL, 
 use crate::reconcile::membership::is_frozen;
 use crate::reconcile::names::ClusterNames;
 
-/// HTTP status code: not found.
-const NOT_FOUND: u16 = 404;
-
 /// Next action on a node's mode.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Step {
@@ -182,7 +179,7 @@ async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Resul
             Ok(Some(_)) => return Ok(()),
             Ok(None) => context.metrics.record_write("CacheNode", Write::Status),
             // The object was deleted concurrently.
-            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
+            Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(()),
             Err(error) => {
                 return Err(OperatorError::api(format!("write ModeApplied of CacheNode {name}"))(error));
             }

@@ -27,7 +27,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use kube::api::{Api, PatchParams};
 use reprise_crds::CacheNode;
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason};
 use serde_json::{Value, json};
 
 use super::apply::is_ours;
@@ -38,15 +38,11 @@ use crate::framework::events::Subject;
 use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::REPORT_TIMEOUT;
-use crate::reconcile::membership::{has_reported, is_ready};
+use crate::reconcile::membership::{REPORT_TIMEOUT, has_reported, is_ready};
 use crate::reconcile::names::AGENT_READY;
 
 /// Field manager of the condition and of nothing else, so applying an empty status removes the condition.
 const FIELD_MANAGER: &str = "reprise-operator-readiness";
-
-/// HTTP status code: not found.
-const NOT_FOUND: u16 = 404;
 
 /// Margin after a report's expiry, because timestamps have second resolution.
 const MARGIN: Duration = Duration::from_secs(1);
@@ -77,18 +73,24 @@ pub fn next_step(node: &Node, live: Option<&CacheNode>, wanted: &DesiredCacheNod
             && live.is_some_and(|live| is_ours(live) && live.metadata.deletion_timestamp.is_none());
         return if is_deleted_next || before.is_some() { Step::Remove } else { Step::Nothing };
     }
-    let desired = ConditionText::of(live);
-    let is_so = before.map_or_else(|| is_awaited(live), |before| desired.is_in(before));
+    let (status, reason, message) = desired(live);
+    // The API server does not store empty texts.
+    let is_in = |before: &NodeCondition| {
+        before.status == status.as_str()
+            && before.reason.as_deref().unwrap_or_default() == reason
+            && before.message.as_deref().unwrap_or_default() == message
+    };
+    let is_so = before.map_or_else(|| is_awaited(live), is_in);
     if is_so || node.metadata.deletion_timestamp.is_some() {
         return Step::Nothing;
     }
-    let since = before.filter(|before| before.status == desired.status.as_str());
+    let since = before.filter(|before| before.status == status.as_str());
     let since = since.and_then(|before| before.last_transition_time.clone());
     Step::Set(Box::new(NodeCondition {
         type_: AGENT_READY.to_owned(),
-        status: desired.status.as_str().to_owned(),
-        reason: Some(desired.reason),
-        message: Some(desired.message),
+        status: status.as_str().to_owned(),
+        reason: Some(reason.to_owned()),
+        message: Some(message.to_owned()),
         last_transition_time: Some(since.unwrap_or_else(|| now.clone())),
         last_heartbeat_time: Some(now.clone()),
     }))
@@ -148,7 +150,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         // Written later: the agent's next report triggers it.
         Ok(WriteOutcome::Paced(_)) => return Ok(()),
         // The node was deleted concurrently, and the condition with it.
-        Err(kube::Error::Api(status)) if status.code == NOT_FOUND => return Ok(()),
+        Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(()),
         Err(error) => {
             return Err(OperatorError::api(format!("write {AGENT_READY} of Node {name}"))(error));
         }
@@ -180,47 +182,23 @@ fn condition(node: &Node) -> Option<&NodeCondition> {
     conditions.iter().find(|condition| condition.type_ == AGENT_READY)
 }
 
-/// The variable parts of the condition.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct ConditionText {
-    status: ConditionStatus,
-    reason: String,
-    message: String,
-}
-
-impl ConditionText {
-    /// Returns the condition of a node that belongs to a cluster.
-    fn of(live: Option<&CacheNode>) -> ConditionText {
-        let status = live.and_then(|live| live.status.as_ref());
-        let (Some(live), Some(status)) = (live, status.filter(|status| status.last_updated.is_some())) else {
-            return ConditionText::silent("the node's agent has not reported yet: check its pod");
-        };
-        if !has_reported(live) {
-            return ConditionText::silent(
-                "the node's agent has not reported for a minute: check its pod and the node",
-            );
-        }
-        let Some(own) = find(&status.conditions, ConditionType::AgentReady) else {
-            return ConditionText::silent(
-                "the node's agent does not report whether it serves engines: check its version",
-            );
-        };
-        // The agent's message changes only with its state.
-        let desired = if is_ready(live) { ConditionStatus::True } else { ConditionStatus::False };
-        ConditionText { status: desired, reason: own.reason.clone(), message: own.message.clone() }
+/// Returns status, reason and message of the condition of a node that belongs to a cluster.
+fn desired(live: Option<&CacheNode>) -> (ConditionStatus, &str, &str) {
+    let silent = |message| (ConditionStatus::False, Reason::NotReported.as_str(), message);
+    let Some(live) = live.filter(|live| last_report(live).is_some()) else {
+        return silent("the node's agent has not reported yet: check its pod");
+    };
+    if !has_reported(live) {
+        return silent("the node's agent has not reported for a minute: check its pod and the node");
     }
-
-    fn silent(message: &str) -> ConditionText {
-        let reason = Reason::NotReported.as_str().to_owned();
-        ConditionText { status: ConditionStatus::False, reason, message: message.to_owned() }
-    }
-
-    fn is_in(&self, condition: &NodeCondition) -> bool {
-        // The API server does not store empty texts.
-        condition.status == self.status.as_str()
-            && condition.reason.as_deref().unwrap_or_default() == self.reason
-            && condition.message.as_deref().unwrap_or_default() == self.message
-    }
+    let conditions = live.status.iter().flat_map(|status| &status.conditions);
+    let mut own = conditions.filter(|condition| condition.kind == ConditionType::AgentReady.as_str());
+    let Some(own) = own.next() else {
+        return silent("the node's agent does not report whether it serves engines: check its version");
+    };
+    // The agent's message changes only with its state.
+    let status = if is_ready(live) { ConditionStatus::True } else { ConditionStatus::False };
+    (status, &own.reason, &own.message)
 }
 
 #[cfg(test)]

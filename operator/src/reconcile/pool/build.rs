@@ -26,12 +26,7 @@ pub enum Wipe {
     /// The wipe is not confirmed.
     Unconfirmed,
     /// On this node, a younger pool names the same devices, so they are not wiped.
-    Contested {
-        /// Name of the node.
-        node: String,
-        /// Name of the younger pool.
-        other: String,
-    },
+    Contested { node: String, other: String },
     /// Number of nodes that have not reported the wipe.
     InProgress(usize),
     /// All nodes have reported the wipe.
@@ -108,32 +103,26 @@ mod tests {
     use crate::framework::refusal::Refusal;
     use crate::reconcile::assignment::PoolAssignment;
     use crate::reconcile::pool::guard::Guard;
+    use crate::reconcile::test_objects;
 
-    fn pool(more: Value, deleted: bool) -> SSDPool {
-        let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
-        spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-        let mut metadata = json!({ "name": "p", "uid": "u", "generation": 3 });
-        if deleted {
-            metadata["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
-            metadata["finalizers"] = json!([WIPE_FINALIZER]);
-        }
-        let whole = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata, "spec": spec });
-        serde_json::from_value(whole).expect("a pool")
+    fn pool(spec: Value, deleted: bool) -> SSDPool {
+        let metadata = match deleted {
+            true => json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [WIPE_FINALIZER] }),
+            false => json!({}),
+        };
+        test_objects::pool(metadata, spec)
     }
 
     fn found(states: &[(i64, &str)]) -> PoolInputs {
         let node = |(index, (generation, state)): (usize, &(i64, &str))| {
             let name = format!("n{index}");
-            let node = json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
-                "metadata": { "name": name }, "spec": { "nodeName": name },
-                "status": {
-                    "applied": { "pools": [{ "pool": "p", "uid": "u", "generation": generation }] },
-                    "devices": [{ "path": "/p/pool", "pool": "p", "state": state }],
-                },
+            let status = json!({
+                "applied": { "pools": [{ "pool": "p", "uid": "u", "generation": generation }] },
+                "devices": [{ "path": "/p/pool", "pool": "p", "state": state }],
             });
-            let node = serde_json::from_value(node).expect("a CacheNode");
-            PoolNode { node: Arc::new(node), pool_uid: "u".to_owned(), pool: "p".to_owned() }
+            let parts = json!({ "spec": { "nodeName": name }, "status": status });
+            let node = Arc::new(test_objects::resource(json!({ "name": name }), parts));
+            PoolNode { node, pool_uid: "u".to_owned(), pool: "p".to_owned() }
         };
         let nodes = (0..states.len()).map(|index| format!("n{index}")).collect();
         let assignment =
@@ -162,11 +151,16 @@ mod tests {
         let contested = with(&|inputs| {
             inputs.assignment.contested.insert("n1".to_owned(), "q".to_owned());
         });
+        let by_other = Wipe::Contested { node: "n1".to_owned(), other: "q".to_owned() };
         let conflict = || Refusal::new(Reason::Conflict, "SSDPool older has the devices");
+        let partly = with(&|inputs| inputs.assignment.conflict = Some(conflict()));
+        let alone = with(&|inputs| inputs.assignment.cluster = None);
         let never = with(&|inputs| {
             inputs.assignment.nodes.clear();
             inputs.assignment.refused = Some(conflict());
         });
+        let without_node = with(&|inputs| drop(inputs.nodes.pop()));
+        let going = || pool(confirmed(), true);
         let mut late = pool(wipes(), true);
         late.metadata.finalizers = None;
         for (pool, inputs, expected, finalizer_is, guarded) in [
@@ -176,47 +170,17 @@ mod tests {
             (pool(wipes(), true), all(), Wipe::Unconfirmed, Present, true),
             // It may be in use until it is deleted.
             (pool(confirmed(), false), all(), Wipe::None, Present, true),
-            (pool(confirmed(), true), all(), Wipe::Done, Absent, false),
-            (
-                pool(confirmed(), true),
-                found(&[(3, "Wiped"), (3, "Open")]),
-                Wipe::InProgress(1),
-                Present,
-                false,
-            ),
+            (going(), all(), Wipe::Done, Absent, false),
+            (going(), found(&[(3, "Wiped"), (3, "Open")]), Wipe::InProgress(1), Present, false),
             // Data that was wiped for an older claim may have been opened again.
-            (pool(confirmed(), true), found(&[(2, "Wiped")]), Wipe::InProgress(1), Present, false),
+            (going(), found(&[(2, "Wiped")]), Wipe::InProgress(1), Present, false),
             // A node without a CacheNode.
-            (
-                pool(confirmed(), true),
-                with(&|inputs| drop(inputs.nodes.pop())),
-                Wipe::InProgress(1),
-                Present,
-                false,
-            ),
-            (
-                pool(confirmed(), true),
-                contested,
-                Wipe::Contested { node: "n1".to_owned(), other: "q".to_owned() },
-                Present,
-                false,
-            ),
-            (
-                pool(confirmed(), true),
-                with(&|inputs| inputs.assignment.cluster = None),
-                Wipe::NoCluster,
-                Present,
-                false,
-            ),
-            (
-                pool(confirmed(), true),
-                with(&|inputs| inputs.assignment.conflict = Some(conflict())),
-                Wipe::Rejected,
-                Present,
-                false,
-            ),
+            (going(), without_node, Wipe::InProgress(1), Present, false),
+            (going(), contested, by_other, Present, false),
+            (going(), alone, Wipe::NoCluster, Present, false),
+            (going(), partly, Wipe::Rejected, Present, false),
             // No node ever had the pool.
-            (pool(confirmed(), true), never, Wipe::Rejected, Absent, false),
+            (going(), never, Wipe::Rejected, Absent, false),
             // The policy was set after the deletion.
             (late, all(), Wipe::TooLate, Absent, false),
         ] {

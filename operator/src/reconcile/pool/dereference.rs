@@ -19,7 +19,6 @@ use crate::reconcile::names::ClusterNames;
 pub struct PoolInputs {
     /// Cluster and nodes that the pool is assigned to.
     pub assignment: PoolAssignment,
-    /// The pool's cluster, if it has one.
     pub cluster: Option<Arc<KVCacheCluster>>,
     /// `CacheNode`s of the assigned nodes; nodes without one are missing.
     pub nodes: Vec<PoolNode>,
@@ -34,9 +33,7 @@ pub struct PoolInputs {
 pub struct PoolNode {
     /// The `CacheNode` with the agent's report.
     pub node: Arc<CacheNode>,
-    /// Uid of the pool.
     pub pool_uid: String,
-    /// Name of the pool.
     pub pool: String,
 }
 

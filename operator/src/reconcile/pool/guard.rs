@@ -59,7 +59,6 @@ pub struct Guard {
     protects_data: bool,
     /// Rest of the quiet period.
     remaining: Duration,
-    /// Length of the whole quiet period.
     unused_for: Duration,
 }
 
@@ -262,17 +261,12 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::reconcile::test_objects;
 
     const AFTER: Duration = Duration::from_secs(60);
 
-    fn pool(more: Value) -> SSDPool {
-        let mut metadata = json!({ "name": "p", "uid": "u" });
-        metadata.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-        let whole = json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool", "metadata": metadata,
-            "spec": { "directory": { "path": "/p", "size": "1Gi" } },
-        });
-        serde_json::from_value(whole).expect("a pool")
+    fn pool(metadata: Value) -> SSDPool {
+        test_objects::pool(metadata, json!({}))
     }
 
     fn deleted() -> Value {
@@ -303,11 +297,8 @@ mod tests {
     fn only_reports_of_nodes_with_the_pool_and_sessions_count() {
         let node = |name: &str, uid: &str, status: Value| -> CacheNode {
             let claim = json!({ "pool": "p", "uid": uid, "generation": 1 });
-            serde_json::from_value(json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode", "metadata": { "name": name },
-                "spec": { "nodeName": name, "claims": [claim] }, "status": status,
-            }))
-            .expect("a CacheNode")
+            let spec = json!({ "nodeName": name, "claims": [claim] });
+            test_objects::resource(json!({ "name": name }), json!({ "spec": spec, "status": status }))
         };
         let now = |sessions: u32| json!({ "lastUpdated": "2026-01-01T00:00:00Z", "sessions": sessions });
         let nodes = [
@@ -378,14 +369,9 @@ mod tests {
     }
 
     #[test]
-    fn condition_names_nodes_and_remedy() {
+    fn deleted_pool_is_blocked_by_sessions_and_during_the_quiet_period() {
         let going = pool(deleted());
         let blocked = |guard: Guard, object: &SSDPool| guard.blocked_condition(object);
-        let used = blocked(first(&going, &[("n1", 1), ("n2", 3)], false), &going).expect("sessions block it");
-        assert_eq!((used.kind, used.reason), (ConditionType::DeletionBlocked, Reason::InUse));
-        for words in ["n1 (1), n2 (3)", "reprise.dev/delete-in-use: \"yes\"", "for 60 s"] {
-            assert!(used.message.contains(words), "{words}: {}", used.message);
-        }
         let waits = first(&going, &[], false);
         assert_eq!(waits.requeue_after(&going), Some(POLL_INTERVAL));
         let message = blocked(waits, &going).expect("the quiet period blocks it").message;
@@ -405,19 +391,5 @@ mod tests {
         assert_eq!(unconfirmed.requeue_after(&going), None, "the confirmation triggers a reconcile");
         assert_eq!(blocked(unconfirmed, &going), None, "another condition reports it");
         assert_eq!(blocked(quiet(&going, &[("n1", 1)], false), &going), None);
-    }
-
-    #[test]
-    fn event_of_released_deletion_names_nodes_that_it_does_not_wait_for() {
-        let (going, forced) = (pool(deleted()), pool(annotated(deleted(), CONFIRMED)));
-        for (object, nodes, reason, words) in [
-            (&going, &[][..], Reason::AsDesired, "no engine has a session"),
-            (&going, &[("n1", 2)][..], Reason::AgentGone, "n1 (2)"),
-            (&forced, &[("n1", 2)][..], Reason::InUse, "n1 (2)"),
-        ] {
-            let released = quiet(object, nodes, false).released_condition(object);
-            assert_eq!(released.reason, reason);
-            assert!(released.message.contains(words), "{}", released.message);
-        }
     }
 }

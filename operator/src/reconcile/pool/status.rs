@@ -326,25 +326,24 @@ fn degraded(pool: &SSDPool, reports: &Reports, inputs: &PoolInputs) -> Finding {
             format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
         return yes(Reason::NotReported, message);
     }
-    let worn = reports.with(|device| is_open(device) && device.worn);
-    if let Some(first) = worn.first() {
-        let message = format!(
-            "devices of {} nodes have more media errors than health.maxMediaErrors, or less spare capacity than \
-             health.minSparePercent; {}. They remain in use: replace them before they fail, or raise the thresholds",
-            worn.len(),
-            why(*first)
-        );
-        return yes(Reason::DeviceWorn, message);
-    }
-    let slow = reports.with(|device| is_open(device) && device.slow);
-    if let Some(first) = slow.first() {
-        let message = format!(
-            "devices of {} nodes take longer for reads than health.maxReadLatency; {}. They remain in use: check the device's \
-             health and its other users, or raise the threshold",
-            slow.len(),
-            why(*first)
-        );
-        return yes(Reason::DeviceSlow, message);
+    let worn = (
+        reports.with(|device| is_open(device) && device.worn),
+        Reason::DeviceWorn,
+        "have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent",
+        "replace them before they fail, or raise the thresholds",
+    );
+    let slow = (
+        reports.with(|device| is_open(device) && device.slow),
+        Reason::DeviceSlow,
+        "take longer for reads than health.maxReadLatency",
+        "check the device's health and its other users, or raise the threshold",
+    );
+    for (found, reason, problem, remedy) in [worn, slow] {
+        if let Some(first) = found.first() {
+            let (count, why) = (found.len(), why(*first));
+            let message = format!("devices of {count} nodes {problem}; {why}. They remain in use: {remedy}");
+            return yes(reason, message);
+        }
     }
     Finding::no(Type::Degraded, Reason::AsDesired, uncompared(pool, reports))
 }

@@ -57,14 +57,11 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::reconcile::test_objects;
 
     #[test]
     fn rejects_unsupported_modes() {
-        let pool = |more: Value| {
-            let mut spec = json!({ "directory": { "path": "/p", "size": "1Gi" } });
-            spec.as_object_mut().expect("made above").extend(more.as_object().expect("fields").clone());
-            SSDPool::new("p", serde_json::from_value(spec).expect("a spec"))
-        };
+        let pool = |spec: Value| test_objects::pool(json!({}), spec);
         assert_eq!(unsupported(&pool(json!({}))), None);
         let health = json!({ "maxReadLatency": "50ms", "maxMediaErrors": 0, "minSparePercent": 10 });
         assert_eq!(unsupported(&pool(json!({ "health": health }))), None);

@@ -11,7 +11,6 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use reprise_crds::queues::QueueIsolation;
 use reprise_crds::{GPUQueueAllocation, SSDPool};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::reconcile::allocation::build::{Operation, Pass, PendingWrite};
@@ -20,6 +19,7 @@ use crate::reconcile::allocation::grant::{LendableController, Shares};
 use crate::reconcile::allocation::lifecycle::{granted, has_grant};
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::names::QUEUES_FINALIZER;
+use crate::reconcile::test_objects::{merged, object, resource};
 
 /// Random nodes, and events on each of them.
 const NODES: u64 = 60;
@@ -30,10 +30,6 @@ const PASSES_MAX: usize = 20;
 
 /// No limit on the writes of a pass.
 pub(super) const ALL: usize = usize::MAX;
-
-pub(super) fn object<K: DeserializeOwned>(value: Value) -> K {
-    serde_json::from_value(value).expect("an object")
-}
 
 pub(super) fn at(seconds: i64) -> Time {
     Time(Timestamp::from_second(1_700_000_000 + seconds).expect("a time"))
@@ -78,17 +74,13 @@ impl Model {
 
     pub(super) fn create(&mut self, name: &str, more: Value) {
         self.version += 1;
-        let mut made = json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "GPUQueueAllocation",
-            "metadata": {
-                "name": name, "namespace": "n", "uid": format!("uid-{name}"), "generation": 1,
-                "resourceVersion": self.version.to_string(), "creationTimestamp": at(self.now),
-            },
-            "spec": { "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 },
+        let metadata = json!({
+            "name": name, "namespace": "n", "uid": format!("uid-{name}"), "generation": 1,
+            "resourceVersion": self.version.to_string(), "creationTimestamp": at(self.now),
         });
-        let spec = made["spec"].as_object_mut().expect("an object");
-        spec.extend(more.as_object().expect("fields").clone());
-        self.objects.insert(name.to_owned(), object(made));
+        let spec =
+            json!({ "nodeName": "n1", "gpuUuid": "GPU-0", "poolRef": { "name": "p" }, "queuePairs": 8 });
+        self.objects.insert(name.to_owned(), resource(metadata, json!({ "spec": merged(spec, more) })));
     }
 
     fn delete(&mut self, name: &str) {

@@ -1,20 +1,13 @@
-//! The readiness condition of nodes, and its requests.
+//! The readiness condition of nodes.
 
 use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::CacheNodeSpec;
-use serde::de::DeserializeOwned;
 
 use super::*;
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
-use crate::framework::test_api_server::{CannedResponse, error_response, serve};
-use crate::reconcile::context::tests::context_with;
-use crate::reconcile::stores::Stores;
+use crate::reconcile::test_objects::{object, resource};
 
 const SERVES: &str = "the agent serves engines";
-
-fn object<K: DeserializeOwned>(value: Value) -> K {
-    serde_json::from_value(value).expect("an object")
-}
 
 fn at(text: &str) -> Time {
     object(json!(text))
@@ -31,17 +24,12 @@ fn node(condition: Option<&NodeCondition>) -> Node {
 /// A `CacheNode` of the operator with this condition, created and reported some seconds ago.
 fn reported(seconds: i64, (status, reason, message): (&str, &str, &str)) -> CacheNode {
     let last = Time(clock::now().0 - SignedDuration::from_secs(seconds));
-    object(json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheNode",
-        "metadata": { "name": "n1", "labels": { MANAGED_BY: OPERATOR }, "creationTimestamp": last },
-        "spec": { "nodeName": "n1" },
-        "status": {
-            "lastUpdated": last,
-            "conditions": [{
-                "type": "AgentReady", "status": status, "reason": reason, "message": message, "lastTransitionTime": last,
-            }],
-        },
-    }))
+    let metadata = json!({ "name": "n1", "labels": { MANAGED_BY: OPERATOR }, "creationTimestamp": last });
+    let condition = json!({
+        "type": "AgentReady", "status": status, "reason": reason, "message": message, "lastTransitionTime": last,
+    });
+    let status = json!({ "lastUpdated": last, "conditions": [condition] });
+    resource(metadata, json!({ "spec": { "nodeName": "n1" }, "status": status }))
 }
 
 fn serving() -> CacheNode {
@@ -122,19 +110,6 @@ fn node_without_an_agent_has_no_condition() {
 }
 
 #[test]
-fn checks_again_when_the_last_report_or_the_time_for_the_first_one_expires() {
-    let soon = reported(20, ("True", "AsDesired", ""));
-    for live in [&soon, &unreported(20)] {
-        let wait = next_check(Some(live)).expect("a delay").as_secs();
-        assert!((30..=41).contains(&wait), "{wait}");
-    }
-    // The next report causes an event.
-    for live in [Some(&reported(300, ("True", "AsDesired", ""))), Some(&unreported(120)), None] {
-        assert_eq!(next_check(live), None);
-    }
-}
-
-#[test]
 fn unchanged_condition_is_not_written_and_keeps_its_transition_time() {
     let (early, late) = (at("2026-01-01T00:00:00Z"), at("2026-01-01T08:00:00Z"));
     let set = |node: &Node, live: Option<&CacheNode>, now: &Time| match next_step(node, live, &managed(), now)
@@ -165,47 +140,4 @@ fn unchanged_condition_is_not_written_and_keeps_its_transition_time() {
     let terse = reported(5, ("True", "AsDesired", ""));
     let stored = NodeCondition { message: None, ..set(&node(None), Some(&terse), &early) };
     assert_eq!(next_step(&node(Some(&stored)), Some(&terse), &managed(), &late), Step::Nothing);
-}
-
-#[tokio::test]
-async fn applies_only_the_condition_and_removes_it_by_an_empty_apply() {
-    let taken = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } });
-    let (client, requests_log) = serve(vec![CannedResponse::Json(200, taken)]);
-    let context = context_with(client, Stores::new().0);
-    let node = node(None);
-    let set = next_step(&node, Some(&serving()), &managed(), &at("2026-01-01T00:00:00Z"));
-    for step in [&Step::Nothing, &set, &Step::Remove] {
-        write(&node, step, &context).await.expect("a successful write");
-    }
-    let requests = requests_log.requests();
-    assert_eq!(requests_log.methods(), ["PATCH", "PATCH"]);
-    for one in &requests {
-        let (path, query) = one.path.split_once('?').expect("a field manager");
-        assert_eq!(path, "/api/v1/nodes/n1/status");
-        assert!(query.contains("fieldManager=reprise-operator-readiness"), "{query}");
-        assert!(!query.contains("force=true"), "fields are taken only after a reported conflict: {query}");
-        assert_eq!(one.body["metadata"], json!({ "name": "n1" }), "no resourceVersion");
-    }
-    let time = "2026-01-01T00:00:00Z";
-    let condition = json!({
-        "type": "reprise.dev/AgentReady", "status": "True", "reason": "AsDesired", "message": SERVES,
-        "lastTransitionTime": time, "lastHeartbeatTime": time,
-    });
-    assert_eq!(requests[0].body["status"], json!({ "conditions": [condition] }));
-    assert_eq!(requests[1].body.get("status"), None);
-    let counted = "reprise_operator_writes_total{kind=\"Node\",what=\"status\"} 2";
-    assert!(context.metrics.text().contains(counted), "{}", context.metrics.text());
-}
-
-#[tokio::test]
-async fn ignores_deleted_nodes_and_reports_other_errors() {
-    let (client, requests_log) =
-        serve(vec![error_response(404, &json!([])), error_response(403, &json!([]))]);
-    let context = context_with(client, Stores::new().0);
-    let node = node(None);
-    write(&node, &Step::Remove, &context).await.expect("ignored");
-    let failed = write(&node, &Step::Remove, &context).await.expect_err("an error");
-    assert!(failed.to_string().contains(AGENT_READY), "{failed}");
-    assert_eq!(requests_log.methods().len(), 2);
-    assert!(!context.metrics.text().contains("kind=\"Node\""), "nothing was written");
 }

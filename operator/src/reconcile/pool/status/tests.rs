@@ -8,28 +8,20 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::CacheNode;
 use reprise_crds::fields::Percent;
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::pool::guard::Guard;
+use crate::reconcile::test_objects::{self, merged, resource};
 
 /// Generation of the pool spec with mode `Draining`.
 const GENERATION: i64 = 3;
 /// Generation of the `CacheNode` spec that the operator wrote for it.
 const SPEC: i64 = 7;
 
-fn object<K: DeserializeOwned>(value: Value) -> K {
-    serde_json::from_value(value).expect("an object")
-}
-
 fn pool() -> SSDPool {
-    object(json!({
-        "apiVersion": "reprise.dev/v1alpha1", "kind": "SSDPool",
-        "metadata": { "name": "p", "uid": "u", "generation": GENERATION },
-        "spec": { "directory": { "path": "/p", "size": "1Gi" }, "mode": "Draining" },
-    }))
+    test_objects::pool(json!({ "generation": GENERATION }), json!({ "mode": "Draining" }))
 }
 
 /// A node that follows the pool's spec, is empty, and has just reported so.
@@ -54,16 +46,14 @@ fn empty(name: &str) -> Value {
 /// A node with one device in this state.
 fn with_device(device: Value) -> Value {
     let mut node = empty("n1");
-    let mut whole = json!({ "path": "/p/pool", "pool": "p" });
-    whole.as_object_mut().expect("made above").extend(device.as_object().expect("fields").clone());
-    node["status"]["devices"] = json!([whole]);
+    node["status"]["devices"] = json!([merged(json!({ "path": "/p/pool", "pool": "p" }), device)]);
     node
 }
 
 /// Inputs with these assigned nodes and these `CacheNode`s.
 fn found(assigned: &[&str], nodes: Vec<Value>) -> PoolInputs {
     let node = |node: Value| PoolNode {
-        node: Arc::new(object::<CacheNode>(node)),
+        node: Arc::new(test_objects::object::<CacheNode>(node)),
         pool_uid: "u".to_owned(),
         pool: "p".to_owned(),
     };
@@ -157,25 +147,6 @@ fn reports_why_a_pool_has_no_nodes_or_lacks_some() {
 }
 
 #[test]
-fn reports_nodes_without_devices_with_the_remedy() {
-    let nothing = found(&["n1"], vec![empty("n1")]);
-    let discovered = |pool: &SSDPool, inputs: &PoolInputs| one(Type::DevicesDiscovered, pool, inputs, None);
-    let mut devices = pool();
-    (devices.spec.directory, devices.spec.devices) =
-        (None, Some(object(json!({ "globs": ["/dev/disk/by-id/nvme-*"] }))));
-    for (pool, words, others) in [(devices, "devices.globs", "/p"), (pool(), "/p", "globs")] {
-        let found = discovered(&pool, &nothing);
-        assert_eq!((found.status, found.reason), (ConditionStatus::False, Reason::NoDevices));
-        assert!(found.message.contains(words) && !found.message.contains(others), "{}", found.message);
-    }
-    // A node that has not reported yet does not count as a node without devices.
-    let early = discovered(&pool(), &found(&["n1", "n2"], vec![empty("n1")]));
-    assert_eq!((early.status, early.reason), (ConditionStatus::False, Reason::Progressing));
-    let opening = found(&["n1"], vec![with_device(json!({ "state": "Opening" }))]);
-    assert_eq!(discovered(&pool(), &opening).status, ConditionStatus::True);
-}
-
-#[test]
 fn degraded_names_the_most_severe_problem_with_the_remedy() {
     let refused =
         |reason: &str, message: &str| json!({ "state": "Refused", "reason": reason, "message": message });
@@ -185,40 +156,19 @@ fn degraded_names_the_most_severe_problem_with_the_remedy() {
     let beyond =
         |worn: bool, slow: bool| json!({ "state": "Open", "worn": worn, "slow": slow, "message": errors });
     let access = "set agents.deviceAccess of the cluster";
-    let limits = "health.maxMediaErrors";
     for (device, mode, reason, words) in [
         (beyond(false, false), "None", Reason::AsDesired, &[][..]),
-        (beyond(false, true), "None", Reason::DeviceSlow, &["n1", "/p/pool", "health.maxReadLatency"][..]),
-        (
-            beyond(true, false),
-            "None",
-            Reason::DeviceWorn,
-            &["n1", errors, limits, "health.minSparePercent"][..],
-        ),
-        (beyond(true, true), "None", Reason::DeviceWorn, &[limits][..]),
-        (json!({ "state": "Faulted", "message": "gone" }), "None", Reason::DeviceFailed, &["n1", "gone"][..]),
+        (beyond(true, true), "None", Reason::DeviceWorn, &["n1", errors, "health.maxMediaErrors"][..]),
         (not_permitted.clone(), "None", Reason::DeviceNotPermitted, &[denied, access][..]),
         (not_permitted, "Privileged", Reason::DeviceNotPermitted, &[denied][..]),
-        (
-            refused("ForeignSignature", "a file system"),
-            "None",
-            Reason::ForeignSignature,
-            &["a file system"][..],
-        ),
+        (refused("ForeignSignature", "a file"), "None", Reason::ForeignSignature, &["a file"][..]),
         (refused("EngineUnavailable", "forbidden"), "None", Reason::EngineUnavailable, &["forbidden"][..]),
-        (
-            json!({ "state": "Refused", "message": "of an older agent" }),
-            "None",
-            Reason::Refused,
-            &["older"][..],
-        ),
+        (json!({ "state": "Refused", "message": "older" }), "None", Reason::Refused, &["older"][..]),
     ] {
         let mut inputs = found(&["n1"], vec![with_device(device.clone())]);
-        inputs.cluster = Some(Arc::new(object(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "KVCacheCluster",
-            "metadata": { "name": "c", "namespace": "n" },
-            "spec": { "agents": { "deviceAccess": { "mode": mode } } },
-        }))));
+        let spec = json!({ "agents": { "deviceAccess": { "mode": mode } } });
+        let metadata = json!({ "name": "c", "namespace": "n" });
+        inputs.cluster = Some(Arc::new(resource(metadata, json!({ "spec": spec }))));
         let degraded = one(Type::Degraded, &pool(), &inputs, None);
         assert_eq!(degraded.reason, reason, "{device}");
         assert_eq!(degraded.status == ConditionStatus::True, reason != Reason::AsDesired, "{device}");
