@@ -15,6 +15,29 @@ use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::test_objects::{merged, object};
 
 #[test]
+fn rejected_write_affects_only_allocations_that_need_its_pairs() {
+    let mut model = Model::new();
+    model.create("ends", json!({ "isolation": "ExclusiveController", "ttl": "1m" }));
+    model.run();
+    model.now = 60;
+    model.unwritable.insert("ends".to_owned());
+    for name in ["gets", "waits"] {
+        model.create(name, json!({ "isolation": "ExclusiveController" }));
+    }
+    assert_eq!(model.run(), ["AddFinalizer gets", "UpdateStatus waits", "Grant gets"]);
+    model.unwritable.clear();
+    let all = ["EndGrant ends", "RemoveFinalizer ends", "AddFinalizer waits", "Grant waits"];
+    assert_eq!(model.run(), all);
+    // Requests that cannot be written hold no pairs back.
+    let mut model = Model::new();
+    for name in ["a", "b", "c", "last"] {
+        model.create(name, json!({ "queuePairs": 16 }));
+    }
+    model.unwritable.extend(["a", "b", "c"].map(str::to_owned));
+    assert_eq!(model.run(), ["AddFinalizer last", "Grant last"]);
+}
+
+#[test]
 fn removes_finalizers_of_another_process_before_it_grants() {
     let interrupted = || {
         let mut model = Model::new();
