@@ -244,7 +244,7 @@ impl OtherWriters {
         PACED_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
     }
 
-    /// Records a report about an object, or that there is none. Returns whether the report is new, so that its event is
+    /// Records a report about an object, or the absence of one. Returns whether the report is new, so that its event is
     /// emitted once.
     pub(crate) fn record_report(&self, key: &str, report: Option<String>) -> bool {
         let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
