@@ -19,8 +19,8 @@ const ANNOTATION: &str = "reprise.dev/injection";
 
 #[test]
 fn labelled_pods_get_socket_and_connection_and_others_stay_unchanged() {
-    let mut k8s = TestCluster::new();
-    create_namespaces(&mut k8s);
+    let k8s = TestCluster::with_own_server();
+    create_namespaces(&k8s);
     let _operator = k8s.operator();
     k8s.cluster(injecting());
     wait_for_policy(&k8s);
@@ -86,8 +86,8 @@ fn labelled_pods_get_socket_and_connection_and_others_stay_unchanged() {
 
 #[test]
 fn tenant_pods_get_tenant_name_and_token() {
-    let mut k8s = TestCluster::new();
-    create_namespaces(&mut k8s);
+    let k8s = TestCluster::with_own_server();
+    create_namespaces(&k8s);
     let _operator = k8s.operator();
     k8s.cluster(injecting());
     let kind = json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant" });
@@ -138,8 +138,8 @@ fn tenant_pods_get_tenant_name_and_token() {
 
 #[test]
 fn rejected_pod_gets_annotation_with_reason() {
-    let mut k8s = TestCluster::new();
-    create_namespaces(&mut k8s);
+    let k8s = TestCluster::with_own_server();
+    create_namespaces(&k8s);
     let _operator = k8s.operator();
     k8s.cluster(injecting());
     wait_for_policy(&k8s);
@@ -221,9 +221,7 @@ fn wait_for_policy(k8s: &TestCluster) {
     });
 }
 
-fn create_namespaces(k8s: &mut TestCluster) {
-    // The API server may apply a policy for a while after it was deleted in etcd.
-    k8s.server.keep_from_other_tests();
+fn create_namespaces(k8s: &TestCluster) {
     for (space, labels) in [
         (ENGINES, json!({ "engines": "yes" })),
         (STRICT, json!({ "engines": "yes", "pod-security.kubernetes.io/enforce": "restricted" })),

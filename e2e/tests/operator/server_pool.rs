@@ -77,19 +77,21 @@ impl<T: Stored> Pool<T> {
     }
 
     /// Returns an idle process, or starts one and fills it. Its logs belong to the test with the environment `env`.
+    /// Without `reuse` no other test uses the process, before or after.
     pub(crate) fn lend(
         &'static self,
         env: &TestEnv,
+        reuse: bool,
         start: impl FnOnce(&TestEnv) -> T,
         fill: impl FnOnce(&T),
     ) -> Lent<T> {
         let idle = {
             let mut state = self.state();
             state.used += 1;
-            state.idle.pop()
+            if reuse { state.idle.pop() } else { None }
         };
         // Counted from here on, also if the start fails.
-        let mut lent = Lent { ready: idle, pool: self, is_altered: false };
+        let mut lent = Lent { ready: idle, pool: self, is_altered: !reuse };
         if let Some(ready) = &mut lent.ready {
             ready.content.restore(&ready.process);
         } else {
@@ -103,13 +105,6 @@ impl<T: Stored> Pool<T> {
             env.watch_log(log);
         }
         lent
-    }
-}
-
-impl<T: Stored> Lent<T> {
-    /// Lets the process end with this test.
-    pub(crate) fn keep_from_other_tests(&mut self) {
-        self.is_altered = true;
     }
 }
 

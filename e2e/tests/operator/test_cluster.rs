@@ -117,11 +117,21 @@ pub(crate) fn measurement(windows: &Value) -> Value {
 }
 
 impl TestCluster {
-    /// Starts an API server with the Reprise definitions and two nodes.
+    /// Returns an API server with the Reprise definitions and two nodes.
     pub(crate) fn new() -> TestCluster {
+        TestCluster::with_server(true)
+    }
+
+    /// Does the same with an API server that no other test uses. After a policy was deleted in etcd, an API server reads
+    /// the parameters of the next one from an old copy.
+    pub(crate) fn with_own_server() -> TestCluster {
+        TestCluster::with_server(false)
+    }
+
+    fn with_server(reuse: bool) -> TestCluster {
         let env = TestEnv::new();
-        let server = API_SERVERS.lend(&env, TestEnv::api_server, |server| fill(&env, server));
-        let etcd = ETCDS.lend(&env, TestEnv::etcd, |_| ());
+        let server = API_SERVERS.lend(&env, reuse, TestEnv::api_server, |server| fill(&env, server));
+        let etcd = ETCDS.lend(&env, true, TestEnv::etcd, |_| ());
         // On a busy machine one request may take three seconds. The operator has ten to renew its lease.
         env.allow("lease request failed");
         TestCluster { server, etcd, env }

@@ -121,7 +121,7 @@ impl<'f> Definitions<'f> {
                     path.pop();
                     path
                 });
-                let files = narrow(files, module);
+                let files = narrow(files, module.as_deref());
                 self.add(site.path, Some(&files.into_iter().collect()), called);
             }
         }
@@ -182,7 +182,8 @@ impl<'f> Definitions<'f> {
             let inner: Vec<&str> = files.iter().copied().filter(is_inner).collect();
             let files = if inner.is_empty() { files } else { inner };
             let below = || [module_path(site.path), vec![module.to_owned()]].concat();
-            called.extend(narrow(files, Some(imported(site, module).unwrap_or_else(below))));
+            let path = imported(site, module).unwrap_or_else(below);
+            called.extend(narrow(files, Some(&path)));
         }
     }
 
@@ -243,8 +244,8 @@ fn imported(site: &Site<'_>, name: &str) -> Option<Vec<String>> {
 }
 
 /// Returns the files of a module if there are some, and all files otherwise.
-fn narrow(files: Vec<&str>, module: Option<Vec<String>>) -> Vec<&str> {
-    let is_it = |file: &&str| module.as_ref().is_some_and(|module| module_path(file) == *module);
+fn narrow<'f>(files: Vec<&'f str>, module: Option<&[String]>) -> Vec<&'f str> {
+    let is_it = |file: &&str| module.is_some_and(|module| module_path(file) == module);
     let of_module: Vec<&str> = files.iter().copied().filter(is_it).collect();
     if of_module.is_empty() { files } else { of_module }
 }
