@@ -122,8 +122,8 @@ impl TestCluster {
         TestCluster::with_server(true)
     }
 
-    /// Does the same with an API server that no other test uses. After a policy was deleted in etcd, an API server reads
-    /// the parameters of the next one from an old copy.
+    /// Does the same with an API server that no other test uses. On one that had an admission policy before, pods got
+    /// parameters of an earlier policy.
     pub(crate) fn with_own_server() -> TestCluster {
         TestCluster::with_server(false)
     }
