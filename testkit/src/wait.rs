@@ -8,8 +8,9 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Bound for a call that has an own deadline: a longer one has hung.
 const HANG: Duration = Duration::from_secs(20);
 
-/// Interval between polls, so that polling by HTTP requests or calls causes little load.
-const PAUSE: Duration = Duration::from_millis(2);
+/// Bounds of the interval between polls, a sixteenth of the time waited: polling by requests or commands causes little
+/// load, and delays the test little.
+const INTERVAL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
 
 /// Polls until `poll` returns a value.
 ///
@@ -21,8 +22,9 @@ pub fn wait_until<T>(what: &str, within: Duration, mut poll: impl FnMut() -> Opt
         if let Some(found) = poll() {
             return found;
         }
-        assert!(started.elapsed() < within, "timeout after {within:?}: {what}");
-        std::thread::sleep(PAUSE);
+        let waited = started.elapsed();
+        assert!(waited < within, "timeout after {within:?}: {what}");
+        std::thread::sleep((waited / 16).clamp(INTERVAL[0], INTERVAL[1]));
     }
 }
 

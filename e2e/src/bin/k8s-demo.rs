@@ -100,7 +100,6 @@ fn install(cluster: &Cluster, out: &mut Stdout) -> Result<()> {
     print_line(out, WITHOUT)?;
     for object in ["kvcc/chat", "ssdp/scratch", "ctenant/team-a"] {
         wait_until(&format!("the example's {object} to be ready"), PODS_WITHIN, || {
-            std::thread::sleep(Duration::from_millis(500));
             let wait = ["wait", "-n", "inference", object, "--for=condition=Ready", "--timeout=10s"];
             cluster.try_kubectl(&wait).ok()
         });

@@ -18,9 +18,6 @@ pub const PODS: usize = 2;
 /// Bound from `apply` to the first hits, on a busy machine.
 const HITS_WITHIN: Duration = Duration::from_secs(180);
 
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(500);
-
 /// Pods of one StatefulSet, which print counters of this kind.
 #[derive(Debug)]
 pub struct CheckPods<'a, C> {
@@ -121,7 +118,6 @@ impl<'a, C: Counters> CheckPods<'a, C> {
     pub fn start(&self, cluster: &Cluster) {
         cluster.apply(&self.objects());
         wait_until(&format!("pods of {} that hit", C::NAME), HITS_WITHIN, || {
-            std::thread::sleep(PAUSE);
             self.lines(cluster).iter().all(|lines| lines.last().is_some_and(C::is_ready)).then_some(())
         });
     }

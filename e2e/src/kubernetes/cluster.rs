@@ -327,7 +327,6 @@ impl Cluster {
     /// If they do not in time.
     pub fn wait_until_ready(&self) {
         wait_until("all nodes to be ready", READY_WITHIN, || {
-            std::thread::sleep(Duration::from_millis(100));
             (self.ready_nodes().len() == self.nodes.len() && self.has_default_account()).then_some(())
         });
     }

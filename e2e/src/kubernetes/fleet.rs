@@ -44,8 +44,6 @@ const AT_ONCE: usize = 16;
 const REPORT_EVERY: Duration = Duration::from_secs(10);
 /// Bound from `apply` until 1,000 nodes are ready, on two cores.
 const READY_WITHIN: Duration = Duration::from_secs(300);
-/// Interval between polls of all nodes.
-const PAUSE: Duration = Duration::from_millis(500);
 
 /// Size of a fleet.
 #[derive(Clone, Copy, Debug)]
@@ -79,7 +77,6 @@ impl Fleet {
         let fleet = Fleet { scale, _kwok: cluster.spawn("kwok", kwok) };
         cluster.apply(&fleet.node_objects());
         wait_until("all simulated nodes to be ready", READY_WITHIN, || {
-            std::thread::sleep(PAUSE);
             fleet.all_nodes_have(cluster, "Ready").then_some(())
         });
         fleet

@@ -189,7 +189,6 @@ pub(crate) fn engines_hit_everywhere(cluster: &mut Cluster) {
     running(cluster);
     let baseline = ENGINES.now(cluster);
     let enough = wait_until("hits of both engines", PODS_WITHIN, || {
-        std::thread::sleep(Duration::from_millis(500));
         let since = ENGINES.since(cluster, &baseline);
         let [Some(one), Some(other)] = since else { return None };
         (one.all_hits() > 100 && other.all_hits() > 100).then_some([one, other])

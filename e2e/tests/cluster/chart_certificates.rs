@@ -144,7 +144,6 @@ pub(crate) fn pods_follow_another_authority_without_a_restart(cluster: &mut Clus
     release.kubectl(&["delete", "secret", &format!("{RELEASE}-ca")]);
     wait_until("another authority", ANSWERED_WITHIN, || release.certificates(&Role::Console));
     wait_until("certificates of the new authority in all pods", RENEWED_WITHIN, || {
-        std::thread::sleep(Duration::from_secs(2));
         // Certificates of the new authority are refused until a pod trusts both.
         let answer = |pod: &Pod| release.admin(pod).get("/status").ok().filter(|(code, _)| *code == 200);
         let answers: Option<Vec<(u16, String)>> = before.iter().map(answer).collect();

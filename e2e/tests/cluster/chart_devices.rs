@@ -2,8 +2,6 @@
 //! opened. It has blocks once the cluster grants access (`agents.deviceAccess`). The next release is the one
 //! of [`changed`].
 
-use std::time::Duration;
-
 use reprise_client::Source;
 use reprise_e2e::LoadParams;
 use reprise_e2e::kubernetes::loop_device::LoopDevice;
@@ -36,9 +34,6 @@ const PRIVILEGED: &str = "--set=cluster.agents.deviceAccess.mode=Privileged";
 /// Annotation that permits the deletion of a pool despite recent sessions.
 const UNUSED: &str = "reprise.dev/delete-in-use=yes";
 
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(500);
-
 pub(crate) fn are_opened_as_the_cluster_allows(cluster: &mut Cluster) {
     let release = running(cluster);
     let cluster: &Cluster = cluster;
@@ -60,7 +55,6 @@ pub(crate) fn are_opened_as_the_cluster_allows(cluster: &mut Cluster) {
     upgrade_and_replace_agents(release, &[SETTINGS, NAMED]);
     let refused = wait_for_device(release, node.name(), &name, "Refused");
     let pool = wait_until("the pool to report the remedy", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let pool = release.object("ssdp", POOL);
         pool["status"].to_string().contains("deviceAccess").then_some(pool)
     });
@@ -100,7 +94,6 @@ pub(crate) fn are_opened_as_the_cluster_allows(cluster: &mut Cluster) {
     release.kubectl(&["annotate", "ssdp", POOL, UNUSED]);
     release.kubectl(&["delete", "ssdp", POOL, "--timeout=180s"]);
     wait_until("the device to be released", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         reported_device(release, node.name(), &name).is_none().then_some(())
     });
     release.wait_until_ready();
@@ -123,7 +116,6 @@ fn wait_for_device(release: Release<'_>, node: &str, name: &str, state: &str) ->
     let mut last = None;
     let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         wait_until(&format!("{name} to be {state}"), PODS_WITHIN, || {
-            std::thread::sleep(PAUSE);
             last = reported_device(release, node, name);
             last.clone().filter(|device| device["state"] == state)
         })

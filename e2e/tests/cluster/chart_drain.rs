@@ -2,7 +2,7 @@
 //! blocks that only this node has are copied to the other one before the node can be switched off.
 
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use reprise_client::Scope;
 use reprise_e2e::kubernetes::release::{Component, NAMESPACE, PODS_WITHIN, Pod, container_ids};
@@ -17,9 +17,6 @@ use crate::chart_uninstall::wait_for_all_blocks;
 
 /// Blocks that only the drained node has.
 const KEPT: std::ops::Range<u64> = 300_000..300_200;
-
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(200);
 
 pub(crate) fn by_kubectl(cluster: &mut Cluster) {
     let release = changed(cluster);
@@ -74,7 +71,6 @@ pub(crate) fn by_kubectl(cluster: &mut Cluster) {
     cluster.kubectl(&["uncordon", &node]);
     release.wait_until_replaced(Component::Members, &members[..1], members.len());
     wait_until("the node to be used again", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let cache_node = release.object("cachenode", &node);
         (cache_node["spec"]["mode"] == "Active" && condition(&cache_node, "Cordoned").0 == "False")
             .then_some(())

@@ -3,7 +3,7 @@
 //!
 //! It belongs to a separate cluster without nodes, since other tests use the release's etcd with one member.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use reprise_e2e::kubernetes::release::{NAMESPACE, PODS_WITHIN, Pod};
 use reprise_e2e::kubernetes::{Cluster, Release};
@@ -20,9 +20,6 @@ const ETCD: &str = "app.kubernetes.io/instance=trio,app.kubernetes.io/component=
 
 /// Timeout of each kubectl command.
 const TIMEOUT: &str = "--timeout=180s";
-
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(200);
 
 const CLUSTER: &str = "
 apiVersion: reprise.dev/v1alpha1
@@ -48,7 +45,6 @@ spec:
     ));
     let release = Release::of(cluster);
     wait_until("the budget to be applied", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let tenant = release.object("cachetenant", NAME);
         let is_current = tenant["status"]["observedGeneration"] == tenant["metadata"]["generation"];
         (is_current && condition(&tenant, "BudgetApplied").0 == "True").then_some(())
@@ -70,7 +66,6 @@ pub(crate) fn of_three_members(cluster: &mut Cluster) {
     delete_data(cluster, lost);
     release.crash(std::slice::from_ref(lost));
     wait_until("the member to report that its data are missing", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let logs = |more| cluster.try_kubectl(&["--namespace", NAMESPACE, "logs", &lost.name, more]);
         let is_reported =
             |logs: Result<String, String>| logs.is_ok_and(|text| text.contains("already been bootstrapped"));
@@ -78,7 +73,6 @@ pub(crate) fn of_three_members(cluster: &mut Cluster) {
     });
     limit(cluster, "2Gi");
     wait_until("the cluster to report the missing member", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", NAME);
         let mut conditions = cluster["status"]["conditions"].as_array().into_iter().flatten();
         let etcd = conditions.find(|one| one["type"] == "EtcdReady").expect("the condition exists");
@@ -97,7 +91,6 @@ pub(crate) fn of_three_members(cluster: &mut Cluster) {
         release.kubectl(&["delete", &object, TIMEOUT]);
     }
     wait_until("all its objects to be deleted", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let remaining = release.kubectl(&[
             "get",
             "pods,pvc",
@@ -147,7 +140,6 @@ fn wait_for(release: Release<'_>, condition: &str) {
 
 fn all_are_ready(release: Release<'_>) -> Vec<Pod> {
     wait_until("all members of etcd to be ready", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let pods = release.pods_of(NAMESPACE, ETCD);
         (pods.len() == 3 && pods.iter().all(|pod| pod.is_ready)).then_some(pods)
     })

@@ -24,9 +24,6 @@ const BATCH: usize = 2_000;
 /// Keys of one match.
 const KEYS: usize = 8_000;
 
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(200);
-
 /// Returns the counters of both engines during a fault. Neither may restart.
 fn counters_during(
     cluster: &mut Cluster,
@@ -131,7 +128,6 @@ pub(crate) fn operators_are_killed(cluster: &mut Cluster) {
 /// Waits until the operator has recreated the deleted ConfigMap.
 fn wait_until_recreated(release: Release<'_>) {
     wait_until("the deleted ConfigMap to be recreated", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let names = release.kubectl(&["get", "configmaps", "--output=name"]);
         names.contains("reprise-connection").then_some(())
     });
@@ -190,7 +186,6 @@ fn assert_operator_and_agents_continue(release: Release<'_>) {
     wait_until_recreated(release);
     let operator = started.elapsed();
     wait_until("all agents to report again", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let now = reports(release);
         (now.len() == before.len() && now.iter().all(|report| !before.contains(report))).then_some(())
     });

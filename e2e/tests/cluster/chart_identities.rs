@@ -31,9 +31,6 @@ spec: { namespaceSelector: { matchLabels: { team: b } } }
 /// each.
 pub(crate) const BOUND_WITHIN: Duration = Duration::from_secs(180);
 
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(500);
-
 /// Credentials that a pod presents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Credentials {
@@ -49,7 +46,6 @@ pub(crate) fn a_tenant_names_its_pods(cluster: &Cluster, release: Release<'_>) {
     cluster.apply(OBJECTS);
     let started = Instant::now();
     wait_until("all agents to apply the tenants' pods", BOUND_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let tenant = release.object("ctenant", "team-b");
         let conditions = tenant["status"]["conditions"].as_array()?;
         conditions.iter().any(|one| one["type"] == "PodsBound").then_some(())?;
@@ -109,7 +105,6 @@ spec:
 /// Waits until a pod has ended with this phase. Returns its log.
 fn log_after_end(cluster: &Cluster, space: &str, name: &str, wanted: &str) -> String {
     let phase = wait_until(&format!("pod {name} to end"), PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let phase =
             cluster.kubectl(&["--namespace", space, "get", "pod", name, "--output=jsonpath={.status.phase}"]);
         ["Succeeded", "Failed"].contains(&phase.trim()).then_some(phase)

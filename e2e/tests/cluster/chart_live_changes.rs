@@ -172,17 +172,13 @@ fn a_budget_changes(cluster: &Cluster, release: Release<'_>) {
     let refused = connect().expect_err("the tenant has no salt").to_string();
     assert!(refused.contains("create the CacheTenant 'team-a'"), "{refused}");
     tenant(cluster, None);
-    let engine = wait_until("the kubelet to deliver the tenant's salt", BOUND_WITHIN, || {
-        std::thread::sleep(PAUSE);
-        connect().ok()
-    });
+    let engine = wait_until("the kubelet to deliver the tenant's salt", BOUND_WITHIN, || connect().ok());
     let first: Vec<u64> = (0..SAVED).collect();
     engine.save_durably(&first);
     assert_eq!(on_devices(release), SAVED, "without a budget no block is evicted");
     tenant(cluster, Some(FEW));
     let started = Instant::now();
     let few = wait_until("nodes to evict the blocks beyond the budget", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         Some(on_devices(release)).filter(|blocks| *blocks <= FEW)
     });
     print_line(&format!(
@@ -228,7 +224,6 @@ fn a_profile_is_distributed(cluster: &Cluster, release: Release<'_>) {
     cluster.apply(PROFILE);
     let started = Instant::now();
     let profile = wait_until("both nodes to acknowledge the profile", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let profile = release.object("slack", "measured");
         (profile["status"]["nodes"] == json!({ "target": 2, "applied": 2, "failed": 0 })).then_some(profile)
     });
@@ -247,7 +242,6 @@ fn a_profile_is_distributed(cluster: &Cluster, release: Release<'_>) {
     }
     release.kubectl(&["delete", "slackprofile", "measured"]);
     wait_until("both nodes to drop the profile", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         agents.iter().all(|agent| micros(agent).is_none()).then_some(())
     });
 }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use reprise_client::Source;
 use reprise_e2e::kubernetes::release::{Component, NAMESPACE, PODS_WITHIN, Pod, container_ids};
@@ -43,9 +43,6 @@ const BACKEND: &str = "gpu-queue-emulated";
 
 /// Exit code of a process that was killed: 128 + SIGKILL.
 const KILLED: u64 = 137;
-
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(200);
 
 /// A line that an engine prints after it has compared every byte of a load.
 #[derive(Debug, Deserialize)]
@@ -120,7 +117,6 @@ fn engine_comes_and_ends(cluster: &Cluster, agent: &Pod, (index, end): (u64, End
     let started = Instant::now();
     cluster.apply(&pod(&name, &agent.node, index * BLOCKS));
     let report = wait_until("two loads of the engine", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         if let Some(code) = exit_code(release, &name) {
             panic!("the engine exited with {code}: {}", release.kubectl(&["logs", &name]));
         }
@@ -232,7 +228,6 @@ fn printed(release: Release<'_>) -> [String; 3] {
 
 fn wait_printed(release: Release<'_>, wanted: [&str; 3]) {
     wait_until(&format!("kubectl get gqa to print {wanted:?}"), PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         (printed(release) == wanted).then_some(())
     });
 }
@@ -252,7 +247,6 @@ fn set_engine(release: Release<'_>, engine: &str, fallback: &str) {
 /// Waits until the node reports the emulated controller and its queue pairs.
 fn wait_for_emulation(release: Release<'_>, node: &str) {
     wait_until(&format!("{node} to emulate a controller"), PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let status = release.object("cachenode", node)["status"].clone();
         let (device, controller) = (&status["devices"][0], &status["controllers"][0]);
         let is_open = device["engine"] == "UserNvme" && device["state"] == "Open";

@@ -36,9 +36,6 @@ pub(crate) const WITHOUT_IO_URING: &str = "--set=cluster.agents.seccomp.mode=Loc
 /// Folder of kubelets' profiles, below a node's root.
 const PROFILES: &str = "var/lib/kubelet/seccomp";
 
-/// Interval between polls that each start a process.
-const PAUSE: Duration = Duration::from_millis(500);
-
 /// The system call that creates an io_uring.
 const SETUP: &str = "io_uring_setup";
 
@@ -155,7 +152,6 @@ pub(crate) fn assert_reported_io_engine(release: Release<'_>) {
     let (engine, is_other) = if is_allowed { ("IoUring", "False") } else { ("Plain", "True") };
     for agent in &agents {
         wait_until(&format!("{} to report that {engine} drives its device", agent.node), PODS_WITHIN, || {
-            std::thread::sleep(PAUSE);
             let node = release.object("cachenode", &agent.node);
             let is_reported = node["status"]["devices"][0]["engine"] == engine;
             (is_reported && condition(&node, "EngineFallback").0 == is_other).then_some(())
@@ -163,7 +159,6 @@ pub(crate) fn assert_reported_io_engine(release: Release<'_>) {
     }
     let wanted = json!([{ "engine": engine, "nodes": agents.len() }]);
     let pool = wait_until(&format!("the pool to report {wanted}"), PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let pool = release.object("ssdp", "lab");
         (pool["status"]["effectiveEngines"] == wanted).then_some(pool)
     });

@@ -49,7 +49,6 @@ pub(crate) fn version_skew(cluster: &mut Cluster) {
     let far = tags(FAR);
     release.upgrade(&[REUSE, SETTINGS, &far[0], &far[1]]);
     let refused = wait_until("the cluster to reject the version", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
         (condition(&cluster, "Accepted").0 == "False").then_some(cluster)
     });
@@ -62,7 +61,6 @@ pub(crate) fn version_skew(cluster: &mut Cluster) {
     assert_eq!(version(release), serves, "the status has the running version, not the requested one");
     release.upgrade(&[REUSE, SETTINGS, &as_it_is[0], &as_it_is[1]]);
     wait_until("the cluster to accept it again", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let cluster = release.object("kvcc", RELEASE);
         (condition(&cluster, "Accepted").0 == "True").then_some(())
     });
@@ -100,7 +98,6 @@ fn assert_deletion_waits_for_engines(cluster: &Cluster, release: Release<'_>) {
     let (agents, baseline) = (release.pods(Component::Agents), ENGINES.now(cluster));
     release.kubectl(&["delete", "ssdp", "lab", "--wait=false"]);
     let waits = wait_until("the pool to wait for engines", PODS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let pool = release.object("ssdp", "lab");
         let conditions = pool["status"]["conditions"].as_array()?;
         conditions.iter().find(|condition| condition["type"] == "DeletionBlocked").cloned()

@@ -83,7 +83,6 @@ pub(crate) fn restart_node(cluster: &mut Cluster, killed: &KilledNode) {
     assert_eq!(kept.expect("the disk survives"), "as it was");
     // The pod is started again with the same name.
     wait_until("the node's pod to serve again", HEALS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let again = ready_servers(cluster).into_iter().find(|server| server.node == pod.node)?;
         again.get("/").ok()
     });
@@ -117,7 +116,6 @@ pub(crate) fn a_pod_is_replaced(cluster: &Cluster, [first, second]: &[Server; 2]
     let started = Instant::now();
     cluster.kubectl(&["delete", "pod", &second.name, "--wait=false"]);
     wait_until("the service to route to a new pod", HEALS_WITHIN, || {
-        std::thread::sleep(PAUSE);
         let new = ready_servers(cluster).into_iter().find(|server| server.node == second.node)?;
         let response = first.via("server:80");
         (new.name != second.name && response == Ok(new.introduction())).then_some(())
@@ -144,7 +142,6 @@ pub(crate) fn wait_for(cluster: &Cluster, index: usize, readiness: Readiness) {
 fn wait_within(cluster: &Cluster, index: usize, readiness: Readiness, within: Duration) {
     let node = &cluster.nodes()[index];
     wait_until(&format!("{} to be {readiness:?}", node.name()), within, || {
-        std::thread::sleep(PAUSE);
         (cluster.is_ready(node) == (readiness == Readiness::Ready)).then_some(())
     });
 }

@@ -211,7 +211,6 @@ impl<'a> Node<'a> {
         let mut last = Value::Null;
         let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             wait_until(what, REPORTED_WITHIN, || {
-                std::thread::sleep(POLL_INTERVAL);
                 last = self.status();
                 holds(&last).then(|| last.clone())
             })
@@ -229,9 +228,6 @@ impl<'a> Node<'a> {
         self.agent.admin().get("/readyz").expect("a response").0 == 200
     }
 }
-
-/// Interval between polls of the API server.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Size of a device in bytes.
 pub(crate) const DEVICE_BYTES: usize = 64 << 20;

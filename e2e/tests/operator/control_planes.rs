@@ -40,10 +40,7 @@ impl Cluster {
     }
 
     fn wait_mode(&self, mode: &str, within: Duration) {
-        wait_until(&format!("the control plane has {mode}"), within, || {
-            std::thread::sleep(Duration::from_millis(50));
-            (self.mode() == mode).then_some(())
-        });
+        wait_until(&format!("the control plane has {mode}"), within, || (self.mode() == mode).then_some(()));
     }
 
     /// The SSD limit of a tenant at the control plane, in bytes.
@@ -54,7 +51,6 @@ impl Cluster {
     /// Waits until a member has this limit: budgets reach other members with a delay.
     fn wait_limit(&self, tenant: &str, limit: Option<u64>) {
         wait_until(&format!("the limit of {tenant} is {limit:?}"), RESYNC_TIMEOUT, || {
-            std::thread::sleep(Duration::from_millis(100));
             (self.limit(tenant) == limit).then_some(())
         });
     }
@@ -122,7 +118,6 @@ fn draining_pool_reports_unregistered_node() {
     cluster.k8s.wait_condition("CacheNode", "n2", ["ModeApplied", "False", "NotReported"]);
     let message = || cluster.k8s.wait_condition("SSDPool", "p", ["Drained", "False", "Draining"]);
     wait_until("the pool reports the node", PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(50));
         message().contains("n2: the node has not registered").then_some(())
     });
 }
@@ -164,7 +159,6 @@ fn tenant_budget_is_applied_restored_and_removed_with_tenant() {
 
     cluster.k8s.delete("CacheTenant", "team-a");
     wait_until("the tenant is deleted", PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(50));
         cluster.k8s.get("CacheTenant", "team-a").is_none().then_some(())
     });
     cluster.wait_limit("team-a", None);
@@ -191,7 +185,6 @@ fn tenant_deletion_waits_for_unreachable_control_plane() {
     assert!(message.contains("cache/c") && message.contains("reprise.dev/budget"), "{message}");
     cluster.control_plane.members.restart();
     wait_until("the tenant is deleted", RESYNC_TIMEOUT, || {
-        std::thread::sleep(Duration::from_millis(50));
         cluster.k8s.get("CacheTenant", "team-a").is_none().then_some(())
     });
     cluster.wait_limit("team-a", None);
@@ -203,7 +196,6 @@ fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
     let _operator = cluster.operator();
     cluster.tenant("team-a", json!({ "deletionPolicy": "Purge" }));
     wait_until("the tenant has the finalizers of budget and purge", PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(50));
         let finalizers = cluster.k8s.get("CacheTenant", "team-a")?.metadata.finalizers?;
         let has = |one: &str| finalizers.iter().any(|has| has == one);
         (has("reprise.dev/budget") && has("reprise.dev/purge")).then_some(())
@@ -217,7 +209,6 @@ fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
     // The cluster's second node has never registered, so its blocks are unknown.
     cluster.k8s.delete("CacheTenant", "team-a");
     wait_until("the blocks are purged", RESYNC_TIMEOUT, || {
-        std::thread::sleep(Duration::from_millis(50));
         a.matches(&of_a[..1], Scope::Local).is_empty().then_some(())
     });
     let message = || {
@@ -225,7 +216,6 @@ fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
         cluster.k8s.wait_condition_within(RESYNC_TIMEOUT, ("CacheTenant", "team-a"), wanted)
     };
     wait_until("the condition names only the missing node", RESYNC_TIMEOUT, || {
-        std::thread::sleep(Duration::from_millis(50));
         let message = message();
         (message.contains("n2 has not registered") && !message.contains("n1 ")).then_some(())
     });
@@ -239,7 +229,6 @@ fn purged_tenant_is_deleted_after_every_node_reports_no_blocks() {
     // Without that node in the cluster, the tenant and its budget of zero are deleted.
     cluster.k8s.cluster(json!({ "agents": { "nodeSelector": { "name": "n1" } } }));
     wait_until("the tenant is deleted", RESYNC_TIMEOUT, || {
-        std::thread::sleep(Duration::from_millis(50));
         cluster.k8s.get("CacheTenant", "team-a").is_none().then_some(())
     });
     wait_until("a tenant without a budget can reserve again", RESYNC_TIMEOUT, || {
@@ -263,7 +252,6 @@ fn tenant_status_reports_usage_and_over_quota_without_rewrites() {
     cluster.control_plane.reprise(&["tenant", "set", "team-a", "--nvme", "1GiB"]);
     let bytes = of_a.len() as u64 * device_slot_bytes(&small());
     wait_until("the node has reported its blocks", PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(50));
         let listed = cluster.control_plane.reprise(&["tenant", "list"]);
         (listed["tenants"][0]["ledger"]["used"]["nvme"] == bytes).then_some(())
     });

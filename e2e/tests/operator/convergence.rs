@@ -52,7 +52,6 @@ fn wait_no_writes(operator: &Operator) {
     let written = || operator.metric("reprise_operator_writes_total", "");
     let (mut last, mut since) = (written(), Instant::now());
     wait_until("nothing is written for 11 s", 4 * PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(100));
         let now = written();
         if now > last {
             (last, since) = (now, Instant::now());

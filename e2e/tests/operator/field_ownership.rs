@@ -1,8 +1,6 @@
 //! Other writers of fields that only the operator owns. The operator restores, reports and counts each such
 //! edit, and restores one object at most once a minute after five edits.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Event;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams};
@@ -41,7 +39,6 @@ fn warnings(k8s: &TestCluster, kind: &str, name: &str, reason: &str) -> Vec<Stri
 pub(crate) fn wait_warning(k8s: &TestCluster, about: (&str, &str), reason: &str, words: &[&str]) {
     let what = format!("{about:?} has an event {reason} with {words:?}");
     wait_until(&what, PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(50));
         let notes = warnings(k8s, about.0, about.1, reason);
         notes.iter().any(|note| words.iter().all(|word| note.contains(word))).then_some(())
     });
@@ -60,7 +57,6 @@ pub(crate) fn wait_restored(
     wanted: Option<&Value>,
 ) {
     wait_until(&format!("{kind} {name}: {pointer} is restored"), PATIENCE, || {
-        std::thread::sleep(Duration::from_millis(20));
         (k8s.get(kind, name)?.data.pointer(pointer) == wanted).then_some(())
     });
 }

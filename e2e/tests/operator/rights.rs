@@ -267,7 +267,6 @@ fn child_forbidden_by_policy_is_a_condition_and_others_are_created() {
     });
     let dry = PatchParams { dry_run: true, ..PatchParams::apply(OTHER_MANAGER) };
     wait_until("the policy is in effect", PATIENCE, || {
-        std::thread::sleep(std::time::Duration::from_millis(100));
         let taken = k8s.server.block_on(k8s.api("DaemonSet").patch("probe", &dry, &Patch::Apply(&probe)));
         taken.is_err().then_some(())
     });

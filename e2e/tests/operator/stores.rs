@@ -41,7 +41,6 @@ fn invalid_secrets_are_reported_before_creation() {
     k8s.wait_message("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"], &["no entry ca.crt"]);
     secret(json!({ "ca.crt": "not a certificate" }));
     wait_until("the message asks for PEM", PATIENCE, || {
-        std::thread::sleep(std::time::Duration::from_millis(100));
         let message = k8s.wait_condition("KVCacheCluster", "c", ["Accepted", "False", "SecretInvalid"]);
         message.contains("expected PEM").then_some(())
     });

@@ -166,7 +166,6 @@ impl TestCluster {
         let activity = || self.env.operators().activity();
         let (mut last, mut since) = (activity(), Instant::now());
         wait_until("operators have followed all changes", PATIENCE, || {
-            std::thread::sleep(SETTLED_AFTER / 8);
             let now = activity();
             if now != last {
                 (last, since) = (now, Instant::now());
@@ -286,10 +285,7 @@ impl TestCluster {
 
     /// Waits until an object exists.
     pub(crate) fn wait_for(&self, kind: &str, name: &str) -> DynamicObject {
-        wait_until(&format!("{kind} {name}"), PATIENCE, || {
-            std::thread::sleep(Duration::from_millis(20));
-            self.get(kind, name)
-        })
+        wait_until(&format!("{kind} {name}"), PATIENCE, || self.get(kind, name))
     }
 
     /// Waits until a condition has this status and reason for the current generation. Returns its message.
