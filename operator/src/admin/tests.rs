@@ -7,7 +7,6 @@ use kube::runtime::reflector::store;
 use kube::runtime::watcher::Event;
 
 use super::*;
-use crate::framework::change::Change;
 use crate::framework::controller::run;
 use crate::framework::feed::Feed;
 use crate::framework::watchdog::{HEARTBEAT_INTERVAL, STUCK_AFTER};
@@ -22,7 +21,7 @@ async fn controller_sends_heartbeats_until_it_stops() {
         writer.apply_watcher_event(&event);
     }
     let feed: Feed<Node> = Feed::default();
-    let controller = Controller::for_shared_stream(feed.changes(Change::is_foreign), store);
+    let controller = Controller::for_shared_stream(feed.changes(), store);
     let (stop, stops) = watch::channel(false);
     let reconcile = async |_: Arc<Node>, _: Arc<Context>| Ok(Action::await_change());
     let queue = tokio::spawn(run(controller, reconcile, Arc::clone(&context), stops));

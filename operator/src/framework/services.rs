@@ -15,7 +15,6 @@ use crate::framework::field_ownership::restore::OtherWriters;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::LeaseCheck;
 use crate::framework::metrics::Metrics;
-use crate::framework::own_writes::OwnWrites;
 use crate::framework::watchdog::Watchdog;
 
 /// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
@@ -33,7 +32,6 @@ pub struct Services {
     pub watchdog: Watchdog,
     pub backoff: Backoff,
     pub(crate) lease: LeaseCheck,
-    pub(crate) own_writes: Arc<OwnWrites>,
     pub(crate) other_writers: OtherWriters,
     /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
     /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
@@ -49,7 +47,6 @@ impl Services {
         (client, requests): (Client, ApiRequests),
         (identity, namespace): (&str, &str),
         children: Arc<ChildStores>,
-        own_writes: Arc<OwnWrites>,
     ) -> Services {
         let reporter = Reporter { controller: OPERATOR.to_owned(), instance: Some(identity.to_owned()) };
         let leases = Api::namespaced(client.clone(), namespace);
@@ -61,7 +58,6 @@ impl Services {
             metrics: Metrics::new(requests),
             watchdog: Watchdog::default(),
             backoff: Backoff::default(),
-            own_writes,
             other_writers: OtherWriters::default(),
             normalised: Mutex::default(),
             status_written: Mutex::default(),

@@ -14,7 +14,6 @@ use tokio::sync::Notify;
 use crate::framework::child_stores::{ChildStores, ChildWriters};
 use crate::framework::feed::{Feed, Signal};
 use crate::framework::labels::CLUSTER_UID;
-use crate::framework::own_writes::OwnWrites;
 use crate::reconcile::assignment::Assignment;
 
 /// Readers of all stores.
@@ -34,7 +33,6 @@ pub struct Stores {
     /// Objects that the operator created, by kind, without Secrets.
     pub children: Arc<ChildStores>,
     pub feeds: Feeds,
-    pub own_writes: Arc<OwnWrites>,
     /// Wakes the task that deletes orphaned objects.
     orphans: Notify,
     /// Version of the assignment's inputs, incremented on each change.
@@ -93,7 +91,6 @@ impl Stores {
             cache_nodes: writers.cache_nodes.as_reader(),
             children: Arc::new(children),
             feeds: Feeds::default(),
-            own_writes: Arc::default(),
             orphans: Notify::new(),
             version: AtomicU64::new(1),
             assignment: Mutex::default(),

@@ -23,9 +23,10 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::framework::change::{Change, WatchedKind};
+use crate::framework::child::ChildKind;
+use crate::framework::child_stores::KindAccess;
 use crate::framework::feed::{Feed, Watch};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
-use crate::framework::optional_kinds;
 use crate::reconcile::membership::is_frozen;
 use crate::reconcile::node::apply::is_foreign;
 use crate::reconcile::stores::{Stores, Writers};
@@ -36,7 +37,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     let mut tasks = JoinSet::new();
     let feeds = &stores.feeds;
     let watches = Watches { client, stores };
-    let all = || (&(), watcher::Config::default());
+    let all = || (&(), watcher::Config::default(), None);
     tasks.spawn(watches.of(all(), writers.clusters, &feeds.clusters, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.pools, &feeds.pools, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.tenants, &feeds.tenants, reconcile_on_spec_change));
@@ -64,18 +65,13 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     }));
     for (kind, writer) in writers.children {
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        let following = watches.of((&kind.resource(), ours), writer, &feeds.children, |stores, child, _| {
+        let optional = Some(kind).filter(|kind| kind.is_optional());
+        let watched = (&kind.resource(), ours, optional);
+        tasks.spawn(watches.of(watched, writer, &feeds.children, |stores, child, _| {
             if stores.cluster_of_child(child).is_none() {
                 stores.notify_orphans();
             }
-        });
-        if kind.is_optional() {
-            let (children, stores) = (Arc::clone(&stores.children), Arc::clone(stores));
-            let on_usable = async move { stores.feeds.all_clusters.send() };
-            tasks.spawn(optional_kinds::follow(client.clone(), kind, children, on_usable, following));
-        } else {
-            tasks.spawn(following);
-        }
+        }));
     }
     tasks
 }
@@ -97,7 +93,7 @@ impl Watches<'_> {
     /// Returns the watch of the objects of a kind. `on_change` runs before the controllers receive a change.
     fn of<K, F>(
         &self,
-        (kind, config): (&K::DynamicType, watcher::Config),
+        (kind, config, optional): (&K::DynamicType, watcher::Config, Option<ChildKind>),
         writer: Writer<K>,
         feed: &Arc<Feed<K>>,
         on_change: F,
@@ -107,13 +103,17 @@ impl Watches<'_> {
         K::DynamicType: Clone + Eq + Hash + Send + Sync,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        let (api, own_writes) =
-            (Api::all_with(self.client.clone(), kind), Arc::clone(&self.stores.own_writes));
-        let watch = Watch { api, config, writer, feed: Arc::clone(feed), own_writes };
+        let (api, feed) = (Api::all_with(self.client.clone(), kind), Arc::clone(feed));
+        let watch = Watch { api, config, writer, feed, is_optional: optional.is_some() };
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
-        watch.run(
-            move |object, change| on_change(&stores, object, change),
-            move || listed.reconcile_everything(),
-        )
+        let on_list = move |access| {
+            if let Some(kind) = optional {
+                listed.children.set_access(kind, access);
+            }
+            if access == KindAccess::Usable {
+                listed.reconcile_everything();
+            }
+        };
+        watch.run(move |object, change| on_change(&stores, object, change), on_list)
     }
 }

@@ -121,11 +121,7 @@ fn last_report(live: &CacheNode) -> Option<&Time> {
 pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
     let name = node.name_any();
     let wanted = match step {
-        Step::Nothing => {
-            // An older write of this process may not have reached the store yet.
-            context.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
-            return Ok(());
-        }
+        Step::Nothing => return Ok(()),
         Step::Set(condition) => Some(&**condition),
         Step::Remove => None,
     };
@@ -144,7 +140,6 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         extras: Extras::Kept,
         subject: &Subject::of(node),
     };
-    context.own_writes.record(node.metadata.uid.as_ref(), &wanted);
     match restore::apply(context, &ours, |_| None).await {
         Ok(WriteOutcome::Written(_)) => {}
         // Written later: the agent's next report triggers it.
