@@ -25,4 +25,3 @@ pub mod services;
 pub mod status;
 #[cfg(test)]
 pub(crate) mod test_api_server;
-pub mod watchdog;

@@ -15,7 +15,6 @@ use crate::framework::field_ownership::restore::OtherWriters;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::LeaseCheck;
 use crate::framework::metrics::Metrics;
-use crate::framework::watchdog::Watchdog;
 
 /// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
 pub const STATUS_WRITE_INTERVAL: Duration = Duration::from_secs(10);
@@ -28,8 +27,6 @@ pub struct Services {
     pub children: Arc<ChildStores>,
     pub metrics: Metrics,
     pub recorder: Recorder,
-    /// Heartbeats of the queues, for the liveness probe.
-    pub watchdog: Watchdog,
     pub backoff: Backoff,
     pub(crate) lease: LeaseCheck,
     pub(crate) other_writers: OtherWriters,
@@ -56,7 +53,6 @@ impl Services {
             client,
             children,
             metrics: Metrics::new(requests),
-            watchdog: Watchdog::default(),
             backoff: Backoff::default(),
             other_writers: OtherWriters::default(),
             normalised: Mutex::default(),
