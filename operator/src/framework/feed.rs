@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 use tokio::sync::watch;
 
-use crate::framework::change::{Change, LastSeen, WatchedKind, strip};
+use crate::framework::change::{Change, LastSeen, OwnWrites, WatchedKind, strip};
 use crate::framework::child_stores::KindAccess;
 use crate::framework::error::{FORBIDDEN, NOT_FOUND};
 
@@ -50,20 +50,30 @@ impl<K> Default for Feed<K> {
 impl<K: Send + Sync + 'static> Feed<K> {
     /// Subscribes to all changes, from now on.
     pub fn changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
-        self.subscribe().map(|(object, _)| object)
+        self.subscribe(|_| true)
     }
 
     /// Subscribes to the changes of desired states, from now on.
     pub fn spec_changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
-        self.subscribe().filter_map(async |(object, change)| change.is_spec().then_some(object))
+        self.subscribe(|change| change == Change::Spec)
     }
 
-    fn subscribe(&self) -> impl Stream<Item = Published<K>> + Send + 'static + use<K> {
+    /// Subscribes to the changes after which an object itself is reconciled, from now on: all except the operator's own
+    /// writes.
+    pub fn foreign_changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
+        self.subscribe(|change| change != Change::OwnWrite)
+    }
+
+    fn subscribe(
+        &self,
+        is_relevant: fn(Change) -> bool,
+    ) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
         let (sender, receiver) = mpsc::channel(CHANGES_MAX);
         self.subscribers.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
-        stream::unfold(receiver, async |mut receiver: mpsc::Receiver<Published<K>>| {
+        let changes = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<Published<K>>| {
             Some((receiver.recv().await?, receiver))
-        })
+        });
+        changes.filter_map(move |(object, change)| std::future::ready(is_relevant(change).then_some(object)))
     }
 
     /// Requests that an object is reconciled, as if another writer had changed it.
@@ -118,6 +128,7 @@ where
     pub(crate) config: watcher::Config,
     pub(crate) writer: Writer<K>,
     pub(crate) feed: Arc<Feed<K>>,
+    pub(crate) own_writes: Arc<OwnWrites>,
     /// Whether an API server may lack the kind, or the operator may lack permission to list it.
     pub(crate) is_optional: bool,
 }
@@ -167,18 +178,18 @@ where
         on_change: impl Fn(&K, Change) + Send,
         on_list: impl Fn(KindAccess) + Send,
     ) {
-        let Watch { api, config, writer, feed, is_optional } = self;
+        let Watch { api, config, writer, feed, own_writes, is_optional } = self;
         let (mut seen, kind) = (LastSeen::default(), std::any::type_name::<K>());
         let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
         let mut events = std::pin::pin!(reflector(writer, stream));
         while let Some(event) = events.next().await {
             let (object, change) = match event {
                 Ok(Event::Apply(object) | Event::InitApply(object)) => {
-                    let change = seen.record(&object);
+                    let change = seen.record(&object, &own_writes);
                     (object, change)
                 }
                 Ok(Event::Delete(object)) => {
-                    seen.forget(&object);
+                    seen.forget(&object, &own_writes);
                     (object, Change::Spec)
                 }
                 Ok(Event::Init) => continue,

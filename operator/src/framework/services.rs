@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use crate::framework::api_client::ApiRequests;
 use crate::framework::backoff::Backoff;
+use crate::framework::change::OwnWrites;
 use crate::framework::child_stores::ChildStores;
 use crate::framework::field_ownership::restore::OtherWriters;
 use crate::framework::labels::OPERATOR;
@@ -29,6 +30,7 @@ pub struct Services {
     pub recorder: Recorder,
     pub backoff: Backoff,
     pub(crate) lease: LeaseCheck,
+    pub(crate) own_writes: Arc<OwnWrites>,
     pub(crate) other_writers: OtherWriters,
     /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
     /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
@@ -44,6 +46,7 @@ impl Services {
         (client, requests): (Client, ApiRequests),
         (identity, namespace): (&str, &str),
         children: Arc<ChildStores>,
+        own_writes: Arc<OwnWrites>,
     ) -> Services {
         let reporter = Reporter { controller: OPERATOR.to_owned(), instance: Some(identity.to_owned()) };
         let leases = Api::namespaced(client.clone(), namespace);
@@ -54,6 +57,7 @@ impl Services {
             children,
             metrics: Metrics::new(requests),
             backoff: Backoff::default(),
+            own_writes,
             other_writers: OtherWriters::default(),
             normalised: Mutex::default(),
             status_written: Mutex::default(),

@@ -44,7 +44,12 @@ impl Context {
     pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
         let replica = (settings.identity.as_str(), settings.namespace.as_str());
         Context {
-            services: Services::new(client, replica, Arc::clone(&stores.children)),
+            services: Services::new(
+                client,
+                replica,
+                Arc::clone(&stores.children),
+                Arc::clone(&stores.own_writes),
+            ),
             certificates: Certificates::default(),
             control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
             stores,

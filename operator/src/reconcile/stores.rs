@@ -11,6 +11,7 @@ use kube::runtime::reflector::{ObjectRef, Store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use tokio::sync::Notify;
 
+use crate::framework::change::OwnWrites;
 use crate::framework::child_stores::{ChildStores, ChildWriters};
 use crate::framework::feed::{Feed, Signal};
 use crate::framework::labels::CLUSTER_UID;
@@ -33,6 +34,7 @@ pub struct Stores {
     /// Objects that the operator created, by kind, without Secrets.
     pub children: Arc<ChildStores>,
     pub feeds: Feeds,
+    pub own_writes: Arc<OwnWrites>,
     /// Wakes the task that deletes orphaned objects.
     orphans: Notify,
     /// Version of the assignment's inputs, incremented on each change.
@@ -91,6 +93,7 @@ impl Stores {
             cache_nodes: writers.cache_nodes.as_reader(),
             children: Arc::new(children),
             feeds: Feeds::default(),
+            own_writes: Arc::default(),
             orphans: Notify::new(),
             version: AtomicU64::new(1),
             assignment: Mutex::default(),

@@ -44,21 +44,23 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     tasks.spawn(watches.of(all(), writers.profiles, &feeds.profiles, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.allocations, &feeds.allocations, |_, _, _| {}));
     tasks.spawn(watches.of(all(), writers.nodes, &feeds.nodes, |stores, _, change| {
-        if change.is_spec() {
+        if change == Change::Spec {
             stores.invalidate_assignment();
             stores.feeds.node_labels.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.namespaces, &feeds.namespaces, |stores, _, change| {
-        if change.is_spec() && stores.tenants.find(pods::selects_pods).is_some() {
+        if change == Change::Spec && stores.tenants.find(pods::selects_pods).is_some() {
             stores.feeds.pod_assignment.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
-        if change.is_spec() && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster)) {
+        if change == Change::Spec
+            && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster))
+        {
             stores.reconcile_everything();
         }
-        if change.is_spec() && is_foreign(cache_node) {
+        if change == Change::Spec && is_foreign(cache_node) {
             // Conditions of the cluster that selects the node name this CacheNode.
             stores.feeds.all_clusters.send();
         }
@@ -78,7 +80,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
 
 /// Reconciles everything after a change that may affect the assignment.
 fn reconcile_on_spec_change<K>(stores: &Stores, _: &K, change: Change) {
-    if change.is_spec() {
+    if change == Change::Spec {
         stores.reconcile_everything();
     }
 }
@@ -104,7 +106,8 @@ impl Watches<'_> {
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
         let (api, feed) = (Api::all_with(self.client.clone(), kind), Arc::clone(feed));
-        let watch = Watch { api, config, writer, feed, is_optional: optional.is_some() };
+        let own_writes = Arc::clone(&self.stores.own_writes);
+        let watch = Watch { api, config, writer, feed, own_writes, is_optional: optional.is_some() };
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
         let on_list = move |access| {
             if let Some(kind) = optional {

@@ -7,10 +7,12 @@ use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, GPUQueueAllocation, SlackProfile};
 
-use crate::framework::change::WatchedKind;
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
-impl WatchedKind for GPUQueueAllocation {}
+impl WatchedKind for GPUQueueAllocation {
+    const OWN_PART: OwnPart = OwnPart::Status;
+}
 
 /// An allocation is also reconciled after changes of its profile. The reconcile of one allocation decides about all
 /// allocations of its node. So one is enough after a change of the `CacheNode`, and after a deletion, which may release
@@ -18,10 +20,15 @@ impl WatchedKind for GPUQueueAllocation {}
 pub fn controller(stores: &Arc<Stores>) -> Controller<GPUQueueAllocation> {
     let feeds = &stores.feeds;
     let [of_nodes, of_others, of_profiles] = [stores, stores, stores].map(Arc::clone);
-    let others = feeds.allocations.spec_changes();
+    let (own, others) = (feeds.allocations.changes(), feeds.allocations.spec_changes());
     let nodes = feeds.cache_nodes.changes();
     let profiles = feeds.profiles.changes();
-    Controller::for_shared_stream(feeds.allocations.changes(), stores.allocations.clone())
+    Controller::for_shared_stream(feeds.allocations.foreign_changes(), stores.allocations.clone())
+        // The reconcile that sees the end of a grant in the status schedules it.
+        .watches_shared_stream(own, |allocation: Arc<GPUQueueAllocation>| {
+            let ends = allocation.status.as_ref().is_some_and(|status| status.expires_at.is_some());
+            ends.then(|| ObjectRef::from_obj(&*allocation))
+        })
         .watches_shared_stream(others, move |allocation: Arc<GPUQueueAllocation>| {
             any_of(&of_others, allocation.spec.node_name.as_str())
         })

@@ -9,11 +9,13 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, KVCacheCluster};
 use serde_json::{Value, json};
 
-use crate::framework::change::WatchedKind;
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::membership::is_frozen;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for KVCacheCluster {
+    const OWN_PART: OwnPart = OwnPart::Status;
+
     /// Nodes wait until the spec is accepted. Tenants stop applying to a cluster that is being
     /// deleted.
     fn dependencies(&self) -> Value {
@@ -29,7 +31,7 @@ pub fn controller(stores: &Arc<Stores>) -> Controller<KVCacheCluster> {
     // Children are of several kinds, so kube's mapper cannot name their type.
     let of_children =
         feeds.children.changes().filter_map(move |child| ready(children_of.cluster_of_child(&child)));
-    Controller::for_shared_stream(feeds.clusters.changes(), stores.clusters.clone())
+    Controller::for_shared_stream(feeds.clusters.foreign_changes(), stores.clusters.clone())
         .watches_shared_stream(of_children, |cluster: Arc<KVCacheCluster>| [ObjectRef::from_obj(&*cluster)])
         .watches_shared_stream(feeds.cache_nodes.changes(), move |node: Arc<CacheNode>| {
             nodes_of.cluster_of_node(&node).map(|cluster| ObjectRef::from_obj(&*cluster))

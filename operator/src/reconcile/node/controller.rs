@@ -9,12 +9,18 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, GPUQueueAllocation};
 use serde_json::{Value, json};
 
-use crate::framework::change::WatchedKind;
+use crate::framework::change::{OwnPart, WatchedKind};
+use crate::reconcile::names::AGENT_READY;
 use crate::reconcile::stores::Stores;
 
-impl WatchedKind for Node {}
+impl WatchedKind for Node {
+    const OWN_PART: OwnPart = OwnPart::Condition(AGENT_READY);
+}
 
 impl WatchedKind for CacheNode {
+    /// The agent writes the rest of the status.
+    const OWN_PART: OwnPart = OwnPart::Condition("ModeApplied");
+
     /// Profiles depend on the GPUs of nodes and on the revisions that nodes report. Tenants depend on the
     /// applied tenants.
     fn dependencies(&self) -> Value {
@@ -26,12 +32,13 @@ impl WatchedKind for CacheNode {
     }
 }
 
-/// A node is also reconciled after changes of its `CacheNode` and of its allocations, because the `CacheNode` contains
+/// A node is also reconciled after changes of its `CacheNode`, except the operator's own condition, and of its
+/// allocations, because the `CacheNode` contains
 /// the grants.
 pub fn controller(stores: &Arc<Stores>) -> Controller<Node> {
     let feeds = &stores.feeds;
-    Controller::for_shared_stream(feeds.nodes.changes(), stores.nodes.clone())
-        .watches_shared_stream(feeds.cache_nodes.changes(), |node: Arc<CacheNode>| {
+    Controller::for_shared_stream(feeds.nodes.foreign_changes(), stores.nodes.clone())
+        .watches_shared_stream(feeds.cache_nodes.foreign_changes(), |node: Arc<CacheNode>| {
             [ObjectRef::new(&node.name_any())]
         })
         .watches_shared_stream(feeds.allocations.changes(), |allocation: Arc<GPUQueueAllocation>| {

@@ -121,7 +121,11 @@ fn last_report(live: &CacheNode) -> Option<&Time> {
 pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
     let name = node.name_any();
     let wanted = match step {
-        Step::Nothing => return Ok(()),
+        Step::Nothing => {
+            // An older write of this process may not have reached the store yet.
+            context.own_writes.record(node, &condition(node));
+            return Ok(());
+        }
         Step::Set(condition) => Some(&**condition),
         Step::Remove => None,
     };
@@ -140,6 +144,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         extras: Extras::Kept,
         subject: &Subject::of(node),
     };
+    context.own_writes.record(node, &wanted);
     match restore::apply(context, &ours, |_| None).await {
         Ok(WriteOutcome::Written(_)) => {}
         // Written later: the agent's next report triggers it.

@@ -8,10 +8,12 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, CacheTenant};
 
 use super::pods;
-use crate::framework::change::WatchedKind;
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
-impl WatchedKind for CacheTenant {}
+impl WatchedKind for CacheTenant {
+    const OWN_PART: OwnPart = OwnPart::Status;
+}
 
 impl WatchedKind for Namespace {}
 
@@ -22,7 +24,7 @@ pub fn controller(stores: &Arc<Stores>) -> Controller<CacheTenant> {
     let (of_nodes, of_namespaces) = (Arc::clone(stores), Arc::clone(stores));
     let nodes = feeds.cache_nodes.spec_changes();
     let namespaces = feeds.namespaces.spec_changes();
-    Controller::for_shared_stream(feeds.tenants.changes(), stores.tenants.clone())
+    Controller::for_shared_stream(feeds.tenants.foreign_changes(), stores.tenants.clone())
         .watches_shared_stream(nodes, move |node: Arc<CacheNode>| {
             if node.spec.cluster_ref.is_some() { selecting_pods(&of_nodes) } else { Vec::new() }
         })
