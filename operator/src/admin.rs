@@ -2,8 +2,8 @@
 //! ([`reprise_daemon::guard`]); metrics need TLS ([`certificate`]) and a bearer token ([`scrapers`]). Idle clients cannot
 //! block probes ([`reprise_daemon::http`]).
 //!
-//! * `/healthz` fails if reconciliation is stuck ([`crate::framework::watchdog`]). A replica that waits for the lease is
-//!   healthy.
+//! * `/healthz` succeeds while the process answers. A reconcile that waits too long is aborted
+//!   ([`crate::framework::controller`]), and one that panics ends the process.
 //! * `/readyz` succeeds once the stores are filled, which requires answers from the API server. A replica
 //!   that waits for the lease is ready: it can take over.
 //! * `/startz`, for the startup probe, waits until the replica is ready, so that no probe fails during a
@@ -25,7 +25,6 @@ use reprise_daemon::http;
 use reprise_daemon::rejected_connections::RejectedConnections;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use crate::reconcile::context::Context;
 
@@ -86,17 +85,8 @@ async fn metrics(State(pages): State<Pages>, headers: HeaderMap) -> Response {
         .into_response()
 }
 
-async fn healthz(State(pages): State<Pages>) -> Response {
-    match pages.context.watchdog.stuck(Instant::now()) {
-        None => (StatusCode::OK, "ok\n").into_response(),
-        Some(what) => {
-            tracing::error!(
-                what,
-                "reconciliation is stuck; failing /healthz so that the kubelet restarts the operator"
-            );
-            (StatusCode::SERVICE_UNAVAILABLE, "stuck\n").into_response()
-        }
-    }
+async fn healthz() -> &'static str {
+    "ok\n"
 }
 
 async fn readyz(State(pages): State<Pages>) -> Response {
@@ -107,12 +97,31 @@ async fn readyz(State(pages): State<Pages>) -> Response {
     }
 }
 
-async fn startz(State(pages): State<Pages>) -> Response {
-    let mut ready = pages.ready.clone();
+async fn startz(State(mut pages): State<Pages>) -> &'static str {
     // An error means a timeout or a process that is ending: answer with the health in both cases.
-    let _ = tokio::time::timeout(STARTS_WITHIN, ready.wait_for(|ready| *ready)).await;
-    healthz(State(pages)).await
+    let _ = tokio::time::timeout(STARTS_WITHIN, pages.ready.wait_for(|ready| *ready)).await;
+    healthz().await
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+    use crate::reconcile::context::tests::context;
+
+    #[tokio::test(start_paused = true)]
+    async fn startz_waits_until_the_replica_is_ready() {
+        let (ready, is_ready) = watch::channel(false);
+        let pages = Pages { context: context().await, ready: is_ready };
+        let started = tokio::spawn(startz(State(pages.clone())));
+        tokio::time::sleep(STARTS_WITHIN / 2).await;
+        assert!(!started.is_finished(), "the replica is not ready yet");
+        assert_eq!(readyz(State(pages.clone())).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        ready.send(true).expect("the page holds a receiver");
+        assert_eq!(started.await.expect("no panic"), "ok\n");
+        let begun = Instant::now();
+        assert_eq!(startz(State(pages)).await, "ok\n");
+        assert_eq!(begun.elapsed(), Duration::ZERO, "it answers at once");
+    }
+}

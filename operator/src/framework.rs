@@ -20,11 +20,8 @@ pub mod finalizers;
 pub mod labels;
 pub mod lease;
 pub mod metrics;
-pub mod optional_kinds;
-pub mod own_writes;
 pub mod refusal;
 pub mod services;
 pub mod status;
 #[cfg(test)]
 pub(crate) mod test_api_server;
-pub mod watchdog;

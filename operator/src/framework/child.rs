@@ -69,8 +69,8 @@ impl ChildKind {
         self.row().2
     }
 
-    /// Whether an API server may lack the kind, or the operator may lack permission to write it
-    /// ([`crate::framework::optional_kinds`]).
+    /// Whether an API server may lack the kind, or the operator may lack permission to list it, and thus to write it.
+    /// A cluster that needs such a kind is refused until then.
     pub fn is_optional(self) -> bool {
         self.row().3
     }

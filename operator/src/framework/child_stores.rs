@@ -55,24 +55,13 @@ impl ChildStores {
         Ok(())
     }
 
-    /// Waits until the store of one kind has been filled.
-    ///
-    /// # Errors
-    /// The watch has ended, because the process is ending.
-    pub async fn wait_until_filled(&self, kind: ChildKind) -> Result<(), WriterDropped> {
-        match self.stores.get(&kind) {
-            Some(store) => store.wait_until_ready().await,
-            None => Ok(()),
-        }
-    }
-
     /// Returns whether the operator can create children of a kind.
     pub fn access(&self, kind: ChildKind) -> KindAccess {
         let unknown = if kind.is_optional() { KindAccess::NotServed } else { KindAccess::Usable };
         self.access.borrow().get(&kind).copied().unwrap_or(unknown)
     }
 
-    /// Records the availability of an optional kind.
+    /// Records the availability of an optional kind. A kind is usable once its store has been filled.
     pub(crate) fn set_access(&self, kind: ChildKind, access: KindAccess) {
         let is_new = self.access.send_if_modified(|known| known.insert(kind, access) != Some(access));
         if is_new {

@@ -1,5 +1,5 @@
-//! Runs a controller: serial per object, bounded concurrency per kind, retries with a growing delay, and progress for
-//! the watchdog. An error is logged and counted; a missing permission is also an event on the object.
+//! Runs a controller: serial per object, bounded concurrency per kind, retries with a growing delay. An error is logged
+//! and counted; a missing permission is also an event on the object.
 
 use std::fmt::Debug;
 use std::future::Future;
@@ -20,7 +20,6 @@ use tokio::time::Instant;
 use crate::framework::error::{CONFLICT, FORBIDDEN, OperatorError};
 use crate::framework::events::{self, Subject, kind_of};
 use crate::framework::services::Services;
-use crate::framework::watchdog::HEARTBEAT_INTERVAL;
 
 /// Key of the log condition for a failed reconcile.
 const RECONCILE_FAILED: &str = "reconcile_failed";
@@ -37,7 +36,7 @@ pub async fn run<K, C, F, R>(
     controller: Controller<K>,
     reconcile: F,
     context: Arc<C>,
-    stop: watch::Receiver<bool>,
+    mut stop: watch::Receiver<bool>,
 ) where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
     C: Deref<Target = Services> + Send + Sync + 'static,
@@ -51,8 +50,8 @@ pub async fn run<K, C, F, R>(
     let failed =
         |object: Arc<K>, error: &OperatorError, context: Arc<C>| retry(&key(&*object), error, &context);
     // A task, because the trigger must be `Sync`. It ends with the process.
-    let stopped = tokio::spawn(stopped(stop));
-    let working = controller
+    let stopped = tokio::spawn(async move { stop.wait_for(|stop| *stop).await.is_ok() });
+    controller
         .with_config(Config::default().concurrency(AT_ONCE))
         .graceful_shutdown_on(async move { drop(stopped.await) })
         .run(timed, failed, Arc::clone(&context))
@@ -61,12 +60,8 @@ pub async fn run<K, C, F, R>(
             if let Err(Error::QueueError(error)) = result {
                 tracing::warn!(%error, kind = kind_of::<K>(), "watch lost; restarting it");
             }
-        });
-    tokio::select! {
-        () = working => {}
-        () = send_heartbeats(kind_of::<K>(), &context) => {}
-    }
-    context.watchdog.queue_stopped(kind_of::<K>());
+        })
+        .await;
 }
 
 /// Runs a reconcile with a time limit, and records its progress and result.
@@ -81,14 +76,15 @@ async fn timed<C: Deref<Target = Services>>(
     let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
     let result = if ended.is_ok() { "done" } else { "failed" };
     context.metrics.record_reconcile(kind, result, begun.elapsed());
-    if let Err(error) = &ended
-        && error.code() == Some(FORBIDDEN)
-    {
-        events::publish(&context, &subject, forbidden(error)).await;
-    }
-    if ended.is_ok() {
-        context.backoff.record_success(&key);
-        tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
+    match &ended {
+        Ok(_) => {
+            context.backoff.record_success(&key);
+            tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
+        }
+        Err(error) if error.code() == Some(FORBIDDEN) => {
+            events::publish(&context, &subject, forbidden(error)).await;
+        }
+        Err(_) => {}
     }
     ended
 }
@@ -122,20 +118,6 @@ fn retry(key: &str, error: &OperatorError, context: &Services) -> Action {
         tracing::warn!(condition = RECONCILE_FAILED, %error, object = key, ?wait, "reconcile failed; retrying");
     }
     Action::requeue(wait)
-}
-
-/// Sends heartbeats of a queue to the watchdog until the task ends.
-async fn send_heartbeats(kind: &'static str, context: &Services) {
-    loop {
-        context.watchdog.heartbeat(kind, Instant::now());
-        tokio::time::sleep(HEARTBEAT_INTERVAL).await;
-    }
-}
-
-/// Waits until the process should stop.
-async fn stopped(mut stop: watch::Receiver<bool>) {
-    // An error means that the sender is gone, which also ends the process.
-    let _ = stop.wait_for(|stop| *stop).await;
 }
 
 fn key<K: Resource<DynamicType = ()>>(object: &K) -> String {

@@ -19,8 +19,9 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 use tokio::sync::watch;
 
-use crate::framework::change::{Change, LastSeen, WatchedKind, strip};
-use crate::framework::own_writes::OwnWrites;
+use crate::framework::change::{Change, LastSeen, OwnWrites, WatchedKind, strip};
+use crate::framework::child_stores::KindAccess;
+use crate::framework::error::{FORBIDDEN, NOT_FOUND};
 
 /// Changes buffered for a subscriber. A controller takes them at once and keeps one request per object.
 const CHANGES_MAX: usize = 1024;
@@ -47,16 +48,30 @@ impl<K> Default for Feed<K> {
 }
 
 impl<K: Send + Sync + 'static> Feed<K> {
-    /// Subscribes to the objects whose changes are relevant, from now on.
-    pub fn changes(
+    /// Subscribes to all changes, from now on.
+    pub fn changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
+        self.subscribe(|_| true)
+    }
+
+    /// Subscribes to the changes of desired states, from now on.
+    pub fn spec_changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
+        self.subscribe(|change| change == Change::Spec)
+    }
+
+    /// Subscribes to the changes after which an object itself is reconciled, from now on: all except the operator's own
+    /// writes.
+    pub fn foreign_changes(&self) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
+        self.subscribe(|change| change != Change::OwnWrite)
+    }
+
+    fn subscribe(
         &self,
         is_relevant: fn(Change) -> bool,
     ) -> impl Stream<Item = Arc<K>> + Send + 'static + use<K> {
         let (sender, receiver) = mpsc::channel(CHANGES_MAX);
         self.subscribers.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
         let changes = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<Published<K>>| {
-            let change = receiver.recv().await?;
-            Some((change, receiver))
+            Some((receiver.recv().await?, receiver))
         });
         changes.filter_map(move |(object, change)| std::future::ready(is_relevant(change).then_some(object)))
     }
@@ -77,14 +92,6 @@ impl<K: Send + Sync + 'static> Feed<K> {
             let _ = subscriber.send((Arc::clone(&object), change)).await;
         }
     }
-}
-
-/// Maps the objects of a stream to related ones, and drops those without.
-pub fn only_some<K: Send + Sync + 'static, T: Send + 'static>(
-    objects: impl Stream<Item = Arc<K>> + Send + 'static,
-    related: impl Fn(&K) -> Option<T> + Send + 'static,
-) -> impl Stream<Item = T> + Send + 'static {
-    objects.filter_map(move |object| std::future::ready(related(&object)))
 }
 
 /// Requests to reconcile all objects of the subscribed kinds. Several that no controller has handled yet count once.
@@ -122,11 +129,12 @@ where
     pub(crate) writer: Writer<K>,
     pub(crate) feed: Arc<Feed<K>>,
     pub(crate) own_writes: Arc<OwnWrites>,
+    /// Whether an API server may lack the kind, or the operator may lack permission to list it.
+    pub(crate) is_optional: bool,
 }
 
-/// Delays of a watch that cannot start: kube's own, capped at [`PAUSE_MAX`], because a new holder of the
-/// lease sees no changes until its watches run. A few replicas with a dozen watches each do not overload the API
-/// server.
+/// Delays of a watch that cannot start: kube's, but shorter, because a new holder of the lease sees no changes until its
+/// watches run.
 #[derive(Default)]
 pub(crate) struct WatchBackoff(DefaultBackoff);
 
@@ -144,18 +152,34 @@ impl Backoff for WatchBackoff {
     }
 }
 
+/// Returns why a kind is not usable, if the API server rejected a list of it for that reason.
+fn missing_access(error: &watcher::Error) -> Option<KindAccess> {
+    match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status)) => match status.code {
+            NOT_FOUND => Some(KindAccess::NotServed),
+            FORBIDDEN => Some(KindAccess::NotAllowed),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
 impl<K> Watch<K>
 where
     K: WatchedKind + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     K::DynamicType: Clone + Eq + std::hash::Hash,
 {
-    /// Watches until the task ends. A failed watch restarts with a growing delay.
+    /// Watches until the task ends. A failed watch restarts with a growing delay, also if the kind is not served yet.
     ///
     /// `on_change` runs after the store has changed and before the subscribers receive the change. `on_list` runs after all
-    /// objects were listed: deletions may have been missed before.
-    pub(crate) async fn run(self, on_change: impl Fn(&K, Change) + Send, on_list: impl Fn() + Send) {
-        let Watch { api, config, writer, feed, own_writes } = self;
-        let mut seen = LastSeen::default();
+    /// objects were listed, because deletions may have been missed before, and after an optional kind was not usable.
+    pub(crate) async fn run(
+        self,
+        on_change: impl Fn(&K, Change) + Send,
+        on_list: impl Fn(KindAccess) + Send,
+    ) {
+        let Watch { api, config, writer, feed, own_writes, is_optional } = self;
+        let (mut seen, kind) = (LastSeen::default(), std::any::type_name::<K>());
         let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
         let mut events = std::pin::pin!(reflector(writer, stream));
         while let Some(event) = events.next().await {
@@ -170,39 +194,22 @@ where
                 }
                 Ok(Event::Init) => continue,
                 Ok(Event::InitDone) => {
-                    let kind = std::any::type_name::<K>();
                     tracing::info!(recovered = WATCH_LOST, kind, "watch established");
-                    on_list();
+                    on_list(KindAccess::Usable);
                     continue;
                 }
                 Err(error) => {
-                    let kind = std::any::type_name::<K>();
-                    tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
+                    match missing_access(&error).filter(|_| is_optional) {
+                        Some(access) => on_list(access),
+                        None => {
+                            tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
+                        }
+                    }
                     continue;
                 }
             };
             on_change(&object, change);
             feed.publish(Arc::new(object), change).await;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn subscribers_receive_relevant_changes_and_requests() {
-        let feed: Feed<u8> = Feed::default();
-        feed.request(Arc::new(0)).await;
-        let mut all = Box::pin(feed.changes(Change::is_any));
-        let mut foreign = Box::pin(feed.changes(Change::is_foreign));
-        feed.publish(Arc::new(1), Change::OwnWrite).await;
-        feed.request(Arc::new(2)).await;
-        assert_eq!((all.next().await.as_deref(), all.next().await.as_deref()), (Some(&1), Some(&2)));
-        assert_eq!(foreign.next().await.as_deref(), Some(&2));
-        drop(foreign);
-        feed.request(Arc::new(3)).await;
-        assert_eq!(all.next().await.as_deref(), Some(&3), "a stopped subscriber is ignored");
     }
 }

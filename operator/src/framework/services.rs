@@ -10,13 +10,12 @@ use tokio::time::Instant;
 
 use crate::framework::api_client::ApiRequests;
 use crate::framework::backoff::Backoff;
+use crate::framework::change::OwnWrites;
 use crate::framework::child_stores::ChildStores;
 use crate::framework::field_ownership::restore::OtherWriters;
 use crate::framework::labels::OPERATOR;
 use crate::framework::lease::LeaseCheck;
 use crate::framework::metrics::Metrics;
-use crate::framework::own_writes::OwnWrites;
-use crate::framework::watchdog::Watchdog;
 
 /// Shortest interval between two writes of a status whose counts changed but whose conditions did not.
 pub const STATUS_WRITE_INTERVAL: Duration = Duration::from_secs(10);
@@ -29,8 +28,6 @@ pub struct Services {
     pub children: Arc<ChildStores>,
     pub metrics: Metrics,
     pub recorder: Recorder,
-    /// Heartbeats of the queues, for the liveness probe.
-    pub watchdog: Watchdog,
     pub backoff: Backoff,
     pub(crate) lease: LeaseCheck,
     pub(crate) own_writes: Arc<OwnWrites>,
@@ -59,7 +56,6 @@ impl Services {
             client,
             children,
             metrics: Metrics::new(requests),
-            watchdog: Watchdog::default(),
             backoff: Backoff::default(),
             own_writes,
             other_writers: OtherWriters::default(),

@@ -92,7 +92,7 @@ where
     let changed = merge_findings(status.conditions(), findings, generation);
     if status == before {
         // The store may lag behind an earlier write of this process; its event must then trigger a reconcile.
-        context.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
+        context.own_writes.record(object, &status);
         return Ok(None);
     }
     let key = format!("{kind}/{}/{name}", object.namespace().unwrap_or_default());
@@ -106,7 +106,7 @@ where
         "metadata": { "name": name },
         "status": status,
     });
-    context.own_writes.record(object.meta().uid.as_ref(), &Some(&status));
+    context.own_writes.record(object, &status);
     match apply(context, object, api, &body).await {
         Ok(None) => {}
         Ok(Some(wait)) => return Ok(Some(wait)),

@@ -43,9 +43,13 @@ impl Context {
     /// Creates a context with empty memory.
     pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
         let replica = (settings.identity.as_str(), settings.namespace.as_str());
-        let own_writes = Arc::clone(&stores.own_writes);
         Context {
-            services: Services::new(client, replica, Arc::clone(&stores.children), own_writes),
+            services: Services::new(
+                client,
+                replica,
+                Arc::clone(&stores.children),
+                Arc::clone(&stores.own_writes),
+            ),
             certificates: Certificates::default(),
             control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
             stores,

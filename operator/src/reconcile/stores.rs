@@ -11,10 +11,10 @@ use kube::runtime::reflector::{ObjectRef, Store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 use tokio::sync::Notify;
 
+use crate::framework::change::OwnWrites;
 use crate::framework::child_stores::{ChildStores, ChildWriters};
 use crate::framework::feed::{Feed, Signal};
 use crate::framework::labels::CLUSTER_UID;
-use crate::framework::own_writes::OwnWrites;
 use crate::reconcile::assignment::Assignment;
 
 /// Readers of all stores.

@@ -23,9 +23,10 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::framework::change::{Change, WatchedKind};
+use crate::framework::child::ChildKind;
+use crate::framework::child_stores::KindAccess;
 use crate::framework::feed::{Feed, Watch};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
-use crate::framework::optional_kinds;
 use crate::reconcile::membership::is_frozen;
 use crate::reconcile::node::apply::is_foreign;
 use crate::reconcile::stores::{Stores, Writers};
@@ -36,53 +37,50 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     let mut tasks = JoinSet::new();
     let feeds = &stores.feeds;
     let watches = Watches { client, stores };
-    let all = || (&(), watcher::Config::default());
+    let all = || (&(), watcher::Config::default(), None);
     tasks.spawn(watches.of(all(), writers.clusters, &feeds.clusters, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.pools, &feeds.pools, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.tenants, &feeds.tenants, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.profiles, &feeds.profiles, reconcile_on_spec_change));
     tasks.spawn(watches.of(all(), writers.allocations, &feeds.allocations, |_, _, _| {}));
     tasks.spawn(watches.of(all(), writers.nodes, &feeds.nodes, |stores, _, change| {
-        if change.is_spec() {
+        if change == Change::Spec {
             stores.invalidate_assignment();
             stores.feeds.node_labels.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.namespaces, &feeds.namespaces, |stores, _, change| {
-        if change.is_spec() && stores.tenants.find(pods::selects_pods).is_some() {
+        if change == Change::Spec && stores.tenants.find(pods::selects_pods).is_some() {
             stores.feeds.pod_assignment.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
-        if change.is_spec() && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster)) {
+        if change == Change::Spec
+            && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster))
+        {
             stores.reconcile_everything();
         }
-        if change.is_spec() && is_foreign(cache_node) {
+        if change == Change::Spec && is_foreign(cache_node) {
             // Conditions of the cluster that selects the node name this CacheNode.
             stores.feeds.all_clusters.send();
         }
     }));
     for (kind, writer) in writers.children {
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        let following = watches.of((&kind.resource(), ours), writer, &feeds.children, |stores, child, _| {
+        let optional = Some(kind).filter(|kind| kind.is_optional());
+        let watched = (&kind.resource(), ours, optional);
+        tasks.spawn(watches.of(watched, writer, &feeds.children, |stores, child, _| {
             if stores.cluster_of_child(child).is_none() {
                 stores.notify_orphans();
             }
-        });
-        if kind.is_optional() {
-            let (children, stores) = (Arc::clone(&stores.children), Arc::clone(stores));
-            let on_usable = async move { stores.feeds.all_clusters.send() };
-            tasks.spawn(optional_kinds::follow(client.clone(), kind, children, on_usable, following));
-        } else {
-            tasks.spawn(following);
-        }
+        }));
     }
     tasks
 }
 
 /// Reconciles everything after a change that may affect the assignment.
 fn reconcile_on_spec_change<K>(stores: &Stores, _: &K, change: Change) {
-    if change.is_spec() {
+    if change == Change::Spec {
         stores.reconcile_everything();
     }
 }
@@ -97,7 +95,7 @@ impl Watches<'_> {
     /// Returns the watch of the objects of a kind. `on_change` runs before the controllers receive a change.
     fn of<K, F>(
         &self,
-        (kind, config): (&K::DynamicType, watcher::Config),
+        (kind, config, optional): (&K::DynamicType, watcher::Config, Option<ChildKind>),
         writer: Writer<K>,
         feed: &Arc<Feed<K>>,
         on_change: F,
@@ -107,13 +105,18 @@ impl Watches<'_> {
         K::DynamicType: Clone + Eq + Hash + Send + Sync,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        let (api, own_writes) =
-            (Api::all_with(self.client.clone(), kind), Arc::clone(&self.stores.own_writes));
-        let watch = Watch { api, config, writer, feed: Arc::clone(feed), own_writes };
+        let (api, feed) = (Api::all_with(self.client.clone(), kind), Arc::clone(feed));
+        let own_writes = Arc::clone(&self.stores.own_writes);
+        let watch = Watch { api, config, writer, feed, own_writes, is_optional: optional.is_some() };
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
-        watch.run(
-            move |object, change| on_change(&stores, object, change),
-            move || listed.reconcile_everything(),
-        )
+        let on_list = move |access| {
+            if let Some(kind) = optional {
+                listed.children.set_access(kind, access);
+            }
+            if access == KindAccess::Usable {
+                listed.reconcile_everything();
+            }
+        };
+        watch.run(move |object, change| on_change(&stores, object, change), on_list)
     }
 }

@@ -131,7 +131,7 @@ async fn execute(
             let body = status_body(object, update);
             let manager = Some(OPERATOR_FIELD_MANAGER.to_owned());
             let params = PatchParams { field_manager: manager, ..PatchParams::default() };
-            context.own_writes.record(object.metadata.uid.as_ref(), &Some(&update.status));
+            context.own_writes.record(object, &update.status);
             let written = api.patch_status(&name, &params, &Patch::Merge(&body)).await;
             ("write the status", Write::Status, written)
         }

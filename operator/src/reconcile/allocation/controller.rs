@@ -7,11 +7,11 @@ use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, GPUQueueAllocation, SlackProfile};
 
-use crate::framework::change::{Change, WatchedKind, status_is_own};
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for GPUQueueAllocation {
-    status_is_own!();
+    const OWN_PART: OwnPart = OwnPart::Status;
 }
 
 /// An allocation is also reconciled after changes of its profile. The reconcile of one allocation decides about all
@@ -20,11 +20,10 @@ impl WatchedKind for GPUQueueAllocation {
 pub fn controller(stores: &Arc<Stores>) -> Controller<GPUQueueAllocation> {
     let feeds = &stores.feeds;
     let [of_nodes, of_others, of_profiles] = [stores, stores, stores].map(Arc::clone);
-    let own = feeds.allocations.changes(Change::is_own_write);
-    let others = feeds.allocations.changes(Change::is_spec);
-    let nodes = feeds.cache_nodes.changes(Change::is_any);
-    let profiles = feeds.profiles.changes(Change::is_any);
-    Controller::for_shared_stream(feeds.allocations.changes(Change::is_foreign), stores.allocations.clone())
+    let (own, others) = (feeds.allocations.changes(), feeds.allocations.spec_changes());
+    let nodes = feeds.cache_nodes.changes();
+    let profiles = feeds.profiles.changes();
+    Controller::for_shared_stream(feeds.allocations.foreign_changes(), stores.allocations.clone())
         // The reconcile that sees the end of a grant in the status schedules it.
         .watches_shared_stream(own, |allocation: Arc<GPUQueueAllocation>| {
             let ends = allocation.status.as_ref().is_some_and(|status| status.expires_at.is_some());

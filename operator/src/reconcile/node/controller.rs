@@ -6,55 +6,42 @@ use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
-use reprise_crds::status::{Condition, ConditionType};
 use reprise_crds::{CacheNode, GPUQueueAllocation};
+use serde_json::{Value, json};
 
-use crate::framework::change::{Change, DigestParts, WatchedKind, rest};
-use crate::framework::own_writes::Digest;
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::names::AGENT_READY;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for Node {
-    /// The operator writes one condition.
-    fn parts(&self) -> Option<DigestParts> {
-        let mut theirs = self.status.clone();
-        let all = theirs.as_mut().and_then(|status| status.conditions.take()).unwrap_or_default();
-        let (own, others): (Vec<_>, Vec<_>) =
-            all.into_iter().partition(|condition| condition.type_ == AGENT_READY);
-        let rest = (rest(&self.metadata), &self.spec, theirs, others);
-        Some(DigestParts { own: Digest::of(&own.first()), rest: Digest::of(&rest) })
-    }
+    const OWN_PART: OwnPart = OwnPart::Condition(AGENT_READY);
 }
 
 impl WatchedKind for CacheNode {
+    /// The agent writes the rest of the status.
+    const OWN_PART: OwnPart = OwnPart::Condition("ModeApplied");
+
     /// Profiles depend on the GPUs of nodes and on the revisions that nodes report. Tenants depend on the
     /// applied tenants.
-    fn dependencies(&self) -> Option<Digest> {
-        let status = self.status.as_ref()?;
-        let applied = status.applied.as_ref().map(|applied| (&applied.profiles, &applied.tenants_digest));
-        Some(Digest::of(&(&status.gpus, applied)))
-    }
-
-    /// The operator writes one condition, the agent writes the rest of the status.
-    fn parts(&self) -> Option<DigestParts> {
-        let is_own = |condition: &Condition| condition.kind == ConditionType::ModeApplied.as_str();
-        let mut theirs = self.status.clone();
-        let all = theirs.as_mut().map(|status| std::mem::take(&mut status.conditions)).unwrap_or_default();
-        let (own, others): (Vec<Condition>, Vec<Condition>) = all.into_iter().partition(is_own);
-        let rest = (rest(&self.metadata), theirs, others);
-        Some(DigestParts { own: Digest::of(&own.first()), rest: Digest::of(&rest) })
+    fn dependencies(&self) -> Value {
+        let status = self.status.as_ref();
+        json!(status.map(|status| {
+            let applied = status.applied.as_ref();
+            (&status.gpus, applied.map(|applied| (&applied.profiles, &applied.tenants_digest)))
+        }))
     }
 }
 
 /// A node is also reconciled after changes of its `CacheNode`, except the operator's own condition, and of its
-/// allocations, because the `CacheNode` contains the grants.
+/// allocations, because the `CacheNode` contains
+/// the grants.
 pub fn controller(stores: &Arc<Stores>) -> Controller<Node> {
     let feeds = &stores.feeds;
-    let cache_nodes = feeds.cache_nodes.changes(Change::is_foreign);
-    let allocations = feeds.allocations.changes(Change::is_any);
-    Controller::for_shared_stream(feeds.nodes.changes(Change::is_foreign), stores.nodes.clone())
-        .watches_shared_stream(cache_nodes, |node: Arc<CacheNode>| [ObjectRef::new(&node.name_any())])
-        .watches_shared_stream(allocations, |allocation: Arc<GPUQueueAllocation>| {
+    Controller::for_shared_stream(feeds.nodes.foreign_changes(), stores.nodes.clone())
+        .watches_shared_stream(feeds.cache_nodes.foreign_changes(), |node: Arc<CacheNode>| {
+            [ObjectRef::new(&node.name_any())]
+        })
+        .watches_shared_stream(feeds.allocations.changes(), |allocation: Arc<GPUQueueAllocation>| {
             [ObjectRef::new(allocation.spec.node_name.as_str())]
         })
         .reconcile_all_on(feeds.everything.subscribe())

@@ -162,7 +162,7 @@ async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Resul
     let mut conditions: Vec<Condition> = before.into_iter().cloned().collect();
     let changed = merge_findings(&mut conditions, std::slice::from_ref(finding), generation);
     // An older write of this process may not have reached the store yet.
-    context.own_writes.record(live.metadata.uid.as_ref(), &conditions.first());
+    context.own_writes.record(live, &conditions.first());
     // The condition does not change if the mode is reverted repeatedly.
     let is_reverted = finding.reason == Reason::SetBack;
     if conditions.first() != before {

@@ -123,7 +123,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     let wanted = match step {
         Step::Nothing => {
             // An older write of this process may not have reached the store yet.
-            context.own_writes.record(node.metadata.uid.as_ref(), &condition(node));
+            context.own_writes.record(node, &condition(node));
             return Ok(());
         }
         Step::Set(condition) => Some(&**condition),
@@ -144,7 +144,7 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
         extras: Extras::Kept,
         subject: &Subject::of(node),
     };
-    context.own_writes.record(node.metadata.uid.as_ref(), &wanted);
+    context.own_writes.record(node, &wanted);
     match restore::apply(context, &ours, |_| None).await {
         Ok(WriteOutcome::Written(_)) => {}
         // Written later: the agent's next report triggers it.

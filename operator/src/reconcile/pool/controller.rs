@@ -6,26 +6,26 @@ use std::sync::Arc;
 use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, SSDPool};
+use serde_json::{Value, json};
 
-use crate::framework::change::{Change, WatchedKind, status_is_own};
-use crate::framework::own_writes::Digest;
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::pool::guard::has_guard;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SSDPool {
-    /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
-    fn dependencies(&self) -> Option<Digest> {
-        self.metadata.deletion_timestamp.as_ref().map(|_| Digest::of(&has_guard(self)))
-    }
+    const OWN_PART: OwnPart = OwnPart::Status;
 
-    status_is_own!();
+    /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
+    fn dependencies(&self) -> Value {
+        json!(self.metadata.deletion_timestamp.as_ref().map(|_| has_guard(self)))
+    }
 }
 
 /// A pool is also reconciled after changes of the `CacheNode`s with its claims or devices.
 pub fn controller(stores: &Arc<Stores>) -> Controller<SSDPool> {
     let feeds = &stores.feeds;
-    Controller::for_shared_stream(feeds.pools.changes(Change::is_foreign), stores.pools.clone())
-        .watches_shared_stream(feeds.cache_nodes.changes(Change::is_any), |node| pools_of(&node))
+    Controller::for_shared_stream(feeds.pools.foreign_changes(), stores.pools.clone())
+        .watches_shared_stream(feeds.cache_nodes.changes(), |node| pools_of(&node))
         .reconcile_all_on(feeds.everything.subscribe())
         .reconcile_all_on(feeds.node_labels.subscribe())
 }

@@ -7,19 +7,19 @@ use kube::runtime::Controller;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, SlackProfile};
 
-use crate::framework::change::{Change, WatchedKind, status_is_own};
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SlackProfile {
-    status_is_own!();
+    const OWN_PART: OwnPart = OwnPart::Status;
 }
 
 /// A profile is also reconciled after changes of the specs, GPUs and applied profiles of the `CacheNode`s whose cluster
 /// is in its namespace.
 pub fn controller(stores: &Arc<Stores>) -> Controller<SlackProfile> {
     let (feeds, of_nodes) = (&stores.feeds, Arc::clone(stores));
-    let nodes = feeds.cache_nodes.changes(Change::is_spec);
-    Controller::for_shared_stream(feeds.profiles.changes(Change::is_foreign), stores.profiles.clone())
+    let nodes = feeds.cache_nodes.spec_changes();
+    Controller::for_shared_stream(feeds.profiles.foreign_changes(), stores.profiles.clone())
         .watches_shared_stream(nodes, move |node| profiles_of(&node, &of_nodes))
         .reconcile_all_on(feeds.everything.subscribe())
         .reconcile_all_on(feeds.node_labels.subscribe())

@@ -8,11 +8,11 @@ use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, CacheTenant};
 
 use super::pods;
-use crate::framework::change::{Change, WatchedKind, status_is_own};
+use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for CacheTenant {
-    status_is_own!();
+    const OWN_PART: OwnPart = OwnPart::Status;
 }
 
 impl WatchedKind for Namespace {}
@@ -22,9 +22,9 @@ impl WatchedKind for Namespace {}
 pub fn controller(stores: &Arc<Stores>) -> Controller<CacheTenant> {
     let feeds = &stores.feeds;
     let (of_nodes, of_namespaces) = (Arc::clone(stores), Arc::clone(stores));
-    let nodes = feeds.cache_nodes.changes(Change::is_spec);
-    let namespaces = feeds.namespaces.changes(Change::is_spec);
-    Controller::for_shared_stream(feeds.tenants.changes(Change::is_foreign), stores.tenants.clone())
+    let nodes = feeds.cache_nodes.spec_changes();
+    let namespaces = feeds.namespaces.spec_changes();
+    Controller::for_shared_stream(feeds.tenants.foreign_changes(), stores.tenants.clone())
         .watches_shared_stream(nodes, move |node: Arc<CacheNode>| {
             if node.spec.cluster_ref.is_some() { selecting_pods(&of_nodes) } else { Vec::new() }
         })
