@@ -21,11 +21,3 @@ pub mod tenant;
 #[cfg(test)]
 mod test_objects;
 pub mod watches;
-
-crate::framework::status::implement_status!(
-    reprise_crds::KVCacheClusterStatus,
-    reprise_crds::SSDPoolStatus,
-    reprise_crds::CacheTenantStatus,
-    reprise_crds::SlackProfileStatus,
-    reprise_crds::GPUQueueAllocationStatus,
-);

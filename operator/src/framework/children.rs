@@ -13,12 +13,10 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use kube::api::{Api, DeleteParams, DynamicObject, PatchParams, Preconditions, ValidationDirective};
-use kube::core::Status;
 use kube::{Client, ResourceExt};
 use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
 use serde::de::DeserializeOwned;
-use tokio::time::Instant;
 
 use crate::framework::child::{Child, ChildKind, missing_paths};
 use crate::framework::error::{FORBIDDEN, NOT_FOUND, OperatorError};
@@ -32,8 +30,6 @@ use crate::framework::services::Services;
 /// HTTP status codes for invalid objects (by the API server or an admission policy): malformed, too large,
 /// invalid fields.
 const INVALID: [u16; 3] = [400, 413, 422];
-/// Cause in the API server's response if the namespace is being deleted.
-const NAMESPACE_TERMINATING: &str = "NamespaceTerminating";
 
 /// Result of applying children.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -71,55 +67,66 @@ pub async fn apply(
     let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
     let mut applied = ApplyOutcome::default();
     for child in desired {
-        if let Some(refusal) = apply_one(context, cluster, child).await? {
-            context.metrics.record_conflict(child.kind.as_str());
-            applied.refused.push(refusal);
-        }
+        let key = key(child.kind, child.namespace.as_deref(), &child.name);
+        let refusal = match apply_one(context, cluster, child, &key).await {
+            Ok(Applied::Done) => continue,
+            Ok(Applied::Paced(wait)) => {
+                applied.next_restore = applied.next_restore.into_iter().chain([wait]).min();
+                continue;
+            }
+            Ok(Applied::Foreign(refusal)) => refusal,
+            Err(error) => to_refusal(&key, error)?,
+        };
+        context.metrics.record_conflict(child.kind.as_str());
+        applied.refused.push(refusal);
     }
     let names = desired.iter().map(|child| (child.kind, child.name.as_str()));
-    let names: BTreeSet<_> = names.chain(others.iter().map(|(kind, name)| (*kind, name.as_str()))).collect();
-    // All children are of one cluster, so in one namespace.
-    let namespace = desired.iter().find_map(|child| child.namespace.as_deref());
-    let keys = names.iter().map(|(kind, name)| key(*kind, namespace.filter(|_| kind.is_namespaced()), name));
-    let now = Instant::now();
-    applied.next_restore = keys.filter_map(|key| context.other_writers.pacing_delay(&key, now)).min();
-    applied.refused.extend(delete_unwanted(context, cluster_uid, &names).await?);
+    let names = names.chain(others.iter().map(|(kind, name)| (*kind, name.as_str()))).collect();
+    delete_unwanted(context, cluster_uid, &names).await?;
     Ok(applied)
 }
 
-/// Applies a child unless it is up to date or paced. Returns why it cannot be applied, if it cannot.
+/// Result of applying one child.
+enum Applied {
+    /// It is up to date, or being deleted.
+    Done,
+    /// It is restored after this time.
+    Paced(Duration),
+    /// The existing object does not belong to the cluster.
+    Foreign(Refusal),
+}
+
+/// Applies a child unless it is up to date or paced.
 async fn apply_one(
     context: &Services,
     cluster: &Subject,
     child: &Child,
-) -> Result<Option<Refusal>, OperatorError> {
-    let cluster_uid = cluster.reference.uid.as_deref().unwrap_or_default();
+    key: &str,
+) -> Result<Applied, kube::Error> {
     let namespace = child.namespace.as_deref();
     let api = api(&context.client, child.kind, namespace);
-    let key = key(child.kind, namespace, &child.name);
     let live = context.children.get(child.kind, namespace, &child.name);
     // It is missing in the store if it does not exist or lacks our labels; in the latter case it is foreign.
-    let unlabelled = match &live {
-        Some(_) => None,
-        None => match api.get_opt(&child.name).await {
-            Ok(found) => found,
-            Err(error) => return to_refusal(&key, error).map(Some),
-        },
-    };
-    if let Some(refusal) =
-        live.as_deref().or(unlabelled.as_ref()).and_then(|found| foreign_object(found, cluster_uid, child))
-    {
-        return Ok(Some(refusal));
+    let unlabelled = if live.is_none() { api.get_opt(&child.name).await? } else { None };
+    let is_of_cluster =
+        |found: &DynamicObject| found.labels().get(CLUSTER_UID) == cluster.reference.uid.as_ref();
+    if live.as_deref().or(unlabelled.as_ref()).is_some_and(|found| !is_of_cluster(found)) {
+        let message = format!(
+            "{} {} exists but does not belong to this cluster: delete it, or use another name for the KVCacheCluster",
+            child.kind.as_str(),
+            child.name
+        );
+        return Ok(Applied::Foreign(Refusal::new(Reason::Conflict, message)));
     }
     if let Some(live) = &live
-        && (live.metadata.deletion_timestamp.is_some() || is_up_to_date(context, &key, child, live))
+        && (live.metadata.deletion_timestamp.is_some() || is_up_to_date(context, key, child, live))
     {
-        return Ok(None);
+        return Ok(Applied::Done);
     }
     let write = OwnedWrite {
         api: &api,
         kind: child.kind.as_str(),
-        key: &key,
+        key,
         name: &child.name,
         is_status: false,
         params: PatchParams::apply(OPERATOR_FIELD_MANAGER).validation(ValidationDirective::Strict),
@@ -128,19 +135,18 @@ async fn apply_one(
         subject: cluster,
     };
     let removed = |written: &DynamicObject| {
-        let live = live.as_deref().filter(|live| was_reduced(context, &key, child, (*live, written)))?;
+        let live = live.as_deref().filter(|live| was_reduced(context, key, child, (*live, written)))?;
         Some(missing_paths(live, &child.body).join(", "))
     };
-    let written = match restore::apply(context, &write, removed).await {
-        Ok(WriteOutcome::Written(written)) => written,
-        Ok(WriteOutcome::Paced(_)) => return Ok(None),
-        Err(error) => return to_refusal(&key, error).map(Some),
+    let written = match restore::apply(context, &write, removed).await? {
+        WriteOutcome::Written(written) => written,
+        WriteOutcome::Paced(wait) => return Ok(Applied::Paced(wait)),
     };
     context.metrics.record_write(child.kind.as_str(), Write::Apply);
-    tracing::info!(object = %key, "applied");
+    tracing::info!(object = key, "applied");
     let version = written.resource_version().unwrap_or_default();
-    context.record_applied(key, child.digest.clone(), version);
-    Ok(None)
+    context.record_applied(key.to_owned(), child.digest.clone(), version);
+    Ok(Applied::Done)
 }
 
 /// Whether another writer had removed fields that this write restored. If the API server only normalizes a
@@ -165,25 +171,16 @@ fn to_refusal(key: &str, error: kube::Error) -> Result<Refusal, OperatorError> {
             let message = format!("the API server rejects {key}: {}", status.message);
             Ok(Refusal::new(Reason::InvalidSpec, message))
         }
-        kube::Error::Api(status) if is_namespace_terminating(&status) => {
-            let message = format!("cannot create {key}: {}", status.message);
-            Ok(Refusal::new(Reason::Forbidden, message))
-        }
         kube::Error::Api(status) if status.code == FORBIDDEN => {
             let message = format!(
-                "the operator is not permitted to write {key}: {}. Update the chart to this version, and check quotas and admission \
-                 policies of the namespace",
+                "the operator is not permitted to write {key}: {}. Unless the namespace is being deleted, update the chart to this \
+                 version, and check quotas and admission policies of the namespace",
                 status.message
             );
             Ok(Refusal::new(Reason::Forbidden, message))
         }
         error => Err(OperatorError::api(format!("apply {key}"))(error)),
     }
-}
-
-fn is_namespace_terminating(status: &Status) -> bool {
-    let causes = status.details.iter().flat_map(|details| &details.causes);
-    status.code == FORBIDDEN && causes.into_iter().any(|cause| cause.reason == NAMESPACE_TERMINATING)
 }
 
 fn is_up_to_date(context: &Services, key: &str, child: &Child, live: &DynamicObject) -> bool {
@@ -196,47 +193,22 @@ fn is_up_to_date(context: &Services, key: &str, child: &Child, live: &DynamicObj
     })
 }
 
-/// Returns a refusal if the existing object does not belong to the cluster.
-fn foreign_object(found: &DynamicObject, cluster_uid: &str, child: &Child) -> Option<Refusal> {
-    if found.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid) {
-        return None;
-    }
-    let (kind, name) = (child.kind.as_str(), &child.name);
-    let message = format!(
-        "{kind} {name} exists but does not belong to this cluster: delete it, or use another name for the KVCacheCluster"
-    );
-    Some(Refusal::new(Reason::Conflict, message))
-}
-
-/// Deletes children that are no longer desired. Returns those that the operator is not permitted to delete.
+/// Deletes children that are no longer desired.
 async fn delete_unwanted(
     context: &Services,
     cluster_uid: &str,
     desired: &BTreeSet<(ChildKind, &str)>,
-) -> Result<Vec<Refusal>, OperatorError> {
-    let mut undeletable = Vec::new();
+) -> Result<(), OperatorError> {
     for kind in ChildKind::ALL {
         for child in context.children.all(kind) {
             let is_of_cluster = child.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid);
-            if !is_of_cluster || desired.contains(&(kind, child.name_any().as_str())) {
-                continue;
-            }
-            let api = api(&context.client, kind, child.namespace().as_deref());
-            match delete(context, kind.as_str(), &api, &child).await {
-                Err(error) if error.code() == Some(FORBIDDEN) => {
-                    let key = key(kind, child.namespace().as_deref(), &child.name_any());
-                    let message = format!(
-                        "{key} is no longer needed, but the operator is not permitted to delete it: {}. Update the chart to this version, and \
-                         check admission policies",
-                        error.message()
-                    );
-                    undeletable.push(Refusal::new(Reason::Forbidden, message));
-                }
-                result => result?,
+            if is_of_cluster && !desired.contains(&(kind, child.name_any().as_str())) {
+                let api = api(&context.client, kind, child.namespace().as_deref());
+                delete(context, kind.as_str(), &api, &child).await?;
             }
         }
     }
-    Ok(undeletable)
+    Ok(())
 }
 
 /// Deletes exactly this object, unless it is gone or being deleted already.

@@ -25,30 +25,6 @@ use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, Write
 use crate::framework::metrics::Write;
 use crate::framework::services::Services;
 
-/// The parts that statuses of all our kinds share.
-pub trait Status: Clone + Default + PartialEq + Serialize {
-    /// The conditions of the status.
-    fn conditions(&mut self) -> &mut Vec<Condition>;
-    /// Sets the observed generation.
-    fn observe(&mut self, generation: i64);
-}
-
-/// Implements [`Status`] for types with the fields `conditions` and `observed_generation`.
-macro_rules! implement_status {
-    ($($type:ty),+ $(,)?) => {
-        $(impl $crate::framework::status::Status for $type {
-            fn conditions(&mut self) -> &mut Vec<reprise_crds::status::Condition> {
-                &mut self.conditions
-            }
-
-            fn observe(&mut self, generation: i64) {
-                self.observed_generation = generation;
-            }
-        })+
-    };
-}
-pub(crate) use implement_status;
-
 /// Merges findings into conditions and removes conditions without a finding. Returns the findings to publish
 /// as events.
 pub fn merge_findings(
@@ -81,22 +57,24 @@ pub async fn write<K>(
 ) -> Result<Option<Duration>, OperatorError>
 where
     K: Resource<DynamicType = ()> + HasStatus + Clone + Debug + DeserializeOwned + Serialize,
-    K::Status: Status,
+    K::Status: Serialize,
 {
     let (kind, name) = (kind_of::<K>(), object.name_any());
-    let generation = object.meta().generation.unwrap_or_default();
-    let mut before = object.status().cloned().unwrap_or_default();
-    let mut status = fresh;
-    status.observe(generation);
-    status.conditions().clone_from(before.conditions());
-    let changed = merge_findings(status.conditions(), findings, generation);
+    let observed_generation = object.meta().generation.unwrap_or_default();
+    let before = json!(object.status());
+    let stored: Vec<Condition> = serde_json::from_value(before["conditions"].clone()).unwrap_or_default();
+    let mut conditions = stored.clone();
+    let changed = merge_findings(&mut conditions, findings, observed_generation);
+    let urgent = conditions != stored;
+    let mut status = json!(fresh);
+    status["observedGeneration"] = json!(observed_generation);
+    status["conditions"] = json!(conditions);
     if status == before {
         // The store may lag behind an earlier write of this process; its event must then trigger a reconcile.
         context.own_writes.record(object, &status);
         return Ok(None);
     }
     let key = format!("{kind}/{}/{name}", object.namespace().unwrap_or_default());
-    let urgent = status.conditions() != before.conditions();
     if !urgent && let Some(wait) = context.status_write_delay(&key) {
         return Ok(Some(wait));
     }

@@ -25,15 +25,15 @@ use serde_json::{Map, Value, json};
 use crate::framework::child::contains_desired;
 use crate::framework::field_ownership::restore::ForeignWrite;
 
-/// Field with the entries of a ConfigMap or Secret.
-const DATA: &str = "data";
+/// Path of the entries of a ConfigMap.
+const DATA: &str = ".data";
 
 /// Fields that identify an item of a list. The first one that the desired items have is used.
 const NAMES: [&str; 2] = ["pool", "name"];
 
 /// Returns whether the live object has extra fields.
 pub(crate) fn has_any(live: &Value, desired: &Value) -> bool {
-    patch(live, desired).is_some()
+    removal(live, desired, "", &mut Vec::new()).is_some()
 }
 
 /// Removes extra fields from an object as it was read. Returns the patched object and the possible writers,
@@ -50,9 +50,8 @@ where
     K: Resource + Clone + Debug + DeserializeOwned + Serialize,
 {
     let live = serde_json::to_value(read).map_err(kube::Error::SerdeError)?;
-    let Some(mut patch) = patch(&live, desired) else { return Ok(None) };
     let mut fields = Vec::new();
-    paths(&patch, "", &mut fields);
+    let Some(mut patch) = removal(&live, desired, "", &mut fields) else { return Ok(None) };
     patch["metadata"] = json!({ "resourceVersion": read.resource_version() });
     let params =
         PatchParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
@@ -64,44 +63,38 @@ where
     Ok(Some((written, foreign)))
 }
 
-/// Builds a merge patch that removes the extra fields, or returns `None` if none exist.
-fn patch(live: &Value, desired: &Value) -> Option<Value> {
-    let (live, desired) = (live.as_object()?, desired.as_object()?);
-    let ours = |key: &String| !["apiVersion", "kind", "metadata"].contains(&key.as_str());
-    let mut all = Map::new();
-    for (key, desired) in desired.iter().filter(|(key, _)| ours(key)) {
-        let Some(live) = live.get(key) else { continue };
-        let kept = if key == DATA { entries(live, desired) } else { trimmed(live, desired) };
-        all.extend(difference(live, &kept).map(|patch| (key.clone(), patch)));
-    }
-    (!all.is_empty()).then_some(Value::Object(all))
-}
-
-/// Returns the entries of a map that the desired map has as well.
-fn entries(live: &Value, desired: &Value) -> Value {
-    let all = live.as_object().into_iter().flatten();
-    let kept = all.filter(|(key, _)| desired.get(key.as_str()).is_some());
-    Value::Object(kept.map(|(key, value)| (key.clone(), value.clone())).collect())
-}
-
-/// Returns the live value without extra fields.
-fn trimmed(live: &Value, desired: &Value) -> Value {
+/// Builds a merge patch that removes the extra fields, or returns `None` if there are none. Adds their paths to `paths`.
+fn removal(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) -> Option<Value> {
     match (live, desired) {
         (Value::Object(live), Value::Object(desired)) => {
-            let kept = live.iter().filter_map(|(key, live)| match desired.get(key) {
-                Some(desired) => Some((key.clone(), trimmed(live, desired))),
-                None if live.as_array().is_some_and(|items| !items.is_empty()) => None,
-                None => Some((key.clone(), live.clone())),
-            });
-            Value::Object(kept.collect())
+            let of_field = |(key, live): (&String, &Value)| {
+                let path = format!("{at}.{key}");
+                let patch = match desired.get(key) {
+                    _ if path == ".metadata" => None,
+                    Some(desired) => removal(live, desired, &path, paths),
+                    None if at == DATA || live.as_array().is_some_and(|items| !items.is_empty()) => {
+                        paths.push(path);
+                        Some(Value::Null)
+                    }
+                    None => None,
+                };
+                Some((key.clone(), patch?))
+            };
+            let patch: Map<String, Value> = live.iter().filter_map(of_field).collect();
+            (!patch.is_empty()).then_some(Value::Object(patch))
         }
-        (Value::Array(live), Value::Array(desired)) => {
-            let kept = live
-                .iter()
-                .filter_map(|item| Some(trimmed(item, desired.iter().find(|one| is_same(item, one))?)));
-            Value::Array(kept.collect())
+        (Value::Array(live), Value::Array(items)) => {
+            let is_extra = |item: &Value| {
+                let same = items.iter().find(|one| is_same(item, one));
+                same.is_none_or(|same| removal(item, same, at, &mut Vec::new()).is_some())
+            };
+            live.iter().any(is_extra).then(|| {
+                paths.push(at.to_owned());
+                desired.clone()
+            })
         }
-        _ => live.clone(),
+        // An apply restores another value.
+        _ => None,
     }
 }
 
@@ -113,42 +106,13 @@ fn is_same(live: &Value, desired: &Value) -> bool {
     }
 }
 
-/// Builds a merge patch from `before` to `after`, which must be a subset of `before`.
-fn difference(before: &Value, after: &Value) -> Option<Value> {
-    match (before, after) {
-        _ if before == after => None,
-        (Value::Object(before), Value::Object(after)) => {
-            let changed = before.iter().filter_map(|(key, before)| {
-                let patch = match after.get(key) {
-                    Some(after) => difference(before, after)?,
-                    None => Value::Null,
-                };
-                Some((key.clone(), patch))
-            });
-            Some(Value::Object(changed.collect()))
-        }
-        _ => Some(after.clone()),
-    }
-}
-
-/// Collects the field paths of a merge patch.
-fn paths(patch: &Value, at: &str, all: &mut Vec<String>) {
-    match patch {
-        Value::Object(fields) => {
-            fields.iter().for_each(|(key, patch)| paths(patch, &format!("{at}.{key}"), all));
-        }
-        _ => all.push(at.to_owned()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn patched(live: &Value, desired: &Value) -> (Option<Value>, Vec<String>) {
-        let (patch, mut all) = (patch(live, desired), Vec::new());
-        paths(patch.as_ref().unwrap_or(&json!({})), "", &mut all);
-        (patch, all)
+        let mut paths = Vec::new();
+        (removal(live, desired, "", &mut paths), paths)
     }
 
     #[test]
@@ -167,7 +131,7 @@ mod tests {
         let desired = json!({ "spec": { "claims": [claim("a", &["1"]), claim("b", &[])] } });
         let more = json!({ "spec": { "mode": "Active", "claims": [claim("x", &["9"]), claim("a", &["1", "2"]), claim("b", &[])] } });
         let (patch, paths) = patched(&more, &desired);
-        assert_eq!(patch, Some(desired.clone()), "in the live order");
+        assert_eq!(patch, Some(desired.clone()));
         assert_eq!(paths, [".spec.claims"]);
         let changed = json!({ "spec": { "claims": [{ "pool": "a", "uid": "other", "globs": [] }] } });
         assert!(!has_any(&changed, &desired), "an apply restores it");
