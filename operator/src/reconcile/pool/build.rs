@@ -3,13 +3,14 @@
 //! A pool with a wipe policy has the finalizer until all nodes have reported the wipe or are gone. Where another pool names
 //! the same devices, neither is wiped: a person has to decide first.
 
-use kube::ResourceExt;
 use reprise_crds::SSDPool;
 use reprise_crds::fields::DeletionPolicy;
 use reprise_crds::node::DeviceState;
+use reprise_crds::status::Reason;
 
 use super::dereference::{PoolInputs, PoolNode};
-use crate::framework::finalizers::Finalizer;
+use crate::framework::finalizers::{Finalizer, has};
+use crate::framework::refusal::Refusal;
 use crate::reconcile::names::WIPE_FINALIZER;
 
 /// Progress of a wipe.
@@ -17,16 +18,8 @@ use crate::reconcile::names::WIPE_FINALIZER;
 pub enum Wipe {
     /// The pool is not being deleted, or its data is kept.
     None,
-    /// The policy was set after the deletion, when finalizers can no longer be added: the data is kept.
-    TooLate,
-    /// The pool belongs to no cluster, so no agent can wipe it.
-    NoCluster,
-    /// The pool is rejected, on all nodes or on some, which can therefore not wipe it.
-    Rejected,
-    /// The wipe is not confirmed.
-    Unconfirmed,
-    /// On this node, a younger pool names the same devices, so they are not wiped.
-    Contested { node: String, other: String },
+    /// The wipe cannot begin. A pool that is rejected, or belongs to no cluster, is not wiped by all its nodes.
+    Blocked(Refusal),
     /// Number of nodes that have not reported the wipe.
     InProgress(usize),
     /// All nodes have reported the wipe.
@@ -36,73 +29,76 @@ pub enum Wipe {
 /// Returns the progress of a pool's wipe.
 pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
     let assigned = &inputs.assignment;
-    if pool.metadata.deletion_timestamp.is_none() || pool.spec.deletion_policy != DeletionPolicy::Wipe {
+    let is_wiped_on_deletion = pool.spec.deletion_policy == DeletionPolicy::Wipe;
+    // If the policy was set after the deletion, when finalizers can no longer be added, the data is kept.
+    if !is_wiped_on_deletion || pool.metadata.deletion_timestamp.is_none() || !has(pool, WIPE_FINALIZER) {
         return Wipe::None;
     }
-    if !pool.finalizers().iter().any(|one| one == WIPE_FINALIZER) {
-        return Wipe::TooLate;
+    let is_rejected = assigned.refused.is_some() || assigned.conflict.is_some();
+    let (reason, problem) = if assigned.cluster.is_none() {
+        let problem =
+            "the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again";
+        (Reason::ReferenceNotFound, problem.to_owned())
+    } else if is_rejected {
+        let problem =
+            "the pool is rejected, so nodes cannot wipe it: remove the cause that condition Accepted names";
+        (Reason::Conflict, problem.to_owned())
+    } else if pool.spec.wipe_confirmation.is_none() {
+        let problem = "the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data";
+        (Reason::ConfirmationMissing, problem.to_owned())
+    } else if let Some((node, other)) = assigned.contested.first_key_value() {
+        let problem = format!(
+            "SSDPool {other} names the same devices on node {node}, so they are not wiped: set nodeSelector or the devices \
+             of one of the pools so that they differ, delete SSDPool {other}"
+        );
+        (Reason::Conflict, problem)
+    } else {
+        let wiped = inputs.nodes.iter().filter(|node| is_wiped(node)).count();
+        // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
+        // re-created. A node that is gone is not in the assignment.
+        return match assigned.nodes.len().saturating_sub(wiped) {
+            0 => Wipe::Done,
+            left => Wipe::InProgress(left),
+        };
+    };
+    // A pool that no node ever had has no data to wipe.
+    if reason != Reason::ConfirmationMissing && assigned.nodes.is_empty() && pool.status.is_none() {
+        return Wipe::Done;
     }
-    if assigned.cluster.is_none() {
-        return Wipe::NoCluster;
-    }
-    if assigned.refused.is_some() || assigned.conflict.is_some() {
-        return Wipe::Rejected;
-    }
-    if pool.spec.wipe_confirmation.is_none() {
-        return Wipe::Unconfirmed;
-    }
-    if let Some((node, other)) = assigned.contested.first_key_value() {
-        return Wipe::Contested { node: node.clone(), other: other.clone() };
-    }
-    let generation = pool.metadata.generation.unwrap_or_default();
-    let wiped = inputs.nodes.iter().filter(|node| is_wiped(node, generation)).count();
-    // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
-    // re-created. A node that is gone is not in the assignment.
-    match assigned.nodes.len().saturating_sub(wiped) {
-        0 => Wipe::Done,
-        left => Wipe::InProgress(left),
-    }
+    let message = format!("deletionPolicy is Wipe but {problem}, or set deletionPolicy to Retain");
+    Wipe::Blocked(Refusal::new(reason, message))
 }
 
 /// Whether a node has wiped the pool: it follows the claim that requests this, and none of the pool's devices
 /// holds data.
-fn is_wiped(node: &PoolNode, generation: i64) -> bool {
-    let follows = node.applied().is_some_and(|applied| applied.generation >= generation);
-    follows && node.devices().all(|device| device.state == DeviceState::Wiped)
+fn is_wiped(node: &PoolNode) -> bool {
+    node.is_applied && node.devices.iter().all(|device| device.state == DeviceState::Wiped)
 }
 
 /// Returns whether the finalizer is needed.
 pub fn finalizer(pool: &SSDPool, inputs: &PoolInputs) -> Finalizer {
-    let wipes = pool.spec.deletion_policy == DeletionPolicy::Wipe;
-    let is_over = match wipe(pool, inputs) {
-        Wipe::Done | Wipe::TooLate => true,
-        // A pool that no node ever had has no data to wipe.
-        Wipe::NoCluster | Wipe::Rejected => inputs.assignment.nodes.is_empty() && pool.status.is_none(),
-        _ => false,
+    let is_deleting = pool.metadata.deletion_timestamp.is_some();
+    let is_needed = match wipe(pool, inputs) {
+        Wipe::None => pool.spec.deletion_policy == DeletionPolicy::Wipe && !is_deleting,
+        Wipe::Blocked(_) | Wipe::InProgress(_) => true,
+        Wipe::Done => false,
     };
-    if wipes && !is_over { Finalizer::Present } else { Finalizer::Absent }
+    if is_needed { Finalizer::Present } else { Finalizer::Absent }
 }
 
 /// Whether the pool is guarded even if no engine uses it: a pool with a wipe policy is, until the wipe, which
 /// destroys its data, is confirmed.
 pub fn is_guarded(pool: &SSDPool, inputs: &PoolInputs) -> bool {
-    let goes = pool.metadata.deletion_timestamp.is_some();
-    let is_confirmed = goes && pool.spec.wipe_confirmation.is_some();
+    let is_confirmed = pool.metadata.deletion_timestamp.is_some() && pool.spec.wipe_confirmation.is_some();
     finalizer(pool, inputs) == Finalizer::Present && !is_confirmed
 }
 
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
-    use std::sync::Arc;
-
-    use reprise_crds::status::Reason;
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::framework::refusal::Refusal;
-    use crate::reconcile::assignment::PoolAssignment;
-    use crate::reconcile::pool::guard::Guard;
     use crate::reconcile::test_objects;
 
     fn pool(spec: Value, deleted: bool) -> SSDPool {
@@ -113,27 +109,22 @@ mod tests {
         test_objects::pool(metadata, spec)
     }
 
+    /// Inputs with nodes that have applied this generation and have a device in this state.
     fn found(states: &[(i64, &str)]) -> PoolInputs {
-        let node = |(index, (generation, state)): (usize, &(i64, &str))| {
+        let mut inputs = PoolInputs::default();
+        inputs.assignment.cluster = Some("n/c".to_owned());
+        for (index, (generation, state)) in states.iter().enumerate() {
             let name = format!("n{index}");
             let status = json!({
                 "applied": { "pools": [{ "pool": "p", "uid": "u", "generation": generation }] },
                 "devices": [{ "path": "/p/pool", "pool": "p", "state": state }],
             });
             let parts = json!({ "spec": { "nodeName": name }, "status": status });
-            let node = Arc::new(test_objects::resource(json!({ "name": name }), parts));
-            PoolNode { node, pool_uid: "u".to_owned(), pool: "p".to_owned() }
-        };
-        let nodes = (0..states.len()).map(|index| format!("n{index}")).collect();
-        let assignment =
-            PoolAssignment { cluster: Some("n/c".to_owned()), nodes, ..PoolAssignment::default() };
-        PoolInputs {
-            assignment,
-            cluster: None,
-            nodes: states.iter().enumerate().map(node).collect(),
-            reserved: 0,
-            guard: Guard::default(),
+            let node = test_objects::resource(json!({ "name": name }), parts);
+            inputs.nodes.push(PoolNode::of(&pool(json!({}), false), std::sync::Arc::new(node)));
+            inputs.assignment.nodes.push(name);
         }
+        inputs
     }
 
     #[test]
@@ -151,7 +142,6 @@ mod tests {
         let contested = with(&|inputs| {
             inputs.assignment.contested.insert("n1".to_owned(), "q".to_owned());
         });
-        let by_other = Wipe::Contested { node: "n1".to_owned(), other: "q".to_owned() };
         let conflict = || Refusal::new(Reason::Conflict, "SSDPool older has the devices");
         let partly = with(&|inputs| inputs.assignment.conflict = Some(conflict()));
         let alone = with(&|inputs| inputs.assignment.cluster = None);
@@ -164,28 +154,30 @@ mod tests {
         let mut late = pool(wipes(), true);
         late.metadata.finalizers = None;
         for (pool, inputs, expected, finalizer_is, guarded) in [
-            (pool(json!({}), false), all(), Wipe::None, Absent, false),
-            (pool(json!({}), true), all(), Wipe::None, Absent, false),
-            (pool(wipes(), false), all(), Wipe::None, Present, true),
-            (pool(wipes(), true), all(), Wipe::Unconfirmed, Present, true),
+            (pool(json!({}), false), all(), "None", Absent, false),
+            (pool(json!({}), true), all(), "None", Absent, false),
+            (pool(wipes(), false), all(), "None", Present, true),
+            (pool(wipes(), true), all(), "not confirmed", Present, true),
             // It may be in use until it is deleted.
-            (pool(confirmed(), false), all(), Wipe::None, Present, true),
-            (going(), all(), Wipe::Done, Absent, false),
-            (going(), found(&[(3, "Wiped"), (3, "Open")]), Wipe::InProgress(1), Present, false),
+            (pool(confirmed(), false), all(), "None", Present, true),
+            (going(), all(), "Done", Absent, false),
+            (going(), found(&[(3, "Wiped"), (3, "Open")]), "InProgress(1)", Present, false),
             // Data that was wiped for an older claim may have been opened again.
-            (going(), found(&[(2, "Wiped")]), Wipe::InProgress(1), Present, false),
+            (going(), found(&[(2, "Wiped")]), "InProgress(1)", Present, false),
             // A node without a CacheNode.
-            (going(), without_node, Wipe::InProgress(1), Present, false),
-            (going(), contested, by_other, Present, false),
-            (going(), alone, Wipe::NoCluster, Present, false),
-            (going(), partly, Wipe::Rejected, Present, false),
+            (going(), without_node, "InProgress(1)", Present, false),
+            (going(), contested, "SSDPool q names the same devices on node n1", Present, false),
+            (going(), alone, "belongs to no cluster", Present, false),
+            (going(), partly, "is rejected", Present, false),
             // No node ever had the pool.
-            (going(), never, Wipe::Rejected, Absent, false),
+            (going(), never, "Done", Absent, false),
             // The policy was set after the deletion.
-            (late, all(), Wipe::TooLate, Absent, false),
+            (late, all(), "None", Absent, false),
         ] {
-            let has = (wipe(&pool, &inputs), finalizer(&pool, &inputs), is_guarded(&pool, &inputs));
-            assert_eq!(has, (expected, finalizer_is, guarded), "{:?} {:?}", pool.spec, pool.metadata);
+            let progress = format!("{:?}", wipe(&pool, &inputs));
+            assert!(progress.contains(expected), "{progress} is not {expected}");
+            let has = (finalizer(&pool, &inputs), is_guarded(&pool, &inputs));
+            assert_eq!(has, (finalizer_is, guarded), "{:?} {:?}", pool.spec, pool.metadata);
         }
     }
 }

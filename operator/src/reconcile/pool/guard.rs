@@ -33,20 +33,16 @@ use tokio::time::Instant;
 
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, has};
+use crate::framework::refusal::list;
 use crate::framework::status::publish_event;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::{DELETE_IN_USE, IN_USE_FINALIZER};
 
-/// Longest delay until a waiting pool is checked again. A node that stops reporting causes no event.
-const POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Shortest delay until a waiting pool is checked again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Value of the annotation [`DELETE_IN_USE`] that confirms a deletion.
 pub const CONFIRMED: &str = "yes";
-
-/// Most nodes that a message names.
-const NAMES_MAX: usize = 5;
 
 /// Latest reports of nodes with sessions, sorted: node, number of sessions, and timestamp by the node's clock.
 type SessionReports = Vec<(String, u32, String)>;
@@ -62,35 +58,27 @@ pub struct Guard {
     unused_for: Duration,
 }
 
-/// Latest observation of each pool, by name.
-#[derive(Debug, Default)]
-pub struct Quiescence {
-    observations: Mutex<HashMap<String, Observation>>,
-}
+/// State of a pool: unique id, reports, and whether its data is protected.
+type Observation = (Option<String>, SessionReports, bool);
 
-/// State of a pool (unique id, reports, and whether its data is protected), and since when it is unchanged.
-#[derive(Debug)]
-struct Observation {
-    state: (Option<String>, SessionReports, bool),
-    since: Instant,
-}
+/// Latest observation of each pool, by name, and since when it is unchanged.
+#[derive(Debug, Default)]
+pub struct Quiescence(Mutex<HashMap<String, (Observation, Instant)>>);
 
 impl Quiescence {
     /// Records the current state of a pool and returns how long it has been unchanged.
     fn observe(&self, pool: &SSDPool, reports: &SessionReports, protected: bool, now: Instant) -> Duration {
         let state = (pool.uid(), reports.clone(), protected);
-        let mut all = self.observations.lock().unwrap_or_else(PoisonError::into_inner);
-        let last =
-            all.entry(pool.name_any()).or_insert_with(|| Observation { state: state.clone(), since: now });
-        if last.state != state {
-            *last = Observation { state, since: now };
-        }
-        now.duration_since(last.since)
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = all.get(&pool.name_any()).filter(|(last, _)| *last == state);
+        let since = last.map_or(now, |(_, since)| *since);
+        all.insert(pool.name_any(), (state, since));
+        now.duration_since(since)
     }
 
     /// Forgets the observation of a pool, so that the quiet period restarts.
     fn reset(&self, pool: &SSDPool) {
-        self.observations.lock().unwrap_or_else(PoisonError::into_inner).remove(&pool.name_any());
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&pool.name_any());
     }
 }
 
@@ -115,17 +103,8 @@ impl Guard {
     pub fn of(pool: &SSDPool, protects_data: bool, context: &Context) -> Guard {
         let nodes = context.stores.cache_nodes.state();
         let reports = session_reports(pool, nodes.iter().map(AsRef::as_ref));
-        let time = (&context.quiescence, context.settings.unused_for, Instant::now());
-        Guard::evaluate(pool, reports, protects_data, time)
-    }
-
-    fn evaluate(
-        pool: &SSDPool,
-        reports: SessionReports,
-        protects_data: bool,
-        (quiescence, unused_for, now): (&Quiescence, Duration, Instant),
-    ) -> Guard {
-        let quiet = quiescence.observe(pool, &reports, protects_data, now);
+        let quiet = context.quiescence.observe(pool, &reports, protects_data, Instant::now());
+        let unused_for = context.settings.unused_for;
         Guard { reports, protects_data, remaining: unused_for.saturating_sub(quiet), unused_for }
     }
 
@@ -138,25 +117,18 @@ impl Guard {
         if needs && !is_confirmed(pool) { Finalizer::Present } else { Finalizer::Absent }
     }
 
-    /// Whether the finalizer blocks a deletion that has begun.
-    fn blocks(&self, pool: &SSDPool) -> bool {
-        let waits = pool.metadata.deletion_timestamp.is_some() && has_guard(pool);
-        waits && self.finalizer(pool) == Finalizer::Present
-    }
-
-    /// Returns when the end of the quiet period must be checked if no event triggers that. Reports of agents with
-    /// sessions, and the confirmation of a wipe, are events.
+    /// Returns when the end of the quiet period must be checked. Reports of agents with sessions, and the confirmation of a
+    /// wipe, are events.
     pub fn requeue_after(&self, pool: &SSDPool) -> Option<Duration> {
-        let is_awaited = pool.metadata.deletion_timestamp.is_some() || self.reports.is_empty();
-        let waits = has_guard(pool) && !self.protects_data && !self.remaining.is_zero() && is_awaited;
-        waits.then(|| self.remaining.clamp(RETRY_INTERVAL, POLL_INTERVAL))
+        (has_guard(pool) && !self.remaining.is_zero()).then(|| self.remaining.max(RETRY_INTERVAL))
     }
 
     /// Returns the condition that explains why the deletion is blocked, if it is.
     pub fn blocked_condition(&self, pool: &SSDPool) -> Option<Finding> {
+        let is_deleting = pool.metadata.deletion_timestamp.is_some() && has_guard(pool);
         // A pool without sessions waits for the confirmation of its wipe, which another condition reports.
         let is_unconfirmed = self.protects_data && (self.reports.is_empty() || self.remaining.is_zero());
-        if !self.blocks(pool) || is_unconfirmed {
+        if !is_deleting || self.finalizer(pool) == Finalizer::Absent || is_unconfirmed {
             return None;
         }
         let annotation = format!("{DELETE_IN_USE}: \"{CONFIRMED}\"");
@@ -179,17 +151,15 @@ impl Guard {
 
     /// Returns the condition that explains why a blocked deletion continues.
     fn released_condition(&self, pool: &SSDPool) -> Finding {
-        let (nodes, seconds) = (self.nodes(), self.unused_for.as_secs());
-        let (reason, message) = match () {
-            () if self.reports.is_empty() => (Reason::AsDesired, "no engine has a session".to_owned()),
-            () if is_confirmed(pool) => (
-                Reason::InUse,
-                format!("{DELETE_IN_USE} is {CONFIRMED}: deleting with engine sessions on {nodes}"),
-            ),
-            () => (
-                Reason::AgentGone,
+        let (reason, message) = match self.reports.is_empty() {
+            true => (Reason::AsDesired, "no engine has a session".to_owned()),
+            false => (
+                if is_confirmed(pool) { Reason::InUse } else { Reason::AgentGone },
                 format!(
-                    "not waiting for engine sessions on {nodes}: their agents have not reported for {seconds} s"
+                    "deleting despite engine sessions on {}: {DELETE_IN_USE} is {CONFIRMED}, or their agents have not reported \
+                     for {} s",
+                    self.nodes(),
+                    self.unused_for.as_secs()
                 ),
             ),
         };
@@ -198,12 +168,7 @@ impl Guard {
 
     /// Names the nodes with sessions, for messages.
     fn nodes(&self) -> String {
-        let one = |(node, sessions, _): &(String, u32, String)| format!("{node} ({sessions})");
-        let names = self.reports.iter().take(NAMES_MAX).map(one).collect::<Vec<_>>().join(", ");
-        match self.reports.len().saturating_sub(NAMES_MAX) {
-            0 => names,
-            more => format!("{names} and {more} more nodes"),
-        }
+        list(self.reports.iter().map(|(node, sessions, _)| format!("{node} ({sessions})")))
     }
 }
 
@@ -234,25 +199,21 @@ pub async fn reconcile_finalizer(
     if (wanted == Finalizer::Present) == has_guard(pool) || (wanted == Finalizer::Present && is_deleting) {
         return Ok(false);
     }
-    let is_removal = wanted == Finalizer::Absent && !is_confirmed(pool);
-    if is_removal && has_newer_reports(context, pool, guard).await? {
-        context.quiescence.reset(pool);
-        guard.remaining = guard.unused_for;
-        return Ok(false);
+    if wanted == Finalizer::Absent && !is_confirmed(pool) {
+        let nodes: Api<CacheNode> = Api::all(context.client.clone());
+        let listed = nodes.list(&ListParams::default()).await;
+        let live = listed.map_err(OperatorError::api("list CacheNodes before a deletion continues"))?;
+        if session_reports(pool, live.iter()) != guard.reports {
+            context.quiescence.reset(pool);
+            guard.remaining = guard.unused_for;
+            return Ok(false);
+        }
     }
     finalizers::set(context, pool, api, IN_USE_FINALIZER, wanted).await?;
     if is_deleting {
         publish_event(context, pool, &guard.released_condition(pool)).await;
     }
     Ok(true)
-}
-
-/// Returns whether the API server has other session reports than this process.
-async fn has_newer_reports(context: &Context, pool: &SSDPool, guard: &Guard) -> Result<bool, OperatorError> {
-    let nodes: Api<CacheNode> = Api::all(context.client.clone());
-    let listed = nodes.list(&ListParams::default()).await;
-    let live = listed.map_err(OperatorError::api("list CacheNodes before a deletion continues"))?;
-    Ok(session_reports(pool, live.iter()) != guard.reports)
 }
 
 #[cfg(test)]
@@ -280,17 +241,6 @@ mod tests {
 
     fn reports(nodes: &[(&str, u32)], when: &str) -> SessionReports {
         nodes.iter().map(|(node, sessions)| ((*node).to_owned(), *sessions, when.to_owned())).collect()
-    }
-
-    /// The guard at the first observation.
-    fn first(object: &SSDPool, nodes: &[(&str, u32)], protects_data: bool) -> Guard {
-        let time = (&Quiescence::default(), AFTER, Instant::now());
-        Guard::evaluate(object, reports(nodes, "now"), protects_data, time)
-    }
-
-    /// The guard after a quiet period without changes.
-    fn quiet(object: &SSDPool, nodes: &[(&str, u32)], protects_data: bool) -> Guard {
-        Guard { remaining: Duration::ZERO, ..first(object, nodes, protects_data) }
     }
 
     #[test]
@@ -331,12 +281,12 @@ mod tests {
             (annotated(deleted(), CONFIRMED), used, true, false, false),
         ] {
             let object = pool(metadata.clone());
-            let is_present = |guard: Guard| guard.finalizer(&object) == Finalizer::Present;
-            let found = (
-                is_present(first(&object, nodes, protects_data)),
-                is_present(quiet(&object, nodes, protects_data)),
-            );
-            assert_eq!(found, (at_first, after_quiet_period), "{metadata} {nodes:?} {protects_data}");
+            let found = [AFTER, Duration::ZERO].map(|remaining| {
+                let reports = reports(nodes, "now");
+                let guard = Guard { reports, protects_data, remaining, unused_for: AFTER };
+                guard.finalizer(&object) == Finalizer::Present
+            });
+            assert_eq!(found, [at_first, after_quiet_period], "{metadata} {nodes:?} {protects_data}");
         }
     }
 
@@ -366,30 +316,5 @@ mod tests {
         quiescence.reset(&other);
         let at = begun + Duration::from_secs(90);
         assert_eq!(quiescence.observe(&other, &none, false, at), Duration::ZERO);
-    }
-
-    #[test]
-    fn deleted_pool_is_blocked_by_sessions_and_during_the_quiet_period() {
-        let going = pool(deleted());
-        let blocked = |guard: Guard, object: &SSDPool| guard.blocked_condition(object);
-        let waits = first(&going, &[], false);
-        assert_eq!(waits.requeue_after(&going), Some(POLL_INTERVAL));
-        let message = blocked(waits, &going).expect("the quiet period blocks it").message;
-        assert!(message.contains("no engine is known") && message.contains("after 60 s"), "{message}");
-        let names: Vec<String> = (0..9).map(|index| format!("n{index}")).collect();
-        let many: Vec<(&str, u32)> = names.iter().map(|name| (name.as_str(), 1)).collect();
-        let message = blocked(first(&going, &many, false), &going).expect("sessions block it").message;
-        assert!(message.contains("n4 (1) and 4 more nodes"), "{message}");
-
-        let alive = pool(json!({}));
-        assert_eq!(blocked(first(&alive, &[("n1", 1)], false), &alive), None, "it is not being deleted");
-        let wiped = pool(json!({
-            "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/wipe"],
-        }));
-        assert_eq!(blocked(first(&wiped, &[("n1", 1)], false), &wiped), None, "another finalizer blocks it");
-        let unconfirmed = quiet(&going, &[], true);
-        assert_eq!(unconfirmed.requeue_after(&going), None, "the confirmation triggers a reconcile");
-        assert_eq!(blocked(unconfirmed, &going), None, "another condition reports it");
-        assert_eq!(blocked(quiet(&going, &[("n1", 1)], false), &going), None);
     }
 }

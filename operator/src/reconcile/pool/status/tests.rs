@@ -6,13 +6,9 @@ use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::SignedDuration;
-use reprise_crds::CacheNode;
-use reprise_crds::fields::Percent;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::reconcile::assignment::PoolAssignment;
-use crate::reconcile::pool::guard::Guard;
 use crate::reconcile::test_objects::{self, merged, resource};
 
 /// Generation of the pool spec with mode `Draining`.
@@ -52,32 +48,21 @@ fn with_device(device: Value) -> Value {
 
 /// Inputs with these assigned nodes and these `CacheNode`s.
 fn found(assigned: &[&str], nodes: Vec<Value>) -> PoolInputs {
-    let node = |node: Value| PoolNode {
-        node: Arc::new(test_objects::object::<CacheNode>(node)),
-        pool_uid: "u".to_owned(),
-        pool: "p".to_owned(),
-    };
-    PoolInputs {
-        assignment: PoolAssignment {
-            cluster: Some("n/c".to_owned()),
-            nodes: assigned.iter().map(|name| (*name).to_owned()).collect(),
-            ..PoolAssignment::default()
-        },
-        cluster: None,
-        nodes: nodes.into_iter().map(node).collect(),
-        reserved: 0,
-        guard: Guard::default(),
-    }
+    let node = |node: Value| PoolNode::of(&pool(), Arc::new(test_objects::object(node)));
+    let mut inputs = PoolInputs { nodes: nodes.into_iter().map(node).collect(), ..PoolInputs::default() };
+    inputs.assignment.cluster = Some("n/c".to_owned());
+    inputs.assignment.nodes = assigned.iter().map(|name| (*name).to_owned()).collect();
+    inputs
 }
 
-fn one(kind: Type, pool: &SSDPool, inputs: &PoolInputs, refused: Option<&Refusal>) -> Finding {
-    let findings = compute(pool, inputs, refused).1;
+fn one(kind: Type, pool: &SSDPool, inputs: &PoolInputs) -> Finding {
+    let findings = compute(pool, inputs, &Guard::default()).1;
     findings.into_iter().find(|finding| finding.kind == kind).unwrap_or_else(|| panic!("no condition {kind}"))
 }
 
 #[test]
 fn pool_is_drained_once_every_assigned_node_has_reported_it() {
-    let drained = |inputs: &PoolInputs| one(Type::Drained, &pool(), inputs, None);
+    let drained = |inputs: &PoolInputs| one(Type::Drained, &pool(), inputs);
     let both = found(&["n1", "n2"], vec![empty("n1"), empty("n2")]);
     assert_eq!(drained(&both).status, ConditionStatus::True);
 
@@ -88,8 +73,18 @@ fn pool_is_drained_once_every_assigned_node_has_reported_it() {
 
     let mut active = pool();
     active.spec.mode = NodeMode::Active;
-    let findings = compute(&active, &both, None).1;
+    let findings = compute(&active, &both, &Guard::default()).1;
     assert!(!findings.iter().any(|finding| finding.kind == Type::Drained), "the pool is not draining");
+
+    let excluded = |conflict: Option<Refusal>| {
+        let mut nowhere = found(&[], Vec::new());
+        nowhere.assignment.conflict = conflict;
+        let finding = drained(&nowhere);
+        (finding.status, finding.reason)
+    };
+    assert_eq!(excluded(None), (ConditionStatus::Unknown, Reason::NoNodes));
+    let conflict = Refusal::new(Reason::Conflict, "SSDPool older has the devices on node n2");
+    assert_eq!(excluded(Some(conflict)), (ConditionStatus::Unknown, Reason::Conflict));
 
     // Reports that are old or of another spec do not count.
     let ago = Time(crate::framework::clock::now().0 - SignedDuration::from_mins(5));
@@ -110,40 +105,6 @@ fn pool_is_drained_once_every_assigned_node_has_reported_it() {
         assert_eq!(finding.status, ConditionStatus::False, "{place} {other}");
         assert!(finding.message.contains("n2"), "{place} {other}: {}", finding.message);
     }
-}
-
-#[test]
-fn reports_why_a_pool_has_no_nodes_or_lacks_some() {
-    let conflict = Refusal::new(Reason::Conflict, "SSDPool older has the devices on node n2");
-    let unlisted = Refusal::new(Reason::ReferenceNotFound, "no KVCacheCluster lists this pool");
-    let nowhere = found(&[], Vec::new());
-    let mut excluded = nowhere.clone();
-    excluded.assignment.conflict = Some(conflict.clone());
-    for (inputs, refused, reason) in [
-        (&nowhere, None, Reason::NoNodes),
-        (&nowhere, Some(&unlisted), Reason::ReferenceNotFound),
-        (&excluded, None, Reason::Conflict),
-    ] {
-        let status_of = |kind| {
-            let finding = one(kind, &pool(), inputs, refused);
-            assert_eq!(finding.reason, reason, "{kind}");
-            finding.status
-        };
-        assert_eq!(status_of(Type::Drained), ConditionStatus::Unknown);
-        for kind in [Type::DevicesDiscovered, Type::Ready] {
-            assert_eq!(status_of(kind), ConditionStatus::False);
-        }
-    }
-    // Other nodes have the pool.
-    let mut some = found(&["n1"], vec![with_device(json!({ "state": "Open" }))]);
-    some.assignment.conflict = Some(conflict.clone());
-    for kind in [Type::Accepted, Type::Ready] {
-        let finding = one(kind, &pool(), &some, None);
-        assert_eq!((finding.status, finding.reason), (ConditionStatus::False, Reason::Conflict));
-        assert_eq!(finding.message, conflict.message);
-    }
-    assert_eq!(one(Type::Drained, &pool(), &some, None).status, ConditionStatus::True);
-    assert_eq!(one(Type::DevicesDiscovered, &pool(), &some, None).status, ConditionStatus::True);
 }
 
 #[test]
@@ -169,30 +130,13 @@ fn degraded_names_the_most_severe_problem_with_the_remedy() {
         let spec = json!({ "agents": { "deviceAccess": { "mode": mode } } });
         let metadata = json!({ "name": "c", "namespace": "n" });
         inputs.cluster = Some(Arc::new(resource(metadata, json!({ "spec": spec }))));
-        let degraded = one(Type::Degraded, &pool(), &inputs, None);
+        let degraded = one(Type::Degraded, &pool(), &inputs);
         assert_eq!(degraded.reason, reason, "{device}");
         assert_eq!(degraded.status == ConditionStatus::True, reason != Reason::AsDesired, "{device}");
         assert!(words.iter().all(|word| degraded.message.contains(word)), "{device}: {}", degraded.message);
         let names_access = words.contains(&access);
         assert_eq!(degraded.message.contains("deviceAccess"), names_access, "{device}: {}", degraded.message);
-        let is_ready = one(Type::Ready, &pool(), &inputs, None).status == ConditionStatus::True;
+        let is_ready = one(Type::Ready, &pool(), &inputs).status == ConditionStatus::True;
         assert_eq!(is_ready, device["state"] == "Open", "a slow or worn device remains in use: {device}");
-    }
-}
-
-#[test]
-fn notes_unreported_spare_capacity_if_the_pool_requires_some() {
-    for (required, reported, words) in [
-        (Some(10), None, &["minSparePercent is not checked on 1 nodes", "n1", "deviceAccess"][..]),
-        (None, None, &[][..]),
-        (Some(10), Some(90), &[][..]),
-    ] {
-        let mut pool = pool();
-        pool.spec.health.min_spare_percent = required.map(Percent);
-        let inputs = found(&["n1"], vec![with_device(json!({ "state": "Open", "sparePercent": reported }))]);
-        let degraded = one(Type::Degraded, &pool, &inputs, None);
-        assert_eq!((degraded.status, degraded.reason), (ConditionStatus::False, Reason::AsDesired));
-        assert_eq!(degraded.message.is_empty(), words.is_empty(), "{}", degraded.message);
-        assert!(words.iter().all(|word| degraded.message.contains(word)), "{}", degraded.message);
     }
 }
