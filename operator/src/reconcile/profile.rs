@@ -7,8 +7,6 @@
 //!     agents' reports (CacheNode status) ────────────┘  CacheNode spec ◄┘    └──► files next to the agents' configuration
 //! ```
 //!
-//! A node holds at most [`PROFILES_MAX`] profiles, the oldest ones ([`dereference::selected`]).
-//!
 //! The revision of each node is decided only here, for one profile at a time, so the limit on nodes between
 //! two revisions holds. [`crate::reconcile::node`] writes the decisions with the rest of a node's spec, and
 //! [`crate::reconcile::cluster`] provides the contents as files ([`files`]).
@@ -27,21 +25,15 @@ use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
-use build::Obstacle;
 use decisions::ProfileDecision;
 
 pub mod build;
-pub mod content;
 pub mod controller;
 pub mod decisions;
 pub mod dereference;
 pub mod files;
 pub mod source;
 pub mod status;
-pub mod validate;
-
-/// Maximum number of profiles of one cluster, the limit of a CacheNode.
-pub const PROFILES_MAX: usize = 16;
 
 /// Shortest requeue delay; timestamps have second resolution.
 const SOON: Duration = Duration::from_secs(1);
@@ -55,26 +47,19 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
         // Clusters do not select a profile that is being deleted, so nodes drop it without further action.
         return Ok(Action::await_change());
     }
-    let inputs = dereference::dereference(&profile, &context).await?;
-    let refused = validate::validate(&profile, &inputs);
-    let revision = inputs.revision.as_ref().ok().filter(|_| refused.is_none());
-    let digest = revision.map(|revision| revision.digest.as_str());
+    let found = dereference::dereference(&profile, &context).await?;
     let now = clock::now();
-    let soaking_since = build::soaking_since(&profile, &inputs.nodes, digest, &now);
-    let soaked = soaking_since.as_ref().map(|since| clock::between(since, &now));
-    let rollout = build::build(&profile, &inputs.nodes, digest, soaked);
-    let decision = ProfileDecision { revision: revision.cloned(), nodes: rollout.nodes };
+    let soaking_since = build::soaking_since(&profile, &found, &now);
+    let soak_left = soaking_since.as_ref().and_then(|since| build::soak_left(&profile, since, &now));
+    let rollout = build::build(&profile, &found, soak_left.is_some());
+    let decision = ProfileDecision { revision: found.current().cloned(), nodes: rollout.nodes };
     decisions::publish(&profile, decision, &context).await;
-    let obstacle = rollout.obstacle.as_ref();
-    let (fresh, findings) = status::compute(&profile, &inputs, refused.as_ref(), obstacle, soaking_since);
+    let (fresh, findings) = status::compute(&profile, &found, rollout.obstacle, soaking_since);
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
     let wait = crate::framework::status::write(&context, &*profile, &api, &findings, fresh).await?;
-    let next = match rollout.obstacle {
-        Some(Obstacle::Soaking(rest)) => rest.clamp(SOON, REPORT_TIMEOUT),
-        // A node that stops reporting causes no event.
-        _ => REPORT_TIMEOUT,
-    };
+    // A node that stops reporting causes no event.
+    let next = soak_left.map_or(REPORT_TIMEOUT, |left| left.clamp(SOON, REPORT_TIMEOUT));
     let next = if profile.spec.config_map_ref.is_some() { next.min(source::CACHE_TTL) } else { next };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use kube::Api;
 use kube::runtime::controller::Action;
-use reprise_crds::CacheTenant;
 use reprise_crds::status::Reason;
+use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
@@ -19,6 +19,7 @@ use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
 use dereference::TenantClusters;
 
 pub mod budget;
+pub mod capacity;
 pub mod controller;
 pub mod dereference;
 pub mod keys;
@@ -69,18 +70,17 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     if state == ObjectState::Gone && !budget::is_purging(&tenant) {
         return Ok(Action::await_change());
     }
-    let keys = keys::sync(&tenant, refused.as_ref(), &clusters, &context).await;
-    let checks = dereference::checks(&tenant, &clusters, &context);
     let measured = usage::measure(&tenant, &clusters, &context).await;
-    let bindings = pods::binding_status(&tenant, &clusters, &context);
-    let pods = pods::finding(&tenant, &bindings).filter(|_| refused.is_none());
-    let key = keys.map(|keys| keys::finding(&tenant, &keys, &measured));
-    let more: Vec<_> = pods.into_iter().chain(key).collect();
-    let (mut fresh, mut findings) = status::compute(&tenant, &checks, &results, refused.as_ref(), more);
+    let key = keys::sync(&tenant, refused.as_ref(), &clusters, &measured, &context).await;
+    let assignments = pods::assignments(&tenant, &clusters, &context);
+    let pods = pods::finding(&tenant, &assignments).filter(|_| refused.is_none());
+    let of_nodes = capacity::finding(&tenant, &clusters, &context);
+    let more = pods.into_iter().chain(key);
+    let mut findings = status::compute(&tenant, of_nodes, &results, refused.as_ref(), more);
+    findings.extend(pods::public_finding(&tenant, &assignments));
     let (usage, of_usage) = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
-    fresh.usage = usage;
-    findings.extend(pods::public_finding(&tenant, &bindings));
     findings.extend(of_usage);
+    let fresh = CacheTenantStatus { usage, ..CacheTenantStatus::default() };
     let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
     let is_pending = findings.iter().any(|found| PENDING.contains(&found.reason));
     let next = if is_pending { RETRY_INTERVAL } else { POLL_INTERVAL };

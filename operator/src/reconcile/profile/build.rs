@@ -19,12 +19,14 @@ use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use reprise_crds::SlackProfile;
-use reprise_crds::slack::Canary;
+use reprise_crds::node::AppliedProfile;
+use reprise_crds::status::{ConditionType, Finding, Reason};
 
-use super::dereference::ProfileNode;
+use super::dereference::{ProfileInputs, ProfileNode};
+use crate::framework::clock;
 
-/// Progress of a node with a revision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Progress of a node with the current revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RolloutStage {
     /// It should not have the revision yet.
     Waiting,
@@ -32,10 +34,10 @@ pub enum RolloutStage {
     Updating,
     /// It has applied it.
     Applied,
-    /// It has applied it, but measures larger errors than allowed.
-    Drifted,
-    /// Its agent has refused it.
-    Refused,
+    /// It has applied it, but measures this error in percent, which is larger than allowed.
+    Drifted(u32),
+    /// Its agent has refused it, for this reason.
+    Refused(String),
 }
 
 /// The desired revisions of nodes, and what holds up the rollout.
@@ -43,72 +45,58 @@ pub enum RolloutStage {
 pub struct Rollout {
     /// Digest of the desired revision by node name.
     pub nodes: BTreeMap<String, String>,
-    /// Why no node may follow before the canaries; `None` if there is no such reason, or every node should have
-    /// the revision.
-    pub obstacle: Option<Obstacle>,
-}
-
-/// Why further nodes wait for canary nodes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Obstacle {
-    /// Canaries are configured, but the selector matches no node.
-    NoCanary,
-    /// All canary nodes have applied the revision; the others follow after this time.
-    Soaking(Duration),
-    /// A canary node does not report.
-    CanarySilent(String),
-    /// A canary node refuses it or drifts.
-    CanaryFailed {
-        /// Name of the node.
-        node: String,
-        /// The problem: `Drifted` or `Refused`.
-        stage: RolloutStage,
-    },
+    /// Condition `Distributed` while other nodes wait for canary nodes.
+    pub obstacle: Option<Finding>,
 }
 
 impl RolloutStage {
-    /// Returns the progress of a node with the revision of a digest.
-    pub fn of(node: &ProfileNode, digest: &str, max_error_percent: u8) -> RolloutStage {
-        if node.desired.as_deref() != Some(digest) {
-            return RolloutStage::Waiting;
-        }
-        match node.report.as_ref().filter(|report| report.digest.as_str() == digest) {
-            None => RolloutStage::Updating,
-            Some(report) if report.refused.is_some() => RolloutStage::Refused,
-            Some(report)
-                if report
-                    .prediction_error_p99_percent
-                    .is_some_and(|error| error > u32::from(max_error_percent)) =>
-            {
-                RolloutStage::Drifted
-            }
-            Some(_) => RolloutStage::Applied,
+    /// Returns the progress of a node that should have the current revision with this digest; `None`: it should not.
+    pub fn of(digest: Option<&str>, report: Option<&AppliedProfile>, max_error_percent: u8) -> RolloutStage {
+        let Some(digest) = digest else { return RolloutStage::Waiting };
+        let Some(report) = report.filter(|report| report.digest.as_str() == digest) else {
+            return RolloutStage::Updating;
+        };
+        match (&report.refused, report.prediction_error_p99_percent) {
+            (Some(refused), _) => RolloutStage::Refused(refused.to_string()),
+            (None, Some(error)) if error > u32::from(max_error_percent) => RolloutStage::Drifted(error),
+            (None, _) => RolloutStage::Applied,
         }
     }
 
-    /// Whether the node refuses the revision or drifts.
-    pub fn is_bad(self) -> bool {
-        matches!(self, RolloutStage::Drifted | RolloutStage::Refused)
+    /// Whether the node has applied the revision.
+    pub fn has_applied(&self) -> bool {
+        matches!(self, RolloutStage::Applied | RolloutStage::Drifted(_))
     }
 }
 
-/// Returns the time since which all canary nodes have applied a revision: now if the status records no time
-/// for this revision. Returns `None` if a canary has not applied it or does not report; a revision that takes
-/// nodes down must not complete its soak.
-pub fn soaking_since(
-    profile: &SlackProfile,
-    nodes: &[ProfileNode],
-    digest: Option<&str>,
-    now: &Time,
-) -> Option<Time> {
-    let digest = digest?;
-    let works = |node: &ProfileNode| {
-        !node.silent
-            && RolloutStage::of(node, digest, profile.spec.max_error_percent.0) == RolloutStage::Applied
-    };
-    let mut canaries = nodes.iter().filter(|node| node.canary).peekable();
+impl ProfileNode {
+    /// Returns reason, description and remedy if the node refuses the revision with this number or drifts from it.
+    pub fn problem(&self, revision: i64) -> Option<(Reason, String, &'static str)> {
+        let name = &self.name;
+        match &self.stage {
+            RolloutStage::Refused(why) => Some((
+                Reason::Refused,
+                format!("node {name} refuses revision {revision}: {why}"),
+                "correct the profile or the node, or restore the previous measurement",
+            )),
+            RolloutStage::Drifted(error) => Some((
+                Reason::MeasuredDifference,
+                format!("node {name} drifts from revision {revision}: an error of {error} %"),
+                "measure again, or restore the previous measurement",
+            )),
+            RolloutStage::Waiting | RolloutStage::Updating | RolloutStage::Applied => None,
+        }
+    }
+}
+
+/// Returns the time since which all canary nodes have applied the revision: now if the status records no time
+/// for it. Returns `None` if a canary has not applied it or does not report; a revision that takes nodes down must
+/// not complete its soak.
+pub fn soaking_since(profile: &SlackProfile, found: &ProfileInputs, now: &Time) -> Option<Time> {
+    let digest = &found.current()?.digest;
+    let mut canaries = found.nodes.iter().filter(|node| node.canary).peekable();
     canaries.peek()?;
-    if !canaries.all(works) {
+    if !canaries.all(|node| node.stage == RolloutStage::Applied && !node.silent) {
         return None;
     }
     let before = profile.status.as_ref();
@@ -116,66 +104,75 @@ pub fn soaking_since(
     same.and_then(|status| status.soaking_since.clone()).or_else(|| Some(now.clone()))
 }
 
-/// Decides the rollout. `soaked` is the time for which all canary nodes have applied the revision.
-pub fn build(
-    profile: &SlackProfile,
-    nodes: &[ProfileNode],
-    digest: Option<&str>,
-    soaked: Option<Duration>,
-) -> Rollout {
+/// Returns how much longer canary nodes must run the revision; `None` if that time is over.
+pub fn soak_left(profile: &SlackProfile, since: &Time, now: &Time) -> Option<Duration> {
+    // The schema permits only durations.
+    let soak = profile.spec.rollout.canary.as_ref()?.soak.duration().unwrap_or_default();
+    soak.checked_sub(clock::between(since, now)).filter(|left| !left.is_zero())
+}
+
+/// Decides the rollout. `is_soaking`: all canary nodes have applied the revision, but for a shorter time than required.
+pub fn build(profile: &SlackProfile, found: &ProfileInputs, is_soaking: bool) -> Rollout {
+    let nodes = &found.nodes;
     let current = |node: &ProfileNode| Some((node.name.clone(), node.desired.clone()?));
     let mut desired: BTreeMap<String, String> = nodes.iter().filter_map(current).collect();
-    let Some(digest) = digest else { return Rollout { nodes: desired, obstacle: None } };
+    let Some(revision) = found.current() else { return Rollout { nodes: desired, obstacle: None } };
     let rollout = &profile.spec.rollout;
-    let stage = |node: &ProfileNode| RolloutStage::of(node, digest, profile.spec.max_error_percent.0);
-    let staged: Vec<(&ProfileNode, RolloutStage)> = nodes.iter().map(|node| (node, stage(node))).collect();
-    let obstacle = rollout.canary.as_ref().and_then(|canary| canary_obstacle(&staged, canary, soaked));
-    let are_canaries_next = has_unfinished_canary(&staged);
+    let obstacle = rollout.canary.as_ref().and_then(|_| canary_obstacle(found, is_soaking));
     // A silent node that is updating counts too, because the revision may be the cause.
-    let unavailable =
-        staged.iter().filter(|(_, stage)| *stage == RolloutStage::Updating || stage.is_bad()).count();
+    let is_unavailable =
+        |node: &&ProfileNode| node.stage == RolloutStage::Updating || node.problem(found.number).is_some();
     let limit = (nodes.len() * usize::from(rollout.max_unavailable_percent.0) / 100).max(1);
-    let free = limit.saturating_sub(unavailable);
-    let is_next = |(node, stage): &&(&ProfileNode, RolloutStage)| {
+    let free = limit.saturating_sub(nodes.iter().filter(is_unavailable).count());
+    let are_canaries_next = has_unfinished_canary(nodes);
+    let is_next = |node: &&ProfileNode| {
         let is_eligible = obstacle.is_none() && (node.canary || !are_canaries_next);
-        *stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen
+        node.stage == RolloutStage::Waiting && is_eligible && !node.silent && !node.frozen
     };
-    for (node, _) in staged.iter().filter(is_next).take(free) {
-        desired.insert(node.name.clone(), digest.to_owned());
+    for node in nodes.iter().filter(is_next).take(free) {
+        desired.insert(node.name.clone(), revision.digest.clone());
     }
-    let all = desired.len() == nodes.len() && desired.values().all(|desired| desired == digest);
+    let all = desired.len() == nodes.len() && desired.values().all(|desired| *desired == revision.digest);
     Rollout { nodes: desired, obstacle: obstacle.filter(|_| !all) }
 }
 
 /// Whether a canary node has not applied the revision yet, or drifts.
-fn has_unfinished_canary(staged: &[(&ProfileNode, RolloutStage)]) -> bool {
-    staged.iter().any(|(node, stage)| node.canary && *stage != RolloutStage::Applied)
+fn has_unfinished_canary(nodes: &[ProfileNode]) -> bool {
+    nodes.iter().any(|node| node.canary && node.stage != RolloutStage::Applied)
 }
 
 /// Returns why no further node may get the revision because of the canaries.
-fn canary_obstacle(
-    staged: &[(&ProfileNode, RolloutStage)],
-    canary: &Canary,
-    soaked: Option<Duration>,
-) -> Option<Obstacle> {
-    let canaries = || staged.iter().filter(|(node, _)| node.canary);
-    if let Some((node, stage)) = canaries().find(|(_, stage)| stage.is_bad()) {
-        return Some(Obstacle::CanaryFailed { node: node.name.clone(), stage: *stage });
-    }
-    if canaries().next().is_none() {
-        return Some(Obstacle::NoCanary);
-    }
-    if has_unfinished_canary(staged) {
+fn canary_obstacle(found: &ProfileInputs, is_soaking: bool) -> Option<Finding> {
+    let (all, revision) = (found.nodes.len(), found.number);
+    let canaries = || found.nodes.iter().filter(|node| node.canary);
+    let problem = canaries().find_map(|node| node.problem(revision));
+    let (reason, message) = if let Some((reason, problem, remedy)) = problem {
+        (reason, format!("canary {problem}. The other nodes keep their revision: {remedy}"))
+    } else if canaries().next().is_none() {
+        let message = format!(
+            "rollout.canary.nodeSelector matches none of the {all} nodes with the GPU, and no other node gets revision {revision} \
+             before: label a node, or remove rollout.canary"
+        );
+        (Reason::NoNodes, message)
+    } else if has_unfinished_canary(&found.nodes) {
         return None;
-    }
-    if let Some((node, _)) = canaries().find(|(node, _)| node.silent) {
-        return Some(Obstacle::CanarySilent(node.name.clone()));
-    }
-    // Validated before: a profile with an unreadable time has no revision.
-    let soak = canary.soak.duration().unwrap_or_default();
-    let rest = soak.checked_sub(soaked.unwrap_or_default()).filter(|rest| !rest.is_zero());
-    rest.map(Obstacle::Soaking)
+    } else if let Some(ProfileNode { name, .. }) = canaries().find(|node| node.silent) {
+        let message = format!(
+            "canary node {name} has not reported for a minute, and the others wait for it: check its agent's pod, or exclude \
+             the node from rollout.canary"
+        );
+        (Reason::NotReported, message)
+    } else if is_soaking {
+        let message = format!(
+            "all canary nodes have applied revision {revision}; the others follow once rollout.canary.soak has passed since \
+             status.soakingSince"
+        );
+        (Reason::Progressing, message)
+    } else {
+        return None;
+    };
+    Some(Finding::no(ConditionType::Distributed, reason, message))
 }
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;

@@ -11,9 +11,9 @@ use kube::ResourceExt;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::{CacheNode, SlackProfile};
 
-use super::content::Revision;
+use super::dereference::claimed;
+use super::source::Revision;
 use crate::reconcile::context::Context;
-use crate::reconcile::stores::Stores;
 
 /// The decision on one profile.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,37 +26,28 @@ pub struct ProfileDecision {
 
 /// Decisions on all profiles, by UID.
 #[derive(Debug, Default)]
-pub struct ProfileDecisions {
-    of: Mutex<HashMap<String, Arc<ProfileDecision>>>,
-}
+pub struct ProfileDecisions(Mutex<HashMap<String, Arc<ProfileDecision>>>);
 
 impl ProfileDecisions {
     /// Returns the decision on a profile; `None` before the first one of this process.
     pub fn of(&self, profile: &SlackProfile) -> Option<Arc<ProfileDecision>> {
-        let of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
-        of.get(profile.metadata.uid.as_ref()?).cloned()
-    }
-
-    /// Replaces the decision on a profile. Returns whether clusters must update their files: after another
-    /// revision, or a first decision.
-    fn replace(&self, profile: &SlackProfile, decision: ProfileDecision, stores: &Stores) -> bool {
-        let mut of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
-        let (uid, decision) = (profile.metadata.uid.clone().unwrap_or_default(), Arc::new(decision));
-        let before = of.insert(uid, Arc::clone(&decision));
-        let is_change = before.is_none_or(|before| before.revision != decision.revision);
-        if is_change {
-            // Decisions on deleted profiles.
-            of.retain(|uid, _| stores.profiles.find(|one| one.metadata.uid.as_ref() == Some(uid)).is_some());
-        }
-        is_change
+        let decisions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        decisions.get(profile.metadata.uid.as_ref()?).cloned()
     }
 }
 
 /// Replaces the decision on a profile, and enqueues the clusters and nodes that differ from it: their reconcilers
 /// write it.
 pub async fn publish(profile: &SlackProfile, decision: ProfileDecision, context: &Context) {
-    let (stores, nodes) = (&context.stores, decision.nodes.clone());
-    if context.decisions.replace(profile, decision, stores) {
+    let (stores, decision) = (&context.stores, Arc::new(decision));
+    let before = {
+        let mut decisions = context.decisions.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Decisions on deleted profiles.
+        decisions
+            .retain(|uid, _| stores.profiles.find(|one| one.metadata.uid.as_ref() == Some(uid)).is_some());
+        decisions.insert(profile.metadata.uid.clone().unwrap_or_default(), Arc::clone(&decision))
+    };
+    if before.is_none_or(|before| before.revision != decision.revision) {
         for cluster in stores.clusters.state_filter(|cluster| cluster.namespace() == profile.namespace()) {
             stores.feeds.clusters.request(cluster).await;
         }
@@ -64,9 +55,8 @@ pub async fn publish(profile: &SlackProfile, decision: ProfileDecision, context:
     let (name, namespace) = (profile.name_any(), profile.namespace().unwrap_or_default());
     let differs = |node: &CacheNode| {
         let cluster = node.spec.cluster_ref.as_ref();
-        let claim = node.spec.profiles.iter().find(|claim| claim.name.as_str() == name);
         cluster.is_some_and(|cluster| cluster.namespace.as_str() == namespace)
-            && claim.map(|claim| claim.digest.as_str()) != nodes.get(&node.name_any()).map(String::as_str)
+            && claimed(node, &name) != decision.nodes.get(&node.name_any()).map(String::as_str)
     };
     for node in stores.cache_nodes.state_filter(differs) {
         if let Some(node) = stores.nodes.get(&ObjectRef::new(&node.name_any())) {

@@ -11,9 +11,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kube::api::DynamicObject;
 use reprise_crds::slack::{content_file, digest_of_file};
 use reprise_crds::{CacheNode, KVCacheCluster};
+use serde_json::{Map, Value};
 
 use super::decisions::ProfileDecision;
 use super::dereference::selected;
@@ -33,31 +33,21 @@ pub fn of(
     cache_nodes: &[Arc<CacheNode>],
     context: &Context,
 ) -> BTreeMap<String, String> {
-    let stores = &context.stores;
     let profiles = selected(cluster, context);
-    let decided = profiles.iter().map(|profile| context.decisions.of(profile));
-    let decided: Vec<Option<Arc<ProfileDecision>>> = decided.collect();
-    let live = stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
-    let live = live.as_deref().map(texts).unwrap_or_default();
+    let decided: Vec<_> = profiles.iter().filter_map(|profile| context.decisions.of(profile)).collect();
     let claimed = cache_nodes.iter().flat_map(|node| &node.spec.profiles);
     let mut used: BTreeSet<String> = claimed.map(|claim| claim.digest.to_string()).collect();
-    used.extend(decided.iter().flatten().flat_map(|decided| decided.nodes.values().cloned()));
-    let known: Vec<&ProfileDecision> = decided.iter().flatten().map(Arc::as_ref).collect();
+    used.extend(decided.iter().flat_map(|decided| decided.nodes.values().cloned()));
     // Before the first decision on a profile, its used revisions are unknown: keep all.
-    let is_used = |digest: &str| known.len() < decided.len() || used.contains(digest);
-    files(&known, live, is_used)
-}
-
-/// Returns the entries of a ConfigMap.
-fn texts(map: &DynamicObject) -> BTreeMap<String, String> {
-    let entries = map.data["data"].as_object().into_iter().flatten();
-    entries.filter_map(|(name, text)| Some((name.clone(), text.as_str()?.to_owned()))).collect()
+    let is_used = |digest: &str| decided.len() < profiles.len() || used.contains(digest);
+    let live = context.stores.children.get(ChildKind::ConfigMap, Some(&names.namespace), &names.agent());
+    files(&decided, live.as_ref().and_then(|live| live.data["data"].as_object()), is_used)
 }
 
 /// Returns the current revisions, and the used ones among the existing files.
 fn files(
-    decided: &[&ProfileDecision],
-    live: BTreeMap<String, String>,
+    decided: &[Arc<ProfileDecision>],
+    live: Option<&Map<String, Value>>,
     is_used: impl Fn(&str) -> bool,
 ) -> BTreeMap<String, String> {
     let revisions = decided.iter().filter_map(|decided| decided.revision.as_ref());
@@ -65,49 +55,51 @@ fn files(
         .filter_map(|revision| Some((content_file(&revision.digest)?, revision.text.clone())))
         .collect();
     let mut bytes: usize = files.values().map(String::len).sum();
-    for (name, text) in live {
-        let is_right = digest_of_file(&name).is_some_and(|of| is_used(&of) && digest::of(&text) == of);
-        if !is_right || files.contains_key(&name) || bytes + text.len() > FILES_BYTES_MAX {
-            continue;
+    for (name, text) in live.into_iter().flatten() {
+        let text = text.as_str().unwrap_or_default();
+        let is_right = digest_of_file(name).is_some_and(|of| is_used(&of) && digest::of(text) == of);
+        if is_right && !files.contains_key(name) && bytes + text.len() <= FILES_BYTES_MAX {
+            bytes += text.len();
+            files.insert(name.clone(), text.to_owned());
         }
-        bytes += text.len();
-        files.insert(name, text);
     }
     files
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::content::Revision;
+    use super::super::source::Revision;
     use super::*;
 
-    fn file(text: &str) -> (String, String) {
-        (content_file(&digest::of(text)).expect("a digest"), text.to_owned())
+    fn file(text: &str) -> (String, Value) {
+        (content_file(&digest::of(text)).expect("a digest"), text.into())
     }
 
-    fn decided(text: &str) -> ProfileDecision {
+    fn decided(text: &str) -> Arc<ProfileDecision> {
         let revision = Revision { digest: digest::of(text), text: text.to_owned() };
-        ProfileDecision { revision: Some(revision), ..ProfileDecision::default() }
+        Arc::new(ProfileDecision { revision: Some(revision), ..ProfileDecision::default() })
     }
 
     #[test]
     fn keeps_only_current_and_used_revisions() {
-        let (new, old, unused) = (file("new"), file("old"), file("unused"));
-        let (damaged, other) =
-            ((file("damaged").0, "!".to_owned()), ("agent.toml".to_owned(), String::new()));
-        let live = BTreeMap::from([old.clone(), unused.clone(), damaged, other]);
+        let damaged = (file("damaged").0, "!".into());
+        let other = ("agent.toml".to_owned(), "".into());
+        let live = Map::from_iter([file("old"), file("unused"), damaged, other]);
+        let texts = |decided: &[Arc<ProfileDecision>], is_used: &dyn Fn(&str) -> bool| {
+            files(decided, Some(&live), is_used).into_values().collect::<BTreeSet<_>>()
+        };
         let is_used = |of: &str| of != digest::of("unused");
-        let made = files(&[&decided("new"), &ProfileDecision::default()], live.clone(), is_used);
-        assert_eq!(made, BTreeMap::from([new, old.clone()]));
+        let made = texts(&[decided("new"), Arc::default()], &is_used);
+        assert_eq!(made, ["new", "old"].map(str::to_owned).into());
         // Used revisions are unknown: all intact files are kept.
-        assert_eq!(files(&[], live, |_| true), BTreeMap::from([old, unused]));
+        assert_eq!(texts(&[], &|_| true), ["old", "unused"].map(str::to_owned).into());
     }
 
     #[test]
     fn older_revisions_never_displace_current_ones() {
         let half = "x".repeat(FILES_BYTES_MAX / 2);
         let live = ["a", "b", "c"].map(|end| file(&format!("{half}{end}"))).into_iter().collect();
-        let made = files(&[&decided("present")], live, |_| true);
+        let made = files(&[decided("present")], Some(&live), |_| true);
         assert_eq!(made.len(), 2, "the current one and one that fits in addition");
         assert!(made.values().any(|text| text == "present"));
     }

@@ -7,7 +7,7 @@ use reprise_crds::slack::{Measured, ProfileNodes};
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 use reprise_crds::{SlackProfile, SlackProfileStatus};
 
-use super::build::{Obstacle, RolloutStage};
+use super::build::RolloutStage;
 use super::dereference::{ProfileInputs, ProfileNode};
 use crate::framework::refusal::{Refusal, accepted};
 
@@ -21,92 +21,44 @@ const UNUSED: &str = "engines that report their layers get the profile's budgets
 pub fn compute(
     profile: &SlackProfile,
     found: &ProfileInputs,
-    refused: Option<&Refusal>,
-    obstacle: Option<&Obstacle>,
+    obstacle: Option<Finding>,
     soaking_since: Option<Time>,
 ) -> (SlackProfileStatus, Vec<Finding>) {
-    let before = profile.status.clone().unwrap_or_default();
-    let good = found.revision.as_ref().ok().filter(|_| refused.is_none());
-    // Without a valid revision, nodes should keep the previous one.
-    let digest = good.map(|revision| Digest::new(&revision.digest)).or_else(|| before.digest.clone());
-    let max_error = profile.spec.max_error_percent.0;
-    let stage = |node| {
-        digest
-            .as_ref()
-            .map_or(RolloutStage::Waiting, |digest| RolloutStage::of(node, digest.as_str(), max_error))
-    };
-    let counts = Counts {
-        profile,
-        found,
-        revision: before.revision + i64::from(digest != before.digest),
-        nodes: found.nodes.iter().map(|node| (node, stage(node))).collect(),
-    };
-    let distributed = distributed(&counts, refused, obstacle);
-    let active = active(&counts, &distributed);
-    let findings = vec![accepted(refused), valid(found), active, drifted(&counts), distributed];
+    let distributed = distributed(profile, found).or(obstacle).unwrap_or_else(|| in_progress(found));
+    let active = active(&found.nodes, &distributed);
+    let findings =
+        vec![accepted(found.refused.as_ref()), valid(found), active, drifted(profile, found), distributed];
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let failed = found.nodes.iter().filter(|node| matches!(node.stage, RolloutStage::Refused(_)));
+    let largest = |error: fn(&AppliedProfile) -> Option<u32>| reports(found).filter_map(error).max();
+    let median = largest(|report| report.prediction_error_p50_percent);
+    let measured = median.zip(largest(|report| report.prediction_error_p99_percent));
     let status = SlackProfileStatus {
-        revision: counts.revision,
+        digest: found.digest.as_ref().map(Digest::new),
+        revision: found.number,
         nodes: Some(ProfileNodes {
-            target: number(counts.nodes.len()),
-            applied: number(counts.having().count()),
-            failed: number(counts.with(|stage| stage == RolloutStage::Refused).count()),
+            target: number(found.nodes.len()),
+            applied: number(having(found)),
+            failed: number(failed.count()),
         }),
         soaking_since,
-        measured: counts.measured(),
-        digest,
+        measured: measured.map(|(p50, p99)| Measured {
+            prediction_error_p50_percent: p50,
+            prediction_error_p99_percent: p99,
+        }),
         ..SlackProfileStatus::default()
     };
     (status, findings)
 }
 
-fn number(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
+/// Returns the number of nodes that have applied the current revision.
+fn having(found: &ProfileInputs) -> usize {
+    found.nodes.iter().filter(|node| node.stage.has_applied()).count()
 }
 
-/// Nodes that have the GPU of a profile, with their progress.
-struct Counts<'a> {
-    profile: &'a SlackProfile,
-    found: &'a ProfileInputs,
-    revision: i64,
-    nodes: Vec<(&'a ProfileNode, RolloutStage)>,
-}
-
-impl<'a> Counts<'a> {
-    /// Returns the nodes at certain stages.
-    fn with(&self, is: impl Fn(RolloutStage) -> bool) -> impl Iterator<Item = &'a ProfileNode> {
-        self.nodes.iter().filter(move |(_, stage)| is(*stage)).map(|(node, _)| *node)
-    }
-
-    /// Returns the nodes that have applied the current revision.
-    fn having(&self) -> impl Iterator<Item = &'a ProfileNode> {
-        self.with(|stage| matches!(stage, RolloutStage::Applied | RolloutStage::Drifted))
-    }
-
-    /// Returns the largest errors that nodes measure with the current revision.
-    fn measured(&self) -> Option<Measured> {
-        let largest = |error: fn(&AppliedProfile) -> Option<u32>| {
-            self.having().filter_map(|node| error(node.report.as_ref()?)).max()
-        };
-        Some(Measured {
-            prediction_error_p50_percent: largest(|report| report.prediction_error_p50_percent)?,
-            prediction_error_p99_percent: largest(|report| report.prediction_error_p99_percent)?,
-        })
-    }
-
-    /// Returns a node's reason against the revision.
-    fn problem(&self, node: &str) -> String {
-        let found = self.nodes.iter().find(|(one, _)| one.name == node);
-        let Some(report) = found.and_then(|(node, _)| node.report.as_ref()) else { return String::new() };
-        match (&report.refused, report.prediction_error_p99_percent) {
-            (Some(refused), _) => refused.to_string(),
-            (None, Some(error)) => format!("an error of {error} %"),
-            (None, None) => String::new(),
-        }
-    }
-}
-
-fn join_names<'a>(nodes: impl Iterator<Item = &'a ProfileNode>) -> String {
-    nodes.take(NAMES_MAX).map(|node| node.name.as_str()).collect::<Vec<_>>().join(", ")
+/// Returns the reports of nodes that have applied the current revision.
+fn reports(found: &ProfileInputs) -> impl Iterator<Item = &AppliedProfile> {
+    found.nodes.iter().filter(|node| node.stage.has_applied()).filter_map(|node| node.report.as_ref())
 }
 
 fn valid(found: &ProfileInputs) -> Finding {
@@ -123,113 +75,63 @@ fn valid(found: &ProfileInputs) -> Finding {
     }
 }
 
-fn distributed(counts: &Counts<'_>, refused: Option<&Refusal>, obstacle: Option<&Obstacle>) -> Finding {
-    let kind = Type::Distributed;
-    let (all, revision) = (counts.nodes.len(), counts.revision);
-    if let Some(refusal) = refused.or(counts.found.revision.as_ref().err()) {
-        let having = counts.found.nodes.iter().filter(|node| node.desired.is_some()).count();
+/// Returns condition `Distributed` if there is no revision, or no node for it.
+fn distributed(profile: &SlackProfile, found: &ProfileInputs) -> Option<Finding> {
+    let (kind, all, clusters) = (Type::Distributed, found.nodes.len(), found.clusters.join(", "));
+    if let Some(refusal) = found.refused.as_ref().or(found.revision.as_ref().err()) {
+        let having = found.nodes.iter().filter(|node| node.desired.is_some()).count();
         let message = format!(
             "no revision is distributed until the profile is accepted and valid; {having} of {all} nodes keep their revision"
         );
-        return Finding::no(kind, refusal.reason, message);
+        return Some(Finding::no(kind, refusal.reason, message));
     }
-    if all == 0 {
-        return no_matching_gpu(counts);
+    if all > 0 {
+        return None;
     }
-    let Some(obstacle) = obstacle else { return in_progress(counts) };
-    let (reason, message) = match obstacle {
-        Obstacle::NoCanary => (
-            Reason::NoNodes,
-            format!(
-                "rollout.canary.nodeSelector matches none of the {all} nodes with the GPU, and no other node gets revision {revision} \
-                 before: label a node, or remove rollout.canary"
-            ),
-        ),
-        Obstacle::Soaking(_) => (
-            Reason::Progressing,
-            format!(
-                "all canary nodes have applied revision {revision}; the others follow once rollout.canary.soak has passed since \
-                 status.soakingSince"
-            ),
-        ),
-        Obstacle::CanarySilent(node) => (
-            Reason::NotReported,
-            format!(
-                "canary node {node} has not reported for a minute, and the others wait for it: check its agent's pod, or exclude \
-                 the node from rollout.canary"
-            ),
-        ),
-        Obstacle::CanaryFailed { node, stage } => {
-            let (reason, verb, remedy) = words(*stage);
-            let problem = counts.problem(node);
-            let message = format!(
-                "canary node {node} {verb} revision {revision}: {problem}. The other nodes keep their revision: {remedy}"
-            );
-            (reason, message)
-        }
-    };
-    Finding::no(kind, reason, message)
-}
-
-/// Returns reason, verb and remedy of a node that refuses a revision or drifts from it.
-fn words(stage: RolloutStage) -> (Reason, &'static str, &'static str) {
-    if stage == RolloutStage::Drifted {
-        let remedy = "measure again, or restore the previous measurement";
-        return (Reason::MeasuredDifference, "drifts from", remedy);
-    }
-    let remedy = "correct the profile or the node, or restore the previous measurement";
-    (Reason::Refused, "refuses", remedy)
-}
-
-/// Returns the condition if no node has the GPU.
-fn no_matching_gpu(Counts { profile, found, .. }: &Counts<'_>) -> Finding {
-    let kind = Type::Distributed;
-    let desired = &profile.spec.subject.gpu_product;
-    let clusters = found.clusters.join(", ");
     if found.products.is_empty() {
         let message = format!(
             "no node of {clusters} has reported a GPU: agents read /proc/driver/nvidia/gpus, which exists once the driver is loaded"
         );
-        return Finding::no(kind, Reason::NoNodes, message);
+        return Some(Finding::no(kind, Reason::NoNodes, message));
     }
     let there: Vec<&str> = found.products.iter().take(NAMES_MAX).map(String::as_str).collect();
     let message = format!(
-        "no node of {clusters} has the GPU '{desired}', but they have '{}': create a SlackProfile with one of these as subject.gpuProduct, \
+        "no node of {clusters} has the GPU '{}', but they have '{}': create a SlackProfile with one of these as subject.gpuProduct, \
          measured on that GPU",
+        profile.spec.subject.gpu_product,
         there.join("', '")
     );
-    Finding::no(kind, Reason::WrongGpu, message)
+    Some(Finding::no(kind, Reason::WrongGpu, message))
 }
 
-/// Returns the condition of a rollout without obstacles.
-fn in_progress(counts: &Counts<'_>) -> Finding {
-    let kind = Type::Distributed;
-    let (all, revision) = (counts.nodes.len(), counts.revision);
-    let have = counts.having().count();
+/// Returns condition `Distributed` of a rollout without obstacles.
+fn in_progress(found: &ProfileInputs) -> Finding {
+    let (kind, nodes, revision) = (Type::Distributed, &found.nodes, found.number);
+    let (all, have) = (nodes.len(), having(found));
     if have == all {
         let message = format!("all {all} nodes that have the GPU have revision {revision}");
         return Finding::yes(kind, Reason::AsDesired, message);
     }
     let message = format!("{have} of {all} nodes have revision {revision}");
-    if let Some((node, stage)) = counts.nodes.iter().find(|(_, stage)| stage.is_bad()) {
-        let (reason, verb, remedy) = words(*stage);
-        let (name, why) = (&node.name, counts.problem(&node.name));
-        let message = format!(
-            "{message}; node {name} {verb} it: {why}. It counts towards rollout.maxUnavailablePercent: {remedy}"
-        );
+    if let Some((reason, problem, remedy)) = nodes.iter().find_map(|node| node.problem(revision)) {
+        let message =
+            format!("{message}; {problem}. It counts towards rollout.maxUnavailablePercent: {remedy}");
         return Finding::no(kind, reason, message);
     }
-    let waits = |stage| matches!(stage, RolloutStage::Waiting | RolloutStage::Updating);
-    let silent = join_names(counts.with(waits).filter(|node| node.silent));
+    let names = |is: &dyn Fn(&ProfileNode) -> bool| {
+        let names = nodes.iter().filter(|node| is(node)).take(NAMES_MAX).map(|node| node.name.as_str());
+        names.collect::<Vec<_>>().join(", ")
+    };
+    let silent = names(&|node| node.silent && !node.stage.has_applied());
     if !silent.is_empty() {
         let message = format!("{message}; not reporting for a minute: {silent}: check their agents' pods");
         return Finding::no(kind, Reason::NotReported, message);
     }
-    let frozen = join_names(counts.with(|stage| stage == RolloutStage::Waiting).filter(|node| node.frozen));
+    let frozen = names(&|node| node.frozen && node.stage == RolloutStage::Waiting);
     if !frozen.is_empty() {
         let message = format!(
             "{message}; {frozen} cannot be changed, because the KVCacheCluster is paused or not accepted: check {}",
-            counts.found.clusters.join(", ")
+            found.clusters.join(", ")
         );
         return Finding::no(kind, Reason::Paused, message);
     }
@@ -238,16 +140,15 @@ fn in_progress(counts: &Counts<'_>) -> Finding {
 
 /// Returns condition `Active`: whether every node has applied some revision. The message states that the data
 /// path of agents does not use profiles, so that users do not expect an effect.
-fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
-    let kind = Type::Active;
-    let all = counts.nodes.len();
+fn active(nodes: &[ProfileNode], distributed: &Finding) -> Finding {
+    let (kind, all) = (Type::Active, nodes.len());
     if all == 0 {
         return Finding::no(kind, distributed.reason, format!("no node has applied it; {UNUSED}"));
     }
     let works = |node: &&ProfileNode| {
         node.desired.is_some() && node.report.as_ref().is_some_and(|report| report.refused.is_none())
     };
-    let work = counts.with(|_| true).filter(works).count();
+    let work = nodes.iter().filter(works).count();
     let message = format!("{work} of {all} nodes have applied a revision of it; {UNUSED}");
     if work == all {
         return Finding::yes(kind, Reason::AsDesired, message);
@@ -257,22 +158,25 @@ fn active(counts: &Counts<'_>, distributed: &Finding) -> Finding {
     Finding::no(kind, reason, message)
 }
 
-fn drifted(counts: &Counts<'_>) -> Finding {
-    let (kind, max_error) = (Type::Drifted, counts.profile.spec.max_error_percent.0);
-    let drifting = || counts.with(|stage| stage == RolloutStage::Drifted);
-    if let Some(first) = drifting().next() {
+fn drifted(profile: &SlackProfile, found: &ProfileInputs) -> Finding {
+    let (kind, max_error) = (Type::Drifted, profile.spec.max_error_percent.0);
+    let drifting: Vec<String> = found
+        .nodes
+        .iter()
+        .filter_map(|node| match node.stage {
+            RolloutStage::Drifted(error) => Some(format!("{}: an error of {error} %", node.name)),
+            _ => None,
+        })
+        .collect();
+    if let Some(first) = drifting.first() {
         let message = format!(
-            "{} nodes measure a larger error than maxErrorPercent ({max_error}); {}: {}. Drivers, engines or clocks have changed: measure again",
-            drifting().count(),
-            first.name,
-            counts.problem(&first.name),
+            "{} nodes measure a larger error than maxErrorPercent ({max_error}); {first}. Drivers, engines or clocks have changed: \
+             measure again",
+            drifting.len(),
         );
         return Finding::yes(kind, Reason::MeasuredDifference, message);
     }
-    let measures = |node: &ProfileNode| {
-        node.report.as_ref().is_some_and(|report| report.prediction_error_p99_percent.is_some())
-    };
-    if counts.having().any(measures) {
+    if reports(found).any(|report| report.prediction_error_p99_percent.is_some()) {
         let message = format!("no node measures a larger error than {max_error}");
         return Finding::no(kind, Reason::AsDesired, message);
     }
@@ -280,6 +184,3 @@ fn drifted(counts: &Counts<'_>) -> Finding {
          model's name differs from subject.model";
     Finding::unknown(kind, Reason::NotReported, message)
 }
-
-#[cfg(test)]
-mod tests;

@@ -14,6 +14,8 @@
 
 use futures_util::future::join_all;
 use kube::ResourceExt;
+use reprise_crds::fields::Quantity;
+use reprise_crds::status::Reason;
 use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
@@ -31,38 +33,21 @@ pub struct BudgetResult {
     pub cluster: String,
     /// Whether the tenant applies to the cluster. At other clusters, a budget is only removed.
     pub is_member: bool,
-    /// Outcome at the control plane.
-    pub outcome: BudgetOutcome,
+    /// Whether the control plane has the desired budget. With reason `Releasing` it has the zero budget, but nodes may
+    /// still hold blocks; with reason `OverCapacity` it rejects the budget.
+    pub outcome: Result<(), Refusal>,
     /// Bytes by which the reservations of all budgets exceed the capacity of living nodes.
     pub overcommitted: TierBytes,
-}
-
-/// Outcome of setting a budget.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum BudgetOutcome {
-    /// The control plane has the desired budget.
-    Applied,
-    /// The zero budget is set, but these nodes may still hold blocks.
-    BlocksRemain(String),
-    /// The control plane could not be reached.
-    Unreachable(String),
-    /// The control plane rejects the budget.
-    Rejected(String),
-    /// The control plane has a budget that another client set.
-    Foreign,
-    /// The cluster is paused, so its control plane is not changed.
-    Paused,
 }
 
 /// Returns the budget of a tenant's spec, if it has one.
 pub fn desired(tenant: &CacheTenant) -> Option<Budget> {
     let Quotas { dram, ssd } = &tenant.spec.budget;
-    // Quantities that cannot be parsed were rejected during validation.
-    let reserved = |quota: &Quota| quota.reserved.bytes().unwrap_or_default();
-    let limit =
-        |quota: &Quota| quota.limit.as_ref().map_or(u64::MAX, |limit| limit.bytes().unwrap_or_default());
+    // The schema permits only quantities, which may exceed 64 bits.
+    let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or(u64::MAX);
+    let limit = |quota: &Quota| quota.limit.as_ref().map_or(u64::MAX, bytes);
     let budget = Budget {
-        reserved: TierBytes { dram: reserved(dram), ssd: reserved(ssd) },
+        reserved: TierBytes { dram: bytes(&dram.reserved), ssd: bytes(&ssd.reserved) },
         limit: TierBytes { dram: limit(dram), ssd: limit(ssd) },
     };
     let nothing =
@@ -92,7 +77,7 @@ pub fn is_purging(tenant: &CacheTenant) -> bool {
 
 /// Whether the purge is complete.
 pub fn is_purged(tenant: &CacheTenant, results: &[BudgetResult]) -> bool {
-    is_purging(tenant) && results.iter().all(|result| result.outcome == BudgetOutcome::Applied)
+    is_purging(tenant) && results.iter().all(|result| result.outcome.is_ok())
 }
 
 /// Whether the tenant no longer needs its budget, and no control plane has one.
@@ -101,7 +86,7 @@ pub fn is_withdrawn(tenant: &CacheTenant, refused: Option<&Refusal>, results: &[
         Some(_) => !is_purging(tenant),
         None => refused.is_none() && desired(tenant).is_none() && !wants_purge(tenant),
     };
-    ends && results.iter().all(|result| result.outcome == BudgetOutcome::Applied)
+    ends && results.iter().all(|result| result.outcome.is_ok())
 }
 
 /// Sets the tenant's budget at the control planes of all clusters. A rejected object changes nothing.
@@ -131,54 +116,81 @@ async fn sync_cluster(
     }
     let budget = if purging { Some(Budget::ZERO) } else { desired(tenant) };
     let budget = budget.filter(|_| is_known);
-    let (control_planes, metrics) = (&context.control_planes, &context.metrics);
+    let (control_planes, metrics, key) = (&context.control_planes, &context.metrics, names.key());
     let state = control_planes.state(names, metrics).await;
-    let overcommitted = state.as_ref().map(|state| state.overcommitted).unwrap_or_default();
-    let outcome = match state {
-        Err(message) => BudgetOutcome::Unreachable(message),
-        Ok(state) => match (budget, state.budgets.get(&name)) {
-            (budget, has) if budget.as_ref() == has => BudgetOutcome::Applied,
-            (None, _) if !owned => BudgetOutcome::Foreign,
-            _ if cluster.spec.paused => BudgetOutcome::Paused,
-            (Some(budget), _) => {
-                after_call(tenant, names, control_planes.set_budget(names, &name, budget, metrics).await)
-            }
-            (None, _) => after_call(tenant, names, control_planes.remove_budget(names, &name, metrics).await),
-        },
-    };
-    if budget.is_none() && !owned && outcome != BudgetOutcome::Foreign {
+    let present = state.as_ref().ok().and_then(|state| state.budgets.get(&name));
+    if budget.is_none() && !owned && present.is_none() {
         return None;
     }
-    let is_set = purging && is_known && outcome == BudgetOutcome::Applied;
-    let outcome = if is_set { after_purge(&name, cluster, names, context).await } else { outcome };
-    Some(BudgetResult { cluster: names.key(), is_member: *is_member, outcome, overcommitted })
+    let outcome = match &state {
+        Err(message) => Err(refusal(&key, CallError::Unavailable(message.clone()))),
+        Ok(_) if budget.as_ref() == present => Ok(()),
+        Ok(_) if budget.is_none() && !owned => {
+            let message = format!(
+                "the control plane of {key} has a budget for the tenant that another client set: add it to spec.budget, or remove it \
+                 with reprise tenant remove"
+            );
+            Err(Refusal::new(Reason::Conflict, message))
+        }
+        Ok(_) if cluster.spec.paused => {
+            let message = format!(
+                "the control plane of {key} has another budget, and KVCacheCluster {key} is paused: set paused to false"
+            );
+            Err(Refusal::new(Reason::Paused, message))
+        }
+        Ok(_) => {
+            let called = match budget {
+                Some(budget) => control_planes.set_budget(names, &name, budget, metrics).await,
+                None => control_planes.remove_budget(names, &name, metrics).await,
+            };
+            if called.is_ok() {
+                tracing::info!(
+                    tenant = name,
+                    cluster = key,
+                    "set the budget of a tenant at the control plane"
+                );
+            }
+            called.map_err(|error| refusal(&key, error))
+        }
+    };
+    let outcome = match outcome {
+        Ok(()) if purging && is_known => has_no_blocks(&name, cluster, names, context).await,
+        outcome => outcome,
+    };
+    let overcommitted = state.map(|state| state.overcommitted).unwrap_or_default();
+    Some(BudgetResult { cluster: key, is_member: *is_member, outcome, overcommitted })
 }
 
-fn after_call(tenant: &CacheTenant, names: &ClusterNames, called: Result<(), CallError>) -> BudgetOutcome {
-    match called {
-        Ok(()) => {
-            let (tenant, cluster) = (tenant.name_any(), names.key());
-            tracing::info!(tenant, cluster, "set the budget of a tenant at the control plane");
-            BudgetOutcome::Applied
-        }
-        Err(CallError::Unavailable(message)) => BudgetOutcome::Unreachable(message),
-        Err(CallError::Rejected(message) | CallError::NotFound(message)) => BudgetOutcome::Rejected(message),
+/// Returns reason and message of a failed call.
+fn refusal(cluster: &str, error: CallError) -> Refusal {
+    match error {
+        CallError::Unavailable(message) => Refusal::new(
+            Reason::ControlPlaneUnreachable,
+            format!("the control plane of {cluster} does not respond; retrying: {message}"),
+        ),
+        CallError::Rejected(message) | CallError::NotFound(message) => Refusal::new(
+            Reason::OverCapacity,
+            format!("the control plane of {cluster} rejects the budget: {message}"),
+        ),
     }
 }
 
-/// Returns the outcome of a zero budget: whether nodes of the cluster may still hold blocks of the tenant.
-async fn after_purge(
+/// Checks after a zero budget that no node of the cluster may still hold blocks of the tenant.
+async fn has_no_blocks(
     tenant: &str,
     cluster: &KVCacheCluster,
     names: &ClusterNames,
     context: &Context,
-) -> BudgetOutcome {
+) -> Result<(), Refusal> {
     let assignment = context.stores.assignment();
     let nodes = assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
     match context.control_planes.holders(names, tenant, nodes, &context.metrics).await {
-        Ok(None) => BudgetOutcome::Applied,
-        Ok(Some(message)) => BudgetOutcome::BlocksRemain(message),
-        Err(error) => BudgetOutcome::Unreachable(error.message().to_owned()),
+        Ok(None) => Ok(()),
+        Ok(Some(nodes)) => Err(Refusal::new(
+            Reason::Releasing,
+            format!("nodes of {} may still hold blocks of the tenant: {nodes}", names.key()),
+        )),
+        Err(error) => Err(refusal(&names.key(), CallError::Unavailable(error.message().to_owned()))),
     }
 }
 
@@ -188,19 +200,12 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::reconcile::test_objects::resource;
 
     fn tenant(spec: Value, finalizers: &[&str], is_deleting: bool) -> CacheTenant {
         let deleted = is_deleting.then_some("2026-01-01T00:00:00Z");
         let metadata = json!({ "name": "t", "finalizers": finalizers, "deletionTimestamp": deleted });
-        serde_json::from_value(json!({
-            "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "metadata": metadata, "spec": spec,
-        }))
-        .expect("a tenant")
-    }
-
-    fn at(outcome: BudgetOutcome) -> BudgetResult {
-        let overcommitted = TierBytes::default();
-        BudgetResult { cluster: "n/c".to_owned(), is_member: true, outcome, overcommitted }
+        resource(metadata, json!({ "spec": spec }))
     }
 
     #[test]
@@ -208,6 +213,7 @@ mod tests {
         let of = |budget: Value| desired(&tenant(json!({ "budget": budget }), &[], false));
         assert_eq!(of(json!({})), None);
         assert_eq!(of(json!({ "ssd": { "reserved": "0Mi" } })), None);
+        assert_eq!(of(json!({ "ssd": { "limit": "99999999999Ei" } })), None, "above 64 bits");
         let some = of(json!({ "ssd": { "reserved": "1Ki", "limit": "1Mi" } })).expect("a budget");
         assert_eq!(some.reserved, TierBytes { dram: 0, ssd: 1024 });
         assert_eq!(some.limit, TierBytes { dram: u64::MAX, ssd: 1 << 20 });
@@ -218,26 +224,30 @@ mod tests {
         let limited = || json!({ "budget": { "ssd": { "limit": "1Mi" } } });
         let purge = || json!({ "deletionPolicy": "Purge" });
         let both = [BUDGET_FINALIZER, PURGE_FINALIZER];
-        let refused = Refusal::new(reprise_crds::status::Reason::Unsupported, "no");
-        let applied = || at(BudgetOutcome::Applied);
-        let unreachable = || at(BudgetOutcome::Unreachable(String::new()));
-        let held = || at(BudgetOutcome::BlocksRemain("n1 is absent".to_owned()));
-        for (tenant, refused, results, withdrawn, purged) in [
-            (tenant(limited(), &[], false), None, vec![applied()], false, false),
-            (tenant(json!({}), &[], false), None, vec![applied()], true, false),
+        let refused = Refusal::new(Reason::Unsupported, "no");
+        let (applied, failed) = (Ok(()), Err(Refusal::new(Reason::Releasing, "n1 is absent")));
+        for (tenant, refused, outcomes, withdrawn, purged) in [
+            (tenant(limited(), &[], false), None, vec![&applied], false, false),
+            (tenant(json!({}), &[], false), None, vec![&applied], true, false),
             // A rejected spec changes nothing.
             (tenant(json!({}), &[], false), Some(&refused), vec![], false, false),
-            (tenant(limited(), &both[..1], true), None, vec![applied()], true, false),
+            (tenant(limited(), &both[..1], true), None, vec![&applied], true, false),
             (tenant(limited(), &both[..1], true), None, vec![], true, false),
             (tenant(limited(), &both[..1], true), Some(&refused), vec![], true, false),
-            (tenant(limited(), &both[..1], true), None, vec![applied(), unreachable()], false, false),
+            (tenant(limited(), &both[..1], true), None, vec![&applied, &failed], false, false),
             // The purge starts with the deletion, and the zero budget stays until it is complete.
-            (tenant(purge(), &both, false), None, vec![applied()], false, false),
-            (tenant(purge(), &both, true), None, vec![applied(), held()], false, false),
-            (tenant(purge(), &both, true), None, vec![unreachable()], false, false),
-            (tenant(purge(), &both, true), None, vec![applied()], false, true),
-            (tenant(purge(), &both[..1], true), None, vec![applied()], true, false),
+            (tenant(purge(), &both, false), None, vec![&applied], false, false),
+            (tenant(purge(), &both, true), None, vec![&applied, &failed], false, false),
+            (tenant(purge(), &both, true), None, vec![&applied], false, true),
+            (tenant(purge(), &both[..1], true), None, vec![&applied], true, false),
         ] {
+            let result = |outcome: &Result<(), Refusal>| BudgetResult {
+                cluster: "n/c".to_owned(),
+                is_member: true,
+                outcome: outcome.clone(),
+                overcommitted: TierBytes::default(),
+            };
+            let results: Vec<BudgetResult> = outcomes.into_iter().map(result).collect();
             let is = (is_withdrawn(&tenant, refused, &results), is_purged(&tenant, &results));
             assert_eq!(is, (withdrawn, purged), "{:?} {refused:?} {results:?}", tenant.metadata);
         }

@@ -20,6 +20,7 @@ use super::NO_CLUSTER;
 use super::dereference::{TenantCluster, TenantClusters};
 use super::validate::validate;
 use crate::framework::digest;
+use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::{applies_to, has_reported};
 use crate::reconcile::names::ClusterNames;
@@ -43,25 +44,18 @@ struct TenantShare {
     namespaces: usize,
     accounts: usize,
     /// Selected names that other tenants already have, with their tenants.
-    conflicts: Vec<(String, TenantName)>,
+    conflicts: Vec<String>,
     /// Number of selected names that exceeded the size limit.
     omitted: usize,
 }
 
-/// State of a tenant's assignment in one cluster.
-#[derive(Clone, Debug, PartialEq)]
-pub struct BindingStatus {
+/// Assignment in one of a tenant's clusters, and the nodes whose agents apply it.
+#[derive(Clone, Debug)]
+pub struct ClusterAssignment {
     /// `namespace/name` of the cluster.
     cluster: String,
-    /// The tenant whose blocks all tenants of the cluster may read.
-    public: Option<TenantName>,
-    share: TenantShare,
-    /// Nodes whose agents serve but do not authorize sessions: they have no bindings file.
-    unchecked: Vec<String>,
-    /// Nodes whose agents use an older file, which may lack the tenant.
-    late: Vec<String>,
-    /// Number of nodes whose agents have not reported for a minute, or never.
-    silent: usize,
+    assignment: PodAssignment,
+    nodes: Vec<(String, Option<Arc<CacheNode>>)>,
 }
 
 /// Whether a tenant selects pods.
@@ -79,30 +73,21 @@ pub fn assign(cluster: &ClusterNames, context: &Context) -> PodAssignment {
 /// Computes the assignment of a cluster from its tenants.
 pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> PodAssignment {
     let (mut bound, mut room) = (PodAssignment::default(), BINDINGS_BYTES_MAX);
-    let mut naming: Vec<&CacheTenant> =
-        tenants.iter().map(Arc::as_ref).filter(|tenant| selects_pods(tenant)).collect();
-    naming.sort_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()));
-    for tenant in naming {
+    let mut by_age: Vec<&Arc<CacheTenant>> = tenants.iter().collect();
+    by_age.sort_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()));
+    for tenant in by_age {
         // The API server has validated the name.
         let Ok(name) = tenant.name_any().parse::<TenantName>() else { continue };
-        let share = bind(&mut bound.bindings, tenant, &name, namespaces, &mut room);
-        bound.shares.insert(tenant.name_any(), share);
-    }
-    if let Some(name) = public_tenant(tenants) {
-        bound.bindings.set_public(name);
+        if selects_pods(tenant) {
+            let share = bind(&mut bound.bindings, tenant, &name, namespaces, &mut room);
+            bound.shares.insert(tenant.name_any(), share);
+        }
+        // The oldest accepted tenant that declares it.
+        if tenant.spec.public && bound.bindings.public().is_none() && validate(tenant).is_none() {
+            bound.bindings.set_public(name);
+        }
     }
     bound
-}
-
-/// Returns the tenant whose blocks all tenants may read: the oldest accepted one that declares it. Not `default`, which has
-/// no salt.
-fn public_tenant(tenants: &[Arc<CacheTenant>]) -> Option<TenantName> {
-    let is_public = |tenant: &&Arc<CacheTenant>| tenant.spec.public && validate(tenant).is_none();
-    let oldest = tenants
-        .iter()
-        .filter(is_public)
-        .min_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()))?;
-    oldest.name_any().parse().ok()
 }
 
 /// Binds the selected names that no other tenant has.
@@ -115,17 +100,15 @@ fn bind(
 ) -> TenantShare {
     bindings.bind_tenant(name);
     let mut share = TenantShare::default();
-    let mut fits = |entry: &str| match room.checked_sub(PodBindings::cost(entry, name)) {
-        Some(left) => {
-            *room = left;
-            true
-        }
-        None => false,
+    let mut fits = |entry: &str| {
+        let left = room.checked_sub(PodBindings::cost(entry, name));
+        *room = left.unwrap_or(*room);
+        left.is_some()
     };
     for named in &tenant.spec.service_accounts {
         let account = ServiceAccount { namespace: named.namespace.to_string(), name: named.name.to_string() };
         match bindings.service_account(&account) {
-            Some(other) => share.conflicts.push((format!("service account {account}"), other.clone())),
+            Some(other) => share.conflicts.push(format!("service account {account} belongs to {other}")),
             None if !account.is_entry() || !fits(&account.key()) => share.omitted += 1,
             None => {
                 bindings.bind_service_account(&account, name);
@@ -141,7 +124,7 @@ fn bind(
         .collect();
     for namespace in selected {
         match bindings.namespace(&namespace) {
-            Some(other) => share.conflicts.push((format!("namespace {namespace}"), other.clone())),
+            Some(other) => share.conflicts.push(format!("namespace {namespace} belongs to {other}")),
             None if !fits(&namespace) => share.omitted += 1,
             None => {
                 bindings.bind_namespace(&namespace, name);
@@ -157,153 +140,139 @@ pub fn file(bindings: &PodBindings) -> String {
     serde_json::to_string(bindings).expect("serializable bindings")
 }
 
-/// Returns the state of a tenant's assignment in its clusters, from the local stores; empty if it selects no
-/// pods and is not public.
-pub fn binding_status(
+/// Returns the assignments of a tenant's clusters from the local stores; empty if it selects no pods and is not public.
+pub fn assignments(
     tenant: &CacheTenant,
     clusters: &TenantClusters,
     context: &Context,
-) -> Vec<BindingStatus> {
+) -> Vec<ClusterAssignment> {
     if !selects_pods(tenant) && !tenant.spec.public {
         return Vec::new();
     }
     let stores = &context.stores;
-    let assignment = stores.assignment();
-    let status = |one: &TenantCluster| {
-        let bound = assign(&one.names, context);
-        let nodes = assignment.cluster(&one.cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
-        let nodes = nodes.iter().map(|node| (node.as_str(), stores.cache_nodes.get(&ObjectRef::new(node))));
-        node_status(&one.names.key(), &bound, tenant, nodes)
-    };
-    clusters.members().map(status).collect()
-}
-
-fn node_status<'a>(
-    cluster: &str,
-    bound: &PodAssignment,
-    tenant: &CacheTenant,
-    nodes: impl Iterator<Item = (&'a str, Option<Arc<CacheNode>>)>,
-) -> BindingStatus {
-    let wanted = digest::of(&file(&bound.bindings));
-    let mut status = BindingStatus {
-        cluster: cluster.to_owned(),
-        public: bound.bindings.public().cloned(),
-        share: bound.shares.get(&tenant.name_any()).cloned().unwrap_or_default(),
-        unchecked: Vec::new(),
-        late: Vec::new(),
-        silent: 0,
-    };
-    for (node, found) in nodes {
-        let Some(found) = found.filter(|found| has_reported(found)) else {
-            status.silent += 1;
-            continue;
-        };
-        let applied = found.status.as_ref().and_then(|status| status.applied.as_ref());
-        match applied.and_then(|applied| applied.tenants_digest.as_ref()) {
-            None => status.unchecked.push(node.to_owned()),
-            Some(digest) if digest.as_str() != wanted => status.late.push(node.to_owned()),
-            Some(_) => {}
+    let of_pools = stores.assignment();
+    let of_cluster = |TenantCluster { cluster, names, .. }: &TenantCluster| {
+        let nodes = of_pools.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
+        let found = |node: &String| (node.clone(), stores.cache_nodes.get(&ObjectRef::new(node)));
+        ClusterAssignment {
+            cluster: names.key(),
+            assignment: assign(names, context),
+            nodes: nodes.iter().map(found).collect(),
         }
-    }
-    status
+    };
+    clusters.members().map(of_cluster).collect()
 }
 
 /// Returns condition `PodsBound`; `None` if the tenant selects no pods.
-pub fn finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Finding> {
+pub fn finding(tenant: &CacheTenant, assignments: &[ClusterAssignment]) -> Option<Finding> {
     if !selects_pods(tenant) {
         return None;
     }
     let kind = ConditionType::PodsBound;
-    if statuses.is_empty() {
+    if assignments.is_empty() {
         return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
     }
-    Some(statuses.iter().find_map(problem).unwrap_or_else(|| {
-        let clusters: Vec<String> = statuses.iter().map(describe).collect();
-        Finding::yes(kind, Reason::AsDesired, clusters.join("; "))
-    }))
-}
-
-/// Returns condition `Public`; `None` for a tenant that does not declare that all tenants may read its blocks.
-pub fn public_finding(tenant: &CacheTenant, statuses: &[BindingStatus]) -> Option<Finding> {
-    if !tenant.spec.public {
-        return None;
-    }
-    let (kind, own) = (ConditionType::Public, tenant.name_any());
-    if statuses.is_empty() {
-        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
-    }
-    let is_other = |status: &&BindingStatus| status.public.as_ref().is_none_or(|owner| owner.as_str() != own);
-    Some(match statuses.iter().find(is_other) {
-        None => Finding::yes(
-            kind,
-            Reason::AsDesired,
-            "new sessions of all tenants may read its blocks, once their agents have applied the current file",
-        ),
-        Some(BindingStatus { cluster, public: Some(owner), .. }) => {
-            let message = format!(
-                "the older tenant {owner} is public in {cluster}: set public to false for one of them, or limit both to other clusters"
-            );
-            Finding::no(kind, Reason::Conflict, message)
-        }
-        Some(BindingStatus { cluster, public: None, .. }) => {
-            let message =
-                format!("its spec is not accepted, so no tenant of {cluster} is public: correct the spec");
-            Finding::no(kind, Reason::InvalidSpec, message)
-        }
+    let described: Result<Vec<String>, Refusal> =
+        assignments.iter().map(|assignment| describe(tenant, assignment)).collect();
+    Some(match described {
+        Ok(clusters) => Finding::yes(kind, Reason::AsDesired, clusters.join("; ")),
+        Err(Refusal { reason, message }) => Finding::no(kind, reason, message),
     })
 }
 
-fn describe(status: &BindingStatus) -> String {
-    let BindingStatus { cluster, share: TenantShare { namespaces, accounts, .. }, silent, .. } = status;
-    let silent = match silent {
-        0 => String::new(),
-        silent => format!(" ({silent} nodes do not report at present and presumably serve no engines)"),
-    };
-    format!(
-        "in {cluster}, only new sessions from pods of {namespaces} namespaces and {accounts} service accounts belong to the \
-         tenant{silent}"
-    )
+/// Returns condition `Public`; `None` for a tenant that does not declare that all tenants may read its blocks.
+pub fn public_finding(tenant: &CacheTenant, assignments: &[ClusterAssignment]) -> Option<Finding> {
+    if !tenant.spec.public {
+        return None;
+    }
+    let (kind, name) = (ConditionType::Public, tenant.name_any());
+    if assignments.is_empty() {
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
+    }
+    for ClusterAssignment { cluster, assignment, .. } in assignments {
+        let (reason, message) = match assignment.bindings.public() {
+            Some(owner) if owner.as_str() == name => continue,
+            Some(owner) => {
+                let message = format!(
+                    "the older tenant {owner} is public in {cluster}: set public to false for one of them, or limit both to other \
+                     clusters"
+                );
+                (Reason::Conflict, message)
+            }
+            None => {
+                let message = format!(
+                    "its spec is not accepted, so no tenant of {cluster} is public: correct the spec"
+                );
+                (Reason::InvalidSpec, message)
+            }
+        };
+        return Some(Finding::no(kind, reason, message));
+    }
+    let message =
+        "new sessions of all tenants may read its blocks, once their agents have applied the current file";
+    Some(Finding::yes(kind, Reason::AsDesired, message))
 }
 
-/// Returns the first problem, if there is one.
-fn problem(status: &BindingStatus) -> Option<Finding> {
-    let BindingStatus { cluster, share, unchecked, late, .. } = status;
-    let names = |nodes: &[String]| nodes[..nodes.len().min(NAMES_MAX)].join(", ");
-    let (reason, message) = if !share.conflicts.is_empty() {
-        let conflicts = share.conflicts.iter().map(|(what, whose)| format!("{what} belongs to {whose}"));
-        let conflicts: Vec<String> = conflicts.collect();
+/// Describes the assignment of a tenant in a cluster. The error is the first problem.
+fn describe(tenant: &CacheTenant, of_cluster: &ClusterAssignment) -> Result<String, Refusal> {
+    let ClusterAssignment { cluster, assignment, nodes } = of_cluster;
+    let share = assignment.shares.get(&tenant.name_any()).cloned().unwrap_or_default();
+    let TenantShare { namespaces, accounts, conflicts, omitted } = share;
+    let names = |names: &[String]| names[..names.len().min(NAMES_MAX)].join(", ");
+    if !conflicts.is_empty() {
         let message = format!(
             "older tenants of {cluster} already have {} of the selected namespaces and accounts ({}): select each in one tenant only",
             conflicts.len(),
             names(&conflicts)
         );
-        (Reason::Conflict, message)
-    } else if share.omitted > 0 {
+        return Err(Refusal::new(Reason::Conflict, message));
+    }
+    if omitted > 0 {
         let message = format!(
-            "{} of the selected namespaces and accounts exceed the limit of {BINDINGS_BYTES_MAX} bytes for their names in {cluster}: \
-             select fewer, or use more clusters",
-            share.omitted
+            "{omitted} of the selected namespaces and accounts exceed the limit of {BINDINGS_BYTES_MAX} bytes for their names in \
+             {cluster}: select fewer, or use more clusters"
         );
-        (Reason::OverCapacity, message)
-    } else if !unchecked.is_empty() {
+        return Err(Refusal::new(Reason::OverCapacity, message));
+    }
+    let wanted = digest::of(&file(&assignment.bindings));
+    let (mut unchecked, mut late, mut silent) = (Vec::new(), Vec::new(), 0);
+    for (node, found) in nodes {
+        let Some(found) = found.as_ref().filter(|found| has_reported(found)) else {
+            silent += 1;
+            continue;
+        };
+        let applied = found.status.as_ref().and_then(|status| status.applied.as_ref());
+        match applied.and_then(|applied| applied.tenants_digest.as_ref()) {
+            None => unchecked.push(node.clone()),
+            Some(digest) if digest.as_str() != wanted => late.push(node.clone()),
+            Some(_) => {}
+        }
+    }
+    if !unchecked.is_empty() {
         let message = format!(
             "{} agents of {cluster} do not authorize sessions ({}), so any session there can claim the tenant: upgrade them",
             unchecked.len(),
-            names(unchecked)
+            names(&unchecked)
         );
-        (Reason::NotReported, message)
-    } else if !late.is_empty() {
+        return Err(Refusal::new(Reason::NotReported, message));
+    }
+    if !late.is_empty() {
         let message = format!(
             "{} agents of {cluster} have not applied the current assignment yet ({}), which takes about a minute: if it persists, check \
              whether the cluster is paused, and their logs",
             late.len(),
-            names(late)
+            names(&late)
         );
-        (Reason::Progressing, message)
-    } else {
-        return None;
+        return Err(Refusal::new(Reason::Progressing, message));
+    }
+    let silent = match silent {
+        0 => String::new(),
+        silent => format!(" ({silent} nodes do not report at present and presumably serve no engines)"),
     };
-    Some(Finding::no(ConditionType::PodsBound, reason, message))
+    Ok(format!(
+        "in {cluster}, only new sessions from pods of {namespaces} namespaces and {accounts} service accounts belong to the \
+         tenant{silent}"
+    ))
 }
 
 #[cfg(test)]
@@ -313,78 +282,61 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::reconcile::test_objects::{object, resource};
 
     fn tenant(name: &str, day: u8, spec: Value) -> Arc<CacheTenant> {
-        Arc::new(
-            serde_json::from_value(json!({
-                "apiVersion": "reprise.dev/v1alpha1", "kind": "CacheTenant", "spec": spec,
-                "metadata": { "name": name, "creationTimestamp": format!("2026-01-{day:02}T00:00:00Z") },
-            }))
-            .expect("a tenant"),
-        )
+        let metadata = json!({ "name": name, "creationTimestamp": format!("2026-01-{day:02}T00:00:00Z") });
+        Arc::new(resource(metadata, json!({ "spec": spec })))
     }
 
-    fn namespace(name: &str, labels: Value) -> Arc<Namespace> {
-        let metadata = json!({ "name": name, "labels": labels });
-        Arc::new(serde_json::from_value(json!({ "metadata": metadata })).expect("a namespace"))
-    }
-
-    fn team(name: &str) -> Value {
-        json!({ "namespaceSelector": { "matchLabels": { "team": name } } })
-    }
-
-    fn name(text: &str) -> TenantName {
-        text.parse().expect("a name")
+    fn in_cluster(assignment: PodAssignment) -> ClusterAssignment {
+        ClusterAssignment { cluster: "n/c".to_owned(), assignment, nodes: Vec::new() }
     }
 
     #[test]
     fn oldest_accepted_tenant_that_declares_it_is_public() {
         let public = || json!({ "public": true });
-        let refused = json!({ "public": true, "maxGpuQueuePairs": 4 });
         let tenants = [
-            tenant("refused", 1, refused),
+            tenant("refused", 1, json!({ "public": true, "maxGpuQueuePairs": 4 })),
             tenant("young", 3, public()),
             tenant("old", 2, public()),
             tenant("other", 1, json!({})),
         ];
-        let (all, none) = (decide(&tenants, &[]), decide(&tenants[..1], &[]));
-        assert_eq!(all.bindings.public(), Some(&name("old")));
-        assert!(!all.bindings.is_bound(&name("old")), "it selects no pods");
-        assert_eq!(none.bindings.public(), None);
-        for (index, bound, expected) in [
-            (2, Some(&all), Some((True, Reason::AsDesired))),
-            (1, Some(&all), Some((False, Reason::Conflict))),
-            (0, Some(&none), Some((False, Reason::InvalidSpec))),
-            (2, None, Some((False, Reason::ReferenceNotFound))),
-            (3, Some(&all), None),
+        let [all, none] = [&tenants[..], &tenants[..1]].map(|tenants| vec![in_cluster(decide(tenants, &[]))]);
+        assert!(all[0].assignment.bindings.is_empty(), "they select no pods");
+        for (index, assignments, expected) in [
+            (2, &all, Some((True, Reason::AsDesired))),
+            (1, &all, Some((False, Reason::Conflict))),
+            (0, &none, Some((False, Reason::InvalidSpec))),
+            (2, &vec![], Some((False, Reason::ReferenceNotFound))),
+            (3, &all, None),
         ] {
-            let tenant = &tenants[index];
-            let statuses = bound.map(|bound| node_status("n/c", bound, tenant, std::iter::empty()));
-            let found = public_finding(tenant, statuses.as_slice());
-            assert_eq!(found.map(|found| (found.status, found.reason)), expected, "{}", tenant.name_any());
+            let found = public_finding(&tenants[index], assignments);
+            assert_eq!(found.map(|found| (found.status, found.reason)), expected, "{index}");
         }
     }
 
     #[test]
     fn counts_names_beyond_the_limit_and_the_rest_fits_in_a_config_map() {
         let long = |index: usize| format!("{index:0>63}");
-        let namespaces: Vec<Arc<Namespace>> =
-            (0..6000).map(|index| namespace(&long(index), json!({ "team": "a" }))).collect();
+        let namespace = |index| -> Arc<Namespace> {
+            Arc::new(object(json!({ "metadata": { "name": long(index), "labels": { "team": "a" } } })))
+        };
         let accounts: Vec<Value> =
             (0..3).map(|index| json!({ "namespace": long(index), "name": "b".repeat(190) })).collect();
-        let mut spec = team("a");
-        spec["serviceAccounts"] = json!(accounts);
+        let selector = json!({ "matchLabels": { "team": "a" } });
+        let spec = json!({ "namespaceSelector": selector, "serviceAccounts": accounts });
         let tenants = [tenant("a", 1, spec)];
-        let bound = decide(&tenants, &namespaces);
+        let bound = in_cluster(decide(&tenants, &(0..6000).map(namespace).collect::<Vec<_>>()));
+        let bindings = &bound.assignment.bindings;
         let entries: usize =
-            bound.bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();
-        assert!(file(&bound.bindings).len() + entries < 1 << 20, "it fits in a ConfigMap");
-        assert!(bound.bindings.entries().all(|(name, _)| name.len() <= 253), "its keys are valid");
-        let status = node_status("n/c", &bound, &tenants[0], std::iter::empty());
+            bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();
+        assert!(file(bindings).len() + entries < 1 << 20, "it fits in a ConfigMap");
+        assert!(bindings.entries().all(|(name, _)| name.len() <= 253), "its keys are valid");
+        let omitted = 6003 - bindings.count();
         let Finding { status, reason, message, .. } =
-            finding(&tenants[0], &[status]).expect("it selects pods");
+            finding(&tenants[0], &[bound]).expect("it selects pods");
         assert_eq!((status, reason), (False, Reason::OverCapacity));
-        let omitted = 6003 - bound.bindings.count();
         assert!(omitted > 3 && message.starts_with(&format!("{omitted} of")), "{message}");
     }
 }

@@ -12,14 +12,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::CacheTenant;
 use reprise_crds::fields::Quantity;
-use reprise_crds::status::{ConditionType as Type, Finding, Reason, find};
+use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find};
 use reprise_crds::tenant::TenantUsage;
 
 use super::dereference::TenantClusters;
 use super::{NO_CLUSTER, budget};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
-use crate::reconcile::control_plane::{MeasuredUsage, TierBytes, UsageResult};
+use crate::reconcile::control_plane::{Budget, TierBytes, UsageResult};
 use crate::reconcile::membership::applies_to;
 
 /// Divisor of the significance threshold: smaller changes are not written. Budgets are not rebalanced for
@@ -31,7 +31,7 @@ const UNIT: u64 = 1 << 20;
 const UNITS_MAX: u64 = 999_999_999_999;
 
 /// Usage of a tenant in one cluster.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct UsageMeasurement {
     /// `namespace/name` of the cluster.
     pub cluster: String,
@@ -66,30 +66,24 @@ pub fn evaluate(
     let before = tenant.status.as_ref();
     let stored = before.and_then(|before| before.usage.clone());
     let over = over_quota(tenant, measurements, refused);
-    if let Some(unknown) = unknown(measurements) {
-        return (stored, std::iter::once(unknown).chain(over).collect());
-    }
-    let fresh = figures(measurements, now);
+    let known = known(measurements);
     // Values and condition come from one measurement.
     let was_over = before.and_then(|before| find(&before.conditions, Type::OverQuota));
     let is_same = was_over.map(|was| was.status) == over.as_ref().map(|over| over.status);
-    let kept = stored.filter(|stored| is_same && is_close(stored, &fresh));
-    let findings = std::iter::once(known(measurements)).chain(over).collect();
-    (Some(kept.unwrap_or(fresh)), findings)
+    let is_known = known.status == ConditionStatus::True;
+    let fresh = is_known.then(|| figures(measurements, now));
+    let is_kept =
+        |stored: &TenantUsage| fresh.as_ref().is_none_or(|fresh| is_same && is_close(stored, fresh));
+    let usage = stored.filter(is_kept).or(fresh);
+    (usage, std::iter::once(known).chain(over).collect())
 }
 
 /// Whether the values of two measurements differ by at most a 64th.
 fn is_close(before: &TenantUsage, fresh: &TenantUsage) -> bool {
-    // Unparsable values of other writers count as zero.
-    let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or_default();
+    let bytes = |quantity: &Quantity| quantity.bytes().ok();
     let blocks = |blocks: Option<i64>| blocks.map(|blocks| u64::try_from(blocks).unwrap_or_default());
     let values = |usage: &TenantUsage| {
-        [
-            Some(bytes(&usage.dram)),
-            Some(bytes(&usage.ssd)),
-            blocks(usage.dram_blocks),
-            blocks(usage.ssd_blocks),
-        ]
+        [bytes(&usage.dram), bytes(&usage.ssd), blocks(usage.dram_blocks), blocks(usage.ssd_blocks)]
     };
     values(before).into_iter().zip(values(fresh)).all(|pair| match pair {
         (Some(a), Some(b)) => a.abs_diff(b) <= a.max(b) / SMALLEST_CHANGE,
@@ -99,58 +93,59 @@ fn is_close(before: &TenantUsage, fresh: &TenantUsage) -> bool {
 
 /// Returns the sums of the measurements that succeeded.
 fn figures(measurements: &[UsageMeasurement], now: &Time) -> TenantUsage {
-    let mut sum = MeasuredUsage { blocks: Some(TierBytes::default()), ..MeasuredUsage::default() };
+    let (mut used, mut blocks) = (TierBytes::default(), Some(TierBytes::default()));
     let plus = |a: TierBytes, b: TierBytes| TierBytes {
         dram: a.dram.saturating_add(b.dram),
         ssd: a.ssd.saturating_add(b.ssd),
     };
     for held in measurements.iter().filter_map(|one| one.usage.as_ref().ok()) {
-        sum.used = plus(sum.used, held.used);
+        used = plus(used, held.used);
         // The total is unknown if one cluster does not report its blocks.
-        sum.blocks = sum.blocks.zip(held.blocks).map(|(a, b)| plus(a, b));
+        blocks = blocks.zip(held.blocks).map(|(a, b)| plus(a, b));
     }
     let quantity = |bytes: u64| Quantity::of_bytes(bytes.div_ceil(UNIT).min(UNITS_MAX) * UNIT);
     let count = |blocks: u64| i64::try_from(blocks).unwrap_or(i64::MAX);
     TenantUsage {
-        dram: quantity(sum.used.dram),
-        ssd: quantity(sum.used.ssd),
-        dram_blocks: sum.blocks.map(|blocks| count(blocks.dram)),
-        ssd_blocks: sum.blocks.map(|blocks| count(blocks.ssd)),
+        dram: quantity(used.dram),
+        ssd: quantity(used.ssd),
+        dram_blocks: blocks.map(|blocks| count(blocks.dram)),
+        ssd_blocks: blocks.map(|blocks| count(blocks.ssd)),
         observed_time: now.clone(),
     }
 }
 
+/// Returns condition `UsageKnown` of a tenant.
 fn known(measurements: &[UsageMeasurement]) -> Finding {
-    let clusters: Vec<&str> = measurements.iter().map(|one| one.cluster.as_str()).collect();
-    let clusters = clusters.join(", ");
-    let away: u32 = measurements.iter().filter_map(|one| Some(one.usage.as_ref().ok()?.away)).sum();
-    let message = match away {
-        0 => format!("all nodes of {clusters} have reported their usage"),
-        away => format!(
-            "all present nodes of {clusters} have reported their usage; {away} are absent and not counted: bring them back or, if they are \
-             gone permanently, run reprise forget NODE"
-        ),
-    };
-    Finding::yes(Type::UsageKnown, Reason::AsDesired, message)
-}
-
-/// Returns why the usage is unknown, if it is.
-fn unknown(measurements: &[UsageMeasurement]) -> Option<Finding> {
     let kind = Type::UsageKnown;
     if measurements.is_empty() {
-        return Some(Finding::unknown(kind, Reason::ReferenceNotFound, NO_CLUSTER));
+        return Finding::unknown(kind, Reason::ReferenceNotFound, NO_CLUSTER);
     }
-    measurements.iter().find_map(|one| {
-        let Refusal { reason, message } = one.usage.as_ref().err()?;
-        let remedy = match reason {
-            Reason::NotReported => {
-                "Agents report it within seconds after they register; if this persists, check the agents of these nodes"
+    let mut absent = 0;
+    for UsageMeasurement { cluster, usage } in measurements {
+        match usage {
+            Ok(usage) => absent += usage.away,
+            Err(Refusal { reason, message }) => {
+                let remedy = match reason {
+                    Reason::NotReported => {
+                        "Agents report it within seconds after they register; if this persists, check the agents of these nodes"
+                    }
+                    _ => "The operator retries; if this persists, check the pods of the control plane",
+                };
+                let message = format!("the usage in {cluster} is unknown: {message}. {remedy}");
+                return Finding::unknown(kind, *reason, message);
             }
-            _ => "The operator retries; if this persists, check the pods of the control plane",
-        };
-        let message = format!("the usage in {} is unknown: {message}. {remedy}", one.cluster);
-        Some(Finding::unknown(kind, *reason, message))
-    })
+        }
+    }
+    let clusters: Vec<&str> = measurements.iter().map(|one| one.cluster.as_str()).collect();
+    let clusters = clusters.join(", ");
+    let message = match absent {
+        0 => format!("all nodes of {clusters} have reported their usage"),
+        absent => format!(
+            "all present nodes of {clusters} have reported their usage; {absent} are absent and not counted: bring them back or, if they \
+             are gone permanently, run reprise forget NODE"
+        ),
+    };
+    Finding::yes(kind, Reason::AsDesired, message)
 }
 
 /// Returns condition `OverQuota`: whether the tenant exceeds its budget in a cluster. The message changes
@@ -165,20 +160,17 @@ fn over_quota(
     if refused.is_some() || tenant.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let Some(budget) = budget::desired(tenant) else {
+    let Some(Budget { limit, .. }) = budget::desired(tenant) else {
         return Some(Finding::no(kind, Reason::AsDesired, "the tenant has no budget limit"));
     };
-    type Of = fn(&TierBytes) -> u64;
-    let kinds: [(&str, &str, Of); 2] = [
-        ("memory", "budget.dram.limit", |bytes| bytes.dram),
-        ("device space", "budget.ssd.limit", |bytes| bytes.ssd),
-    ];
-    let exceeds = |one: &UsageMeasurement| {
-        let used = &one.usage.as_ref().ok()?.used;
-        let (room, field, of) = kinds.iter().find(|(.., of)| of(used) > of(&budget.limit))?;
-        Some((one.cluster.clone(), *room, *field, of(&budget.limit)))
-    };
-    if let Some((cluster, room, field, limit)) = measurements.iter().find_map(exceeds) {
+    let above = measurements.iter().find_map(|UsageMeasurement { cluster, usage }| {
+        match &usage.as_ref().ok()?.used {
+            used if used.dram > limit.dram => Some((cluster, "memory", "budget.dram.limit", limit.dram)),
+            used if used.ssd > limit.ssd => Some((cluster, "device space", "budget.ssd.limit", limit.ssd)),
+            _ => None,
+        }
+    });
+    if let Some((cluster, room, field, limit)) = above {
         let message = format!(
             "the tenant uses more {room} in {cluster} than {field} ({}) allows. Nodes evict the excess within seconds, and blocks \
              being read once they are released: if this persists, check BudgetApplied and the agents, or raise {field}",
@@ -194,4 +186,102 @@ fn over_quota(
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use reprise_crds::CacheTenantStatus;
+    use reprise_crds::status::ConditionStatus::{False, True, Unknown};
+    use reprise_crds::status::set;
+    use serde_json::json;
+
+    use super::*;
+    use crate::reconcile::control_plane::MeasuredUsage;
+    use crate::reconcile::test_objects::object;
+
+    const MIB: u64 = 1 << 20;
+
+    fn at(second: u32) -> Time {
+        object(json!(format!("2026-01-01T00:00:{second:02}Z")))
+    }
+
+    /// A tenant with at most 100 MiB on devices of each cluster.
+    fn limited() -> CacheTenant {
+        CacheTenant::new("t", object(json!({ "budget": { "ssd": { "limit": "100Mi" } } })))
+    }
+
+    fn holds(cluster: &str, ssd: u64) -> UsageMeasurement {
+        let used = TierBytes { dram: MIB, ssd };
+        let held = MeasuredUsage { used, blocks: Some(TierBytes { dram: 1, ssd: 3 }), away: 0 };
+        UsageMeasurement { cluster: cluster.to_owned(), usage: Ok(held) }
+    }
+
+    fn fails(reason: Reason) -> UsageMeasurement {
+        let usage = Err(Refusal::new(reason, "m-1 does not respond"));
+        UsageMeasurement { cluster: "n/c".to_owned(), usage }
+    }
+
+    #[test]
+    fn sums_clusters_and_rounds_up_to_whole_mib() {
+        let all = MeasuredUsage { used: TierBytes { dram: 0, ssd: MIB + 1 }, blocks: None, away: 2 };
+        let one = UsageMeasurement { usage: Ok(all), ..holds("n/d", 0) };
+        let both = [holds("n/c", 3 * MIB), one];
+        let usage = figures(&both, &at(7));
+        assert_eq!((usage.dram.as_str(), usage.ssd.as_str()), ("1Mi", "5Mi"));
+        assert_eq!((usage.dram_blocks, usage.ssd_blocks), (None, None), "one cluster does not report blocks");
+        let Finding { status, message, .. } = known(&both);
+        assert_eq!(status, True);
+        assert!(message.contains("n/c, n/d") && message.contains("2 are absent"), "{message}");
+        let most = figures(&[holds("n/c", u64::MAX)], &at(7)).ssd;
+        assert!(most.as_str().trim_end_matches("Mi").len() <= 12, "the schema permits 12 digits: {most:?}");
+    }
+
+    #[test]
+    fn stored_values_stay_until_they_differ_by_a_64th_or_the_limit_is_crossed() {
+        let mut tenant = limited();
+        for (second, measured, stored, observed, over) in [
+            (1, holds("n/c", 98 * MIB), "98Mi", 1, False),
+            (2, holds("n/c", 98 * MIB), "98Mi", 1, False),
+            (3, holds("n/c", 99 * MIB), "98Mi", 1, False),
+            (4, holds("n/c", 90 * MIB), "90Mi", 4, False),
+            (5, fails(Reason::NotReported), "90Mi", 4, Unknown),
+            (6, holds("n/c", 100 * MIB), "100Mi", 6, False),
+            // Values and condition are from one measurement.
+            (7, holds("n/c", 101 * MIB), "101Mi", 7, True),
+            (8, holds("n/c", 0), "0", 8, False),
+        ] {
+            let (usage, findings) = evaluate(&tenant, &[measured], None, &at(second));
+            let mut status = CacheTenantStatus { usage: usage.clone(), ..CacheTenantStatus::default() };
+            for finding in &findings {
+                set(&mut status.conditions, finding, 1, &at(second));
+            }
+            tenant.status = Some(status);
+            let usage = usage.expect("usage");
+            let is = (usage.ssd.as_str(), usage.observed_time, findings[1].status);
+            assert_eq!(is, (stored, at(observed), over), "after {second} s");
+        }
+    }
+
+    #[test]
+    fn reports_why_usage_is_unknown() {
+        for reason in [Reason::ControlPlaneUnreachable, Reason::NotReported] {
+            let found = known(&[holds("n/b", 1), fails(reason)]);
+            assert_eq!((found.status, found.reason), (Unknown, reason));
+            assert!(found.message.contains("n/c is unknown: m-1 does not respond"), "{found:?}");
+        }
+        let (usage, findings) = evaluate(&limited(), &[], None, &at(0));
+        assert_eq!((usage, findings[0].reason), (None, Reason::ReferenceNotFound));
+    }
+
+    #[test]
+    fn over_quota_is_evaluated_for_each_cluster_of_an_accepted_tenant() {
+        // A cluster above the limit is not offset by another one below it, nor hidden by an unknown one.
+        for other in [holds("n/b", 1), fails(Reason::NotReported)] {
+            let over =
+                over_quota(&limited(), &[other, holds("n/d", 101 * MIB)], None).expect("the condition");
+            assert_eq!((over.status, over.reason), (True, Reason::AboveLimit));
+            for words in ["n/d", "budget.ssd.limit (100Mi)", "BudgetApplied"] {
+                assert!(over.message.contains(words), "{over:?}");
+            }
+        }
+        let refused = Refusal::new(Reason::Unsupported, "no");
+        assert_eq!(over_quota(&limited(), &[holds("n/c", 500 * MIB)], Some(&refused)), None);
+    }
+}

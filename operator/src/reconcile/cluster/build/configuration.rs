@@ -18,7 +18,7 @@ use crate::reconcile::cluster::etcd::build::address;
 use crate::reconcile::cluster::inputs::AgentConfigInputs;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::names::GRPC_PORT;
-use crate::reconcile::tenant::dereference::without_reservation;
+use crate::reconcile::tenant::capacity::without_reservation;
 
 /// Directory of the configuration in pods.
 pub const FOLDER: &str = "/etc/reprise";

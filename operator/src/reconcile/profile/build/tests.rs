@@ -1,21 +1,24 @@
-//! Tables of nodes, and the nodes that get a revision next.
+//! Tables of nodes: the nodes that get a revision next, and condition `Distributed`.
 
-use reprise_crds::fields::{Digest, Name, Text};
-use reprise_crds::node::AppliedProfile;
+use std::collections::BTreeSet;
+
+use reprise_crds::fields::Digest;
+use reprise_crds::status::ConditionStatus;
 use serde_json::{Value, json};
 
+use super::super::source::Revision;
+use super::super::status;
 use super::*;
+use crate::reconcile::test_objects::{merged, object};
 
 const OLD: &str = "old";
 /// Digest of the current revision.
-pub(crate) const NEW: &str = "new";
-const SOAK: Duration = Duration::from_secs(600);
+const NEW: &str = "new";
+const GPU: &str = "NVIDIA H200";
 
 fn profile(rollout: &Value) -> SlackProfile {
-    let spec = json!({
-        "subject": { "model": "m", "gpuProduct": "g", "engineVersion": "e" }, "configMapRef": { "name": "c", "key": "k" }, "rollout": rollout,
-    });
-    SlackProfile::new("p", serde_json::from_value(spec).expect("a spec"))
+    let subject = json!({ "model": "m", "gpuProduct": GPU, "engineVersion": "e" });
+    SlackProfile::new("p", object(json!({ "subject": subject, "rollout": rollout })))
 }
 
 /// A rollout without canaries.
@@ -27,140 +30,143 @@ fn with_canary() -> Value {
     json!({ "canary": { "nodeSelector": {} } })
 }
 
-fn report(digest: &str) -> AppliedProfile {
-    AppliedProfile {
-        name: Name::new("p"),
-        digest: Digest::new(digest),
-        refused: None,
-        prediction_error_p50_percent: None,
-        prediction_error_p99_percent: None,
-    }
-}
-
-fn measures(p50: u32, p99: u32) -> AppliedProfile {
-    AppliedProfile {
-        prediction_error_p50_percent: Some(p50),
-        prediction_error_p99_percent: Some(p99),
-        ..report(NEW)
-    }
-}
-
 /// Parses a node: name, stage, and flags. Names with the prefix `c` are canaries.
 fn node(words: &str) -> ProfileNode {
-    let mut words = words.split(' ');
-    let name = words.next().expect("a name");
-    let (desired, report) = match words.next().expect("a stage") {
+    let words: Vec<&str> = words.split(' ').collect();
+    let report = |more: Value| -> Option<AppliedProfile> {
+        Some(object(merged(json!({ "name": "p", "digest": NEW }), more)))
+    };
+    let (desired, report) = match words[1] {
         "fresh" => (None, None),
-        "waiting" => (Some(OLD), Some(report(OLD))),
+        "waiting" => (Some(OLD), report(json!({ "digest": OLD }))),
         "assigned" => (Some(NEW), None),
-        "updating" => (Some(NEW), Some(report(OLD))),
-        "applied" => (Some(NEW), Some(report(NEW))),
-        "measured" => (Some(NEW), Some(measures(4, 30))),
-        "drifted" => (Some(NEW), Some(measures(9, 31))),
-        "refused" => {
-            (Some(NEW), Some(AppliedProfile { refused: Some(Text::new("it is odd")), ..report(NEW) }))
-        }
+        "updating" => (Some(NEW), report(json!({ "digest": OLD }))),
+        "applied" => (Some(NEW), report(json!({}))),
+        "measured" => (Some(NEW), report(json!({ "predictionErrorP99Percent": 30 }))),
+        "drifted" => (Some(NEW), report(json!({ "predictionErrorP99Percent": 31 }))),
+        "refused" => (Some(NEW), report(json!({ "refused": "it is odd" }))),
         other => panic!("no stage '{other}'"),
     };
-    let more: Vec<&str> = words.collect();
     ProfileNode {
-        name: name.to_owned(),
+        name: words[0].to_owned(),
         desired: desired.map(str::to_owned),
+        stage: RolloutStage::of(desired.filter(|desired| *desired == NEW), report.as_ref(), 30),
         report,
-        canary: name.starts_with('c'),
-        silent: more.contains(&"silent"),
-        frozen: more.contains(&"frozen"),
+        canary: words[0].starts_with('c'),
+        silent: words.contains(&"silent"),
+        frozen: words.contains(&"frozen"),
     }
 }
 
-/// Parses nodes that are separated by semicolons.
-pub(crate) fn nodes(words: &str) -> Vec<ProfileNode> {
-    words.split("; ").filter(|words| !words.is_empty()).map(node).collect()
+/// The inputs with revision 7 and these nodes, separated by semicolons.
+fn inputs(nodes: &str) -> ProfileInputs {
+    ProfileInputs {
+        revision: Ok(Revision { digest: NEW.to_owned(), text: "{}".to_owned() }),
+        refused: None,
+        digest: Some(NEW.to_owned()),
+        number: 7,
+        clusters: vec!["n/c".to_owned()],
+        nodes: nodes.split("; ").map(node).collect(),
+        products: BTreeSet::from([GPU.to_owned()]),
+    }
 }
 
-/// Names of nodes that newly get the revision.
-fn given(nodes: &[ProfileNode], decision: &Rollout) -> Vec<String> {
-    let is_news = |node: &&ProfileNode| {
-        node.desired.as_deref() != Some(NEW)
-            && decision.nodes.get(&node.name).is_some_and(|desired| desired == NEW)
-    };
-    nodes.iter().filter(is_news).map(|node| node.name.clone()).collect()
+/// Asserts which nodes get the revision, and that all others keep theirs. Returns the obstacle.
+fn check(rollout: &Value, words: &str, is_soaking: bool, expected: &str) -> Option<Finding> {
+    let found = inputs(words);
+    let decision = build(&profile(rollout), &found, is_soaking);
+    let news = found.nodes.iter().filter(|node| decision.nodes.get(&node.name) != node.desired.as_ref());
+    let news: Vec<&str> = news.map(|node| node.name.as_str()).collect();
+    assert_eq!(news.join(" "), expected, "{rollout} {words:?} {is_soaking}");
+    assert!(news.iter().all(|name| decision.nodes[*name] == NEW), "{rollout} {words:?} {is_soaking}");
+    decision.obstacle
 }
 
 #[test]
-fn rolls_out_to_few_nodes_at_once_and_to_canaries_first() {
-    use Obstacle::{CanarySilent, NoCanary, Soaking};
-    let none = || Some(Duration::ZERO);
-    let half = || Some(SOAK / 2);
-    let done = || Some(SOAK);
-    let (drifted, refused) = (RolloutStage::Drifted, RolloutStage::Refused);
-    let stopped = |node: &str, stage| Some(Obstacle::CanaryFailed { node: node.to_owned(), stage });
-    for (rollout, words, soaked, expected, obstacle) in [
+fn rolls_out_to_few_nodes_at_once() {
+    for (percent, words, expected) in [
         // One node may always be updating.
-        (plain(10), "n1 waiting; n2 waiting; n3 waiting", None, "n1", None),
-        (plain(10), "n1 fresh; n2 fresh", None, "n1", None),
-        (plain(10), "n1 updating; n2 waiting", None, "", None),
-        (plain(10), "n1 assigned; n2 fresh", None, "", None),
-        (plain(10), "n1 applied; n2 waiting", None, "n2", None),
-        (plain(10), "n1 measured; n2 applied; n3 waiting", None, "n3", None),
-        (plain(50), "n1 applied; n2 updating; n3 waiting; n4 waiting", None, "n3", None),
-        (plain(100), "n1 waiting; n2 waiting", None, "n1 n2", None),
+        (10, "n1 waiting; n2 waiting; n3 waiting", "n1"),
+        (10, "n1 fresh; n2 fresh", "n1"),
+        (10, "n1 updating; n2 waiting", ""),
+        (10, "n1 assigned; n2 fresh", ""),
+        (10, "n1 applied; n2 waiting", "n2"),
+        (10, "n1 measured; n2 applied; n3 waiting", "n3"),
+        (50, "n1 applied; n2 updating; n3 waiting; n4 waiting", "n3"),
+        (100, "n1 waiting; n2 waiting", "n1 n2"),
         // Nodes that refuse it or drift count as unavailable.
-        (plain(10), "n1 refused; n2 waiting", None, "", None),
-        (plain(50), "n1 drifted; n2 waiting; n3 waiting; n4 waiting", None, "n2", None),
-        (plain(50), "n1 drifted; n2 updating; n3 waiting; n4 waiting", None, "", None),
-        (plain(50), "n1 drifted; n2 refused; n3 waiting; n4 waiting", None, "", None),
+        (10, "n1 refused; n2 waiting", ""),
+        (50, "n1 drifted; n2 waiting; n3 waiting; n4 waiting", "n2"),
+        (50, "n1 drifted; n2 updating; n3 waiting; n4 waiting", ""),
+        (50, "n1 drifted; n2 refused; n3 waiting; n4 waiting", ""),
         // Silent and frozen nodes are skipped; a node that fell silent while updating still counts.
-        (plain(10), "n1 waiting silent; n2 waiting frozen; n3 waiting", None, "n3", None),
-        (plain(10), "n1 updating silent; n2 waiting", None, "", None),
-        // Rollouts with canaries.
-        (with_canary(), "a waiting; c waiting; d waiting", None, "c", None),
-        (with_canary(), "a waiting; c updating; d waiting", None, "", None),
-        (with_canary(), "a waiting; c1 applied; c2 waiting", None, "c2", None),
-        (with_canary(), "a waiting; c applied; d waiting", none(), "", Some(Soaking(SOAK))),
-        (with_canary(), "a waiting; c applied; d waiting", half(), "", Some(Soaking(SOAK / 2))),
-        (with_canary(), "a waiting; c applied; d waiting", done(), "a", None),
-        (with_canary(), "a waiting; c applied", done(), "a", None),
-        (with_canary(), "a waiting; c applied silent", done(), "", Some(CanarySilent("c".to_owned()))),
-        (with_canary(), "a waiting; d waiting", None, "", Some(NoCanary)),
-        (with_canary(), "a waiting; c1 waiting; c2 refused", None, "", stopped("c2", refused)),
-        (with_canary(), "a waiting; c drifted", done(), "", stopped("c", drifted)),
-        (with_canary(), "a applied; c drifted; d waiting", done(), "", stopped("c", drifted)),
-        (with_canary(), "a refused; c applied; d waiting", done(), "", None),
-        (with_canary(), "a applied; c applied", none(), "", None),
+        (10, "n1 waiting silent; n2 waiting frozen; n3 waiting", "n3"),
+        (10, "n1 updating silent; n2 waiting", ""),
     ] {
-        let nodes = nodes(words);
-        let decision = build(&profile(&rollout), &nodes, Some(NEW), soaked);
-        assert_eq!(given(&nodes, &decision).join(" "), expected, "{rollout} {words:?} {soaked:?}");
-        assert_eq!(decision.obstacle, obstacle, "{rollout} {words:?} {soaked:?}");
-        let expected: Vec<&str> = expected.split(' ').collect();
-        for node in &nodes {
-            if !expected.contains(&node.name.as_str()) {
-                assert_eq!(
-                    decision.nodes.get(&node.name),
-                    node.desired.as_ref(),
-                    "nodes keep their revision"
-                );
-            }
-        }
+        assert_eq!(check(&plain(percent), words, false, expected), None);
+    }
+}
+
+#[test]
+fn rolls_out_to_canaries_first() {
+    for (words, is_soaking, expected, obstacle) in [
+        ("a waiting; c waiting; d waiting", false, "c", None),
+        ("a waiting; c updating; d waiting", false, "", None),
+        ("a waiting; c1 applied; c2 waiting", false, "c2", None),
+        ("a waiting; c applied; d waiting", true, "", Some((Reason::Progressing, "soakingSince"))),
+        ("a waiting; c applied; d waiting", false, "a", None),
+        ("a waiting; c applied", false, "a", None),
+        ("a waiting; c applied silent", false, "", Some((Reason::NotReported, "node c "))),
+        ("a waiting; d waiting", false, "", Some((Reason::NoNodes, "label a node"))),
+        ("a waiting; c1 waiting; c2 refused", false, "", Some((Reason::Refused, "canary node c2 refuses"))),
+        ("a waiting; c drifted", false, "", Some((Reason::MeasuredDifference, "canary node c drifts"))),
+        ("a applied; c drifted; d waiting", false, "", Some((Reason::MeasuredDifference, "of 31 %"))),
+        ("a refused; c applied; d waiting", false, "", None),
+        ("a applied; c applied", true, "", None),
+    ] {
+        let found = check(&with_canary(), words, is_soaking, expected);
+        assert_eq!(found.as_ref().map(|found| found.reason), obstacle.map(|(reason, _)| reason), "{words}");
+        let (message, words) = (found.map(|found| found.message), obstacle.map(|(_, words)| words));
+        assert!(message.unwrap_or_default().contains(words.unwrap_or_default()), "{words:?}");
+    }
+}
+
+#[test]
+fn condition_counts_nodes_and_names_those_that_hold_up_the_rollout() {
+    for (nodes, reason, words) in [
+        ("n1 applied; n2 drifted", Reason::AsDesired, "all 2 nodes"),
+        ("n1 applied; n2 fresh", Reason::Progressing, "1 of 2 nodes have revision 7"),
+        ("n1 applied; n2 refused", Reason::Refused, "n2 refuses revision 7: it is odd. It counts"),
+        ("n1 drifted; n2 fresh", Reason::MeasuredDifference, "n1 drifts from revision 7"),
+        ("n1 applied; n2 fresh silent", Reason::NotReported, "a minute: n2"),
+        ("n1 applied; n2 fresh frozen", Reason::Paused, "n2 cannot be changed"),
+    ] {
+        let (_, findings) = status::compute(&profile(&plain(10)), &inputs(nodes), None, None);
+        let found = findings.into_iter().find(|found| found.kind == ConditionType::Distributed);
+        let found = found.expect("the condition");
+        assert_eq!(found.reason, reason, "{found:?}");
+        assert_eq!(found.status == ConditionStatus::True, reason == Reason::AsDesired, "{found:?}");
+        assert!(found.message.contains(words) && found.message.chars().count() < 600, "{found:?}");
     }
 }
 
 #[test]
 fn soak_starts_once_all_canaries_have_applied_each_revision() {
-    let time = |text: &str| -> Time { serde_json::from_value(text.into()).expect("a time") };
-    let (early, now) = (time("2026-01-01T00:00:00Z"), time("2026-01-01T00:05:00Z"));
+    let [early, now] =
+        ["2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z"].map(|time| object::<Time>(json!(time)));
     let soaking = |words: &str, known: Option<&str>| {
         let mut profile = profile(&with_canary());
         profile.status = known.map(|digest| {
             let (digest, soaking_since) = (Some(Digest::new(digest)), Some(early.clone()));
             reprise_crds::SlackProfileStatus { digest, soaking_since, ..Default::default() }
         });
-        soaking_since(&profile, &nodes(words), Some(NEW), &now)
+        let since = soaking_since(&profile, &inputs(words), &now)?;
+        Some((since.clone(), soak_left(&profile, &since, &now)))
     };
-    assert_eq!(soaking("a waiting; c applied", None), Some(now.clone()));
-    assert_eq!(soaking("a waiting; c applied", Some(NEW)), Some(early.clone()));
-    assert_eq!(soaking("a waiting; c applied", Some(OLD)), Some(now.clone()));
+    let minutes = |minutes: u64| Some(Duration::from_secs(60 * minutes));
+    assert_eq!(soaking("a waiting; c applied", None), Some((now.clone(), minutes(10))));
+    assert_eq!(soaking("a waiting; c applied", Some(NEW)), Some((early.clone(), minutes(5))));
+    assert_eq!(soaking("a waiting; c applied", Some(OLD)), Some((now.clone(), minutes(10))));
     for words in
         ["a applied", "c1 applied; c2 updating", "c drifted", "c refused", "c1 applied; c2 applied silent"]
     {
