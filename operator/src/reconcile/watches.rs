@@ -50,7 +50,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     }));
     tasks.spawn(watches.of(all(), writers.namespaces, &feeds.namespaces, |stores, _, change| {
         if change.is_spec() && stores.tenants.find(pods::selects_pods).is_some() {
-            stores.feeds.pod_assignment.send();
+            stores.feeds.all_clusters.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
@@ -64,11 +64,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     }));
     for (kind, writer) in writers.children {
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
-        let following = watches.of((&kind.resource(), ours), writer, &feeds.children, |stores, child, _| {
-            if stores.cluster_of_child(child).is_none() {
-                stores.notify_orphans();
-            }
-        });
+        let following = watches.of((&kind.resource(), ours), writer, &feeds.children, |_, _, _| {});
         if kind.is_optional() {
             let (children, stores) = (Arc::clone(&stores.children), Arc::clone(stores));
             let on_usable = async move { stores.feeds.all_clusters.send() };
@@ -107,10 +103,14 @@ impl Watches<'_> {
         K::DynamicType: Clone + Eq + Hash + Send + Sync,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        let (api, own_writes) =
-            (Api::all_with(self.client.clone(), kind), Arc::clone(&self.stores.own_writes));
-        let watch = Watch { api, config, writer, feed: Arc::clone(feed), own_writes };
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
+        let watch = Watch {
+            api: Api::all_with(self.client.clone(), kind),
+            config,
+            writer,
+            feed: Arc::clone(feed),
+            own_writes: Arc::clone(&stores.own_writes),
+        };
         watch.run(
             move |object, change| on_change(&stores, object, change),
             move || listed.reconcile_everything(),
