@@ -17,12 +17,11 @@ use crate::reconcile::stores::Stores;
 impl WatchedKind for Node {
     /// The operator writes one condition.
     fn parts(&self) -> Option<DigestParts> {
-        let mut theirs = self.status.clone();
-        let all = theirs.as_mut().and_then(|status| status.conditions.take()).unwrap_or_default();
-        let (own, others): (Vec<_>, Vec<_>) =
-            all.into_iter().partition(|condition| condition.type_ == AGENT_READY);
-        let rest = (rest(&self.metadata), &self.spec, theirs, others);
-        Some(DigestParts { own: Digest::of(&own.first()), rest: Digest::of(&rest) })
+        let mut status = self.status.clone().unwrap_or_default();
+        let conditions = status.conditions.get_or_insert_default();
+        let own = conditions.extract_if(.., |condition| condition.type_ == AGENT_READY).next();
+        let rest = (rest(&self.metadata), &self.spec, status);
+        Some(DigestParts { own: Digest::of(&own), rest: Digest::of(&rest) })
     }
 }
 
@@ -37,12 +36,11 @@ impl WatchedKind for CacheNode {
 
     /// The operator writes one condition, the agent writes the rest of the status.
     fn parts(&self) -> Option<DigestParts> {
-        let is_own = |condition: &Condition| condition.kind == ConditionType::ModeApplied.as_str();
-        let mut theirs = self.status.clone();
-        let all = theirs.as_mut().map(|status| std::mem::take(&mut status.conditions)).unwrap_or_default();
-        let (own, others): (Vec<Condition>, Vec<Condition>) = all.into_iter().partition(is_own);
-        let rest = (rest(&self.metadata), theirs, others);
-        Some(DigestParts { own: Digest::of(&own.first()), rest: Digest::of(&rest) })
+        let mut status = self.status.clone().unwrap_or_default();
+        let is_own = |condition: &mut Condition| condition.kind == ConditionType::ModeApplied.as_str();
+        let own = status.conditions.extract_if(.., is_own).next();
+        let rest = (rest(&self.metadata), status);
+        Some(DigestParts { own: Digest::of(&own), rest: Digest::of(&rest) })
     }
 }
 
