@@ -2,8 +2,8 @@
 //!
 //! The operator and users rely on these fields, so the agent overwrites changes by other writers. It first
 //! applies the status without force, since only then the API server reports the owners of the fields. For
-//! some time afterwards the condition `StatusContested` lists them, and the operator emits an event. The
-//! conflict does not increase the rate of writes.
+//! some time afterwards the condition `StatusContested` lists them. The conflict does not increase the rate of
+//! writes.
 
 use std::time::Duration;
 

@@ -112,8 +112,7 @@ impl Metrics {
         let help =
             "Conflicts with other writers that own fields or objects of the operator, by kind of the object";
         let conflicts = counters(&mut registry, "conflicts", help);
-        let help =
-            "Objects restored because another writer changed fields of the operator or an agent, by kind";
+        let help = "Objects restored because another writer changed fields of the operator, by kind";
         let put_backs = counters(&mut registry, "put_backs", help);
         let help = "Calls to control planes, by call and result";
         let calls = counters(&mut registry, "control_plane_calls", help);
@@ -149,7 +148,7 @@ impl Metrics {
         self.conflicts.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// Records that the operator or an agent restored fields that another writer had changed.
+    /// Records that the operator restored fields that another writer had changed.
     pub fn record_restore(&self, kind: &'static str) {
         self.put_backs.get_or_create(&[("kind", kind)]).inc();
     }

@@ -184,7 +184,6 @@ fn is_good(finding: &Finding) -> bool {
         ConditionType::DeletionBlocked,
         ConditionType::Drifted,
         ConditionType::OverQuota,
-        ConditionType::StatusContested,
     ];
     let neutral = [ConditionType::Progressing, ConditionType::Cordoned, ConditionType::Drained];
     let progressing = [Reason::Progressing, Reason::AsDesired, Reason::Paused].contains(&finding.reason);

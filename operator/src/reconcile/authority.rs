@@ -185,9 +185,9 @@ impl Certificates {
 pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
     let names = ClusterNames::of(cluster);
     let name = names.authority();
-    match context.secrets.get(&names.namespace, &name) {
+    match context.secrets.get(&names, &name) {
         Some(stored) => of_secret(&names, context, &stored),
-        None if context.secrets.is_absent(&names.namespace, &name) => AuthorityState::Absent,
+        None if context.secrets.is_absent(&names, &name) => AuthorityState::Absent,
         None => fetch(&names, context).await,
     }
 }

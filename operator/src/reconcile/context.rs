@@ -74,13 +74,11 @@ impl Deref for Context {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::time::Duration;
-
+    use clap::{Args, FromArgMatches};
     use serde_json::json;
 
     use super::*;
     use crate::framework::test_api_server::{error_response, serve};
-    use crate::settings::DefaultImages;
 
     /// A context whose API server answers every request with 404.
     pub(crate) async fn context() -> Arc<Context> {
@@ -90,21 +88,9 @@ pub(crate) mod tests {
 
     /// A context with these objects.
     pub(crate) fn context_with(client: Client, stores: Stores) -> Arc<Context> {
-        let settings = Settings {
-            images: DefaultImages {
-                agent: "a".to_owned(),
-                control_plane: "c".to_owned(),
-                etcd: "e".to_owned(),
-                operator: "o".to_owned(),
-            },
-            identity: "operator-0".to_owned(),
-            namespace: "reprise-system".to_owned(),
-            service_account: None,
-            admin: ([127, 0, 0, 1], 0).into(),
-            admin_plain: true,
-            control_planes: Vec::new(),
-            unused_for: Duration::from_secs(60),
-        };
+        let options = ["", "--pod-name", "operator-0", "--pod-namespace", "reprise-system", "--admin-plain"];
+        let parsed = Settings::augment_args(clap::Command::new("")).get_matches_from(options);
+        let settings = Settings::from_arg_matches(&parsed).expect("valid options");
         let counted = (client, ApiRequests::default());
         Arc::new(Context::new(counted, Arc::new(stores), settings))
     }

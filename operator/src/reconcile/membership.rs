@@ -4,9 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::fields::ClusterRef;
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find, holds};
+use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Reason, find, holds};
 use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster};
 
 use crate::framework::clock;
@@ -17,16 +18,24 @@ use crate::reconcile::tenant;
 /// Age of a `CacheNode` report above which the agent counts as absent.
 pub const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Returns the conditions of a `CacheNode`.
+pub fn conditions(node: &CacheNode) -> &[Condition] {
+    node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default()
+}
+
+/// Returns the time of an agent's last report.
+pub fn last_report(node: &CacheNode) -> Option<&Time> {
+    node.status.as_ref()?.last_updated.as_ref()
+}
+
 /// Whether a node's agent has reported within [`REPORT_TIMEOUT`].
 pub fn has_reported(node: &CacheNode) -> bool {
-    let last = node.status.as_ref().and_then(|status| status.last_updated.as_ref());
-    last.is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
+    last_report(node).is_some_and(|last| clock::since(last) <= REPORT_TIMEOUT)
 }
 
 /// Whether a node's agent serves engines.
 pub fn is_ready(node: &CacheNode) -> bool {
-    let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    has_reported(node) && holds(conditions, ConditionType::AgentReady, 0)
+    has_reported(node) && holds(conditions(node), ConditionType::AgentReady, 0)
 }
 
 /// Whether the operator changes nothing of a cluster: it is paused, or its current spec is rejected or not accepted yet.

@@ -7,9 +7,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
-use kube::ResourceExt;
 use kube::runtime::controller::Action;
-use tokio::time::Instant;
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
@@ -29,32 +27,19 @@ pub mod readiness;
 /// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let inputs = dereference::dereference(&node, &context);
-    let wanted = build::build(&node, &inputs);
-    let wanted_mode = match &wanted {
-        build::DesiredCacheNode::Spec(spec) => Some(spec.mode),
+    let (live, spec) = (inputs.live.as_deref(), build::build(&node, &inputs));
+    // The condition is removed before the CacheNode. The other steps do not depend on the condition.
+    let condition = readiness::desired(&node, live, spec.is_some(), &clock::now());
+    let condition_written = readiness::write(&node, condition, &context).await;
+    let paced = apply::apply(&node, live, spec.as_ref(), &context).await?;
+    let next_mode_check = match (&inputs.cluster, live, spec) {
+        // A mode that was just written triggers another reconcile.
+        (Some(cluster), Some(live), Some(spec)) if spec.mode == live.spec.mode => {
+            mode::sync(cluster, live, &context).await?
+        }
         _ => None,
     };
-    let readiness = readiness::next_step(&node, inputs.live.as_deref(), &wanted, &clock::now());
-    let is_deleted = wanted == build::DesiredCacheNode::Absent;
-    if is_deleted {
-        readiness::write(&node, &readiness, &context).await?;
-    }
-    apply::apply(&node, &inputs, wanted, &context).await?;
-    apply::report_contested_status(&node, inputs.live.as_deref(), &context).await;
-    // A spec that was just written triggers another reconcile, with its new generation.
-    let live =
-        inputs.live.as_deref().filter(|live| apply::is_ours(live) && Some(live.spec.mode) == wanted_mode);
-    let mode_check = match (&inputs.cluster, live) {
-        (Some(own), Some(live)) => mode::sync(&node, &own.cluster, live, &context).await,
-        _ => Ok(None),
-    };
-    if is_deleted {
-        return Ok(Action::await_change());
-    }
-    // Write the condition even if setting the mode failed.
-    readiness::write(&node, &readiness, &context).await?;
-    let paced = context.other_writers.pacing_delay(&apply::key(&node.name_any()), Instant::now());
-    let next =
-        mode_check?.into_iter().chain(readiness::next_check(inputs.live.as_deref())).chain(paced).min();
+    condition_written?;
+    let next = [paced, next_mode_check, readiness::next_check(live)].into_iter().flatten().min();
     Ok(next.map_or_else(Action::await_change, Action::requeue))
 }

@@ -3,7 +3,7 @@
 //! Namespaced children have their cluster as owner, so Kubernetes deletes them. A role binding or an
 //! admission policy has no namespace and therefore cannot have that owner. Clusters
 //! have no finalizer, which would block all deletions while the operator is away. So the operator deletes such
-//! objects itself: at startup, when a cluster is deleted, and once a minute for missed events.
+//! objects itself.
 
 use std::time::Duration;
 
@@ -15,20 +15,17 @@ use crate::framework::error::OperatorError;
 use crate::framework::labels::CLUSTER_UID;
 use crate::reconcile::context::Context;
 
-/// Longest time between two passes. A pass only reads the stores, unless it finds an orphan.
-const EVERY: Duration = Duration::from_secs(60);
+/// Interval of passes. A pass only reads the stores, unless it finds an orphan.
+const EVERY: Duration = Duration::from_secs(2);
 
-/// Deletes orphans until the task is aborted: after each notification, and periodically.
+/// Deletes orphans until the task is aborted.
 pub async fn run(context: &Context) {
+    let mut passes = tokio::time::interval(EVERY);
     loop {
-        // A timeout and a notification both start a pass.
-        let _ = tokio::time::timeout(EVERY, context.stores.wait_for_orphans()).await;
-        while let Err(error) = once(context).await {
-            let wait = context.backoff.record_failure("orphans");
-            tracing::warn!(%error, ?wait, "cannot delete objects of deleted clusters; retrying");
-            tokio::time::sleep(wait).await;
+        passes.tick().await;
+        if let Err(error) = once(context).await {
+            tracing::warn!(%error, "cannot delete objects of deleted clusters; retrying");
         }
-        context.backoff.record_success("orphans");
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) async fn ensure(
     let name = names.salts();
     let tenants: Vec<(String, Isolation)> =
         tenants.iter().map(|tenant| (tenant.name_any(), tenant.spec.isolation)).collect();
-    let known = context.secrets.get(&names.namespace, &name);
+    let known = context.secrets.get(&names, &name);
     let known: BTreeMap<String, ByteString> =
         known.and_then(|secret| serde_json::from_value(secret.data["data"].clone()).ok()).unwrap_or_default();
     if missing(&known, &tenants, |_| false, || TenantSalt::new([0; TenantSalt::SIZE])).is_empty() {

@@ -15,7 +15,6 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, DynamicObject, Patch, PatchParams, PostParams};
-use kube::core::Status;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, watch_object};
 use kube::{Client, ResourceExt};
@@ -40,63 +39,44 @@ use crate::reconcile::stores::Stores;
 /// Time in which the state of a Secret becomes known. Later, it counts as unknown, and readers ask the API server.
 const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 
-/// Namespace and name of a Secret.
-type Key = (String, String);
-
 /// State of a Secret.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 enum State {
     /// The watch has not delivered it yet.
     #[default]
     Unknown,
     Absent,
     Present(Arc<DynamicObject>),
-    /// Another component has created it.
-    Foreign,
-    /// The operator has no permission to read it; the API server's message.
-    Forbidden(String),
+    /// The operator has no permission to read it. Readers that ask the API server get the message.
+    Forbidden,
 }
 
 /// Watches of the Secrets of all clusters.
 #[derive(Debug, Default)]
 pub struct Secrets {
-    watched: Mutex<HashMap<Key, watch::Receiver<State>>>,
-}
-
-/// Parts of the operator that a watch needs.
-struct Watching {
-    client: Client,
-    stores: Arc<Stores>,
-    names: ClusterNames,
+    /// States by namespace and name.
+    watched: Mutex<HashMap<(String, String), watch::Receiver<State>>>,
 }
 
 impl Secrets {
-    /// Returns a Secret as its watch last reported it; `None` if it does not exist, or is not watched.
-    pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<DynamicObject>> {
-        match self.state(namespace, name)? {
-            State::Present(secret) => Some(secret),
+    /// Returns a Secret of a cluster as its watch last reported it; `None` if it does not exist, is not of the cluster,
+    /// or is not watched.
+    pub fn get(&self, names: &ClusterNames, name: &str) -> Option<Arc<DynamicObject>> {
+        match self.state(names, name) {
+            State::Present(secret) if !is_foreign(names, &*secret) => Some(secret),
             _ => None,
         }
     }
 
     /// Whether the watch has reported that a Secret does not exist.
-    pub fn is_absent(&self, namespace: &str, name: &str) -> bool {
-        matches!(self.state(namespace, name), Some(State::Absent))
+    pub fn is_absent(&self, names: &ClusterNames, name: &str) -> bool {
+        self.state(names, name) == State::Absent
     }
 
-    fn state(&self, namespace: &str, name: &str) -> Option<State> {
+    fn state(&self, names: &ClusterNames, name: &str) -> State {
         let watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(watched.get(&(namespace.to_owned(), name.to_owned()))?.borrow().clone())
-    }
-
-    /// Returns a refusal if the operator has no permission to read a Secret of a cluster.
-    pub fn forbidden(&self, names: &ClusterNames) -> Option<Refusal> {
-        let message =
-            secrets_of(names).into_iter().find_map(|name| match self.state(&names.namespace, &name)? {
-                State::Forbidden(message) => Some(message),
-                _ => None,
-            })?;
-        Some(refusal(names, &message))
+        let state = watched.get(&(names.namespace.clone(), name.to_owned()));
+        state.map(|state| state.borrow().clone()).unwrap_or_default()
     }
 
     /// Watches the Secrets of a cluster, and waits until their state is known.
@@ -107,19 +87,51 @@ impl Secrets {
             watched.retain(|_, state| state.has_changed().is_ok());
             let start = || {
                 let (sender, state) = watch::channel(State::Unknown);
-                let watching =
-                    Watching { client: client.clone(), stores: Arc::clone(stores), names: names.clone() };
-                tokio::spawn(watching.run(name.clone(), sender));
+                let api = api(client, ChildKind::Secret, Some(&names.namespace));
+                tokio::spawn(follow(api, name.clone(), names.clone(), Arc::clone(stores), sender));
                 state
             };
             watched.entry((names.namespace.clone(), name.clone())).or_insert_with(start).clone()
         });
         let known = states.map(|mut state| async move {
             // An error means that the watch has ended.
-            let _ = state.wait_for(|state| !matches!(state, State::Unknown)).await;
+            let _ = state.wait_for(|state| *state != State::Unknown).await;
         });
         // Readers handle an unknown state.
         let _ = timeout(KNOWN_WITHIN, join_all(known)).await;
+    }
+}
+
+/// Watches a Secret of a cluster, and reconciles the cluster after changes, until the cluster is gone.
+async fn follow(
+    api: Api<DynamicObject>,
+    secret: String,
+    names: ClusterNames,
+    stores: Arc<Stores>,
+    sender: watch::Sender<State>,
+) {
+    let namespace = &names.namespace;
+    let mut found = watch_object(api, &secret).backoff(WatchBackoff::default()).boxed();
+    while let Some(found) = found.next().await {
+        let state = match found {
+            Ok(found) => {
+                tracing::info!(recovered = WATCH_LOST, namespace, secret, "watch established");
+                found.map_or(State::Absent, |secret| State::Present(Arc::new(secret)))
+            }
+            Err(error) if is_forbidden(&error) => {
+                tracing::warn!(condition = WATCH_LOST, %error, namespace, secret, "no permission for a Secret");
+                State::Forbidden
+            }
+            Err(error) => {
+                tracing::warn!(condition = WATCH_LOST, %error, namespace, secret, "watch lost; restarting it");
+                continue;
+            }
+        };
+        let is_news = sender.send_replace(state.clone()) != state;
+        let Some(cluster) = stores.cluster_by_uid(&names.uid) else { return };
+        if is_news {
+            stores.feeds.clusters.request(cluster).await;
+        }
     }
 }
 
@@ -139,59 +151,14 @@ pub(crate) fn refusal(names: &ClusterNames, message: &str) -> Refusal {
     Refusal::new(Reason::Forbidden, message)
 }
 
-/// Returns the answer of the API server if it rejects a watch because a permission is missing.
-fn missing_permission(error: &watcher::Error) -> Option<&Status> {
-    let status = match error {
+/// Whether the API server rejects a watch because a permission is missing.
+fn is_forbidden(error: &watcher::Error) -> bool {
+    match error {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
-        | watcher::Error::WatchFailed(kube::Error::Api(status)) => status,
-        watcher::Error::WatchError(status) => status,
-        _ => return None,
-    };
-    (status.code == FORBIDDEN).then_some(status)
-}
-
-impl Watching {
-    async fn run(self, name: String, sender: watch::Sender<State>) {
-        let secrets = api(&self.client, ChildKind::Secret, Some(&self.names.namespace));
-        let mut found = watch_object(secrets, &name).backoff(WatchBackoff::default()).boxed();
-        while let Some(found) = found.next().await {
-            let namespace = &self.names.namespace;
-            let state = match found {
-                Ok(Some(secret)) if is_foreign(&self.names, &secret) => State::Foreign,
-                Ok(Some(secret)) => State::Present(Arc::new(secret)),
-                Ok(None) => State::Absent,
-                Err(error) => match missing_permission(&error) {
-                    Some(Status { message, .. }) => {
-                        tracing::warn!(
-                            condition = WATCH_LOST,
-                            error = message,
-                            namespace,
-                            secret = name,
-                            "no permission for a Secret"
-                        );
-                        State::Forbidden(message.clone())
-                    }
-                    None => {
-                        tracing::warn!(condition = WATCH_LOST, %error, namespace, secret = name, "watch lost; restarting it");
-                        continue;
-                    }
-                },
-            };
-            if !matches!(state, State::Forbidden(_)) {
-                tracing::info!(recovered = WATCH_LOST, namespace, secret = name, "watch established");
-            }
-            let before = sender.send_replace(state.clone());
-            let is_news = !matches!(
-                (&before, &state),
-                (State::Unknown, _) | (State::Forbidden(_), State::Forbidden(_))
-            );
-            match self.stores.cluster_by_uid(&self.names.uid) {
-                Some(cluster) if is_news => self.stores.feeds.clusters.request(cluster).await,
-                Some(_) => {}
-                None => return,
-            }
-        }
+        | watcher::Error::WatchFailed(kube::Error::Api(status)) => status.code == FORBIDDEN,
+        watcher::Error::WatchError(status) => status.code == FORBIDDEN,
+        _ => false,
     }
 }
 

@@ -1,6 +1,5 @@
 //! The operator's copy of the API server's objects, filled by watches, and the assignment computed from it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use k8s_openapi::api::core::v1::{Namespace, Node};
@@ -9,7 +8,6 @@ use kube::api::DynamicObject;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, Store};
 use reprise_crds::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
-use tokio::sync::Notify;
 
 use crate::framework::change::OwnWrites;
 use crate::framework::child_stores::{ChildStores, ChildWriters};
@@ -35,12 +33,8 @@ pub struct Stores {
     pub children: Arc<ChildStores>,
     pub feeds: Feeds,
     pub own_writes: Arc<OwnWrites>,
-    /// Wakes the task that deletes orphaned objects.
-    orphans: Notify,
-    /// Version of the assignment's inputs, incremented on each change.
-    version: AtomicU64,
-    /// The last assignment, and the version of its inputs.
-    assignment: Mutex<(u64, Arc<Assignment>)>,
+    /// The last assignment, unless its inputs have changed.
+    assignment: Mutex<Option<Arc<Assignment>>>,
 }
 
 /// Changes of all watched kinds, and signals to reconcile all objects of some kinds.
@@ -58,8 +52,6 @@ pub struct Feeds {
     pub everything: Signal,
     /// Reconciles all objects that may depend on the labels of a node.
     pub node_labels: Signal,
-    /// Reconciles all objects that depend on the assignment of pods to tenants.
-    pub pod_assignment: Signal,
     pub all_clusters: Signal,
 }
 
@@ -94,8 +86,6 @@ impl Stores {
             children: Arc::new(children),
             feeds: Feeds::default(),
             own_writes: Arc::default(),
-            orphans: Notify::new(),
-            version: AtomicU64::new(1),
             assignment: Mutex::default(),
         };
         (stores, writers)
@@ -119,40 +109,27 @@ impl Stores {
 
     /// Marks the assignment as outdated, because one of its inputs changed.
     pub fn invalidate_assignment(&self) {
-        self.version.fetch_add(1, Ordering::AcqRel);
+        *self.assignment.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Reconciles everything, because the assignment may have changed or deletions may have been missed.
     pub fn reconcile_everything(&self) {
         self.invalidate_assignment();
-        self.notify_orphans();
         self.feeds.everything.send();
-    }
-
-    /// Wakes the task that deletes orphaned objects.
-    pub fn notify_orphans(&self) {
-        self.orphans.notify_one();
-    }
-
-    /// Waits for the next call of [`Stores::notify_orphans`].
-    pub async fn wait_for_orphans(&self) {
-        self.orphans.notified().await;
     }
 
     /// Returns the assignment of the stored objects, computing it again only if inputs have changed.
     pub fn assignment(&self) -> Arc<Assignment> {
-        let version = self.version.load(Ordering::Acquire);
         let mut cached = self.assignment.lock().unwrap_or_else(PoisonError::into_inner);
-        if cached.0 != version {
-            let assignment = Assignment::compute(
+        let compute = || {
+            Arc::new(Assignment::compute(
                 &self.clusters.state(),
                 &self.pools.state(),
                 &self.nodes.state(),
                 &self.cache_nodes.state(),
-            );
-            *cached = (version, Arc::new(assignment));
-        }
-        Arc::clone(&cached.1)
+            ))
+        };
+        Arc::clone(cached.get_or_insert_with(compute))
     }
 
     /// Returns a cluster by `namespace/name`.

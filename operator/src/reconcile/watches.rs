@@ -51,7 +51,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     }));
     tasks.spawn(watches.of(all(), writers.namespaces, &feeds.namespaces, |stores, _, change| {
         if change == Change::Spec && stores.tenants.find(pods::selects_pods).is_some() {
-            stores.feeds.pod_assignment.send();
+            stores.feeds.all_clusters.send();
         }
     }));
     tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
@@ -69,11 +69,7 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
         let ours = watcher::Config::default().labels(&format!("{MANAGED_BY}={OPERATOR}"));
         let optional = Some(kind).filter(|kind| kind.is_optional());
         let watched = (&kind.resource(), ours, optional);
-        tasks.spawn(watches.of(watched, writer, &feeds.children, |stores, child, _| {
-            if stores.cluster_of_child(child).is_none() {
-                stores.notify_orphans();
-            }
-        }));
+        tasks.spawn(watches.of(watched, writer, &feeds.children, |_, _, _| {}));
     }
     tasks
 }

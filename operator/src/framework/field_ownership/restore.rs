@@ -215,14 +215,11 @@ async fn report<K: Resource>(
     events::publish(services, write.subject, event).await;
 }
 
-/// One process's memory of other writers. It decides when to write and which event is new, never what a
-/// condition reports.
+/// One process's memory of other writers. It decides when to write, never what a condition reports.
 #[derive(Debug, Default)]
 pub(crate) struct OtherWriters {
     /// Times of restores, by object key, oldest first.
     of_fields: Mutex<HashMap<String, VecDeque<Instant>>>,
-    /// Last report about other writers of an object, by key.
-    reports: Mutex<HashMap<String, String>>,
 }
 
 impl OtherWriters {
@@ -242,17 +239,6 @@ impl OtherWriters {
         }
         let passed = now.duration_since(*times.back()?);
         PACED_INTERVAL.checked_sub(passed).filter(|rest| !rest.is_zero())
-    }
-
-    /// Records a report about an object, or the absence of one. Returns whether the report is new, so that its event is
-    /// emitted once.
-    pub(crate) fn record_report(&self, key: &str, report: Option<String>) -> bool {
-        let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(report) = report else {
-            reports.remove(key);
-            return false;
-        };
-        reports.insert(key.to_owned(), report.clone()) != Some(report)
     }
 }
 

@@ -32,7 +32,7 @@ pub(crate) async fn ensure(
 ) -> Result<(), OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.console();
-    let stored = context.secrets.get(&names.namespace, &name);
+    let stored = context.secrets.get(&names, &name);
     let identity = Identity::new(&names.in_certificates(), Role::Console).map_err(failed)?;
     let present = stored.as_deref().and_then(files);
     let new = authority.files(present.as_ref(), &identity, clock::system_time())?;

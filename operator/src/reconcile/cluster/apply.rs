@@ -27,8 +27,10 @@ pub async fn apply(
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
     // Pods would wait for their certificates.
-    if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
-        return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
+    if let AuthorityState::Unusable(refusal) = &inputs.certificates
+        && refusal.reason == Reason::Forbidden
+    {
+        return Ok(ApplyOutcome { refused: vec![refusal.clone()], ..ApplyOutcome::default() });
     }
     let created;
     let inputs = match inputs.certificates {

@@ -38,6 +38,5 @@ pub fn controller(stores: &Arc<Stores>) -> Controller<KVCacheCluster> {
         })
         .reconcile_all_on(feeds.everything.subscribe())
         .reconcile_all_on(feeds.node_labels.subscribe())
-        .reconcile_all_on(feeds.pod_assignment.subscribe())
         .reconcile_all_on(feeds.all_clusters.subscribe())
 }

@@ -3,56 +3,45 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 use reprise_crds::fields::{
-    ClusterRef, DeletionPolicy, Digest, HostPath, LabelValue, Name, NodeMode, NodeName, ShortName, Uid,
+    ClusterRef, DeletionPolicy, HostPath, LabelValue, Name, NodeMode, NodeName, ShortName, Uid,
 };
 use reprise_crds::node::{PoolClaim, QueueClaim};
 use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
 
-use super::dereference::{AgentGrants, NodeInputs};
-use crate::reconcile::membership::{cluster_of, is_frozen};
+use super::dereference::NodeInputs;
+use crate::reconcile::membership::{belongs_to, is_frozen};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::pool::guard::has_guard;
 
 /// Name of a pool's file in its directory.
 const POOL_FILE: &str = "pool";
 
-/// Desired state of a `CacheNode`.
-#[derive(Clone, Debug, PartialEq)]
-pub enum DesiredCacheNode {
-    /// It exists with this spec. If the cluster is frozen, only the queue pairs differ from the present one.
-    Spec(Box<CacheNodeSpec>),
-    /// The node no longer belongs to its cluster. It keeps its spec without queue pairs until the agent has
-    /// released them.
-    Releasing(Box<CacheNodeSpec>),
-    /// It does not exist: the node belongs to no cluster, or the agent of its former cluster is gone.
-    Absent,
-    /// It stays as it is.
-    Unchanged,
-}
-
-/// Returns the desired state of a node's `CacheNode`.
-pub fn build(node: &Node, inputs: &NodeInputs) -> DesiredCacheNode {
-    if let Some(live) = inputs.live.as_deref().filter(|live| belongs_to_other_cluster(live, inputs)) {
-        match inputs.agent_grants {
-            AgentGrants::None => {}
-            AgentGrants::Reporting => {
-                let spec = CacheNodeSpec { queues: Vec::new(), ..live.spec.clone() };
-                return DesiredCacheNode::Releasing(Box::new(spec));
-            }
-            // Deletion discards the agent's report. The new cluster's `CacheNode` is created afterwards.
-            AgentGrants::Silent => return DesiredCacheNode::Absent,
-        }
+/// Returns the desired spec of a node's `CacheNode`; `None` if it should not exist. If the cluster is frozen, only the
+/// queue pairs differ from the present spec.
+pub fn build(node: &Node, inputs: &NodeInputs) -> Option<CacheNodeSpec> {
+    let (live, cluster) = (inputs.live.as_deref(), inputs.cluster.as_ref());
+    let with_queues = |live: &CacheNode, queues: &[QueueClaim]| CacheNodeSpec {
+        queues: queues.to_vec(),
+        ..live.spec.clone()
+    };
+    let is_of_other = |live: &&CacheNode| {
+        live.spec.cluster_ref.is_some()
+            && cluster.is_none_or(|cluster| !belongs_to(live, &ClusterNames::of(cluster)))
+    };
+    if let Some(live) = live.filter(is_of_other) {
+        // It stays until the agent has released its queue pairs. The CacheNode of another cluster follows its deletion,
+        // which discards the agent's report.
+        return inputs.holds_queues.then(|| with_queues(live, &[]));
     }
-    let Some(own) = &inputs.cluster else { return DesiredCacheNode::Absent };
-    let cluster = &own.cluster;
+    let cluster = cluster?;
     if is_frozen(cluster) {
-        return with_queues(inputs.live.as_deref(), &inputs.queues);
+        return live.map(|live| with_queues(live, &inputs.queues));
     }
     let wipes = |pool: &SSDPool| is_wiped(pool) && !inputs.contested.contains(&pool.name_any());
     let mut claims: Vec<PoolClaim> = inputs.pools.iter().map(|pool| claim(pool, wipes(pool))).collect();
     claims.sort_by(|a, b| a.pool.cmp(&b.pool));
-    let spec = CacheNodeSpec {
+    Some(CacheNodeSpec {
         node_name: NodeName::new(node.name_any()),
         cluster_ref: Some(ClusterRef {
             namespace: Name::new(cluster.namespace().unwrap_or_default()),
@@ -60,28 +49,11 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> DesiredCacheNode {
         }),
         mode: mode(node, inputs),
         failure_domain: failure_domain(node, cluster),
-        configuration_digest: Some(Digest::new(own.configuration.clone())),
+        configuration_digest: inputs.configuration.clone(),
         claims,
         profiles: inputs.profiles.clone(),
         queues: inputs.queues.clone(),
-    };
-    DesiredCacheNode::Spec(Box::new(spec))
-}
-
-/// Whether the `CacheNode` belongs to a cluster other than the node's.
-fn belongs_to_other_cluster(live: &CacheNode, inputs: &NodeInputs) -> bool {
-    let own = inputs.cluster.as_ref().map(|own| ClusterNames::of(&own.cluster).key());
-    cluster_of(live).is_some_and(|before| own.as_ref() != Some(&before))
-}
-
-/// Returns the present spec with other queue pairs.
-fn with_queues(live: Option<&CacheNode>, queues: &[QueueClaim]) -> DesiredCacheNode {
-    let Some(live) = live else { return DesiredCacheNode::Unchanged };
-    let has = &live.spec.queues;
-    if has.len() == queues.len() && queues.iter().all(|claim| has.contains(claim)) {
-        return DesiredCacheNode::Unchanged;
-    }
-    DesiredCacheNode::Spec(Box::new(CacheNodeSpec { queues: queues.to_vec(), ..live.spec.clone() }))
+    })
 }
 
 /// Returns the most restrictive mode of all pools. A cordoned Kubernetes node is draining.
@@ -132,7 +104,6 @@ fn claim(pool: &SSDPool, wipe: bool) -> PoolClaim {
 }
 
 #[cfg(test)]
-#[allow(clippy::needless_pass_by_value, reason = "specs are made where they are passed")]
 mod tests {
     use std::collections::BTreeSet;
     use std::sync::Arc;
@@ -140,56 +111,40 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::reconcile::node::dereference::NodeCluster;
-    use crate::reconcile::test_objects::{merged, object, resource};
+    use crate::reconcile::test_objects::{merged, object, pool, resource};
 
     fn node() -> Node {
         object(json!({ "metadata": { "name": "n1" } }))
     }
 
-    fn pool(name: &str, spec: Value, more: Value) -> Arc<SSDPool> {
-        let metadata = json!({ "name": name, "uid": format!("uid-{name}"), "generation": 4 });
-        Arc::new(resource(merged(metadata, more), json!({ "spec": spec })))
-    }
-
     /// Inputs with these pools and an accepted cluster of this spec.
-    fn found(pools: Vec<Arc<SSDPool>>, cluster: Value) -> NodeInputs {
+    fn found(pools: Vec<Arc<SSDPool>>, cluster: &Value) -> NodeInputs {
         let accepted = json!({
             "type": "Accepted", "status": "True", "reason": "AsDesired", "message": "",
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         });
         let parts = json!({ "spec": cluster, "status": { "conditions": [accepted] } });
-        let cluster: KVCacheCluster = resource(json!({ "name": "c", "namespace": "n" }), parts);
-        let configuration = crate::framework::digest::of("configuration");
         NodeInputs {
-            cluster: Some(NodeCluster { cluster: Arc::new(cluster), configuration }),
+            cluster: Some(Arc::new(resource(json!({ "name": "c", "namespace": "n" }), parts))),
+            configuration: None,
             pools,
             contested: BTreeSet::new(),
             profiles: Vec::new(),
             queues: Vec::new(),
-            agent_grants: AgentGrants::None,
+            holds_queues: false,
             live: None,
-        }
-    }
-
-    fn spec(node: &Node, inputs: &NodeInputs) -> CacheNodeSpec {
-        match build(node, inputs) {
-            DesiredCacheNode::Spec(spec) => *spec,
-            other => panic!("{other:?}"),
         }
     }
 
     #[test]
     fn claim_requests_wipe_once_the_pool_is_deleted_and_the_wipe_confirmed() {
         let deleted = || json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
-        let used =
-            json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["reprise.dev/in-use"] });
+        let used = merged(deleted(), json!({ "finalizers": ["reprise.dev/in-use"] }));
         let wipe = json!({ "deletionPolicy": "Wipe" });
-        let confirmed =
-            || json!({ "deletionPolicy": "Wipe", "wipeConfirmation": "yes-really-destroy-the-data" });
+        let confirmed = || merged(wipe.clone(), json!({ "wipeConfirmation": "yes-really-destroy-the-data" }));
         for (policy, metadata, contested, expected) in [
             (confirmed(), json!({}), false, false),
-            (wipe, deleted(), false, false),
+            (wipe.clone(), deleted(), false, false),
             (json!({}), deleted(), false, false),
             (confirmed(), deleted(), false, true),
             // Engines still have sessions.
@@ -197,18 +152,16 @@ mod tests {
             // Another pool names the devices as well.
             (confirmed(), deleted(), true, false),
         ] {
-            let whole = merged(json!({ "directory": { "path": "/p", "size": "2Gi" } }), policy.clone());
-            let mut inputs = found(vec![pool("p", whole, metadata.clone())], json!({}));
+            let case = format!("{policy} {metadata} {contested}");
+            let mut inputs = found(vec![Arc::new(pool(metadata, policy))], &json!({}));
             inputs.contested.extend(contested.then(|| "p".to_owned()));
-            let claims = spec(&node(), &inputs).claims;
-            assert_eq!(claims[0].wipe, expected, "{policy} {metadata} {contested}");
+            let spec = build(&node(), &inputs).expect("a spec");
+            assert_eq!(spec.claims[0].wipe, expected, "{case}");
         }
     }
 
     #[test]
     fn queue_pairs_change_in_frozen_clusters_and_are_released_before_deletion() {
-        use AgentGrants::{None as Free, Reporting, Silent};
-        let node = node();
         let queues: Vec<QueueClaim> = object(json!([{
             "uid": "u-q", "allocation": "n/q", "controllers": [{ "serial": "S1", "queuePairs": 8 }],
         }]));
@@ -219,41 +172,34 @@ mod tests {
             });
             Some(Arc::new(resource::<CacheNode>(json!({ "name": "n1" }), json!({ "spec": spec }))))
         };
-        let inputs = |paused: bool, agent_grants: AgentGrants, live: Option<Arc<CacheNode>>| NodeInputs {
+        let inputs = |paused: bool, holds_queues: bool, live: Option<Arc<CacheNode>>| NodeInputs {
             queues: queues.clone(),
-            agent_grants,
+            holds_queues,
             live,
-            ..found(Vec::new(), json!({ "paused": paused }))
+            ..found(Vec::new(), &json!({ "paused": paused }))
         };
-        let outcome = |inputs: &NodeInputs| {
-            let described = |spec: &CacheNodeSpec| {
-                let cluster = spec.cluster_ref.as_ref().map(|cluster| cluster.name.as_str());
-                format!("{} {} {}", cluster.unwrap_or_default(), spec.mode, spec.queues.len())
-            };
-            match build(&node, inputs) {
-                DesiredCacheNode::Spec(spec) => described(&spec),
-                DesiredCacheNode::Releasing(spec) => format!("releasing {}", described(&spec)),
-                DesiredCacheNode::Absent => "absent".to_owned(),
-                DesiredCacheNode::Unchanged => "unchanged".to_owned(),
-            }
-        };
-        let left = NodeInputs { queues: Vec::new(), ..inputs(true, Free, live("c")) };
-        let gone = |grants: AgentGrants| NodeInputs { cluster: None, ..inputs(false, grants, live("c")) };
+        let left = NodeInputs { queues: Vec::new(), ..inputs(true, false, live("c")) };
+        let gone = |holds_queues, live| NodeInputs { cluster: None, ..inputs(false, holds_queues, live) };
         for (inputs, expected) in [
-            (inputs(false, Free, None), "c Active 1"),
-            (inputs(true, Free, None), "unchanged"),
-            (inputs(true, Reporting, live("c")), "unchanged"),
+            (inputs(false, false, None), "c Active 1"),
+            (inputs(true, false, None), "absent"),
+            (inputs(true, true, live("c")), "c Cordoned 1"),
             (left, "c Cordoned 0"),
-            (gone(Reporting), "releasing c Cordoned 0"),
-            (gone(Free), "absent"),
-            (gone(Silent), "absent"),
-            (NodeInputs { cluster: None, ..inputs(false, Free, None) }, "absent"),
-            // The other cluster's `CacheNode` follows afterwards.
-            (inputs(false, Reporting, live("d")), "releasing d Cordoned 0"),
-            (inputs(false, Silent, live("d")), "absent"),
-            (inputs(false, Free, live("d")), "c Active 1"),
+            (gone(true, live("c")), "c Cordoned 0"),
+            (gone(false, live("c")), "absent"),
+            (gone(false, None), "absent"),
+            // The CacheNode of the node's cluster follows afterwards.
+            (inputs(false, true, live("d")), "d Cordoned 0"),
+            (inputs(false, false, live("d")), "absent"),
         ] {
-            assert_eq!(outcome(&inputs), expected, "{inputs:?}");
+            let found = build(&node(), &inputs).map_or_else(
+                || "absent".to_owned(),
+                |spec| {
+                    let cluster = spec.cluster_ref.map(|cluster| cluster.name.to_string());
+                    format!("{} {} {}", cluster.unwrap_or_default(), spec.mode, spec.queues.len())
+                },
+            );
+            assert_eq!(found, expected, "{inputs:?}");
         }
     }
 }

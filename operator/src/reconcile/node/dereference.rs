@@ -25,7 +25,9 @@ const QUEUES_MAX: usize = 128;
 /// The inputs of a node's `CacheNode`.
 #[derive(Clone, Debug)]
 pub struct NodeInputs {
-    pub cluster: Option<NodeCluster>,
+    pub cluster: Option<Arc<KVCacheCluster>>,
+    /// Digest of the configuration of the cluster's agents.
+    pub configuration: Option<Digest>,
     pub pools: Vec<Arc<SSDPool>>,
     /// Pools on the node whose devices another pool names there as well, so they are not wiped.
     pub contested: BTreeSet<String>,
@@ -33,48 +35,34 @@ pub struct NodeInputs {
     pub profiles: Vec<ProfileClaim>,
     /// Active grants of the node's allocations.
     pub queues: Vec<QueueClaim>,
-    /// Whether the agent may hold queue pairs of the node's allocations.
-    pub agent_grants: AgentGrants,
+    /// Whether the agent may hold queue pairs, and will report their release. It will not if all grants are ending and it
+    /// no longer reports.
+    pub holds_queues: bool,
     pub live: Option<Arc<CacheNode>>,
-}
-
-/// Whether a node's agent may hold queue pairs of the node's allocations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AgentGrants {
-    /// There are no grants.
-    None,
-    /// There are active grants, or ending ones whose agent reports; it will report their release.
-    Reporting,
-    /// All grants are ending, and the agent no longer reports.
-    Silent,
-}
-
-/// The cluster of a node.
-#[derive(Clone, Debug)]
-pub struct NodeCluster {
-    pub cluster: Arc<KVCacheCluster>,
-    /// Digest of its agents' configuration.
-    pub configuration: String,
 }
 
 /// Reads the inputs from the local stores.
 pub fn dereference(node: &Node, context: &Context) -> NodeInputs {
-    let stores = &context.stores;
+    let (stores, name) = (&context.stores, node.name_any());
     let assignment = stores.assignment();
-    let own = assignment.nodes.get(&node.name_any()).cloned().unwrap_or_default();
-    let cluster = own.cluster.as_ref().and_then(|key| stores.cluster(key)).map(|cluster| NodeCluster {
-        configuration: agent_digest(&cluster, &agent_config_inputs(&cluster, context)),
-        cluster,
-    });
-    let live = stores.cache_nodes.get(&ObjectRef::new(&node.name_any()));
-    let profiles =
-        cluster.as_ref().map(|own| profiles(&own.cluster, &node.name_any(), live.as_deref(), context));
-    let granted = granted(&node.name_any(), context);
-    let is_contested = |pool: &String| assignment.pools[pool].contested.contains_key(&node.name_any());
+    let own = assignment.nodes.get(&name).cloned().unwrap_or_default();
+    let cluster = own.cluster.as_ref().and_then(|key| stores.cluster(key));
+    let configuration = |cluster: &Arc<KVCacheCluster>| {
+        Digest::new(agent_digest(cluster, &agent_config_inputs(cluster, context)))
+    };
+    let live = stores.cache_nodes.get(&ObjectRef::new(&name));
+    let profiles = cluster.as_ref().map(|cluster| profiles(cluster, &name, live.as_deref(), context));
+    let is_here = |one: &GPUQueueAllocation| one.spec.node_name.as_str() == name;
+    let mut granted =
+        stores.allocations.state_filter(|one| is_here(one) && !lifecycle::granted(one).is_empty());
+    let has_grants = !granted.is_empty();
+    granted.retain(|one| lifecycle::has_grant(one));
+    let is_contested = |pool: &String| assignment.pools[pool].contested.contains_key(&name);
     NodeInputs {
+        configuration: cluster.as_ref().map(configuration),
         profiles: profiles.unwrap_or_default(),
-        queues: queues(&granted, live.as_deref()),
-        agent_grants: agent_grants(&granted, live.as_deref()),
+        holds_queues: !granted.is_empty() || (has_grants && live.as_deref().is_some_and(has_reported)),
+        queues: queues(granted, live.as_deref()),
         cluster,
         pools: own.pools.iter().filter_map(|pool| stores.pools.get(&ObjectRef::new(pool))).collect(),
         contested: own.pools.into_iter().filter(is_contested).collect(),
@@ -82,32 +70,12 @@ pub fn dereference(node: &Node, context: &Context) -> NodeInputs {
     }
 }
 
-/// Returns the allocations of a node that have a grant, by creation time.
-fn granted(node: &str, context: &Context) -> Vec<Arc<GPUQueueAllocation>> {
-    let has_one = |one: &GPUQueueAllocation| {
-        let status = one.status.as_ref();
-        one.spec.node_name.as_str() == node && status.is_some_and(|status| !status.allocations.is_empty())
-    };
-    let mut granted = context.stores.allocations.state_filter(has_one);
-    granted.sort_by_cached_key(|one| (one.metadata.creation_timestamp.clone().map(|at| at.0), one.uid()));
-    granted
-}
-
-fn agent_grants(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> AgentGrants {
-    let active = granted.iter().any(|one| lifecycle::has_grant(one));
-    match granted {
-        [] => AgentGrants::None,
-        [..] if active || live.is_some_and(has_reported) => AgentGrants::Reporting,
-        [..] => AgentGrants::Silent,
-    }
-}
-
-/// Returns the queue claims for the spec. Above the limit, the newest allocations that the spec does not list
-/// yet have to wait.
-fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<QueueClaim> {
-    let claim = |one: &GPUQueueAllocation| {
-        let grants = one.status.iter().flat_map(|status| &status.allocations);
-        let share = grants
+/// Returns the queue claims of the allocations with an active grant. Above the limit, allocations that the spec does
+/// not list yet have to wait.
+fn queues(mut active: Vec<Arc<GPUQueueAllocation>>, live: Option<&CacheNode>) -> Vec<QueueClaim> {
+    let claim = |one: &Arc<GPUQueueAllocation>| {
+        let share = lifecycle::granted(one)
+            .iter()
             .map(|grant| ControllerShare { serial: grant.serial.clone(), queue_pairs: grant.queue_pairs });
         QueueClaim {
             uid: Uid::new(one.uid().unwrap_or_default()),
@@ -119,16 +87,13 @@ fn queues(granted: &[Arc<GPUQueueAllocation>], live: Option<&CacheNode>) -> Vec<
             controllers: share.collect(),
         }
     };
-    let active = granted.iter().filter(|one| lifecycle::has_grant(one));
-    let mut claims: Vec<QueueClaim> = active.map(|one| claim(one)).collect();
-    let is_listed =
-        |uid: &Uid| live.is_some_and(|live| live.spec.queues.iter().any(|claim| claim.uid == *uid));
-    // Listed claims come first, so that the limit affects only claims which the agent does not have yet.
-    claims.sort_by_key(|claim| !is_listed(&claim.uid));
-    claims.truncate(QUEUES_MAX);
+    let listed: Vec<&str> =
+        live.iter().flat_map(|live| &live.spec.queues).map(|claim| claim.uid.as_str()).collect();
+    active.sort_by_cached_key(|one| (!listed.contains(&one.uid().unwrap_or_default().as_str()), one.uid()));
+    active.truncate(QUEUES_MAX);
     // A stable order avoids writes without a change.
-    claims.sort_by(|a, b| a.uid.cmp(&b.uid));
-    claims
+    active.sort_by_cached_key(|one| one.uid());
+    active.iter().map(claim).collect()
 }
 
 /// Returns the decided profiles that the cluster selects. While there is no decision on a profile, the node

@@ -12,7 +12,8 @@
 //! ```
 //!
 //! * The condition states the actual state: agents of a paused or rejected cluster may be ready or not. A
-//!   node on which such a cluster has not started has no condition.
+//!   node on which such a cluster has not started has no condition. One that leaves a cluster keeps the
+//!   condition until its `CacheNode` is deleted.
 //! * A new node has no condition until its agent has reported, or for one minute. Starting is not worth an
 //!   event, and with 1,000 new nodes it saves 1,000 writes.
 //! * It is written only when it changes; `lastHeartbeatTime` is the time of the last change. Silent agents
@@ -25,75 +26,46 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Node, NodeCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
-use kube::api::{Api, PatchParams};
 use reprise_crds::CacheNode;
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason};
-use serde_json::{Value, json};
+use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
 
-use super::apply::is_ours;
-use super::build::DesiredCacheNode;
+use super::apply::write_condition;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::events::Subject;
-use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
-use crate::framework::metrics::Write;
 use crate::reconcile::context::Context;
-use crate::reconcile::membership::{REPORT_TIMEOUT, has_reported, is_ready};
+use crate::reconcile::membership::{REPORT_TIMEOUT, conditions, has_reported, is_ready, last_report};
 use crate::reconcile::names::AGENT_READY;
-
-/// Field manager of the condition and of nothing else, so applying an empty status removes the condition.
-const FIELD_MANAGER: &str = "reprise-operator-readiness";
 
 /// Margin after a report's expiry, because timestamps have second resolution.
 const MARGIN: Duration = Duration::from_secs(1);
 
-/// Next action on a node's condition.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Step {
-    /// The condition is as desired.
-    Nothing,
-    /// Set this condition on the node.
-    Set(Box<NodeCondition>),
-    /// Remove the condition from the node.
-    Remove,
-}
-
-/// Returns the next action on a node's condition. `live` is the existing `CacheNode`.
-pub fn next_step(node: &Node, live: Option<&CacheNode>, wanted: &DesiredCacheNode, now: &Time) -> Step {
-    let before = condition(node);
-    let has_agent = match wanted {
-        DesiredCacheNode::Spec(_) => true,
-        DesiredCacheNode::Unchanged => live.is_some(),
-        DesiredCacheNode::Absent | DesiredCacheNode::Releasing(_) => false,
-    };
-    if !has_agent {
-        // Before the CacheNode is deleted, remove it even if the local store does not show a condition yet: the store
-        // may lag.
-        let is_deleted_next = *wanted == DesiredCacheNode::Absent
-            && live.is_some_and(|live| is_ours(live) && live.metadata.deletion_timestamp.is_none());
-        return if is_deleted_next || before.is_some() { Step::Remove } else { Step::Nothing };
+/// Returns the desired condition of a node. `live` is the existing `CacheNode`; `is_member` is false if there should be
+/// none.
+pub fn desired(node: &Node, live: Option<&CacheNode>, is_member: bool, now: &Time) -> Option<NodeCondition> {
+    let before = present(node);
+    if !is_member {
+        return None;
     }
-    let (status, reason, message) = desired(live);
+    if node.metadata.deletion_timestamp.is_some() || (before.is_none() && is_awaited(live)) {
+        return before.cloned();
+    }
+    let (status, reason, message) = state(live);
+    let of_status = before.filter(|before| before.status == status.as_str());
+    let since = of_status.and_then(|before| before.last_transition_time.clone());
     // The API server does not store empty texts.
-    let is_in = |before: &NodeCondition| {
-        before.status == status.as_str()
-            && before.reason.as_deref().unwrap_or_default() == reason
-            && before.message.as_deref().unwrap_or_default() == message
-    };
-    let is_so = before.map_or_else(|| is_awaited(live), is_in);
-    if is_so || node.metadata.deletion_timestamp.is_some() {
-        return Step::Nothing;
-    }
-    let since = before.filter(|before| before.status == status.as_str());
-    let since = since.and_then(|before| before.last_transition_time.clone());
-    Step::Set(Box::new(NodeCondition {
+    let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+    let mut desired = NodeCondition {
         type_: AGENT_READY.to_owned(),
         status: status.as_str().to_owned(),
-        reason: Some(reason.to_owned()),
-        message: Some(message.to_owned()),
+        reason: text(reason),
+        message: text(message),
         last_transition_time: Some(since.unwrap_or_else(|| now.clone())),
-        last_heartbeat_time: Some(now.clone()),
-    }))
+        last_heartbeat_time: before.and_then(|before| before.last_heartbeat_time.clone()),
+    };
+    if before != Some(&desired) {
+        desired.last_heartbeat_time = Some(now.clone());
+    }
+    Some(desired)
 }
 
 /// Returns the delay until the agent's last report, or the time for its first one, expires; `None` if it
@@ -110,80 +82,32 @@ fn is_awaited(live: Option<&CacheNode>) -> bool {
     live.is_none_or(|live| last_report(live).is_none() && next_check(Some(live)).is_some())
 }
 
-fn last_report(live: &CacheNode) -> Option<&Time> {
-    live.status.as_ref()?.last_updated.as_ref()
-}
-
-/// Executes the action.
+/// Writes or removes the condition if it differs from the desired one.
 ///
 /// # Errors
 /// The API server rejected the write.
-pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), OperatorError> {
-    let name = node.name_any();
-    let wanted = match step {
-        Step::Nothing => {
-            // An older write of this process may not have reached the store yet.
-            context.own_writes.record(node, &condition(node));
-            return Ok(());
-        }
-        Step::Set(condition) => Some(&**condition),
-        Step::Remove => None,
-    };
-    let body = body(&name, wanted);
-    let api: Api<Node> = Api::all(context.client.clone());
-    let key = format!("{AGENT_READY} of Node//{name}");
-    let params = PatchParams::apply(FIELD_MANAGER);
-    let ours = OwnedWrite {
-        api: &api,
-        kind: "Node",
-        key: &key,
-        name: &name,
-        is_status: true,
-        params,
-        body: &body,
-        extras: Extras::Kept,
-        subject: &Subject::of(node),
-    };
-    context.own_writes.record(node, &wanted);
-    match restore::apply(context, &ours, |_| None).await {
-        Ok(WriteOutcome::Written(_)) => {}
-        // Written later: the agent's next report triggers it.
-        Ok(WriteOutcome::Paced(_)) => return Ok(()),
-        // The node was deleted concurrently, and the condition with it.
-        Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(()),
-        Err(error) => {
-            return Err(OperatorError::api(format!("write {AGENT_READY} of Node {name}"))(error));
-        }
-    }
-    context.metrics.record_write("Node", Write::Status);
-    match step {
-        Step::Set(desired) => {
-            let (status, reason) = (desired.status.as_str(), desired.reason.as_deref());
-            tracing::info!(node = name, status, reason, "set the AgentReady condition of a node");
-        }
-        Step::Remove | Step::Nothing => {
-            tracing::info!(node = name, "removed the AgentReady condition of a node");
-        }
+pub async fn write(
+    node: &Node,
+    desired: Option<NodeCondition>,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    // Without a write as well: an older write of this process may not have reached the store yet.
+    context.own_writes.record(node, &desired);
+    // If restoring it is paced, the agent's next report repeats the write.
+    if desired.as_ref() != present(node) && write_condition(node, desired.as_ref(), context).await? {
+        let status = desired.map(|desired| desired.status);
+        tracing::info!(node = node.name_any(), ?status, "wrote the AgentReady condition of a node");
     }
     Ok(())
 }
 
-/// Body of the apply request. Without a condition, the manager's earlier one is removed.
-fn body(name: &str, condition: Option<&NodeCondition>) -> Value {
-    let mut body = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": name } });
-    if let Some(condition) = condition {
-        body["status"] = json!({ "conditions": [condition] });
-    }
-    body
-}
-
-fn condition(node: &Node) -> Option<&NodeCondition> {
+fn present(node: &Node) -> Option<&NodeCondition> {
     let conditions = node.status.as_ref()?.conditions.as_ref()?;
     conditions.iter().find(|condition| condition.type_ == AGENT_READY)
 }
 
 /// Returns status, reason and message of the condition of a node that belongs to a cluster.
-fn desired(live: Option<&CacheNode>) -> (ConditionStatus, &str, &str) {
+fn state(live: Option<&CacheNode>) -> (ConditionStatus, &str, &str) {
     let silent = |message| (ConditionStatus::False, Reason::NotReported.as_str(), message);
     let Some(live) = live.filter(|live| last_report(live).is_some()) else {
         return silent("the node's agent has not reported yet: check its pod");
@@ -191,9 +115,7 @@ fn desired(live: Option<&CacheNode>) -> (ConditionStatus, &str, &str) {
     if !has_reported(live) {
         return silent("the node's agent has not reported for a minute: check its pod and the node");
     }
-    let conditions = live.status.iter().flat_map(|status| &status.conditions);
-    let mut own = conditions.filter(|condition| condition.kind == ConditionType::AgentReady.as_str());
-    let Some(own) = own.next() else {
+    let Some(own) = find(conditions(live), ConditionType::AgentReady) else {
         return silent("the node's agent does not report whether it serves engines: check its version");
     };
     // The agent's message changes only with its state.

@@ -1,4 +1,4 @@
-//! Rate of restores, and reported writers.
+//! Rate of restores, and fields in reports.
 
 use serde_json::json;
 
@@ -38,12 +38,4 @@ fn paces_object_to_once_a_minute_from_fifth_restore_within_ten_minutes() {
         None,
         "two of the six are more than ten minutes old"
     );
-}
-
-#[test]
-fn report_is_new_once_until_it_changes_or_ends() {
-    let other_writers = OtherWriters::default();
-    let report = |words: Option<&str>| other_writers.record_report(KEY, words.map(str::to_owned));
-    let reports = [Some("a"), Some("a"), Some("b"), None, Some("b")].map(report);
-    assert_eq!(reports, [true, false, true, false, true]);
 }
