@@ -86,9 +86,11 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
             return Ok(Action::await_change());
         }
     }
-    let find = |namespace: &str, name: &str| context.stores.cluster(&format!("{namespace}/{name}"));
-    let verdict =
-        review::review(request, |namespace, name| find(namespace, name).map(|one| ClusterNames::of(&one)));
+    let find = |namespace: &str, name: &str| {
+        let found = context.stores.cluster(&format!("{namespace}/{name}"));
+        found.map(|cluster| ClusterNames::of(&cluster))
+    };
+    let verdict = review::review(request, find);
     let Grant { request: signing, names, hosts, valid, verb } = match verdict {
         Ok(grant) => grant,
         Err(message) => return deny(context, request, &message).await,
@@ -98,16 +100,12 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
     {
         return deny(context, request, &refusal).await;
     }
-    let found = find(&names.namespace, &names.name);
-    let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
-        return deny(context, request, "the KVCacheCluster was deleted").await;
-    };
-    let authority = match authority::read(&found, context).await {
+    let authority = match authority::read(&names, context).await {
         AuthorityState::Present(authority) => authority,
         AuthorityState::Unusable(refusal) => return Err(OperatorError::Identity(refusal.message)),
         AuthorityState::Absent => return Ok(Action::requeue(RETRY_EVERY)),
     };
-    let certificate = match authority.authority().sign(&signing, &hosts, valid) {
+    let certificate = match authority.authority.sign(&signing, &hosts, valid) {
         Ok(certificate) => ByteString(certificate.into_bytes()),
         Err(error) => return deny(context, request, &error.to_string()).await,
     };

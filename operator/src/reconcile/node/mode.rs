@@ -54,12 +54,11 @@ pub async fn sync(
     }
     let (name, names) = (node.name_any(), ClusterNames::of(cluster));
     let recorded = RecordedMode::of(live);
-    let state = context.control_planes.state(&names, &context.metrics).await;
+    let state = context.control_planes.state(&names).await;
     let mut step = step(&recorded, &state, &name);
     if step == Step::Set {
         let mode = live.spec.mode;
-        let control_planes = &context.control_planes;
-        let before = control_planes.set_mode(&names, &name, mode, &context.metrics).await;
+        let before = context.control_planes.set_mode(&names, &name, mode).await;
         if before.is_ok() {
             tracing::info!(node = name, mode = mode.as_str(), "set the mode of a node at the control plane");
         }

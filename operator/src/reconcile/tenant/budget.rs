@@ -129,10 +129,9 @@ async fn sync_cluster(
     if !is_known && !owned {
         return None;
     }
-    let budget = if purging { Some(Budget::ZERO) } else { desired(tenant) };
+    let budget = if purging { Some(Budget::default()) } else { desired(tenant) };
     let budget = budget.filter(|_| is_known);
-    let (control_planes, metrics) = (&context.control_planes, &context.metrics);
-    let state = control_planes.state(names, metrics).await;
+    let state = context.control_planes.state(names).await;
     let overcommitted = state.as_ref().map(|state| state.overcommitted).unwrap_or_default();
     let outcome = match state {
         Err(message) => BudgetOutcome::Unreachable(message),
@@ -140,10 +139,7 @@ async fn sync_cluster(
             (budget, has) if budget.as_ref() == has => BudgetOutcome::Applied,
             (None, _) if !owned => BudgetOutcome::Foreign,
             _ if cluster.spec.paused => BudgetOutcome::Paused,
-            (Some(budget), _) => {
-                after_call(tenant, names, control_planes.set_budget(names, &name, budget, metrics).await)
-            }
-            (None, _) => after_call(tenant, names, control_planes.remove_budget(names, &name, metrics).await),
+            _ => after_call(tenant, names, context.control_planes.set_budget(names, &name, budget).await),
         },
     };
     if budget.is_none() && !owned && outcome != BudgetOutcome::Foreign {
@@ -175,7 +171,7 @@ async fn after_purge(
 ) -> BudgetOutcome {
     let assignment = context.stores.assignment();
     let nodes = assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
-    match context.control_planes.holders(names, tenant, nodes, &context.metrics).await {
+    match context.control_planes.holders(names, tenant, nodes).await {
         Ok(None) => BudgetOutcome::Applied,
         Ok(Some(message)) => BudgetOutcome::BlocksRemain(message),
         Err(error) => BudgetOutcome::Unreachable(error.message().to_owned()),
