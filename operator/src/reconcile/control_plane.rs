@@ -93,13 +93,16 @@ pub struct ControlPlaneState {
 }
 
 /// Why a call to a control plane failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
     /// It does not respond, or is temporarily unable to.
+    #[error("{0}")]
     Unavailable(String),
     /// The named object does not exist.
+    #[error("{0}")]
     NotFound(String),
     /// It rejects the request; the message is meant for users.
+    #[error("{0}")]
     Rejected(String),
 }
 
@@ -163,7 +166,7 @@ impl ControlPlanes {
         }
         let request = async { list(self.connect(cluster).await?.0).await };
         let response = self.counted("list", request).await;
-        let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
+        let result = response.map(Arc::new).map_err(|error| error.to_string());
         cache.set(result.clone());
         result
     }
@@ -298,17 +301,6 @@ impl ControlPlanes {
             None => (cluster.control_plane_address(), certificates()?),
         };
         Ok((connect(&address, &security).await?, security))
-    }
-}
-
-impl CallError {
-    /// The message of the error.
-    pub fn message(&self) -> &str {
-        match self {
-            CallError::Unavailable(message) | CallError::NotFound(message) | CallError::Rejected(message) => {
-                message
-            }
-        }
     }
 }
 
@@ -450,7 +442,7 @@ mod tests {
         let (planes, names, begun) = (ControlPlanes::default(), names(), Instant::now());
         let unanswered = planes.call::<()>(&names, "list", pending()).await.expect_err("no answer");
         assert_eq!(begun.elapsed(), TIMEOUT);
-        assert_eq!(planes.state(&names).await, Err(unanswered.message().to_owned()));
+        assert_eq!(planes.state(&names).await, Err(unanswered.to_string()));
         assert_eq!(planes.holders(&names, "t", &[]).await, Err(unanswered));
         assert_eq!(absent(&planes), 1);
         tokio::time::advance(RETRY_INTERVAL).await;

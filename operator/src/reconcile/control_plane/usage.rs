@@ -67,7 +67,7 @@ impl ControlPlanes {
             call_members(&first, &security, list).await
         };
         let answers = self.call(cluster, "list_holdings", request).await;
-        let usages = combine(&requested, answers.map_err(|error| unavailable(error.message()))?);
+        let usages = combine(&requested, answers.map_err(|error| unavailable(&error.to_string()))?);
         let ttl = if usages.values().all(Result::is_ok) { COMPLETE_TTL } else { PARTIAL_TTL };
         let usage = usages[tenant].clone();
         *last = Some((Instant::now() + ttl, usages));
@@ -85,7 +85,7 @@ fn combine(
         let ListHoldingsReply { tenants, unheard, unheard_nodes, away_nodes } = match answer {
             Ok(reply) => reply,
             Err(error) => {
-                silent.push(format!("{member} ({})", error.message()));
+                silent.push(format!("{member} ({error})"));
                 continue;
             }
         };
@@ -125,7 +125,7 @@ fn unavailable(message: &str) -> Refusal {
 mod tests {
     use super::*;
 
-    fn reply(tenants: &[(&str, u64)], unheard: &[&str], away_nodes: u32) -> ListHoldingsReply {
+    fn reply(tenants: &[(&str, u64)], unheard: &[String], away_nodes: u32) -> ListHoldingsReply {
         let holding = |(tenant, bytes): &(&str, u64)| TenantHolding {
             tenant: (*tenant).to_owned(),
             used: Some(wire::Bytes { dram: 1, nvme: *bytes }),
@@ -133,7 +133,7 @@ mod tests {
         };
         ListHoldingsReply {
             tenants: tenants.iter().map(holding).collect(),
-            unheard: unheard.iter().map(|name| (*name).to_owned()).collect(),
+            unheard: unheard.to_vec(),
             unheard_nodes: unheard.len() as u32,
             away_nodes,
         }
@@ -141,35 +141,30 @@ mod tests {
 
     #[test]
     fn combines_answers_of_members_and_missing_ones_are_unknown_instead_of_zero() {
-        let first = Ok(reply(&[("a", 10), ("b", 0)], &[], 1));
+        let of = |ssd, away| {
+            let blocks = Some(TierBytes { dram: 2, ssd: 3 });
+            Ok(MeasuredUsage { used: TierBytes { dram: 1, ssd }, blocks, away })
+        };
+        let unreported = |words: &str| {
+            let message = format!("not all nodes have reported their usage yet: {words}");
+            Err(Refusal::new(Reason::NotReported, message))
+        };
+        let silent = "the member that owns the tenant is one of those that did not respond: m-1 (refused)";
         let nodes: Vec<String> = (1..=10).map(|number| format!("n{number}")).collect();
-        let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
-        let unsure = Ok(reply(&[("c", 30)], &nodes, 0));
-        let refused = Err(CallError::Unavailable("refused".to_owned()));
         for (second, of_c) in [
-            (Ok(reply(&[("c", 30)], &[], 0)), Ok((30, 0))),
-            (Ok(reply(&[], &[], 0)), Err((Reason::ControlPlaneUnreachable, "no member is currently sure"))),
-            (refused, Err((Reason::ControlPlaneUnreachable, "did not respond: m-1 (refused)"))),
-            (unsure, Err((Reason::NotReported, ": n1, n2, n3, n4, n5, n6, n7, n8, and 2 more"))),
+            (Ok(reply(&[("c", 30)], &[], 0)), of(30, 0)),
+            (Ok(reply(&[], &[], 0)), Err(unavailable("no member is currently sure that it owns the tenant"))),
+            (Err(CallError::Unavailable("refused".to_owned())), Err(unavailable(silent))),
+            (Ok(reply(&[("c", 30)], &nodes[..1], 0)), unreported("n1")),
+            (Ok(reply(&[("c", 30)], &nodes, 0)), unreported("n1, n2, n3, n4, n5, n6, n7, n8, and 2 more")),
         ] {
-            let requested = ["a", "b", "c"].map(str::to_owned);
-            let answers = vec![("m-0".to_owned(), first.clone()), ("m-1".to_owned(), second)];
-            let usages = combine(&requested, answers);
-            assert_eq!(usages.len(), requested.len());
-            for (tenant, expected) in [("a", Ok((10, 1))), ("b", Ok((0, 1))), ("c", of_c)] {
-                match (&usages[tenant], expected) {
-                    (Ok(usage), Ok((ssd, away))) => {
-                        let (used, blocks) =
-                            (TierBytes { dram: 1, ssd }, Some(TierBytes { dram: 2, ssd: 3 }));
-                        assert_eq!(*usage, MeasuredUsage { used, blocks, away });
-                    }
-                    (Err(refusal), Err((reason, words))) => {
-                        assert_eq!(refusal.reason, reason);
-                        assert!(refusal.message.contains(words), "{refusal:?}");
-                    }
-                    (usage, expected) => panic!("{tenant}: {usage:?} instead of {expected:?}"),
-                }
-            }
+            let first = Ok(reply(&[("a", 10), ("b", 0)], &[], 1));
+            let usages = combine(
+                &["a", "b", "c"].map(str::to_owned),
+                vec![("m-0".to_owned(), first), ("m-1".to_owned(), second)],
+            );
+            let expected = [("a", of(10, 1)), ("b", of(0, 1)), ("c", of_c)];
+            assert_eq!(usages, expected.map(|(tenant, usage)| (tenant.to_owned(), usage)).into());
         }
     }
 }

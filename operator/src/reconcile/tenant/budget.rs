@@ -174,7 +174,7 @@ async fn after_purge(
     match context.control_planes.holders(names, tenant, nodes).await {
         Ok(None) => BudgetOutcome::Applied,
         Ok(Some(message)) => BudgetOutcome::BlocksRemain(message),
-        Err(error) => BudgetOutcome::Unreachable(error.message().to_owned()),
+        Err(error) => BudgetOutcome::Unreachable(error.to_string()),
     }
 }
 
