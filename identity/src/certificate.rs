@@ -113,7 +113,7 @@ pub(crate) fn is_key_of(key: &str, certificate: &CertificateDer<'static>) -> boo
 }
 
 /// Splits a text in PEM into its certificates, each still in PEM.
-pub(crate) fn split(text: &str) -> Vec<String> {
+pub fn split(text: &str) -> Vec<String> {
     const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
     const END: &str = "-----END CERTIFICATE-----";
     let parts = text.split_inclusive(END).filter_map(|part| part.find(BEGIN).map(|at| &part[at..]));

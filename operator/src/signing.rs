@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::ByteString;
-use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::authorization::v1::SubjectAccessReview;
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::runtime::controller::Action;
@@ -60,10 +60,12 @@ pub async fn reconcile(
     if is_answered(&request) {
         return Ok(Action::await_change());
     }
-    match answer(&context, &request).await {
-        // The request was deleted meanwhile.
-        Err(error) if error.code() == Some(404) => Ok(Action::await_change()),
-        answered => answered,
+    // An approval causes an event before the certificate is there.
+    let current = api(&context).get_opt(&request.name_any()).await;
+    let current = current.map_err(OperatorError::api("read a request for a certificate"))?;
+    match current.filter(|current| !is_answered(current)) {
+        Some(current) => answer(&context, &current).await,
+        None => Ok(Action::await_change()),
     }
 }
 
@@ -79,16 +81,11 @@ fn has_condition(request: &CertificateSigningRequest, kind: &str) -> bool {
 }
 
 async fn answer(context: &Context, request: &CertificateSigningRequest) -> Result<Action, OperatorError> {
-    // An approval causes an event before the certificate is there.
-    if has_condition(request, "Approved") {
-        let current = api(context).get(&request.name_any()).await;
-        if is_answered(&current.map_err(OperatorError::api("read a request for a certificate"))?) {
-            return Ok(Action::await_change());
-        }
-    }
-    let find = |namespace: &str, name: &str| context.stores.cluster(&format!("{namespace}/{name}"));
-    let verdict =
-        review::review(request, |namespace, name| find(namespace, name).map(|one| ClusterNames::of(&one)));
+    let find = |namespace: &str, name: &str| {
+        let found = context.stores.cluster(&format!("{namespace}/{name}"));
+        found.map(|cluster| ClusterNames::of(&cluster))
+    };
+    let verdict = review::review(request, find);
     let Grant { request: signing, names, hosts, valid, verb } = match verdict {
         Ok(grant) => grant,
         Err(message) => return deny(context, request, &message).await,
@@ -98,16 +95,12 @@ async fn answer(context: &Context, request: &CertificateSigningRequest) -> Resul
     {
         return deny(context, request, &refusal).await;
     }
-    let found = find(&names.namespace, &names.name);
-    let Some(found) = found.filter(|one| one.metadata.uid.as_deref() == Some(names.uid.as_str())) else {
-        return deny(context, request, "the KVCacheCluster was deleted").await;
-    };
-    let authority = match authority::read(&found, context).await {
+    let authority = match authority::read(&names, context).await {
         AuthorityState::Present(authority) => authority,
         AuthorityState::Unusable(refusal) => return Err(OperatorError::Identity(refusal.message)),
         AuthorityState::Absent => return Ok(Action::requeue(RETRY_EVERY)),
     };
-    let certificate = match authority.authority().sign(&signing, &hosts, valid) {
+    let certificate = match authority.authority.sign(&signing, &hosts, valid) {
         Ok(certificate) => ByteString(certificate.into_bytes()),
         Err(error) => return deny(context, request, &error.to_string()).await,
     };
@@ -137,27 +130,20 @@ async fn ask(
     verb: &str,
     names: &ClusterNames,
 ) -> Result<Option<String>, OperatorError> {
-    let spec = SubjectAccessReviewSpec {
-        user: request.spec.username.clone(),
-        groups: request.spec.groups.clone(),
-        uid: request.spec.uid.clone(),
-        extra: request.spec.extra.clone(),
-        resource_attributes: Some(ResourceAttributes {
-            group: Some(KVCacheCluster::group(&()).into_owned()),
-            resource: Some(KVCacheCluster::plural(&()).into_owned()),
-            namespace: Some(names.namespace.clone()),
-            name: Some(names.name.clone()),
-            verb: Some(verb.to_owned()),
-            ..ResourceAttributes::default()
-        }),
-        non_resource_attributes: None,
-    };
-    let review = SubjectAccessReview { spec, ..SubjectAccessReview::default() };
+    let spec = &request.spec;
+    let review = json!({ "spec": {
+        "user": spec.username, "groups": spec.groups, "uid": spec.uid, "extra": spec.extra,
+        "resourceAttributes": {
+            "group": KVCacheCluster::group(&()), "resource": KVCacheCluster::plural(&()),
+            "namespace": names.namespace, "name": names.name, "verb": verb,
+        },
+    } });
+    let review = serde_json::from_value(review).expect("made above");
     let reviews: Api<SubjectAccessReview> = Api::all(context.client.clone());
     let reviewed = reviews.create(&PostParams::default(), &review).await;
     let status = reviewed.map_err(OperatorError::api("review the access of a requester"))?.status;
     let is_allowed = status.is_some_and(|status| status.allowed && status.denied != Some(true));
-    let user = request.spec.username.as_deref().unwrap_or_default();
+    let user = spec.username.as_deref().unwrap_or_default();
     Ok((!is_allowed).then(|| {
         format!(
             "{user} may not {verb} kvcacheclusters.reprise.dev {} in namespace {}: bind a Role with this verb to it",

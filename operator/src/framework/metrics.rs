@@ -1,4 +1,4 @@
-//! All metrics of the operator: names, help, labels. Label values come from enums and kinds, so their number
+//! All metrics of the operator: names, help, labels. Label values come from enums, constants and kinds, so their number
 //! is bounded.
 
 use std::time::Duration;
@@ -22,30 +22,7 @@ const RECONCILE_FIRST_SECONDS: f64 = 1.0 / 2048.0;
 const RECONCILE_BUCKETS: u16 = 16;
 
 /// Names and values of labels.
-type Labels<const N: usize> = [(&'static str, &'static str); N];
-
-/// Calls to control planes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
-    List,
-    /// List the bytes that tenants hold.
-    ListHoldings,
-    SetNode,
-    SetTenant,
-    RemoveTenant,
-}
-
-impl Call {
-    fn as_str(self) -> &'static str {
-        match self {
-            Call::List => "list",
-            Call::ListHoldings => "list_holdings",
-            Call::SetNode => "set_node",
-            Call::SetTenant => "set_tenant",
-            Call::RemoveTenant => "remove_tenant",
-        }
-    }
-}
+pub type Labels<const N: usize> = [(&'static str, &'static str); N];
 
 /// Kinds of writes to the API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +61,8 @@ pub struct Metrics {
     writes: Family<Labels<2>, Counter>,
     conflicts: Family<Labels<1>, Counter>,
     put_backs: Family<Labels<1>, Counter>,
-    calls: Family<Labels<2>, Counter>,
+    /// Calls to control planes, by call and result: `done`, `refused` or `absent`.
+    pub calls: Family<Labels<2>, Counter>,
     pub rejected: RejectedConnections,
     /// 1 while this process holds the lease.
     pub leader: Gauge,
@@ -151,11 +129,6 @@ impl Metrics {
     /// Records that the operator restored fields that another writer had changed.
     pub fn record_restore(&self, kind: &'static str) {
         self.put_backs.get_or_create(&[("kind", kind)]).inc();
-    }
-
-    /// Records a call to a control plane that ended as `done`, `refused` or `absent`.
-    pub fn record_call(&self, call: Call, result: &'static str) {
-        self.calls.get_or_create(&[("call", call.as_str()), ("result", result)]).inc();
     }
 
     /// Encodes all metrics in the OpenMetrics text format.

@@ -18,6 +18,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use anyhow::ensure;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -26,6 +27,7 @@ use kube::api::{Api, DynamicObject, PostParams};
 use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_identity::authority::CERTIFICATE_VALID;
+use reprise_identity::certificate::split;
 use reprise_identity::credentials::{AUTHORITIES_FILE, Files};
 use reprise_identity::follow::REPLACE_AUTHORITY_WITHIN;
 use reprise_identity::{Authority, Credentials, Identity, Role, Security, Tls};
@@ -50,7 +52,8 @@ pub(crate) mod console;
 /// both; a day covers nodes that are away meanwhile.
 const TRUST_PREVIOUS: Duration = Duration::from_secs(24 * 3_600);
 
-/// Time from the creation of an authority until the operator uses a certificate of it: by then, all pods trust it.
+/// Time from the first sight of another authority until a certificate of it is used: by then, all pods trust it. The
+/// kubelet updates mounted ConfigMaps within a minute or two.
 const SPREADS_WITHIN: Duration = Duration::from_secs(180);
 
 /// Entries of the Secret of an authority.
@@ -61,7 +64,8 @@ const PREVIOUS: &str = "previous.crt";
 /// Authority of a cluster, as stored in its Secret.
 #[derive(Debug)]
 pub struct ClusterAuthority {
-    authority: Authority,
+    /// The authority that issues.
+    pub authority: Authority,
     /// Certificate of the authority before, in PEM; empty for the first one.
     previous: String,
     created: Time,
@@ -77,7 +81,7 @@ pub enum AuthorityState {
 
 /// The operator's certificates for connections to clusters, by the cluster's uid.
 #[derive(Debug, Default)]
-pub struct Certificates(Mutex<HashMap<String, (Tls, Files)>>);
+pub struct Certificates(Mutex<HashMap<String, (Security, Files)>>);
 
 /// Returns an entry of a Secret; empty if it is absent.
 fn entry(secret: &Secret, name: &str) -> Result<String, String> {
@@ -95,21 +99,34 @@ pub(crate) fn failed(error: impl std::fmt::Display) -> OperatorError {
     OperatorError::Identity(error.to_string())
 }
 
+/// Returns the credentials in files if their authorities have issued the certificate, for this identity.
+pub(crate) fn usable(files: &Files, identity: &Identity) -> anyhow::Result<Credentials> {
+    let credentials = Credentials::parse(files)?;
+    credentials.check_issuer()?;
+    let found = &credentials.identity;
+    ensure!(found == identity, "the certificate is of {found}, not of {identity}");
+    Ok(credentials)
+}
+
+/// Returns the present files with these trusted authorities, unless another certificate is needed: the present one is
+/// unusable, its renewal is due at `now`, or another authority issues, and all pods trust that one by now.
+pub(crate) fn keep_certificate(
+    present: &Files,
+    identity: &Identity,
+    (trusted, trusted_for): (&[u8], Duration),
+    now: SystemTime,
+) -> Option<Files> {
+    let trusting = |authorities: Vec<u8>| {
+        let files = Files { authorities, ..present.clone() };
+        let credentials = usable(&files, identity).ok()?;
+        (!credentials.is_renewal_due(now)).then_some(files)
+    };
+    let kept = trusting(trusted.to_vec())?;
+    let issuer = || first_certificate(&String::from_utf8_lossy(trusted)).into_bytes();
+    (trusted_for < SPREADS_WITHIN || trusting(issuer()).is_some()).then_some(kept)
+}
+
 impl ClusterAuthority {
-    /// Reads the authority from its Secret.
-    fn of(secret: &Secret) -> Result<ClusterAuthority, String> {
-        Ok(ClusterAuthority {
-            authority: load(secret)?,
-            previous: entry(secret, PREVIOUS)?,
-            created: secret.metadata.creation_timestamp.clone().unwrap_or_else(clock::now),
-        })
-    }
-
-    /// Returns the authority that issues.
-    pub fn authority(&self) -> &Authority {
-        &self.authority
-    }
-
     /// Certificates of all trusted authorities, in PEM. The first one issues.
     pub fn trusted(&self) -> String {
         let previous = if clock::since(&self.created) < TRUST_PREVIOUS { self.previous.as_str() } else { "" };
@@ -122,32 +139,16 @@ impl ClusterAuthority {
         (left < REPLACE_AUTHORITY_WITHIN).then_some(left.as_secs() / 86_400)
     }
 
-    /// Returns files with a certificate of an identity. The present certificate is kept unless it is unusable, its renewal is
-    /// due at `now`, or all pods trust another authority that issues now.
-    fn files(
-        &self,
-        present: Option<&Files>,
-        identity: &Identity,
-        now: SystemTime,
-    ) -> Result<Files, OperatorError> {
+    /// Returns files with a certificate of an identity: the present one, or another one if that is needed.
+    fn files(&self, present: Option<&Files>, identity: &Identity) -> Result<Files, OperatorError> {
         let trusted = self.trusted();
-        let of = |files: &Files, authorities: &str| {
-            let files = Files { authorities: authorities.as_bytes().to_vec(), ..files.clone() };
-            let credentials = Credentials::parse(&files).ok()?;
-            credentials.check_issuer().ok()?;
-            (credentials.identity == *identity && !credentials.is_renewal_due(now)).then_some(files)
-        };
-        // Pods need time to trust another authority.
-        let is_new = clock::since(&self.created) < SPREADS_WITHIN;
-        let is_current = |files: &Files| is_new || of(files, self.authority.certificate()).is_some();
-        let kept = present.and_then(|files| of(files, &trusted)).filter(is_current);
-        match kept {
-            Some(files) => Ok(files),
-            None => {
-                let issued = self.authority.issue(identity, CERTIFICATE_VALID).map_err(failed)?;
-                Ok(issued.into_files(&trusted))
-            }
+        let authorities = (trusted.as_bytes(), clock::since(&self.created));
+        let keep = |files| keep_certificate(files, identity, authorities, clock::system_time());
+        if let Some(kept) = present.and_then(keep) {
+            return Ok(kept);
         }
+        let issued = self.authority.issue(identity, CERTIFICATE_VALID).map_err(failed)?;
+        Ok(issued.into_files(&trusted))
     }
 }
 
@@ -162,33 +163,33 @@ impl AuthorityState {
 }
 
 impl Certificates {
-    /// Returns the certificate for connections to a cluster. An earlier one is replaced if that is due.
-    fn renew(&self, names: &ClusterNames, authority: &ClusterAuthority) -> Result<Tls, OperatorError> {
+    /// Returns the certificate for connections to a cluster, if there is one.
+    pub fn get(&self, names: &ClusterNames) -> Option<Security> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get(&names.uid).map(|(security, _)| security.clone())
+    }
+
+    /// Creates the certificate for connections to a cluster, or replaces it if that is due.
+    fn renew(&self, names: &ClusterNames, authority: &ClusterAuthority) -> Result<(), OperatorError> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let present = all.get(&names.uid);
+        let present = all.get(&names.uid).map(|(_, files)| files);
         let identity = Identity::new(&names.in_certificates(), Role::Operator).map_err(failed)?;
-        let files = authority.files(present.map(|(_, files)| files), &identity, clock::system_time())?;
-        let tls = match present {
-            Some((tls, present)) if *present == files => return Ok(tls.clone()),
-            Some((tls, _)) => {
-                tls.replace(Credentials::parse(&files).map_err(failed)?);
-                tls.clone()
-            }
-            None => Tls::new(Credentials::parse(&files).map_err(failed)?),
-        };
-        all.insert(names.uid.clone(), (tls.clone(), files));
-        Ok(tls)
+        let files = authority.files(present, &identity)?;
+        if present != Some(&files) {
+            let tls = Tls::new(Credentials::parse(&files).map_err(failed)?);
+            all.insert(names.uid.clone(), (Security::Tls(tls), files));
+        }
+        Ok(())
     }
 }
 
 /// Returns the state of a cluster's authority, as its watch reported it.
-pub async fn read(cluster: &KVCacheCluster, context: &Context) -> AuthorityState {
-    let names = ClusterNames::of(cluster);
+pub async fn read(names: &ClusterNames, context: &Context) -> AuthorityState {
     let name = names.authority();
-    match context.secrets.get(&names, &name) {
-        Some(stored) => of_secret(&names, context, &stored),
-        None if context.secrets.is_absent(&names, &name) => AuthorityState::Absent,
-        None => fetch(&names, context).await,
+    match context.secrets.get(names, &name) {
+        Some(stored) => of_secret(names, context, &stored),
+        None if context.secrets.is_absent(names, &name) => AuthorityState::Absent,
+        None => fetch(names, context).await,
     }
 }
 
@@ -208,10 +209,20 @@ async fn fetch(names: &ClusterNames, context: &Context) -> AuthorityState {
     }
 }
 
+/// Reads the authority in a Secret, and renews the operator's certificate of it.
 fn of_secret(names: &ClusterNames, context: &Context, stored: &DynamicObject) -> AuthorityState {
-    let secret = stored.clone().try_parse::<Secret>().map_err(|error| error.to_string());
-    match secret.and_then(|secret| ClusterAuthority::of(&secret)) {
-        Ok(authority) => present(names, context, Arc::new(authority)),
+    let parse = || {
+        let secret = stored.clone().try_parse::<Secret>().map_err(|error| error.to_string())?;
+        let authority = Arc::new(ClusterAuthority {
+            authority: load(&secret)?,
+            previous: entry(&secret, PREVIOUS)?,
+            created: secret.metadata.creation_timestamp.unwrap_or_else(clock::now),
+        });
+        let renewed = context.control_planes.certificates.renew(names, &authority);
+        renewed.map(|()| authority).map_err(|error| error.message())
+    };
+    match parse() {
+        Ok(authority) => AuthorityState::Present(authority),
         Err(error) => unusable(names, &error),
     }
 }
@@ -223,16 +234,6 @@ fn unusable(names: &ClusterNames, error: &str) -> AuthorityState {
         names.authority()
     );
     AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, message))
-}
-
-fn present(names: &ClusterNames, context: &Context, authority: Arc<ClusterAuthority>) -> AuthorityState {
-    match context.certificates.renew(names, &authority) {
-        Ok(own) => {
-            context.control_planes.set_security(names, Security::Tls(own));
-            AuthorityState::Present(authority)
-        }
-        Err(error) => AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, error.message())),
-    }
 }
 
 /// Creates the authority of a cluster that has none.
@@ -264,11 +265,10 @@ pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<Autho
         PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
     let created = secrets.create(&params, &secret).await;
-    let created = created.map_err(OperatorError::api(format!("create Secret {name}")))?;
+    created.map_err(OperatorError::api(format!("create Secret {name}")))?;
     context.metrics.record_write("Secret", Write::Apply);
     tracing::info!(secret = name, "created an authority");
-    let authority = ClusterAuthority::of(&created).map_err(failed)?;
-    Ok(present(&names, context, Arc::new(authority)))
+    Ok(fetch(&names, context).await)
 }
 
 /// Builds a Secret of a cluster.
@@ -279,10 +279,8 @@ fn secret(cluster: &KVCacheCluster, names: &ClusterNames, name: &str, data: &Val
 }
 
 /// Returns the first certificate of a text in PEM: that of the authority that issues.
-pub(crate) fn first_certificate(trusted: &str) -> String {
-    const END: &str = "-----END CERTIFICATE-----";
-    let first = trusted.split_inclusive(END).next().unwrap_or_default().trim();
-    if first.ends_with(END) { format!("{first}\n") } else { String::new() }
+fn first_certificate(trusted: &str) -> String {
+    split(trusted).into_iter().next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -291,11 +289,7 @@ pub(crate) mod tests {
 
     const DAY: Duration = Duration::from_secs(86_400);
 
-    fn names() -> ClusterNames {
-        ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
-    }
-
-    fn read(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
+    fn stored(authority: &Authority, previous: &str, age: Duration) -> Arc<ClusterAuthority> {
         let authority = Authority::load(authority.certificate(), authority.key()).expect("valid PEM");
         let created = Time(clock::now().0 - age);
         Arc::new(ClusterAuthority { authority, previous: previous.to_owned(), created })
@@ -303,8 +297,9 @@ pub(crate) mod tests {
 
     /// The authority of tests that need any one; always the same.
     pub(crate) fn any_authority() -> Arc<ClusterAuthority> {
-        static ANY: std::sync::LazyLock<Arc<ClusterAuthority>> =
-            std::sync::LazyLock::new(|| read(&Authority::create("c.n").expect("valid"), "", Duration::ZERO));
+        static ANY: std::sync::LazyLock<Arc<ClusterAuthority>> = std::sync::LazyLock::new(|| {
+            stored(&Authority::create("c.n").expect("valid"), "", Duration::ZERO)
+        });
         Arc::clone(&ANY)
     }
 
@@ -315,41 +310,59 @@ pub(crate) mod tests {
     #[test]
     fn certificate_is_kept_until_it_is_due_or_another_authority_is_trusted_everywhere() {
         let ([first, second], now) = (two(), clock::system_time());
-        let identity = Identity::new("c.n", Role::Console).expect("valid");
-        let decide = |present: Option<&Files>, authority: &ClusterAuthority, now| {
-            authority.files(present, &identity, now).expect("issued")
+        let [member, admin] =
+            [Role::Member, Role::Admin].map(|role| Identity::new("c.n", role).expect("valid"));
+        let issue = |authority: &Authority| {
+            let issued = authority.issue(&member, CERTIFICATE_VALID).expect("valid");
+            issued.into_files(authority.certificate())
         };
-        let only_first = read(&first, "", Duration::ZERO);
-        let files = decide(None, &only_first, now);
-        assert_eq!(Credentials::parse(&files).expect("valid").identity, identity);
-        assert_eq!(decide(Some(&files), &only_first, now), files);
-        assert_ne!(decide(Some(&files), &only_first, now + 61 * DAY), files, "its renewal is due");
-        let other = Identity::new("c.n", Role::Operator).expect("valid");
-        assert_ne!(only_first.files(Some(&files), &other, now).expect("issued"), files, "another identity");
-        let untrusted = decide(Some(&files), &read(&second, "", Duration::ZERO), now);
-        assert_ne!(untrusted.certificate, files.certificate, "no trusted authority has issued it");
-        let both = decide(Some(&files), &read(&second, first.certificate(), Duration::ZERO), now);
-        assert_eq!(both.certificate, files.certificate, "pods do not trust the new authority yet");
-        assert_ne!(both.authorities, files.authorities, "both are trusted");
-        let spread = read(&second, first.certificate(), SPREADS_WITHIN);
-        let renewed = decide(Some(&both), &spread, now);
-        assert_ne!(renewed.certificate, files.certificate);
-        assert_eq!(decide(Some(&renewed), &spread, now), renewed);
+        let (before, after) = (issue(&first), issue(&second));
+        let (old, new) = (first.certificate(), second.certificate());
+        let both = &format!("{new}{old}");
+        for (files, identity, trusted, trusted_for, now, is_kept) in [
+            (&before, &member, old, DAY, now, true),
+            (&before, &member, old, DAY, now + 59 * DAY, true),
+            // Its renewal is due.
+            (&before, &member, old, DAY, now + 61 * DAY, false),
+            (&before, &admin, old, DAY, now, false),
+            // No trusted authority has issued it.
+            (&before, &member, new, Duration::ZERO, now, false),
+            // Some pods do not trust the other authority yet.
+            (&before, &member, both, Duration::ZERO, now, true),
+            (&before, &member, both, SPREADS_WITHIN, now, false),
+            (&after, &member, both, SPREADS_WITHIN, now, true),
+            (&after, &member, new, DAY, now, true),
+        ] {
+            let kept = keep_certificate(files, identity, (trusted.as_bytes(), trusted_for), now);
+            let authorities = kept.map(|files| String::from_utf8(files.authorities).expect("PEM"));
+            assert_eq!(
+                authorities,
+                is_kept.then(|| trusted.to_owned()),
+                "{identity} {trusted_for:?} {now:?}"
+            );
+        }
     }
 
     #[test]
     fn connections_of_the_operator_use_a_new_authority_once_all_pods_trust_it() {
         let [first, second] = two();
         let certificates = Certificates::default();
-        let own = certificates.renew(&names(), &read(&first, "", Duration::ZERO)).expect("valid");
-        assert_eq!(own.credentials().identity.to_string(), "reprise://c.n/operator");
-        let before = own.credentials().fingerprint;
+        let names = ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() };
+        let renew = |authority: &ClusterAuthority| {
+            certificates.renew(&names, authority).expect("valid");
+            match certificates.get(&names) {
+                Some(Security::Tls(tls)) => tls.credentials(),
+                other => panic!("{other:?}"),
+            }
+        };
+        let before = renew(&stored(&first, "", Duration::ZERO));
+        assert_eq!(before.identity.to_string(), "reprise://c.n/operator");
         for (age, is_kept, trusted) in
             [(Duration::ZERO, true, 2), (SPREADS_WITHIN, false, 2), (TRUST_PREVIOUS, false, 1)]
         {
-            certificates.renew(&names(), &read(&second, first.certificate(), age)).expect("valid");
-            let now = own.credentials();
-            assert_eq!((now.fingerprint == before, now.authorities.len()), (is_kept, trusted), "{age:?}");
+            let now = renew(&stored(&second, first.certificate(), age));
+            let is = (now.fingerprint == before.fingerprint, now.authorities.len());
+            assert_eq!(is, (is_kept, trusted), "{age:?}");
             now.check_issuer().expect("a trusted authority has issued it");
         }
     }

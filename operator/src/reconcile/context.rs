@@ -8,7 +8,6 @@ use kube::Client;
 use crate::framework::api_client::ApiRequests;
 use crate::framework::services::Services;
 use crate::reconcile::allocation::apply::NodeLocks;
-use crate::reconcile::authority::Certificates;
 use crate::reconcile::cluster::etcd::external::EtcdChecks;
 use crate::reconcile::control_plane::ControlPlanes;
 use crate::reconcile::pool::guard::Quiescence;
@@ -27,8 +26,6 @@ pub struct Context {
     pub secrets: Secrets,
     pub settings: Settings,
     pub store_checks: EtcdChecks,
-    /// The operator's certificates for connections to clusters.
-    pub certificates: Certificates,
     pub control_planes: ControlPlanes,
     /// Time since the last change of engine sessions, by pool.
     pub quiescence: Quiescence,
@@ -43,15 +40,12 @@ impl Context {
     /// Creates a context with empty memory.
     pub fn new(client: (Client, ApiRequests), stores: Arc<Stores>, settings: Settings) -> Context {
         let replica = (settings.identity.as_str(), settings.namespace.as_str());
+        let own_writes = Arc::clone(&stores.own_writes);
+        let services = Services::new(client, replica, Arc::clone(&stores.children), own_writes);
+        let addresses = settings.control_planes.iter().cloned().collect();
         Context {
-            services: Services::new(
-                client,
-                replica,
-                Arc::clone(&stores.children),
-                Arc::clone(&stores.own_writes),
-            ),
-            certificates: Certificates::default(),
-            control_planes: ControlPlanes::new(settings.control_planes.iter().cloned().collect()),
+            control_planes: ControlPlanes::new(addresses, services.metrics.calls.clone()),
+            services,
             stores,
             secrets: Secrets::default(),
             settings,

@@ -1,10 +1,10 @@
 //! Client of the clusters' control planes: reads modes of nodes, budgets of tenants and versions of members,
 //! and sets modes and budgets.
 //!
-//! One read lists all nodes, budgets and members of a cluster and is cached for [`HEALTHY_TTL`]: 1,000 nodes
+//! One read lists all nodes, budgets and members of a cluster and is cached for [`STATE_TTL`]: 1,000 nodes
 //! cost three calls. A change of the members' StatefulSet invalidates the cache
 //! ([`ControlPlanes::require_members_version`]), because it may describe replaced members. After an
-//! unanswered call, no calls are made for a delay that grows. Each call uses a new connection, so the next
+//! unanswered call, no calls are made for [`RETRY_INTERVAL`]. Each call uses a new connection, so the next
 //! one may reach another member, and ends within [`TIMEOUT`].
 //!
 //! Usage of tenants is read from every member, once a minute for all tenants ([`usage`]).
@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use reprise_crds::fields::NodeMode;
 use reprise_identity::Security;
 use reprise_proto::connection::is_absence;
@@ -33,8 +35,8 @@ use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use crate::framework::backoff::Backoff;
-use crate::framework::metrics::{Call, Metrics};
+use crate::framework::metrics::Labels;
+use crate::reconcile::authority::Certificates;
 use crate::reconcile::names::ClusterNames;
 use crate::settings::ControlPlaneAddress;
 
@@ -44,15 +46,15 @@ mod usage;
 pub use usage::{MeasuredUsage, UsageResult};
 
 /// Lifetime of a successful read.
-const HEALTHY_TTL: Duration = Duration::from_secs(25);
-/// Maximum lifetime of a failed read.
-const FAILED_TTL_MAX: Duration = Duration::from_secs(30);
+const STATE_TTL: Duration = Duration::from_secs(25);
 /// Timeout of a call including the connection, which normally takes milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout per member of a call to all members, within the timeout of the whole call.
 const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Idle time after which the cache of a cluster is dropped.
 const EVICT_AFTER: Duration = Duration::from_secs(600);
+/// Maximum number of nodes in a message.
+const NAMED_MAX: usize = 8;
 
 /// Interval for checking that the control plane still has the desired state.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(30);
@@ -60,18 +62,12 @@ pub const POLL_INTERVAL: Duration = Duration::from_secs(30);
 pub const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Limits of a tenant in the whole cluster.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
     /// Bytes guaranteed to the tenant.
     pub reserved: TierBytes,
     /// Maximum bytes; 2⁶⁴ − 1 means no limit.
     pub limit: TierBytes,
-}
-
-impl Budget {
-    /// Budget of a tenant whose blocks are purged.
-    pub const ZERO: Budget =
-        Budget { reserved: TierBytes { dram: 0, ssd: 0 }, limit: TierBytes { dram: 0, ssd: 0 } };
 }
 
 /// Numbers of bytes per tier.
@@ -97,13 +93,16 @@ pub struct ControlPlaneState {
 }
 
 /// Why a call to a control plane failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
     /// It does not respond, or is temporarily unable to.
+    #[error("{0}")]
     Unavailable(String),
     /// The named object does not exist.
+    #[error("{0}")]
     NotFound(String),
     /// It rejects the request; the message is meant for users.
+    #[error("{0}")]
     Rejected(String),
 }
 
@@ -113,61 +112,62 @@ pub type StateResult = Result<Arc<ControlPlaneState>, String>;
 /// Clients and caches of all control planes.
 #[derive(Debug, Default)]
 pub struct ControlPlanes {
-    /// Certificates by `namespace/name` of clusters.
-    securities: StdMutex<BTreeMap<String, Security>>,
     /// Addresses by `namespace/name` of control planes that are not reached by their service.
     addresses: BTreeMap<String, ControlPlaneAddress>,
+    pub certificates: Certificates,
     /// Caches by the cluster's uid, with the time of the last access.
     caches: StdMutex<HashMap<String, (Instant, Arc<ClusterCache>)>>,
-    backoff: Backoff,
+    /// Calls by name and result.
+    calls: Family<Labels<2>, Counter>,
 }
 
-/// Cached reads of one control plane.
+/// Cached reads of one control plane. Each is locked during a read, so that other callers wait for its result.
 #[derive(Debug, Default)]
 struct ClusterCache {
-    /// Locked during a read, so that other callers wait for its result.
     state: Mutex<StateCache>,
-    /// The same for usage of tenants.
     usage: Mutex<Option<usage::CachedUsage>>,
 }
 
 #[derive(Debug, Default)]
 struct StateCache {
-    cached: Option<CachedState>,
+    /// The result of the last read or a failed call, and its end.
+    cached: Option<(Instant, StateResult)>,
     /// Last observed `resourceVersion` of the members' StatefulSet; the cached state is at least as new.
-    members: Option<String>,
+    members: String,
 }
 
-#[derive(Clone, Debug)]
-struct CachedState {
-    until: Instant,
-    result: StateResult,
+impl StateCache {
+    /// Returns the cached result if it is still valid.
+    fn current(&self) -> Option<&StateResult> {
+        self.cached.as_ref().filter(|(until, _)| Instant::now() < *until).map(|(_, result)| result)
+    }
+
+    fn set(&mut self, result: StateResult) {
+        let ttl = if result.is_ok() { STATE_TTL } else { RETRY_INTERVAL };
+        self.cached = Some((Instant::now() + ttl, result));
+    }
 }
 
 impl ControlPlanes {
-    /// Uses these addresses, and the service of the cluster for all others.
-    pub fn new(addresses: BTreeMap<String, ControlPlaneAddress>) -> ControlPlanes {
-        ControlPlanes { addresses, ..ControlPlanes::default() }
-    }
-
-    /// Sets the certificates for calls to a cluster.
-    pub fn set_security(&self, cluster: &ClusterNames, security: Security) {
-        let mut securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
-        securities.insert(cluster.key(), security);
+    /// Uses these addresses, and the service of the cluster for all others. Counts calls.
+    pub fn new(
+        addresses: BTreeMap<String, ControlPlaneAddress>,
+        calls: Family<Labels<2>, Counter>,
+    ) -> ControlPlanes {
+        ControlPlanes { addresses, calls, ..ControlPlanes::default() }
     }
 
     /// Returns the state of a cluster's control plane within [`TIMEOUT`], possibly from the cache.
-    pub async fn state(&self, cluster: &ClusterNames, metrics: &Metrics) -> StateResult {
+    pub async fn state(&self, cluster: &ClusterNames) -> StateResult {
         let shared = self.cache(cluster);
         let mut cache = shared.state.lock().await;
-        if let Some(held) = cache.current() {
-            return held.result.clone();
+        if let Some(result) = cache.current() {
+            return result.clone();
         }
-        let request = async { list(&self.target(cluster)?).await };
-        let response = timed((Call::List, metrics), request).await;
-        let result = response.map(Arc::new).map_err(|error| error.message().to_owned());
-        let until = Instant::now() + self.ttl(cluster, result.is_ok());
-        cache.cached = Some(CachedState { until, result: result.clone() });
+        let request = async { list(self.connect(cluster).await?.0).await };
+        let response = self.counted("list", request).await;
+        let result = response.map(Arc::new).map_err(|error| error.to_string());
+        cache.set(result.clone());
         result
     }
 
@@ -176,9 +176,9 @@ impl ControlPlanes {
     pub async fn require_members_version(&self, cluster: &ClusterNames, members: String) {
         let shared = self.cache(cluster);
         let mut cache = shared.state.lock().await;
-        if cache.members.as_ref() != Some(&members) {
-            cache.members = Some(members);
-            cache.cached = cache.cached.take().filter(|held| held.result.is_err());
+        if cache.members != members {
+            cache.members = members;
+            cache.cached.take_if(|(_, result)| result.is_ok());
         }
     }
 
@@ -191,20 +191,16 @@ impl ControlPlanes {
         cluster: &ClusterNames,
         node: &str,
         mode: NodeMode,
-        metrics: &Metrics,
     ) -> Result<NodeMode, CallError> {
         let request = SetNodeRequest { name: node.to_owned(), mode: wire_mode(mode).into() };
-        let request = async {
-            let reply = self.target(cluster)?.placement().await?.set_node(request).await?;
-            Ok::<_, CallError>(crds_mode(reply.into_inner().before))
-        };
-        let change = |state: &mut ControlPlaneState| {
-            state.modes.insert(node.to_owned(), mode);
-        };
-        self.call(cluster, (Call::SetNode, metrics), request, change).await
+        let request = async { Ok(self.placement(cluster).await?.set_node(request).await?.into_inner()) };
+        let reply = self.call(cluster, "set_node", request).await?;
+        let change = |state: &mut ControlPlaneState| state.modes.insert(node.to_owned(), mode);
+        self.update(cluster, change).await;
+        Ok(crds_mode(reply.before))
     }
 
-    /// Sets the budget of a tenant.
+    /// Sets the budget of a tenant, or removes it.
     ///
     /// # Errors
     /// [`CallError`].
@@ -212,143 +208,99 @@ impl ControlPlanes {
         &self,
         cluster: &ClusterNames,
         tenant: &str,
-        budget: Budget,
-        metrics: &Metrics,
+        budget: Option<Budget>,
     ) -> Result<(), CallError> {
+        let name = tenant.to_owned();
+        let Some(budget) = budget else {
+            let request = async {
+                match self.placement(cluster).await?.remove_tenant(RemoveTenantRequest { name }).await {
+                    Err(status) if status.code() != Code::NotFound => Err(CallError::from(status)),
+                    _ => Ok(()),
+                }
+            };
+            self.call(cluster, "remove_tenant", request).await?;
+            self.update(cluster, |state| state.budgets.remove(tenant)).await;
+            return Ok(());
+        };
         let Budget { reserved, limit } = budget;
-        let wanted = wire::Tenant {
-            name: tenant.to_owned(),
-            reserved: Some(reserved.into()),
-            limit: Some(limit.into()),
-        };
+        let wanted = wire::Tenant { name, reserved: Some(reserved.into()), limit: Some(limit.into()) };
         let request = SetTenantRequest { tenant: Some(wanted) };
-        let request = async {
-            self.target(cluster)?.placement().await?.set_tenant(request).await?;
-            Ok::<_, CallError>(())
-        };
-        let change = |state: &mut ControlPlaneState| {
-            state.budgets.insert(tenant.to_owned(), budget);
-        };
-        self.call(cluster, (Call::SetTenant, metrics), request, change).await
+        let request = async { Ok(self.placement(cluster).await?.set_tenant(request).await?) };
+        self.call(cluster, "set_tenant", request).await?;
+        self.update(cluster, |state| state.budgets.insert(tenant.to_owned(), budget)).await;
+        Ok(())
     }
 
-    /// Removes the budget of a tenant, if it has one.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn remove_budget(
-        &self,
-        cluster: &ClusterNames,
-        tenant: &str,
-        metrics: &Metrics,
-    ) -> Result<(), CallError> {
-        let request = RemoveTenantRequest { name: tenant.to_owned() };
-        let request = async {
-            match self.target(cluster)?.placement().await?.remove_tenant(request).await {
-                Err(status) if status.code() != Code::NotFound => Err(CallError::from(status)),
-                _ => Ok(()),
-            }
-        };
-        let change = |state: &mut ControlPlaneState| {
-            state.budgets.remove(tenant);
-        };
-        self.call(cluster, (Call::RemoveTenant, metrics), request, change).await
-    }
-
-    /// Calls a cluster's control plane within [`TIMEOUT`], and applies the change to the cached state. A failed call is
-    /// cached too, so that further calls wait.
+    /// Calls a cluster's control plane, unless a call has just failed. A failed call is cached, so that further calls wait.
     async fn call<T>(
         &self,
         cluster: &ClusterNames,
-        label: (Call, &Metrics),
+        name: &'static str,
         request: impl Future<Output = Result<T, CallError>>,
-        change: impl FnOnce(&mut ControlPlaneState),
     ) -> Result<T, CallError> {
-        let called = timed(label, request).await;
         let shared = self.cache(cluster);
-        let mut cache = shared.state.lock().await;
+        if let Some(Err(message)) = shared.state.lock().await.current() {
+            return Err(CallError::Unavailable(message.clone()));
+        }
+        let called = self.counted(name, request).await;
         match &called {
-            Ok(_) => {
-                if let Some(CachedState { result: Ok(known), .. }) = cache.cached.as_mut() {
-                    change(Arc::make_mut(known));
-                }
-            }
-            Err(CallError::Unavailable(message)) => {
-                let until = Instant::now() + self.ttl(cluster, false);
-                cache.cached = Some(CachedState { until, result: Err(message.clone()) });
-            }
+            Err(CallError::Unavailable(message)) => shared.state.lock().await.set(Err(message.clone())),
             // The cached state is outdated.
-            Err(CallError::NotFound(_)) => cache.cached = None,
-            Err(CallError::Rejected(_)) => {}
+            Err(CallError::NotFound(_)) => shared.state.lock().await.cached = None,
+            Ok(_) | Err(CallError::Rejected(_)) => {}
         }
         called
     }
 
-    /// Returns the error that currently prevents calls, if there is one.
-    async fn backoff_error(&self, cluster: &ClusterNames) -> Option<CallError> {
-        let shared = self.cache(cluster);
-        let cache = shared.state.lock().await;
-        cache
-            .current()
-            .and_then(|held| held.result.as_ref().err())
-            .map(|message| CallError::Unavailable(message.clone()))
+    /// Runs a call within [`TIMEOUT`] and counts it by its result.
+    async fn counted<T>(
+        &self,
+        name: &'static str,
+        request: impl Future<Output = Result<T, CallError>>,
+    ) -> Result<T, CallError> {
+        let called = within(TIMEOUT, request).await;
+        let result = match &called {
+            Ok(_) => "done",
+            Err(CallError::Unavailable(_)) => "absent",
+            Err(CallError::NotFound(_) | CallError::Rejected(_)) => "refused",
+        };
+        self.calls.get_or_create(&[("call", name), ("result", result)]).inc();
+        called
     }
 
-    fn ttl(&self, cluster: &ClusterNames, is_good: bool) -> Duration {
-        if is_good {
-            self.backoff.record_success(&cluster.uid);
-            return HEALTHY_TTL;
+    /// Applies a write to the cached state.
+    async fn update<R>(&self, cluster: &ClusterNames, change: impl FnOnce(&mut ControlPlaneState) -> R) {
+        let shared = self.cache(cluster);
+        if let Some((_, Ok(known))) = &mut shared.state.lock().await.cached {
+            change(Arc::make_mut(known));
         }
-        self.backoff.record_failure(&cluster.uid).min(FAILED_TTL_MAX)
     }
 
     fn cache(&self, cluster: &ClusterNames) -> Arc<ClusterCache> {
         let mut caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
+        caches.retain(|uid, (last_used, _)| *uid == cluster.uid || last_used.elapsed() < EVICT_AFTER);
         let now = Instant::now();
-        caches.retain(|uid, (last_used, _)| {
-            let is_kept = *uid == cluster.uid || now.duration_since(*last_used) < EVICT_AFTER;
-            if !is_kept {
-                self.backoff.record_success(uid);
-            }
-            is_kept
-        });
         let (last_used, shared) = caches.entry(cluster.uid.clone()).or_insert_with(|| (now, Arc::default()));
         *last_used = now;
         Arc::clone(shared)
     }
 
-    fn target(&self, cluster: &ClusterNames) -> Result<Target, CallError> {
-        let key = cluster.key();
-        let address = match self.addresses.get(&key) {
-            Some(ControlPlaneAddress::Plain(address)) => {
-                return Ok(Target { address: address.to_string(), security: Security::Plain });
-            }
-            Some(ControlPlaneAddress::Tls(address)) => address.clone(),
-            None => cluster.control_plane_address(),
+    async fn placement(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
+        Ok(PlacementClient::new(self.connect(cluster).await?.0))
+    }
+
+    /// Connects to any member. Also returns the certificates, for connections to the other members.
+    async fn connect(&self, cluster: &ClusterNames) -> Result<(Channel, Security), CallError> {
+        let certificates = || {
+            let missing = "the operator has no certificate of the cluster yet";
+            self.certificates.get(cluster).ok_or_else(|| CallError::Unavailable(missing.to_owned()))
         };
-        let securities = self.securities.lock().unwrap_or_else(PoisonError::into_inner);
-        let security = securities.get(&key).cloned();
-        let missing =
-            || CallError::Unavailable("the operator has no certificate of the cluster yet".to_owned());
-        Ok(Target { address, security: security.ok_or_else(missing)? })
-    }
-}
-
-impl StateCache {
-    /// Returns the cached state if it is still valid.
-    fn current(&self) -> Option<&CachedState> {
-        self.cached.as_ref().filter(|held| Instant::now() < held.until)
-    }
-}
-
-impl CallError {
-    /// The message of the error.
-    pub fn message(&self) -> &str {
-        match self {
-            CallError::Unavailable(message) | CallError::NotFound(message) | CallError::Rejected(message) => {
-                message
-            }
-        }
+        let (address, security) = match self.addresses.get(&cluster.key()) {
+            Some(ControlPlaneAddress::Plain(address)) => (address.to_string(), Security::Plain),
+            Some(ControlPlaneAddress::Tls(address)) => (address.clone(), certificates()?),
+            None => (cluster.control_plane_address(), certificates()?),
+        };
+        Ok((connect(&address, &security).await?, security))
     }
 }
 
@@ -375,21 +327,6 @@ impl From<Bytes> for TierBytes {
     }
 }
 
-/// Runs a call within [`TIMEOUT`] and counts it by its result.
-async fn timed<T>(
-    (call, metrics): (Call, &Metrics),
-    request: impl Future<Output = Result<T, CallError>>,
-) -> Result<T, CallError> {
-    let called = within(TIMEOUT, request).await;
-    let result = match &called {
-        Ok(_) => "done",
-        Err(CallError::Unavailable(_)) => "absent",
-        Err(CallError::NotFound(_) | CallError::Rejected(_)) => "refused",
-    };
-    metrics.record_call(call, result);
-    called
-}
-
 async fn within<T>(
     timeout: Duration,
     request: impl Future<Output = Result<T, CallError>>,
@@ -401,8 +338,8 @@ async fn within<T>(
 /// Calls all members concurrently, and returns their answers by name. A hanging member does not delay the others beyond
 /// [`MEMBER_TIMEOUT`]. `first` is a connection to any of them.
 async fn call_members<T, F>(
-    target: &Target,
     first: &Channel,
+    security: &Security,
     request: impl Fn(PlacementClient<Channel>) -> F,
 ) -> Result<Vec<(String, Result<T, CallError>)>, CallError>
 where
@@ -410,49 +347,45 @@ where
 {
     let listed = MembershipClient::new(first.clone()).list_members(ListMembersRequest {}).await?.into_inner();
     let (request, answering) = (&request, &listed.answering);
-    let answers = listed.members.iter().map(|member| async move {
+    let answers = listed.members.into_iter().map(|member| async move {
         let answer = within(MEMBER_TIMEOUT, async {
             // Reuse the connection to the member that answered.
             let reached = if member.name == *answering {
                 first.clone()
             } else {
-                Target { address: member.address.clone(), ..target.clone() }.connect().await?
+                connect(&member.address, security).await?
             };
             request(PlacementClient::new(reached)).await
         });
-        (member.name.clone(), answer.await)
+        let answer = answer.await;
+        (member.name, answer)
     });
     Ok(join_all(answers).await)
 }
 
-/// Address of members, and the certificates for them.
-#[derive(Clone, Debug)]
-struct Target {
-    address: String,
-    security: Security,
+async fn connect(address: &str, security: &Security) -> Result<Channel, CallError> {
+    let unavailable = |error: tonic::transport::Error| {
+        // The innermost error contains the cause; the transport's own messages are generic.
+        let cause = std::iter::successors(error.source(), |&error| error.source()).last();
+        let cause = cause.map_or_else(|| error.to_string(), ToString::to_string);
+        CallError::Unavailable(format!("{address}: {cause}"))
+    };
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(unavailable)?;
+    let endpoint = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT);
+    dial::connect(&endpoint, security).await.map_err(unavailable)
 }
 
-impl Target {
-    async fn placement(&self) -> Result<PlacementClient<Channel>, CallError> {
-        Ok(PlacementClient::new(self.connect().await?))
-    }
-
-    async fn connect(&self) -> Result<Channel, CallError> {
-        let Target { address, security } = self;
-        let unavailable = |error: tonic::transport::Error| {
-            // The innermost error contains the cause; the transport's own messages are generic.
-            let cause = std::iter::successors(error.source(), |&error| error.source()).last();
-            let cause = cause.map_or_else(|| error.to_string(), ToString::to_string);
-            CallError::Unavailable(format!("{address}: {cause}"))
-        };
-        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(unavailable)?;
-        let endpoint = endpoint.connect_timeout(TIMEOUT).timeout(TIMEOUT);
-        dial::connect(&endpoint, security).await.map_err(unavailable)
+/// Lists the first parts of a message, and the number of the others.
+fn list_first(parts: &[String], all: usize, separator: &str) -> String {
+    let shown = &parts[..parts.len().min(NAMED_MAX)];
+    let listed = shown.join(separator);
+    match all.saturating_sub(shown.len()) {
+        0 => listed,
+        more => format!("{listed}{separator}and {more} more"),
     }
 }
 
-async fn list(target: &Target) -> Result<ControlPlaneState, CallError> {
-    let channel = target.connect().await?;
+async fn list(channel: Channel) -> Result<ControlPlaneState, CallError> {
     let mut membership = MembershipClient::new(channel.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner();
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
@@ -491,75 +424,45 @@ fn crds_mode(mode: i32) -> NodeMode {
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+
     use super::*;
-    use crate::framework::api_client::ApiRequests;
 
     fn names() -> ClusterNames {
         ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
     }
 
-    fn planes_at(address: std::net::SocketAddr) -> ControlPlanes {
-        ControlPlanes::new(BTreeMap::from([("n/c".to_owned(), ControlPlaneAddress::Plain(address))]))
-    }
-
-    /// A control plane at an address without a listener.
-    fn absent() -> (ControlPlanes, String) {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = listener.local_addr().expect("bound");
-        drop(listener);
-        (planes_at(address), address.to_string())
-    }
-
-    fn has_called(metrics: &Metrics, times: u32) {
-        let call = "reprise_operator_control_plane_calls_total{call=\"list\",result=\"absent\"}";
-        let text = metrics.text();
-        let is_it = |line: &str| *line == format!("{call} {times}");
-        assert!(text.lines().any(is_it), "{times} times: {text}");
-    }
-
-    #[tokio::test]
-    async fn reports_absent_control_plane_and_does_not_call_again_immediately() {
-        let (planes, address) = absent();
-        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        let first = planes.state(&names, &metrics).await.expect_err("a failure");
-        assert!(first.contains(&address) && first.contains("refused"), "{first}");
-        assert_eq!(planes.state(&names, &metrics).await, Err(first.clone()));
-        let holders = planes.holders(&names, "t", &[], &metrics).await;
-        assert_eq!(holders, Err(CallError::Unavailable(first)), "the cached failure");
-        has_called(&metrics, 1);
-        // An unanswered call to all members delays other calls as well.
-        let (planes, _) = absent();
-        let first = planes.holders(&names, "t", &[], &metrics).await.expect_err("a failure");
-        assert_eq!(planes.state(&names, &metrics).await, Err(first.message().to_owned()));
-        has_called(&metrics, 2);
-    }
-
-    #[tokio::test]
-    async fn change_of_members_invalidates_the_cached_state() {
-        let (planes, _) = absent();
-        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        planes.require_members_version(&names, "1".to_owned()).await;
-        let result: StateResult = Ok(Arc::new(ControlPlaneState::default()));
-        let held = CachedState { until: Instant::now() + HEALTHY_TTL, result };
-        planes.cache(&names).state.lock().await.cached = Some(held);
-        planes.require_members_version(&names, "1".to_owned()).await;
-        assert!(planes.state(&names, &metrics).await.is_ok(), "the cached state is valid");
-        planes.require_members_version(&names, "2".to_owned()).await;
-        let failure = planes.state(&names, &metrics).await.expect_err("another call, which fails");
-        planes.require_members_version(&names, "3".to_owned()).await;
-        assert_eq!(planes.state(&names, &metrics).await, Err(failure), "the cached failure remains valid");
-        has_called(&metrics, 1);
+    /// Number of unanswered calls.
+    fn absent(planes: &ControlPlanes) -> u64 {
+        planes.calls.get_or_create(&[("call", "list"), ("result", "absent")]).get()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn times_out_if_the_server_accepts_but_does_not_respond() {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let planes = planes_at(listener.local_addr().expect("bound"));
-        let (metrics, names) = (Metrics::new(ApiRequests::default()), names());
-        let begun = tokio::time::Instant::now();
-        let read = || planes.state(&names, &metrics);
-        let (one, other) = tokio::join!(read(), read());
-        assert!(one.is_err() && one == other);
-        assert!(begun.elapsed() < 2 * TIMEOUT, "the second caller waits for the result of the first");
+    async fn unanswered_call_ends_and_delays_all_others() {
+        let (planes, names, begun) = (ControlPlanes::default(), names(), Instant::now());
+        let unanswered = planes.call::<()>(&names, "list", pending()).await.expect_err("no answer");
+        assert_eq!(begun.elapsed(), TIMEOUT);
+        assert_eq!(planes.state(&names).await, Err(unanswered.to_string()));
+        assert_eq!(planes.holders(&names, "t", &[]).await, Err(unanswered));
+        assert_eq!(absent(&planes), 1);
+        tokio::time::advance(RETRY_INTERVAL).await;
+        let failure = planes.state(&names).await.expect_err("there is no certificate");
+        assert!(failure.contains("no certificate"), "{failure}");
+        assert_eq!(planes.state(&names).await, Err(failure));
+        assert_eq!(absent(&planes), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn change_of_members_invalidates_the_cached_state() {
+        let (planes, names) = (ControlPlanes::default(), names());
+        planes.require_members_version(&names, "1".to_owned()).await;
+        planes.cache(&names).state.lock().await.set(Ok(Arc::default()));
+        planes.require_members_version(&names, "1".to_owned()).await;
+        assert!(planes.state(&names).await.is_ok(), "the cached state is valid");
+        planes.require_members_version(&names, "2".to_owned()).await;
+        let failure = planes.state(&names).await.expect_err("another call, which fails");
+        planes.require_members_version(&names, "3".to_owned()).await;
+        assert_eq!(planes.state(&names).await, Err(failure), "the cached failure remains valid");
+        assert_eq!(absent(&planes), 1);
     }
 }

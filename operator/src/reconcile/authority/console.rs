@@ -15,7 +15,6 @@ use serde_json::json;
 use super::{ClusterAuthority, failed, secret};
 use crate::framework::child::ChildKind;
 use crate::framework::children::api;
-use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::metrics::Write;
 use crate::reconcile::context::Context;
@@ -35,7 +34,7 @@ pub(crate) async fn ensure(
     let stored = context.secrets.get(&names, &name);
     let identity = Identity::new(&names.in_certificates(), Role::Console).map_err(failed)?;
     let present = stored.as_deref().and_then(files);
-    let new = authority.files(present.as_ref(), &identity, clock::system_time())?;
+    let new = authority.files(present.as_ref(), &identity)?;
     if present.as_ref() == Some(&new) {
         return Ok(());
     }

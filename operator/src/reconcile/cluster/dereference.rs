@@ -62,7 +62,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         members,
         control_plane_state,
         volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
-        certificates: authority::read(cluster, context).await,
+        certificates: authority::read(names, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),
         assignment: own,
@@ -75,7 +75,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
 async fn member_state(members: &DynamicObject, names: &ClusterNames, context: &Context) -> StateResult {
     let version = members.resource_version().unwrap_or_default();
     context.control_planes.require_members_version(names, version).await;
-    context.control_planes.state(names, &context.metrics).await
+    context.control_planes.state(names).await
 }
 
 /// Returns the images of a cluster's spec, with the operator's defaults.

@@ -3,24 +3,19 @@
 //! The member with the tenant's ledger knows them; all members are queried concurrently. A node holds nothing
 //! if it has reported so after it received the zero quota. A node that is silent, has not registered, or has
 //! not received the quota may hold blocks, and they become available when it returns.
-//!
-//! Calls share the backoff of [`ControlPlanes`]: during a backoff none are made, and a failed call starts
-//! one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use reprise_crds::fields::Quantity;
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
-use reprise_proto::controlplane::{Bytes, ListNodesRequest, ListTenantsRequest, NodeInfo, TenantShare};
+use reprise_proto::controlplane::{
+    Bytes, ListNodesRequest, ListTenantsRequest, NodeInfo, TenantShare, TenantState,
+};
 use tonic::transport::Channel;
 
-use super::{CallError, ControlPlanes, Target, call_members};
-use crate::framework::metrics::{Call, Metrics};
+use super::{CallError, ControlPlanes, call_members, list_first};
 use crate::reconcile::names::ClusterNames;
-
-/// Maximum number of nodes in a message.
-const NAMED_MAX: usize = 8;
 
 impl ControlPlanes {
     /// Describes the expected and registered nodes that may hold blocks of a tenant whose budget is zero;
@@ -33,53 +28,36 @@ impl ControlPlanes {
         cluster: &ClusterNames,
         tenant: &str,
         expected: &[String],
-        metrics: &Metrics,
     ) -> Result<Option<String>, CallError> {
-        if let Some(error) = self.backoff_error(cluster).await {
-            return Err(error);
-        }
-        let request = async { query_members(&self.target(cluster)?, tenant).await };
-        let (nodes, ledger) = self.call(cluster, (Call::List, metrics), request, |_| {}).await?;
-        Ok(match ledger {
-            Ok(shares) => join(&holders(expected, &nodes, &shares)),
-            Err(silent) => Some(describe_uncounted(&silent)),
-        })
-    }
-}
-
-/// Returns the nodes, and the ledger of the member that has it or otherwise the members that did not respond.
-async fn query_members(
-    target: &Target,
-    tenant: &str,
-) -> Result<(Vec<NodeInfo>, Result<Vec<TenantShare>, Vec<String>>), CallError> {
-    let first = target.connect().await?;
-    let nodes =
-        MembershipClient::new(first.clone()).list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
-    let list = |mut member: PlacementClient<Channel>| async move {
-        Ok::<_, CallError>(member.list_tenants(ListTenantsRequest {}).await?.into_inner().tenants)
-    };
-    let (mut ledger, mut silent) = (None, Vec::new());
-    for (member, answer) in call_members(target, &first, list).await? {
-        match answer {
-            Ok(tenants) => {
-                let of_tenant = tenants.into_iter().find(|state| {
-                    state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
-                });
-                ledger = ledger.or(of_tenant.map(|state| state.shares));
+        let list = |mut member: PlacementClient<Channel>| async move {
+            Ok(member.list_tenants(ListTenantsRequest {}).await?.into_inner().tenants)
+        };
+        let request = async {
+            let (first, security) = self.connect(cluster).await?;
+            let nodes = MembershipClient::new(first.clone()).list_nodes(ListNodesRequest {}).await?;
+            Ok((nodes.into_inner().nodes, call_members(&first, &security, list).await?))
+        };
+        let (nodes, answers) = self.call(cluster, "list", request).await?;
+        let mut silent = Vec::new();
+        for (member, answer) in answers {
+            let Ok(tenants) = answer else {
+                silent.push(member);
+                continue;
+            };
+            let is_ledger = |state: &TenantState| {
+                state.ledger_here && state.tenant.as_ref().is_some_and(|known| known.name == tenant)
+            };
+            if let Some(ledger) = tenants.into_iter().find(is_ledger) {
+                let holders = holders(expected, &nodes, &ledger.shares);
+                return Ok((!holders.is_empty()).then(|| list_first(&holders, holders.len(), "; ")));
             }
-            Err(_) => silent.push(member),
         }
+        let unknown = "no member has a complete ledger of the nodes' holdings yet";
+        Ok(Some(match silent.as_slice() {
+            [] => unknown.to_owned(),
+            silent => format!("{unknown}, and these members cannot be reached: {}", silent.join(", ")),
+        }))
     }
-    Ok((nodes, ledger.ok_or(silent)))
-}
-
-/// Describes why the holdings of nodes are unknown.
-fn describe_uncounted(silent: &[String]) -> String {
-    let unknown = "no member has a complete ledger of the nodes' holdings yet";
-    if silent.is_empty() {
-        return unknown.to_owned();
-    }
-    format!("{unknown}, and these members cannot be reached: {}", silent.join(", "))
 }
 
 /// Describes the nodes that may hold blocks, sorted by name.
@@ -106,17 +84,6 @@ fn holders(expected: &[String], nodes: &[NodeInfo], shares: &[TenantShare]) -> V
 
 fn is_nothing(bytes: Option<&Bytes>) -> bool {
     bytes.is_none_or(|bytes| *bytes == Bytes::default())
-}
-
-fn join(holders: &[String]) -> Option<String> {
-    if holders.is_empty() {
-        return None;
-    }
-    let named = holders[..holders.len().min(NAMED_MAX)].join("; ");
-    match holders.len().saturating_sub(NAMED_MAX) {
-        0 => Some(named),
-        more => Some(format!("{named}; and {more} more nodes")),
-    }
 }
 
 #[cfg(test)]
@@ -153,18 +120,5 @@ mod tests {
             assert!(holders.starts_with(found) && holders.is_empty() == found.is_empty(), "{holders}");
             assert!(!holders.contains("; "), "only one node may hold blocks: {holders}");
         }
-    }
-
-    #[test]
-    fn messages_name_the_first_nodes_and_silent_members() {
-        assert!(!describe_uncounted(&[]).contains("reached"));
-        assert!(describe_uncounted(&["m-0".to_owned(), "m-1".to_owned()]).ends_with("be reached: m-0, m-1"));
-        assert_eq!(join(&[]), None);
-        let all: Vec<String> = (0..10).map(|number| format!("n{number} is absent")).collect();
-        let message = join(&all).expect("a message");
-        assert!(
-            message.starts_with("n0 is absent; ") && message.ends_with("; and 2 more nodes"),
-            "{message}"
-        );
     }
 }

@@ -42,7 +42,7 @@ pub async fn sync(
     }
     let (mode, recorded) = (live.spec.mode, RecordedMode::of(live));
     let control_planes = &context.control_planes;
-    let known = match control_planes.state(&names, &context.metrics).await {
+    let known = match control_planes.state(&names).await {
         Ok(state) => state.modes.get(&node).copied().ok_or_else(|| CallError::NotFound(node.clone())),
         Err(error) => Err(CallError::Unavailable(error)),
     };
@@ -51,7 +51,7 @@ pub async fn sync(
         Err(_) if recorded.agreed => return Ok(Some(POLL_INTERVAL)),
         Err(_) if recorded.is_new => return Ok(Some(RETRY_INTERVAL)),
         Ok(known) if known != mode => {
-            let before = control_planes.set_mode(&names, &node, mode, &context.metrics).await;
+            let before = control_planes.set_mode(&names, &node, mode).await;
             if before.is_ok() {
                 tracing::info!(node, mode = mode.as_str(), "set the mode of a node at the control plane");
             }

@@ -114,10 +114,10 @@ async fn sync_cluster(
     if !is_known && !owned {
         return None;
     }
-    let budget = if purging { Some(Budget::ZERO) } else { desired(tenant) };
+    let budget = if purging { Some(Budget::default()) } else { desired(tenant) };
     let budget = budget.filter(|_| is_known);
-    let (control_planes, metrics, key) = (&context.control_planes, &context.metrics, names.key());
-    let state = control_planes.state(names, metrics).await;
+    let (control_planes, key) = (&context.control_planes, names.key());
+    let state = control_planes.state(names).await;
     let present = state.as_ref().ok().and_then(|state| state.budgets.get(&name));
     if budget.is_none() && !owned && present.is_none() {
         return None;
@@ -139,10 +139,7 @@ async fn sync_cluster(
             Err(Refusal::new(Reason::Paused, message))
         }
         Ok(_) => {
-            let called = match budget {
-                Some(budget) => control_planes.set_budget(names, &name, budget, metrics).await,
-                None => control_planes.remove_budget(names, &name, metrics).await,
-            };
+            let called = control_planes.set_budget(names, &name, budget).await;
             if called.is_ok() {
                 tracing::info!(
                     tenant = name,
@@ -184,13 +181,13 @@ async fn has_no_blocks(
 ) -> Result<(), Refusal> {
     let assignment = context.stores.assignment();
     let nodes = assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
-    match context.control_planes.holders(names, tenant, nodes, &context.metrics).await {
+    match context.control_planes.holders(names, tenant, nodes).await {
         Ok(None) => Ok(()),
         Ok(Some(nodes)) => Err(Refusal::new(
             Reason::Releasing,
             format!("nodes of {} may still hold blocks of the tenant: {nodes}", names.key()),
         )),
-        Err(error) => Err(refusal(&names.key(), CallError::Unavailable(error.message().to_owned()))),
+        Err(error) => Err(refusal(&names.key(), CallError::Unavailable(error.to_string()))),
     }
 }
 

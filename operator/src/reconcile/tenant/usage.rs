@@ -50,7 +50,7 @@ pub async fn measure(
         let others = context.stores.tenants.state_filter(|other| applies_to(other, &one.names));
         let mut others: Vec<String> = others.iter().map(|other| other.name_any()).collect();
         others.sort_unstable();
-        let usage = context.control_planes.usage(&one.names, name, &others, &context.metrics).await;
+        let usage = context.control_planes.usage(&one.names, name, &others).await;
         UsageMeasurement { cluster: one.names.key(), usage }
     });
     join_all(measured).await
