@@ -112,11 +112,12 @@ pub(crate) fn is_key_of(key: &str, certificate: &CertificateDer<'static>) -> boo
     rustls::sign::CertifiedKey::from_der(vec![certificate.clone()], key, &provider).is_ok()
 }
 
-/// Splits a text in PEM into its certificates, each still in PEM.
+/// Splits a text in PEM into its certificates, each still in PEM. Drops one without its last line.
 pub fn split(text: &str) -> Vec<String> {
     const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
     const END: &str = "-----END CERTIFICATE-----";
-    let parts = text.split_inclusive(END).filter_map(|part| part.find(BEGIN).map(|at| &part[at..]));
+    let parts = text.split_inclusive(END).filter(|part| part.ends_with(END));
+    let parts = parts.filter_map(|part| part.find(BEGIN).map(|at| &part[at..]));
     parts.map(|part| format!("{part}\n")).collect()
 }
 

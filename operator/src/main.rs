@@ -27,9 +27,8 @@ use tracing_subscriber::fmt::format::FmtSpan;
 /// Read timeout of API server calls. Watches are renewed every 290 s and receive bookmarks in between.
 const READ_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// Default log filter. It silences the API server client, which logs each failed attempt as an error; the
-/// caller logs failures instead.
-const LOG_LEVEL: &str = "info,kube_client=off";
+/// Default log filter. It silences client and watches, which log each failed attempt; the callers log failures instead.
+const LOG_LEVEL: &str = "info,kube_client=off,kube_runtime::watcher=off";
 
 /// The Reprise operator: reconciles the custom resources of Reprise
 #[derive(Debug, Parser)]

@@ -72,8 +72,9 @@ fn operators_with_different_write_back_history_write_same_conditions() {
     let first = k8s.operator();
     k8s.cluster(json!({}));
     dispute(&k8s);
-    let put_back = first.metric("reprise_operator_put_backs_total", "");
-    assert!(put_back >= 2.0 * EDITS as f64, "expected a write-back of each edit, counted {put_back}");
+    wait_until("a write-back of each edit is counted", PATIENCE, || {
+        (first.metric("reprise_operator_put_backs_total", "") >= 2.0 * EDITS as f64).then_some(())
+    });
     // Its lease is in another namespace, so that both operators are active.
     let files = k8s
         .env

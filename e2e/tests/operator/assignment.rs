@@ -125,6 +125,7 @@ fn younger_pool_is_rejected_while_its_settings_differ_from_the_oldest() {
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
     k8s.settle();
+    k8s.wait_for_next_second();
     depth("young", 128);
     wait_claims(&k8s, "n2", &["old", "young"]);
     k8s.wait_condition("KVCacheCluster", "c", ["PoolsBound", "True", "AsDesired"]);
@@ -169,6 +170,7 @@ fn older_pool_has_a_node_and_the_younger_gets_it_afterwards() {
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
     k8s.settle();
+    k8s.wait_for_next_second();
     k8s.pool("young", "/var/lib/pool", json!({}));
     wait_claims(&k8s, "n2", &["young"]);
     let conflict_on = |node: &str| {
@@ -205,6 +207,7 @@ fn pool_is_not_wiped_where_another_pool_names_its_devices() {
     k8s.cluster(json!({ "pools": [{ "name": "old" }, { "name": "young" }] }));
     wait_claims(&k8s, "n1", &["old"]);
     k8s.settle();
+    k8s.wait_for_next_second();
     on("young", "n1", json!({}));
     k8s.wait_condition("SSDPool", "young", ["Accepted", "False", "Conflict"]);
     k8s.delete("SSDPool", "old");
