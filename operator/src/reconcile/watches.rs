@@ -27,7 +27,6 @@ use crate::framework::feed::{Feed, Watch};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::framework::optional_kinds;
 use crate::reconcile::membership::is_frozen;
-use crate::reconcile::node::apply::is_foreign;
 use crate::reconcile::stores::{Stores, Writers};
 use crate::reconcile::tenant::pods;
 
@@ -56,10 +55,6 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
     tasks.spawn(watches.of(all(), writers.cache_nodes, &feeds.cache_nodes, |stores, cache_node, change| {
         if change.is_spec() && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster)) {
             stores.reconcile_everything();
-        }
-        if change.is_spec() && is_foreign(cache_node) {
-            // Conditions of the cluster that selects the node name this CacheNode.
-            stores.feeds.all_clusters.send();
         }
     }));
     for (kind, writer) in writers.children {
