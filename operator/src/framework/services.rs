@@ -34,7 +34,7 @@ pub struct Services {
     pub(crate) other_writers: OtherWriters,
     /// Digest of the last applied body and the resulting version, by `kind/namespace/name`. The API server
     /// rewrites some values, so a comparison with the stored object would always differ. For a `CacheNode`:
-    /// digest of its spec and its generation.
+    /// digest of its spec, and its UID and generation.
     normalised: Mutex<HashMap<String, (String, String)>>,
     status_written: Mutex<HashMap<String, Instant>>,
 }

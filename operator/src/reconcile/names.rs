@@ -3,6 +3,7 @@
 
 use kube::ResourceExt;
 use reprise_crds::KVCacheCluster;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::framework::labels::{CLUSTER_UID, MANAGED_BY, OPERATOR};
@@ -37,24 +38,14 @@ pub const AGENT_READY: &str = "reprise.dev/AgentReady";
 /// Label of objects that a release of the chart applied: the name of the release.
 pub const RELEASE: &str = "reprise.dev/release";
 
-/// Components of a cluster.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Components of a cluster, as the component label names them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Component {
     Agent,
     ControlPlane,
     /// The etcd store that the operator runs.
     Etcd,
-}
-
-impl Component {
-    /// Returns the value of the component label.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Component::Agent => "agent",
-            Component::ControlPlane => "control-plane",
-            Component::Etcd => "etcd",
-        }
-    }
 }
 
 /// Derives the names of a cluster's children.
@@ -186,7 +177,7 @@ impl ClusterNames {
         json!({
             "app.kubernetes.io/name": "reprise",
             "app.kubernetes.io/instance": self.name,
-            "app.kubernetes.io/component": component.as_str(),
+            "app.kubernetes.io/component": component,
         })
     }
 }

@@ -1,9 +1,8 @@
 //! Deletes cluster-scoped objects of clusters that no longer exist.
 //!
-//! Namespaced children have their cluster as owner, so Kubernetes deletes them. A role binding or an
-//! admission policy has no namespace and therefore cannot have that owner. Clusters
-//! have no finalizer, which would block all deletions while the operator is away. So the operator deletes such
-//! objects itself.
+//! Namespaced children have their cluster as owner, so Kubernetes deletes them. A role binding or an admission policy
+//! has no namespace and therefore cannot have that owner. Clusters have no finalizer, which would block all deletions
+//! while the operator is away. So the operator deletes such objects itself.
 
 use std::time::Duration;
 

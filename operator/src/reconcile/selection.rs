@@ -4,21 +4,18 @@ use std::collections::BTreeMap;
 
 use reprise_crds::fields::{LabelSelector, LabelTerm, LabelTermOperator, Labels};
 
-/// Labels of a Kubernetes object.
-pub type ObjectLabels = BTreeMap<String, String>;
-
 /// Whether an object has all of these labels.
-pub fn has_all(wanted: &Labels, labels: &ObjectLabels) -> bool {
+pub fn has_all(wanted: &Labels, labels: &BTreeMap<String, String>) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key).is_some_and(|found| found == value.as_str()))
 }
 
 /// Whether a selector matches an object with these labels.
-pub fn selects(selector: &LabelSelector, labels: &ObjectLabels) -> bool {
+pub fn selects(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
     has_all(&selector.match_labels, labels)
         && selector.match_expressions.iter().all(|term| meets(term, labels))
 }
 
-fn meets(term: &LabelTerm, labels: &ObjectLabels) -> bool {
+fn meets(term: &LabelTerm, labels: &BTreeMap<String, String>) -> bool {
     let found = labels.get(term.key.as_str());
     let listed = |found: &String| term.values.iter().any(|value| value.as_str() == found);
     match term.operator {
@@ -37,7 +34,7 @@ mod tests {
 
     #[test]
     fn selectors_match_as_in_kubernetes() {
-        let labels: ObjectLabels =
+        let labels: BTreeMap<String, String> =
             [("disk", "nvme"), ("zone", "a")].map(|(key, value)| (key.to_owned(), value.to_owned())).into();
         let term = |operator: &str, key: &str, values: &[&str]| json!({ "matchExpressions": [{ "key": key, "operator": operator, "values": values }] });
         for (selector, expected) in [

@@ -28,7 +28,6 @@ use crate::framework::child_stores::KindAccess;
 use crate::framework::feed::{Feed, Watch};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::reconcile::membership::is_frozen;
-use crate::reconcile::node::apply::is_foreign;
 use crate::reconcile::stores::{Stores, Writers};
 use crate::reconcile::tenant::pods;
 
@@ -59,10 +58,6 @@ pub fn start(client: &Client, stores: &Arc<Stores>, writers: Writers) -> JoinSet
             && stores.cluster_of_node(cache_node).is_some_and(|cluster| is_frozen(&cluster))
         {
             stores.reconcile_everything();
-        }
-        if change == Change::Spec && is_foreign(cache_node) {
-            // Conditions of the cluster that selects the node name this CacheNode.
-            stores.feeds.all_clusters.send();
         }
     }));
     for (kind, writer) in writers.children {

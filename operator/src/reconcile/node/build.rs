@@ -7,7 +7,7 @@ use reprise_crds::fields::{
 };
 use reprise_crds::node::{PoolClaim, QueueClaim};
 use reprise_crds::pool::DEVICES_PER_NODE_MAX;
-use reprise_crds::{CacheNode, CacheNodeSpec, KVCacheCluster, SSDPool};
+use reprise_crds::{CacheNode, CacheNodeSpec, SSDPool};
 
 use super::dereference::NodeInputs;
 use crate::reconcile::membership::{belongs_to, is_frozen};
@@ -38,9 +38,10 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> Option<CacheNodeSpec> {
     if is_frozen(cluster) {
         return live.map(|live| with_queues(live, &inputs.queues));
     }
-    let wipes = |pool: &SSDPool| is_wiped(pool) && !inputs.contested.contains(&pool.name_any());
-    let mut claims: Vec<PoolClaim> = inputs.pools.iter().map(|pool| claim(pool, wipes(pool))).collect();
+    let mut claims: Vec<PoolClaim> =
+        inputs.pools.iter().map(|pool| claim(pool, is_wiped(pool, inputs))).collect();
     claims.sort_by(|a, b| a.pool.cmp(&b.pool));
+    let failure_domain = node.labels().get(cluster.spec.agents.failure_domain_label.as_str());
     Some(CacheNodeSpec {
         node_name: NodeName::new(node.name_any()),
         cluster_ref: Some(ClusterRef {
@@ -48,7 +49,7 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> Option<CacheNodeSpec> {
             name: ShortName::new(cluster.name_any()),
         }),
         mode: mode(node, inputs),
-        failure_domain: failure_domain(node, cluster),
+        failure_domain: failure_domain.filter(|value| !value.is_empty()).map(LabelValue::new),
         configuration_digest: inputs.configuration.clone(),
         claims,
         profiles: inputs.profiles.clone(),
@@ -65,17 +66,13 @@ fn mode(node: &Node, inputs: &NodeInputs) -> NodeMode {
     inputs.pools.iter().map(|pool| pool.spec.mode).max().unwrap_or_default()
 }
 
-/// Returns the value of the label that the cluster selects; `None` if the node lacks it or it is empty.
-fn failure_domain(node: &Node, cluster: &KVCacheCluster) -> Option<LabelValue> {
-    let value = node.labels().get(cluster.spec.agents.failure_domain_label.as_str())?;
-    (!value.is_empty()).then(|| LabelValue::new(value))
-}
-
 /// Whether the data on a pool's devices must be destroyed.
-fn is_wiped(pool: &SSDPool) -> bool {
-    let spec = &pool.spec;
-    let confirmed = spec.deletion_policy == DeletionPolicy::Wipe && spec.wipe_confirmation.is_some();
-    pool.metadata.deletion_timestamp.is_some() && confirmed && !has_guard(pool)
+fn is_wiped(pool: &SSDPool, inputs: &NodeInputs) -> bool {
+    pool.metadata.deletion_timestamp.is_some()
+        && pool.spec.deletion_policy == DeletionPolicy::Wipe
+        && pool.spec.wipe_confirmation.is_some()
+        && !has_guard(pool)
+        && !inputs.contested.contains(&pool.name_any())
 }
 
 fn claim(pool: &SSDPool, wipe: bool) -> PoolClaim {
