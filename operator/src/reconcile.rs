@@ -19,7 +19,7 @@ pub mod selection;
 pub mod stores;
 pub mod tenant;
 #[cfg(test)]
-mod test_objects;
+pub(crate) mod test_objects;
 pub mod watches;
 
 crate::framework::status::implement_status!(
