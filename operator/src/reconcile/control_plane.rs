@@ -231,7 +231,7 @@ impl ControlPlanes {
         Ok(())
     }
 
-    /// Calls a cluster's control plane, unless a call has just failed. A failed call is cached, so that further calls wait.
+    /// Calls a cluster's control plane, unless a call has just failed. An unanswered call delays further calls.
     async fn call<T>(
         &self,
         cluster: &ClusterNames,
