@@ -19,5 +19,5 @@ pub mod selection;
 pub mod stores;
 pub mod tenant;
 #[cfg(test)]
-mod test_objects;
+pub(crate) mod test_objects;
 pub mod watches;

@@ -20,10 +20,10 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::ensure;
 use k8s_openapi::ByteString;
-use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
-use kube::api::{Api, DynamicObject, PostParams};
+use kube::api::{DynamicObject, PostParams};
 use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_identity::authority::CERTIFICATE_VALID;
@@ -247,24 +247,22 @@ pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<Autho
         found => return Ok(found),
     }
     let authority = Authority::create(&names.in_certificates()).map_err(failed)?;
-    let maps: Api<ConfigMap> = Api::namespaced(context.client.clone(), &names.namespace);
-    let map =
-        maps.get_opt(&names.authorities()).await.map_err(OperatorError::api("get trusted authorities"))?;
-    let trusted = map.and_then(|map| map.data?.remove(AUTHORITIES_FILE)).unwrap_or_default();
+    let namespace = Some(names.namespace.as_str());
+    let map = context.children.get(ChildKind::ConfigMap, namespace, &names.authorities());
+    let trusted = map.as_ref().and_then(|map| map.data["data"][AUTHORITIES_FILE].as_str());
     let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
     let data = json!({
         CERTIFICATE: bytes(authority.certificate()),
         KEY: bytes(authority.key()),
-        PREVIOUS: bytes(&first_certificate(&trusted)),
+        PREVIOUS: bytes(&first_certificate(trusted.unwrap_or_default())),
     });
     let name = names.authority();
     let mut secret = secret(cluster, &names, &name, &data);
     secret["immutable"] = json!(true);
-    let secret: Secret = serde_json::from_value(secret).expect("made above");
+    let secret = serde_json::from_value(secret).expect("made above");
     let params =
         PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
-    let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
-    let created = secrets.create(&params, &secret).await;
+    let created = api(&context.client, ChildKind::Secret, namespace).create(&params, &secret).await;
     created.map_err(OperatorError::api(format!("create Secret {name}")))?;
     context.metrics.record_write("Secret", Write::Apply);
     tracing::info!(secret = name, "created an authority");
@@ -286,6 +284,7 @@ fn first_certificate(trusted: &str) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::reconcile::test_objects::names;
 
     const DAY: Duration = Duration::from_secs(86_400);
 
@@ -347,10 +346,9 @@ pub(crate) mod tests {
     fn connections_of_the_operator_use_a_new_authority_once_all_pods_trust_it() {
         let [first, second] = two();
         let certificates = Certificates::default();
-        let names = ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() };
         let renew = |authority: &ClusterAuthority| {
-            certificates.renew(&names, authority).expect("valid");
-            match certificates.get(&names) {
+            certificates.renew(&names(), authority).expect("valid");
+            match certificates.get(&names()) {
                 Some(Security::Tls(tls)) => tls.credentials(),
                 other => panic!("{other:?}"),
             }

@@ -7,6 +7,8 @@ use reprise_crds::SSDPool;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::reconcile::names::ClusterNames;
+
 pub(crate) fn object<K: DeserializeOwned>(value: Value) -> K {
     serde_json::from_value(value).expect("an object")
 }
@@ -15,6 +17,11 @@ pub(crate) fn object<K: DeserializeOwned>(value: Value) -> K {
 pub(crate) fn merged(mut value: Value, more: Value) -> Value {
     value.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
     value
+}
+
+/// Names of a cluster `c` in namespace `n`.
+pub(crate) fn names() -> ClusterNames {
+    ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
 }
 
 /// A resource with this metadata and these other parts.

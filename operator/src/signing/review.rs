@@ -125,6 +125,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::reconcile::test_objects::names;
 
     const OF_AGENT: &str = "reprise://c.n/agent/n1";
     const OF_MEMBER: &str = "reprise://c.n/member";
@@ -132,10 +133,6 @@ mod tests {
     const AGENT: &str = "system:serviceaccount:n:c-agent";
     const MEMBER: &str = "system:serviceaccount:n:c-controlplane";
     const ETCD: &str = "system:serviceaccount:n:c-etcd";
-
-    fn names() -> ClusterNames {
-        ClusterNames { namespace: "n".to_owned(), name: "c".to_owned(), uid: "u".to_owned() }
-    }
 
     fn request(identity: &str, user: &str, pod: &str, more: &Value) -> CertificateSigningRequest {
         let identity: Identity = identity.parse().expect("an identity");

@@ -4,9 +4,8 @@
 
 use std::sync::Arc;
 
+use reprise_crds::KVCacheCluster;
 use reprise_crds::status::Reason;
-use reprise_crds::{CacheTenant, KVCacheCluster};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
@@ -18,19 +17,13 @@ use crate::reconcile::authority::tests::any_authority;
 use crate::reconcile::cluster::etcd::external::EtcdCheck;
 use crate::reconcile::cluster::inputs::tests::{add_pool, of as found};
 use crate::reconcile::names::SECRETS;
+use crate::reconcile::test_objects::resource;
 
 mod certificates;
 mod policies;
 
-fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
-    let metadata = json!({ "name": name, "namespace": "n", "uid": format!("uid-{name}") });
-    let whole =
-        json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec });
-    serde_json::from_value(whole).expect("an object")
-}
-
 fn cluster(spec: Value) -> KVCacheCluster {
-    object("KVCacheCluster", "c", spec)
+    resource(json!({ "name": "c", "namespace": "n", "uid": "uid-c" }), json!({ "spec": spec }))
 }
 
 fn directory() -> Value {
@@ -130,8 +123,8 @@ fn restarts_agents_only_if_their_configuration_changes() {
     let digest_of = |spec: Value, tenant: Option<Value>| {
         let cluster = cluster(spec);
         let mut inputs = found(&cluster);
-        let tenant = tenant.map(|spec| Arc::new(object::<CacheTenant>("CacheTenant", "team", spec)));
-        inputs.agent_config.tenants.extend(tenant);
+        let tenant = tenant.map(|spec| resource(json!({ "name": "team" }), json!({ "spec": spec })));
+        inputs.agent_config.tenants.extend(tenant.map(Arc::new));
         configuration::agent_digest(&cluster, &inputs.agent_config)
     };
     let plain = digest_of(json!({}), None);
@@ -233,11 +226,10 @@ fn first_reports_of_nodes_restart_no_member() {
     let memory = |ssd: Option<&str>| {
         let children = built(json!({}), |inputs| {
             let Some(ssd) = ssd else { return };
-            let mut node: reprise_crds::CacheNode = object("CacheNode", "n1", json!({ "nodeName": "n1" }));
             let capacity = json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0", "pageKind": "Small" });
             let status = json!({ "observedGeneration": 1, "capacity": capacity, "conditions": [] });
-            node.status = Some(serde_json::from_value(status).expect("a status"));
-            inputs.cache_nodes.push(Arc::new(node));
+            let node = json!({ "spec": { "nodeName": "n1" }, "status": status });
+            inputs.cache_nodes.push(Arc::new(resource(json!({ "name": "n1" }), node)));
         });
         let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
         pod(set)["containers"][0]["resources"]["limits"]["memory"].clone()
