@@ -6,7 +6,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::status::Reason;
 
 use super::build;
-use super::inputs::ClusterInputs;
+use super::dereference::ClusterInputs;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
 use crate::framework::error::OperatorError;

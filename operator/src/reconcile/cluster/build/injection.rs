@@ -20,31 +20,17 @@ use reprise_crds::fields::LabelSelector;
 use reprise_policy::identity::TOKEN_AUDIENCE;
 use serde_json::{Value, json};
 
-use super::connection::{in_host_memory, offloading};
+use super::connection::{in_host_memory, offloading, socket};
 use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
 
-/// Name of the socket volume.
-const VOLUME: &str = "reprise-socket";
-/// Environment variable with the path of the socket.
-const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
-/// Environment variable with vLLM's `--kv-transfer-config` for KV in host memory: the argument may be
-/// `$(REPRISE_KV_TRANSFER_CONFIG)`.
-const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
-/// The same for engines on GPUs, as in the connection ConfigMap. The engine's argument decides which of both
-/// applies; the pod spec does not show it.
-const GPU_CONFIG_VARIABLE: &str = "REPRISE_GPU_KV_TRANSFER_CONFIG";
-
-/// Name of the token volume.
+/// Names of the volumes of socket and token.
+const SOCKET_VOLUME: &str = "reprise-socket";
 const TOKEN_VOLUME: &str = "reprise-token";
 /// Directory of the token.
 const TOKEN_FOLDER: &str = "/var/run/secrets/reprise.dev";
 /// Lifetime of a token in seconds; the kubelet renews it in time.
 const TOKEN_SECONDS: u32 = 3600;
-/// Environment variable with the tenant of the engine.
-const TENANT_VARIABLE: &str = "REPRISE_TENANT";
-/// Environment variable with the path of the token.
-const TOKEN_VARIABLE: &str = "REPRISE_TOKEN_FILE";
 
 /// Returns the policy and its binding; nothing if no namespace is selected.
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
@@ -82,7 +68,7 @@ fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
         },
         "matchConditions": [{
             "name": "nothing-was-decided-yet",
-            "expression": format!("!({} in object.metadata.?annotations.orValue({{}}))", literal(INJECTION)),
+            "expression": format!("!('{INJECTION}' in object.metadata.?annotations.orValue({{}}))"),
         }],
         "variables": [
             variable("directory", literal(cluster.spec.agents.socket.directory.as_str())),
@@ -119,32 +105,27 @@ fn refusal() -> String {
     format!(
         "variables.level in ['baseline', 'restricted'] ? 'its namespace enforces the pod security level ' + variables.level + ', which \
          forbids hostPath volumes' : \
-         object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? 'it already has a volume {VOLUME}' : \
-         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' already mounts a volume at ' + variables.directory : ''",
-        volume = literal(VOLUME),
+         object.spec.?volumes.orValue([]).exists(v, v.name == '{SOCKET_VOLUME}') ? 'it already has a volume {SOCKET_VOLUME}' : \
+         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' already mounts a volume at ' + variables.directory : ''"
     )
 }
 
 /// CEL: records the result in annotations.
 fn decision(names: &ClusterNames) -> String {
-    let (key, given) = (literal(INJECTION), literal(&names.key()));
-    let refused = literal(&format!("not connected to {}: ", names.key()));
+    let key = names.key();
     format!(
-        "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal, \
-         {tenant}: variables.refusal != '' || variables.tenant == '' ? 'none' : variables.tenant}}}}}}",
-        tenant = literal(INJECTED_TENANT),
+        "Object{{metadata: Object.metadata{{annotations: {{\
+         '{INJECTION}': variables.refusal == '' ? '{key}' : 'not connected to {key}: ' + variables.refusal, \
+         '{INJECTED_TENANT}': variables.refusal != '' || variables.tenant == '' ? 'none' : variables.tenant}}}}}}"
     )
 }
 
 /// CEL: adds volumes, mounts and environment.
 fn change(cluster: &KVCacheCluster) -> String {
-    let directory = format!(
-        "Object.spec.volumes{{name: {}, hostPath: Object.spec.volumes.hostPath{{path: variables.directory, type: 'DirectoryOrCreate'}}}}",
-        literal(VOLUME)
-    );
     format!(
         "variables.refusal != '' ? Object{{}} : Object{{spec: Object.spec{{\
-         volumes: [{directory}], \
+         volumes: [Object.spec.volumes{{name: '{SOCKET_VOLUME}', hostPath: Object.spec.volumes.hostPath{{\
+         path: variables.directory, type: 'DirectoryOrCreate'}}}}], \
          containers: object.spec.containers.map(c, {container}), \
          initContainers: variables.sidecars.map(c, {sidecar})}}}}",
         container = container(cluster, "Object.spec.containers"),
@@ -152,27 +133,27 @@ fn change(cluster: &KVCacheCluster) -> String {
     )
 }
 
-/// CEL: additions to container `c` of a list. Settings of the container itself are kept.
+/// CEL: additions to container `c` of a list. Settings of the container itself are kept. The engine's argument decides
+/// which of both configurations applies (`--kv-transfer-config=$(REPRISE_KV_TRANSFER_CONFIG)`); the pod spec does not show it.
 fn container(cluster: &KVCacheCluster, list: &str) -> String {
-    let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
-    let set = |name: &str, value: &str| format!("{list}.env{{name: {}, value: {value}}}", literal(name));
+    let socket = socket(cluster);
+    let set = |name: &str, value: &str| format!("{list}.env{{name: '{name}', value: {value}}}");
     let connection = [
-        set(SOCKET_VARIABLE, &literal(&socket)),
-        set(CONFIG_VARIABLE, &literal(&in_host_memory(&socket).to_string())),
-        set(GPU_CONFIG_VARIABLE, &literal(&offloading(&socket).to_string())),
+        set("REPRISE_SOCKET", &literal(&socket)),
+        set("REPRISE_KV_TRANSFER_CONFIG", &literal(&in_host_memory(&socket).to_string())),
+        set("REPRISE_GPU_KV_TRANSFER_CONFIG", &literal(&offloading(&socket).to_string())),
     ];
     let identity = [
-        set(TENANT_VARIABLE, "variables.tenant"),
-        set(TOKEN_VARIABLE, &literal(&format!("{TOKEN_FOLDER}/token"))),
+        set("REPRISE_TENANT", "variables.tenant"),
+        set("REPRISE_TOKEN_FILE", &literal(&format!("{TOKEN_FOLDER}/token"))),
     ];
     let mount = |volume: &str, at: &str| {
-        let volume = literal(volume);
-        format!("{list}.volumeMounts{{name: {volume}, mountPath: {at}, readOnly: true}}")
+        format!("{list}.volumeMounts{{name: '{volume}', mountPath: {at}, readOnly: true}}")
     };
     format!(
         "{list}{{name: c.name, volumeMounts: [{mount}] + {token_mounts}, \
          env: ([{connection}] + {identities}).filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}}",
-        mount = mount(VOLUME, "variables.directory"),
+        mount = mount(SOCKET_VOLUME, "variables.directory"),
         token_mounts = of_a_tenant(&mount(TOKEN_VOLUME, &literal(TOKEN_FOLDER))),
         connection = connection.join(", "),
         identities = of_a_tenant(&identity.join(", ")),
@@ -182,19 +163,18 @@ fn container(cluster: &KVCacheCluster, list: &str) -> String {
 /// CEL: adds the token volume unless a volume of that name exists. The sources of a projected volume are an
 /// atomic list in server-side apply, which a policy cannot apply; hence a JSON patch.
 fn token() -> String {
-    let volume = literal(TOKEN_VOLUME);
     let value = format!(
-        "Object.spec.volumes{{name: {volume}, projected: Object.spec.volumes.projected{{sources: [Object.spec.volumes.projected.sources{{\
+        "Object.spec.volumes{{name: '{TOKEN_VOLUME}', projected: Object.spec.volumes.projected{{sources: [\
+         Object.spec.volumes.projected.sources{{\
          serviceAccountToken: Object.spec.volumes.projected.sources.serviceAccountToken{{\
-         audience: {audience}, expirationSeconds: {TOKEN_SECONDS}, path: 'token'}}}}]}}}}",
-        audience = literal(TOKEN_AUDIENCE)
+         audience: '{TOKEN_AUDIENCE}', expirationSeconds: {TOKEN_SECONDS}, path: 'token'}}}}]}}}}"
     );
     let add = |path: &str, value: &str| format!("JSONPatch{{op: 'add', path: '{path}', value: {value}}}");
     // The API server (1.36) cannot encode an object inside a new list in a patch. If there is no list, it is
     // therefore created first.
     format!(
-        "variables.refusal != '' || variables.tenant == '' || object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? [] : \
-         (has(object.spec.volumes) ? [] : [{empty}]) + [{filled}]",
+        "variables.refusal != '' || variables.tenant == '' || object.spec.?volumes.orValue([]).exists(v, v.name == '{TOKEN_VOLUME}') \
+         ? [] : (has(object.spec.volumes) ? [] : [{empty}]) + [{filled}]",
         empty = add("/spec/volumes", "[]"),
         filled = add("/spec/volumes/-", &value),
     )

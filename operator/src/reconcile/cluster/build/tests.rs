@@ -5,51 +5,54 @@
 use std::sync::Arc;
 
 use reprise_crds::status::Reason;
-use reprise_crds::{CacheTenant, KVCacheCluster};
-use serde::de::DeserializeOwned;
+use reprise_crds::{CacheNode, CacheTenant, SSDPool};
 use serde_json::{Value, json};
 
 use super::*;
 use crate::framework::digest;
 use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::refusal::Refusal;
+use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::authority::tests::any_authority;
+use crate::reconcile::cluster::dereference::NamedPool;
+use crate::reconcile::cluster::dereference::tests::inputs;
 use crate::reconcile::cluster::etcd::external::EtcdCheck;
-use crate::reconcile::cluster::inputs::tests::{add_pool, of as found};
 use crate::reconcile::names::SECRETS;
+use crate::reconcile::test_objects::{object, resource};
 
 mod certificates;
 mod policies;
 
-fn object<K: DeserializeOwned>(kind: &str, name: &str, spec: Value) -> K {
-    let metadata = json!({ "name": name, "namespace": "n", "uid": format!("uid-{name}") });
-    let whole =
-        json!({ "apiVersion": "reprise.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec });
-    serde_json::from_value(whole).expect("an object")
-}
-
 fn cluster(spec: Value) -> KVCacheCluster {
-    object("KVCacheCluster", "c", spec)
+    resource(json!({ "name": "c", "namespace": "n", "uid": "uid-c" }), json!({ "spec": spec }))
 }
 
 fn directory() -> Value {
     json!({ "directory": { "path": "/data/p", "size": "1Gi" } })
 }
 
+/// Adds pool `p`, which is assigned to cluster `n/c`.
+fn add_pool(inputs: &mut ClusterInputs, spec: Value) {
+    let pool: SSDPool = resource(json!({ "name": "p" }), json!({ "spec": spec }));
+    let assignment = PoolAssignment { cluster: Some("n/c".to_owned()), ..PoolAssignment::default() };
+    let named = NamedPool { name: "p".to_owned(), pool: Some(Arc::new(pool)), assignment };
+    inputs.agent_config.pools.push(named);
+}
+
 /// Returns the children of a cluster, after changing its inputs.
 fn built(spec: Value, change: impl FnOnce(&mut ClusterInputs)) -> Vec<Child> {
     let cluster = cluster(spec);
-    let mut inputs = found(&cluster);
+    let mut inputs = inputs(&cluster);
     change(&mut inputs);
     build(&cluster, &inputs)
 }
 
 /// Returns the only child of a kind and name.
 fn child<'a>(children: &'a [Child], kind: ChildKind, name: &str) -> &'a Value {
-    let mut matching = children.iter().filter(|child| child.kind == kind && child.name == name);
-    let one = matching.next().unwrap_or_else(|| panic!("no {kind:?} {name}"));
-    assert!(matching.next().is_none(), "two of {kind:?} {name}");
+    let matching: Vec<&Child> =
+        children.iter().filter(|child| child.kind == kind && child.name == name).collect();
+    let [one] = matching.as_slice() else { panic!("{} of {kind:?} {name}", matching.len()) };
     &one.body
 }
 
@@ -57,10 +60,6 @@ fn child<'a>(children: &'a [Child], kind: ChildKind, name: &str) -> &'a Value {
 fn file(children: &[Child], map: &str, file: &str) -> Value {
     let data = &child(children, ChildKind::ConfigMap, map)["data"];
     toml::from_str(data[file].as_str().unwrap_or_else(|| panic!("no {file}: {data}"))).expect("TOML")
-}
-
-fn agent(children: &[Child]) -> Value {
-    file(children, "c-agent", "agent.toml")
 }
 
 fn pod(workload: &Value) -> &Value {
@@ -76,17 +75,12 @@ fn assert_values(within: &Value, expected: &[(&str, Value)]) {
 #[test]
 fn every_child_belongs_to_the_cluster() {
     let children = built(json!({}), |_| ());
-    let mut names: Vec<(ChildKind, &str)> =
-        children.iter().map(|child| (child.kind, child.name.as_str())).collect();
-    names.sort_unstable();
-    names.dedup();
-    assert_eq!(names.len(), children.len(), "names are unique per kind");
-    for child in &children {
-        let metadata = &child.body["metadata"];
+    for one in &children {
+        let metadata = &child(&children, one.kind, &one.name)["metadata"];
         assert_eq!(metadata["labels"][CLUSTER_UID], "uid-c");
-        assert_eq!(metadata["annotations"][APPLIED], json!(child.digest));
-        if child.kind.is_namespaced() {
-            assert_eq!(metadata["ownerReferences"][0]["uid"], "uid-c", "{}", child.name);
+        assert_eq!(metadata["annotations"][APPLIED], json!(one.digest));
+        if one.kind.is_namespaced() {
+            assert_eq!(metadata["ownerReferences"][0]["uid"], "uid-c", "{}", one.name);
             assert_eq!(metadata["namespace"], "n");
         }
     }
@@ -129,8 +123,10 @@ fn agent_has_no_privileges_and_mounts_only_its_directories_and_devices_of_raw_po
 fn restarts_agents_only_if_their_configuration_changes() {
     let digest_of = |spec: Value, tenant: Option<Value>| {
         let cluster = cluster(spec);
-        let mut inputs = found(&cluster);
-        let tenant = tenant.map(|spec| Arc::new(object::<CacheTenant>("CacheTenant", "team", spec)));
+        let mut inputs = inputs(&cluster);
+        let tenant = tenant.map(|spec| {
+            Arc::new(resource::<CacheTenant>(json!({ "name": "team" }), json!({ "spec": spec })))
+        });
         inputs.agent_config.tenants.extend(tenant);
         configuration::agent_digest(&cluster, &inputs.agent_config)
     };
@@ -158,44 +154,37 @@ fn restarts_agents_only_if_their_configuration_changes() {
 }
 
 #[test]
-fn agents_get_settings_of_the_cluster_and_of_its_pool() {
-    let spec = json!({
-        "pools": [{ "name": "p" }],
-        "agents": { "trace": "LocalClients" },
-        "cache": { "eviction": "Lfu", "prefetch": { "bandwidthPermille": 500 } },
-    });
+fn agents_get_settings_of_an_accepted_pool_or_else_of_a_rejected_one() {
+    let spec = json!({ "pools": [{ "name": "p" }], "cache": { "prefetch": { "bandwidthPermille": 500 } } });
     let pool = |depth: u32| {
         json!({
-            "directory": { "path": "/data/p", "size": "1Gi" },
-            "segmentSize": "4Mi", "queueDepth": depth, "eviction": "S3Fifo", "admission": "SecondUse",
-            "dailyWriteBudget": "2Ti", "watermarks": { "freePermille": 50 },
+            "directory": { "path": "/data/p", "size": "1Gi" }, "segmentSize": "4Mi", "queueDepth": depth,
+            "eviction": "S3Fifo", "admission": "SecondUse", "watermarks": { "freePermille": 50 },
         })
     };
+    let reject = |inputs: &mut ClusterInputs| {
+        add_pool(inputs, pool(9));
+        let refusal = Refusal::new(Reason::Unsupported, "no such engine");
+        inputs.agent_config.pools[0].assignment.refused = Some(refusal);
+    };
+    let agent = file(&built(spec.clone(), reject), "c-agent", "agent.toml");
+    assert_values(&agent, &[("/pool/queue_depth", json!(9))]);
+    let children = built(spec, |inputs| {
+        reject(inputs);
+        add_pool(inputs, pool(7));
+    });
     assert_values(
-        &agent(&built(spec.clone(), |inputs| add_pool(inputs, pool(7)))),
+        &file(&children, "c-agent", "agent.toml"),
         &[
-            ("/admin/trace", json!(true)),
             ("/controlplane/address", json!("c-controlplane.n.svc:7400")),
-            ("/cache/eviction/kind", json!("lfu")),
             ("/cache/pool_free_permille", json!(50)),
             ("/prefetch/high_water_permille", json!(500)),
             ("/pool/segment_bytes", json!("4MiB")),
             ("/pool/queue_depth", json!(7)),
             ("/pool/eviction/kind", json!("s3_fifo")),
             ("/pool/admission", json!("second_use")),
-            ("/pool/daily_write_budget", json!("2TiB")),
         ],
     );
-    // The settings of a rejected pool apply only if no pool is accepted.
-    let cluster = cluster(spec);
-    let text = |inputs: &ClusterInputs| configuration::agent(&cluster, &inputs.agent_config);
-    let mut inputs = found(&cluster);
-    add_pool(&mut inputs, pool(9));
-    inputs.agent_config.pools[0].assignment.refused =
-        Some(Refusal::new(Reason::Unsupported, "no such engine"));
-    assert!(text(&inputs).contains("queue_depth = 9\n"));
-    add_pool(&mut inputs, pool(7));
-    assert!(text(&inputs).contains("queue_depth = 7\n"));
 }
 
 #[test]
@@ -230,67 +219,60 @@ fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
 
 #[test]
 fn first_reports_of_nodes_restart_no_member() {
-    let memory = |ssd: Option<&str>| {
+    let memory = |ssd: &str| {
         let children = built(json!({}), |inputs| {
-            let Some(ssd) = ssd else { return };
-            let mut node: reprise_crds::CacheNode = object("CacheNode", "n1", json!({ "nodeName": "n1" }));
             let capacity = json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0", "pageKind": "Small" });
             let status = json!({ "observedGeneration": 1, "capacity": capacity, "conditions": [] });
-            node.status = Some(serde_json::from_value(status).expect("a status"));
-            inputs.cache_nodes.push(Arc::new(node));
+            let parts = json!({ "spec": { "nodeName": "n1" }, "status": status });
+            inputs.cache_nodes.push(Arc::new(resource::<CacheNode>(json!({ "name": "n1" }), parts)));
         });
         let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
         pod(set)["containers"][0]["resources"]["limits"]["memory"].clone()
     };
-    assert_eq!((memory(None), memory(Some("1Ti"))), (json!("512Mi"), json!("512Mi")));
-    assert_eq!(memory(Some("100Ti")), "4Gi", "that many blocks need more memory");
+    let unreported = built(json!({}), |_| ());
+    let set = child(&unreported, ChildKind::StatefulSet, "c-controlplane");
+    assert_values(pod(set), &[("/containers/0/resources/limits/memory", json!("512Mi"))]);
+    assert_eq!(memory("1Ti"), "512Mi");
+    assert_eq!(memory("100Ti"), "4Gi", "that many blocks need more memory");
 }
 
 #[test]
-fn etcd_members_find_each_other_and_admit_only_members_of_the_control_plane() {
+fn etcd_admits_only_members_of_the_control_plane_and_of_itself() {
     let children = built(json!({ "etcd": { "managed": { "replicas": 3 } } }), |_| ());
     let set = child(&children, ChildKind::StatefulSet, "c-etcd");
     let arguments = pod(set)["containers"][0]["args"].as_array().expect("arguments");
-    // All members, each once, by the pod's name behind the headless service.
-    let peers = [0, 1, 2].map(|index| format!("c-etcd-{index}=https://c-etcd-{index}.c-etcd.n.svc:2380"));
-    for (argument, value) in [
-        ("--initial-cluster", peers.join(",").as_str()),
-        ("--initial-advertise-peer-urls", "https://$(POD_NAME).c-etcd.n.svc:2380"),
+    for argument in [
         // A later cluster of the same name must not join this one.
-        ("--initial-cluster-token", "uid-c"),
-        ("--client-cert-auth", "true"),
-        ("--client-cert-allowed-hostname", "member.reprise"),
-        ("--peer-client-cert-auth", "true"),
-        ("--peer-cert-allowed-hostname", "etcd.reprise"),
-        ("--enable-grpc-gateway", "false"),
-        ("--trusted-ca-file", "/var/lib/etcd/certificates/ca.crt"),
-        ("--peer-cert-file", "/var/lib/etcd/certificates/tls.crt"),
+        "--initial-cluster-token=uid-c",
+        "--client-cert-auth=true",
+        "--client-cert-allowed-hostname=member.reprise",
+        "--peer-client-cert-auth=true",
+        "--peer-cert-allowed-hostname=etcd.reprise",
+        "--enable-grpc-gateway=false",
+        "--trusted-ca-file=/var/lib/etcd/certificates/ca.crt",
+        "--peer-trusted-ca-file=/var/lib/etcd/certificates/ca.crt",
     ] {
-        assert!(arguments.contains(&json!(format!("{argument}={value}"))), "{argument}");
+        assert!(arguments.contains(&json!(argument)), "{argument}");
     }
-    let claim = &set["spec"]["volumeClaimTemplates"][0];
-    assert_eq!(claim["spec"].get("storageClassName"), None, "the default class");
-    let store = &file(&children, "c-controlplane", "c-controlplane-0.toml")["store"];
-    let endpoints = [0, 1, 2].map(|index| format!("https://c-etcd-{index}.c-etcd.n.svc:2379"));
-    assert_eq!(store["endpoints"], json!(endpoints));
 }
 
 #[test]
-fn changed_authorities_replace_the_pods_of_etcd_and_an_unusable_one_does_not() {
-    let template = |etcd: Option<&Value>, certificates: Option<AuthorityState>| {
+fn authority_that_cannot_be_read_keeps_the_pods_of_etcd() {
+    let template = |live: Option<&Value>, certificates: AuthorityState| {
         let children = built(json!({}), |inputs| {
-            let live = etcd.map(
-                |template| json!({ "metadata": { "name": "c-etcd" }, "spec": { "template": template } }),
-            );
-            inputs.etcd = live.map(|live| Arc::new(serde_json::from_value(live).expect("an object")));
-            inputs.certificates = certificates.unwrap_or_else(|| inputs.certificates.clone());
+            inputs.etcd = live.map(|template| {
+                Arc::new(object(
+                    json!({ "metadata": { "name": "c-etcd" }, "spec": { "template": template } }),
+                ))
+            });
+            inputs.certificates = certificates;
         });
         child(&children, ChildKind::StatefulSet, "c-etcd")["spec"]["template"].clone()
     };
-    let before = template(None, None);
+    let before = template(None, AuthorityState::Present(any_authority()));
     let annotation = &before["metadata"]["annotations"]["reprise.dev/authorities"];
     assert_eq!(*annotation, json!(digest::of(&any_authority().trusted())));
-    let unusable = || Some(AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, "no key")));
+    let unusable = || AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, "no key"));
     assert_eq!(template(Some(&before), unusable()), before);
     assert_ne!(template(None, unusable()), before, "the digest is that of the authorities");
 }
@@ -300,7 +282,7 @@ fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     let spec = json!({ "etcd": { "mode": "External", "external": {
         "endpoints": ["https://etcd:2379"],
         "tls": { "caSecretRef": { "name": "ca", "key": "bundle" }, "clientSecretRef": { "name": "client" }, "serverName": "etcd" },
-        "user": { "name": "reprise", "passwordSecretRef": { "name": "user", "key": "password" } },
+        "user": { "name": "reprise", "passwordSecretRef": { "name": "user", "key": "secret" } },
     } } });
     let children = built(spec, |inputs| {
         inputs.store = Some(EtcdCheck { secrets: Ok("digest".to_owned()), answer: Err("away".to_owned()) });
@@ -309,17 +291,26 @@ fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     assert_values(
         &file(&children, "c-controlplane", "c-controlplane-0.toml")["store"],
         &[
-            ("/tls/ca_file", json!("/etc/reprise-etcd/tls/ca.crt")),
-            ("/tls/key_file", json!("/etc/reprise-etcd/client/tls.key")),
+            ("/tls/ca_file", json!("/etc/reprise-etcd/ca.crt")),
+            ("/tls/cert_file", json!("/etc/reprise-etcd/tls.crt")),
+            ("/tls/key_file", json!("/etc/reprise-etcd/tls.key")),
             ("/tls/server_name", json!("etcd")),
-            ("/user/password_file", json!("/etc/reprise-etcd/user/password")),
+            ("/user/password_file", json!("/etc/reprise-etcd/password")),
         ],
     );
     let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
     let volumes = pod(set)["volumes"].as_array().expect("volumes");
-    let of = |name: &str| &volumes.iter().find(|volume| volume["name"] == name).expect(name)["secret"];
-    assert_eq!(of("etcd-tls")["items"], json!([{ "key": "bundle", "path": "ca.crt" }]));
-    assert_eq!([&of("etcd-client")["secretName"], &of("etcd-user")["secretName"]], ["client", "user"]);
+    let etcd = volumes.iter().find(|volume| volume["name"] == "etcd").expect("a volume");
+    let source = |secret: &str, key: &str, file: &str| json!({ "secret": { "name": secret, "items": [{ "key": key, "path": file }] } });
+    assert_eq!(
+        etcd["projected"]["sources"],
+        json!([
+            source("ca", "bundle", "ca.crt"),
+            source("client", "tls.crt", "tls.crt"),
+            source("client", "tls.key", "tls.key"),
+            source("user", "secret", "password"),
+        ])
+    );
     assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
 }
 
