@@ -44,10 +44,10 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
         // Kubernetes deletes its children. Re-creating them would delay a foreground deletion.
         return Ok(Action::await_change());
     }
-    let inputs = dereference::dereference(&cluster, &context).await;
+    let mut inputs = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &inputs);
     let applied = if refused.is_none() && !cluster.spec.paused {
-        Some(apply::apply(&cluster, &inputs, &context).await?)
+        Some(apply::apply(&cluster, &mut inputs, &context).await?)
     } else {
         None
     };

@@ -23,22 +23,16 @@ use crate::reconcile::salts;
 /// Returns transient API errors.
 pub async fn apply(
     cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
+    inputs: &mut ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
     // Pods would wait for their certificates.
     if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
         return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     }
-    let created;
-    let inputs = match inputs.certificates {
-        AuthorityState::Absent => {
-            let certificates = authority::create(cluster, context).await?;
-            created = ClusterInputs { certificates, ..inputs.clone() };
-            &created
-        }
-        _ => inputs,
-    };
+    if let AuthorityState::Absent = inputs.certificates {
+        inputs.certificates = authority::create(cluster, context).await?;
+    }
     salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
     if let AuthorityState::Present(authority) = &inputs.certificates {
         console::ensure(cluster, context, authority).await?;

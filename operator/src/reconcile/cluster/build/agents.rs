@@ -25,8 +25,8 @@ use super::configuration::{
 use super::identities;
 use super::metadata::{config_map, metadata, role_binding, service_account};
 use super::pods::{
-    DefaultResources, MIN_READY_SECONDS, Volumes, container_ports, field_variable, probe, pull, resources,
-    service_ports, startup_probe, template, unprivileged, without_empty,
+    DefaultResources, MIN_READY_SECONDS, Volumes, container_ports, field_variable, headless, probe, pull,
+    resources, startup_probe, template, unprivileged, without_empty,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::reconcile::cluster::dereference::ClusterInputs;
@@ -53,13 +53,7 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
     let meta = || metadata(cluster, names, Component::Agent, &name);
     let mut files = json!(inputs.profiles);
     files[AGENT_FILE] = json!(agent(cluster, &inputs.agent_config));
-    let service = json!({
-        "spec": {
-            "clusterIP": "None",
-            "selector": names.selector(Component::Agent),
-            "ports": service_ports(&[("admin", cluster.spec.agents.admin_port)]),
-        },
-    });
+    let service = headless(&names.selector(Component::Agent), &[("admin", cluster.spec.agents.admin_port)]);
     vec![
         service_account(meta()),
         role_binding(names, Component::Agent, &names.agent_binding(), AGENT_ROLE, &[names.agent()]),

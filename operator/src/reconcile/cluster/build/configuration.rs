@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::certificates::CERTIFICATES_FOLDER;
 use super::connection::socket;
+use super::pods::without_empty;
 use crate::framework::digest;
 use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
 use crate::reconcile::cluster::dereference::AgentConfigInputs;
@@ -123,16 +124,14 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
 fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
     let accepted = agent_config.bound_pools().find(|(named, _)| named.assignment.refused.is_none());
     let spec = &accepted.or_else(|| agent_config.bound_pools().next())?.1.spec;
-    let mut pool = json!({
+    let pool = json!({
         "segment_bytes": size(&spec.segment_size),
         "queue_depth": spec.queue_depth,
         "eviction": { "kind": choice(spec.eviction) },
         "admission": choice(spec.admission),
+        "daily_write_budget": spec.daily_write_budget.as_ref().map(size),
     });
-    if let Some(budget) = &spec.daily_write_budget {
-        pool["daily_write_budget"] = size(budget);
-    }
-    Some((pool, json!(spec.watermarks.free_permille)))
+    Some((without_empty(pool), json!(spec.watermarks.free_permille)))
 }
 
 /// Returns a choice as our configurations spell it: `second_use` for `SecondUse`.
@@ -159,29 +158,19 @@ fn tenant_section(tenant: &CacheTenant, reserves: bool) -> Option<Value> {
     if *quotas == Quotas::default() && number.is_none() && *bandwidth == Bandwidth::default() {
         return None;
     }
-    let mut section = json!({
+    let reserved = if reserves { size(&quotas.dram.reserved) } else { json!(ByteSize(0)) };
+    let has_weight = *bandwidth != Bandwidth::default();
+    Some(without_empty(json!({
         "name": tenant.metadata.name,
-        "dram": quota(&quotas.dram),
-        "nvme": quota(&quotas.ssd),
-    });
-    if !reserves {
-        section["dram"]["reserved"] = json!(ByteSize(0));
-    }
-    if let Some(number) = number {
-        section["number"] = json!(number);
-    }
-    if *bandwidth != Bandwidth::default() {
-        section["bandwidth"] = json!({ "weight": bandwidth.weight });
-    }
-    Some(section)
+        "dram": quota(&quotas.dram, reserved),
+        "nvme": quota(&quotas.ssd, size(&quotas.ssd.reserved)),
+        "number": number,
+        "bandwidth": has_weight.then(|| json!({ "weight": bandwidth.weight })),
+    })))
 }
 
-fn quota(quota: &Quota) -> Value {
-    let mut section = json!({ "reserved": size(&quota.reserved) });
-    if let Some(limit) = &quota.limit {
-        section["limit"] = size(limit);
-    }
-    section
+fn quota(quota: &Quota, reserved: Value) -> Value {
+    without_empty(json!({ "reserved": reserved, "limit": quota.limit.as_ref().map(size) }))
 }
 
 /// Returns the configuration of one member.
@@ -234,16 +223,14 @@ fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
         }
     };
     let file = |name: &str| json!(format!("{folder}/{name}"));
-    if has_tls {
-        store["tls"] = json!({ "ca_file": file(AUTHORITIES_FILE) });
-    }
-    if has_client {
-        store["tls"]["cert_file"] = file(CERTIFICATE_FILE);
-        store["tls"]["key_file"] = file(KEY_FILE);
-    }
     let external = etcd.external.as_ref();
-    if let Some(name) = external.and_then(|external| external.tls.as_ref()?.server_name.as_ref()) {
-        store["tls"]["server_name"] = json!(name);
+    if has_tls {
+        store["tls"] = without_empty(json!({
+            "ca_file": file(AUTHORITIES_FILE),
+            "cert_file": has_client.then(|| file(CERTIFICATE_FILE)),
+            "key_file": has_client.then(|| file(KEY_FILE)),
+            "server_name": external.and_then(|external| external.tls.as_ref()?.server_name.as_ref()),
+        }));
     }
     if let Some(user) = external.and_then(|external| external.user.as_ref()) {
         store["user"] = json!({ "name": user.name, "password_file": file(PASSWORD_FILE) });

@@ -6,12 +6,11 @@
 use reprise_crds::KVCacheCluster;
 use serde_json::{Map, Value, json};
 
-use super::certificates;
 use super::configuration::{ETCD_FOLDER, FOLDER, member};
 use super::metadata::{config_map, metadata, service_account};
 use super::pods::{
-    self, DefaultResources, Volumes, container_ports, disruption_budget, field_variable, headless, probe,
-    pull, resources, restricted, service_ports, spread_over, startup_probe, unprivileged,
+    self, DefaultResources, StatefulSet, Volumes, container_ports, disruption_budget, field_variable,
+    headless, probe, resources, service_ports, startup_probe,
 };
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
@@ -66,49 +65,42 @@ fn named_ports(cluster: &KVCacheCluster) -> Vec<(&'static str, u16)> {
 }
 
 fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
-    let names = &inputs.agent_config.names;
+    let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
     let mut annotations = json!({ CONFIGURATION: digest::of(&member(cluster, names, ANY_MEMBER)) });
     if let Some(check) = &inputs.store {
         annotations[SECRETS] = json!(check.secrets.clone().unwrap_or_default());
     }
-    let size = (names.members(), cluster.spec.control_plane.replicas);
-    pods::stateful_set(names, Component::ControlPlane, size, annotations, pod(cluster, inputs))
-}
-
-fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
-    let (names, spec) = (&inputs.agent_config.names, &cluster.spec.control_plane);
-    let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let mut volumes = volumes(cluster, names);
-    let sidecar = certificates::sidecar(cluster, inputs, Component::ControlPlane, &mut volumes);
     let defaults =
         DefaultResources { cpu: "250m", memory: memory(cluster, inputs), ..DefaultResources::default() };
     let container = json!({
         "name": "controlplane",
         "image": inputs.images.control_plane,
-        "imagePullPolicy": policy,
         "args": ["--config", format!("{FOLDER}/$(POD_NAME).toml")],
         "env": [field_variable("POD_NAME", "metadata.name")],
         "ports": container_ports(&named_ports(cluster)),
         "resources": resources(spec.resources.as_ref(), &defaults),
-        "securityContext": unprivileged(),
         "startupProbe": startup_probe("/readyz", "admin", STARTS_SECONDS),
         "livenessProbe": probe("/healthz", "admin", 5, 6),
         "readinessProbe": probe("/readyz", "admin", 2, 2),
-        "volumeMounts": volumes.mounts,
     });
-    json!({
-        "serviceAccountName": names.control_plane(),
-        "automountServiceAccountToken": false,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "nodeSelector": spec.node_selector,
-        "tolerations": spec.tolerations,
-        "imagePullSecrets": pull_secrets,
-        "securityContext": restricted(),
-        "topologySpreadConstraints": spread_over(&json!(spec.spread_over), &names.selector(Component::ControlPlane)),
-        "initContainers": [sidecar],
-        "containers": [container],
-        "volumes": volumes.volumes,
-    })
+    let set = StatefulSet {
+        name: names.control_plane(),
+        service: names.members(),
+        replicas: spec.replicas,
+        annotations,
+        container,
+        volumes: volumes(cluster, names),
+    };
+    let mut set = pods::stateful_set(cluster, inputs, Component::ControlPlane, set);
+    let pod = &mut set["spec"]["template"]["spec"];
+    pod["terminationGracePeriodSeconds"] = json!(GRACE_SECONDS);
+    if !spec.node_selector.is_empty() {
+        pod["nodeSelector"] = json!(spec.node_selector);
+    }
+    if !spec.tolerations.is_empty() {
+        pod["tolerations"] = json!(spec.tolerations);
+    }
+    set
 }
 
 /// Memory for the directory entries of all blocks that fit on the nodes, doubled because the remaining

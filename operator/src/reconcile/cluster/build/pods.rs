@@ -1,10 +1,13 @@
 //! Parts that the pods of all components share.
 
+use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::Images;
 use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources};
 use serde_json::{Value, json};
 
+use super::certificates;
 use crate::framework::child::{Child, ChildKind};
+use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
 
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
@@ -18,6 +21,18 @@ const USER: u32 = 65_532;
 const LISTENS_SECONDS: u32 = 2;
 /// Number of probes, and thus the multiple of the expected start time, after which a start has failed.
 const START_ATTEMPTS: u32 = 2;
+
+/// Parts in which the StatefulSets of members and of etcd differ.
+pub(crate) struct StatefulSet {
+    /// Name of the set and of the service account.
+    pub(crate) name: String,
+    /// Name of the headless service.
+    pub(crate) service: String,
+    pub(crate) replicas: u32,
+    pub(crate) annotations: Value,
+    pub(crate) container: Value,
+    pub(crate) volumes: Volumes,
+}
 
 /// Default CPU and memory of a container.
 #[derive(Default)]
@@ -84,15 +99,42 @@ pub(crate) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
     Child::new(ChildKind::PodDisruptionBudget, metadata, &rest)
 }
 
-/// A StatefulSet whose pods start without waiting for each other, and are replaced one by one. The name of its headless
-/// service comes with the number of its pods.
+/// A StatefulSet whose pods start without waiting for each other, and are replaced one by one. They are at Pod Security
+/// level `restricted`, and only their sidecars have a token for the API server.
 pub(crate) fn stateful_set(
-    names: &ClusterNames,
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
     component: Component,
-    (service, replicas): (String, u32),
-    annotations: Value,
-    pod: Value,
+    StatefulSet { name, service, replicas, annotations, mut container, mut volumes }: StatefulSet,
 ) -> Value {
+    let names = &inputs.agent_config.names;
+    let (policy, pull_secrets) = pull(&cluster.spec.images);
+    let sidecar = certificates::sidecar(cluster, inputs, component, &mut volumes);
+    container["imagePullPolicy"] = json!(policy);
+    container["securityContext"] = unprivileged();
+    container["volumeMounts"] = json!(volumes.mounts);
+    let pod = json!({
+        "serviceAccountName": name,
+        "automountServiceAccountToken": false,
+        "imagePullSecrets": pull_secrets,
+        "securityContext": {
+            "runAsNonRoot": true,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": { "type": "RuntimeDefault" },
+        },
+        // Two on one node are better than a pending one.
+        "topologySpreadConstraints": [{
+            "maxSkew": 1,
+            "topologyKey": cluster.spec.control_plane.spread_over,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": { "matchLabels": names.selector(component) },
+        }],
+        "initContainers": [sidecar],
+        "containers": [container],
+        "volumes": volumes.volumes,
+    });
     json!({ "spec": {
         "replicas": replicas,
         "serviceName": service,
@@ -108,16 +150,6 @@ pub(crate) fn stateful_set(
 pub(crate) fn template(names: &ClusterNames, component: Component, annotations: Value, pod: Value) -> Value {
     let metadata = without_empty(json!({ "labels": names.labels(component), "annotations": annotations }));
     json!({ "metadata": metadata, "spec": without_empty(pod) })
-}
-
-/// Spreads pods over nodes or zones. Two on one node are better than a pending one.
-pub(crate) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
-    json!([{
-        "maxSkew": 1,
-        "topologyKey": topology_key,
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": { "matchLabels": selector },
-    }])
 }
 
 /// An environment variable with a field of the pod.
@@ -166,17 +198,6 @@ pub(crate) fn unprivileged() -> Value {
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
         "capabilities": { "drop": ["ALL"] },
-    })
-}
-
-/// Security context of a pod at Pod Security level `restricted`.
-pub(crate) fn restricted() -> Value {
-    json!({
-        "runAsNonRoot": true,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        "seccompProfile": { "type": "RuntimeDefault" },
     })
 }
 

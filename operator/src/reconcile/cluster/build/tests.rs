@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::framework::digest;
-use crate::framework::labels::{APPLIED, CLUSTER_UID};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::authority::AuthorityState;
@@ -73,20 +72,6 @@ fn assert_values(within: &Value, expected: &[(&str, Value)]) {
 }
 
 #[test]
-fn every_child_belongs_to_the_cluster() {
-    let children = built(json!({}), |_| ());
-    for one in &children {
-        let metadata = &child(&children, one.kind, &one.name)["metadata"];
-        assert_eq!(metadata["labels"][CLUSTER_UID], "uid-c");
-        assert_eq!(metadata["annotations"][APPLIED], json!(one.digest));
-        if one.kind.is_namespaced() {
-            assert_eq!(metadata["ownerReferences"][0]["uid"], "uid-c", "{}", one.name);
-            assert_eq!(metadata["namespace"], "n");
-        }
-    }
-}
-
-#[test]
 fn agent_has_no_privileges_and_mounts_only_its_directories_and_devices_of_raw_pools() {
     let raw = json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
     for (pool, folders) in [
@@ -141,50 +126,30 @@ fn restarts_agents_only_if_their_configuration_changes() {
     ] {
         assert_eq!(digest_of(spec.clone(), tenant.clone()) != plain, restarts, "{spec} {tenant:?}");
     }
-    let set = built(json!({ "agents": { "updateStrategy": { "maxUnavailable": 2 } } }), |_| ());
-    assert_values(
-        child(&set, ChildKind::DaemonSet, "c-agent"),
-        &[
-            ("/spec/template/metadata/annotations/reprise.dev~1configuration", json!(plain)),
-            // The next agent is replaced once the previous one is stable.
-            ("/spec/minReadySeconds", json!(5)),
-            ("/spec/updateStrategy/rollingUpdate/maxUnavailable", json!(2)),
-        ],
-    );
 }
 
 #[test]
-fn agents_get_settings_of_an_accepted_pool_or_else_of_a_rejected_one() {
-    let spec = json!({ "pools": [{ "name": "p" }], "cache": { "prefetch": { "bandwidthPermille": 500 } } });
+fn settings_of_a_rejected_pool_apply_only_without_an_accepted_one() {
     let pool = |depth: u32| {
         json!({
             "directory": { "path": "/data/p", "size": "1Gi" }, "segmentSize": "4Mi", "queueDepth": depth,
-            "eviction": "S3Fifo", "admission": "SecondUse", "watermarks": { "freePermille": 50 },
+            "eviction": "S3Fifo", "admission": "SecondUse",
         })
     };
-    let reject = |inputs: &mut ClusterInputs| {
-        add_pool(inputs, pool(9));
-        let refusal = Refusal::new(Reason::Unsupported, "no such engine");
-        inputs.agent_config.pools[0].assignment.refused = Some(refusal);
-    };
-    let agent = file(&built(spec.clone(), reject), "c-agent", "agent.toml");
-    assert_values(&agent, &[("/pool/queue_depth", json!(9))]);
-    let children = built(spec, |inputs| {
-        reject(inputs);
-        add_pool(inputs, pool(7));
-    });
-    assert_values(
-        &file(&children, "c-agent", "agent.toml"),
-        &[
-            ("/controlplane/address", json!("c-controlplane.n.svc:7400")),
-            ("/cache/pool_free_permille", json!(50)),
-            ("/prefetch/high_water_permille", json!(500)),
-            ("/pool/segment_bytes", json!("4MiB")),
-            ("/pool/queue_depth", json!(7)),
-            ("/pool/eviction/kind", json!("s3_fifo")),
-            ("/pool/admission", json!("second_use")),
-        ],
-    );
+    for (accepted, depth) in [(false, 9), (true, 7)] {
+        let children = built(json!({ "pools": [{ "name": "p" }] }), |inputs| {
+            add_pool(inputs, pool(9));
+            let refusal = Refusal::new(Reason::Unsupported, "no such engine");
+            inputs.agent_config.pools[0].assignment.refused = Some(refusal);
+            if accepted {
+                add_pool(inputs, pool(7));
+            }
+        });
+        let expected = json!({
+            "segment_bytes": "4MiB", "queue_depth": depth, "eviction": { "kind": "s3_fifo" }, "admission": "second_use",
+        });
+        assert_eq!(file(&children, "c-agent", "agent.toml")["pool"], expected);
+    }
 }
 
 #[test]
@@ -219,21 +184,18 @@ fn each_member_has_its_own_file_and_a_new_member_restarts_none() {
 
 #[test]
 fn first_reports_of_nodes_restart_no_member() {
-    let memory = |ssd: &str| {
+    for (ssd, memory) in [(None, "512Mi"), (Some("1Ti"), "512Mi"), (Some("100Ti"), "4Gi")] {
         let children = built(json!({}), |inputs| {
-            let capacity = json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0", "pageKind": "Small" });
-            let status = json!({ "observedGeneration": 1, "capacity": capacity, "conditions": [] });
-            let parts = json!({ "spec": { "nodeName": "n1" }, "status": status });
-            inputs.cache_nodes.push(Arc::new(resource::<CacheNode>(json!({ "name": "n1" }), parts)));
+            inputs.cache_nodes.extend(ssd.map(|ssd| {
+                let capacity =
+                    json!({ "dramTotal": "64Gi", "dramUsed": "0", "ssdTotal": ssd, "ssdUsed": "0" });
+                let parts = json!({ "spec": { "nodeName": "n1" }, "status": { "capacity": capacity } });
+                Arc::new(resource::<CacheNode>(json!({ "name": "n1" }), parts))
+            }));
         });
         let set = child(&children, ChildKind::StatefulSet, "c-controlplane");
-        pod(set)["containers"][0]["resources"]["limits"]["memory"].clone()
-    };
-    let unreported = built(json!({}), |_| ());
-    let set = child(&unreported, ChildKind::StatefulSet, "c-controlplane");
-    assert_values(pod(set), &[("/containers/0/resources/limits/memory", json!("512Mi"))]);
-    assert_eq!(memory("1Ti"), "512Mi");
-    assert_eq!(memory("100Ti"), "4Gi", "that many blocks need more memory");
+        assert_values(pod(set), &[("/containers/0/resources/limits/memory", json!(memory))]);
+    }
 }
 
 #[test]
@@ -314,31 +276,28 @@ fn external_etcd_has_no_pods_and_its_secrets_are_mounted() {
     assert_eq!(set["spec"]["template"]["metadata"]["annotations"][SECRETS], "digest");
 }
 
-/// Returns the agent's container in a cluster with this access and this pool.
-fn container(access: Value, pool: Value) -> Value {
-    let spec = json!({ "pools": [{ "name": "p" }], "agents": { "deviceAccess": access } });
-    let children = built(spec, |inputs| add_pool(inputs, pool));
-    pod(child(&children, ChildKind::DaemonSet, "c-agent"))["containers"][0].clone()
-}
-
 #[test]
 fn device_access_is_added_only_for_raw_pools() {
+    let container = |access: &Value, pool: Value| {
+        let spec = json!({ "pools": [{ "name": "p" }], "agents": { "deviceAccess": access } });
+        let children = built(spec, |inputs| add_pool(inputs, pool));
+        pod(child(&children, ChildKind::DaemonSet, "c-agent"))["containers"][0].clone()
+    };
     let raw = || json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } });
-    let none = || json!({ "mode": "None" });
-    let plugin = json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" });
-    let privileged = json!({ "mode": "Privileged" });
-    for access in [plugin.clone(), privileged.clone()] {
-        assert_eq!(container(access, directory()), container(none(), directory()));
-    }
-    let before = container(none(), raw());
-    let mut expected = before.clone();
+    let none = json!({ "mode": "None" });
+    let mut plugged = container(&none, raw());
+    let mut privileged = plugged.clone();
     for bound in ["requests", "limits"] {
-        expected["resources"][bound]["example.com/nvme"] = json!("1");
+        plugged["resources"][bound]["example.com/nvme"] = json!("1");
     }
-    assert_eq!(container(plugin, raw()), expected);
-    let mut expected = before;
-    expected["securityContext"] = json!({ "privileged": true, "readOnlyRootFilesystem": true });
+    privileged["securityContext"] = json!({ "privileged": true, "readOnlyRootFilesystem": true });
     // Agents that drive controllers also have memory for 128 queue pairs with 1,024 entries each.
-    expected["resources"]["limits"]["memory"] = json!("2570Mi");
-    assert_eq!(container(privileged, raw()), expected);
+    privileged["resources"]["limits"]["memory"] = json!("2570Mi");
+    for (access, expected) in [
+        (json!({ "mode": "DevicePlugin", "resourceName": "example.com/nvme" }), plugged),
+        (json!({ "mode": "Privileged" }), privileged),
+    ] {
+        assert_eq!(container(&access, directory()), container(&none, directory()));
+        assert_eq!(container(&access, raw()), expected);
+    }
 }

@@ -16,11 +16,10 @@ use serde_json::{Value, json};
 use super::{CERTIFICATES_FOLDER, DATA_FOLDER, DATA_VOLUME, managed};
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
-use crate::reconcile::cluster::build::certificates;
 use crate::reconcile::cluster::build::metadata::{metadata, service_account};
 use crate::reconcile::cluster::build::pods::{
-    self, DefaultResources, Volumes, container_ports, disruption_budget, field_variable, headless, probe,
-    pull, resources, restricted, spread_over, unprivileged, without_empty,
+    self, DefaultResources, StatefulSet, Volumes, container_ports, disruption_budget, field_variable,
+    headless, probe, resources, without_empty,
 };
 use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
@@ -92,10 +91,32 @@ fn authorities(inputs: &ClusterInputs) -> Option<String> {
 
 fn stateful_set(cluster: &KVCacheCluster, managed: &ManagedEtcd, inputs: &ClusterInputs) -> Value {
     let names = &inputs.agent_config.names;
-    let annotations = json!({ AUTHORITIES: authorities(inputs) });
-    let size = (names.etcd(), u32::from(managed.replicas));
-    let pod = pod(cluster, managed, inputs);
-    let mut set = pods::stateful_set(names, Component::Etcd, size, without_empty(annotations), pod);
+    let defaults = DefaultResources { cpu: "100m", memory: MEMORY_BYTES, ..DefaultResources::default() };
+    // Unlike our programs, etcd answers before it is ready, so the first probe is sent after a normal start: a single
+    // member becomes leader at once; several first resolve each other's new DNS names.
+    let mut startup_probe = probe("/readyz", "metrics", 2, START_PROBES);
+    startup_probe["initialDelaySeconds"] = json!(if managed.replicas == 1 { 5 } else { 10 });
+    let container = json!({
+        "name": "etcd",
+        "image": inputs.images.etcd,
+        "args": arguments(names, managed.replicas),
+        "env": [field_variable("POD_NAME", "metadata.name")],
+        "ports": container_ports(&[PORTS[0], PORTS[1], ("metrics", METRICS_PORT)]),
+        "resources": resources(managed.resources.as_ref(), &defaults),
+        "startupProbe": startup_probe,
+        "livenessProbe": probe("/livez", "metrics", 5, 6),
+        "readinessProbe": probe("/readyz", "metrics", 2, 2),
+    });
+    let data = json!({ "name": DATA_VOLUME, "mountPath": DATA_FOLDER });
+    let set = StatefulSet {
+        name: names.etcd(),
+        service: names.etcd(),
+        replicas: u32::from(managed.replicas),
+        annotations: without_empty(json!({ AUTHORITIES: authorities(inputs) })),
+        container,
+        volumes: Volumes { mounts: vec![data], ..Volumes::default() },
+    };
+    let mut set = pods::stateful_set(cluster, inputs, Component::Etcd, set);
     let claim = without_empty(json!({
         "accessModes": ["ReadWriteOnce"],
         "resources": { "requests": { "storage": managed.storage.size } },
@@ -107,43 +128,6 @@ fn stateful_set(cluster: &KVCacheCluster, managed: &ManagedEtcd, inputs: &Cluste
         "whenScaled": "Retain",
     });
     set
-}
-
-fn pod(cluster: &KVCacheCluster, managed: &ManagedEtcd, inputs: &ClusterInputs) -> Value {
-    let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let names = &inputs.agent_config.names;
-    let mut volumes = Volumes::default();
-    let sidecar = certificates::sidecar(cluster, inputs, Component::Etcd, &mut volumes);
-    let defaults = DefaultResources { cpu: "100m", memory: MEMORY_BYTES, ..DefaultResources::default() };
-    // Unlike our programs, etcd answers before it is ready, so the first probe is sent after a normal start: a single
-    // member becomes leader at once; several first resolve each other's new DNS names.
-    let mut startup_probe = probe("/readyz", "metrics", 2, START_PROBES);
-    startup_probe["initialDelaySeconds"] = json!(if managed.replicas == 1 { 5 } else { 10 });
-    let container = json!({
-        "name": "etcd",
-        "image": inputs.images.etcd,
-        "imagePullPolicy": policy,
-        "args": arguments(names, managed.replicas),
-        "env": [field_variable("POD_NAME", "metadata.name")],
-        "ports": container_ports(&[PORTS[0], PORTS[1], ("metrics", METRICS_PORT)]),
-        "resources": resources(managed.resources.as_ref(), &defaults),
-        "securityContext": unprivileged(),
-        "startupProbe": startup_probe,
-        "livenessProbe": probe("/livez", "metrics", 5, 6),
-        "readinessProbe": probe("/readyz", "metrics", 2, 2),
-        "volumeMounts": [{ "name": DATA_VOLUME, "mountPath": DATA_FOLDER }],
-    });
-    json!({
-        "serviceAccountName": names.etcd(),
-        "automountServiceAccountToken": false,
-        "imagePullSecrets": pull_secrets,
-        "securityContext": restricted(),
-        "topologySpreadConstraints":
-            spread_over(&json!(cluster.spec.control_plane.spread_over), &names.selector(Component::Etcd)),
-        "initContainers": [sidecar],
-        "containers": [container],
-        "volumes": volumes.volumes,
-    })
 }
 
 /// All processes of the cluster have certificates of its authority, so etcd admits only members as clients, and only
