@@ -17,7 +17,6 @@ pub mod build;
 pub mod controller;
 pub mod dereference;
 pub mod etcd;
-pub mod inputs;
 pub mod status;
 pub mod validate;
 pub mod versions;
@@ -26,8 +25,9 @@ mod workloads;
 /// Port of the members' metrics and health checks.
 pub const MEMBER_ADMIN_PORT: u16 = 7401;
 
-/// Polling interval of an external etcd, which sends no events; shorter after a failed check.
+/// Polling interval of an external etcd, which sends no events.
 const POLL_INTERVAL: Duration = Duration::from_secs(30);
+/// Polling interval of an etcd that cannot be used.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Retry interval for objects that another component owns; giving them up causes no event.
 const CONFLICT_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -44,28 +44,25 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
         // Kubernetes deletes its children. Re-creating them would delay a foreground deletion.
         return Ok(Action::await_change());
     }
-    let inputs = dereference::dereference(&cluster, &context).await;
+    let mut inputs = dereference::dereference(&cluster, &context).await;
     let refused = validate::validate(&cluster, &inputs);
     let applied = if refused.is_none() && !cluster.spec.paused {
-        Some(apply::apply(&cluster, &inputs, &context).await?)
+        Some(apply::apply(&cluster, &mut inputs, &context).await?)
     } else {
         None
     };
     let (status, findings) = status::compute(&cluster, &inputs, refused.as_ref(), applied.as_ref());
     let api: Api<KVCacheCluster> =
         Api::namespaced(context.client.clone(), &cluster.namespace().unwrap_or_default());
-    let wait = crate::framework::status::write(&context, &*cluster, &api, &findings, status).await?;
-    let next = match &inputs.store {
+    let status_due = crate::framework::status::write(&context, &*cluster, &api, &findings, status).await?;
+    let poll = match &inputs.store {
         Some(store) if store.is_good() => POLL_INTERVAL,
         Some(_) => RETRY_INTERVAL,
-        None if refused.is_none() && etcd::volumes::may_be_missing(&cluster, inputs.etcd.as_deref()) => {
-            RETRY_INTERVAL
-        }
+        None if refused.is_none() && etcd::is_starting(&cluster, inputs.etcd.as_deref()) => RETRY_INTERVAL,
         None => RESYNC_INTERVAL,
     };
-    let (is_refused, paced) =
-        applied.map_or((false, None), |applied| (!applied.refused.is_empty(), applied.next_restore));
-    let next = if is_refused { next.min(CONFLICT_RETRY_INTERVAL) } else { next };
-    let next = paced.map_or(next, |paced| paced.min(next));
-    Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
+    let applied = applied.unwrap_or_default();
+    let conflict = (!applied.refused.is_empty()).then_some(CONFLICT_RETRY_INTERVAL);
+    let deadlines = [status_due, applied.next_restore, conflict].into_iter().flatten();
+    Ok(Action::requeue(deadlines.fold(poll, Duration::min)))
 }

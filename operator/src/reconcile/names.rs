@@ -16,11 +16,6 @@ pub const CONFIGURATION: &str = "reprise.dev/configuration";
 pub const SECRETS: &str = "reprise.dev/secrets";
 /// Label of engine pods: name of the cluster whose agent socket is injected.
 pub const INJECT: &str = "reprise.dev/inject";
-/// Annotation of engine pods: result of the injection.
-pub const INJECTION: &str = "reprise.dev/injection";
-/// Label of pods: their tenant at creation, or `none`. Later changes of the tenants' namespaces do not update
-/// it.
-pub const INJECTED_TENANT: &str = "reprise.dev/tenant";
 /// Finalizer of pools whose data is wiped before deletion.
 pub const WIPE_FINALIZER: &str = "reprise.dev/wipe";
 /// Finalizer of tenants that control planes have budgets of.

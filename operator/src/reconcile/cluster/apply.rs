@@ -6,7 +6,7 @@ use reprise_crds::KVCacheCluster;
 use reprise_crds::status::Reason;
 
 use super::build;
-use super::inputs::ClusterInputs;
+use super::dereference::ClusterInputs;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
 use crate::framework::error::OperatorError;
@@ -23,7 +23,7 @@ use crate::reconcile::salts;
 /// Returns transient API errors.
 pub async fn apply(
     cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
+    inputs: &mut ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
     // Pods would wait for their certificates.
@@ -32,15 +32,9 @@ pub async fn apply(
     {
         return Ok(ApplyOutcome { refused: vec![refusal.clone()], ..ApplyOutcome::default() });
     }
-    let created;
-    let inputs = match inputs.certificates {
-        AuthorityState::Absent => {
-            let certificates = authority::create(cluster, context).await?;
-            created = ClusterInputs { certificates, ..inputs.clone() };
-            &created
-        }
-        _ => inputs,
-    };
+    if let AuthorityState::Absent = inputs.certificates {
+        inputs.certificates = authority::create(cluster, context).await?;
+    }
     salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
     if let AuthorityState::Present(authority) = &inputs.certificates {
         console::ensure(cluster, context, authority).await?;

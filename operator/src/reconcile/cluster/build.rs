@@ -1,10 +1,9 @@
 //! Builds the children of a cluster as values. Pure; its inputs were validated.
 
 use reprise_crds::KVCacheCluster;
-use reprise_crds::cluster::EtcdMode;
 
+use super::dereference::ClusterInputs;
 use super::etcd;
-use super::inputs::ClusterInputs;
 use crate::framework::child::{Child, ChildKind};
 
 mod agents;
@@ -24,9 +23,7 @@ mod tests;
 pub fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
     let mut children = agents::build(cluster, inputs);
     children.extend(members::build(cluster, inputs));
-    if cluster.spec.etcd.mode == EtcdMode::Managed {
-        children.extend(etcd::build::build(cluster, inputs));
-    }
+    children.extend(etcd::build::build(cluster, inputs));
     children.extend(certificates::build(cluster, inputs));
     children.push(identities::build(cluster, inputs));
     children.push(connection::build(cluster, &inputs.agent_config.names));

@@ -1,19 +1,22 @@
 //! Reads the objects that a cluster refers to: pools, tenants, profiles, nodes, workloads and its etcd.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kube::ResourceExt;
 use kube::api::DynamicObject;
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::cluster::Images;
 use reprise_crds::fields::Image;
-use reprise_crds::{CacheNode, KVCacheCluster};
+use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
+use reprise_policy::identity::PodBindings;
 
+use super::etcd::external::EtcdCheck;
 use super::etcd::volumes;
-use super::inputs::{AgentConfigInputs, ClusterInputs, NamedPool};
 use super::workloads::number;
 use crate::framework::child::ChildKind;
-use crate::reconcile::authority;
+use crate::framework::child_stores::KindAccess;
+use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
+use crate::reconcile::authority::{self, AuthorityState};
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::StateResult;
 use crate::reconcile::membership::{belongs_to, tenants};
@@ -21,6 +24,73 @@ use crate::reconcile::names::ClusterNames;
 use crate::reconcile::profile::files;
 use crate::reconcile::tenant;
 use crate::settings::DefaultImages;
+
+/// Inputs of the agents' configuration other than the cluster itself.
+#[derive(Clone, Debug)]
+pub struct AgentConfigInputs {
+    /// Identity of the cluster, from which names of children derive.
+    pub names: ClusterNames,
+    /// The pools that it names, in the order of the spec.
+    pub pools: Vec<NamedPool>,
+    /// Tenants that apply to the cluster.
+    pub tenants: Vec<Arc<CacheTenant>>,
+}
+
+/// A pool that a cluster names.
+#[derive(Clone, Debug)]
+pub struct NamedPool {
+    pub name: String,
+    /// The pool, if it exists.
+    pub pool: Option<Arc<SSDPool>>,
+    /// Cluster and nodes that the pool is assigned to.
+    pub assignment: PoolAssignment,
+}
+
+/// The objects that a cluster refers to.
+#[derive(Clone, Debug)]
+pub struct ClusterInputs {
+    pub agent_config: AgentConfigInputs,
+    /// Nodes of the cluster.
+    pub assignment: ClusterAssignment,
+    /// `CacheNode`s of its nodes, with the agents' reports.
+    pub cache_nodes: Vec<Arc<CacheNode>>,
+    /// Assignment of pods to tenants.
+    pub bindings: PodBindings,
+    /// Profile files that are mounted next to the agents' configuration.
+    pub profiles: BTreeMap<String, String>,
+    pub images: DefaultImages,
+    /// Result of the last check of an external etcd.
+    pub store: Option<EtcdCheck>,
+    /// DaemonSet of the agents.
+    pub agents: Option<Arc<DynamicObject>>,
+    /// StatefulSet of the members.
+    pub members: Option<Arc<DynamicObject>>,
+    /// State reported by the control plane; `None` if no member is ready.
+    pub control_plane_state: Option<StateResult>,
+    /// StatefulSet of a managed etcd.
+    pub etcd: Option<Arc<DynamicObject>>,
+    /// Set if etcd's volumes cannot be provisioned: why.
+    pub volumes: Option<String>,
+    /// Authority of the certificates of all pods.
+    pub certificates: AuthorityState,
+    /// Optional kinds, and whether the operator can create them here.
+    pub access: BTreeMap<ChildKind, KindAccess>,
+}
+
+impl AgentConfigInputs {
+    /// Returns the pools that belong to the cluster. A rejected pool does too: its directories stay mounted, so that
+    /// rejecting and accepting it restarts no agent.
+    pub fn bound_pools(&self) -> impl Iterator<Item = (&NamedPool, &SSDPool)> {
+        let key = self.names.key();
+        let is_bound = move |named: &&NamedPool| named.assignment.cluster.as_deref() == Some(key.as_str());
+        self.pools.iter().filter(is_bound).filter_map(|named| Some((named, named.pool.as_deref()?)))
+    }
+
+    /// Whether the cluster has a pool of raw devices.
+    pub fn has_raw_pools(&self) -> bool {
+        self.bound_pools().any(|(_, pool)| pool.spec.devices.is_some())
+    }
+}
 
 /// Reads the inputs of the agents' configuration from the local stores.
 pub fn agent_config_inputs(cluster: &KVCacheCluster, context: &Context) -> AgentConfigInputs {
@@ -39,17 +109,23 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let (agent_config, stores) = (agent_config_inputs(cluster, context), &context.stores);
     let names = &agent_config.names;
     context.secrets.follow(names, &context.client, stores).await;
-    let own = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
-    let cache_nodes = own.nodes.iter().filter_map(|node| {
+    let assignment = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
+    let cache_nodes = assignment.nodes.iter().filter_map(|node| {
         let found = stores.cache_nodes.get(&ObjectRef::new(node))?;
         belongs_to(&found, names).then_some(found)
     });
     let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
-    let set = |name: &str| stores.children.get(ChildKind::StatefulSet, Some(&names.namespace), name);
-    let (members, etcd) = (set(&names.control_plane()), set(&names.etcd()));
+    let workload = |kind, name: &str| stores.children.get(kind, Some(&names.namespace), name);
+    let members = workload(ChildKind::StatefulSet, &names.control_plane());
+    let etcd = workload(ChildKind::StatefulSet, &names.etcd());
     let control_plane_state = match members.as_deref() {
-        Some(set) if number(Some(set), "readyReplicas") > 0 => Some(member_state(set, names, context).await),
+        Some(set) if number(Some(set), "readyReplicas") > 0 => {
+            // A state cached before a rollout describes replaced members.
+            let version = set.resource_version().unwrap_or_default();
+            context.control_planes.require_members_version(names, version).await;
+            Some(context.control_planes.state(names).await)
+        }
         _ => None,
     };
     ClusterInputs {
@@ -58,28 +134,20 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         cache_nodes,
         images: images(&cluster.spec.images, &context.settings.images),
         store: context.store_checks.check(cluster, context).await,
-        agents: stores.children.get(ChildKind::DaemonSet, Some(&names.namespace), &names.agent()),
+        agents: workload(ChildKind::DaemonSet, &names.agent()),
         members,
         control_plane_state,
         volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
         certificates: authority::read(names, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),
-        assignment: own,
+        assignment,
         agent_config,
     }
 }
 
-/// Returns the state reported by members that is at least as new as their StatefulSet. A state cached before
-/// a rollout describes replaced members.
-async fn member_state(members: &DynamicObject, names: &ClusterNames, context: &Context) -> StateResult {
-    let version = members.resource_version().unwrap_or_default();
-    context.control_planes.require_members_version(names, version).await;
-    context.control_planes.state(names).await
-}
-
 /// Returns the images of a cluster's spec, with the operator's defaults.
-pub fn images(specified: &Images, released: &DefaultImages) -> DefaultImages {
+fn images(specified: &Images, released: &DefaultImages) -> DefaultImages {
     let of = |image: &Option<Image>, released: &str| match image {
         None => released.to_owned(),
         Some(Image { repository, tag, digest }) => match (tag, digest) {
@@ -93,5 +161,37 @@ pub fn images(specified: &Images, released: &DefaultImages) -> DefaultImages {
         control_plane: of(&specified.control_plane, &released.control_plane),
         etcd: of(&specified.etcd, &released.etcd),
         operator: released.operator.clone(),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::reconcile::authority::tests::any_authority;
+
+    /// Inputs of a new cluster without pools, nodes and optional kinds.
+    pub(crate) fn inputs(cluster: &KVCacheCluster) -> ClusterInputs {
+        let names = ClusterNames::of(cluster);
+        ClusterInputs {
+            agent_config: AgentConfigInputs { names, pools: Vec::new(), tenants: Vec::new() },
+            assignment: ClusterAssignment::default(),
+            cache_nodes: Vec::new(),
+            bindings: PodBindings::default(),
+            profiles: BTreeMap::new(),
+            images: DefaultImages {
+                agent: "agent:1".to_owned(),
+                control_plane: "controlplane:1".to_owned(),
+                etcd: "etcd:1".to_owned(),
+                operator: "operator:1".to_owned(),
+            },
+            store: None,
+            agents: None,
+            members: None,
+            control_plane_state: None,
+            etcd: None,
+            volumes: None,
+            certificates: AuthorityState::Present(any_authority()),
+            access: BTreeMap::new(),
+        }
     }
 }

@@ -1,13 +1,14 @@
 //! Computes the status of a cluster: conditions, and sums over its nodes. Pure.
 
-use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, DeviceAccessMode, MemberCounts};
+use reprise_crds::cluster::{AgentCounts, ClusterCapacity, Connection, MemberCounts};
 use reprise_crds::fields::{HostPath, Name, Quantity, Text, Uid};
+use reprise_crds::node::NodeCapacity;
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason};
 use reprise_crds::{CacheNode, KVCacheCluster, KVCacheClusterStatus};
 
 use super::build::configuration::agent_digest;
+use super::dereference::ClusterInputs;
 use super::etcd;
-use super::inputs::ClusterInputs;
 use super::versions::Versions;
 use super::workloads::{number, updated};
 use crate::framework::children::ApplyOutcome;
@@ -31,20 +32,25 @@ pub fn compute(
         desired: cluster.spec.control_plane.replicas,
         ready: number(inputs.members.as_deref(), "readyReplicas"),
     };
-    let mut findings = vec![
+    let works = [
         accepted(refused.or(inputs.assignment.conflict.as_ref())),
         etcd::ready(cluster, inputs),
         control_plane(&members),
         agents_ready(inputs, &agents),
-        pools(cluster, inputs),
+        pools(inputs),
     ];
     let versions = Versions::of(cluster, inputs);
     // Running agents and members keep their certificates, so a problem of the authority affects only new pods.
     let lasting = [certificates(inputs), versions.compatible()];
-    let degraded = degraded(cluster, inputs, (&findings, &lasting), applied);
-    let ready = ready(&findings, applied);
-    findings.extend([progressing(cluster, inputs, refused, &members, &agents), degraded, ready]);
-    findings.extend(lasting);
+    let failed = applied.and_then(|applied| applied.refused.first());
+    let degraded = degraded(cluster, inputs, works.iter().chain(&lasting), failed);
+    let ready = match failed.cloned().or_else(|| works.iter().find(|one| !is_true(one)).map(refusal)) {
+        Some(Refusal { reason, message }) => Finding::no(Type::Ready, reason, message),
+        None => {
+            Finding::yes(Type::Ready, Reason::AsDesired, "members, etcd, agents and pools are as desired")
+        }
+    };
+    let progressing = progressing(cluster, inputs, refused, (&members, &agents));
     let connection = Connection {
         config_map: Name::new(inputs.agent_config.names.connection()),
         socket_directory: HostPath::new(cluster.spec.agents.socket.directory.as_str()),
@@ -52,14 +58,14 @@ pub fn compute(
     };
     let status = KVCacheClusterStatus {
         cluster_id: cluster.metadata.uid.clone().map(Uid::new),
-        versions: versions.running(),
+        versions: versions.status(),
         members: Some(members),
         agents: Some(agents),
         capacity: capacity(cluster, inputs),
         connection: refused.is_none().then_some(connection),
         ..KVCacheClusterStatus::default()
     };
-    (status, findings)
+    (status, works.into_iter().chain(lasting).chain([progressing, degraded, ready]).collect())
 }
 
 fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
@@ -116,51 +122,35 @@ fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
     Finding::no(kind, if lost { Reason::NodesNotReady } else { Reason::Progressing }, message)
 }
 
-fn pools(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding {
+fn pools(inputs: &ClusterInputs) -> Finding {
     let kind = Type::PoolsBound;
-    let key = inputs.agent_config.names.key();
-    let wrong = inputs.agent_config.pools.iter().find_map(|named| {
-        let name = &named.name;
+    let (pools, key) = (&inputs.agent_config.pools, inputs.agent_config.names.key());
+    for named in pools {
+        let (name, assignment) = (&named.name, &named.assignment);
         if named.pool.is_none() {
             let message = format!("SSDPool {name} does not exist: create it, or remove it from spec.pools");
-            return Some((Reason::ReferenceNotFound, message));
+            return Finding::no(kind, Reason::ReferenceNotFound, message);
         }
-        if let Some(refused) = &named.assignment.refused {
-            return Some((refused.reason, format!("SSDPool {name} is rejected: {}", refused.message)));
+        if let Some(refused) = &assignment.refused {
+            let message = format!("SSDPool {name} is rejected: {}", refused.message);
+            return Finding::no(kind, refused.reason, message);
         }
-        if let Some(other) = named.assignment.cluster.as_ref().filter(|cluster| **cluster != key) {
+        if let Some(other) = assignment.cluster.as_ref().filter(|cluster| **cluster != key) {
             let message = format!(
                 "SSDPool {name} already belongs to KVCacheCluster {other}: create a separate pool for this cluster"
             );
-            return Some((Reason::Conflict, message));
+            return Finding::no(kind, Reason::Conflict, message);
         }
-        let conflict = named.assignment.conflict.as_ref()?;
-        Some((conflict.reason, format!("SSDPool {name} is not on all its nodes: {}", conflict.message)))
-    });
-    match wrong {
-        Some((reason, message)) => Finding::no(kind, reason, message),
-        None if inputs.agent_config.pools.is_empty() => {
-            Finding::yes(kind, Reason::AsDesired, "spec.pools is empty: blocks are kept in memory only")
-        }
-        None => {
-            let bound = format!("{} pools are bound", inputs.agent_config.pools.len());
-            Finding::yes(kind, Reason::AsDesired, bound + &unopened(cluster, inputs))
+        if let Some(conflict) = &assignment.conflict {
+            let message = format!("SSDPool {name} is not on all its nodes: {}", conflict.message);
+            return Finding::no(kind, conflict.reason, message);
         }
     }
-}
-
-/// Returns a note on raw devices to which the agents' pods may have no access. Container runtimes can be
-/// configured to allow it, so this is not an error.
-fn unopened(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> String {
-    let raw: Vec<&str> = inputs.agent_config.raw_pools().take(NAMES_MAX).collect();
-    if raw.is_empty() || cluster.spec.agents.device_access.mode != DeviceAccessMode::None {
-        return String::new();
-    }
-    format!(
-        "; agents.deviceAccess.mode None grants no access, so agents can open the raw devices of {} only if the container runtime \
-         of the nodes allows it: otherwise use DevicePlugin or Privileged",
-        raw.join(", ")
-    )
+    let message = match pools.len() {
+        0 => "spec.pools is empty: blocks are kept in memory only".to_owned(),
+        bound => format!("{bound} pools are bound"),
+    };
+    Finding::yes(kind, Reason::AsDesired, message)
 }
 
 /// Returns whether certificates can be issued.
@@ -189,8 +179,7 @@ fn progressing(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
     refused: Option<&Refusal>,
-    members: &MemberCounts,
-    agents: &AgentCounts,
+    (members, agents): (&MemberCounts, &AgentCounts),
 ) -> Finding {
     let kind = Type::Progressing;
     if cluster.spec.paused {
@@ -212,44 +201,28 @@ fn progressing(
     Finding::no(kind, Reason::AsDesired, "no changes are in progress")
 }
 
-/// Returns the first problem that does not resolve by itself. The cluster works, but with reduced function.
-fn degraded(
+/// Reports the first problem that does not resolve by itself. The cluster works, but with reduced function.
+fn degraded<'a>(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
-    (works, lasting): (&[Finding], &[Finding]),
-    applied: Option<&ApplyOutcome>,
+    mut findings: impl Iterator<Item = &'a Finding>,
+    failed: Option<&Refusal>,
 ) -> Finding {
-    let refused = applied.and_then(|applied| applied.refused.first());
-    if let Some(refused) = refused {
-        return Finding::yes(Type::Degraded, refused.reason, &refused.message);
-    }
-    let wrong = works.iter().find(|finding| !is_good(finding) && finding.reason != Reason::Progressing);
-    let is_problem = |finding: &&Finding| {
-        [Reason::VersionSkew, Reason::SecretInvalid, Reason::EndsSoon].contains(&finding.reason)
-    };
-    if let Some(wrong) = wrong.or(lasting.iter().find(is_problem)) {
-        return Finding::yes(Type::Degraded, wrong.reason, format!("{}: {}", wrong.kind, wrong.message));
-    }
-    // Everything works with the present members, so no other condition reports this problem.
-    match etcd::missing_members(cluster, inputs) {
-        Some(lost) => Finding::yes(Type::Degraded, lost.reason, &lost.message),
+    let is_problem =
+        |one: &&Finding| one.status == ConditionStatus::False && one.reason != Reason::Progressing;
+    let problem = failed.cloned().or_else(|| findings.find(is_problem).map(refusal));
+    // Everything works with the present members of etcd, so no other condition reports missing ones.
+    match problem.or_else(|| etcd::missing_members(cluster, inputs)) {
+        Some(Refusal { reason, message }) => Finding::yes(Type::Degraded, reason, message),
         None => Finding::no(Type::Degraded, Reason::AsDesired, ""),
     }
 }
 
-fn ready(works: &[Finding], applied: Option<&ApplyOutcome>) -> Finding {
-    let kind = Type::Ready;
-    if let Some(refused) = applied.and_then(|applied| applied.refused.first()) {
-        return Finding::no(kind, refused.reason, &refused.message);
-    }
-    match works.iter().find(|finding| !is_good(finding)) {
-        Some(finding) => Finding::no(kind, finding.reason, format!("{}: {}", finding.kind, finding.message)),
-        None => Finding::yes(kind, Reason::AsDesired, "members, etcd, agents and pools are as desired"),
-    }
+fn refusal(finding: &Finding) -> Refusal {
+    Refusal::new(finding.reason, format!("{}: {}", finding.kind, finding.message))
 }
 
-/// Whether a condition that is good when it is true is so.
-fn is_good(finding: &Finding) -> bool {
+fn is_true(finding: &Finding) -> bool {
     finding.status == ConditionStatus::True
 }
 
@@ -259,7 +232,7 @@ fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterC
         fresh.filter_map(|node| node.status.as_ref()?.capacity.as_ref())
     };
     capacities().next()?;
-    let sum = |of: fn(&reprise_crds::node::NodeCapacity) -> &Quantity| {
+    let sum = |of: fn(&NodeCapacity) -> &Quantity| {
         let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
         Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
     };

@@ -2,22 +2,25 @@
 //! here.
 
 use std::fmt::Display;
+use std::sync::Arc;
 
-use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::TraceAccess;
 use reprise_crds::fields::{LogSettings, Quantity};
 use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
+use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use reprise_policy::ByteSize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::certificates::CERTIFICATES_FOLDER;
+use super::connection::socket;
+use super::pods::without_empty;
 use crate::framework::digest;
 use crate::reconcile::cluster::MEMBER_ADMIN_PORT;
-use crate::reconcile::cluster::etcd::build::address;
-use crate::reconcile::cluster::inputs::AgentConfigInputs;
-use crate::reconcile::names::ClusterNames;
-use crate::reconcile::names::GRPC_PORT;
+use crate::reconcile::cluster::dereference::AgentConfigInputs;
+use crate::reconcile::cluster::etcd;
+use crate::reconcile::cluster::etcd::external::PASSWORD_FILE;
+use crate::reconcile::names::{ClusterNames, GRPC_PORT};
 use crate::reconcile::tenant::capacity::without_reservation;
 
 /// Directory of the configuration in pods.
@@ -30,12 +33,8 @@ pub const SALTS_FOLDER: &str = "/etc/reprise-salts";
 pub const KEYS_FOLDER: &str = "/etc/reprise-keys";
 /// Directory on nodes for the agents' state, with a subdirectory per cluster.
 const STATE_FOLDER: &str = "/var/lib/reprise";
-/// Directory of members with the authorities of an external etcd.
-pub const TLS_FOLDER: &str = "/etc/reprise-etcd/tls";
-/// Directory of members with the client certificate for an external etcd.
-pub const CLIENT_FOLDER: &str = "/etc/reprise-etcd/client";
-/// Directory of members with the password for etcd.
-pub const USER_FOLDER: &str = "/etc/reprise-etcd/user";
+/// Directory of members with the Secrets of an external etcd.
+pub const ETCD_FOLDER: &str = "/etc/reprise-etcd";
 
 /// Returns the configuration of a cluster's agents. The node's name, the pod's address and the devices to
 /// open come from other sources.
@@ -43,7 +42,7 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
     let (agents, cache) = (&cluster.spec.agents, &cluster.spec.cache);
     let mut whole = json!({
         "session": {
-            "socket": format!("{}/agent.sock", agents.socket.directory),
+            "socket": socket(cluster),
             "mode": agents.socket.mode,
             "allow_uids": agents.socket.allow_uids,
             "salts": SALTS_FOLDER,
@@ -108,11 +107,11 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         whole["cache"]["pool_free_permille"] = free_permille;
     }
     let unreserved = without_reservation(cluster, &agent_config.tenants);
-    let tenants = agent_config.tenants.iter().filter_map(|tenant| {
+    let section = |tenant: &Arc<CacheTenant>| {
         let reserves = !unreserved.contains(tenant.metadata.name.as_deref().unwrap_or_default());
         tenant_section(tenant, reserves)
-    });
-    let tenants: Vec<Value> = tenants.collect();
+    };
+    let tenants: Vec<Value> = agent_config.tenants.iter().filter_map(section).collect();
     if !tenants.is_empty() {
         whole["tenants"] = json!(tenants);
     }
@@ -123,20 +122,16 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
 /// keep. Accepted pools agree on them (`crate::reconcile::assignment`). Those of a rejected pool apply only if no pool is
 /// accepted, so that an invalid edit restarts no agent.
 fn pool_settings(agent_config: &AgentConfigInputs) -> Option<(Value, Value)> {
-    let key = agent_config.names.key();
-    let bound = || agent_config.pools.iter().filter_map(|named| Some((named, named.bound_pool(&key)?)));
-    let accepted = bound().find(|(named, _)| named.assignment.refused.is_none());
-    let spec = &accepted.or_else(|| bound().next())?.1.spec;
-    let mut pool = json!({
+    let accepted = agent_config.bound_pools().find(|(named, _)| named.assignment.refused.is_none());
+    let spec = &accepted.or_else(|| agent_config.bound_pools().next())?.1.spec;
+    let pool = json!({
         "segment_bytes": size(&spec.segment_size),
         "queue_depth": spec.queue_depth,
         "eviction": { "kind": choice(spec.eviction) },
         "admission": choice(spec.admission),
+        "daily_write_budget": spec.daily_write_budget.as_ref().map(size),
     });
-    if let Some(budget) = &spec.daily_write_budget {
-        pool["daily_write_budget"] = size(budget);
-    }
-    Some((pool, json!(spec.watermarks.free_permille)))
+    Some((without_empty(pool), json!(spec.watermarks.free_permille)))
 }
 
 /// Returns a choice as our configurations spell it: `second_use` for `SecondUse`.
@@ -158,44 +153,24 @@ pub fn state_directory(names: &ClusterNames) -> String {
 
 /// Returns the tenant's section in the agents' configuration; `None` if it only has default limits.
 /// `reserves` is whether its memory reservation applies.
-fn tenant_section(tenant: &reprise_crds::CacheTenant, reserves: bool) -> Option<Value> {
+fn tenant_section(tenant: &CacheTenant, reserves: bool) -> Option<Value> {
     let (quotas, number, bandwidth) = (&tenant.spec.per_node, tenant.spec.number, &tenant.spec.bandwidth);
     if *quotas == Quotas::default() && number.is_none() && *bandwidth == Bandwidth::default() {
         return None;
     }
-    let mut section = json!({
+    let reserved = if reserves { size(&quotas.dram.reserved) } else { json!(ByteSize(0)) };
+    let has_weight = *bandwidth != Bandwidth::default();
+    Some(without_empty(json!({
         "name": tenant.metadata.name,
-        "dram": quota(&quotas.dram),
-        "nvme": quota(&quotas.ssd),
-    });
-    if !reserves {
-        section["dram"]["reserved"] = json!(ByteSize(0));
-    }
-    if let Some(number) = number {
-        section["number"] = json!(number);
-    }
-    if *bandwidth != Bandwidth::default() {
-        section["bandwidth"] = json!({ "weight": bandwidth.weight });
-    }
-    Some(section)
+        "dram": quota(&quotas.dram, reserved),
+        "nvme": quota(&quotas.ssd, size(&quotas.ssd.reserved)),
+        "number": number,
+        "bandwidth": has_weight.then(|| json!({ "weight": bandwidth.weight })),
+    })))
 }
 
-fn quota(quota: &Quota) -> Value {
-    let mut section = json!({ "reserved": size(&quota.reserved) });
-    if let Some(limit) = &quota.limit {
-        section["limit"] = size(limit);
-    }
-    section
-}
-
-/// Returns the files of all members by name. They differ only in the member's name and address.
-pub fn members(cluster: &KVCacheCluster, names: &ClusterNames) -> Map<String, Value> {
-    (0..cluster.spec.control_plane.replicas)
-        .map(|index| {
-            let member = names.member(index);
-            (format!("{member}.toml"), json!(self::member(cluster, names, &member)))
-        })
-        .collect()
+fn quota(quota: &Quota, reserved: Value) -> Value {
+    without_empty(json!({ "reserved": reserved, "limit": quota.limit.as_ref().map(size) }))
 }
 
 /// Returns the configuration of one member.
@@ -222,14 +197,12 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
         "tls": { "folder": CERTIFICATES_FOLDER },
     });
     if let Some(publish) = &spec.events.publish {
-        whole["events"] = json!({
-            "history": size(&spec.events.history),
-            "publish": format!("0.0.0.0:{}", publish.port),
-            "replay": format!("0.0.0.0:{}", publish.replay_port),
-            "topic": publish.topic,
-            "buffer_steps": publish.buffer_steps,
-            "subscribers": publish.subscribers,
-        });
+        let events = &mut whole["events"];
+        events["publish"] = json!(format!("0.0.0.0:{}", publish.port));
+        events["replay"] = json!(format!("0.0.0.0:{}", publish.replay_port));
+        events["topic"] = json!(publish.topic);
+        events["buffer_steps"] = json!(publish.buffer_steps);
+        events["subscribers"] = json!(publish.subscribers);
     }
     text(&whole)
 }
@@ -238,35 +211,29 @@ pub fn member(cluster: &KVCacheCluster, names: &ClusterNames, member: &str) -> S
 fn store(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
     let etcd = &cluster.spec.etcd;
     let mut store = json!({ "kind": "etcd", "prefix": etcd.key_prefix });
-    match &etcd.external {
+    let (folder, has_tls, has_client) = match &etcd.external {
         None => {
-            let replicas = etcd.managed.clone().unwrap_or_default().replicas;
-            let endpoints: Vec<String> =
-                (0..replicas).map(|index| format!("https://{}", address(names, index))).collect();
-            store["endpoints"] = json!(endpoints);
-            store["tls"] = json!({
-                "ca_file": format!("{CERTIFICATES_FOLDER}/{AUTHORITIES_FILE}"),
-                "cert_file": format!("{CERTIFICATES_FOLDER}/{CERTIFICATE_FILE}"),
-                "key_file": format!("{CERTIFICATES_FOLDER}/{KEY_FILE}"),
-            });
+            store["endpoints"] = json!(etcd::build::endpoints(cluster, names));
+            (CERTIFICATES_FOLDER, true, true)
         }
         Some(external) => {
             store["endpoints"] = json!(external.endpoints);
-            if let Some(tls) = &external.tls {
-                store["tls"] = json!({ "ca_file": format!("{TLS_FOLDER}/ca.crt") });
-                if tls.client_secret_ref.is_some() {
-                    store["tls"]["cert_file"] = json!(format!("{CLIENT_FOLDER}/tls.crt"));
-                    store["tls"]["key_file"] = json!(format!("{CLIENT_FOLDER}/tls.key"));
-                }
-                if let Some(name) = &tls.server_name {
-                    store["tls"]["server_name"] = json!(name);
-                }
-            }
-            if let Some(user) = &external.user {
-                store["user"] =
-                    json!({ "name": user.name, "password_file": format!("{USER_FOLDER}/password") });
-            }
+            let tls = external.tls.as_ref();
+            (ETCD_FOLDER, tls.is_some(), tls.is_some_and(|tls| tls.client_secret_ref.is_some()))
         }
+    };
+    let file = |name: &str| json!(format!("{folder}/{name}"));
+    let external = etcd.external.as_ref();
+    if has_tls {
+        store["tls"] = without_empty(json!({
+            "ca_file": file(AUTHORITIES_FILE),
+            "cert_file": has_client.then(|| file(CERTIFICATE_FILE)),
+            "key_file": has_client.then(|| file(KEY_FILE)),
+            "server_name": external.and_then(|external| external.tls.as_ref()?.server_name.as_ref()),
+        }));
+    }
+    if let Some(user) = external.and_then(|external| external.user.as_ref()) {
+        store["user"] = json!({ "name": user.name, "password_file": file(PASSWORD_FILE) });
     }
     store
 }

@@ -14,16 +14,20 @@ const OFFLOADING_BYTES: u64 = 16 << 30;
 const OFFLOADING_TOKENS: u32 = 64;
 
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Child {
-    let directory = &cluster.spec.agents.socket.directory;
-    let socket = format!("{directory}/agent.sock");
+    let socket = socket(cluster);
     let data = json!({
         "socket": socket,
-        "socketDirectory": directory,
+        "socketDirectory": cluster.spec.agents.socket.directory,
         "controlPlane": names.control_plane_address(),
         "vllm-kv-transfer-config.json": in_host_memory(&socket).to_string(),
         "vllm-gpu-kv-transfer-config.json": offloading(&socket).to_string(),
     });
     config_map(metadata(cluster, names, Component::Agent, &names.connection()), &data)
+}
+
+/// Path of the agent's socket on nodes and in pods.
+pub(super) fn socket(cluster: &KVCacheCluster) -> String {
+    format!("{}/agent.sock", cluster.spec.agents.socket.directory)
 }
 
 /// Configuration for engines that keep KV in host memory (docs/vllm.md, "Start an engine with the

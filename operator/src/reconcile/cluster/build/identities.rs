@@ -6,9 +6,10 @@ use reprise_crds::KVCacheCluster;
 use serde_json::{Map, Value, json};
 
 use super::metadata::{config_map, metadata};
+use super::pods::Volumes;
 use crate::framework::child::Child;
-use crate::reconcile::cluster::inputs::ClusterInputs;
-use crate::reconcile::names::Component;
+use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::names::{ClusterNames, Component};
 use crate::reconcile::tenant::pods;
 
 /// Entry with the file for agents. A leading underscore is invalid in names of namespaces and service
@@ -27,15 +28,14 @@ pub(super) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Child {
     config_map(metadata(cluster, names, Component::Agent, &names.tenants()), &Value::Object(data))
 }
 
-/// Name, source and directory of the volume in agents' pods.
-pub(super) fn volume(inputs: &ClusterInputs) -> (&'static str, Value, &'static str) {
+/// Adds the volume to agents' pods.
+pub(super) fn add_volume(volumes: &mut Volumes, names: &ClusterNames) {
     let items = json!([{ "key": FILE_ENTRY, "path": FILE }]);
-    let source = json!({ "configMap": { "name": inputs.agent_config.names.tenants(), "items": items } });
-    ("tenants", source, FOLDER)
+    let source = json!({ "configMap": { "name": names.tenants(), "items": items } });
+    volumes.add("tenants", source, FOLDER);
 }
 
-/// Environment variable with the file's path. An agent of an older version ignores it and reports nothing
-/// about it.
+/// Environment variable with the file's path.
 pub(super) fn variable() -> Value {
     json!({ "name": "TENANTS_FILE", "value": format!("{FOLDER}/{FILE}") })
 }

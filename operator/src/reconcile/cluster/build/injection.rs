@@ -1,18 +1,12 @@
-//! Admission policy that connects engine pods: it mounts the directory of the agent's socket and sets the
-//! connection environment. The API server evaluates it (CEL), so no pod depends on a webhook.
-//!
-//! Pods of a tenant also get its name, and a token by which the agent authenticates them. The policy looks up
-//! their namespace and service account in the ConfigMap that the operator maintains ([`super::identities`]).
-//!
-//! It applies to containers and to sidecars (init containers with `restartPolicy: Always`), such as an
-//! engine's proxy or router. Other init containers exit before the engine starts and do not need the socket.
+//! Admission policy that connects engine pods to the agent's socket (`injection.yaml`). The API server evaluates it
+//! (CEL), so no pod depends on a webhook.
 //!
 //! A pod requests this with a label that names the cluster, in a namespace that the cluster selects. An
 //! annotation records the result: the connected cluster, or why the pod was not connected. Pods that have the
 //! annotation already are not changed.
 //!
-//! If the policy fails, the engine starts unchanged. Arguments that use the environment variables then fail
-//! visibly.
+//! Pods of a tenant also get its name, and a token by which the agent authenticates them. The policy looks up
+//! their namespace and service account in the ConfigMap that the operator maintains ([`super::identities`]).
 
 use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::InjectionMode;
@@ -20,31 +14,12 @@ use reprise_crds::fields::LabelSelector;
 use reprise_policy::identity::TOKEN_AUDIENCE;
 use serde_json::{Value, json};
 
-use super::connection::{in_host_memory, offloading};
+use super::connection::{in_host_memory, offloading, socket};
 use crate::framework::child::{Child, ChildKind};
-use crate::reconcile::names::{ClusterNames, Component, INJECT, INJECTED_TENANT, INJECTION};
+use crate::reconcile::names::{ClusterNames, Component, INJECT};
 
-/// Name of the socket volume.
-const VOLUME: &str = "reprise-socket";
-/// Environment variable with the path of the socket.
-const SOCKET_VARIABLE: &str = "REPRISE_SOCKET";
-/// Environment variable with vLLM's `--kv-transfer-config` for KV in host memory: the argument may be
-/// `$(REPRISE_KV_TRANSFER_CONFIG)`.
-const CONFIG_VARIABLE: &str = "REPRISE_KV_TRANSFER_CONFIG";
-/// The same for engines on GPUs, as in the connection ConfigMap. The engine's argument decides which of both
-/// applies; the pod spec does not show it.
-const GPU_CONFIG_VARIABLE: &str = "REPRISE_GPU_KV_TRANSFER_CONFIG";
-
-/// Name of the token volume.
-const TOKEN_VOLUME: &str = "reprise-token";
-/// Directory of the token.
-const TOKEN_FOLDER: &str = "/var/run/secrets/reprise.dev";
-/// Lifetime of a token in seconds; the kubelet renews it in time.
-const TOKEN_SECONDS: u32 = 3600;
-/// Environment variable with the tenant of the engine.
-const TENANT_VARIABLE: &str = "REPRISE_TENANT";
-/// Environment variable with the path of the token.
-const TOKEN_VARIABLE: &str = "REPRISE_TOKEN_FILE";
+/// Parts of the policy that all clusters share.
+const POLICY: &str = include_str!("injection.yaml");
 
 /// Returns the policy and its binding; nothing if no namespace is selected.
 pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child> {
@@ -56,156 +31,32 @@ pub(super) fn build(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<Child
     }
     // They are not namespaced, so the cluster cannot own them (`crate::reconcile::orphans`).
     let metadata = || json!({ "name": names.injection(), "labels": names.labels(Component::Agent) });
-    let policy = json!({ "spec": policy(cluster, names) });
     let parameters =
         json!({ "name": names.tenants(), "namespace": names.namespace, "parameterNotFoundAction": "Allow" });
     let binding = json!({ "spec": { "policyName": names.injection(), "paramRef": parameters } });
     vec![
-        Child::new(ChildKind::MutatingAdmissionPolicy, metadata(), &policy),
+        Child::new(ChildKind::MutatingAdmissionPolicy, metadata(), &policy(cluster, names)),
         Child::new(ChildKind::MutatingAdmissionPolicyBinding, metadata(), &binding),
     ]
 }
 
 fn policy(cluster: &KVCacheCluster, names: &ClusterNames) -> Value {
-    let variable = |name: &str, expression: String| json!({ "name": name, "expression": expression });
-    let patch =
-        |expression: String| json!({ "patchType": "JSONPatch", "jsonPatch": { "expression": expression } });
-    let apply = |expression: String| json!({ "patchType": "ApplyConfiguration", "applyConfiguration": { "expression": expression } });
-    json!({
-        "failurePolicy": "Ignore",
-        "reinvocationPolicy": "Never",
-        "paramKind": { "apiVersion": "v1", "kind": "ConfigMap" },
-        "matchConstraints": {
-            "namespaceSelector": cluster.spec.injection.namespace_selector,
-            "objectSelector": { "matchLabels": { INJECT: names.name } },
-            "resourceRules": [{ "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"] }],
-        },
-        "matchConditions": [{
-            "name": "nothing-was-decided-yet",
-            "expression": format!("!({} in object.metadata.?annotations.orValue({{}}))", literal(INJECTION)),
-        }],
-        "variables": [
-            variable("directory", literal(cluster.spec.agents.socket.directory.as_str())),
-            variable("level", LEVEL.to_owned()),
-            variable("sidecars", SIDECARS.to_owned()),
-            variable("mounting", MOUNTING.to_owned()),
-            variable("tenant", TENANT.to_owned()),
-            variable("refusal", refusal()),
-        ],
-        "mutations": [apply(decision(names)), patch(token()), apply(change(cluster))],
-    })
-}
-
-/// CEL: enforced Pod Security level of the namespace.
-const LEVEL: &str =
-    "namespaceObject.metadata.?labels[?'pod-security.kubernetes.io/enforce'].orValue('privileged')";
-
-/// CEL: init containers that run next to the containers.
-const SIDECARS: &str =
-    "object.spec.?initContainers.orValue([]).filter(c, c.?restartPolicy.orValue('') == 'Always')";
-
-/// CEL: names of containers that already mount a volume at the directory.
-const MOUNTING: &str = "(object.spec.containers.filter(c, c.?volumeMounts.orValue([]).exists(m, m.mountPath == \
-                        variables.directory)).map(c, c.name) + variables.sidecars.filter(c, \
-                        c.?volumeMounts.orValue([]).exists(m, m.mountPath == variables.directory)).map(c, c.name))";
-
-/// CEL: tenant of the pod, by its service account, else by its namespace; empty without a tenant.
-const TENANT: &str = "params.?data[?(namespaceObject.metadata.name + '.' + \
-                      object.spec.?serviceAccountName.orValue('default'))].orValue(\
-                      params.?data[?namespaceObject.metadata.name].orValue(''))";
-
-/// CEL: why a pod is not connected; empty if it is.
-fn refusal() -> String {
-    format!(
-        "variables.level in ['baseline', 'restricted'] ? 'its namespace enforces the pod security level ' + variables.level + ', which \
-         forbids hostPath volumes' : \
-         object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? 'it already has a volume {VOLUME}' : \
-         size(variables.mounting) > 0 ? 'container ' + variables.mounting[0] + ' already mounts a volume at ' + variables.directory : ''",
-        volume = literal(VOLUME),
-    )
-}
-
-/// CEL: records the result in annotations.
-fn decision(names: &ClusterNames) -> String {
-    let (key, given) = (literal(INJECTION), literal(&names.key()));
-    let refused = literal(&format!("not connected to {}: ", names.key()));
-    format!(
-        "Object{{metadata: Object.metadata{{annotations: {{{key}: variables.refusal == '' ? {given} : {refused} + variables.refusal, \
-         {tenant}: variables.refusal != '' || variables.tenant == '' ? 'none' : variables.tenant}}}}}}",
-        tenant = literal(INJECTED_TENANT),
-    )
-}
-
-/// CEL: adds volumes, mounts and environment.
-fn change(cluster: &KVCacheCluster) -> String {
-    let directory = format!(
-        "Object.spec.volumes{{name: {}, hostPath: Object.spec.volumes.hostPath{{path: variables.directory, type: 'DirectoryOrCreate'}}}}",
-        literal(VOLUME)
-    );
-    format!(
-        "variables.refusal != '' ? Object{{}} : Object{{spec: Object.spec{{\
-         volumes: [{directory}], \
-         containers: object.spec.containers.map(c, {container}), \
-         initContainers: variables.sidecars.map(c, {sidecar})}}}}",
-        container = container(cluster, "Object.spec.containers"),
-        sidecar = container(cluster, "Object.spec.initContainers"),
-    )
-}
-
-/// CEL: additions to container `c` of a list. Settings of the container itself are kept.
-fn container(cluster: &KVCacheCluster, list: &str) -> String {
-    let socket = format!("{}/agent.sock", cluster.spec.agents.socket.directory);
-    let set = |name: &str, value: &str| format!("{list}.env{{name: {}, value: {value}}}", literal(name));
-    let connection = [
-        set(SOCKET_VARIABLE, &literal(&socket)),
-        set(CONFIG_VARIABLE, &literal(&in_host_memory(&socket).to_string())),
-        set(GPU_CONFIG_VARIABLE, &literal(&offloading(&socket).to_string())),
+    let mut policy: Value = serde_yaml_ng::from_str(POLICY).expect("a valid manifest");
+    let constraints = &mut policy["spec"]["matchConstraints"];
+    constraints["namespaceSelector"] = json!(cluster.spec.injection.namespace_selector);
+    constraints["objectSelector"] = json!({ "matchLabels": { INJECT: names.name } });
+    let socket = socket(cluster);
+    let values = [
+        ("directory", cluster.spec.agents.socket.directory.to_string()),
+        ("config", in_host_memory(&socket).to_string()),
+        ("gpuConfig", offloading(&socket).to_string()),
+        ("socket", socket),
+        ("cluster", names.key()),
+        ("audience", TOKEN_AUDIENCE.to_owned()),
     ];
-    let identity = [
-        set(TENANT_VARIABLE, "variables.tenant"),
-        set(TOKEN_VARIABLE, &literal(&format!("{TOKEN_FOLDER}/token"))),
-    ];
-    let mount = |volume: &str, at: &str| {
-        let volume = literal(volume);
-        format!("{list}.volumeMounts{{name: {volume}, mountPath: {at}, readOnly: true}}")
-    };
-    format!(
-        "{list}{{name: c.name, volumeMounts: [{mount}] + {token_mounts}, \
-         env: ([{connection}] + {identities}).filter(e, !c.?env.orValue([]).exists(own, own.name == e.name))}}",
-        mount = mount(VOLUME, "variables.directory"),
-        token_mounts = of_a_tenant(&mount(TOKEN_VOLUME, &literal(TOKEN_FOLDER))),
-        connection = connection.join(", "),
-        identities = of_a_tenant(&identity.join(", ")),
-    )
-}
-
-/// CEL: adds the token volume unless a volume of that name exists. The sources of a projected volume are an
-/// atomic list in server-side apply, which a policy cannot apply; hence a JSON patch.
-fn token() -> String {
-    let volume = literal(TOKEN_VOLUME);
-    let value = format!(
-        "Object.spec.volumes{{name: {volume}, projected: Object.spec.volumes.projected{{sources: [Object.spec.volumes.projected.sources{{\
-         serviceAccountToken: Object.spec.volumes.projected.sources.serviceAccountToken{{\
-         audience: {audience}, expirationSeconds: {TOKEN_SECONDS}, path: 'token'}}}}]}}}}",
-        audience = literal(TOKEN_AUDIENCE)
-    );
-    let add = |path: &str, value: &str| format!("JSONPatch{{op: 'add', path: '{path}', value: {value}}}");
-    // The API server (1.36) cannot encode an object inside a new list in a patch. If there is no list, it is
-    // therefore created first.
-    format!(
-        "variables.refusal != '' || variables.tenant == '' || object.spec.?volumes.orValue([]).exists(v, v.name == {volume}) ? [] : \
-         (has(object.spec.volumes) ? [] : [{empty}]) + [{filled}]",
-        empty = add("/spec/volumes", "[]"),
-        filled = add("/spec/volumes/-", &value),
-    )
-}
-
-/// CEL: a list that only pods of a tenant get.
-fn of_a_tenant(items: &str) -> String {
-    format!("(variables.tenant == '' ? [] : [{items}])")
-}
-
-/// A CEL string literal. JSON strings are valid CEL.
-fn literal(text: &str) -> String {
-    json!(text).to_string()
+    // A JSON string is a valid literal of CEL. Expressions may use variables that come before them.
+    let variable = |(name, value)| json!({ "name": name, "expression": json!(value).to_string() });
+    let variables = policy["spec"]["variables"].as_array_mut().expect("a list");
+    variables.splice(0..0, values.map(variable));
+    policy
 }

@@ -1,21 +1,43 @@
 //! Parts that the pods of all components share.
 
+use reprise_crds::KVCacheCluster;
 use reprise_crds::cluster::Images;
 use reprise_crds::fields::{Amounts, PullPolicy, Quantity, Resources};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use super::certificates;
 use crate::framework::child::{Child, ChildKind};
+use crate::reconcile::cluster::dereference::ClusterInputs;
+use crate::reconcile::names::{ClusterNames, Component};
 
 /// Time for which a pod must be ready before the next one is replaced. By then agents have reported again to
-/// a new member, and members know the blocks of a new agent. It also covers a pod that fails its readiness
-/// probe once more.
+/// a new member, and members have their shards and know the blocks of a new agent. It also covers a pod that fails its
+/// readiness probe once more.
 pub(crate) const MIN_READY_SECONDS: u32 = 5;
+
+/// Uid and gid in our images.
+const USER: u32 = 65_532;
+/// Time after which our programs listen.
+const LISTENS_SECONDS: u32 = 2;
+/// Number of probes, and thus the multiple of the expected start time, after which a start has failed.
+const START_ATTEMPTS: u32 = 2;
+
+/// Parts in which the StatefulSets of members and of etcd differ.
+pub(crate) struct StatefulSet {
+    /// Name of the set and of the service account.
+    pub(crate) name: String,
+    /// Name of the headless service.
+    pub(crate) service: String,
+    pub(crate) replicas: u32,
+    pub(crate) annotations: Value,
+    pub(crate) container: Value,
+    pub(crate) volumes: Volumes,
+}
 
 /// Default CPU and memory of a container.
 #[derive(Default)]
 pub(crate) struct DefaultResources {
-    /// CPU in thousandths of a core.
-    pub(crate) cpu_millis: u64,
+    pub(crate) cpu: &'static str,
     /// Amount of memory in bytes.
     pub(crate) memory: u64,
     /// Memory in bytes that is added to the specified or default amount: the arena.
@@ -34,34 +56,19 @@ pub(crate) fn resources(specified: Option<&Resources>, defaults: &DefaultResourc
     let memory = bytes(&requests.memory).unwrap_or(defaults.memory);
     // The API server rejects a limit below the request.
     let most = bytes(&limits.memory).unwrap_or(memory).max(memory);
-    let cpu = requests.cpu.as_ref().map(|cpu| cpu.as_str().to_owned());
-    let cpu = cpu.unwrap_or_else(|| format!("{}m", defaults.cpu_millis));
-    let mut limit = Map::new();
-    let most = most + defaults.extra_memory + defaults.extra_limit;
-    limit.insert("memory".to_owned(), json!(Quantity::of_bytes(most)));
-    if let Some(cpu) = &limits.cpu {
-        limit.insert("cpu".to_owned(), json!(as_stored(cpu.as_str())));
-    }
+    let most = Quantity::of_bytes(most + defaults.extra_memory + defaults.extra_limit);
     json!({
-        "requests": { "cpu": as_stored(&cpu), "memory": Quantity::of_bytes(memory + defaults.extra_memory) },
-        "limits": limit,
+        "requests": {
+            "cpu": requests.cpu.as_ref().map_or(defaults.cpu, |cpu| cpu.as_str()),
+            "memory": Quantity::of_bytes(memory + defaults.extra_memory),
+        },
+        "limits": without_empty(json!({ "cpu": limits.cpu, "memory": most })),
     })
-}
-
-/// Formats CPU as the API server stores it: whole cores without `m`.
-fn as_stored(cpu: &str) -> String {
-    let millis = cpu.strip_suffix('m').and_then(|millis| millis.parse::<u64>().ok());
-    match millis {
-        Some(millis) if millis % 1000 == 0 => (millis / 1000).to_string(),
-        _ => cpu.to_owned(),
-    }
 }
 
 /// Pull policy of the container, and pull secrets of the pod.
 pub(crate) fn pull(images: &Images) -> (PullPolicy, Value) {
-    let secrets: Vec<Value> =
-        images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect();
-    (images.pull_policy, json!(secrets))
+    (images.pull_policy, images.pull_secrets.iter().map(|secret| json!({ "name": secret.name })).collect())
 }
 
 /// Ports of a container, by name.
@@ -92,14 +99,57 @@ pub(crate) fn disruption_budget(metadata: Value, selector: &Value) -> Child {
     Child::new(ChildKind::PodDisruptionBudget, metadata, &rest)
 }
 
-/// Spreads pods over nodes or zones. Two on one node are better than a pending one.
-pub(crate) fn spread_over(topology_key: &Value, selector: &Value) -> Value {
-    json!([{
-        "maxSkew": 1,
-        "topologyKey": topology_key,
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": { "matchLabels": selector },
-    }])
+/// A StatefulSet whose pods start without waiting for each other, and are replaced one by one. They are at Pod Security
+/// level `restricted`, and only their sidecars have a token for the API server.
+pub(crate) fn stateful_set(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    component: Component,
+    StatefulSet { name, service, replicas, annotations, mut container, mut volumes }: StatefulSet,
+) -> Value {
+    let names = &inputs.agent_config.names;
+    let (policy, pull_secrets) = pull(&cluster.spec.images);
+    let sidecar = certificates::sidecar(cluster, inputs, component, &mut volumes);
+    container["imagePullPolicy"] = json!(policy);
+    container["securityContext"] = unprivileged();
+    container["volumeMounts"] = json!(volumes.mounts);
+    let pod = json!({
+        "serviceAccountName": name,
+        "automountServiceAccountToken": false,
+        "imagePullSecrets": pull_secrets,
+        "securityContext": {
+            "runAsNonRoot": true,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": { "type": "RuntimeDefault" },
+        },
+        // Two on one node are better than a pending one.
+        "topologySpreadConstraints": [{
+            "maxSkew": 1,
+            "topologyKey": cluster.spec.control_plane.spread_over,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": { "matchLabels": names.selector(component) },
+        }],
+        "initContainers": [sidecar],
+        "containers": [container],
+        "volumes": volumes.volumes,
+    });
+    json!({ "spec": {
+        "replicas": replicas,
+        "serviceName": service,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": { "type": "RollingUpdate" },
+        "minReadySeconds": MIN_READY_SECONDS,
+        "selector": { "matchLabels": names.selector(component) },
+        "template": template(names, component, annotations, pod),
+    } })
+}
+
+/// Template of the pods of a component.
+pub(crate) fn template(names: &ClusterNames, component: Component, annotations: Value, pod: Value) -> Value {
+    let metadata = without_empty(json!({ "labels": names.labels(component), "annotations": annotations }));
+    json!({ "metadata": metadata, "spec": without_empty(pod) })
 }
 
 /// An environment variable with a field of the pod.
@@ -122,32 +172,24 @@ pub(crate) fn without_empty(mut fields: Value) -> Value {
 
 /// Volumes of a pod, and their mounts in its first container.
 #[derive(Default)]
-pub(super) struct Volumes {
-    pub(super) volumes: Vec<Value>,
-    pub(super) mounts: Vec<Value>,
+pub(crate) struct Volumes {
+    pub(crate) volumes: Vec<Value>,
+    pub(crate) mounts: Vec<Value>,
 }
 
 impl Volumes {
     /// Adds a volume of a source, such as `{ "configMap": … }`, which is read at a folder.
-    pub(super) fn add(&mut self, (name, mut source, folder): (&str, Value, &str)) {
+    pub(crate) fn add(&mut self, name: &str, mut source: Value, folder: &str) {
         source["name"] = json!(name);
         self.volumes.push(source);
         self.mounts.push(json!({ "name": name, "mountPath": folder, "readOnly": true }));
     }
 
     /// Adds a folder of the node, which is written at the same path.
-    pub(super) fn add_of_node(&mut self, name: &str, path: &str, kind: &str) {
+    pub(crate) fn add_of_node(&mut self, name: &str, path: &str, kind: &str) {
         self.volumes.push(json!({ "name": name, "hostPath": { "path": path, "type": kind } }));
         self.mounts.push(json!({ "name": name, "mountPath": path }));
     }
-}
-
-/// Appends to a list, which is created if it is missing.
-pub(super) fn append(list: &mut Value, item: Value) {
-    if list.is_null() {
-        *list = json!([]);
-    }
-    list.as_array_mut().expect("a list").push(item);
 }
 
 /// Security context of a container without any privileges.
@@ -158,20 +200,6 @@ pub(crate) fn unprivileged() -> Value {
         "capabilities": { "drop": ["ALL"] },
     })
 }
-
-/// Security context of a pod at Pod Security level `restricted`.
-pub(crate) fn restricted() -> Value {
-    json!({
-        "runAsNonRoot": true,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        "seccompProfile": { "type": "RuntimeDefault" },
-    })
-}
-
-/// Uid and gid in our images.
-const USER: u32 = 65_532;
 
 /// An HTTP probe of a container.
 pub(crate) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -> Value {
@@ -188,19 +216,11 @@ pub(crate) fn probe(path: &str, port: &str, every_seconds: u32, failures: u32) -
 /// A failed probe causes a warning event, also during a start. Our programs therefore listen before slow
 /// initialization, and the kubelet waits for the response: in a normal start the first probe succeeds.
 pub(crate) fn startup_probe(path: &str, port: &str, starts_within_seconds: u32) -> Value {
-    json!({
-        "httpGet": { "path": path, "port": port, "scheme": "HTTP" },
-        "initialDelaySeconds": LISTENS_SECONDS,
-        "periodSeconds": 2,
-        "timeoutSeconds": starts_within_seconds,
-        "failureThreshold": START_ATTEMPTS,
-    })
+    let mut probe = probe(path, port, 2, START_ATTEMPTS);
+    probe["initialDelaySeconds"] = json!(LISTENS_SECONDS);
+    probe["timeoutSeconds"] = json!(starts_within_seconds);
+    probe
 }
-
-/// Time after which our programs listen.
-const LISTENS_SECONDS: u32 = 2;
-/// Number of probes, and thus the multiple of the expected start time, after which a start has failed.
-const START_ATTEMPTS: u32 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -208,28 +228,24 @@ mod tests {
 
     #[test]
     fn unspecified_memory_has_a_default_the_arena_is_added_and_memory_on_demand_raises_the_limit() {
-        let mut defaults = DefaultResources {
-            cpu_millis: 1000,
-            memory: 1 << 30,
-            extra_memory: 4 << 30,
-            ..DefaultResources::default()
-        };
-        let expected = json!({
-            "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5Gi" },
-        });
-        assert_eq!(resources(None, &defaults), expected);
+        let (memory, extra_memory) = (1 << 30, 4 << 30);
         let specified: Resources = serde_json::from_value(json!({
-            "requests": { "memory": "512Mi", "cpu": "250m" }, "limits": { "memory": "2Gi", "cpu": "2000m" },
+            "requests": { "memory": "512Mi", "cpu": "250m" }, "limits": { "memory": "2Gi", "cpu": "2" },
         }))
         .expect("resources");
-        let expected = json!({
-            "requests": { "cpu": "250m", "memory": "4608Mi" }, "limits": { "memory": "6Gi", "cpu": "2" },
-        });
-        assert_eq!(resources(Some(&specified), &defaults), expected);
-        defaults.extra_limit = 512 << 20;
-        let expected = json!({
-            "requests": { "cpu": "1", "memory": "5Gi" }, "limits": { "memory": "5632Mi" },
-        });
-        assert_eq!(resources(None, &defaults), expected);
+        for (specified, extra_limit, requests, limits) in [
+            (None, 0, json!({ "cpu": "1", "memory": "5Gi" }), json!({ "memory": "5Gi" })),
+            (None, 512 << 20, json!({ "cpu": "1", "memory": "5Gi" }), json!({ "memory": "5632Mi" })),
+            (
+                Some(&specified),
+                0,
+                json!({ "cpu": "250m", "memory": "4608Mi" }),
+                json!({ "memory": "6Gi", "cpu": "2" }),
+            ),
+        ] {
+            let defaults = DefaultResources { cpu: "1", memory, extra_memory, extra_limit };
+            let expected = json!({ "requests": requests, "limits": limits });
+            assert_eq!(resources(specified, &defaults), expected);
+        }
     }
 }

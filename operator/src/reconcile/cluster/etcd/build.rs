@@ -7,21 +7,21 @@
 
 use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;
+use reprise_crds::cluster::ManagedEtcd;
 use reprise_identity::Role;
 use reprise_identity::authority::server_name;
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE};
 use serde_json::{Value, json};
 
-use super::{CERTIFICATES_FOLDER, DATA_FOLDER, DATA_VOLUME};
+use super::{CERTIFICATES_FOLDER, DATA_FOLDER, DATA_VOLUME, managed};
 use crate::framework::child::{Child, ChildKind};
 use crate::framework::digest;
-use crate::reconcile::cluster::build::certificates::{self, Process};
 use crate::reconcile::cluster::build::metadata::{metadata, service_account};
 use crate::reconcile::cluster::build::pods::{
-    DefaultResources, container_ports, disruption_budget, field_variable, headless, probe, pull, resources,
-    restricted, spread_over, unprivileged, without_empty,
+    self, DefaultResources, StatefulSet, Volumes, container_ports, disruption_budget, field_variable,
+    headless, probe, resources, without_empty,
 };
-use crate::reconcile::cluster::inputs::ClusterInputs;
+use crate::reconcile::cluster::dereference::ClusterInputs;
 use crate::reconcile::names::{ClusterNames, Component};
 
 /// Standard ports of etcd.
@@ -30,22 +30,25 @@ const PEER_PORT: u16 = 2380;
 const METRICS_PORT: u16 = 2381;
 /// The ports that its service has.
 const PORTS: [(&str, u16); 2] = [("client", CLIENT_PORT), ("peer", PEER_PORT)];
-/// Default CPU and memory of a member.
-const CPU_MILLIS: u64 = 100;
+/// Default memory of a member.
 const MEMORY_BYTES: u64 = 256 << 20;
 /// Store size at which etcd rejects writes. We store some hundred bytes per node.
 const QUOTA_BYTES: u64 = 512 << 20;
-/// Time of a normal start of a single member, and of one of several.
-const STARTS_ALONE_SECONDS: u32 = 5;
-const STARTS_SECONDS: u32 = 10;
 /// Number of startup probes, each 2 s apart. Replaying the log or waiting for other members may take long.
 const START_PROBES: u32 = 300;
 /// Pod annotation with the digest of the authorities that the pod trusts.
 const AUTHORITIES: &str = "reprise.dev/authorities";
 
-/// `host:port` of a member for clients.
-pub(crate) fn address(names: &ClusterNames, index: u8) -> String {
-    format!("{}:{CLIENT_PORT}", host(names, &format!("{}-{index}", names.etcd())))
+/// Addresses of all members for clients.
+pub(crate) fn endpoints(cluster: &KVCacheCluster, names: &ClusterNames) -> Vec<String> {
+    let address = |pod: String| format!("https://{}:{CLIENT_PORT}", host(names, &pod));
+    pod_names(names, managed(cluster).map_or(0, |managed| managed.replicas)).map(address).collect()
+}
+
+/// Returns the names of the pods of all members.
+fn pod_names(names: &ClusterNames, replicas: u8) -> impl Iterator<Item = String> {
+    let etcd = names.etcd();
+    (0..replicas).map(move |index| format!("{etcd}-{index}"))
 }
 
 fn host(names: &ClusterNames, pod: &str) -> String {
@@ -53,7 +56,9 @@ fn host(names: &ClusterNames, pod: &str) -> String {
     host
 }
 
+/// Returns the children of a managed etcd; none if etcd is external.
 pub(crate) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Child> {
+    let Some(managed) = managed(cluster) else { return Vec::new() };
     let names = &inputs.agent_config.names;
     let name = names.etcd();
     let meta = || metadata(cluster, names, Component::Etcd, &name);
@@ -62,7 +67,7 @@ pub(crate) fn build(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Vec<Chi
         service_account(meta()),
         Child::new(ChildKind::Service, meta(), &headless(&selector, &PORTS)),
         disruption_budget(meta(), &selector),
-        Child::new(ChildKind::StatefulSet, meta(), &stateful_set(cluster, inputs)),
+        Child::new(ChildKind::StatefulSet, meta(), &stateful_set(cluster, &managed, inputs)),
     ]
 }
 
@@ -84,91 +89,53 @@ fn authorities(inputs: &ClusterInputs) -> Option<String> {
     inputs.certificates.trusted().map(|trusted| digest::of(&trusted)).or_else(running)
 }
 
-fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
+fn stateful_set(cluster: &KVCacheCluster, managed: &ManagedEtcd, inputs: &ClusterInputs) -> Value {
     let names = &inputs.agent_config.names;
-    let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let mut metadata = json!({ "labels": names.labels(Component::Etcd) });
-    if let Some(authorities) = authorities(inputs) {
-        metadata["annotations"] = json!({ AUTHORITIES: authorities });
-    }
-    let mut claim = json!({
-        "accessModes": ["ReadWriteOnce"],
-        "resources": { "requests": { "storage": managed.storage.size } },
-    });
-    if let Some(class) = &managed.storage.storage_class_name {
-        claim["storageClassName"] = json!(class);
-    }
-    json!({
-        "spec": {
-            "replicas": managed.replicas,
-            "serviceName": names.etcd(),
-            "podManagementPolicy": "Parallel",
-            "updateStrategy": { "type": "RollingUpdate" },
-            "persistentVolumeClaimRetentionPolicy": {
-                "whenDeleted": if owns_claims(inputs.etcd.as_deref()) { "Delete" } else { "Retain" },
-                "whenScaled": "Retain",
-            },
-            "selector": { "matchLabels": names.selector(Component::Etcd) },
-            "template": {
-                "metadata": metadata,
-                "spec": pod(cluster, inputs),
-            },
-            "volumeClaimTemplates": [{ "metadata": { "name": DATA_VOLUME }, "spec": claim }],
-        },
-    })
-}
-
-fn pod(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
-    let (policy, pull_secrets) = pull(&cluster.spec.images);
-    let managed = cluster.spec.etcd.managed.clone().unwrap_or_default();
-    let names = &inputs.agent_config.names;
-    let defaults =
-        DefaultResources { cpu_millis: CPU_MILLIS, memory: MEMORY_BYTES, ..DefaultResources::default() };
+    let defaults = DefaultResources { cpu: "100m", memory: MEMORY_BYTES, ..DefaultResources::default() };
+    // Unlike our programs, etcd answers before it is ready, so the first probe is sent after a normal start: a single
+    // member becomes leader at once; several first resolve each other's new DNS names.
+    let mut startup_probe = probe("/readyz", "metrics", 2, START_PROBES);
+    startup_probe["initialDelaySeconds"] = json!(if managed.replicas == 1 { 5 } else { 10 });
     let container = json!({
         "name": "etcd",
         "image": inputs.images.etcd,
-        "imagePullPolicy": policy,
         "args": arguments(names, managed.replicas),
         "env": [field_variable("POD_NAME", "metadata.name")],
         "ports": container_ports(&[PORTS[0], PORTS[1], ("metrics", METRICS_PORT)]),
         "resources": resources(managed.resources.as_ref(), &defaults),
-        "securityContext": unprivileged(),
-        "startupProbe": startup(managed.replicas),
+        "startupProbe": startup_probe,
         "livenessProbe": probe("/livez", "metrics", 5, 6),
         "readinessProbe": probe("/readyz", "metrics", 2, 2),
-        "volumeMounts": [{ "name": DATA_VOLUME, "mountPath": DATA_FOLDER }],
     });
-    let mut pod = without_empty(json!({
-        "serviceAccountName": names.etcd(),
-        "automountServiceAccountToken": false,
-        "imagePullSecrets": pull_secrets,
-        "securityContext": restricted(),
-        "topologySpreadConstraints":
-            spread_over(&json!(cluster.spec.control_plane.spread_over), &names.selector(Component::Etcd)),
-        "containers": [container],
+    let data = json!({ "name": DATA_VOLUME, "mountPath": DATA_FOLDER });
+    let set = StatefulSet {
+        name: names.etcd(),
+        service: names.etcd(),
+        replicas: u32::from(managed.replicas),
+        annotations: without_empty(json!({ AUTHORITIES: authorities(inputs) })),
+        container,
+        volumes: Volumes { mounts: vec![data], ..Volumes::default() },
+    };
+    let mut set = pods::stateful_set(cluster, inputs, Component::Etcd, set);
+    let claim = without_empty(json!({
+        "accessModes": ["ReadWriteOnce"],
+        "resources": { "requests": { "storage": managed.storage.size } },
+        "storageClassName": managed.storage.storage_class_name,
     }));
-    certificates::add_to(&mut pod, cluster, inputs, Process::Etcd);
-    pod
-}
-
-/// The startup probe. Unlike our programs, etcd answers before it is ready, so the first probe is sent after
-/// a normal start: a single member becomes leader at once; several first resolve each other's new DNS names.
-fn startup(replicas: u8) -> Value {
-    let mut probe = probe("/readyz", "metrics", 2, START_PROBES);
-    probe["initialDelaySeconds"] = json!(if replicas == 1 { STARTS_ALONE_SECONDS } else { STARTS_SECONDS });
-    probe
+    set["spec"]["volumeClaimTemplates"] = json!([{ "metadata": { "name": DATA_VOLUME }, "spec": claim }]);
+    set["spec"]["persistentVolumeClaimRetentionPolicy"] = json!({
+        "whenDeleted": if owns_claims(inputs.etcd.as_deref()) { "Delete" } else { "Retain" },
+        "whenScaled": "Retain",
+    });
+    set
 }
 
 /// All processes of the cluster have certificates of its authority, so etcd admits only members as clients, and only
 /// etcd as peers. Its gateway from JSON to gRPC would connect with the certificate of etcd, so it is off.
 fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
     let own = host(names, "$(POD_NAME)");
-    let peers: Vec<String> = (0..replicas)
-        .map(|index| {
-            let pod = format!("{}-{index}", names.etcd());
-            format!("{pod}=https://{}:{PEER_PORT}", host(names, &pod))
-        })
-        .collect();
+    let peer = |pod: String| format!("{pod}=https://{}:{PEER_PORT}", host(names, &pod));
+    let peers: Vec<String> = pod_names(names, replicas).map(peer).collect();
     let mut arguments = vec![
         "--name=$(POD_NAME)".to_owned(),
         format!("--data-dir={DATA_FOLDER}/data"),
@@ -194,25 +161,4 @@ fn arguments(names: &ClusterNames, replicas: u8) -> Vec<String> {
         arguments.push(format!("--{side}key-file={CERTIFICATES_FOLDER}/{KEY_FILE}"));
     }
     arguments
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn owns_volume_claims_once_a_member_was_ready() {
-        let set = |policy: &str, ready: Option<u32>| -> DynamicObject {
-            serde_json::from_value(json!({
-                "metadata": { "name": "c-etcd" },
-                "spec": { "persistentVolumeClaimRetentionPolicy": { "whenDeleted": policy } },
-                "status": { "readyReplicas": ready },
-            }))
-            .expect("an object")
-        };
-        assert!(!owns_claims(None));
-        assert!(!owns_claims(Some(&set("Retain", None))) && !owns_claims(Some(&set("Retain", Some(0)))));
-        assert!(owns_claims(Some(&set("Retain", Some(1)))));
-        assert!(owns_claims(Some(&set("Delete", None))), "all members are temporarily absent");
-    }
 }
