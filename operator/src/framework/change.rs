@@ -29,11 +29,6 @@ impl Change {
         self != Change::OwnWrite
     }
 
-    /// Whether only the part that this process wrote last has changed.
-    pub fn is_own_write(self) -> bool {
-        self == Change::OwnWrite
-    }
-
     /// Whether the desired state changed.
     pub fn is_spec(self) -> bool {
         self == Change::Spec
