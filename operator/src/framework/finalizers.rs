@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use kube::api::{Api, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::framework::error::{NOT_FOUND, OperatorError};
 use crate::framework::events::kind_of;
@@ -35,6 +35,17 @@ pub fn has(object: &impl ResourceExt, finalizer: &str) -> bool {
     object.finalizers().iter().any(|one| one == finalizer)
 }
 
+/// Returns the body of a patch that adds or removes a finalizer. With the resource version the API server rejects it if
+/// another writer changed the list meanwhile.
+pub fn patch(object: &impl ResourceExt, finalizer: &str, desired: Finalizer) -> Value {
+    let mut finalizers = object.finalizers().to_vec();
+    finalizers.retain(|one| one != finalizer);
+    if desired == Finalizer::Present {
+        finalizers.push(finalizer.to_owned());
+    }
+    json!({ "metadata": { "finalizers": finalizers, "resourceVersion": object.resource_version() } })
+}
+
 /// Adds or removes a finalizer. It is not added to an object that is being deleted.
 ///
 /// # Errors
@@ -57,16 +68,7 @@ where
     if is_wanted == is_there || (is_wanted && is_deleting) {
         return Ok(state);
     }
-    let mut finalizers = object.finalizers().to_vec();
-    finalizers.retain(|one| one != finalizer);
-    if is_wanted {
-        finalizers.push(finalizer.to_owned());
-    }
-    // With the resource version the API server rejects the write if another writer changed the list
-    // meanwhile.
-    let patch = json!({
-        "metadata": { "finalizers": finalizers, "resourceVersion": object.resource_version() },
-    });
+    let patch = patch(object, finalizer, desired);
     let name = object.name_any();
     match api.patch(&name, &PatchParams::default(), &Patch::Merge(&patch)).await {
         Ok(_) => context.metrics.record_write(kind_of::<K>(), Write::Finalizers),

@@ -8,10 +8,9 @@
 //! ```
 //!
 //! Grants are stored only in the status. Allocations of one node compete for the same controllers, so one
-//! reconcile decides them all ([`grant`]). The reconcile first decides from the local stores whether there is a
-//! write, without API calls. If there is one, it lists the node's allocations from the API server, and decides again
-//! before each write ([`build`]). One task per node does this at a time ([`apply`]). A decision therefore knows
-//! every earlier grant, including grants that no watch has delivered yet.
+//! reconcile decides them all ([`grant`]). If the local stores show that a write is due, it lists the node's allocations
+//! from the API server, and decides again before each write ([`build`]). One pass per node does this at a time
+//! ([`apply`]). A decision therefore knows every earlier grant, including grants that no watch has delivered yet.
 //!
 //! Invariants:
 //! * A new grant never raises the grants of a controller above the pool's `maxGpuQueuePercent` of its pairs.
@@ -25,16 +24,12 @@
 //! * A grant decided by a former leader never takes effect ([`apply`]).
 //!
 //! Agents read grants from `spec.queues` of their `CacheNode` ([`crate::reconcile::node`]) and list the pairs that they
-//! set aside in `status.applied.queues`, with the numbers of those that engines have created. The status of the
-//! allocation repeats the numbers ([`programmed`]). A replica that has lost its lease, or a stale cache, may write an
-//! outdated grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no
-//! pairs that conflict with those it already has.
-//!
-//! Not implemented in this release: per-tenant limits (`maxGpuQueuePairs`) are rejected.
+//! set aside in `status.applied.queues`. A replica that has lost its lease, or a stale cache, may write an outdated
+//! grant into a spec. The node's next reconcile corrects it. Until then the agent sets aside no pairs that conflict
+//! with those it already has.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::runtime::controller::Action;
@@ -46,7 +41,7 @@ use crate::reconcile::context::Context;
 use crate::reconcile::membership::REPORT_TIMEOUT;
 use crate::reconcile::node::readiness::next_check;
 use build::Pass;
-use dereference::{AgentQueues, GrantInputs};
+use dereference::GrantInputs;
 
 pub mod apply;
 pub mod build;
@@ -57,9 +52,6 @@ pub mod lifecycle;
 pub mod programmed;
 pub mod status;
 pub mod validate;
-
-/// Shortest requeue delay while waiting for a grant to expire.
-const REQUEUE_MIN: Duration = Duration::from_millis(100);
 
 /// Decides the grants of all allocations on this allocation's node, and updates their statuses.
 ///
@@ -72,33 +64,25 @@ pub async fn reconcile(
     let now = clock::now();
     let inputs = dereference::from_stores(allocation.spec.node_name.as_str(), &context);
     let known = Pass::new(inputs, BTreeSet::new(), now.clone());
-    if known.next_write().is_some() {
-        // A separate task finishes its requests even if this future is dropped. Otherwise a request in flight
-        // could arrive after a later decision.
-        let task = tokio::spawn({
-            let (allocation, context) = (Arc::clone(&allocation), Arc::clone(&context));
-            async move { apply::reconcile_node(&allocation, &context).await }
-        });
-        task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+    if known.next_write().is_none() {
+        return Ok(next(&known.inputs, &now));
     }
-    Ok(next(&allocation, &known.inputs, &now))
+    let inputs = apply::reconcile_node(&allocation, &context).await?;
+    Ok(next(&inputs, &now))
 }
 
-/// Requeues at the expiry time of the grant, which causes no watch event. Neither does an agent that becomes silent, or
-/// reports again without a change.
-fn next(allocation: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Action {
-    let Some(status) = allocation.status.as_ref().filter(|status| !status.allocations.is_empty()) else {
+/// Requeues when the next grant of the node expires, which causes no watch event. Neither does an agent that becomes
+/// silent, or reports again without a change.
+fn next(inputs: &GrantInputs, now: &Time) -> Action {
+    let statuses = inputs.allocations.iter().filter_map(|of| of.object.status.as_ref());
+    let granted: Vec<_> = statuses.filter(|status| !status.allocations.is_empty()).collect();
+    if granted.is_empty() {
         return Action::await_change();
-    };
-    let ends = status.expires_at.as_ref().filter(|ends| ends.0 > now.0);
-    let ends = ends.map(|ends| clock::until(ends).max(REQUEUE_MIN));
-    let check = match inputs.agent_queues(allocation) {
-        Some(AgentQueues::Reported(report)) if report.queue_pairs > 0 => {
-            Some(next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT))
-        }
-        _ => None,
-    };
-    ends.into_iter().chain(check).min().map_or_else(Action::await_change, Action::requeue)
+    }
+    let ends = granted.iter().filter_map(|status| status.expires_at.as_ref());
+    let ends = ends.filter(|ends| ends.0 > now.0).map(clock::until);
+    let check = next_check(inputs.cache_node.as_deref()).unwrap_or(REPORT_TIMEOUT);
+    Action::requeue(ends.min().map_or(check, |ends| ends.min(check)))
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{Resource, ResourceExt};
+use reprise_crds::status::Reason;
 use reprise_crds::{CacheNode, KVCacheCluster, SSDPool};
 
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
@@ -171,10 +172,11 @@ impl Assignment {
             .iter()
             .filter_map(|other| Some((*other, conflicts::shared_location(pool, other.pool)?)))
             .collect();
-        // The excluding pool by its index, or none if the node is full.
-        let mut excluded: Vec<(&String, Option<usize>)> = Vec::new();
+        // Nodes with the index of the excluding pool; a full node has none.
+        let mut excluded: Vec<(&str, Option<usize>)> = Vec::new();
         for node in selected {
-            for (other, _) in overlapping.iter().filter(|(other, _)| is_in(&other.selected, node)) {
+            let is_there = |other: &Bound| other.selected.binary_search(node).is_ok();
+            for (other, _) in overlapping.iter().filter(|(other, _)| is_there(other)) {
                 own.contested.entry(node.clone()).or_insert_with(|| other.name.clone());
                 let other = self.pools.get_mut(&other.name).expect("older pools are assigned");
                 other.contested.entry(node.clone()).or_insert_with(|| name.clone());
@@ -185,7 +187,7 @@ impl Assignment {
                 continue;
             }
             if holder.is_some() || pools.len() >= POOLS_PER_NODE_MAX {
-                excluded.push((node, holder));
+                excluded.push((node.as_str(), holder));
             } else {
                 pools.push(name.clone());
                 own.nodes.push(node.clone());
@@ -193,11 +195,18 @@ impl Assignment {
         }
         own.conflict = excluded.first().map(|(_, cause)| {
             let same = excluded.iter().filter(|(_, other)| other == cause);
-            let nodes: Vec<&str> = same.map(|(node, _)| node.as_str()).collect();
-            match cause.map(|index| &overlapping[index]) {
-                Some((other, what)) => conflicts::location(what, &other.name, &nodes),
-                None => conflicts::full(POOLS_PER_NODE_MAX, &nodes),
-            }
+            let nodes = conflicts::node_list(&same.map(|(node, _)| *node).collect::<Vec<_>>());
+            let message = match cause.map(|index| &overlapping[index]) {
+                Some((Bound { name, .. }, what)) => format!(
+                    "{what} on {nodes} may already belong to SSDPool {name}, which is older: use a different directory or \
+                     other devices, or set nodeSelector of both pools so that no node matches both"
+                ),
+                None => format!(
+                    "{POOLS_PER_NODE_MAX} older pools are on {nodes}, the most for a node: set nodeSelector so that it does \
+                     not match there"
+                ),
+            };
+            Refusal::new(Reason::Conflict, message)
         });
         self.pools.insert(name.clone(), own);
     }
@@ -208,23 +217,15 @@ impl Assignment {
     }
 }
 
-/// Returns whether a sorted list contains a name.
-fn is_in(sorted: &[String], name: &String) -> bool {
-    sorted.binary_search(name).is_ok()
-}
-
 /// Maps nodes to the frozen cluster that has them, by the operator's `CacheNode`s.
 fn kept_nodes(
     clusters: &[(String, &KVCacheCluster)],
     cache_nodes: &[Arc<CacheNode>],
 ) -> BTreeMap<String, String> {
-    let frozen: Vec<&String> =
-        clusters.iter().filter(|(_, cluster)| is_frozen(cluster)).map(|(key, _)| key).collect();
-    let ours =
-        cache_nodes.iter().filter(|node| node.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR));
-    ours.filter_map(|node| Some((node.name_any(), cluster_of(node)?)))
-        .filter(|(_, cluster)| frozen.contains(&cluster))
-        .collect()
+    let is_ours = |node: &&Arc<CacheNode>| node.labels().get(MANAGED_BY).is_some_and(|by| by == OPERATOR);
+    let of = cache_nodes.iter().filter(is_ours).filter_map(|node| Some((node.name_any(), cluster_of(node)?)));
+    let is_kept = |key: &String| clusters.iter().any(|(own, cluster)| own == key && is_frozen(cluster));
+    of.filter(|(_, cluster)| is_kept(cluster)).collect()
 }
 
 /// Sorts objects by age, oldest first. Drops deleted ones unless a finalizer holds them: a pool still has its

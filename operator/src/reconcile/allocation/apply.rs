@@ -17,70 +17,64 @@
 //!   of this process fails instead, and the pass grants nothing. A finalizer that this process added is valid for
 //!   one attempt to grant; after an unanswered attempt it is renewed.
 //!
-//! The rules need no clocks: a process may pause between any two lines. They require an API server with
-//! consistent reads that enforces `resourceVersion`, unique identities of replicas, and equal rights of all
-//! replicas on all objects.
+//! The rules need no clocks: a process may pause between any two lines. A reconcile that is dropped, after a timeout,
+//! is like an unanswered write: the finalizers that it added then count as those of another process. The rules require
+//! an API server with consistent reads that enforces `resourceVersion`, unique identities of replicas, and equal rights
+//! of all replicas on all objects.
 //!
 //! A former leader can still end a grant of an unchanged object by an outdated decision. The pairs are then
 //! unused, but never granted twice.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
 use kube::ResourceExt;
 use kube::api::{Api, Patch, PatchParams};
 use reprise_crds::{GPUQueueAllocation, OPERATOR_FIELD_MANAGER};
-use serde_json::{Value, json};
 use tokio::sync::Mutex;
 
 use super::build::{Operation, Pass, PendingWrite};
-use super::dereference::from_api_server;
-use super::status::StatusUpdate;
+use super::dereference::{GrantInputs, from_api_server};
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{CONFLICT, OperatorError};
 use crate::framework::metrics::Write;
 use crate::framework::status::publish_event;
 use crate::reconcile::context::Context;
 
-/// HTTP status codes. With `UNCERTAIN` and above, the write may have taken effect although the request
-/// failed.
-const CONFLICT: u16 = 409;
+/// HTTP status code from which on the write may have taken effect although the request failed.
 const UNCERTAIN: u16 = 500;
 
 /// Number of locks, and thus of nodes that are decided concurrently.
 const CONCURRENT_NODES_MAX: usize = 16;
 
-/// By node: uids of allocations to which this process added the finalizer, and whose grant it has not tried
-/// to write since.
-type FreshFinalizers = BTreeMap<String, BTreeSet<String>>;
-
-/// Locks that serialize passes per node. Nodes whose hashes collide share a lock.
+/// Locks that serialize passes per node. Nodes whose hashes collide share a lock. It contains the uids of allocations
+/// to which this process added the finalizer, and whose grant it has not tried to write since.
 #[derive(Debug, Default)]
-pub struct NodeLocks([Mutex<FreshFinalizers>; CONCURRENT_NODES_MAX]);
+pub struct NodeLocks([Mutex<BTreeSet<String>>; CONCURRENT_NODES_MAX]);
 
 impl NodeLocks {
-    fn of(&self, node: &str) -> &Mutex<FreshFinalizers> {
+    fn of(&self, node: &str) -> &Mutex<BTreeSet<String>> {
         let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(node);
         &self.0[hash as usize % CONCURRENT_NODES_MAX]
     }
 }
 
-/// Brings all allocations of the node of `own` to the desired state.
+/// Brings all allocations of the node of `own` to the desired state, and returns them.
 ///
 /// # Errors
 /// Fails if the API server rejected a write of `own`. It fails at once, and skips the remaining writes, if an object
 /// has changed, the API server did not answer or another replica holds the lease.
-pub async fn reconcile_node(own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
+pub async fn reconcile_node(
+    own: &GPUQueueAllocation,
+    context: &Context,
+) -> Result<GrantInputs, OperatorError> {
     let node = own.spec.node_name.as_str();
-    let mut node_finalizers = context.node_locks.of(node).lock().await;
+    let mut fresh_finalizers = context.node_locks.of(node).lock().await;
     let inputs = from_api_server(node, context).await?;
-    let fresh_finalizers = node_finalizers.remove(node).unwrap_or_default();
-    let mut pass = Pass::new(inputs, fresh_finalizers, clock::now());
+    let mut pass = Pass::new(inputs, std::mem::take(&mut *fresh_finalizers), clock::now());
     let result = run(&mut pass, own, context).await;
-    if !pass.fresh_finalizers.is_empty() {
-        node_finalizers.insert(node.to_owned(), pass.fresh_finalizers);
-    }
-    result
+    *fresh_finalizers = pass.fresh_finalizers;
+    result.map(|()| pass.inputs)
 }
 
 async fn run(pass: &mut Pass, own: &GPUQueueAllocation, context: &Context) -> Result<(), OperatorError> {
@@ -119,21 +113,17 @@ async fn execute(
     let name = object.name_any();
     let api: Api<GPUQueueAllocation> =
         Api::namespaced(context.client.clone(), &object.namespace().unwrap_or_default());
+    let patch = Patch::Merge(write.body());
     let (what, kind, written) = match &write.update {
         None => {
-            let body = json!({
-                "metadata": { "finalizers": write.finalizers(), "resourceVersion": object.resource_version() },
-            });
-            let written = api.patch(&name, &PatchParams::default(), &Patch::Merge(&body)).await;
+            let written = api.patch(&name, &PatchParams::default(), &patch).await;
             ("change finalizers", Write::Finalizers, written)
         }
         Some(update) => {
-            let body = status_body(object, update);
             let manager = Some(OPERATOR_FIELD_MANAGER.to_owned());
             let params = PatchParams { field_manager: manager, ..PatchParams::default() };
             context.own_writes.record(object, &update.status);
-            let written = api.patch_status(&name, &params, &Patch::Merge(&body)).await;
-            ("write the status", Write::Status, written)
+            ("write the status", Write::Status, api.patch_status(&name, &params, &patch).await)
         }
     };
     let result = match written {
@@ -146,21 +136,4 @@ async fn execute(
         publish_event(context, object, finding).await;
     }
     Ok(Some(result))
-}
-
-/// Returns the body of a status write. Fields of other writers cannot be lost: a concurrent change fails on the
-/// `resourceVersion`.
-fn status_body(object: &GPUQueueAllocation, update: &StatusUpdate) -> Value {
-    let status = &update.status;
-    let grants = if status.allocations.is_empty() { Value::Null } else { json!(status.allocations) };
-    json!({
-        "metadata": { "resourceVersion": object.resource_version() },
-        "status": {
-            "observedGeneration": status.observed_generation,
-            "allocations": grants,
-            "queues": status.queues,
-            "expiresAt": status.expires_at,
-            "conditions": status.conditions,
-        },
-    })
 }

@@ -20,13 +20,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 use reprise_crds::GPUQueueAllocation;
 use reprise_crds::queues::{QueueGrant, QueueQos};
+use serde_json::Value;
 
-use super::dereference::{GrantInputs, ResolvedAllocation, name};
-use super::grant::{ClaimState, Claimant, Shares, Verdict, decide};
+use super::dereference::{AgentQueues, GrantInputs, ResolvedAllocation, name};
+use super::grant::{ClaimState, Claimant, Verdict, decide};
 use super::lifecycle::{Lifecycle, granted, lifecycle};
 use super::status::{self, StatusUpdate};
 use super::validate::validate;
-use crate::framework::finalizers::has;
+use crate::framework::finalizers::{Finalizer, has, patch};
 use crate::framework::refusal::Refusal;
 use crate::reconcile::names::QUEUES_FINALIZER;
 
@@ -60,6 +61,8 @@ pub enum Operation {
 pub struct Candidate<'a> {
     pub of: &'a ResolvedAllocation,
     pub refused: Option<Refusal>,
+    /// Queue pairs that the agent holds, or may hold.
+    pub kept: Option<AgentQueues>,
     /// Its state, derived from the stored objects.
     pub lifecycle: Lifecycle,
 }
@@ -80,9 +83,7 @@ pub struct Pass {
 
 impl Pass {
     /// Begins a pass with the finalizers that this process has added.
-    pub fn new(inputs: GrantInputs, mut fresh_finalizers: BTreeSet<String>, now: Time) -> Pass {
-        let exists = |uid: &String| inputs.allocations.iter().any(|of| uid_of(&of.object) == *uid);
-        fresh_finalizers.retain(exists);
+    pub fn new(inputs: GrantInputs, fresh_finalizers: BTreeSet<String>, now: Time) -> Pass {
         Pass { inputs, fresh_finalizers, now, written: BTreeSet::new(), unwritable: BTreeSet::new() }
     }
 
@@ -115,15 +116,15 @@ impl Pass {
         let exists = |object: &GPUQueueAllocation| {
             object.metadata.deletion_timestamp.is_none() || !object.finalizers().is_empty()
         };
-        let result = result.filter(exists).map(Arc::new);
-        self.inputs.allocations.retain_mut(|of| match &result {
-            _ if uid_of(&of.object) != uid => true,
+        let allocations = &mut self.inputs.allocations;
+        match result.filter(exists) {
+            None => allocations.retain(|of| uid_of(&of.object) != uid),
             Some(object) => {
-                of.object = Arc::clone(object);
-                true
+                if let Some(of) = allocations.iter_mut().find(|of| uid_of(&of.object) == uid) {
+                    of.object = Arc::new(object);
+                }
             }
-            None => false,
-        });
+        }
         self.written.insert((uid, write.operation));
     }
 
@@ -147,17 +148,14 @@ impl Pass {
     }
 
     fn candidate<'a>(&self, of: &'a ResolvedAllocation) -> Candidate<'a> {
-        Candidate {
-            of,
-            refused: validate(of, &self.inputs),
-            lifecycle: lifecycle(&of.object, &self.inputs, &self.now),
-        }
+        let kept = self.inputs.agent_queues(&of.object);
+        let lifecycle = lifecycle(&of.object, kept.as_ref(), &self.inputs, &self.now);
+        Candidate { of, refused: validate(of, &self.inputs), kept, lifecycle }
     }
 
     fn claimant(&self, candidate: &Candidate<'_>) -> Claimant {
         let (object, spec) = (&candidate.of.object, &candidate.of.object.spec);
         let share = |grant: &QueueGrant| (grant.serial.to_string(), grant.queue_pairs);
-        let shares: Shares = granted(object).iter().map(share).collect();
         let made = object.metadata.creation_timestamp.as_ref().map_or(i64::MAX, |made| made.0.as_second());
         let is_unwritable = self.is_unwritable(object);
         Claimant {
@@ -172,9 +170,10 @@ impl Pass {
                 Lifecycle::Pending if candidate.refused.is_some() || is_unwritable => ClaimState::Inactive,
                 Lifecycle::Pending => ClaimState::Pending,
                 Lifecycle::Released => ClaimState::Inactive,
-                Lifecycle::Granted { .. } => ClaimState::Granted(shares),
-                Lifecycle::Ending { .. } | Lifecycle::Deleting => ClaimState::Ending(shares),
+                Lifecycle::Granted => ClaimState::Granted,
+                Lifecycle::Ending(_) | Lifecycle::Deleting => ClaimState::Ending,
             },
+            shares: granted(object).iter().map(share).collect(),
         }
     }
 
@@ -189,14 +188,14 @@ impl Pass {
         let object = &candidate.of.object;
         let is_deleting = object.metadata.deletion_timestamp.is_some();
         let gets_grant = matches!(verdict, Verdict::Granted(_));
-        let has_grant = matches!(candidate.lifecycle, Lifecycle::Granted { .. } | Lifecycle::Ending { .. });
+        let has_grant = matches!(candidate.lifecycle, Lifecycle::Granted | Lifecycle::Ending(_));
         let needs_finalizer = has_grant || (gets_grant && !self.has_foreign_finalizer(object));
         let operation = match has(&**object, QUEUES_FINALIZER) {
             true if !needs_finalizer => Operation::RemoveFinalizer,
             false if needs_finalizer && !is_deleting => Operation::AddFinalizer,
             _ if gets_grant => Operation::Grant,
             _ => match (&candidate.lifecycle, verdict) {
-                (Lifecycle::Ending { .. }, _) | (_, Verdict::Preempted { .. }) => Operation::EndGrant,
+                (Lifecycle::Ending(_), _) | (_, Verdict::Preempted { .. }) => Operation::EndGrant,
                 _ => Operation::UpdateStatus,
             },
         };
@@ -219,14 +218,15 @@ impl Pass {
 }
 
 impl PendingWrite {
-    /// Returns the finalizers of the object after the write.
-    pub fn finalizers(&self) -> Vec<String> {
-        let mut finalizers = self.object.finalizers().to_vec();
-        finalizers.retain(|one| one != QUEUES_FINALIZER);
-        if self.operation == Operation::AddFinalizer {
-            finalizers.push(QUEUES_FINALIZER.to_owned());
-        }
-        finalizers
+    /// Returns the body of the write as a merge patch. It has the `resourceVersion`, so the API server rejects it if the
+    /// object has changed.
+    pub fn body(&self) -> Value {
+        let finalizer = match self.operation {
+            Operation::AddFinalizer => Finalizer::Present,
+            _ => Finalizer::Absent,
+        };
+        let finalizers = || patch(&*self.object, QUEUES_FINALIZER, finalizer);
+        self.update.as_ref().map_or_else(finalizers, |update| update.body(&self.object))
     }
 }
 

@@ -1,5 +1,4 @@
-//! Reads the allocations of a node and the objects that they refer to: controllers, GPUs, pools and
-//! profiles.
+//! Reads the allocations of a node and the objects that they refer to: controllers, GPUs and pools.
 
 use std::sync::Arc;
 
@@ -10,11 +9,10 @@ use reprise_crds::fields::{Engine, Percent};
 use reprise_crds::node::{AppliedQueues, Controller};
 use reprise_crds::pool::GPU_QUEUE_PERCENT_DEFAULT;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
-use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool, SlackProfile};
+use reprise_crds::{CacheNode, CacheNodeStatus, GPUQueueAllocation, SSDPool};
 
 use super::grant::{LendableController, budget};
 use crate::framework::error::OperatorError;
-use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::{cluster_of, has_reported};
 
@@ -55,14 +53,13 @@ pub enum AgentQueues {
     Unconfirmed,
 }
 
-/// An allocation and the objects that it refers to.
+/// An allocation and its pool.
 #[derive(Clone, Debug)]
 pub struct ResolvedAllocation {
     pub object: Arc<GPUQueueAllocation>,
     pub pool: Option<Arc<SSDPool>>,
-    /// Nodes of the pool, and whether it is rejected.
-    pub assignment: PoolAssignment,
-    pub profile: Option<Arc<SlackProfile>>,
+    /// Whether the pool is assigned to the node.
+    pub is_pool_on_node: bool,
 }
 
 /// Returns the inputs for a node from the local stores.
@@ -101,10 +98,12 @@ fn build_inputs(
     let mut allocations: Vec<ResolvedAllocation> =
         allocations.into_iter().map(|object| resolve(object, context)).collect();
     allocations.sort_by_cached_key(|of| name(&of.object));
+    let status = cache_node.as_ref().and_then(|node| node.status.as_ref());
+    let controllers = status.map(|status| status.controllers.as_slice()).unwrap_or_default();
     GrantInputs {
         node: node.to_owned(),
         presence: presence(node, cache_node.as_deref(), context),
-        lenders: lenders(cache_node.as_deref(), context),
+        lenders: controllers.iter().filter_map(|controller| lender(controller, context)).collect(),
         is_silent: cache_node.as_deref().is_some_and(|node| !has_reported(node)),
         cache_node,
         allocations,
@@ -117,23 +116,19 @@ fn presence(node: &str, cache_node: Option<&CacheNode>, context: &Context) -> No
         return NodePresence::Gone;
     }
     let before = cache_node.and_then(cluster_of);
-    match stores.assignment().nodes.get(node).and_then(|assignment| assignment.cluster.as_ref()) {
-        Some(cluster) if before.is_none_or(|before| before == *cluster) => NodePresence::Present,
-        Some(_) | None => NodePresence::Removed,
-    }
+    let assignment = stores.assignment();
+    let cluster = assignment.nodes.get(node).and_then(|node| node.cluster.as_ref());
+    let is_present = cluster.is_some_and(|cluster| before.is_none_or(|before| before == *cluster));
+    if is_present { NodePresence::Present } else { NodePresence::Removed }
 }
 
 fn resolve(object: Arc<GPUQueueAllocation>, context: &Context) -> ResolvedAllocation {
-    let (stores, spec) = (&context.stores, &object.spec);
-    let namespace = object.namespace().unwrap_or_default();
-    let pool = spec.pool_ref.name.as_str();
-    let profile = spec.slack_profile_ref.as_ref();
+    let (stores, pool) = (&context.stores, object.spec.pool_ref.name.as_str());
+    let assignment = stores.assignment();
+    let assigned = assignment.nodes.get(object.spec.node_name.as_str()).map(|node| &node.pools);
     ResolvedAllocation {
         pool: stores.pools.get(&ObjectRef::new(pool)),
-        assignment: stores.assignment().pools.get(pool).cloned().unwrap_or_default(),
-        profile: profile.and_then(|profile| {
-            stores.profiles.get(&ObjectRef::new(profile.name.as_str()).within(&namespace))
-        }),
+        is_pool_on_node: assigned.is_some_and(|pools| pools.iter().any(|assigned| assigned == pool)),
         object,
     }
 }
@@ -148,20 +143,15 @@ pub(super) fn queue_percent(pool: &SSDPool) -> Option<Percent> {
     }
 }
 
-/// Returns the controllers whose queue pairs can be granted: those in an existing pool.
-fn lenders(cache_node: Option<&CacheNode>, context: &Context) -> Vec<LendableController> {
-    let lender = |controller: &Controller| {
-        let name = controller.pool.as_ref()?;
-        let pool = context.stores.pools.get(&ObjectRef::new(name.as_str()))?;
-        let percent = queue_percent(&pool)?;
-        Some(LendableController {
-            serial: controller.serial.to_string(),
-            pool: name.to_string(),
-            budget: budget(controller.queue_pairs, percent),
-        })
-    };
-    let status = cache_node.and_then(|node| node.status.as_ref());
-    status.into_iter().flat_map(|status| &status.controllers).filter_map(lender).collect()
+/// Returns a controller whose queue pairs can be granted: it is in an existing pool.
+fn lender(controller: &Controller, context: &Context) -> Option<LendableController> {
+    let name = controller.pool.as_ref()?;
+    let pool = context.stores.pools.get(&ObjectRef::new(name.as_str()))?;
+    Some(LendableController {
+        serial: controller.serial.to_string(),
+        pool: name.to_string(),
+        budget: budget(controller.queue_pairs, queue_percent(&pool)?),
+    })
 }
 
 /// Name of an allocation as `namespace/name`.

@@ -16,6 +16,9 @@
 
 use reprise_crds::fields::Percent;
 use reprise_crds::queues::{QueueIsolation, QueueQos};
+use reprise_crds::status::Reason;
+
+use crate::framework::refusal::{Refusal, list};
 
 /// A controller whose queue pairs can be granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +29,7 @@ pub struct LendableController {
     pub budget: u32,
 }
 
-/// Queue pairs by serial number of the controller.
+/// Queue pairs, by serial number of the controller or by name of the holder.
 pub type Shares = Vec<(String, u32)>;
 
 /// An allocation as an input to the decision.
@@ -43,19 +46,21 @@ pub struct Claimant {
     pub qos: QueueQos,
     pub isolation: QueueIsolation,
     pub state: ClaimState,
+    /// Queue pairs of its grant, by controller.
+    pub shares: Shares,
 }
 
-/// The grant of an allocation before the decision.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The state of an allocation before the decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimState {
     /// No grant, and none is requested.
     Inactive,
     /// No grant yet; one is requested.
     Pending,
     /// A grant that is not ending.
-    Granted(Shares),
+    Granted,
     /// An ending grant whose queue pairs are not free yet.
-    Ending(Shares),
+    Ending,
 }
 
 /// The decision on one allocation.
@@ -67,34 +72,8 @@ pub enum Verdict {
     Granted(Vec<String>),
     /// Its grant ends in favor of another allocation.
     Preempted { by: String },
-    /// It does not fit.
-    Waiting(WaitReason),
-}
-
-/// Why an allocation waits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum WaitReason {
-    /// The pool has no controller on the node.
-    NoController,
-    /// The request exceeds the budget of every controller, even an unused one.
-    ExceedsController {
-        /// The largest request that can be granted.
-        most: u32,
-    },
-    /// These controllers have too few free queue pairs.
-    NotEnoughFree(Vec<ControllerUsage>),
-    /// A controller is being released for it.
-    Preempting(ControllerUsage),
-}
-
-/// A controller with its holders.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ControllerUsage {
-    pub serial: String,
-    /// Queue pairs that all grants together may use.
-    pub budget: u32,
-    /// Names of holders, with their queue pairs.
-    pub holders: Vec<(String, u32)>,
+    /// It does not fit, for this reason.
+    Waiting(Refusal),
 }
 
 /// Returns the queue pairs of a controller that may be granted: `percent` of `pairs`, rounded down.
@@ -107,27 +86,25 @@ pub fn decide(lenders: &[LendableController], claimants: &[Claimant]) -> Vec<Ver
     let mut ledger = Ledger::new(lenders, claimants);
     let mut pending: Vec<usize> =
         (0..claimants.len()).filter(|index| claimants[*index].state == ClaimState::Pending).collect();
-    pending.sort_by_key(|index| claimants[*index].rank());
+    pending.sort_by_key(|index| {
+        let Claimant { qos, made, name, .. } = &claimants[*index];
+        (*qos, *made, name)
+    });
     for index in pending {
-        ledger.verdicts[index] = match claimants[index].isolation {
+        let verdict = match claimants[index].isolation {
             QueueIsolation::TrustedShared => ledger.grant_shared(index),
             QueueIsolation::ExclusiveController => ledger.grant_exclusive(index),
         };
+        ledger.verdicts[index] = verdict.unwrap_or_else(Verdict::Waiting);
     }
     ledger.verdicts
 }
 
-impl Claimant {
-    fn rank(&self) -> (QueueQos, i64, &str) {
-        (self.qos, self.made, &self.name)
-    }
-
-    fn shares(&self) -> &[(String, u32)] {
-        match &self.state {
-            ClaimState::Inactive | ClaimState::Pending => &[],
-            ClaimState::Granted(shares) | ClaimState::Ending(shares) => shares,
-        }
-    }
+/// Describes a controller: its serial number, budget and holders with their queue pairs.
+pub fn describe(controller: &LendableController, holders: &[(String, u32)]) -> String {
+    let names = list(holders.iter().map(|(name, pairs)| format!("{name} {pairs}")));
+    let names = if names.is_empty() { "no allocation" } else { &names };
+    format!("{} (budget {}; held by {names})", controller.serial, controller.budget)
 }
 
 /// State of the decision. Controllers and claimants are identified by their index.
@@ -147,83 +124,73 @@ struct ControllerState<'a> {
     is_reserved: bool,
 }
 
-impl ControllerState<'_> {
-    fn free_pairs(&self) -> u32 {
-        let held = self.holders.iter().map(|(_, pairs)| *pairs).fold(0, u32::saturating_add);
-        self.lender.budget.saturating_sub(held)
-    }
-
-    fn is_unused(&self) -> bool {
-        self.holders.is_empty() && !self.is_reserved
-    }
-}
-
 impl<'a> Ledger<'a> {
     fn new(lenders: &'a [LendableController], claimants: &'a [Claimant]) -> Ledger<'a> {
-        let holders = |lender: &LendableController| -> Vec<(usize, u32)> {
-            let of_it = |claimant: &Claimant| {
-                let mut shares = claimant.shares().iter();
-                shares.find(|(serial, _)| *serial == lender.serial).map(|(_, pairs)| *pairs)
+        let state = |lender: &'a LendableController| {
+            let of_it = |(index, claimant): (usize, &Claimant)| {
+                let mut shares = claimant.shares.iter();
+                shares.find(|(serial, _)| *serial == lender.serial).map(|(_, pairs)| (index, *pairs))
             };
-            let all = claimants.iter().enumerate();
-            all.filter_map(|(index, claimant)| Some((index, of_it(claimant)?))).collect()
+            let holders = claimants.iter().enumerate().filter_map(of_it).collect();
+            ControllerState { lender, holders, is_reserved: false }
         };
-        let mut controllers: Vec<ControllerState<'a>> = lenders
-            .iter()
-            .map(|lender| ControllerState { lender, holders: holders(lender), is_reserved: false })
-            .collect();
-        controllers.sort_by(|a, b| a.lender.serial.cmp(&b.lender.serial));
+        let mut controllers: Vec<ControllerState<'a>> = lenders.iter().map(state).collect();
+        controllers.sort_by_key(|controller| &controller.lender.serial);
         Ledger { claimants, controllers, verdicts: vec![Verdict::Unchanged; claimants.len()] }
     }
 
     /// Grants the requested pairs of every controller of the pool that is not exclusive.
-    fn grant_shared(&mut self, index: usize) -> Verdict {
-        let wanted = &self.claimants[index];
-        let all = self.of_pool(&wanted.pool);
-        if all.is_empty() {
-            return Verdict::Waiting(WaitReason::NoController);
-        }
+    fn grant_shared(&mut self, index: usize) -> Result<Verdict, Refusal> {
+        let wanted = self.claimants[index].pairs;
+        let all = self.of_pool(&self.claimants[index].pool)?;
         let shareable: Vec<usize> = all.iter().copied().filter(|at| !self.is_exclusive(*at)).collect();
         // Every controller grants the same number of pairs, so the smallest budget is the limit.
-        let Some(most) = shareable.iter().map(|at| self.controllers[*at].lender.budget).min() else {
-            return Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&all)));
+        let Some(most) = shareable.iter().map(|at| self.budget(*at)).min() else {
+            return Err(self.too_few_free(&all));
         };
-        if most < wanted.pairs {
-            return Verdict::Waiting(WaitReason::ExceedsController { most });
-        }
-        let is_short = |at: &usize| self.controllers[*at].free_pairs() < wanted.pairs;
+        exceeds(wanted, most)?;
+        let is_short = |at: &usize| {
+            let held = self.controllers[*at].holders.iter().map(|(_, pairs)| *pairs);
+            self.budget(*at).saturating_sub(held.fold(0, u32::saturating_add)) < wanted
+        };
         let short: Vec<usize> = shareable.iter().copied().filter(is_short).collect();
-        if !short.is_empty() {
-            return Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&short)));
-        }
-        self.grant(index, &shareable)
+        if short.is_empty() { Ok(self.grant(index, &shareable)) } else { Err(self.too_few_free(&short)) }
     }
 
     /// Grants the requested pairs of one unused controller, or preempts the holders of one.
-    fn grant_exclusive(&mut self, index: usize) -> Verdict {
-        let wanted = &self.claimants[index];
-        let all = self.of_pool(&wanted.pool);
-        let budget = |at: &usize| self.controllers[*at].lender.budget;
-        let Some(most) = all.iter().map(budget).max() else {
-            return Verdict::Waiting(WaitReason::NoController);
+    fn grant_exclusive(&mut self, index: usize) -> Result<Verdict, Refusal> {
+        let Claimant { pairs, pool, qos, .. } = &self.claimants[index];
+        let all = self.of_pool(pool)?;
+        exceeds(*pairs, all.iter().map(|at| self.budget(*at)).max().unwrap_or_default())?;
+        let fitting: Vec<usize> = all.into_iter().filter(|at| self.budget(*at) >= *pairs).collect();
+        let is_unused = |at: &usize| {
+            let controller = &self.controllers[*at];
+            controller.holders.is_empty() && !controller.is_reserved
         };
-        if most < wanted.pairs {
-            return Verdict::Waiting(WaitReason::ExceedsController { most });
-        }
-        let fitting: Vec<usize> = all.iter().copied().filter(|at| budget(at) >= wanted.pairs).collect();
-        let unused = fitting.iter().copied().filter(|at| self.controllers[*at].is_unused());
-        if let Some(at) = unused.min_by_key(budget) {
-            return self.grant(index, &[at]);
+        let unused = fitting.iter().copied().filter(is_unused);
+        if let Some(at) = unused.min_by_key(|at| self.budget(*at)) {
+            return Ok(self.grant(index, &[at]));
         }
         let costs = fitting.iter().copied().filter_map(|at| Some((self.cost(at)?, at)));
         match costs.min() {
-            Some((_, at)) if wanted.qos == QueueQos::Guaranteed => self.preempt(index, at),
-            _ => Verdict::Waiting(WaitReason::NotEnoughFree(self.usages(&fitting))),
+            Some((_, at)) if *qos == QueueQos::Guaranteed => Err(self.preempt(index, at)),
+            _ => Err(self.too_few_free(&fitting)),
         }
     }
 
-    fn of_pool(&self, pool: &str) -> Vec<usize> {
-        (0..self.controllers.len()).filter(|at| self.controllers[*at].lender.pool == pool).collect()
+    /// Returns the controllers of a pool, of which there is at least one.
+    fn of_pool(&self, pool: &str) -> Result<Vec<usize>, Refusal> {
+        let of_pool = |at: &usize| self.controllers[*at].lender.pool == pool;
+        let all: Vec<usize> = (0..self.controllers.len()).filter(of_pool).collect();
+        if all.is_empty() {
+            let message = "the node has no controller with queue pairs to grant: check status.controllers of its CacheNode";
+            return Err(Refusal::new(Reason::NoDevices, message));
+        }
+        Ok(all)
+    }
+
+    fn budget(&self, at: usize) -> u32 {
+        self.controllers[at].lender.budget
     }
 
     /// Whether a controller is held or reserved by an exclusive allocation.
@@ -245,51 +212,61 @@ impl<'a> Ledger<'a> {
     /// budget. `None` if a guaranteed holder or a reservation prevents it.
     fn cost(&self, at: usize) -> Option<(usize, usize, u32)> {
         let controller = &self.controllers[at];
-        if controller.is_reserved {
-            return None;
-        }
-        let (mut burstable, mut best_effort) = (0, 0);
-        for (index, _) in controller.holders.iter().filter(|(index, _)| !self.is_ending(*index)) {
-            match self.claimants[*index].qos {
-                QueueQos::Guaranteed => return None,
-                QueueQos::Burstable => burstable += 1,
-                QueueQos::BestEffort => best_effort += 1,
-            }
-        }
-        Some((burstable, best_effort, controller.lender.budget))
+        let holders = controller.holders.iter().filter(|(index, _)| !self.is_ending(*index));
+        let classes: Vec<QueueQos> = holders.map(|(index, _)| self.claimants[*index].qos).collect();
+        let count = |class| classes.iter().filter(|qos| **qos == class).count();
+        let is_available = !controller.is_reserved && count(QueueQos::Guaranteed) == 0;
+        is_available.then(|| (count(QueueQos::Burstable), count(QueueQos::BestEffort), self.budget(at)))
     }
 
     fn is_ending(&self, index: usize) -> bool {
         let is_preempted = matches!(self.verdicts[index], Verdict::Preempted { .. });
-        is_preempted || matches!(self.claimants[index].state, ClaimState::Ending(_))
+        is_preempted || self.claimants[index].state == ClaimState::Ending
     }
 
     /// Preempts all holders of a controller, and reserves it.
-    fn preempt(&mut self, index: usize, at: usize) -> Verdict {
+    fn preempt(&mut self, index: usize, at: usize) -> Refusal {
         for holder in self.controllers[at].holders.iter().map(|(holder, _)| *holder) {
             if !self.is_ending(holder) {
                 self.verdicts[holder] = Verdict::Preempted { by: self.claimants[index].name.clone() };
             }
         }
         self.controllers[at].is_reserved = true;
-        Verdict::Waiting(WaitReason::Preempting(self.usage(at)))
+        let message = format!(
+            "{} is reserved for it until the agent has released the pairs of the previous holders",
+            self.describe(at)
+        );
+        Refusal::new(Reason::Releasing, message)
     }
 
-    fn usages(&self, of: &[usize]) -> Vec<ControllerUsage> {
-        of.iter().map(|at| self.usage(*at)).collect()
+    fn too_few_free(&self, of: &[usize]) -> Refusal {
+        let message = format!(
+            "too few are free: {}. The grant follows once enough are free, for example when one of these allocations is \
+             deleted",
+            list(of.iter().map(|at| self.describe(*at)))
+        );
+        Refusal::new(Reason::OverBudget, message)
     }
 
-    fn usage(&self, at: usize) -> ControllerUsage {
+    fn describe(&self, at: usize) -> String {
         let controller = &self.controllers[at];
         let holder = |(index, pairs): &(usize, u32)| (self.claimants[*index].name.clone(), *pairs);
-        let mut holders: Vec<(String, u32)> = controller.holders.iter().map(holder).collect();
+        let mut holders: Shares = controller.holders.iter().map(holder).collect();
         holders.sort();
-        ControllerUsage {
-            serial: controller.lender.serial.clone(),
-            budget: controller.lender.budget,
-            holders,
-        }
+        describe(controller.lender, &holders)
     }
+}
+
+/// Refuses a request above the budget of every controller, even of an unused one.
+fn exceeds(wanted: u32, most: u32) -> Result<(), Refusal> {
+    if wanted <= most {
+        return Ok(());
+    }
+    let message = format!(
+        "at most {most} can be granted per controller: create a GPUQueueAllocation that requests fewer, or raise \
+         devices.maxGpuQueuePercent of the pool"
+    );
+    Err(Refusal::new(Reason::OverBudget, message))
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use reprise_crds::queues::QueueGrant;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType as Type, Reason, find};
 
 use super::dereference::{AgentQueues, GrantInputs, NodePresence};
+use crate::framework::refusal::Refusal;
 use crate::reconcile::membership::cluster_of;
 use crate::reconcile::names::QUEUES_FINALIZER;
 
@@ -16,29 +17,13 @@ pub enum Lifecycle {
     /// It has no grant yet.
     Pending,
     /// It has a grant.
-    Granted {
-        /// Queue pairs that the agent holds for it.
-        kept: Option<AgentQueues>,
-    },
-    /// Its grant is ending.
-    Ending {
-        end: GrantEnd,
-        /// Queue pairs that the agent still holds, or may; `None` if the release can be written to the status.
-        kept: Option<AgentQueues>,
-    },
+    Granted,
+    /// Its grant is ending, by one of [`END_REASONS`]. The message has the cause and the remedy.
+    Ending(Refusal),
     /// The release is recorded; the allocation is never granted again.
     Released,
     /// It is being deleted and needs no status update: it has no grant, or our finalizer is the only one.
     Deleting,
-}
-
-/// The end of a grant.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GrantEnd {
-    /// Why the grant ends: one of [`END_REASONS`].
-    pub reason: Reason,
-    /// Message for conditions: the cause and the remedy.
-    pub message: String,
 }
 
 /// Reasons of the condition `Allocated` by which an ending grant is recognized: its `ttl` has passed, a guaranteed
@@ -50,15 +35,20 @@ pub fn granted(object: &GPUQueueAllocation) -> &[QueueGrant] {
     object.status.as_ref().map(|status| status.allocations.as_slice()).unwrap_or_default()
 }
 
-fn conditions(object: &GPUQueueAllocation) -> &[Condition] {
-    object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default()
+fn condition(object: &GPUQueueAllocation, kind: Type) -> Option<&Condition> {
+    find(&object.status.as_ref()?.conditions, kind)
 }
 
-/// Derives the state of an allocation.
-pub fn lifecycle(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Lifecycle {
+/// Derives the state of an allocation of which the agent holds these queue pairs, or may hold them.
+pub fn lifecycle(
+    object: &GPUQueueAllocation,
+    kept: Option<&AgentQueues>,
+    inputs: &GrantInputs,
+    now: &Time,
+) -> Lifecycle {
     let is_deleting = object.metadata.deletion_timestamp.is_some();
     if granted(object).is_empty() {
-        let released = find(conditions(object), Type::Released);
+        let released = condition(object, Type::Released);
         let is_over = released.is_some_and(|released| released.status == ConditionStatus::True);
         return match () {
             () if is_deleting => Lifecycle::Deleting,
@@ -66,18 +56,14 @@ pub fn lifecycle(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) 
             () => Lifecycle::Pending,
         };
     }
-    let kept = inputs.agent_queues(object);
+    // An object with other finalizers outlives ours, so its grant must be released by a status update; otherwise its pairs
+    // would stay used.
+    let is_last = matches!(object.finalizers(), [only] if only == QUEUES_FINALIZER);
     match recorded_end(object).or_else(|| due_end(object, inputs, now)) {
-        None => Lifecycle::Granted { kept },
-        Some(_) if kept.is_none() && is_deleting && has_only_our_finalizer(object) => Lifecycle::Deleting,
-        Some(end) => Lifecycle::Ending { end, kept },
+        None => Lifecycle::Granted,
+        Some(_) if kept.is_none() && is_deleting && is_last => Lifecycle::Deleting,
+        Some(end) => Lifecycle::Ending(end),
     }
-}
-
-/// Whether our finalizer is the only one. An object with other finalizers outlives ours, so its grant must be
-/// released by a status update; otherwise its pairs would stay used.
-fn has_only_our_finalizer(object: &GPUQueueAllocation) -> bool {
-    matches!(object.finalizers(), [only] if only == QUEUES_FINALIZER)
 }
 
 /// Whether it has a grant whose end is not recorded: the agent must hold its queue pairs.
@@ -86,24 +72,23 @@ pub fn has_grant(object: &GPUQueueAllocation) -> bool {
 }
 
 /// Returns the end of the grant that the status already records.
-fn recorded_end(object: &GPUQueueAllocation) -> Option<GrantEnd> {
-    let allocated = find(conditions(object), Type::Allocated)?;
+fn recorded_end(object: &GPUQueueAllocation) -> Option<Refusal> {
+    let allocated = condition(object, Type::Allocated)?;
     let is_no = allocated.status == ConditionStatus::False;
     let reason = END_REASONS.into_iter().find(|reason| reason.as_str() == allocated.reason)?;
-    is_no.then(|| GrantEnd { reason, message: allocated.message.clone() })
+    is_no.then(|| Refusal::new(reason, &allocated.message))
 }
 
 /// Returns the reason to end the grant now, if there is one.
-fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Option<GrantEnd> {
+fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Option<Refusal> {
     let node = &inputs.node;
     let expires_at = object.status.as_ref().and_then(|status| status.expires_at.as_ref());
     let is_expired = expires_at.is_some_and(|end| end.0 <= now.0);
     let (reason, message) = match inputs.presence {
         NodePresence::Removed => {
-            let cluster = match inputs.cache_node.as_deref().and_then(cluster_of) {
-                Some(before) => format!("KVCacheCluster {before}"),
-                None => "a KVCacheCluster".to_owned(),
-            };
+            let cluster = inputs.cache_node.as_deref().and_then(cluster_of);
+            let cluster =
+                cluster.map_or_else(|| "a KVCacheCluster".to_owned(), |key| format!("KVCacheCluster {key}"));
             let message = format!(
                 "node {node} no longer belongs to {cluster}: delete this GPUQueueAllocation and create one for another node, or \
                  create it again once the agents.nodeSelector of a cluster selects this node"
@@ -126,7 +111,7 @@ fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Opt
         }
         NodePresence::Present => return None,
     };
-    Some(GrantEnd { reason, message })
+    Some(Refusal::new(reason, message))
 }
 
 /// Total queue pairs of a grant over all controllers.

@@ -40,27 +40,20 @@ fn shown(status: &GPUQueueAllocationStatus) -> Option<String> {
         1 => ranges(&grant.queues),
         _ => format!("{} {}", grant.serial, ranges(&grant.queues)),
     };
-    let all = grants.map(text).collect::<Vec<_>>().join("; ");
-    let shown: String = match all.chars().count() {
-        0..=NUMBERS_CHARS_MAX => all,
-        _ => all.chars().take(NUMBERS_CHARS_MAX - 1).chain(['…']).collect(),
-    };
+    let mut shown = grants.map(text).collect::<Vec<_>>().join("; ");
+    if shown.chars().count() > NUMBERS_CHARS_MAX {
+        shown = shown.chars().take(NUMBERS_CHARS_MAX - 1).chain(['…']).collect();
+    }
     (!shown.is_empty()).then_some(shown)
 }
 
 /// Returns ascending numbers as ranges: `2-5,9`.
 fn ranges(numbers: &[u32]) -> String {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for number in numbers {
-        match ranges.last_mut() {
-            Some((_, last)) if *last + 1 == *number => *last = *number,
-            _ => ranges.push((*number, *number)),
-        }
-    }
-    let text = |(first, last): &(u32, u32)| {
-        if first == last { first.to_string() } else { format!("{first}-{last}") }
-    };
-    ranges.iter().map(text).collect::<Vec<_>>().join(",")
+    let ranges = numbers.chunk_by(|number, next| number + 1 == *next).map(|range| match range {
+        [first, .., last] => format!("{first}-{last}"),
+        _ => range.iter().map(u32::to_string).collect(),
+    });
+    ranges.collect::<Vec<_>>().join(",")
 }
 
 /// Returns the condition `Programmed` of an active grant of `all` queue pairs.
@@ -72,38 +65,28 @@ pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantI
         return Finding::no(kind, Reason::Progressing, message);
     };
     let AppliedQueues { queue_pairs: made, kept, unavailable, refused, .. } = report;
+    let aside = format!("the agent of node {node} has set {kept} queue pairs aside, and no engine");
     let (reason, message) = match (made, unavailable, refused) {
-        (1.., ..) if inputs.is_silent => (
-            Reason::NotReported,
-            format!(
-                "the agent of node {node} has not reported for a minute, and queue pairs end with it: check the node and its \
-                 agent"
-            ),
-        ),
-        (_, _, Some(why)) => (
-            Reason::Refused,
-            format!("the agent of node {node} cannot set the queue pairs aside: {why}. It retries"),
-        ),
+        (1.., ..) if inputs.is_silent => {
+            let silent = format!("the agent of node {node} has not reported for a minute");
+            let message = format!("{silent}, and queue pairs end with it: check the node and its agent");
+            (Reason::NotReported, message)
+        }
+        (_, _, Some(why)) => {
+            let message =
+                format!("the agent of node {node} cannot set the queue pairs aside: {why}. It retries");
+            (Reason::Refused, message)
+        }
         (made, ..) if *made >= all => {
             let message = format!("engines of node {node} have created {made} queue pairs");
             return Finding::yes(kind, Reason::AsDesired, message);
         }
-        (_, Some(why), _) => (
-            Reason::Unsupported,
-            format!(
-                "the agent of node {node} has set {kept} queue pairs aside, and no engine can create them: {why}"
-            ),
-        ),
-        (0, ..) => (
-            Reason::NotRequested,
-            format!(
-                "the agent of node {node} has set {kept} queue pairs aside, and no engine has requested them yet"
-            ),
-        ),
-        _ => (
-            Reason::NotRequested,
-            format!("engines of node {node} have requested {made} of {all} queue pairs"),
-        ),
+        (_, Some(why), _) => (Reason::Unsupported, format!("{aside} can create them: {why}")),
+        (0, ..) => (Reason::NotRequested, format!("{aside} has requested them yet")),
+        _ => {
+            let message = format!("engines of node {node} have requested {made} of {all} queue pairs");
+            (Reason::NotRequested, message)
+        }
     };
     Finding::no(kind, reason, message)
 }

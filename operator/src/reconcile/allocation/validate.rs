@@ -1,13 +1,11 @@
 //! Validates an allocation: the objects that it refers to must exist and be suitable.
 //!
 //! The GPU must be among those that the agent reports. An agent that sees no GPUs (driver not loaded) reports
-//! none; then the spec is accepted as written. Agents do not report MIG partitions. A profile must be valid
-//! and, as far as known, measured on the same GPU product.
+//! none; then the spec is accepted as written. Agents do not report MIG partitions. A profile that the node does not
+//! have has no effect, so it does not delay the grant.
 
-use kube::ResourceExt;
-use reprise_crds::SlackProfile;
 use reprise_crds::fields::GpuUuid;
-use reprise_crds::status::{ConditionStatus, ConditionType, Reason, find};
+use reprise_crds::status::Reason;
 
 use super::dereference::{GrantInputs, NodePresence, ResolvedAllocation, queue_percent};
 use crate::framework::refusal::Refusal;
@@ -17,7 +15,7 @@ const PART: &str = "MIG-";
 
 /// Returns why an allocation is rejected; `None` if it is accepted.
 pub fn validate(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
-    node(inputs).or_else(|| pool(of, inputs)).or_else(|| gpu(of, inputs)).or_else(|| profile(of, inputs))
+    node(inputs).or_else(|| pool(of, inputs)).or_else(|| gpu(of, inputs))
 }
 
 /// Whether the node's agent would report this GPU if it existed.
@@ -32,48 +30,35 @@ fn missing(message: String) -> Option<Refusal> {
 
 fn node(inputs: &GrantInputs) -> Option<Refusal> {
     let node = &inputs.node;
-    if inputs.presence == NodePresence::Gone {
-        return missing(format!(
-            "node {node} does not exist: create a GPUQueueAllocation for an existing node"
-        ));
-    }
-    if inputs.presence == NodePresence::Removed || inputs.cache_node.is_none() {
-        return missing(format!(
+    match inputs.presence {
+        NodePresence::Present if inputs.cache_node.is_some() => None,
+        NodePresence::Gone => {
+            missing(format!("node {node} does not exist: create a GPUQueueAllocation for an existing node"))
+        }
+        NodePresence::Present | NodePresence::Removed => missing(format!(
             "node {node} belongs to no KVCacheCluster and has no agent: select it with agents.nodeSelector of a cluster"
-        ));
+        )),
     }
-    None
 }
 
 fn pool(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
     let (name, node) = (&of.object.spec.pool_ref.name, &inputs.node);
+    let other = "create a GPUQueueAllocation that names another pool";
     let Some(pool) = &of.pool else {
-        return missing(format!(
-            "SSDPool {name} does not exist: create it, or create a GPUQueueAllocation that names another pool"
-        ));
+        return missing(format!("SSDPool {name} does not exist: create it, or {other}"));
     };
     if queue_percent(pool).is_none() {
-        let message = format!(
-            "SSDPool {name} does not use raw devices, so it has no NVMe queues to grant: create a GPUQueueAllocation that \
-             names a pool with devices"
-        );
+        let message =
+            format!("SSDPool {name} does not use raw devices, so it has no NVMe queues to grant: {other}");
         return Some(Refusal::new(Reason::InvalidSpec, message));
     }
     if pool.metadata.deletion_timestamp.is_some() {
-        return missing(format!(
-            "SSDPool {name} is being deleted: create a GPUQueueAllocation that names another pool"
-        ));
+        return missing(format!("SSDPool {name} is being deleted: {other}"));
     }
-    if let Some(refused) = &of.assignment.refused {
-        return Some(Refusal::new(
-            refused.reason,
-            format!("SSDPool {name} is rejected: {}", refused.message),
-        ));
-    }
-    if !of.assignment.nodes.contains(node) {
+    if !of.is_pool_on_node {
         return missing(format!(
-            "SSDPool {name} is not on node {node}: list the pool in spec.pools of the cluster and select the node with its \
-             nodeSelector, or create a GPUQueueAllocation for another node"
+            "SSDPool {name} is not on node {node}: list the pool in spec.pools of the cluster, select the node with its \
+             nodeSelector and see its condition Accepted, or create a GPUQueueAllocation for another node"
         ));
     }
     None
@@ -91,83 +76,4 @@ fn gpu(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
          driver was loaded has no UUID yet: run nvidia-smi -pm 1 on the node",
         there.join(", ")
     ))
-}
-
-fn profile(of: &ResolvedAllocation, inputs: &GrantInputs) -> Option<Refusal> {
-    let name = &of.object.spec.slack_profile_ref.as_ref()?.name;
-    let Some(profile) = &of.profile else {
-        let namespace = of.object.namespace().unwrap_or_default();
-        return missing(format!(
-            "SlackProfile {name} does not exist in namespace {namespace}: create it, or create a GPUQueueAllocation without it"
-        ));
-    };
-    if profile.metadata.deletion_timestamp.is_some() {
-        return missing(format!(
-            "SlackProfile {name} is being deleted: create a GPUQueueAllocation with another profile or without one"
-        ));
-    }
-    invalid(profile)
-        .or_else(|| wrong_gpu(of, profile, inputs))
-        .or_else(|| out_of_reach(of, name.as_str(), inputs))
-}
-
-/// Returns why the node cannot have the profile: a cluster distributes profiles of its own namespace.
-fn out_of_reach(of: &ResolvedAllocation, name: &str, inputs: &GrantInputs) -> Option<Refusal> {
-    let cluster = inputs.cache_node.as_ref()?.spec.cluster_ref.as_ref()?;
-    let (own, theirs, node) = (of.object.namespace().unwrap_or_default(), &cluster.namespace, &inputs.node);
-    if theirs.as_str() == own {
-        return None;
-    }
-    missing(format!(
-        "SlackProfile {name} of namespace {own} cannot reach node {node}, which gets profiles of namespace {theirs}: create \
-         the profile and the GPUQueueAllocation there, or create a GPUQueueAllocation without the profile"
-    ))
-}
-
-/// Returns why the profile is unusable, according to its own `Valid` condition.
-fn invalid(profile: &SlackProfile) -> Option<Refusal> {
-    let name = profile.name_any();
-    let conditions = profile.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    let Some(valid) = find(conditions, ConditionType::Valid) else {
-        let message = format!("SlackProfile {name} has not been validated yet");
-        return Some(Refusal::new(Reason::Progressing, message));
-    };
-    let reported = &valid.message;
-    match valid.status {
-        ConditionStatus::True => None,
-        ConditionStatus::False => Some(Refusal::new(
-            Reason::ProfileInvalid,
-            format!(
-                "SlackProfile {name} is invalid: {reported}. Correct it, or create a GPUQueueAllocation with another profile or \
-                 without one"
-            ),
-        )),
-        ConditionStatus::Unknown => missing(format!(
-            "cannot determine whether SlackProfile {name} is valid: {reported}. See its condition Accepted, or create a \
-             GPUQueueAllocation with another profile or without one"
-        )),
-    }
-}
-
-/// Returns why the profile does not match the GPU. For a GPU that the agent does not report, such as a MIG
-/// partition, one GPU of the right product on the node is enough.
-fn wrong_gpu(of: &ResolvedAllocation, profile: &SlackProfile, inputs: &GrantInputs) -> Option<Refusal> {
-    let (gpu, node, name) = (&of.object.spec.gpu_uuid, &inputs.node, profile.name_any());
-    let measured = profile.spec.subject.gpu_product.as_str();
-    let mut there = inputs.status()?.gpus.clone();
-    if there.iter().any(|one| one.uuid == *gpu) {
-        there.retain(|one| one.uuid == *gpu);
-    }
-    if there.is_empty() || there.iter().any(|one| one.product.as_str() == measured) {
-        return None;
-    }
-    let mut products: Vec<&str> = there.iter().map(|one| one.product.as_str()).collect();
-    products.sort_unstable();
-    products.dedup();
-    let message = format!(
-        "SlackProfile {name} was measured on {measured}, but GPU {gpu} of node {node} is {}: create a GPUQueueAllocation with a \
-         matching profile or without one",
-        products.join(" or ")
-    );
-    Some(Refusal::new(Reason::WrongGpu, message))
 }

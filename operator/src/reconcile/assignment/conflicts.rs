@@ -8,40 +8,27 @@ use reprise_crds::fields::{DeviceGlob, Quantity};
 use reprise_crds::pool::SSDPoolSpec;
 use reprise_crds::status::Reason;
 
-use crate::framework::refusal::Refusal;
-
-/// Maximum number of nodes in a message.
-const NAMES_MAX: usize = 5;
+use crate::framework::refusal::{Refusal, list};
 
 /// Returns why a pool contradicts the oldest one of its cluster in a setting of which an agent has one value for all pools.
 pub(super) fn settings(pool: &SSDPool, oldest: &SSDPool) -> Option<Refusal> {
-    let (ours, theirs) = (shared_settings(&pool.spec), shared_settings(&oldest.spec));
-    let mut differing = ours.into_iter().zip(theirs).filter(|(ours, theirs)| ours.value != theirs.value);
-    differing.next().map(|(ours, theirs)| {
-        let (field, ours, theirs, other) = (ours.field, ours.text, theirs.text, oldest.name_any());
-        let message = format!(
-            "{field} is {ours} here and {theirs} in the older SSDPool {other} of the same cluster, but an agent has one \
-             value for all its pools: set {theirs} here, set {ours} in all pools of the cluster, or move the pool to \
-             another cluster"
-        );
-        Refusal::new(Reason::Conflict, message)
-    })
+    let mut both = shared_settings(&pool.spec).into_iter().zip(shared_settings(&oldest.spec));
+    let ((field, _, ours), (_, _, theirs)) = both.find(|((_, ours, _), (_, theirs, _))| ours != theirs)?;
+    let message = format!(
+        "{field} is {ours} here and {theirs} in the older SSDPool {} of the same cluster, but an agent has one value for \
+         all its pools: set {theirs} here, set {ours} in all pools of the cluster, or move the pool to another cluster",
+        oldest.name_any()
+    );
+    Some(Refusal::new(Reason::Conflict, message))
 }
 
-/// A setting of which an agent has one value for all its pools.
-struct SharedSetting {
-    field: &'static str,
-    /// The value in a form that is equal for equal amounts.
-    value: String,
-    /// The value as the spec states it.
-    text: String,
-}
-
-fn shared_settings(spec: &SSDPoolSpec) -> [SharedSetting; 6] {
-    let plain = |field, value: String| SharedSetting { field, text: value.clone(), value };
+/// Returns the settings of which an agent has one value: the field, its value in a form that is equal for equal amounts, and
+/// its value as the spec states it.
+fn shared_settings(spec: &SSDPoolSpec) -> [(&'static str, String, String); 6] {
+    let plain = |field, value: String| (field, value.clone(), value);
     let amount = |field, quantity: &Quantity| {
         let value = quantity.bytes().map_or_else(|_| quantity.to_string(), |bytes| bytes.to_string());
-        SharedSetting { field, value, text: quantity.to_string() }
+        (field, value, quantity.to_string())
     };
     [
         amount("segmentSize", &spec.segment_size),
@@ -70,25 +57,6 @@ pub(super) fn shared_location(pool: &SSDPool, other: &SSDPool) -> Option<String>
     ours.globs.iter().find(overlaps).map(|glob| format!("devices {glob}"))
 }
 
-/// Returns the conflict of a pool whose directory or devices an older pool has on nodes.
-pub(super) fn location(what: &str, older: &str, nodes: &[&str]) -> Refusal {
-    let message = format!(
-        "{what} on {} may already belong to SSDPool {older}, which is older: use a different directory or other devices, \
-         or set nodeSelector of both pools so that no node matches both",
-        node_list(nodes)
-    );
-    Refusal::new(Reason::Conflict, message)
-}
-
-/// Returns the conflict of a pool that nodes have no place for.
-pub(super) fn full(limit: usize, nodes: &[&str]) -> Refusal {
-    let message = format!(
-        "{limit} older pools are on {}, the most for a node: set nodeSelector so that it does not match there",
-        node_list(nodes)
-    );
-    Refusal::new(Reason::Conflict, message)
-}
-
 /// Returns the conflict of a cluster that selects nodes of other clusters, given the nodes with their clusters.
 pub(super) fn nodes(contested: &BTreeMap<String, String>) -> Option<Refusal> {
     let owner = contested.values().next()?;
@@ -102,14 +70,9 @@ pub(super) fn nodes(contested: &BTreeMap<String, String>) -> Option<Refusal> {
     Some(Refusal::new(Reason::Conflict, message))
 }
 
-/// Lists some names of nodes, and the number of the others.
-fn node_list(nodes: &[&str]) -> String {
-    let shown = nodes.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
-    match nodes.len().saturating_sub(NAMES_MAX) {
-        0 if nodes.len() == 1 => format!("node {shown}"),
-        0 => format!("nodes {shown}"),
-        more => format!("nodes {shown} and {more} more"),
-    }
+/// Names the nodes of a conflict.
+pub(super) fn node_list(nodes: &[&str]) -> String {
+    format!("{} {}", if nodes.len() == 1 { "node" } else { "nodes" }, list(nodes))
 }
 
 /// Returns whether some name matches both patterns. `*` matches any characters, `?` one. Takes at most 200 ×

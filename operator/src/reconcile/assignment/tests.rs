@@ -5,21 +5,18 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::reconcile::test_objects::merged;
+use crate::reconcile::test_objects::{merged, resource};
 
 /// An object that was created this many days before the youngest.
-fn object<K: serde::de::DeserializeOwned>(kind: &str, name: &str, age: u32, parts: Value) -> Arc<K> {
-    let metadata = json!({
+fn object<K>(name: &str, age: u32, metadata: Value, parts: Value) -> Arc<K>
+where
+    K: Resource<DynamicType = ()> + serde::de::DeserializeOwned,
+{
+    let own = json!({
         "name": name, "uid": format!("uid-{name}"), "generation": 1,
         "creationTimestamp": format!("2026-01-{:02}T00:00:00Z", 28 - age),
     });
-    let api = if kind == "Node" { "v1" } else { "reprise.dev/v1alpha1" };
-    let mut whole = json!({ "apiVersion": api, "kind": kind, "spec": {}, "metadata": metadata });
-    for (field, value) in parts.as_object().expect("parts") {
-        whole[field] =
-            if field == "metadata" { merged(metadata.clone(), value.clone()) } else { value.clone() };
-    }
-    Arc::new(serde_json::from_value(whole).expect("an object"))
+    Arc::new(resource(merged(own, metadata), parts))
 }
 
 /// A cluster whose spec is accepted.
@@ -37,9 +34,8 @@ fn cluster_with(
         "type": "Accepted", "status": status, "reason": reason, "message": "", "observedGeneration": generation,
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     });
-    let status = json!({ "conditions": [accepted] });
-    let parts = json!({ "metadata": { "namespace": "n" }, "spec": spec, "status": status });
-    object("KVCacheCluster", name, age, parts)
+    let parts = json!({ "spec": spec, "status": { "conditions": [accepted] } });
+    object(name, age, json!({ "namespace": "n" }), parts)
 }
 
 fn on(label: &str, value: &str) -> Value {
@@ -52,7 +48,7 @@ fn naming(pools: &[&str]) -> Value {
 }
 
 fn pool(name: &str, age: u32, spec: Value) -> Arc<SSDPool> {
-    object("SSDPool", name, age, json!({ "spec": spec }))
+    object(name, age, json!({}), json!({ "spec": spec }))
 }
 
 fn directory(path: &str, more: Value) -> Value {
@@ -69,7 +65,7 @@ fn selecting(label: &str, value: &str) -> Value {
 
 fn nodes() -> Vec<Arc<Node>> {
     let node = |name: &str, disk: &str| {
-        object("Node", name, 0, json!({ "metadata": { "labels": { "disk": disk, "name": name } } }))
+        object(name, 0, json!({ "labels": { "disk": disk, "name": name } }), json!({}))
     };
     // Not sorted, as in a store.
     vec![node("n3", "slow"), node("n1", "fast"), node("n2", "fast")]
@@ -79,7 +75,7 @@ fn nodes() -> Vec<Arc<Node>> {
 fn cache_node(node: &str, cluster: &str) -> Arc<CacheNode> {
     let spec = json!({ "nodeName": node, "clusterRef": { "namespace": "n", "name": cluster } });
     let labels = json!({ "labels": { MANAGED_BY: OPERATOR } });
-    object("CacheNode", node, 0, json!({ "metadata": labels, "spec": spec }))
+    object(node, 0, labels, json!({ "spec": spec }))
 }
 
 fn message(refusal: Option<&Refusal>) -> &str {
@@ -239,8 +235,7 @@ fn node_has_the_eight_oldest_pools() {
 fn deleted_pool_has_its_devices_while_a_finalizer_holds_it() {
     let deleted = |finalizers: Value| {
         let metadata = json!({ "deletionTimestamp": "2026-01-02T00:00:00Z", "finalizers": finalizers });
-        let parts = json!({ "metadata": metadata, "spec": directory("/p", json!({})) });
-        object::<SSDPool>("SSDPool", "old", 5, parts)
+        object::<SSDPool>("old", 5, metadata, json!({ "spec": directory("/p", json!({})) }))
     };
     for (finalizers, has_young) in [(json!(["reprise.dev/wipe"]), false), (json!([]), true)] {
         let assignment = of_pools(&[deleted(finalizers), pool("young", 1, directory("/p", json!({})))]);

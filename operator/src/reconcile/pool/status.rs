@@ -258,27 +258,39 @@ fn fallback(engine: Engine, reports: &Reports) -> Finding {
     Finding::no(kind, Reason::AsDesired, format!("devices use engine {engine}"))
 }
 
+/// Returns condition `Degraded` with the most severe problem.
 fn degraded(reports: &Reports, inputs: &PoolInputs) -> Finding {
     let yes = |reason, message: String| Finding::yes(Type::Degraded, reason, message);
-    let why = |(node, device): &(&str, &Device)| format!("on {node}, {}: {}", device.path, device.message);
-    let failed = reports.with(is_faulted);
-    if let Some(first) = failed.first() {
-        let (count, why) = (failed.len(), why(first));
-        let message =
-            format!("devices of {count} nodes have failed, and their blocks count as misses; {why}");
-        return yes(Reason::DeviceFailed, message);
-    }
-    let refused = reports.with(is_refused);
-    if let Some(first) = refused.first() {
-        let (count, why, reason) = (refused.len(), why(first), refusal(first.1));
+    let problems: [(fn(&Device) -> bool, Reason, &str, &str); 4] = [
+        (is_faulted, Reason::DeviceFailed, "have failed", "their blocks count as misses"),
+        (is_refused, Reason::Refused, "are refused", "see the conditions of the CacheNode"),
+        (
+            |device| is_open(device) && device.worn,
+            Reason::DeviceWorn,
+            "have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent",
+            "they remain in use: replace them before they fail, or raise the thresholds",
+        ),
+        (
+            |device| is_open(device) && device.slow,
+            Reason::DeviceSlow,
+            "take longer for reads than health.maxReadLatency",
+            "they remain in use: check the device's health and its other users, or raise the threshold",
+        ),
+    ];
+    for (test, reason, problem, remedy) in problems {
+        let found = reports.with(test);
+        let Some((node, device)) = found.first() else { continue };
+        let reason = if is_refused(device) { refusal(device) } else { reason };
         let mode = inputs.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
-        let hint = match reason {
+        let remedy = match reason {
             Reason::DeviceNotPermitted if mode == Some(DeviceAccessMode::None) => {
-                "; the container runtime denies the agents' pods access to it: set agents.deviceAccess of the cluster"
+                "the container runtime denies the agents' pods access to it: set agents.deviceAccess of the cluster"
             }
-            _ => "",
+            _ => remedy,
         };
-        return yes(reason, format!("{count} nodes have refused devices; {why}{hint}"));
+        let (count, path, why) = (found.len(), &device.path, &device.message);
+        let message = format!("devices of {count} nodes {problem}; on {node}, {path}: {why}; {remedy}");
+        return yes(reason, message);
     }
     // Nodes that never reported are still starting.
     let is_silent = |node: &&PoolNode| {
@@ -286,32 +298,12 @@ fn degraded(reports: &Reports, inputs: &PoolInputs) -> Finding {
         status.is_some_and(|status| status.last_updated.is_some()) && !has_reported(&node.node)
     };
     let silent: Vec<&str> = inputs.nodes.iter().filter(is_silent).map(PoolNode::name).collect();
-    if !silent.is_empty() {
-        let (count, names) = (silent.len(), list(&silent));
-        let message =
-            format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
-        return yes(Reason::NotReported, message);
+    if silent.is_empty() {
+        return Finding::no(Type::Degraded, Reason::AsDesired, "");
     }
-    let worn = (
-        reports.with(|device| is_open(device) && device.worn),
-        Reason::DeviceWorn,
-        "have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent",
-        "replace them before they fail, or raise the thresholds",
-    );
-    let slow = (
-        reports.with(|device| is_open(device) && device.slow),
-        Reason::DeviceSlow,
-        "take longer for reads than health.maxReadLatency",
-        "check the device's health and its other users, or raise the threshold",
-    );
-    for (found, reason, problem, remedy) in [worn, slow] {
-        if let Some(first) = found.first() {
-            let (count, why) = (found.len(), why(first));
-            let message = format!("devices of {count} nodes {problem}; {why}. They remain in use: {remedy}");
-            return yes(reason, message);
-        }
-    }
-    Finding::no(Type::Degraded, Reason::AsDesired, "")
+    let (count, names) = (silent.len(), list(&silent));
+    let message = format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
+    yes(Reason::NotReported, message)
 }
 
 /// Returns the reason for which an agent refused a device, if it reported a known one.

@@ -17,7 +17,6 @@ use crate::reconcile::allocation::build::{Operation, Pass, PendingWrite};
 use crate::reconcile::allocation::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
 use crate::reconcile::allocation::grant::{LendableController, Shares};
 use crate::reconcile::allocation::lifecycle::{granted, has_grant};
-use crate::reconcile::assignment::PoolAssignment;
 use crate::reconcile::names::QUEUES_FINALIZER;
 use crate::reconcile::test_objects::{merged, object, resource};
 
@@ -94,12 +93,6 @@ impl Model {
     }
 
     pub(super) fn inputs(&self) -> GrantInputs {
-        let controller = |(serial, _): &(&str, u32)| {
-            json!({
-                "serial": serial, "pciAddress": "0000:01:00.0", "pool": "p", "queuePairs": 32, "queuePairsLent": 0,
-            })
-        };
-        let controllers: Vec<Value> = self.controllers.iter().map(controller).collect();
         let shares = json!([{ "serial": "A", "queuePairs": 8 }]);
         let claim = |uid: &String| json!({ "uid": uid, "allocation": "n/x", "controllers": shares });
         let claims: Vec<Value> = self.spec.1.iter().map(claim).collect();
@@ -114,7 +107,7 @@ impl Model {
             "spec": { "nodeName": "n1", "clusterRef": { "namespace": "n", "name": "c" }, "queues": claims },
             "status": {
                 "conditions": if self.has_left { left } else { json!([]) }, "observedGeneration": self.reported.0,
-                "lastUpdated": at(0), "controllers": controllers, "gpus": [], "applied": { "queues": applied },
+                "lastUpdated": at(0), "controllers": [], "gpus": [], "applied": { "queues": applied },
             },
         });
         let lender = |(serial, budget): &(&str, u32)| LendableController {
@@ -190,7 +183,7 @@ impl Model {
         object.metadata.resource_version = Some(self.version.to_string());
         match &write.update {
             Some(update) => object.status = Some(update.status.clone()),
-            None => *object.finalizers_mut() = write.finalizers(),
+            None => *object.finalizers_mut() = self::object(write.body()["metadata"]["finalizers"].take()),
         }
         let result = object.clone();
         if result.metadata.deletion_timestamp.is_some() && result.finalizers().is_empty() {
@@ -311,12 +304,7 @@ impl Model {
 
 fn resolve(object: &GPUQueueAllocation) -> ResolvedAllocation {
     let pool = SSDPool::new("p", self::object(json!({ "devices": { "globs": ["/dev/disk/by-id/nvme-*"] } })));
-    ResolvedAllocation {
-        object: Arc::new(object.clone()),
-        pool: Some(Arc::new(pool)),
-        assignment: PoolAssignment { nodes: vec!["n1".to_owned()], ..PoolAssignment::default() },
-        profile: None,
-    }
+    ResolvedAllocation { object: Arc::new(object.clone()), pool: Some(Arc::new(pool)), is_pool_on_node: true }
 }
 
 #[test]
