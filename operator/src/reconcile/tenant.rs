@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use kube::Api;
 use kube::runtime::controller::Action;
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionStatus, ConditionType, Finding, Reason};
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, ObjectState};
+use crate::framework::refusal::accepted;
+use crate::framework::status::{publish_event, write};
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::RETRY_INTERVAL;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
@@ -24,7 +26,6 @@ pub mod controller;
 pub mod dereference;
 pub mod keys;
 pub mod pods;
-pub mod status;
 pub mod usage;
 pub mod validate;
 
@@ -58,8 +59,8 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     }
     if budget::is_purged(&tenant, &results) {
         // Publish the event before removing the finalizer, because the object may be deleted with it.
-        let finding = status::purged(&results, &clusters.released);
-        crate::framework::status::publish_event(&context, &*tenant, &finding).await;
+        let finding = budget::purged(&results, &clusters.released);
+        publish_event(&context, &*tenant, &finding).await;
         finalizers::set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await?;
         // The zero budget is removed in the next reconcile.
         return Ok(Action::await_change());
@@ -71,17 +72,20 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
         return Ok(Action::await_change());
     }
     let measured = usage::measure(&tenant, &clusters, &context).await;
-    let key = keys::sync(&tenant, refused.as_ref(), &clusters, &measured, &context).await;
     let assignments = pods::assignments(&tenant, &clusters, &context);
-    let pods = pods::finding(&tenant, &assignments).filter(|_| refused.is_none());
-    let of_nodes = capacity::finding(&tenant, &clusters, &context);
-    let more = pods.into_iter().chain(key);
-    let mut findings = status::compute(&tenant, of_nodes, &results, refused.as_ref(), more);
+    let of_budgets = budget::infeasible(&results);
+    let feasible = of_budgets.unwrap_or_else(|| capacity::finding(&tenant, &clusters, &context));
+    let mut findings = vec![accepted(refused.as_ref()), feasible];
+    findings.extend(budget::applied(&tenant, &results, refused.as_ref()));
+    findings.extend(pods::finding(&tenant, &assignments).filter(|_| refused.is_none()));
+    findings.extend(keys::sync(&tenant, refused.as_ref(), &clusters, &measured, &context).await);
+    findings.push(ready(&findings));
+    findings.extend(budget::blocked(&tenant, &results));
     findings.extend(pods::public_finding(&tenant, &assignments));
     let (usage, of_usage) = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     findings.extend(of_usage);
     let fresh = CacheTenantStatus { usage, ..CacheTenantStatus::default() };
-    let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
+    let wait = write(&context, &*tenant, &api, &findings, fresh).await?;
     let is_pending = findings.iter().any(|found| PENDING.contains(&found.reason));
     let next = if is_pending { RETRY_INTERVAL } else { POLL_INTERVAL };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
@@ -105,4 +109,17 @@ async fn ensure_finalizer(
     };
     finalizers::set(context, tenant, api, finalizer, wanted).await?;
     Ok(true)
+}
+
+/// Returns condition `Ready` from the conditions that it summarises.
+fn ready(findings: &[Finding]) -> Finding {
+    let kind = ConditionType::Ready;
+    match findings.iter().find(|found| found.status == ConditionStatus::False) {
+        Some(found) => Finding::no(kind, found.reason, &found.message),
+        None => Finding::yes(
+            kind,
+            Reason::AsDesired,
+            "agents have the limits per node, and control planes have the budget",
+        ),
+    }
 }

@@ -196,17 +196,4 @@ mod tests {
         }
         of(&json!({}), EXAMPLE).expect("a valid measurement");
     }
-
-    #[test]
-    fn reports_missing_entries_with_the_existing_ones() {
-        let reference: ConfigMapRef = object(json!({ "name": "measured", "key": "measurement" }));
-        for (map, words) in [
-            (json!({ "binaryData": { "measurement": "AA==" } }), "its entries: none. Add the entry as text"),
-            (json!({ "data": { "a": "", "b": "" } }), "has no entry measurement in data; its entries: a, b."),
-        ] {
-            let refusal = entry(&reference, Some(object(map)), "n").expect_err(words);
-            assert_eq!(refusal.reason, Reason::ReferenceNotFound);
-            assert!(refusal.message.contains(words), "{}", refusal.message);
-        }
-    }
 }

@@ -2,23 +2,21 @@
 //!
 //! Budgets come from resources, like modes: a different budget at a control plane is replaced. A budget that
 //! no object of this name ever set belongs to another client; it is reported, not removed. The tenant gets a
-//! finalizer before the first budget is set. The finalizer is removed when no control plane has a budget of
-//! it any longer.
+//! finalizer before the first budget is set. It is removed when no control plane has a budget of the tenant.
 //!
-//! A tenant with deletion policy `Purge` has a second finalizer. When it is deleted its budget becomes zero,
-//! so nodes evict its blocks. The second finalizer is removed once every node of its clusters has reported
-//! that it holds nothing; the zero budget is removed afterwards. The purge covers the clusters that the spec
-//! selects. Clusters that are being deleted are skipped, and this is reported
-//! ([`super::dereference::TenantClusters::released`]). A tenant with this policy owns its budget even without
-//! limits: a budget that another client set is removed.
+//! A tenant with deletion policy `Purge` has a second finalizer, and owns its budget even without limits. When it is
+//! deleted its budget becomes zero, so nodes evict its blocks. The second finalizer is removed once every node of the
+//! clusters that the spec selects has reported that it holds nothing; the zero budget is removed afterwards. Clusters
+//! that are being deleted are skipped and reported ([`TenantClusters::released`]).
 
 use futures_util::future::join_all;
 use kube::ResourceExt;
 use reprise_crds::fields::Quantity;
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
+use super::NO_CLUSTER;
 use super::dereference::{TenantCluster, TenantClusters};
 use crate::framework::finalizers;
 use crate::framework::refusal::Refusal;
@@ -194,9 +192,92 @@ async fn has_no_blocks(
     }
 }
 
+fn failures(results: &[BudgetResult]) -> impl Iterator<Item = &Refusal> {
+    results.iter().filter_map(|result| result.outcome.as_ref().err())
+}
+
+/// Returns condition `BudgetApplied`; `None` if there is no budget to apply.
+pub fn applied(tenant: &CacheTenant, results: &[BudgetResult], refused: Option<&Refusal>) -> Option<Finding> {
+    let kind = ConditionType::BudgetApplied;
+    let wanted = desired(tenant);
+    if let Some(refused) = refused {
+        let message = "the spec is not accepted, so control planes keep their budgets";
+        return wanted.is_some().then(|| Finding::no(kind, refused.reason, message));
+    }
+    if let Some(failure) = failures(results).find(|failure| failure.reason != Reason::Releasing) {
+        return Some(Finding::no(kind, failure.reason, &failure.message));
+    }
+    wanted?;
+    if results.is_empty() {
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
+    }
+    let clusters: Vec<&str> = results.iter().map(|result| result.cluster.as_str()).collect();
+    let message = format!("the control planes of {} have the budget", clusters.join(", "));
+    Some(Finding::yes(kind, Reason::AsDesired, message))
+}
+
+/// Returns condition `DeletionBlocked` while the tenant is being deleted and a control plane still has its
+/// budget.
+pub fn blocked(tenant: &CacheTenant, results: &[BudgetResult]) -> Option<Finding> {
+    tenant.metadata.deletion_timestamp.as_ref()?;
+    let failure = failures(results).next()?;
+    let (kept, finalizer) = match is_purging(tenant) {
+        true => ("blocks", PURGE_FINALIZER),
+        false => ("budget", BUDGET_FINALIZER),
+    };
+    let message = format!(
+        "{}. The operator retries; to keep the {kept} of the tenant, remove finalizer {finalizer}",
+        failure.message
+    );
+    Some(Finding::yes(ConditionType::DeletionBlocked, Reason::Releasing, message))
+}
+
+/// Returns the result of a purge, for the clusters that were checked and those that were skipped because they are being
+/// deleted.
+pub fn purged(results: &[BudgetResult], skipped: &[String]) -> Finding {
+    let checked = results.iter().filter(|result| result.is_member);
+    let checked: Vec<&str> = checked.map(|result| result.cluster.as_str()).collect();
+    let done = if checked.is_empty() {
+        "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
+            .to_owned()
+    } else {
+        format!("no node of {} holds blocks of the tenant", checked.join(", "))
+    };
+    let kind = ConditionType::DeletionBlocked;
+    if skipped.is_empty() {
+        return Finding::no(kind, Reason::AsDesired, done);
+    }
+    let message = format!(
+        "{done}; skipped because they are being deleted: {}. Blocks on retained devices of their nodes return with a new \
+         KVCacheCluster there: purge the tenant again then",
+        skipped.join(", ")
+    );
+    // Users must act on it, so it must not be published as a success.
+    Finding::unknown(kind, Reason::Releasing, message)
+}
+
+/// Returns condition `QuotaFeasible` if budget reservations do not fit the control planes' capacity.
+pub fn infeasible(results: &[BudgetResult]) -> Option<Finding> {
+    let rejected = failures(results).find(|failure| failure.reason == Reason::OverCapacity);
+    let lost = || {
+        let lost = results.iter().find(|result| result.overcommitted != TierBytes::default())?;
+        let TierBytes { dram, ssd } = lost.overcommitted;
+        Some(format!(
+            "the reservations of all budgets exceed the capacity of living nodes of {} by {} of memory and {} on devices: lower \
+             budget.dram.reserved or budget.ssd.reserved of some tenants, or add nodes",
+            lost.cluster,
+            Quantity::of_bytes(dram),
+            Quantity::of_bytes(ssd),
+        ))
+    };
+    let message = rejected.map(|failure| failure.message.clone()).or_else(lost)?;
+    Some(Finding::no(ConditionType::QuotaFeasible, Reason::OverCapacity, message))
+}
+
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "objects are made where they are passed")]
 mod tests {
+    use reprise_crds::status::ConditionStatus;
     use serde_json::{Value, json};
 
     use super::*;
@@ -206,6 +287,11 @@ mod tests {
         let deleted = is_deleting.then_some("2026-01-01T00:00:00Z");
         let metadata = json!({ "name": "t", "finalizers": finalizers, "deletionTimestamp": deleted });
         resource(metadata, json!({ "spec": spec }))
+    }
+
+    fn result(is_member: bool, outcome: Result<(), Refusal>) -> BudgetResult {
+        let overcommitted = TierBytes::default();
+        BudgetResult { cluster: "n/c".to_owned(), is_member, outcome, overcommitted }
     }
 
     #[test]
@@ -241,15 +327,34 @@ mod tests {
             (tenant(purge(), &both, true), None, vec![&applied], false, true),
             (tenant(purge(), &both[..1], true), None, vec![&applied], true, false),
         ] {
-            let result = |outcome: &Result<(), Refusal>| BudgetResult {
-                cluster: "n/c".to_owned(),
-                is_member: true,
-                outcome: outcome.clone(),
-                overcommitted: TierBytes::default(),
-            };
-            let results: Vec<BudgetResult> = outcomes.into_iter().map(result).collect();
+            let results: Vec<BudgetResult> =
+                outcomes.into_iter().map(|outcome| result(true, outcome.clone())).collect();
             let is = (is_withdrawn(&tenant, refused, &results), is_purged(&tenant, &results));
             assert_eq!(is, (withdrawn, purged), "{:?} {refused:?} {results:?}", tenant.metadata);
+        }
+    }
+
+    #[test]
+    fn reservations_above_the_capacity_of_living_nodes_are_not_feasible() {
+        let at = |ssd| BudgetResult { overcommitted: TierBytes { dram: 0, ssd }, ..result(true, Ok(())) };
+        assert_eq!(infeasible(&[at(0)]), None);
+        let message = infeasible(&[at(0), at(1 << 30)]).expect("the condition").message;
+        assert!(message.contains("n/c by 0 of memory and 1Gi on devices"), "{message}");
+    }
+
+    #[test]
+    fn completed_purge_names_checked_and_skipped_clusters() {
+        let skipped = ["n/d".to_owned(), "n/e".to_owned()];
+        let again = "skipped because they are being deleted: n/d, n/e. ";
+        for (is_member, skipped, status, words) in [
+            (true, &[][..], ConditionStatus::False, ["no node of n/c holds blocks of the tenant"; 2]),
+            (true, &skipped[..], ConditionStatus::Unknown, ["no node of n/c holds", again]),
+            // At the other cluster only the budget was removed.
+            (false, &skipped[..], ConditionStatus::Unknown, ["no remaining KVCacheCluster", again]),
+        ] {
+            let found = purged(&[result(is_member, Ok(()))], skipped);
+            assert_eq!(found.status, status, "{found:?}");
+            assert!(words.iter().all(|words| found.message.contains(words)), "{found:?}");
         }
     }
 }

@@ -4,10 +4,8 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Namespace;
 use kube::runtime::Controller;
-use kube::runtime::reflector::ObjectRef;
-use reprise_crds::{CacheNode, CacheTenant};
+use reprise_crds::CacheTenant;
 
-use super::pods;
 use crate::framework::change::{Change, WatchedKind, status_is_own};
 use crate::reconcile::stores::Stores;
 
@@ -17,22 +15,11 @@ impl WatchedKind for CacheTenant {
 
 impl WatchedKind for Namespace {}
 
-/// Tenants that select pods are also reconciled after changes of namespaces and of the specs, profiles and tenants of
-/// `CacheNode`s.
+/// Tenants are also reconciled after changes of namespaces that may belong to a tenant. Reports of nodes are read every
+/// [`super::POLL_INTERVAL`].
 pub fn controller(stores: &Arc<Stores>) -> Controller<CacheTenant> {
     let feeds = &stores.feeds;
-    let (of_nodes, of_namespaces) = (Arc::clone(stores), Arc::clone(stores));
-    let nodes = feeds.cache_nodes.changes(Change::is_spec);
-    let namespaces = feeds.namespaces.changes(Change::is_spec);
     Controller::for_shared_stream(feeds.tenants.changes(Change::is_foreign), stores.tenants.clone())
-        .watches_shared_stream(nodes, move |node: Arc<CacheNode>| {
-            if node.spec.cluster_ref.is_some() { selecting_pods(&of_nodes) } else { Vec::new() }
-        })
-        .watches_shared_stream(namespaces, move |_: Arc<Namespace>| selecting_pods(&of_namespaces))
+        .reconcile_all_on(feeds.pod_assignment.subscribe())
         .reconcile_all_on(feeds.everything.subscribe())
-}
-
-fn selecting_pods(stores: &Stores) -> Vec<ObjectRef<CacheTenant>> {
-    let tenants = stores.tenants.state_filter(pods::selects_pods);
-    tenants.iter().map(|tenant| ObjectRef::from_obj(&**tenant)).collect()
 }
