@@ -8,6 +8,7 @@ use std::time::Duration;
 use kube::Api;
 use kube::runtime::controller::Action;
 use reprise_crds::status::{ConditionStatus, ConditionType, Finding, Reason};
+use reprise_crds::tenant::TenantDeletion;
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use crate::framework::clock;
@@ -47,10 +48,19 @@ const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, o
 pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<CacheTenant> = Api::all(context.client.clone());
     let refused = validate::validate(&tenant);
-    let ours = budget::owns_budgets(&tenant);
-    let is_deleting = tenant.metadata.deletion_timestamp.is_some();
-    if !is_deleting && refused.is_none() && ensure_finalizer(&tenant, ours, &api, &context).await? {
-        return Ok(Action::await_change());
+    let is_owned = finalizers::has(&*tenant, BUDGET_FINALIZER);
+    if tenant.metadata.deletion_timestamp.is_none() && refused.is_none() {
+        // Before any control plane is changed. One per reconcile: the change triggers the next one.
+        let purges = tenant.spec.deletion_policy == TenantDeletion::Purge;
+        let wanted =
+            [(BUDGET_FINALIZER, is_owned || budget::needs_finalizer(&tenant)), (PURGE_FINALIZER, purges)];
+        for (finalizer, is_wanted) in wanted {
+            if finalizers::has(&*tenant, finalizer) != is_wanted {
+                let desired = if is_wanted { Finalizer::Present } else { Finalizer::Absent };
+                finalizers::set(&context, &*tenant, &api, finalizer, desired).await?;
+                return Ok(Action::await_change());
+            }
+        }
     }
     let clusters = TenantClusters::of(&tenant, context.stores.clusters.state());
     let mut results = budget::sync(&tenant, refused.as_ref(), &clusters, &context).await;
@@ -59,14 +69,15 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     }
     if budget::is_purged(&tenant, &results) {
         // Publish the event before removing the finalizer, because the object may be deleted with it.
-        let finding = budget::purged(&results, &clusters.released);
+        let checked: Vec<String> = clusters.members().map(|one| one.names.key()).collect();
+        let finding = budget::purged(&checked, &clusters.released);
         publish_event(&context, &*tenant, &finding).await;
         finalizers::set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await?;
         // The zero budget is removed in the next reconcile.
         return Ok(Action::await_change());
     }
     let is_withdrawn = budget::is_withdrawn(&tenant, refused.as_ref(), &results);
-    let finalizer = if ours && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
+    let finalizer = if is_owned && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
     let state = finalizers::set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await?;
     if state == ObjectState::Gone && !budget::is_purging(&tenant) {
         return Ok(Action::await_change());
@@ -89,26 +100,6 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     let is_pending = findings.iter().any(|found| PENDING.contains(&found.reason));
     let next = if is_pending { RETRY_INTERVAL } else { POLL_INTERVAL };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
-}
-
-/// Adds a missing finalizer before any control plane is changed. One per reconcile: the change triggers the
-/// next one. Returns whether it did.
-async fn ensure_finalizer(
-    tenant: &CacheTenant,
-    ours: bool,
-    api: &Api<CacheTenant>,
-    context: &Context,
-) -> Result<bool, OperatorError> {
-    let purges = budget::wants_purge(tenant);
-    let (finalizer, wanted) = if !ours && (purges || budget::desired(tenant).is_some()) {
-        (BUDGET_FINALIZER, Finalizer::Present)
-    } else if purges != budget::has_purge(tenant) {
-        (PURGE_FINALIZER, if purges { Finalizer::Present } else { Finalizer::Absent })
-    } else {
-        return Ok(false);
-    };
-    finalizers::set(context, tenant, api, finalizer, wanted).await?;
-    Ok(true)
 }
 
 /// Returns condition `Ready` from the conditions that it summarises.

@@ -29,8 +29,6 @@ use crate::reconcile::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 pub struct BudgetResult {
     /// `namespace/name` of the cluster.
     pub cluster: String,
-    /// Whether the tenant applies to the cluster. At other clusters, a budget is only removed.
-    pub is_member: bool,
     /// Whether the control plane has the desired budget. With reason `Releasing` it has the zero budget, but nodes may
     /// still hold blocks; with reason `OverCapacity` it rejects the budget.
     pub outcome: Result<(), Refusal>,
@@ -53,24 +51,9 @@ pub fn desired(tenant: &CacheTenant) -> Option<Budget> {
     (budget != nothing).then_some(budget)
 }
 
-/// Whether control planes may have a budget of this object: it has the budget finalizer.
-pub fn owns_budgets(tenant: &CacheTenant) -> bool {
-    finalizers::has(tenant, BUDGET_FINALIZER)
-}
-
-/// Whether the spec requests a purge on deletion.
-pub fn wants_purge(tenant: &CacheTenant) -> bool {
-    tenant.spec.deletion_policy == TenantDeletion::Purge
-}
-
-/// Whether the tenant has the purge finalizer.
-pub fn has_purge(tenant: &CacheTenant) -> bool {
-    finalizers::has(tenant, PURGE_FINALIZER)
-}
-
 /// Whether the tenant is being purged.
 pub fn is_purging(tenant: &CacheTenant) -> bool {
-    tenant.metadata.deletion_timestamp.is_some() && has_purge(tenant)
+    tenant.metadata.deletion_timestamp.is_some() && finalizers::has(tenant, PURGE_FINALIZER)
 }
 
 /// Whether the purge is complete.
@@ -78,11 +61,16 @@ pub fn is_purged(tenant: &CacheTenant, results: &[BudgetResult]) -> bool {
     is_purging(tenant) && results.iter().all(|result| result.outcome.is_ok())
 }
 
+/// Whether the spec requests a budget, or a purge on deletion.
+pub fn needs_finalizer(tenant: &CacheTenant) -> bool {
+    desired(tenant).is_some() || tenant.spec.deletion_policy == TenantDeletion::Purge
+}
+
 /// Whether the tenant no longer needs its budget, and no control plane has one.
 pub fn is_withdrawn(tenant: &CacheTenant, refused: Option<&Refusal>, results: &[BudgetResult]) -> bool {
     let ends = match tenant.metadata.deletion_timestamp {
         Some(_) => !is_purging(tenant),
-        None => refused.is_none() && desired(tenant).is_none() && !wants_purge(tenant),
+        None => refused.is_none() && !needs_finalizer(tenant),
     };
     ends && results.iter().all(|result| result.outcome.is_ok())
 }
@@ -107,7 +95,9 @@ async fn sync_cluster(
     TenantCluster { cluster, names, is_member }: &TenantCluster,
     context: &Context,
 ) -> Option<BudgetResult> {
-    let (owned, purging, name) = (owns_budgets(tenant), is_purging(tenant), tenant.name_any());
+    let (purging, name) = (is_purging(tenant), tenant.name_any());
+    // Without the finalizer, no object of this name has set a budget.
+    let owned = finalizers::has(tenant, BUDGET_FINALIZER);
     let is_known = *is_member && (purging || tenant.metadata.deletion_timestamp.is_none());
     if !is_known && !owned {
         return None;
@@ -156,7 +146,7 @@ async fn sync_cluster(
         outcome => outcome,
     };
     let overcommitted = state.map(|state| state.overcommitted).unwrap_or_default();
-    Some(BudgetResult { cluster: key, is_member: *is_member, outcome, overcommitted })
+    Some(BudgetResult { cluster: key, outcome, overcommitted })
 }
 
 /// Returns reason and message of a failed call.
@@ -234,14 +224,11 @@ pub fn blocked(tenant: &CacheTenant, results: &[BudgetResult]) -> Option<Finding
 
 /// Returns the result of a purge, for the clusters that were checked and those that were skipped because they are being
 /// deleted.
-pub fn purged(results: &[BudgetResult], skipped: &[String]) -> Finding {
-    let checked = results.iter().filter(|result| result.is_member);
-    let checked: Vec<&str> = checked.map(|result| result.cluster.as_str()).collect();
-    let done = if checked.is_empty() {
-        "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
-            .to_owned()
-    } else {
-        format!("no node of {} holds blocks of the tenant", checked.join(", "))
+pub fn purged(checked: &[String], skipped: &[String]) -> Finding {
+    let done = match checked.is_empty() {
+        true => "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
+            .to_owned(),
+        false => format!("no node of {} holds blocks of the tenant", checked.join(", ")),
     };
     let kind = ConditionType::DeletionBlocked;
     if skipped.is_empty() {
@@ -289,9 +276,8 @@ mod tests {
         resource(metadata, json!({ "spec": spec }))
     }
 
-    fn result(is_member: bool, outcome: Result<(), Refusal>) -> BudgetResult {
-        let overcommitted = TierBytes::default();
-        BudgetResult { cluster: "n/c".to_owned(), is_member, outcome, overcommitted }
+    fn result(outcome: Result<(), Refusal>) -> BudgetResult {
+        BudgetResult { cluster: "n/c".to_owned(), outcome, overcommitted: TierBytes::default() }
     }
 
     #[test]
@@ -328,7 +314,7 @@ mod tests {
             (tenant(purge(), &both[..1], true), None, vec![&applied], true, false),
         ] {
             let results: Vec<BudgetResult> =
-                outcomes.into_iter().map(|outcome| result(true, outcome.clone())).collect();
+                outcomes.into_iter().map(|outcome| result(outcome.clone())).collect();
             let is = (is_withdrawn(&tenant, refused, &results), is_purged(&tenant, &results));
             assert_eq!(is, (withdrawn, purged), "{:?} {refused:?} {results:?}", tenant.metadata);
         }
@@ -336,7 +322,7 @@ mod tests {
 
     #[test]
     fn reservations_above_the_capacity_of_living_nodes_are_not_feasible() {
-        let at = |ssd| BudgetResult { overcommitted: TierBytes { dram: 0, ssd }, ..result(true, Ok(())) };
+        let at = |ssd| BudgetResult { overcommitted: TierBytes { dram: 0, ssd }, ..result(Ok(())) };
         assert_eq!(infeasible(&[at(0)]), None);
         let message = infeasible(&[at(0), at(1 << 30)]).expect("the condition").message;
         assert!(message.contains("n/c by 0 of memory and 1Gi on devices"), "{message}");
@@ -346,13 +332,13 @@ mod tests {
     fn completed_purge_names_checked_and_skipped_clusters() {
         let skipped = ["n/d".to_owned(), "n/e".to_owned()];
         let again = "skipped because they are being deleted: n/d, n/e. ";
-        for (is_member, skipped, status, words) in [
-            (true, &[][..], ConditionStatus::False, ["no node of n/c holds blocks of the tenant"; 2]),
-            (true, &skipped[..], ConditionStatus::Unknown, ["no node of n/c holds", again]),
-            // At the other cluster only the budget was removed.
-            (false, &skipped[..], ConditionStatus::Unknown, ["no remaining KVCacheCluster", again]),
+        let checked = ["n/c".to_owned()];
+        for (checked, skipped, status, words) in [
+            (&checked[..], &[][..], ConditionStatus::False, ["no node of n/c holds blocks of the tenant"; 2]),
+            (&checked[..], &skipped[..], ConditionStatus::Unknown, ["no node of n/c holds", again]),
+            (&[][..], &skipped[..], ConditionStatus::Unknown, ["no remaining KVCacheCluster", again]),
         ] {
-            let found = purged(&[result(is_member, Ok(()))], skipped);
+            let found = purged(checked, skipped);
             assert_eq!(found.status, status, "{found:?}");
             assert!(words.iter().all(|words| found.message.contains(words)), "{found:?}");
         }

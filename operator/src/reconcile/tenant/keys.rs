@@ -319,7 +319,6 @@ mod tests {
         let tenant = tenant(&json!([]));
         let mut results = ["n/a", "n/b"].map(|cluster| BudgetResult {
             cluster: cluster.to_owned(),
-            is_member: true,
             outcome: Ok(()),
             overcommitted: TierBytes::default(),
         });

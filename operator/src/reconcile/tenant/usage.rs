@@ -1,10 +1,8 @@
 //! Usage of tenants, and whether it exceeds their budgets.
 //!
 //! Usage changes with every block, and statuses are stored in etcd. Usage is therefore measured once a minute
-//! ([`crate::reconcile::control_plane`]), and the stored values stay until they differ by more than a 64th. The status contains the time of the values, so equal values are never written again.
-//!
-//! Values that may be too small are not reported: the stored ones stay, and condition `UsageKnown` gives the
-//! reason.
+//! ([`crate::reconcile::control_plane`]), and the stored values stay until they differ by more than a 64th. Values that
+//! may be too small are not reported: the stored ones stay, and condition `UsageKnown` gives the reason.
 
 use futures_util::future::join_all;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -21,8 +19,7 @@ use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::{Budget, TierBytes, UsageResult};
 use crate::reconcile::membership::applies_to;
 
-/// Divisor of the significance threshold: smaller changes are not written. Budgets are not rebalanced for
-/// less either.
+/// Divisor of the significance threshold: smaller changes are not written.
 const SMALLEST_CHANGE: u64 = 64;
 /// Values are rounded up to this number of bytes.
 const UNIT: u64 = 1 << 20;
