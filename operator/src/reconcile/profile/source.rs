@@ -184,16 +184,14 @@ mod tests {
     }
 
     #[test]
-    fn rejects_invalid_measurements_with_an_example() {
-        for (text, words) in [
-            (String::new(), "EOF"),
-            (measurement(["Decode", "Nap"]), "windows[1]: unknown variant `Nap`"),
-            (EXAMPLE.replacen('{', r#"{"mood":1,"#, 1), "unknown field `mood`"),
-        ] {
+    fn example_is_valid_and_others_are_rejected_with_it() {
+        of(&json!({}), EXAMPLE).expect("a valid measurement");
+        for (text, words) in
+            [(String::new(), "EOF"), (EXAMPLE.replacen('{', r#"{"mood":1,"#, 1), "unknown field `mood`")]
+        {
             let Refusal { reason, message } = of(&json!({}), &text).expect_err(words);
             assert_eq!(reason, Reason::ProfileInvalid);
             assert!(message.contains(words) && message.contains("\"minInputTokens\""), "{message}");
         }
-        of(&json!({}), EXAMPLE).expect("a valid measurement");
     }
 }
