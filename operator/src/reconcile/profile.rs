@@ -51,10 +51,10 @@ pub async fn reconcile(profile: Arc<SlackProfile>, context: Arc<Context>) -> Res
     let now = clock::now();
     let soaking_since = build::soaking_since(&profile, &found, &now);
     let soak_left = soaking_since.as_ref().and_then(|since| build::soak_left(&profile, since, &now));
-    let rollout = build::build(&profile, &found, soak_left.is_some());
-    let decision = ProfileDecision { revision: found.current().cloned(), nodes: rollout.nodes };
+    let (nodes, obstacle) = build::build(&profile, &found, soak_left.is_some());
+    let decision = ProfileDecision { revision: found.current().cloned(), nodes };
     decisions::publish(&profile, decision, &context).await;
-    let (fresh, findings) = status::compute(&profile, &found, rollout.obstacle, soaking_since);
+    let (fresh, findings) = status::compute(&profile, &found, obstacle, soaking_since);
     let api: Api<SlackProfile> =
         Api::namespaced(context.client.clone(), &profile.namespace().unwrap_or_default());
     let wait = crate::framework::status::write(&context, &*profile, &api, &findings, fresh).await?;

@@ -29,6 +29,9 @@ use crate::reconcile::secrets;
 /// Word in the entry of an encrypted tenant, which agents read.
 const ENCRYPTED: &str = "encrypted";
 
+/// Entries of a Secret, by tenant.
+type Entries = BTreeMap<String, ByteString>;
+
 /// Creates the missing salts of a cluster's tenants.
 ///
 /// # Errors
@@ -40,12 +43,10 @@ pub(crate) async fn ensure(
 ) -> Result<(), OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.salts();
-    let tenants: Vec<(String, Isolation)> =
-        tenants.iter().map(|tenant| (tenant.name_any(), tenant.spec.isolation)).collect();
     let known = context.secrets.get(&names, &name);
-    let known: BTreeMap<String, ByteString> =
+    let known: Entries =
         known.and_then(|secret| serde_json::from_value(secret.data["data"].clone()).ok()).unwrap_or_default();
-    if missing(&known, &tenants, |_| false, || TenantSalt::new([0; TenantSalt::SIZE])).is_empty() {
+    if changed(&known, tenants, |_| false, || TenantSalt::new([0; TenantSalt::SIZE])).is_empty() {
         return Ok(());
     }
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
@@ -57,53 +58,40 @@ pub(crate) async fn ensure(
         )));
     }
     let present = stored.as_ref().and_then(|secret| secret.data.clone()).unwrap_or_default();
-    let is_stale = |(tenant, isolation): &(String, Isolation)| {
-        *isolation != Isolation::Encrypted && present.get(tenant).is_some_and(|entry| is_marked(&entry.0))
-    };
-    // `None`: unknown, so that the words stay.
-    let keys: Option<BTreeMap<String, ByteString>> = if tenants.iter().any(is_stale) {
-        let found = secrets.get_opt(&names.keys()).await.ok();
-        found.map(|found| found.and_then(|secret| secret.data).unwrap_or_default())
-    } else {
-        None
-    };
+    // While the keys are unknown, the words stay.
+    let keys = secrets.get_opt(&names.keys()).await.ok();
+    let keys = keys.map(|secret| secret.and_then(|secret| secret.data).unwrap_or_default());
     let has_key = |tenant: &str| keys.as_ref().is_none_or(|keys| keys.contains_key(tenant));
-    let added = missing(&present, &tenants, has_key, || TenantSalt::new(rand::random()));
-    if added.is_empty() {
+    let changed = changed(&present, tenants, has_key, || TenantSalt::new(rand::random()));
+    if changed.is_empty() {
         return Ok(());
     }
-    secrets::write_entries(cluster, &name, stored.as_ref(), &json!(added), context).await
+    secrets::write_entries(cluster, &name, stored.as_ref(), &json!(changed), context).await
 }
 
 /// Returns an entry for each tenant that lacks its salt, or whose entry must get or lose the word for encryption. Present
 /// salts never change.
-fn missing(
-    present: &BTreeMap<String, ByteString>,
-    tenants: &[(String, Isolation)],
+fn changed(
+    present: &Entries,
+    tenants: &[Arc<CacheTenant>],
     has_key: impl Fn(&str) -> bool,
     random: impl Fn() -> TenantSalt,
-) -> BTreeMap<String, ByteString> {
-    let entry = |(tenant, isolation): &(String, Isolation)| {
-        let before = present.get(tenant).map(|bytes| bytes.0.clone());
-        let is_encrypted = *isolation == Isolation::Encrypted;
-        let mut entry = before.clone().unwrap_or_else(|| format!("{}\n", random().to_hex()).into_bytes());
-        match (is_encrypted, is_marked(&entry)) {
-            (true, false) => entry.extend_from_slice(format!("{ENCRYPTED}\n").as_bytes()),
-            (false, true) if !has_key(tenant) => {
-                let text = String::from_utf8_lossy(&entry).into_owned();
-                let salt = text.split_whitespace().filter(|word| *word != ENCRYPTED);
-                entry = salt.map(|line| format!("{line}\n")).collect::<String>().into_bytes();
-            }
-            _ => {}
+) -> Entries {
+    let entry = |tenant: &Arc<CacheTenant>| {
+        let name = tenant.name_any();
+        let before = present.get(&name).map(|entry| String::from_utf8_lossy(&entry.0));
+        let words: Vec<&str> = before.iter().flat_map(|text| text.split_whitespace()).collect();
+        let is_marked = words.contains(&ENCRYPTED);
+        let is_encrypted = tenant.spec.isolation == Isolation::Encrypted || (is_marked && has_key(&name));
+        if before.is_some() && is_marked == is_encrypted {
+            return None;
         }
-        (before.as_ref() != Some(&entry)).then(|| (tenant.clone(), ByteString(entry)))
+        let salt = words.iter().find(|word| **word != ENCRYPTED);
+        let salt = salt.map_or_else(|| random().to_hex(), ToString::to_string);
+        let mark = if is_encrypted { format!("{ENCRYPTED}\n") } else { String::new() };
+        Some((name, ByteString(format!("{salt}\n{mark}").into_bytes())))
     };
     tenants.iter().filter_map(entry).collect()
-}
-
-/// Whether an entry has the word for encryption.
-fn is_marked(entry: &[u8]) -> bool {
-    String::from_utf8_lossy(entry).split_whitespace().any(|word| word == ENCRYPTED)
 }
 
 #[cfg(test)]
@@ -111,37 +99,33 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+    use crate::reconcile::test_objects::object;
 
     #[test]
     fn each_tenant_gets_one_salt_that_never_changes() {
-        let tenants = |names: &[&str]| {
-            names.iter().map(|name| ((*name).to_owned(), Isolation::Salted)).collect::<Vec<_>>()
+        let tenants = |names: &[&str], isolation: &str| -> Vec<Arc<CacheTenant>> {
+            let spec = || object(json!({ "isolation": isolation }));
+            names.iter().map(|name| Arc::new(CacheTenant::new(name, spec()))).collect()
         };
+        let text = |entries: &Entries, name: &str| String::from_utf8(entries[name].0.clone()).expect("text");
         let count = Cell::new(0);
-        let next = || {
-            count.set(count.get() + 1);
-            TenantSalt::new([count.get(); 32])
-        };
+        let next = || TenantSalt::new([count.replace(count.get() + 1); 32]);
         let no_key = |_: &str| false;
-        let first = missing(&BTreeMap::new(), &tenants(&["a", "b"]), no_key, next);
-        let salt = |name: &str| {
-            let text = String::from_utf8(first[name].0.clone()).expect("text");
-            TenantSalt::from_hex(&text).expect("the form of an agent's file")
-        };
-        assert_ne!(salt("a"), salt("b"));
-        let more = missing(&first, &tenants(&["a", "c"]), no_key, next);
+        let first = changed(&Entries::new(), &tenants(&["a", "b"], "Salted"), no_key, next);
+        assert_ne!(first["a"], first["b"]);
+        TenantSalt::from_hex(&text(&first, "a")).expect("the form of an agent's file");
+        let more = changed(&first, &tenants(&["a", "c"], "Salted"), no_key, next);
         assert_eq!(more.keys().collect::<Vec<_>>(), ["c"]);
-        let encrypted = [("a".to_owned(), Isolation::Encrypted), ("d".to_owned(), Isolation::Encrypted)];
-        let marked = missing(&first, &encrypted, no_key, next);
-        let text = |name: &str| String::from_utf8(marked[name].0.clone()).expect("text");
-        assert_eq!(text("a"), format!("{}\nencrypted\n", salt("a").to_hex()), "the salt stays");
-        assert!(text("d").ends_with("\nencrypted\n"), "{}", text("d"));
-        assert!(missing(&marked, &encrypted, no_key, next).is_empty());
+        let encrypted = tenants(&["a", "d"], "Encrypted");
+        let marked = changed(&first, &encrypted, no_key, next);
+        assert_eq!(text(&marked, "a"), text(&first, "a") + "encrypted\n", "the salt stays");
+        assert!(text(&marked, "d").ends_with("\nencrypted\n"), "{marked:?}");
+        assert!(changed(&marked, &encrypted, no_key, next).is_empty());
         // Created again as Salted.
         let keeps_key = |tenant: &str| tenant == "a";
-        let stripped = missing(&marked, &tenants(&["a", "d"]), keeps_key, next);
+        let stripped = changed(&marked, &tenants(&["a", "d"], "Salted"), keeps_key, next);
         assert_eq!(stripped.keys().collect::<Vec<_>>(), ["d"], "the key of a is still there");
-        let stripped = missing(&marked, &tenants(&["a"]), no_key, next);
+        let stripped = changed(&marked, &tenants(&["a"], "Salted"), no_key, next);
         assert_eq!(stripped["a"], first["a"], "the salt stays");
     }
 }

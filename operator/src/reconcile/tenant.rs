@@ -7,12 +7,15 @@ use std::time::Duration;
 
 use kube::Api;
 use kube::runtime::controller::Action;
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionStatus, ConditionType, Finding, Reason};
+use reprise_crds::tenant::TenantDeletion;
 use reprise_crds::{CacheTenant, CacheTenantStatus};
 
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
 use crate::framework::finalizers::{self, Finalizer, ObjectState};
+use crate::framework::refusal::accepted;
+use crate::framework::status::{publish_event, write};
 use crate::reconcile::context::Context;
 use crate::reconcile::control_plane::RETRY_INTERVAL;
 use crate::reconcile::names::{BUDGET_FINALIZER, PURGE_FINALIZER};
@@ -24,7 +27,6 @@ pub mod controller;
 pub mod dereference;
 pub mod keys;
 pub mod pods;
-pub mod status;
 pub mod usage;
 pub mod validate;
 
@@ -46,10 +48,19 @@ const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, o
 pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<CacheTenant> = Api::all(context.client.clone());
     let refused = validate::validate(&tenant);
-    let ours = budget::owns_budgets(&tenant);
-    let is_deleting = tenant.metadata.deletion_timestamp.is_some();
-    if !is_deleting && refused.is_none() && ensure_finalizer(&tenant, ours, &api, &context).await? {
-        return Ok(Action::await_change());
+    let is_owned = finalizers::has(&*tenant, BUDGET_FINALIZER);
+    if tenant.metadata.deletion_timestamp.is_none() && refused.is_none() {
+        // Before any control plane is changed. One per reconcile: the change triggers the next one.
+        let purges = tenant.spec.deletion_policy == TenantDeletion::Purge;
+        let wanted =
+            [(BUDGET_FINALIZER, is_owned || budget::needs_finalizer(&tenant)), (PURGE_FINALIZER, purges)];
+        for (finalizer, is_wanted) in wanted {
+            if finalizers::has(&*tenant, finalizer) != is_wanted {
+                let desired = if is_wanted { Finalizer::Present } else { Finalizer::Absent };
+                finalizers::set(&context, &*tenant, &api, finalizer, desired).await?;
+                return Ok(Action::await_change());
+            }
+        }
     }
     let clusters = TenantClusters::of(&tenant, context.stores.clusters.state());
     let mut results = budget::sync(&tenant, refused.as_ref(), &clusters, &context).await;
@@ -58,51 +69,48 @@ pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Resul
     }
     if budget::is_purged(&tenant, &results) {
         // Publish the event before removing the finalizer, because the object may be deleted with it.
-        let finding = status::purged(&results, &clusters.released);
-        crate::framework::status::publish_event(&context, &*tenant, &finding).await;
+        let checked: Vec<String> = clusters.members().map(|one| one.names.key()).collect();
+        let finding = budget::purged(&checked, &clusters.released);
+        publish_event(&context, &*tenant, &finding).await;
         finalizers::set(&context, &*tenant, &api, PURGE_FINALIZER, Finalizer::Absent).await?;
         // The zero budget is removed in the next reconcile.
         return Ok(Action::await_change());
     }
     let is_withdrawn = budget::is_withdrawn(&tenant, refused.as_ref(), &results);
-    let finalizer = if ours && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
+    let finalizer = if is_owned && !is_withdrawn { Finalizer::Present } else { Finalizer::Absent };
     let state = finalizers::set(&context, &*tenant, &api, BUDGET_FINALIZER, finalizer).await?;
     if state == ObjectState::Gone && !budget::is_purging(&tenant) {
         return Ok(Action::await_change());
     }
     let measured = usage::measure(&tenant, &clusters, &context).await;
-    let key = keys::sync(&tenant, refused.as_ref(), &clusters, &measured, &context).await;
     let assignments = pods::assignments(&tenant, &clusters, &context);
-    let pods = pods::finding(&tenant, &assignments).filter(|_| refused.is_none());
-    let of_nodes = capacity::finding(&tenant, &clusters, &context);
-    let more = pods.into_iter().chain(key);
-    let mut findings = status::compute(&tenant, of_nodes, &results, refused.as_ref(), more);
+    let of_budgets = budget::infeasible(&results);
+    let feasible = of_budgets.unwrap_or_else(|| capacity::finding(&tenant, &clusters, &context));
+    let mut findings = vec![accepted(refused.as_ref()), feasible];
+    findings.extend(budget::applied(&tenant, &results, refused.as_ref()));
+    findings.extend(pods::finding(&tenant, &assignments).filter(|_| refused.is_none()));
+    findings.extend(keys::sync(&tenant, refused.as_ref(), &clusters, &measured, &context).await);
+    findings.push(ready(&findings));
+    findings.extend(budget::blocked(&tenant, &results));
     findings.extend(pods::public_finding(&tenant, &assignments));
     let (usage, of_usage) = usage::evaluate(&tenant, &measured, refused.as_ref(), &clock::now());
     findings.extend(of_usage);
     let fresh = CacheTenantStatus { usage, ..CacheTenantStatus::default() };
-    let wait = crate::framework::status::write(&context, &*tenant, &api, &findings, fresh).await?;
+    let wait = write(&context, &*tenant, &api, &findings, fresh).await?;
     let is_pending = findings.iter().any(|found| PENDING.contains(&found.reason));
     let next = if is_pending { RETRY_INTERVAL } else { POLL_INTERVAL };
     Ok(Action::requeue(wait.map_or(next, |wait| wait.min(next))))
 }
 
-/// Adds a missing finalizer before any control plane is changed. One per reconcile: the change triggers the
-/// next one. Returns whether it did.
-async fn ensure_finalizer(
-    tenant: &CacheTenant,
-    ours: bool,
-    api: &Api<CacheTenant>,
-    context: &Context,
-) -> Result<bool, OperatorError> {
-    let purges = budget::wants_purge(tenant);
-    let (finalizer, wanted) = if !ours && (purges || budget::desired(tenant).is_some()) {
-        (BUDGET_FINALIZER, Finalizer::Present)
-    } else if purges != budget::has_purge(tenant) {
-        (PURGE_FINALIZER, if purges { Finalizer::Present } else { Finalizer::Absent })
-    } else {
-        return Ok(false);
-    };
-    finalizers::set(context, tenant, api, finalizer, wanted).await?;
-    Ok(true)
+/// Returns condition `Ready` from the conditions that it summarises.
+fn ready(findings: &[Finding]) -> Finding {
+    let kind = ConditionType::Ready;
+    match findings.iter().find(|found| found.status == ConditionStatus::False) {
+        Some(found) => Finding::no(kind, found.reason, &found.message),
+        None => Finding::yes(
+            kind,
+            Reason::AsDesired,
+            "agents have the limits per node, and control planes have the budget",
+        ),
+    }
 }

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | spec of a cluster, pool, tenant or profile; acceptance of a cluster | everything: the assignment may have changed |
 //! | name or labels of a node | the node, all clusters, pools, profiles and allocations |
-//! | name or labels of a namespace | all clusters and the tenants that select pods, if such tenants exist |
+//! | name or labels of a namespace | all clusters and tenants, if tenants select pods |
 //! | spec of a `CacheNode` of a frozen cluster, which keeps the node | everything |
 //! | other changes | the objects that the controllers name, for example [`crate::reconcile::cluster::controller`] |
 //!

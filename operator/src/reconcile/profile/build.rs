@@ -40,15 +40,6 @@ pub enum RolloutStage {
     Refused(String),
 }
 
-/// The desired revisions of nodes, and what holds up the rollout.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rollout {
-    /// Digest of the desired revision by node name.
-    pub nodes: BTreeMap<String, String>,
-    /// Condition `Distributed` while other nodes wait for canary nodes.
-    pub obstacle: Option<Finding>,
-}
-
 impl RolloutStage {
     /// Returns the progress of a node that should have the current revision with this digest; `None`: it should not.
     pub fn of(digest: Option<&str>, report: Option<&AppliedProfile>, max_error_percent: u8) -> RolloutStage {
@@ -111,12 +102,17 @@ pub fn soak_left(profile: &SlackProfile, since: &Time, now: &Time) -> Option<Dur
     soak.checked_sub(clock::between(since, now)).filter(|left| !left.is_zero())
 }
 
-/// Decides the rollout. `is_soaking`: all canary nodes have applied the revision, but for a shorter time than required.
-pub fn build(profile: &SlackProfile, found: &ProfileInputs, is_soaking: bool) -> Rollout {
+/// Returns the digest of the desired revision by node name, and condition `Distributed` while other nodes wait for canary
+/// nodes. `is_soaking`: all canary nodes have applied the revision, but for a shorter time than required.
+pub fn build(
+    profile: &SlackProfile,
+    found: &ProfileInputs,
+    is_soaking: bool,
+) -> (BTreeMap<String, String>, Option<Finding>) {
     let nodes = &found.nodes;
     let current = |node: &ProfileNode| Some((node.name.clone(), node.desired.clone()?));
     let mut desired: BTreeMap<String, String> = nodes.iter().filter_map(current).collect();
-    let Some(revision) = found.current() else { return Rollout { nodes: desired, obstacle: None } };
+    let Some(revision) = found.current() else { return (desired, None) };
     let rollout = &profile.spec.rollout;
     let obstacle = rollout.canary.as_ref().and_then(|_| canary_obstacle(found, is_soaking));
     // A silent node that is updating counts too, because the revision may be the cause.
@@ -133,7 +129,7 @@ pub fn build(profile: &SlackProfile, found: &ProfileInputs, is_soaking: bool) ->
         desired.insert(node.name.clone(), revision.digest.clone());
     }
     let all = desired.len() == nodes.len() && desired.values().all(|desired| *desired == revision.digest);
-    Rollout { nodes: desired, obstacle: obstacle.filter(|_| !all) }
+    (desired, obstacle.filter(|_| !all))
 }
 
 /// Whether a canary node has not applied the revision yet, or drifts.

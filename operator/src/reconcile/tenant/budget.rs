@@ -2,23 +2,21 @@
 //!
 //! Budgets come from resources, like modes: a different budget at a control plane is replaced. A budget that
 //! no object of this name ever set belongs to another client; it is reported, not removed. The tenant gets a
-//! finalizer before the first budget is set. The finalizer is removed when no control plane has a budget of
-//! it any longer.
+//! finalizer before the first budget is set. It is removed when no control plane has a budget of the tenant.
 //!
-//! A tenant with deletion policy `Purge` has a second finalizer. When it is deleted its budget becomes zero,
-//! so nodes evict its blocks. The second finalizer is removed once every node of its clusters has reported
-//! that it holds nothing; the zero budget is removed afterwards. The purge covers the clusters that the spec
-//! selects. Clusters that are being deleted are skipped, and this is reported
-//! ([`super::dereference::TenantClusters::released`]). A tenant with this policy owns its budget even without
-//! limits: a budget that another client set is removed.
+//! A tenant with deletion policy `Purge` has a second finalizer, and owns its budget even without limits. When it is
+//! deleted its budget becomes zero, so nodes evict its blocks. The second finalizer is removed once every node of the
+//! clusters that the spec selects has reported that it holds nothing; the zero budget is removed afterwards. Clusters
+//! that are being deleted are skipped and reported ([`TenantClusters::released`]).
 
 use futures_util::future::join_all;
 use kube::ResourceExt;
 use reprise_crds::fields::Quantity;
-use reprise_crds::status::Reason;
+use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::tenant::{Quota, Quotas, TenantDeletion};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
+use super::NO_CLUSTER;
 use super::dereference::{TenantCluster, TenantClusters};
 use crate::framework::finalizers;
 use crate::framework::refusal::Refusal;
@@ -31,8 +29,6 @@ use crate::reconcile::names::{BUDGET_FINALIZER, ClusterNames, PURGE_FINALIZER};
 pub struct BudgetResult {
     /// `namespace/name` of the cluster.
     pub cluster: String,
-    /// Whether the tenant applies to the cluster. At other clusters, a budget is only removed.
-    pub is_member: bool,
     /// Whether the control plane has the desired budget. With reason `Releasing` it has the zero budget, but nodes may
     /// still hold blocks; with reason `OverCapacity` it rejects the budget.
     pub outcome: Result<(), Refusal>,
@@ -55,24 +51,9 @@ pub fn desired(tenant: &CacheTenant) -> Option<Budget> {
     (budget != nothing).then_some(budget)
 }
 
-/// Whether control planes may have a budget of this object: it has the budget finalizer.
-pub fn owns_budgets(tenant: &CacheTenant) -> bool {
-    finalizers::has(tenant, BUDGET_FINALIZER)
-}
-
-/// Whether the spec requests a purge on deletion.
-pub fn wants_purge(tenant: &CacheTenant) -> bool {
-    tenant.spec.deletion_policy == TenantDeletion::Purge
-}
-
-/// Whether the tenant has the purge finalizer.
-pub fn has_purge(tenant: &CacheTenant) -> bool {
-    finalizers::has(tenant, PURGE_FINALIZER)
-}
-
 /// Whether the tenant is being purged.
 pub fn is_purging(tenant: &CacheTenant) -> bool {
-    tenant.metadata.deletion_timestamp.is_some() && has_purge(tenant)
+    tenant.metadata.deletion_timestamp.is_some() && finalizers::has(tenant, PURGE_FINALIZER)
 }
 
 /// Whether the purge is complete.
@@ -80,11 +61,16 @@ pub fn is_purged(tenant: &CacheTenant, results: &[BudgetResult]) -> bool {
     is_purging(tenant) && results.iter().all(|result| result.outcome.is_ok())
 }
 
+/// Whether the spec requests a budget, or a purge on deletion.
+pub fn needs_finalizer(tenant: &CacheTenant) -> bool {
+    desired(tenant).is_some() || tenant.spec.deletion_policy == TenantDeletion::Purge
+}
+
 /// Whether the tenant no longer needs its budget, and no control plane has one.
 pub fn is_withdrawn(tenant: &CacheTenant, refused: Option<&Refusal>, results: &[BudgetResult]) -> bool {
     let ends = match tenant.metadata.deletion_timestamp {
         Some(_) => !is_purging(tenant),
-        None => refused.is_none() && desired(tenant).is_none() && !wants_purge(tenant),
+        None => refused.is_none() && !needs_finalizer(tenant),
     };
     ends && results.iter().all(|result| result.outcome.is_ok())
 }
@@ -109,7 +95,9 @@ async fn sync_cluster(
     TenantCluster { cluster, names, is_member }: &TenantCluster,
     context: &Context,
 ) -> Option<BudgetResult> {
-    let (owned, purging, name) = (owns_budgets(tenant), is_purging(tenant), tenant.name_any());
+    let (purging, name) = (is_purging(tenant), tenant.name_any());
+    // Without the finalizer, no object of this name has set a budget.
+    let owned = finalizers::has(tenant, BUDGET_FINALIZER);
     let is_known = *is_member && (purging || tenant.metadata.deletion_timestamp.is_none());
     if !is_known && !owned {
         return None;
@@ -155,7 +143,7 @@ async fn sync_cluster(
         outcome => outcome,
     };
     let overcommitted = state.map(|state| state.overcommitted).unwrap_or_default();
-    Some(BudgetResult { cluster: key, is_member: *is_member, outcome, overcommitted })
+    Some(BudgetResult { cluster: key, outcome, overcommitted })
 }
 
 /// Returns reason and message of a failed call.
@@ -191,9 +179,89 @@ async fn has_no_blocks(
     }
 }
 
+fn failures(results: &[BudgetResult]) -> impl Iterator<Item = &Refusal> {
+    results.iter().filter_map(|result| result.outcome.as_ref().err())
+}
+
+/// Returns condition `BudgetApplied`; `None` if there is no budget to apply.
+pub fn applied(tenant: &CacheTenant, results: &[BudgetResult], refused: Option<&Refusal>) -> Option<Finding> {
+    let kind = ConditionType::BudgetApplied;
+    let wanted = desired(tenant);
+    if let Some(refused) = refused {
+        let message = "the spec is not accepted, so control planes keep their budgets";
+        return wanted.is_some().then(|| Finding::no(kind, refused.reason, message));
+    }
+    if let Some(failure) = failures(results).find(|failure| failure.reason != Reason::Releasing) {
+        return Some(Finding::no(kind, failure.reason, &failure.message));
+    }
+    wanted?;
+    if results.is_empty() {
+        return Some(Finding::no(kind, Reason::ReferenceNotFound, NO_CLUSTER));
+    }
+    let clusters: Vec<&str> = results.iter().map(|result| result.cluster.as_str()).collect();
+    let message = format!("the control planes of {} have the budget", clusters.join(", "));
+    Some(Finding::yes(kind, Reason::AsDesired, message))
+}
+
+/// Returns condition `DeletionBlocked` while the tenant is being deleted and a control plane still has its
+/// budget.
+pub fn blocked(tenant: &CacheTenant, results: &[BudgetResult]) -> Option<Finding> {
+    tenant.metadata.deletion_timestamp.as_ref()?;
+    let failure = failures(results).next()?;
+    let (kept, finalizer) = match is_purging(tenant) {
+        true => ("blocks", PURGE_FINALIZER),
+        false => ("budget", BUDGET_FINALIZER),
+    };
+    let message = format!(
+        "{}. The operator retries; to keep the {kept} of the tenant, remove finalizer {finalizer}",
+        failure.message
+    );
+    Some(Finding::yes(ConditionType::DeletionBlocked, Reason::Releasing, message))
+}
+
+/// Returns the result of a purge, for the clusters that were checked and those that were skipped because they are being
+/// deleted.
+pub fn purged(checked: &[String], skipped: &[String]) -> Finding {
+    let done = match checked.is_empty() {
+        true => "the tenant applies to no remaining KVCacheCluster, so no nodes were checked for its blocks"
+            .to_owned(),
+        false => format!("no node of {} holds blocks of the tenant", checked.join(", ")),
+    };
+    let kind = ConditionType::DeletionBlocked;
+    if skipped.is_empty() {
+        return Finding::no(kind, Reason::AsDesired, done);
+    }
+    let message = format!(
+        "{done}; skipped because they are being deleted: {}. Blocks on retained devices of their nodes return with a new \
+         KVCacheCluster there: purge the tenant again then",
+        skipped.join(", ")
+    );
+    // Users must act on it, so it must not be published as a success.
+    Finding::unknown(kind, Reason::Releasing, message)
+}
+
+/// Returns condition `QuotaFeasible` if budget reservations do not fit the control planes' capacity.
+pub fn infeasible(results: &[BudgetResult]) -> Option<Finding> {
+    let rejected = failures(results).find(|failure| failure.reason == Reason::OverCapacity);
+    let lost = || {
+        let lost = results.iter().find(|result| result.overcommitted != TierBytes::default())?;
+        let TierBytes { dram, ssd } = lost.overcommitted;
+        Some(format!(
+            "the reservations of all budgets exceed the capacity of living nodes of {} by {} of memory and {} on devices: lower \
+             budget.dram.reserved or budget.ssd.reserved of some tenants, or add nodes",
+            lost.cluster,
+            Quantity::of_bytes(dram),
+            Quantity::of_bytes(ssd),
+        ))
+    };
+    let message = rejected.map(|failure| failure.message.clone()).or_else(lost)?;
+    Some(Finding::no(ConditionType::QuotaFeasible, Reason::OverCapacity, message))
+}
+
 #[cfg(test)]
 #[allow(clippy::needless_pass_by_value, reason = "objects are made where they are passed")]
 mod tests {
+    use reprise_crds::status::ConditionStatus;
     use serde_json::{Value, json};
 
     use super::*;
@@ -203,6 +271,10 @@ mod tests {
         let deleted = is_deleting.then_some("2026-01-01T00:00:00Z");
         let metadata = json!({ "name": "t", "finalizers": finalizers, "deletionTimestamp": deleted });
         resource(metadata, json!({ "spec": spec }))
+    }
+
+    fn result(outcome: Result<(), Refusal>) -> BudgetResult {
+        BudgetResult { cluster: "n/c".to_owned(), outcome, overcommitted: TierBytes::default() }
     }
 
     #[test]
@@ -238,15 +310,34 @@ mod tests {
             (tenant(purge(), &both, true), None, vec![&applied], false, true),
             (tenant(purge(), &both[..1], true), None, vec![&applied], true, false),
         ] {
-            let result = |outcome: &Result<(), Refusal>| BudgetResult {
-                cluster: "n/c".to_owned(),
-                is_member: true,
-                outcome: outcome.clone(),
-                overcommitted: TierBytes::default(),
-            };
-            let results: Vec<BudgetResult> = outcomes.into_iter().map(result).collect();
+            let results: Vec<BudgetResult> =
+                outcomes.into_iter().map(|outcome| result(outcome.clone())).collect();
             let is = (is_withdrawn(&tenant, refused, &results), is_purged(&tenant, &results));
             assert_eq!(is, (withdrawn, purged), "{:?} {refused:?} {results:?}", tenant.metadata);
+        }
+    }
+
+    #[test]
+    fn reservations_above_the_capacity_of_living_nodes_are_not_feasible() {
+        let at = |ssd| BudgetResult { overcommitted: TierBytes { dram: 0, ssd }, ..result(Ok(())) };
+        assert_eq!(infeasible(&[at(0)]), None);
+        let message = infeasible(&[at(0), at(1 << 30)]).expect("the condition").message;
+        assert!(message.contains("n/c by 0 of memory and 1Gi on devices"), "{message}");
+    }
+
+    #[test]
+    fn completed_purge_names_checked_and_skipped_clusters() {
+        let skipped = ["n/d".to_owned(), "n/e".to_owned()];
+        let again = "skipped because they are being deleted: n/d, n/e. ";
+        let checked = ["n/c".to_owned()];
+        for (checked, skipped, status, words) in [
+            (&checked[..], &[][..], ConditionStatus::False, ["no node of n/c holds blocks of the tenant"; 2]),
+            (&checked[..], &skipped[..], ConditionStatus::Unknown, ["no node of n/c holds", again]),
+            (&[][..], &skipped[..], ConditionStatus::Unknown, ["no remaining KVCacheCluster", again]),
+        ] {
+            let found = purged(checked, skipped);
+            assert_eq!(found.status, status, "{found:?}");
+            assert!(words.iter().all(|words| found.message.contains(words)), "{found:?}");
         }
     }
 }

@@ -38,26 +38,27 @@ pub fn finding(tenant: &CacheTenant, clusters: &TenantClusters, context: &Contex
         let devices = Reservations::of(&of_cluster, "perNode.ssd.reserved", |tenant| {
             bytes(&tenant.spec.per_node.ssd.reserved)
         });
-        if let Some(excess) = memory.above(&cluster.spec.cache.dram) {
-            let unreserved: Vec<String> = without_reservation(cluster, &of_cluster).into_iter().collect();
-            let message = format!(
-                "cache.dram of KVCacheCluster {} is {excess}, or raise cache.dram. Memory is reserved in whole regions. Until then its \
-                 agents reserve nothing for {}",
-                names.key(),
-                unreserved.join(", ")
-            );
+        let unreserved = without_reservation(cluster, &of_cluster);
+        let unreserved: Vec<&str> = unreserved.iter().map(String::as_str).collect();
+        let spec = format!("cache.dram of KVCacheCluster {}", names.key());
+        let excess = memory.above(&spec, &cluster.spec.cache.dram).map(|excess| {
+            format!("{excess}. Until then its agents reserve nothing for {}", unreserved.join(", "))
+        });
+        let nodes = assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
+        let excess = excess.or_else(|| {
+            nodes.iter().find_map(|node| {
+                let found =
+                    stores.cache_nodes.get(&ObjectRef::new(node)).filter(|found| has_reported(found))?;
+                let capacity = found.status.as_ref()?.capacity.as_ref()?;
+                has_capacity = true;
+                let node = format!("node {node}");
+                memory
+                    .above(&node, &capacity.dram_total)
+                    .or_else(|| devices.above(&node, &capacity.ssd_total))
+            })
+        });
+        if let Some(message) = excess {
             return Finding::no(kind, Reason::OverCapacity, message);
-        }
-        for node in assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default() {
-            let found = stores.cache_nodes.get(&ObjectRef::new(node)).filter(|found| has_reported(found));
-            let status = found.as_ref().and_then(|found| found.status.as_ref());
-            let Some(capacity) = status.and_then(|status| status.capacity.as_ref()) else { continue };
-            has_capacity = true;
-            let excess = memory.above(&capacity.dram_total).or_else(|| devices.above(&capacity.ssd_total));
-            if let Some(excess) = excess {
-                let message = format!("node {node} has {excess}, or extend the node");
-                return Finding::no(kind, Reason::OverCapacity, message);
-            }
         }
     }
     if !has_capacity {
@@ -85,13 +86,13 @@ impl Reservations {
     }
 
     /// Describes the excess above a capacity, with the tenants that should reserve less.
-    fn above(&self, available: &Quantity) -> Option<String> {
+    fn above(&self, owner: &str, available: &Quantity) -> Option<String> {
         let Reservations { field, bytes: reserved, tenants } = self;
-        let (available, total) = (bytes(available), Quantity::of_bytes(*reserved));
-        (*reserved > available).then(|| {
-            let available = Quantity::of_bytes(available);
-            let tenants = tenants.join(", ");
-            format!("{available}, but {field} of all tenants is {total} in total: lower that of {tenants}")
+        let (total, tenants) = (Quantity::of_bytes(*reserved), tenants.join(", "));
+        (*reserved > bytes(available)).then(|| {
+            format!(
+                "{field} of all tenants is {total} in total, above the {available} of {owner}: lower that of {tenants}, or extend {owner}"
+            )
         })
     }
 }
@@ -144,17 +145,21 @@ mod tests {
         for (tenants, without, excess) in [
             // Each takes a whole region, and there are four.
             (&four[..], &[][..], None),
-            (&five[..], &["a"][..], Some("1Gi, but perNode.dram.reserved of all tenants is 1280Mi in total")),
+            (
+                &five[..],
+                &["a"][..],
+                Some("perNode.dram.reserved of all tenants is 1280Mi in total, above the 1Gi of c"),
+            ),
             // One that is too large leaves the memory to younger ones.
             (
                 &[("large", 1, "2Gi"), ("small", 2, "100Mi"), ("nothing", 3, "0")][..],
                 &["large"][..],
-                Some("is 2304Mi in total: lower that of large, small"),
+                Some("lower that of large, small, or extend c"),
             ),
         ] {
             let tenants: Vec<Arc<CacheTenant>> = tenants.iter().map(tenant).collect();
             assert!(without_reservation(&cluster, &tenants).iter().eq(without), "{without:?}");
-            let found = Reservations::of_memory(&cluster, &tenants).above(&cluster.spec.cache.dram);
+            let found = Reservations::of_memory(&cluster, &tenants).above("c", &cluster.spec.cache.dram);
             assert_eq!(found.is_some(), excess.is_some(), "{found:?}");
             assert!(found.unwrap_or_default().contains(excess.unwrap_or_default()), "{excess:?}");
         }

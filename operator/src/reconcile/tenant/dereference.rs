@@ -58,21 +58,19 @@ mod tests {
 
     #[test]
     fn deleted_clusters_are_released_and_unselected_ones_are_absent() {
-        let clusters = || -> Vec<Arc<KVCacheCluster>> {
-            let cluster = |(name, deleted): (&str, Option<&str>)| {
-                let metadata = json!({ "namespace": "n", "name": name, "deletionTimestamp": deleted });
-                Arc::new(resource(metadata, json!({ "spec": {} })))
-            };
-            let then = Some("2026-01-01T00:00:00Z");
-            [("stays", None), ("other", None), ("deleted", then), ("also", then)].map(cluster).into()
+        let cluster = |(name, deleted): (&str, Option<&str>)| -> Arc<KVCacheCluster> {
+            let metadata = json!({ "namespace": "n", "name": name, "deletionTimestamp": deleted });
+            Arc::new(resource(metadata, json!({ "spec": {} })))
         };
+        let then = Some("2026-01-01T00:00:00Z");
+        let clusters = [("stays", None), ("other", None), ("deleted", then), ("also", then)].map(cluster);
         let named = json!([{ "namespace": "n", "name": "stays" }, { "namespace": "n", "name": "deleted" }]);
         for (named, members, released) in [
             (json!([]), vec!["n/other", "n/stays"], vec!["n/also", "n/deleted"]),
             (named, vec!["n/stays"], vec!["n/deleted"]),
         ] {
             let tenant = CacheTenant::new("t", object(json!({ "clusters": named })));
-            let of = TenantClusters::of(&tenant, clusters());
+            let of = TenantClusters::of(&tenant, clusters.to_vec());
             assert_eq!(of.present.len(), 2);
             assert_eq!(of.members().map(|one| one.names.key()).collect::<Vec<_>>(), members);
             assert_eq!(of.released, released);

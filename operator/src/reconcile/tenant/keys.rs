@@ -222,7 +222,7 @@ async fn copy(
 mod tests {
     use std::sync::Arc;
 
-    use reprise_crds::status::ConditionStatus::{self, False, Unknown};
+    use reprise_crds::status::ConditionStatus::{False, Unknown};
     use serde_json::Value;
 
     use super::*;
@@ -292,39 +292,26 @@ mod tests {
         CannedResponse::Json(200, secret)
     }
 
-    /// Copies the keys; returns status, reason and message of the condition.
-    async fn synced(
-        tenant: &CacheTenant,
-        paused: [bool; 2],
-        context: &Context,
-    ) -> (ConditionStatus, Reason, String) {
-        let synced = sync(tenant, None, &clusters(tenant, paused), &[], context).await;
-        let Finding { status, reason, message, .. } = synced.expect("an encrypted tenant");
-        (status, reason, message)
-    }
-
     #[tokio::test]
-    async fn failing_cluster_does_not_keep_keys_from_others() {
+    async fn failing_and_paused_clusters_do_not_keep_keys_from_others_and_former_ones_lose_them() {
         let failure = |code| error_response(code, &json!([]));
-        let (context, log) =
-            context_of(vec![secret_of("", "key"), failure(500), failure(404), secret_of("b", "t")]);
-        let (status, reason, message) = synced(&tenant(&json!([])), [false, false], &context).await;
-        assert_eq!(log.methods(), ["GET", "GET", "GET", "POST"]);
-        assert_eq!((status, reason), (False, Reason::Progressing));
-        assert!(message.contains("a-keys of n/a") && !message.contains("n/b"), "{message}");
-    }
-
-    #[tokio::test]
-    async fn former_clusters_lose_the_keys_and_paused_ones_are_reported() {
-        let tenant = tenant(&json!([{ "namespace": "n", "name": "other" }]));
-        let absent = error_response(404, &json!([]));
-        let (context, log) =
-            context_of(vec![absent, secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")]);
-        let (status, reason, message) = synced(&tenant, [false, true], &context).await;
-        assert_eq!(log.methods(), ["GET", "GET", "PATCH", "GET"]);
-        assert_eq!(log.requests()[2].body["data"], json!({ "t": null }));
-        assert_eq!((status, reason), (False, Reason::Releasing));
-        assert!(message.contains("KVCacheCluster n/b is paused"), "{message}");
+        let (everywhere, elsewhere) = (json!([]), json!([{ "namespace": "n", "name": "other" }]));
+        let rotated = vec![secret_of("", "key"), failure(500), failure(404), secret_of("b", "t")];
+        let erased = vec![failure(404), secret_of("a", "t"), secret_of("a", "t"), secret_of("b", "t")];
+        for (named, paused, responses, methods, reason, words) in [
+            (everywhere, false, rotated, ["GET", "GET", "GET", "POST"], Reason::Progressing, "a-keys of n/a"),
+            (elsewhere, true, erased, ["GET", "GET", "PATCH", "GET"], Reason::Releasing, "n/b is paused"),
+        ] {
+            let (context, log) = context_of(responses);
+            let tenant = tenant(&named);
+            let found = sync(&tenant, None, &clusters(&tenant, [false, paused]), &[], &context).await;
+            let found = found.expect("an encrypted tenant");
+            assert_eq!(log.methods(), methods);
+            assert_eq!((found.status, found.reason), (False, reason));
+            assert!(found.message.contains(words), "{found:?}");
+            let patches = log.requests().into_iter().filter(|request| request.method == "PATCH");
+            assert!(patches.into_iter().all(|patch| patch.body["data"] == json!({ "t": null })));
+        }
     }
 
     #[tokio::test]
@@ -332,7 +319,6 @@ mod tests {
         let tenant = tenant(&json!([]));
         let mut results = ["n/a", "n/b"].map(|cluster| BudgetResult {
             cluster: cluster.to_owned(),
-            is_member: true,
             outcome: Ok(()),
             overcommitted: TierBytes::default(),
         });

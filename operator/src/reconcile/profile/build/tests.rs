@@ -74,12 +74,12 @@ fn inputs(nodes: &str) -> ProfileInputs {
 /// Asserts which nodes get the revision, and that all others keep theirs. Returns the obstacle.
 fn check(rollout: &Value, words: &str, is_soaking: bool, expected: &str) -> Option<Finding> {
     let found = inputs(words);
-    let decision = build(&profile(rollout), &found, is_soaking);
-    let news = found.nodes.iter().filter(|node| decision.nodes.get(&node.name) != node.desired.as_ref());
+    let (decided, obstacle) = build(&profile(rollout), &found, is_soaking);
+    let news = found.nodes.iter().filter(|node| decided.get(&node.name) != node.desired.as_ref());
     let news: Vec<&str> = news.map(|node| node.name.as_str()).collect();
     assert_eq!(news.join(" "), expected, "{rollout} {words:?} {is_soaking}");
-    assert!(news.iter().all(|name| decision.nodes[*name] == NEW), "{rollout} {words:?} {is_soaking}");
-    decision.obstacle
+    assert!(news.iter().all(|name| decided[*name] == NEW), "{rollout} {words:?} {is_soaking}");
+    obstacle
 }
 
 #[test]
