@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use reprise_crds::KVCacheCluster;
 use reprise_crds::status::Reason;
+use reprise_crds::{KVCacheCluster, SSDPool};
 use serde_json::{Value, json};
 
 use super::*;
@@ -18,7 +18,7 @@ use crate::reconcile::cluster::dereference::NamedPool;
 use crate::reconcile::cluster::dereference::tests::inputs;
 use crate::reconcile::cluster::etcd::external::EtcdCheck;
 use crate::reconcile::names::SECRETS;
-use crate::reconcile::test_objects::resource;
+use crate::reconcile::test_objects::{object, resource};
 
 mod certificates;
 mod policies;
