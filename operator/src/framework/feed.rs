@@ -85,14 +85,8 @@ impl<K: Send + Sync + 'static> Feed<K> {
 }
 
 /// Requests to reconcile all objects of the subscribed kinds. Several that no controller has handled yet count once.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Signal(watch::Sender<()>);
-
-impl Default for Signal {
-    fn default() -> Signal {
-        Signal(watch::Sender::new(()))
-    }
-}
 
 impl Signal {
     /// Sends the signal to all subscribers.

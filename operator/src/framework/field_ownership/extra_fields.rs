@@ -58,7 +58,8 @@ where
     let others = read.managed_fields().iter().filter_map(|entry| entry.manager.as_deref());
     let mut others: Vec<&str> = others.filter(|manager| *manager != OPERATOR_FIELD_MANAGER).collect();
     others.dedup();
-    let foreign = ForeignWrite::added(&others, &fields.join(", "));
+    let by = if others.is_empty() { "an unknown writer".to_owned() } else { others.join(" or ") };
+    let foreign = ForeignWrite { by, fields: fields.join(", ") };
     let written = api.patch(&read.name_any(), &params, &Patch::Merge(&patch)).await?;
     Ok(Some((written, foreign)))
 }
