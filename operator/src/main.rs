@@ -119,19 +119,17 @@ async fn dispatch(command: Command) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Certificate { pod, check: true } => pod.check().await,
-        Command::Certificate { pod, check: false } => keep_certificate(&pod).await,
+        Command::Certificate { pod, check: false } => {
+            let stop = stop_signal()?;
+            let (client, _) = client().await?;
+            tokio::select! {
+                () = pod.keep(&client) => {}
+                () = stop => {}
+            }
+            Ok(())
+        }
         Command::Delete(release) => delete(&client().await?.0, &release).await,
     }
-}
-
-async fn keep_certificate(pod: &PodCertificate) -> anyhow::Result<()> {
-    let stop = stop_signal()?;
-    let (client, _) = client().await?;
-    tokio::select! {
-        () = pod.keep(&client) => {}
-        () = stop => {}
-    }
-    Ok(())
 }
 
 /// Waits for SIGTERM or SIGINT, which are handled from this call on. The first process of a container has no default

@@ -9,12 +9,8 @@
 //!   API server work. One that its caller abandons does not count.
 //! * A watch counts once, when it starts.
 //!
-//! The rate limit protects the API server when a thousand nodes appear at once or a watch restarts. Up to 48
-//! reconciles run concurrently and would otherwise send requests as fast as the server answers. In normal
-//! operation no request waits.
-//!
-//! Label values are bounded: verbs and status codes by HTTP and Kubernetes, resources by what the operator
-//! requests. Object names are not part of them.
+//! The rate limit protects the API server when a thousand nodes appear at once or a watch restarts. In normal operation
+//! no request waits.
 
 use std::future::Future;
 use std::pin::Pin;

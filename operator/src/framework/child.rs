@@ -135,13 +135,11 @@ impl Child {
     /// Entries that other managers add are removed from objects that grant access and from configuration. Other
     /// components add to the rest: OpenShift adds Secrets to service accounts.
     pub(crate) fn extras(&self) -> Extras {
-        use ChildKind::{
-            ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
-        };
         match self.kind {
-            ClusterRoleBinding | ConfigMap | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding => {
-                Extras::Removed
-            }
+            ChildKind::ClusterRoleBinding
+            | ChildKind::ConfigMap
+            | ChildKind::MutatingAdmissionPolicy
+            | ChildKind::MutatingAdmissionPolicyBinding => Extras::Removed,
             _ => Extras::Kept,
         }
     }

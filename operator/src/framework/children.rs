@@ -135,8 +135,9 @@ async fn apply_one(
         subject: cluster,
     };
     let removed = |written: &DynamicObject| {
-        live.as_deref().filter(|live| was_reduced(context, key, child, (live, written)))?;
-        Some("fields".to_owned())
+        let is_reduced =
+            live.as_deref().is_some_and(|live| was_reduced(context, key, child, (live, written)));
+        is_reduced.then(|| "fields".to_owned())
     };
     let written = match restore::apply(context, &write, removed).await? {
         WriteOutcome::Written(written) => written,

@@ -54,19 +54,18 @@ pub struct Account {
     pub name: String,
 }
 
-impl Account {
-    /// Returns the account as the owner of a new object. An object without an owner is never deleted: `None` if the account
-    /// cannot be read.
-    pub async fn owner(&self) -> Option<OwnerReference> {
-        let found = self.api.get_opt(&self.name).await.ok()??;
-        Some(OwnerReference {
-            api_version: "v1".to_owned(),
-            kind: "ServiceAccount".to_owned(),
-            name: self.name.clone(),
-            uid: found.metadata.uid?,
-            ..OwnerReference::default()
-        })
-    }
+/// Returns the account as the owner of a new object. An object without an owner is never deleted: `None` if there is no
+/// account, or it cannot be read.
+pub async fn owner(account: Option<&Account>) -> Option<OwnerReference> {
+    let account = account?;
+    let found = account.api.get_opt(&account.name).await.ok()??;
+    Some(OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "ServiceAccount".to_owned(),
+        name: account.name.clone(),
+        uid: found.metadata.uid?,
+        ..OwnerReference::default()
+    })
 }
 
 /// Check whether this replica holds the lease, for code that does not renew it.
@@ -187,8 +186,8 @@ impl Election {
         let mut lease = found.unwrap_or_default();
         lease.metadata.name = Some(NAME.to_owned());
         lease.spec = Some(self.spec(before.as_ref()));
-        if let (None, Some(account)) = (&lease.metadata.owner_references, &self.account) {
-            lease.metadata.owner_references = account.owner().await.map(|owner| vec![owner]);
+        if lease.metadata.owner_references.is_none() {
+            lease.metadata.owner_references = owner(self.account.as_ref()).await.map(|owner| vec![owner]);
         }
         let params = PostParams::default();
         // With the resource version that was read, so that only one of two concurrent writers succeeds.

@@ -41,8 +41,6 @@ pub(crate) const PACED_FROM: usize = 5;
 const WITHIN: Duration = Duration::from_secs(600);
 /// Time between two restores of a paced object.
 const PACED_INTERVAL: Duration = Duration::from_secs(60);
-/// Action of events about restored fields.
-const PUT_BACK: &str = "PutBack";
 /// Most fields that an event names.
 const FIELDS_MAX: usize = 5;
 
@@ -181,7 +179,7 @@ async fn report<K: Resource>(
         type_: EventType::Warning,
         reason: Reason::SetBack.as_str().to_owned(),
         note: Some(note),
-        action: PUT_BACK.to_owned(),
+        action: "PutBack".to_owned(),
         // Events with the same object and reason are merged, keeping the first note; the field path keeps
         // events about other fields separate.
         secondary: Some(ObjectReference {
