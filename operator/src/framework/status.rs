@@ -82,7 +82,7 @@ where
         "metadata": { "name": name },
         "status": status,
     });
-    match apply(context, object, api, &body).await {
+    match apply(context, object, api, OPERATOR_FIELD_MANAGER, &body).await {
         Ok(None) => {}
         Ok(Some(wait)) => return Ok(Some(wait)),
         // The object was deleted concurrently.
@@ -106,6 +106,7 @@ pub(crate) async fn apply<K>(
     context: &Services,
     object: &K,
     api: &Api<K>,
+    manager: &str,
     body: &Value,
 ) -> Result<Option<Duration>, kube::Error>
 where
@@ -119,7 +120,7 @@ where
         key: &key,
         name: &name,
         is_status: true,
-        params: PatchParams::apply(OPERATOR_FIELD_MANAGER),
+        params: PatchParams::apply(manager),
         body,
         extras: Extras::Kept,
         subject: &Subject::of(object),

@@ -16,7 +16,7 @@ use kube::api::Api;
 use kube::{Resource, ResourceExt};
 use reprise_crds::fields::NodeMode;
 use reprise_crds::status::{Condition, ConditionStatus, ConditionType, Finding, Reason, find};
-use reprise_crds::{CacheNode, KVCacheCluster};
+use reprise_crds::{CacheNode, KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
 use crate::framework::error::OperatorError;
@@ -172,7 +172,7 @@ async fn report(live: &CacheNode, finding: &Finding, context: &Context) -> Resul
             "status": { "conditions": conditions },
         });
         let api: Api<CacheNode> = Api::all(context.client.clone());
-        match apply(context, live, &api, &body).await {
+        match apply(context, live, &api, OPERATOR_FIELD_MANAGER, &body).await {
             // Paced: written later, after the next check of the control plane.
             Ok(Some(_)) => return Ok(()),
             Ok(None) => context.metrics.record_write("CacheNode", Write::Status),

@@ -25,7 +25,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Node, NodeCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
-use kube::api::{Api, PatchParams};
+use kube::api::Api;
 use reprise_crds::CacheNode;
 use reprise_crds::status::{ConditionStatus, ConditionType, Reason};
 use serde_json::{Value, json};
@@ -34,9 +34,8 @@ use super::apply::is_ours;
 use super::build::DesiredCacheNode;
 use crate::framework::clock;
 use crate::framework::error::OperatorError;
-use crate::framework::events::Subject;
-use crate::framework::field_ownership::restore::{self, Extras, OwnedWrite, WriteOutcome};
 use crate::framework::metrics::Write;
+use crate::framework::status::apply;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::{REPORT_TIMEOUT, has_reported, is_ready};
 use crate::reconcile::names::AGENT_READY;
@@ -127,23 +126,10 @@ pub async fn write(node: &Node, step: &Step, context: &Context) -> Result<(), Op
     };
     let body = body(&name, wanted);
     let api: Api<Node> = Api::all(context.client.clone());
-    let key = format!("{AGENT_READY} of Node//{name}");
-    let params = PatchParams::apply(FIELD_MANAGER);
-    let ours = OwnedWrite {
-        api: &api,
-        kind: "Node",
-        key: &key,
-        name: &name,
-        is_status: true,
-        params,
-        body: &body,
-        extras: Extras::Kept,
-        subject: &Subject::of(node),
-    };
-    match restore::apply(context, &ours, |_| None).await {
-        Ok(WriteOutcome::Written(_)) => {}
+    match apply(context, node, &api, FIELD_MANAGER, &body).await {
+        Ok(None) => {}
         // Written later: the agent's next report triggers it.
-        Ok(WriteOutcome::Paced(_)) => return Ok(()),
+        Ok(Some(_)) => return Ok(()),
         // The node was deleted concurrently, and the condition with it.
         Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(()),
         Err(error) => {
