@@ -44,33 +44,22 @@ pub struct Settings {
 #[derive(Clone, Debug, PartialEq, Eq, Args)]
 pub struct DefaultImages {
     /// Agent image, for clusters that do not name one
-    #[arg(
-        long = "image-agent",
-        value_name = "IMAGE_AGENT",
-        default_value = concat!("reprise-agent:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-agent", value_name = "IMAGE_AGENT", default_value_t = image("agent"))]
     pub agent: String,
     /// Control plane image, for clusters that do not name one
-    #[arg(
-        long = "image-control-plane",
-        value_name = "IMAGE_CONTROL_PLANE",
-        default_value = concat!("reprise-controlplane:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-control-plane", value_name = "IMAGE_CONTROL_PLANE", default_value_t = image("controlplane"))]
     pub control_plane: String,
     /// etcd image, for clusters that do not name one
-    #[arg(
-        long = "image-etcd",
-        value_name = "IMAGE_ETCD",
-        default_value = concat!("reprise-etcd:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-etcd", value_name = "IMAGE_ETCD", default_value_t = image("etcd"))]
     pub etcd: String,
     /// Image of this program, for the pods' sidecars that keep certificates
-    #[arg(
-        long = "image-operator",
-        value_name = "IMAGE_OPERATOR",
-        default_value = concat!("reprise-operator:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-operator", value_name = "IMAGE_OPERATOR", default_value_t = image("operator"))]
     pub operator: String,
+}
+
+/// Returns the image of a component in this version.
+fn image(component: &str) -> String {
+    format!("reprise-{component}:{}", env!("CARGO_PKG_VERSION"))
 }
 
 /// Address of a control plane.

@@ -64,7 +64,8 @@ where
     Ok(Some((written, foreign)))
 }
 
-/// Builds a merge patch that removes the extra fields, or returns `None` if there are none. Adds their paths to `paths`.
+/// Builds a merge patch that removes the extra fields, or returns `None` if there are none. Adds the paths of
+/// these fields to `paths`.
 fn removal(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) -> Option<Value> {
     match (live, desired) {
         (Value::Object(live), Value::Object(desired)) => {
