@@ -314,7 +314,7 @@ fn unless_gone<T>(answer: Result<T, kube::Error>, request: &str) -> anyhow::Resu
     }
 }
 
-/// Logs that these objects stay, and why, unless there are none.
+/// Logs that these objects stay, and why. Logs nothing without objects.
 fn warn<'a>(objects: impl IntoIterator<Item = &'a DynamicObject>, why: &str) {
     let full_name = |object: &DynamicObject| match object.namespace() {
         Some(namespace) => format!("{namespace}/{}", object.name_any()),

@@ -64,7 +64,7 @@ where
     Ok(Some((written, foreign)))
 }
 
-/// Builds a merge patch that removes the extra fields, or returns `None` if there are none. Adds the paths of
+/// Builds a merge patch that removes the extra fields, or returns `None` if none exist. Adds the paths of
 /// these fields to `paths`.
 fn removal(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) -> Option<Value> {
     match (live, desired) {
