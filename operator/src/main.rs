@@ -27,8 +27,9 @@ use tracing_subscriber::fmt::format::FmtSpan;
 /// Read timeout of API server calls. Watches are renewed every 290 s and receive bookmarks in between.
 const READ_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// Default log filter. It silences client and watches, which log each failed attempt; the callers log failures instead.
-const LOG_LEVEL: &str = "info,kube_client=off,kube_runtime::watcher=off";
+/// Default log filter. It silences the API server client, which logs each failed attempt as an error; the
+/// caller logs failures instead.
+const LOG_LEVEL: &str = "info,kube_client=off";
 
 /// The Reprise operator: reconciles the custom resources of Reprise
 #[derive(Debug, Parser)]
@@ -118,19 +119,17 @@ async fn dispatch(command: Command) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Certificate { pod, check: true } => pod.check().await,
-        Command::Certificate { pod, check: false } => keep_certificate(&pod).await,
+        Command::Certificate { pod, check: false } => {
+            let stop = stop_signal()?;
+            let (client, _) = client().await?;
+            tokio::select! {
+                () = pod.keep(&client) => {}
+                () = stop => {}
+            }
+            Ok(())
+        }
         Command::Delete(release) => delete(&client().await?.0, &release).await,
     }
-}
-
-async fn keep_certificate(pod: &PodCertificate) -> anyhow::Result<()> {
-    let stop = stop_signal()?;
-    let (client, _) = client().await?;
-    tokio::select! {
-        () = pod.keep(&client) => {}
-        () = stop => {}
-    }
-    Ok(())
 }
 
 /// Waits for SIGTERM or SIGINT, which are handled from this call on. The first process of a container has no default

@@ -1,7 +1,6 @@
 //! Settings of the operator: the options of `run`.
 
 use std::net::SocketAddr;
-use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
@@ -45,33 +44,22 @@ pub struct Settings {
 #[derive(Clone, Debug, PartialEq, Eq, Args)]
 pub struct DefaultImages {
     /// Agent image, for clusters that do not name one
-    #[arg(
-        long = "image-agent",
-        value_name = "IMAGE_AGENT",
-        default_value = concat!("reprise-agent:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-agent", value_name = "IMAGE_AGENT", default_value_t = image("agent"))]
     pub agent: String,
     /// Control plane image, for clusters that do not name one
-    #[arg(
-        long = "image-control-plane",
-        value_name = "IMAGE_CONTROL_PLANE",
-        default_value = concat!("reprise-controlplane:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-control-plane", value_name = "IMAGE_CONTROL_PLANE", default_value_t = image("controlplane"))]
     pub control_plane: String,
     /// etcd image, for clusters that do not name one
-    #[arg(
-        long = "image-etcd",
-        value_name = "IMAGE_ETCD",
-        default_value = concat!("reprise-etcd:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-etcd", value_name = "IMAGE_ETCD", default_value_t = image("etcd"))]
     pub etcd: String,
     /// Image of this program, for the pods' sidecars that keep certificates
-    #[arg(
-        long = "image-operator",
-        value_name = "IMAGE_OPERATOR",
-        default_value = concat!("reprise-operator:", env!("CARGO_PKG_VERSION")),
-    )]
+    #[arg(long = "image-operator", value_name = "IMAGE_OPERATOR", default_value_t = image("operator"))]
     pub operator: String,
+}
+
+/// Returns the image of a component in this version.
+fn image(component: &str) -> String {
+    format!("reprise-{component}:{}", env!("CARGO_PKG_VERSION"))
 }
 
 /// Address of a control plane.
@@ -86,50 +74,35 @@ pub enum ControlPlaneAddress {
 /// Prefix of addresses of members without certificates.
 const PLAIN: &str = "plain://";
 
-impl FromStr for ControlPlaneAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<ControlPlaneAddress, String> {
-        if let Some(plain) = text.strip_prefix(PLAIN) {
-            let address = plain.parse::<SocketAddr>().ok().filter(|address| address.ip().is_loopback());
-            let invalid = || {
-                format!(
-                    "invalid address \"{text}\": expected {PLAIN}127.0.0.1:PORT, since only loopback is plain"
-                )
-            };
-            return address.map(ControlPlaneAddress::Plain).ok_or_else(invalid);
-        }
-        let parts = text.rsplit_once(':');
-        let is_address = parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
-        if is_address {
-            Ok(ControlPlaneAddress::Tls(text.to_owned()))
-        } else {
-            Err(format!(
-                "invalid address \"{text}\": expected HOST:PORT, or {PLAIN}127.0.0.1:PORT without certificates"
-            ))
-        }
-    }
-}
-
 fn seconds(text: &str) -> Result<Duration, std::num::ParseIntError> {
     text.parse().map(Duration::from_secs)
 }
 
 /// Parses a cluster and the address of its control plane.
 fn control_plane(text: &str) -> Result<(String, ControlPlaneAddress), String> {
-    let invalid = || {
-        format!(
-            "invalid control plane address \"{text}\": expected NAMESPACE/NAME=HOST:PORT, like \
-             cache/main=127.0.0.1:7400"
-        )
+    let parse = || {
+        let (cluster, address) = text.split_once('=')?;
+        let (namespace, name) = cluster.split_once('/')?;
+        let is_cluster = !namespace.is_empty() && !name.is_empty() && !name.contains('/');
+        let address = match address.strip_prefix(PLAIN) {
+            Some(plain) => ControlPlaneAddress::Plain(plain.parse().ok()?),
+            None => ControlPlaneAddress::Tls(address.to_owned()),
+        };
+        let is_address = match &address {
+            ControlPlaneAddress::Plain(address) => address.ip().is_loopback(),
+            ControlPlaneAddress::Tls(address) => {
+                let parts = address.rsplit_once(':');
+                parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+            }
+        };
+        (is_cluster && is_address).then(|| (cluster.to_owned(), address))
     };
-    let (cluster, address) = text.split_once('=').ok_or_else(invalid)?;
-    let parts: Vec<&str> = cluster.split('/').collect();
-    if parts.len() != 2 || parts.contains(&"") {
-        return Err(invalid());
-    }
-    let address = address.parse().map_err(|error| format!("{}; {error}", invalid()))?;
-    Ok((cluster.to_owned(), address))
+    parse().ok_or_else(|| {
+        format!(
+            "invalid control plane address \"{text}\": expected NAMESPACE/NAME=HOST:PORT, like cache/main=127.0.0.1:7400, \
+             or NAMESPACE/NAME={PLAIN}127.0.0.1:PORT without certificates, since only loopback is plain"
+        )
+    })
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@
 //!   their finalizer;
 //! * other pools with the operator's finalizer, for the same reason.
 //!
-//! The command may be run again after a timeout.
+//! The command may be run again after a timeout or an error. The Job of the hook does.
 
 use std::time::Duration;
 
@@ -38,8 +38,6 @@ use crate::reconcile::pool::guard::CONFIRMED;
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Fraction of the time, as a divisor, that control planes have to remove tenants.
 const TENANTS_PART: u32 = 3;
-/// HTTP status code: the server asks the client to retry later.
-const TOO_MANY_REQUESTS: u16 = 429;
 /// Most objects that an error or a kind of warning names.
 const NAMES_MAX: usize = 20;
 
@@ -72,7 +70,6 @@ enum Step {
 struct Run<'a> {
     client: &'a Client,
     release: &'a Release,
-    within: Duration,
     begun: Instant,
 }
 
@@ -83,7 +80,7 @@ struct Run<'a> {
 /// deletion.
 pub async fn delete(client: &Client, release: &Release) -> anyhow::Result<()> {
     let within = Duration::from_secs(release.timeout_seconds);
-    let run = Run { client, release, within, begun: Instant::now() };
+    let run = Run { client, release, begun: Instant::now() };
     let tenants = run.delete(Step::Tenants, within / TENANTS_PART).await?;
     if !tenants.is_empty() {
         tracing::info!(
@@ -218,13 +215,12 @@ impl Run<'_> {
                 // Uninstalling the release implies that decision, and the operator, which would remove the
                 // finalizer later, is deleted next.
                 let patch = json!({ "metadata": { "annotations": { DELETE_IN_USE: CONFIRMED } } });
-                let (params, patch) = (PatchParams::default(), Patch::Merge(&patch));
-                let call = async || api.patch(&name, &params, &patch).await;
-                self.request(&format!("annotate {kind} {name}"), call).await?;
+                let patched = api.patch(&name, &PatchParams::default(), &Patch::Merge(&patch)).await;
+                unless_gone(patched, &format!("annotate {kind} {name}"))?;
             }
             if object.metadata.deletion_timestamp.is_none() {
-                let call = async || api.delete(&name, &step.params()).await;
-                self.request(&format!("delete {kind} {name}"), call).await?;
+                let deleted = api.delete(&name, &step.params()).await;
+                unless_gone(deleted, &format!("delete {kind} {name}"))?;
                 tracing::info!(kind, name, "deleted");
             }
         }
@@ -264,38 +260,30 @@ impl Run<'_> {
 
     /// Logs objects that stay and need attention.
     async fn warn_about_remaining(&self) -> anyhow::Result<()> {
-        let names = |objects: &[DynamicObject]| {
-            (!objects.is_empty()).then(|| join(&objects.iter().map(full_name).collect::<Vec<_>>()))
-        };
-        let mut allocations = self.list(&ApiResource::erase::<GPUQueueAllocation>(&()), "").await?;
-        allocations.retain(|allocation| has(allocation, QUEUES_FINALIZER));
-        if let Some(allocations) = names(&allocations) {
-            tracing::warn!(
-                allocations,
-                "GPUQueueAllocations stay, with their grants and the finalizer {QUEUES_FINALIZER}, because their \
-                 nodes belong to clusters that are not part of the release. Their deletion will wait until an \
-                 operator is installed again or the finalizer is removed by hand"
-            );
-        }
+        let allocations = self.list(&ApiResource::erase::<GPUQueueAllocation>(&()), "").await?;
+        let granted = allocations.iter().filter(|allocation| has(*allocation, QUEUES_FINALIZER));
         let pools = self.list(&Step::OtherPools.resource(), "").await?;
-        let is_applied = |pool: &DynamicObject| pool.labels().get(RELEASE) == Some(&self.release.name);
-        let (applied, mut others): (Vec<_>, Vec<_>) = pools.into_iter().partition(is_applied);
-        if let Some(pools) = names(&applied) {
-            tracing::warn!(
-                pools,
-                "SSDPools stay, because their deletionPolicy is Wipe and the wipe is not confirmed; delete them by \
-                 hand"
-            );
-        }
-        others.retain(|pool| has(pool, IN_USE_FINALIZER));
-        if let Some(pools) = names(&others) {
-            tracing::warn!(
-                pools,
-                "SSDPools stay, with the finalizer {IN_USE_FINALIZER}, because nodes have them or they will be \
-                 wiped. Their deletion will wait until an operator is installed again or the finalizer is removed \
-                 by hand"
-            );
-        }
+        let is_applied = |pool: &&DynamicObject| pool.labels().get(RELEASE) == Some(&self.release.name);
+        let (applied, others): (Vec<_>, Vec<_>) = pools.iter().partition(is_applied);
+        let in_use = others.into_iter().filter(|pool| has(*pool, IN_USE_FINALIZER));
+        let later = "Their deletion will wait until an operator is installed again or the finalizer is removed by hand";
+        warn(
+            granted,
+            &format!(
+                "GPUQueueAllocations stay, with their grants and the finalizer {QUEUES_FINALIZER}, because their nodes \
+                 belong to clusters that are not part of the release. {later}"
+            ),
+        );
+        warn(
+            applied,
+            "SSDPools stay, because their deletionPolicy is Wipe and the wipe is not confirmed; delete them by hand",
+        );
+        warn(
+            in_use,
+            &format!(
+                "SSDPools stay, with the finalizer {IN_USE_FINALIZER}, because nodes have them or they will be wiped. {later}"
+            ),
+        );
         Ok(())
     }
 
@@ -309,46 +297,33 @@ impl Run<'_> {
         }
     }
 
-    /// Lists objects with these labels.
+    /// Lists objects with these labels; none if the kind does not exist.
     async fn list(&self, resource: &ApiResource, labels: &str) -> anyhow::Result<Vec<DynamicObject>> {
-        let (api, params) = (self.api(resource), ListParams::default().labels(labels));
-        let what = format!("list {}", resource.plural);
-        let listed = self.request(&what, async || api.list(&params).await).await?;
+        let listed = self.api(resource).list(&ListParams::default().labels(labels)).await;
+        let listed = unless_gone(listed, &format!("list {}", resource.plural))?;
         Ok(listed.map(|list| list.items).unwrap_or_default())
-    }
-
-    /// Sends a request until the API server answers or the time is over. Returns `None` if the object or its
-    /// kind does not exist, or if another writer modified the object.
-    async fn request<T>(
-        &self,
-        what: &str,
-        call: impl AsyncFn() -> Result<T, kube::Error>,
-    ) -> anyhow::Result<Option<T>> {
-        loop {
-            match call().await {
-                Ok(answer) => return Ok(Some(answer)),
-                Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => {
-                    return Ok(None);
-                }
-                Err(kube::Error::Api(status))
-                    if (400..500).contains(&status.code) && status.code != TOO_MANY_REQUESTS =>
-                {
-                    return Err(kube::Error::Api(status)).with_context(|| format!("cannot {what}"));
-                }
-                Err(error) if self.begun.elapsed() >= self.within => {
-                    return Err(error)
-                        .with_context(|| format!("cannot {what}: the API server does not answer"));
-                }
-                Err(error) => tracing::info!(%error, what, "API server request failed; retrying"),
-            }
-            tokio::time::sleep(POLL_INTERVAL).await;
-        }
     }
 }
 
-fn full_name(object: &DynamicObject) -> String {
-    let name = object.name_any();
-    object.namespace().map_or(name.clone(), |namespace| format!("{namespace}/{name}"))
+/// Returns the answer to a request; `None` if the object or its kind does not exist, or if another writer modified the
+/// object.
+fn unless_gone<T>(answer: Result<T, kube::Error>, request: &str) -> anyhow::Result<Option<T>> {
+    match answer {
+        Err(kube::Error::Api(status)) if [NOT_FOUND, CONFLICT].contains(&status.code) => Ok(None),
+        answer => answer.map(Some).with_context(|| format!("cannot {request}")),
+    }
+}
+
+/// Logs that these objects stay, and why. Logs nothing without objects.
+fn warn<'a>(objects: impl IntoIterator<Item = &'a DynamicObject>, why: &str) {
+    let full_name = |object: &DynamicObject| match object.namespace() {
+        Some(namespace) => format!("{namespace}/{}", object.name_any()),
+        None => object.name_any(),
+    };
+    let objects: Vec<String> = objects.into_iter().map(full_name).collect();
+    if !objects.is_empty() {
+        tracing::warn!(objects = join(&objects), "{why}");
+    }
 }
 
 /// Joins texts, at most [`NAMES_MAX`] of them.

@@ -24,7 +24,7 @@ use serde_json::json;
 use crate::framework::clock;
 use crate::framework::error::{CONFLICT, OperatorError};
 use crate::framework::labels::OPERATOR;
-use crate::framework::lease::Account;
+use crate::framework::lease::{self, Account};
 use crate::reconcile::authority::{self, CERTIFICATE, KEY, failed};
 
 /// Secret with the authority.
@@ -115,10 +115,7 @@ impl AdminCertificate {
             return load(&secret);
         }
         let authority = Authority::create(&self.identity.cluster).map_err(failed)?;
-        let owner = match &self.account {
-            Some(account) => account.owner().await,
-            None => None,
-        };
+        let owner = lease::owner(self.account.as_ref()).await;
         let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret", "immutable": true,

@@ -26,7 +26,8 @@ impl Backoff {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         let count = failures.entry(key.to_owned()).or_default();
         *count = count.saturating_add(1);
-        let whole = delay(*count);
+        let doubled = (*count - 1).min(16);
+        let whole = (DELAY_MIN * 2_u32.pow(doubled)).min(DELAY_MAX);
         let cut = rand::rng().random_range(0..=JITTER_PERCENT);
         whole - whole * u32::try_from(cut).expect("at most 25") / 100
     }
@@ -35,12 +36,6 @@ impl Backoff {
     pub fn record_success(&self, key: &str) {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
     }
-}
-
-/// Returns the delay after this number of consecutive failures, without jitter.
-fn delay(failures: u32) -> Duration {
-    let doubled = failures.saturating_sub(1).min(16);
-    (DELAY_MIN * 2_u32.pow(doubled)).min(DELAY_MAX)
 }
 
 #[cfg(test)]

@@ -135,13 +135,11 @@ impl Child {
     /// Entries that other managers add are removed from objects that grant access and from configuration. Other
     /// components add to the rest: OpenShift adds Secrets to service accounts.
     pub(crate) fn extras(&self) -> Extras {
-        use ChildKind::{
-            ClusterRoleBinding, ConfigMap, MutatingAdmissionPolicy, MutatingAdmissionPolicyBinding,
-        };
         match self.kind {
-            ClusterRoleBinding | ConfigMap | MutatingAdmissionPolicy | MutatingAdmissionPolicyBinding => {
-                Extras::Removed
-            }
+            ChildKind::ClusterRoleBinding
+            | ChildKind::ConfigMap
+            | ChildKind::MutatingAdmissionPolicy
+            | ChildKind::MutatingAdmissionPolicyBinding => Extras::Removed,
             _ => Extras::Kept,
         }
     }
@@ -158,27 +156,6 @@ pub fn contains_desired(live: &Value, desired: &Value) -> bool {
             desired.iter().all(|desired| live.iter().any(|live| contains_desired(live, desired)))
         }
         _ => live == desired,
-    }
-}
-
-/// Returns the paths of desired fields that are missing or different; lists are reported as a whole.
-pub(crate) fn missing_paths(live: &DynamicObject, desired: &Value) -> Vec<String> {
-    let mut paths = Vec::new();
-    if let Ok(live) = serde_json::to_value(live) {
-        differences(&live, desired, "", &mut paths);
-    }
-    paths
-}
-
-fn differences(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) {
-    match (live, desired) {
-        (Value::Object(live), Value::Object(desired)) => {
-            for (key, desired) in desired {
-                differences(live.get(key).unwrap_or(&Value::Null), desired, &format!("{at}.{key}"), paths);
-            }
-        }
-        _ if contains_desired(live, desired) => {}
-        _ => paths.push(at.to_owned()),
     }
 }
 
@@ -218,17 +195,6 @@ mod tests {
         }
         let less = child(&json!({ "data": {} }));
         assert!(!less.is_applied(&live(&closed, |_| {})), "a key that is no longer desired is still present");
-    }
-
-    #[test]
-    fn reports_removed_fields_by_path() {
-        let desired = child(&json!({ "data": { "k": "v", "l": "w" }, "list": [{ "name": "a" }] }));
-        let without = live(&desired, |live| {
-            live["data"] = json!({ "l": "w", "more": "x" });
-            live["list"] = json!([{ "name": "b" }]);
-        });
-        assert_eq!(missing_paths(&without, &desired.body), [".data.k", ".list"]);
-        assert_eq!(missing_paths(&live(&desired, |_| {}), &desired.body), Vec::<String>::new());
     }
 
     #[test]

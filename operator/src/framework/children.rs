@@ -18,7 +18,7 @@ use reprise_crds::OPERATOR_FIELD_MANAGER;
 use reprise_crds::status::Reason;
 use serde::de::DeserializeOwned;
 
-use crate::framework::child::{Child, ChildKind, missing_paths};
+use crate::framework::child::{Child, ChildKind};
 use crate::framework::error::{FORBIDDEN, NOT_FOUND, OperatorError};
 use crate::framework::events::Subject;
 use crate::framework::field_ownership::restore::{self, OwnedWrite, WriteOutcome};
@@ -135,8 +135,9 @@ async fn apply_one(
         subject: cluster,
     };
     let removed = |written: &DynamicObject| {
-        let live = live.as_deref().filter(|live| was_reduced(context, key, child, (*live, written)))?;
-        Some(missing_paths(live, &child.body).join(", "))
+        let is_reduced =
+            live.as_deref().is_some_and(|live| was_reduced(context, key, child, (live, written)));
+        is_reduced.then(|| "fields".to_owned())
     };
     let written = match restore::apply(context, &write, removed).await? {
         WriteOutcome::Written(written) => written,

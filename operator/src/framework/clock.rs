@@ -1,12 +1,7 @@
 //! The clock, which tests control.
 //!
-//! * Monotonic time is that of the tokio runtime, [`tokio::time::Instant`]: timeouts, delays, ages in memory.
-//! * Wall-clock time is read only here: conditions, leases and certificates contain it.
-//!
-//! The runtime of a test pauses and advances the first, and the second follows. Without a runtime, the wall clock of tests
-//! never advances. So a test does not depend on the speed of the machine.
-//!
-//! Production reads the system's clock each time, because the clock may be set while the process runs.
+//! Monotonic time is that of the tokio runtime. Wall-clock time is read only here; in tests it follows the runtime, which
+//! pauses and advances, and never advances without a runtime.
 
 #![allow(clippy::disallowed_methods, reason = "the only module that reads the wall clock")]
 

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::framework::error::{CONFLICT, FORBIDDEN, OperatorError};
+use crate::framework::error::{CONFLICT, FORBIDDEN, OperatorError, within};
 use crate::framework::events::{self, Subject, kind_of};
 use crate::framework::services::Services;
 
@@ -72,8 +72,7 @@ async fn timed<C: Deref<Target = Services>>(
     context: Arc<C>,
 ) -> Result<Action, OperatorError> {
     let (begun, kind) = (Instant::now(), subject.kind);
-    let ended = tokio::time::timeout(RECONCILE_TIMEOUT, reconcile).await;
-    let ended = ended.unwrap_or(Err(OperatorError::Timeout(RECONCILE_TIMEOUT)));
+    let ended = within(RECONCILE_TIMEOUT, reconcile).await;
     let result = if ended.is_ok() { "done" } else { "failed" };
     context.metrics.record_reconcile(kind, result, begun.elapsed());
     match &ended {
@@ -81,25 +80,23 @@ async fn timed<C: Deref<Target = Services>>(
             context.backoff.record_success(&key);
             tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
         }
+        // Only an administrator can grant the permission.
         Err(error) if error.code() == Some(FORBIDDEN) => {
-            events::publish(&context, &subject, forbidden(error)).await;
+            let note = format!(
+                "reconcile failed: {error}. Give the operator the permissions of this version's chart"
+            );
+            let event = Event {
+                type_: EventType::Warning,
+                reason: Reason::Forbidden.as_str().to_owned(),
+                note: Some(note),
+                action: "Reconcile".to_owned(),
+                secondary: None,
+            };
+            events::publish(&context, &subject, event).await;
         }
         Err(_) => {}
     }
     ended
-}
-
-/// Returns the event of a reconcile that lacks a permission. Only an administrator can grant it.
-fn forbidden(error: &OperatorError) -> Event {
-    let note =
-        format!("reconcile failed: {error}. Give the operator the permissions of this version's chart");
-    Event {
-        type_: EventType::Warning,
-        reason: Reason::Forbidden.as_str().to_owned(),
-        note: Some(note),
-        action: "Reconcile".to_owned(),
-        secondary: None,
-    }
 }
 
 /// Logs a failed reconcile and returns when it is repeated.

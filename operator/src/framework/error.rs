@@ -1,6 +1,8 @@
 //! Errors that end a reconcile. All of them are retried with a growing delay. A state that requires action by
 //! a user is a condition, not an error.
 
+use std::time::Duration;
+
 /// HTTP status codes: a missing permission, a missing object, and a write that another one overtook.
 pub(crate) const FORBIDDEN: u16 = 403;
 pub(crate) const NOT_FOUND: u16 = 404;
@@ -26,7 +28,15 @@ pub enum OperatorError {
     LeaseLost,
     /// An operation exceeded its time limit.
     #[error("timed out after {0:?}")]
-    Timeout(std::time::Duration),
+    Timeout(Duration),
+}
+
+/// Runs an operation with a time limit.
+pub(crate) async fn within<T>(
+    limit: Duration,
+    operation: impl Future<Output = Result<T, OperatorError>>,
+) -> Result<T, OperatorError> {
+    tokio::time::timeout(limit, operation).await.unwrap_or(Err(OperatorError::Timeout(limit)))
 }
 
 impl OperatorError {

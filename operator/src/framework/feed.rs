@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt, stream};
-use kube::api::Api;
+use kube::api::{Api, ListParams};
 use kube::runtime::reflector::reflector;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::utils::Backoff;
@@ -95,14 +95,8 @@ impl<K: Send + Sync + 'static> Feed<K> {
 }
 
 /// Requests to reconcile all objects of the subscribed kinds. Several that no controller has handled yet count once.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Signal(watch::Sender<()>);
-
-impl Default for Signal {
-    fn default() -> Signal {
-        Signal(watch::Sender::new(()))
-    }
-}
 
 impl Signal {
     /// Sends the signal to all subscribers.
@@ -117,20 +111,6 @@ impl Signal {
             Some(((), receiver))
         })
     }
-}
-
-/// A watch of one kind.
-pub(crate) struct Watch<K: kube::runtime::reflector::Lookup + Clone + 'static>
-where
-    K::DynamicType: Clone + Eq + std::hash::Hash,
-{
-    pub(crate) api: Api<K>,
-    pub(crate) config: watcher::Config,
-    pub(crate) writer: Writer<K>,
-    pub(crate) feed: Arc<Feed<K>>,
-    pub(crate) own_writes: Arc<OwnWrites>,
-    /// Whether an API server may lack the kind, or the operator may lack permission to list it.
-    pub(crate) is_optional: bool,
 }
 
 /// Delays of a watch that cannot start: kube's, but shorter, because a new holder of the lease sees no changes until its
@@ -152,64 +132,66 @@ impl Backoff for WatchBackoff {
     }
 }
 
-/// Returns why a kind is not usable, if the API server rejected a list of it for that reason.
-fn missing_access(error: &watcher::Error) -> Option<KindAccess> {
-    match error {
-        watcher::Error::InitialListFailed(kube::Error::Api(status)) => match status.code {
-            NOT_FOUND => Some(KindAccess::NotServed),
-            FORBIDDEN => Some(KindAccess::NotAllowed),
-            _ => None,
-        },
-        _ => None,
+/// Waits until an optional kind can be listed. Until then, `on_list` receives why it is not usable. A watch would log each
+/// rejected list as a warning.
+async fn wait_until_usable<K>(api: &Api<K>, on_list: impl Fn(KindAccess))
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    loop {
+        match api.list(&ListParams::default().limit(1)).await {
+            Ok(_) => return,
+            Err(kube::Error::Api(status)) if status.code == NOT_FOUND => on_list(KindAccess::NotServed),
+            Err(kube::Error::Api(status)) if status.code == FORBIDDEN => on_list(KindAccess::NotAllowed),
+            Err(error) => tracing::info!(%error, "cannot check whether an optional kind is usable; retrying"),
+        }
+        tokio::time::sleep(PAUSE_MAX).await;
     }
 }
 
-impl<K> Watch<K>
-where
+/// Watches the objects of a kind until the task ends. A failed watch restarts with a growing delay. The removal of an
+/// optional kind in use is not handled: its watch fails and is retried.
+///
+/// `on_change` runs after the store has changed and before the subscribers receive the change. `on_list` runs after all
+/// objects were listed, because deletions may have been missed before, and while an optional kind is not usable.
+pub(crate) async fn watch<K>(
+    (api, config, is_optional): (Api<K>, watcher::Config, bool),
+    writer: Writer<K>,
+    (feed, own_writes): (Arc<Feed<K>>, Arc<OwnWrites>),
+    on_change: impl Fn(&K, Change) + Send,
+    on_list: impl Fn(KindAccess) + Send + Sync,
+) where
     K: WatchedKind + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     K::DynamicType: Clone + Eq + std::hash::Hash,
 {
-    /// Watches until the task ends. A failed watch restarts with a growing delay, also if the kind is not served yet.
-    ///
-    /// `on_change` runs after the store has changed and before the subscribers receive the change. `on_list` runs after all
-    /// objects were listed, because deletions may have been missed before, and after an optional kind was not usable.
-    pub(crate) async fn run(
-        self,
-        on_change: impl Fn(&K, Change) + Send,
-        on_list: impl Fn(KindAccess) + Send,
-    ) {
-        let Watch { api, config, writer, feed, own_writes, is_optional } = self;
-        let (mut seen, kind) = (LastSeen::default(), std::any::type_name::<K>());
-        let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
-        let mut events = std::pin::pin!(reflector(writer, stream));
-        while let Some(event) = events.next().await {
-            let (object, change) = match event {
-                Ok(Event::Apply(object) | Event::InitApply(object)) => {
-                    let change = seen.record(&object, &own_writes);
-                    (object, change)
-                }
-                Ok(Event::Delete(object)) => {
-                    seen.forget(&object, &own_writes);
-                    (object, Change::Spec)
-                }
-                Ok(Event::Init) => continue,
-                Ok(Event::InitDone) => {
-                    tracing::info!(recovered = WATCH_LOST, kind, "watch established");
-                    on_list(KindAccess::Usable);
-                    continue;
-                }
-                Err(error) => {
-                    match missing_access(&error).filter(|_| is_optional) {
-                        Some(access) => on_list(access),
-                        None => {
-                            tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
-                        }
-                    }
-                    continue;
-                }
-            };
-            on_change(&object, change);
-            feed.publish(Arc::new(object), change).await;
-        }
+    if is_optional {
+        wait_until_usable(&api, &on_list).await;
+    }
+    let (mut seen, kind) = (LastSeen::default(), std::any::type_name::<K>());
+    let stream = watcher(api, config).backoff(WatchBackoff::default()).modify(strip);
+    let mut events = std::pin::pin!(reflector(writer, stream));
+    while let Some(event) = events.next().await {
+        let (object, change) = match event {
+            Ok(Event::Apply(object) | Event::InitApply(object)) => {
+                let change = seen.record(&object, &own_writes);
+                (object, change)
+            }
+            Ok(Event::Delete(object)) => {
+                seen.forget(&object, &own_writes);
+                (object, Change::Spec)
+            }
+            Ok(Event::Init) => continue,
+            Ok(Event::InitDone) => {
+                tracing::info!(recovered = WATCH_LOST, kind, "watch established");
+                on_list(KindAccess::Usable);
+                continue;
+            }
+            Err(error) => {
+                tracing::warn!(condition = WATCH_LOST, %error, kind, "watch lost; restarting it");
+                continue;
+            }
+        };
+        on_change(&object, change);
+        feed.publish(Arc::new(object), change).await;
     }
 }

@@ -12,22 +12,14 @@
 //!   before the request, so a late answer never extends its time. Every attempt has a timeout.
 //! * Identities are pod names, so two running processes never share one.
 //! * If the API server rejects a write because the lease changed (409), the holder is still unknown: the
-//!   change may be this replica's own write, whose answer was lost. The next attempt reads the lease again and
-//!   decides by its content.
+//!   change may be this replica's own write, whose answer was lost. The next attempt reads the lease again.
 //!
-//! A suspended process (SIGSTOP, paused VM) still considers itself the holder when it resumes, until it reads
-//! the lease. Requests that it sent earlier may arrive late. The effects are bounded:
-//! * Writes with a resource version or unique id (finalizers, statuses of allocations, deletions) are
-//!   rejected if the object has changed since it was read.
-//! * Children, `CacheNode` specs, other statuses, modes and budgets are written without one. They may hold
-//!   outdated values for a moment. The current holder sees that by its watch or its next poll of the control
-//!   plane, and corrects it.
-//! * A grant of GPU queues cannot be corrected, because the queues may be granted to another pod by then. So
-//!   the granting code checks the lease immediately before the write ([`LeaseCheck`]). The first write of a
-//!   new holder makes the API server reject grants that are still under way.
+//! A suspended process (SIGSTOP, paused VM) still considers itself the holder when it resumes. Its late writes are rejected
+//! if they have a resource version, or corrected by the current holder. A grant of GPU queues cannot be corrected, so
+//! the granting code checks the lease immediately before the write ([`LeaseCheck`]), and the first write of a new holder
+//! makes the API server reject grants that are still under way.
 //!
-//! The lease is owned by the operator's service account if that is known, so uninstalling the release deletes
-//! it.
+//! The operator's service account owns the lease if it is known, so uninstalling the release deletes the lease.
 
 use std::time::Duration;
 
@@ -38,7 +30,7 @@ use kube::api::{Api, PostParams};
 use tokio::time::Instant;
 
 use crate::framework::clock;
-use crate::framework::error::{CONFLICT, OperatorError};
+use crate::framework::error::{CONFLICT, OperatorError, within};
 
 /// Name of the Lease object.
 pub const NAME: &str = "reprise-operator";
@@ -62,19 +54,18 @@ pub struct Account {
     pub name: String,
 }
 
-impl Account {
-    /// Returns the account as the owner of a new object. An object without an owner is never deleted: `None` if the account
-    /// cannot be read.
-    pub async fn owner(&self) -> Option<OwnerReference> {
-        let found = self.api.get_opt(&self.name).await.ok()??;
-        Some(OwnerReference {
-            api_version: "v1".to_owned(),
-            kind: "ServiceAccount".to_owned(),
-            name: self.name.clone(),
-            uid: found.metadata.uid?,
-            ..OwnerReference::default()
-        })
-    }
+/// Returns the account as the owner of a new object. An object without an owner is never deleted: `None` if there is no
+/// account, or it cannot be read.
+pub async fn owner(account: Option<&Account>) -> Option<OwnerReference> {
+    let account = account?;
+    let found = account.api.get_opt(&account.name).await.ok()??;
+    Some(OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "ServiceAccount".to_owned(),
+        name: account.name.clone(),
+        uid: found.metadata.uid?,
+        ..OwnerReference::default()
+    })
 }
 
 /// Check whether this replica holds the lease, for code that does not renew it.
@@ -97,7 +88,7 @@ impl LeaseCheck {
     /// The API server did not answer.
     pub async fn is_held(&self) -> Result<bool, OperatorError> {
         // Without a resource version the API server reads from etcd, not from a cache that may lag.
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
+        let found = read(&self.api).await?;
         Ok(found.is_some_and(|lease| holder(&lease) == Some(self.identity.as_str())))
     }
 }
@@ -123,7 +114,7 @@ impl Election {
     pub async fn acquire(&mut self) {
         loop {
             let begun = Instant::now();
-            match self.attempt(ATTEMPT_TIMEOUT).await {
+            match within(ATTEMPT_TIMEOUT, self.try_acquire()).await {
                 Ok(true) => {
                     self.renewed = Some(begun);
                     return;
@@ -148,7 +139,7 @@ impl Election {
             }
             let begun = Instant::now();
             wait = RETRY_INTERVAL;
-            match self.attempt(remaining().min(ATTEMPT_TIMEOUT)).await {
+            match within(remaining().min(ATTEMPT_TIMEOUT), self.try_acquire()).await {
                 Ok(true) => {
                     self.renewed = Some(begun);
                     wait = RENEW_INTERVAL;
@@ -168,13 +159,13 @@ impl Election {
     /// The API server rejected the write or did not answer. The lease then expires by itself.
     pub async fn release(&mut self) -> Result<(), OperatorError> {
         self.renewed = None;
-        let cleared = tokio::time::timeout(ATTEMPT_TIMEOUT, self.clear_holder()).await;
-        cleared.unwrap_or(Err(OperatorError::Timeout(ATTEMPT_TIMEOUT)))
+        within(ATTEMPT_TIMEOUT, self.clear_holder()).await
     }
 
     async fn clear_holder(&self) -> Result<(), OperatorError> {
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
-        let Some(mut lease) = found.filter(|lease| holder(lease) == Some(self.identity.as_str())) else {
+        let Some(mut lease) =
+            read(&self.api).await?.filter(|lease| holder(lease) == Some(self.identity.as_str()))
+        else {
             return Ok(());
         };
         let spec = lease.spec.get_or_insert_default();
@@ -185,13 +176,8 @@ impl Election {
     }
 
     /// Acquires or renews the lease if allowed. Returns whether this replica holds it.
-    async fn attempt(&mut self, within: Duration) -> Result<bool, OperatorError> {
-        let tried = tokio::time::timeout(within, self.try_acquire()).await;
-        tried.unwrap_or(Err(OperatorError::Timeout(within)))
-    }
-
     async fn try_acquire(&mut self) -> Result<bool, OperatorError> {
-        let found = self.api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))?;
+        let found = read(&self.api).await?;
         let before = found.as_ref().map(|lease| lease.spec.clone().unwrap_or_default());
         if before.as_ref().is_some_and(|before| !self.may_acquire(before, Instant::now())) {
             return Ok(false);
@@ -201,7 +187,7 @@ impl Election {
         lease.metadata.name = Some(NAME.to_owned());
         lease.spec = Some(self.spec(before.as_ref()));
         if lease.metadata.owner_references.is_none() {
-            lease.metadata.owner_references = self.owners().await;
+            lease.metadata.owner_references = owner(self.account.as_ref()).await.map(|owner| vec![owner]);
         }
         let params = PostParams::default();
         // With the resource version that was read, so that only one of two concurrent writers succeeds.
@@ -211,10 +197,6 @@ impl Election {
             self.api.create(&params, &lease).await
         };
         written.map(|_| true).map_err(OperatorError::api("acquire the lease"))
-    }
-
-    async fn owners(&self) -> Option<Vec<OwnerReference>> {
-        Some(vec![self.account.as_ref()?.owner().await?])
     }
 
     /// Returns whether this replica may write itself as holder: the lease is its own, or free while it holds
@@ -255,6 +237,10 @@ impl Election {
             ..LeaseSpec::default()
         }
     }
+}
+
+async fn read(api: &Api<Lease>) -> Result<Option<Lease>, OperatorError> {
+    api.get_opt(NAME).await.map_err(OperatorError::api("read the lease"))
 }
 
 fn holder(lease: &Lease) -> Option<&str> {

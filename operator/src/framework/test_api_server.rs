@@ -38,16 +38,6 @@ impl RequestLog {
     pub(crate) fn methods(&self) -> Vec<String> {
         self.requests().into_iter().map(|request| request.method).collect()
     }
-
-    /// Records a request. Returns the code and body of its response; `None` for a request without one.
-    fn record(&self, request: RecordedRequest, responses: &[CannedResponse]) -> Option<(u16, String)> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.push(request);
-        match responses.get(all.len() - 1).or(responses.last())? {
-            CannedResponse::Json(code, body) => Some((*code, body.to_string())),
-            CannedResponse::Hang => None,
-        }
-    }
 }
 
 /// A `Status` object, as the API server returns for rejected requests.
@@ -75,26 +65,29 @@ pub(crate) fn service(
     RequestLog,
 ) {
     let log = RequestLog::default();
-    let (of_service, responses) = (log.clone(), Arc::new(responses));
-    let answer = move |request| answer(request, of_service.clone(), Arc::clone(&responses));
-    (tower::service_fn(answer), log)
+    let shared = Arc::new((log.clone(), responses));
+    (tower::service_fn(move |request| answer(request, Arc::clone(&shared))), log)
 }
 
 /// Records a request and returns its response.
 async fn answer(
     request: Request<Body>,
-    log: RequestLog,
-    responses: Arc<Vec<CannedResponse>>,
+    shared: Arc<(RequestLog, Vec<CannedResponse>)>,
 ) -> Result<Response<Body>, BoxError> {
+    let (log, responses) = &*shared;
     let (head, body) = request.into_parts();
-    let body = body.collect_bytes().await?;
-    let (method, path) = (head.method.to_string(), head.uri.to_string());
-    let body = serde_json::from_slice(&body).unwrap_or_default();
-    match log.record(RecordedRequest { method, path, body }, &responses) {
-        Some((code, body)) => {
-            let response = Response::builder().status(code).header("content-type", "application/json");
-            Ok(response.body(Body::from(body.into_bytes()))?)
+    let body = serde_json::from_slice(&body.collect_bytes().await?).unwrap_or_default();
+    let request = RecordedRequest { method: head.method.to_string(), path: head.uri.to_string(), body };
+    let number = {
+        let mut all = log.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(request);
+        all.len() - 1
+    };
+    match responses.get(number).or(responses.last()) {
+        Some(CannedResponse::Json(code, body)) => {
+            let response = Response::builder().status(*code).header("content-type", "application/json");
+            Ok(response.body(Body::from(body.to_string().into_bytes()))?)
         }
-        None => std::future::pending().await,
+        Some(CannedResponse::Hang) | None => std::future::pending().await,
     }
 }

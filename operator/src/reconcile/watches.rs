@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use crate::framework::change::{Change, WatchedKind};
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
-use crate::framework::feed::{Feed, Watch};
+use crate::framework::feed::{self, Feed};
 use crate::framework::labels::{MANAGED_BY, OPERATOR};
 use crate::reconcile::membership::is_frozen;
 use crate::reconcile::stores::{Stores, Writers};
@@ -96,9 +96,7 @@ impl Watches<'_> {
         K::DynamicType: Clone + Eq + Hash + Send + Sync,
         F: Fn(&Stores, &K, Change) + Send + 'static,
     {
-        let (api, feed) = (Api::all_with(self.client.clone(), kind), Arc::clone(feed));
-        let own_writes = Arc::clone(&self.stores.own_writes);
-        let watch = Watch { api, config, writer, feed, own_writes, is_optional: optional.is_some() };
+        let watched = (Api::all_with(self.client.clone(), kind), config, optional.is_some());
         let (stores, listed) = (Arc::clone(self.stores), Arc::clone(self.stores));
         let on_list = move |access| {
             if let Some(kind) = optional {
@@ -108,6 +106,8 @@ impl Watches<'_> {
                 listed.reconcile_everything();
             }
         };
-        watch.run(move |object, change| on_change(&stores, object, change), on_list)
+        let on_change = move |object: &K, change| on_change(&stores, object, change);
+        let feed = (Arc::clone(feed), Arc::clone(&self.stores.own_writes));
+        feed::watch(watched, writer, feed, on_change, on_list)
     }
 }

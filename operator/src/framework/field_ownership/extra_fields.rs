@@ -58,12 +58,14 @@ where
     let others = read.managed_fields().iter().filter_map(|entry| entry.manager.as_deref());
     let mut others: Vec<&str> = others.filter(|manager| *manager != OPERATOR_FIELD_MANAGER).collect();
     others.dedup();
-    let foreign = ForeignWrite::added(&others, &fields.join(", "));
+    let by = if others.is_empty() { "an unknown writer".to_owned() } else { others.join(" or ") };
+    let foreign = ForeignWrite { by, fields: fields.join(", ") };
     let written = api.patch(&read.name_any(), &params, &Patch::Merge(&patch)).await?;
     Ok(Some((written, foreign)))
 }
 
-/// Builds a merge patch that removes the extra fields, or returns `None` if there are none. Adds their paths to `paths`.
+/// Builds a merge patch that removes the extra fields, or returns `None` if none exist. Adds the paths of
+/// these fields to `paths`.
 fn removal(live: &Value, desired: &Value, at: &str, paths: &mut Vec<String>) -> Option<Value> {
     match (live, desired) {
         (Value::Object(live), Value::Object(desired)) => {

@@ -1,8 +1,5 @@
 //! The one rule for fields that another writer changes: the operator owns all fields that it applies, so it writes them
-//! again, and reports their writer.
-//!
-//! Each time it emits an event and increments a metric. If the other writer does not stop, the operator limits its own
-//! rate.
+//! again, and reports their writer by an event and a metric (ADR 18).
 //!
 //! ```text
 //!  apply without force ──no other manager owns the fields──▶ written
@@ -11,15 +8,9 @@
 //! ```
 //!
 //! * The first apply is without force, because only then the API server names the owners of the fields.
-//! * An apply does not remove a field that another writer added. [`crate::framework::field_ownership::extra_fields`]
-//!   removes it afterwards.
-//! * A field that another writer removed has no owner, so restoring it causes no conflict. The caller detects
-//!   that case.
-//! * The pace never drops below once a minute: the other writer may be an attacker, whose change would last
-//!   that long. One write a minute is negligible for the API server.
-//! * No condition depends on this memory. Another replica, or the next process, would not have it and would
-//!   report the opposite. The event and the metric are the report.
-//! * A new process starts without memory, which costs a few additional writes.
+//! * An apply does not remove what another writer added: [`extra_fields`] does.
+//! * A field that another writer removed has no owner. The caller detects that case.
+//! * The pace never drops below once a minute: the other writer may be an attacker, whose change would last that long.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt::Debug;
@@ -50,8 +41,6 @@ pub(crate) const PACED_FROM: usize = 5;
 const WITHIN: Duration = Duration::from_secs(600);
 /// Time between two restores of a paced object.
 const PACED_INTERVAL: Duration = Duration::from_secs(60);
-/// Action of events about restored fields.
-const PUT_BACK: &str = "PutBack";
 /// Most fields that an event names.
 const FIELDS_MAX: usize = 5;
 
@@ -107,23 +96,12 @@ impl ForeignWrite {
         let managers: BTreeSet<&str> =
             causes.iter().map(|cause| cause.message.trim_start_matches("conflict with ")).collect();
         let fields: BTreeSet<&str> = causes.iter().map(|cause| cause.field.as_str()).collect();
-        let mut named: Vec<String> =
-            fields.iter().take(FIELDS_MAX).map(|field| (*field).to_owned()).collect();
-        if fields.len() > FIELDS_MAX {
-            named.push(format!("{} more", fields.len() - FIELDS_MAX));
-        }
-        ForeignWrite { by: managers.into_iter().collect::<Vec<_>>().join(", "), fields: named.join(", ") }
-    }
-
-    /// Fields that one of these managers added.
-    pub(crate) fn added(by: &[&str], fields: &str) -> ForeignWrite {
-        let by = if by.is_empty() { "an unknown writer".to_owned() } else { by.join(" or ") };
-        ForeignWrite { by, fields: fields.to_owned() }
-    }
-
-    /// Fields that were removed. No manager owns them, so the API server names none.
-    pub(crate) fn removed(fields: &str) -> ForeignWrite {
-        ForeignWrite { by: "an unknown writer, which removed them".to_owned(), fields: fields.to_owned() }
+        let more = match fields.len().saturating_sub(FIELDS_MAX) {
+            0 => None,
+            more => Some(format!("{more} more")),
+        };
+        let named = fields.iter().take(FIELDS_MAX).map(|field| (*field).to_owned()).chain(more);
+        ForeignWrite { by: Vec::from_iter(managers).join(", "), fields: Vec::from_iter(named).join(", ") }
     }
 }
 
@@ -164,7 +142,9 @@ where
     {
         (written, foreign) = (without, Some(added));
     }
-    let foreign = foreign.or_else(|| removed(&written).map(|fields| ForeignWrite::removed(&fields)));
+    // No manager owns removed fields, so the API server names none.
+    let by = || "an unknown writer, which removed them".to_owned();
+    let foreign = foreign.or_else(|| removed(&written).map(|fields| ForeignWrite { by: by(), fields }));
     if let Some(foreign) = foreign {
         other_writers.record_restore(key, Instant::now());
         report(services, write, &written, &foreign).await;
@@ -199,7 +179,7 @@ async fn report<K: Resource>(
         type_: EventType::Warning,
         reason: Reason::SetBack.as_str().to_owned(),
         note: Some(note),
-        action: PUT_BACK.to_owned(),
+        action: "PutBack".to_owned(),
         // Events with the same object and reason are merged, keeping the first note; the field path keeps
         // events about other fields separate.
         secondary: Some(ObjectReference {

@@ -28,7 +28,7 @@ impl WatchedKind for KVCacheCluster {
 pub fn controller(stores: &Arc<Stores>) -> Controller<KVCacheCluster> {
     let feeds = &stores.feeds;
     let [children_of, nodes_of] = [stores, stores].map(Arc::clone);
-    // Children are of several kinds, so kube's mapper cannot name their type.
+    // kube needs one type of objects, and children are of several kinds.
     let of_children =
         feeds.children.changes().filter_map(move |child| ready(children_of.cluster_of_child(&child)));
     Controller::for_shared_stream(feeds.clusters.foreign_changes(), stores.clusters.clone())
