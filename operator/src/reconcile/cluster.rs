@@ -20,7 +20,7 @@ pub mod etcd;
 pub mod status;
 pub mod validate;
 pub mod versions;
-mod workloads;
+pub mod workloads;
 
 /// Port of the members' metrics and health checks.
 pub const MEMBER_ADMIN_PORT: u16 = 7401;
@@ -58,7 +58,7 @@ pub async fn reconcile(cluster: Arc<KVCacheCluster>, context: Arc<Context>) -> R
     let poll = match &inputs.store {
         Some(store) if store.is_good() => POLL_INTERVAL,
         Some(_) => RETRY_INTERVAL,
-        None if refused.is_none() && etcd::is_starting(&cluster, inputs.etcd.as_deref()) => RETRY_INTERVAL,
+        None if refused.is_none() && etcd::is_starting(&cluster, inputs.etcd_pods) => RETRY_INTERVAL,
         None => RESYNC_INTERVAL,
     };
     let applied = applied.unwrap_or_default();

@@ -12,8 +12,8 @@ use reprise_crds::{CacheNode, CacheTenant, KVCacheCluster, SSDPool};
 use reprise_policy::identity::PodBindings;
 
 use super::etcd::external::EtcdCheck;
-use super::etcd::volumes;
-use super::workloads::number;
+use super::etcd::{is_starting, volumes};
+use super::workloads::Pods;
 use crate::framework::child::ChildKind;
 use crate::framework::child_stores::KindAccess;
 use crate::reconcile::assignment::{ClusterAssignment, PoolAssignment};
@@ -62,14 +62,13 @@ pub struct ClusterInputs {
     pub images: DefaultImages,
     /// Result of the last check of an external etcd.
     pub store: Option<EtcdCheck>,
-    /// DaemonSet of the agents.
-    pub agents: Option<Arc<DynamicObject>>,
-    /// StatefulSet of the members.
-    pub members: Option<Arc<DynamicObject>>,
+    pub agents: Pods,
+    pub members: Pods,
     /// State reported by the control plane; `None` if no member is ready.
     pub control_plane_state: Option<StateResult>,
     /// StatefulSet of a managed etcd.
     pub etcd: Option<Arc<DynamicObject>>,
+    pub etcd_pods: Pods,
     /// Set if etcd's volumes cannot be provisioned: why.
     pub volumes: Option<String>,
     /// Authority of the certificates of all pods.
@@ -118,10 +117,14 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let cache_nodes: Vec<Arc<CacheNode>> = cache_nodes.collect();
     let optional = ChildKind::ALL.into_iter().filter(|kind| kind.is_optional());
     let workload = |kind, name: &str| stores.children.get(kind, Some(&names.namespace), name);
-    let members = workload(ChildKind::StatefulSet, &names.control_plane());
+    let images = images(&cluster.spec.images, &context.settings.images);
+    let agents = workload(ChildKind::DaemonSet, &names.agent());
+    let set_of_members = workload(ChildKind::StatefulSet, &names.control_plane());
+    let members = Pods::of(set_of_members.as_deref(), &images.control_plane);
     let etcd = workload(ChildKind::StatefulSet, &names.etcd());
-    let control_plane_state = match members.as_deref() {
-        Some(set) if number(Some(set), "readyReplicas") > 0 => {
+    let etcd_pods = Pods::of(etcd.as_deref(), &images.etcd);
+    let control_plane_state = match set_of_members.as_deref() {
+        Some(set) if members.ready > 0 => {
             // A state cached before a rollout describes replaced members.
             let version = set.resource_version().unwrap_or_default();
             context.control_planes.require_members_version(names, version).await;
@@ -133,12 +136,17 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         bindings: tenant::pods::assign(names, context).bindings,
         profiles: files::of(cluster, names, &cache_nodes, context),
         cache_nodes,
-        images: images(&cluster.spec.images, &context.settings.images),
         store: context.store_checks.check(cluster, context).await,
-        agents: workload(ChildKind::DaemonSet, &names.agent()),
+        agents: Pods::of(agents.as_deref(), &images.agent),
         members,
+        images,
         control_plane_state,
-        volumes: volumes::problem(cluster, etcd.as_deref(), &context.client).await,
+        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+        volumes: match etcd.is_some() && is_starting(cluster, etcd_pods) {
+            true => volumes::problem(names, &context.client).await,
+            false => None,
+        },
+        etcd_pods,
         certificates: authority::read(names, context).await,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),
@@ -186,10 +194,11 @@ pub(crate) mod tests {
                 operator: "operator:1".to_owned(),
             },
             store: None,
-            agents: None,
-            members: None,
+            agents: Pods::default(),
+            members: Pods::default(),
             control_plane_state: None,
             etcd: None,
+            etcd_pods: Pods::default(),
             volumes: None,
             certificates: AuthorityState::Present(any_authority()),
             access: BTreeMap::new(),

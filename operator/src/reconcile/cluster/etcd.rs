@@ -13,7 +13,7 @@ use reprise_crds::fields::Quantity;
 use reprise_crds::status::{ConditionStatus, ConditionType as Type, Finding, Reason, find};
 
 use super::dereference::ClusterInputs;
-use super::workloads::{number, updated};
+use super::workloads::Pods;
 use crate::framework::clock;
 use crate::framework::refusal::Refusal;
 
@@ -37,16 +37,15 @@ pub(super) fn managed(cluster: &KVCacheCluster) -> Option<ManagedEtcd> {
     (etcd.mode == EtcdMode::Managed).then(|| etcd.managed.clone().unwrap_or_default())
 }
 
-/// Returns the numbers of desired and of ready members of a managed etcd.
-fn members(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> (u32, u32) {
-    let desired = managed(cluster).map_or(0, |managed| u32::from(managed.replicas));
-    (desired, number(etcd, "readyReplicas"))
+/// Returns the number of desired members of a managed etcd.
+fn desired_members(cluster: &KVCacheCluster) -> u32 {
+    managed(cluster).map_or(0, |managed| u32::from(managed.replicas))
 }
 
 /// Whether the operator waits until a managed etcd has a quorum.
-pub(super) fn is_starting(cluster: &KVCacheCluster, etcd: Option<&DynamicObject>) -> bool {
-    let (desired, ready) = members(cluster, etcd);
-    desired > 0 && ready <= desired / 2 && !cluster.spec.paused
+pub(super) fn is_starting(cluster: &KVCacheCluster, pods: Pods) -> bool {
+    let desired = desired_members(cluster);
+    desired > 0 && pods.ready <= desired / 2 && !cluster.spec.paused
 }
 
 /// Returns whether etcd is ready.
@@ -55,7 +54,7 @@ pub(super) fn ready(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding
     if let Some(check) = &inputs.store {
         return check.finding(cluster);
     }
-    let (desired, ready) = members(cluster, inputs.etcd.as_deref());
+    let (desired, ready) = (desired_members(cluster), inputs.etcd_pods.ready);
     let message = format!("{ready} of {desired} members are ready");
     if ready > desired / 2 {
         return Finding::yes(kind, Reason::AsDesired, message);
@@ -71,15 +70,13 @@ pub(super) fn ready(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding
 /// Returns a refusal if a managed etcd has a quorum but lacks members. It is suppressed during the initial
 /// start and during a rolling update.
 pub(super) fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
-    let etcd = inputs.etcd.as_deref();
-    let (desired, ready) = members(cluster, etcd);
+    let (desired, Pods { ready, updated }) = (desired_members(cluster), inputs.etcd_pods);
     let condition = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
     let is_settled = condition.is_some_and(|condition| {
         condition.status == ConditionStatus::True
             && clock::since(&condition.last_transition_time) >= MEMBERS_COME_WITHIN
     });
-    let is_updated = updated(etcd, &inputs.images.etcd, "updatedReplicas") >= desired;
-    if !is_settled || !is_updated || ready <= desired / 2 || ready >= desired {
+    if !is_settled || updated < desired || ready <= desired / 2 || ready >= desired {
         return None;
     }
     let message = format!(

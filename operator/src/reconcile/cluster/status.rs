@@ -10,7 +10,6 @@ use super::build::configuration::agent_digest;
 use super::dereference::ClusterInputs;
 use super::etcd;
 use super::versions::Versions;
-use super::workloads::{number, updated};
 use crate::framework::children::ApplyOutcome;
 use crate::framework::clock;
 use crate::framework::refusal::{Refusal, accepted};
@@ -28,10 +27,7 @@ pub fn compute(
     applied: Option<&ApplyOutcome>,
 ) -> (KVCacheClusterStatus, Vec<Finding>) {
     let agents = agents(cluster, inputs);
-    let members = MemberCounts {
-        desired: cluster.spec.control_plane.replicas,
-        ready: number(inputs.members.as_deref(), "readyReplicas"),
-    };
+    let members = MemberCounts { desired: cluster.spec.control_plane.replicas, ready: inputs.members.ready };
     let works = [
         accepted(refused.or(inputs.assignment.conflict.as_ref())),
         etcd::ready(cluster, inputs),
@@ -83,11 +79,7 @@ fn agents(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> AgentCounts {
         ready: count(&is_ready),
         // The configuration does not cover the image, and the DaemonSet status does not cover the
         // configuration.
-        updated: count(&|node| is_ready(node) && is_updated(node)).min(updated(
-            inputs.agents.as_deref(),
-            &inputs.images.agent,
-            "updatedNumberScheduled",
-        )),
+        updated: count(&|node| is_ready(node) && is_updated(node)).min(inputs.agents.updated),
     }
 }
 
@@ -189,7 +181,7 @@ fn progressing(
     if let Some(refused) = refused {
         return Finding::no(kind, refused.reason, "the operator changes nothing until the spec is accepted");
     }
-    let updated = updated(inputs.members.as_deref(), &inputs.images.control_plane, "updatedReplicas");
+    let updated = inputs.members.updated;
     if members.ready < members.desired || updated < members.desired {
         let message = format!("{updated} of {} members are up to date", members.desired);
         return Finding::yes(kind, Reason::Progressing, message);

@@ -6,9 +6,8 @@
 //! | running agents | reports in `CacheNode`s of the last minute |
 //! | running members | the control plane's member list |
 //!
-//! A desired version may differ from every running version by at most [`MINORS_APART_MAX`] minor versions,
-//! for agents and members alike: during a rolling update each process meets all others. An image without a
-//! version is not checked in advance. Condition `Compatible` compares the versions of processes once they run.
+//! All of them may differ by at most [`MINORS_APART_MAX`] minor versions: during a rolling update each process meets all
+//! others. An image without a version is not checked in advance.
 
 use std::fmt;
 
@@ -18,7 +17,6 @@ use reprise_crds::fields::Version;
 use reprise_crds::status::{ConditionType as Type, Finding, Reason};
 
 use super::dereference::ClusterInputs;
-use super::workloads::updated;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::membership::has_reported;
 
@@ -98,17 +96,14 @@ impl Versions {
         let nodes = inputs.cache_nodes.iter().filter(|node| has_reported(node));
         let reported = nodes.filter_map(|node| Some(node.status.as_ref()?.agent.as_ref()?.version.as_str()));
         let expected = u32::try_from(inputs.assignment.nodes.len()).unwrap_or(u32::MAX);
-        let image = &inputs.images.agent;
-        let replaced = updated(inputs.agents.as_deref(), image, "updatedNumberScheduled");
-        let agents = Reported::new("agents", image, (replaced, expected), reported);
+        let counts = (inputs.agents.updated, expected);
+        let agents = Reported::new("agents", &inputs.images.agent, counts, reported);
 
         let state = inputs.control_plane_state.as_ref();
         let known = state.and_then(|state| state.as_ref().ok());
         let reported = known.iter().flat_map(|known| known.members.values()).flatten().map(String::as_str);
-        let image = &inputs.images.control_plane;
-        let replaced = updated(inputs.members.as_deref(), image, "updatedReplicas");
-        let counts = (replaced, cluster.spec.control_plane.replicas);
-        let mut members = Reported::new("members", image, counts, reported);
+        let counts = (inputs.members.updated, cluster.spec.control_plane.replicas);
+        let mut members = Reported::new("members", &inputs.images.control_plane, counts, reported);
         members.call_error = state.and_then(|state| state.as_ref().err().cloned());
         Versions { agents, members }
     }

@@ -1,25 +1,31 @@
-//! States of a cluster's workloads: their images and ready pods.
+//! Pods of a cluster's workloads.
 
 use kube::api::DynamicObject;
 
-/// Returns a number from a workload's status if its template has the desired image; 0 while the controller
-/// has not observed the current template.
-pub(super) fn updated(workload: Option<&DynamicObject>, image: &str, field: &str) -> u32 {
-    let is_seen = |workload: &&DynamicObject| {
-        let observed = workload.data["status"]["observedGeneration"].as_i64();
-        observed.is_some() && observed == workload.metadata.generation
-    };
-    let is_wanted = |workload: &&DynamicObject| image_of(workload).is_some_and(|runs| runs == image);
-    number(workload.filter(is_seen).filter(is_wanted), field)
+/// Numbers of pods of a StatefulSet or DaemonSet, as its controller last reported them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pods {
+    pub ready: u32,
+    /// Pods with the current template, if it has the desired image and the controller has observed it.
+    pub updated: u32,
 }
 
-/// Returns a number from a workload's status; 0 if it is missing.
-pub(super) fn number(workload: Option<&DynamicObject>, field: &str) -> u32 {
-    let number = workload.and_then(|workload| workload.data["status"][field].as_u64());
-    number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
-}
-
-/// Returns the image of a workload's pods.
-pub(super) fn image_of(workload: &DynamicObject) -> Option<String> {
-    workload.data["spec"]["template"]["spec"]["containers"][0]["image"].as_str().map(str::to_owned)
+impl Pods {
+    /// Reads the status of a workload; zeros if it does not exist.
+    pub(super) fn of(workload: Option<&DynamicObject>, image: &str) -> Pods {
+        let Some(workload) = workload else { return Pods::default() };
+        let status = &workload.data["status"];
+        let number = |fields: [&str; 2]| {
+            let number = fields.into_iter().find_map(|field| status[field].as_u64());
+            number.and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
+        };
+        let observed = status["observedGeneration"].as_i64();
+        let is_seen = observed.is_some() && observed == workload.metadata.generation;
+        let is_wanted = workload.data["spec"]["template"]["spec"]["containers"][0]["image"] == image;
+        let updated = number(["updatedReplicas", "updatedNumberScheduled"]);
+        Pods {
+            ready: number(["readyReplicas", "numberReady"]),
+            updated: if is_seen && is_wanted { updated } else { 0 },
+        }
+    }
 }

@@ -1,16 +1,11 @@
 //! The agents: a DaemonSet with one pod on each selected node.
 //!
-//! Every pod mounts the directories of all pools of the cluster. On nodes that a pool does not select the
-//! directory is created but stays unused. A new pool therefore restarts the agents one by one, but selecting
-//! another node changes no pod.
+//! Every pod mounts the directories of all pools of the cluster, so a new pool restarts the agents one by one, and
+//! selecting another node changes no pod. Profile files are mounted next to the configuration and restart no agent: the
+//! digest in the pod template covers only the configuration.
 //!
-//! Profile files are mounted next to the agents' configuration ([`crate::reconcile::profile::files`]). The kubelet
-//! provides them, so agents need no permission to read ConfigMaps. They restart no agent: the digest in the
-//! pod template covers only the configuration.
-//!
-//! The agent runs as root without capabilities. The kubelet creates the directories as root, and a root
-//! process without capabilities can access only root's files. It shares nothing with the node except these
-//! directories, and raw devices.
+//! The agent runs as root without capabilities: the kubelet creates the directories as root. It shares nothing with the
+//! node except these directories, and raw devices.
 
 use std::collections::BTreeSet;
 

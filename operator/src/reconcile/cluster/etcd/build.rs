@@ -1,9 +1,8 @@
 //! The objects of a managed etcd.
 //!
-//! Its volumes are deleted with the cluster: their contents can be rebuilt from agents and resources, and a
-//! new cluster of the same name must not find old data. The StatefulSet becomes the owner of its volume
-//! claims once a member is ready. While claims are being bound, its controller would conflict with their
-//! other writers, which would cause warning events in each install.
+//! Its volumes are deleted with the cluster: agents and resources have the same contents, and a new cluster of the same name
+//! must not find old data. The StatefulSet owns the volume claims once a member is ready: while they are being bound, its
+//! controller would conflict with other writers, with warning events in each install.
 
 use kube::api::DynamicObject;
 use reprise_crds::KVCacheCluster;

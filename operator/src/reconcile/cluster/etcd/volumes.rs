@@ -6,12 +6,11 @@
 
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::StorageClass;
-use kube::api::{Api, DynamicObject, ListParams};
+use kube::api::{Api, ListParams};
 use kube::core::PartialObjectMeta;
 use kube::{Client, ResourceExt};
-use reprise_crds::KVCacheCluster;
 
-use super::{DATA_VOLUME, is_starting};
+use super::DATA_VOLUME;
 use crate::reconcile::names::ClusterNames;
 
 /// Annotations that mark the default class: the current one and the older beta one.
@@ -19,18 +18,10 @@ const IS_DEFAULT: [&str; 2] =
     ["storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class"];
 
 /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
-/// reason, etcd does not wait for volumes, or the API does not permit the check.
-pub(crate) async fn problem(
-    cluster: &KVCacheCluster,
-    etcd: Option<&DynamicObject>,
-    client: &Client,
-) -> Option<String> {
-    // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
-    if etcd.is_none() || !is_starting(cluster, etcd) {
-        return None;
-    }
+/// reason, or the API does not permit the check.
+pub(crate) async fn problem(names: &ClusterNames, client: &Client) -> Option<String> {
+    let found = missing_class(names, client).await;
     // The operator may lack the permission.
-    let found = missing_class(&ClusterNames::of(cluster), client).await;
     found.inspect_err(|error| tracing::debug!(%error, "cannot check the volumes of etcd")).ok().flatten()
 }
 

@@ -1,7 +1,5 @@
 //! Conditions about the etcd that the operator manages.
 
-use std::sync::Arc;
-
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::SignedDuration;
 use reprise_crds::status::set;
@@ -9,6 +7,7 @@ use serde_json::json;
 
 use super::*;
 use crate::reconcile::cluster::dereference::tests::inputs;
+use crate::reconcile::cluster::workloads::Pods;
 use crate::reconcile::test_objects::{object, resource};
 
 #[test]
@@ -33,11 +32,12 @@ fn missing_etcd_member_degrades_the_cluster_after_the_start_and_after_updates() 
         );
         let mut inputs = inputs(&cluster);
         inputs.assignment.nodes.push("n1".to_owned());
-        inputs.etcd = Some(Arc::new(object(json!({
+        let etcd = object(json!({
             "metadata": { "name": "c-etcd", "generation": 1 },
-            "spec": { "replicas": wanted, "template": { "spec": { "containers": [{ "image": image }] } } },
+            "spec": { "template": { "spec": { "containers": [{ "image": image }] } } },
             "status": { "observedGeneration": 1, "readyReplicas": ready, "updatedReplicas": updated },
-        }))));
+        }));
+        inputs.etcd_pods = Pods::of(Some(&etcd), "etcd:1");
         let findings = compute(&cluster, &inputs, None, None).1;
         let one = |kind: Type| findings.iter().find(|finding| finding.kind == kind).expect("a condition");
         assert_eq!(one(Type::EtcdReady).status, ConditionStatus::True, "{ready} of {wanted}");
