@@ -157,7 +157,7 @@ fn end_grant(
         Finding::no(Type::Allocated, reason, &end.message),
         Finding::no(Type::Programmed, reason, &end.message),
     ];
-    let left = match kept {
+    let held = match kept {
         None => {
             status.allocations.clear();
             // The finalizer of another component keeps a deleted object; for the operator its release is complete.
@@ -165,15 +165,10 @@ fn end_grant(
             findings.push(Finding::yes(Type::Released, released, &end.message));
             return findings;
         }
-        Some(AgentQueues::Reported(report)) => format!(
-            "waiting for the agent of node {node} to release {} queue pairs, which it lists in status.applied.queues of the \
-             CacheNode",
-            report.kept.max(report.queue_pairs)
-        ),
-        Some(AgentQueues::Unconfirmed) => format!(
-            "waiting for the agent of node {node} to report that it released the queue pairs, which needs its report on the \
-             current spec of the CacheNode (status.observedGeneration)"
-        ),
+        Some(AgentQueues::Reported(report)) => {
+            format!("the {} queue pairs in status.applied.queues", report.kept.max(report.queue_pairs))
+        }
+        Some(AgentQueues::Unconfirmed) => "all queue pairs that the spec no longer lists".to_owned(),
     };
     let gone = match inputs.presence {
         NodePresence::Removed => "An agent that reports nothing for a minute counts as gone",
@@ -181,7 +176,9 @@ fn end_grant(
             "If the node is gone permanently, delete its Node or CacheNode"
         }
     };
-    let message = format!("{left}. {gone}");
+    let message = format!(
+        "waiting until the agent of node {node} reports in its CacheNode that it released {held}. {gone}"
+    );
     findings.push(Finding::no(Type::Released, Reason::Releasing, &message));
     if object.metadata.deletion_timestamp.is_some() {
         findings.push(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message));
