@@ -84,7 +84,8 @@ fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Opt
     let node = &inputs.node;
     let expires_at = object.status.as_ref().and_then(|status| status.expires_at.as_ref());
     let is_expired = expires_at.is_some_and(|end| end.0 <= now.0);
-    let (reason, message) = match inputs.presence {
+    let end = |reason, message: &str| Some(Refusal::new(reason, message));
+    match inputs.presence {
         NodePresence::Removed => {
             let cluster = inputs.cache_node.as_deref().and_then(cluster_of);
             let cluster =
@@ -93,25 +94,21 @@ fn due_end(object: &GPUQueueAllocation, inputs: &GrantInputs, now: &Time) -> Opt
                 "node {node} no longer belongs to {cluster}: delete this GPUQueueAllocation and create one for another node, or \
                  create it again once the agents.nodeSelector of a cluster selects this node"
             );
-            (Reason::AgentGone, message)
+            end(Reason::AgentGone, &message)
         }
         NodePresence::Gone => {
-            let message = format!(
-                "node {node} is gone: delete this GPUQueueAllocation and create one for another node"
-            );
-            (Reason::AgentGone, message)
+            let remedy = "delete this GPUQueueAllocation and create one for another node";
+            end(Reason::AgentGone, &format!("node {node} is gone: {remedy}"))
         }
         NodePresence::Present if object.metadata.deletion_timestamp.is_some() => {
-            (Reason::Releasing, "the allocation is being deleted".to_owned())
+            end(Reason::Releasing, "the allocation is being deleted")
         }
-        NodePresence::Present if is_expired => {
-            let message =
-                "the ttl of the grant has passed: create a new GPUQueueAllocation and delete this one";
-            (Reason::Expired, message.to_owned())
-        }
-        NodePresence::Present => return None,
-    };
-    Some(Refusal::new(reason, message))
+        NodePresence::Present if is_expired => end(
+            Reason::Expired,
+            "the ttl of the grant has passed: create a new GPUQueueAllocation and delete this one",
+        ),
+        NodePresence::Present => None,
+    }
 }
 
 /// Total queue pairs of a grant over all controllers.

@@ -58,35 +58,34 @@ fn ranges(numbers: &[u32]) -> String {
 
 /// Returns the condition `Programmed` of an active grant of `all` queue pairs.
 pub(super) fn programmed(report: Option<&AgentQueues>, all: u32, inputs: &GrantInputs) -> Finding {
-    let (kind, node) = (ConditionType::Programmed, &inputs.node);
+    let node = &inputs.node;
+    let no = |reason, message: String| Finding::no(ConditionType::Programmed, reason, message);
     let Some(AgentQueues::Reported(report)) = report else {
-        let message =
-            format!("the agent of node {node} has not reported yet that it set the queue pairs aside");
-        return Finding::no(kind, Reason::Progressing, message);
+        let message = "has not reported yet that it set the queue pairs aside";
+        return no(Reason::Progressing, format!("the agent of node {node} {message}"));
     };
     let AppliedQueues { queue_pairs: made, kept, unavailable, refused, .. } = report;
     let aside = format!("the agent of node {node} has set {kept} queue pairs aside, and no engine");
-    let (reason, message) = match (made, unavailable, refused) {
+    match (made, unavailable, refused) {
         (1.., ..) if inputs.is_silent => {
-            let silent = format!("the agent of node {node} has not reported for a minute");
-            let message = format!("{silent}, and queue pairs end with it: check the node and its agent");
-            (Reason::NotReported, message)
+            let remedy = "and queue pairs end with it: check the node and its agent";
+            let message = format!("the agent of node {node} has not reported for a minute, {remedy}");
+            no(Reason::NotReported, message)
         }
         (_, _, Some(why)) => {
             let message =
                 format!("the agent of node {node} cannot set the queue pairs aside: {why}. It retries");
-            (Reason::Refused, message)
+            no(Reason::Refused, message)
         }
         (made, ..) if *made >= all => {
             let message = format!("engines of node {node} have created {made} queue pairs");
-            return Finding::yes(kind, Reason::AsDesired, message);
+            Finding::yes(ConditionType::Programmed, Reason::AsDesired, message)
         }
-        (_, Some(why), _) => (Reason::Unsupported, format!("{aside} can create them: {why}")),
-        (0, ..) => (Reason::NotRequested, format!("{aside} has requested them yet")),
+        (_, Some(why), _) => no(Reason::Unsupported, format!("{aside} can create them: {why}")),
+        (0, ..) => no(Reason::NotRequested, format!("{aside} has requested them yet")),
         _ => {
             let message = format!("engines of node {node} have requested {made} of {all} queue pairs");
-            (Reason::NotRequested, message)
+            no(Reason::NotRequested, message)
         }
-    };
-    Finding::no(kind, reason, message)
+    }
 }

@@ -14,7 +14,7 @@ use super::grant::{Shares, Verdict, describe};
 use super::lifecycle::{Lifecycle, granted, pairs};
 use super::programmed::{self, programmed};
 use super::validate::is_reportable;
-use crate::framework::refusal::{Refusal, list};
+use crate::framework::refusal::{self, Refusal, list};
 use crate::framework::status::merge_findings;
 
 /// A status to write, with the changed conditions.
@@ -96,30 +96,28 @@ pub fn compute(
     (status != before).then_some(StatusUpdate { status, changes })
 }
 
+/// Returns condition `Accepted`, with notes on parts of the spec that have no effect or are not verified.
 fn accepted(candidate: &Candidate<'_>, inputs: &GrantInputs) -> Finding {
-    let kind = Type::Accepted;
-    if let Some(Refusal { reason, message }) = &candidate.refused {
-        return Finding::no(kind, *reason, message);
+    let mut finding = refusal::accepted(candidate.refused.as_ref());
+    let (spec, node) = (&candidate.of.object.spec, &inputs.node);
+    if candidate.refused.is_none() && !is_reportable(&spec.gpu_uuid, inputs) {
+        finding.message += &format!(
+            ", but GPU {} is not verified: the agent of node {node} reports no such GPU. It reports whole GPUs once their \
+             driver is loaded",
+            spec.gpu_uuid
+        );
     }
-    let spec = &candidate.of.object.spec;
-    let (gpu, node) = (&spec.gpu_uuid, &inputs.node);
-    let mut message = match is_reportable(gpu, inputs) {
-        true => "the spec is valid".to_owned(),
-        false => format!(
-            "the spec is valid, but GPU {gpu} is not verified: the agent of node {node} reports no such GPU. It reports \
-             whole GPUs once their driver is loaded"
-        ),
-    };
     let profiles = inputs.cache_node.as_ref().map(|node| node.spec.profiles.as_slice()).unwrap_or_default();
     if let Some(profile) = spec.slack_profile_ref.as_ref().map(|profile| &profile.name)
+        && candidate.refused.is_none()
         && !profiles.iter().any(|claim| claim.name.as_str() == profile.as_str())
     {
-        message.push_str(&format!(
+        finding.message += &format!(
             ". SlackProfile {profile} has no effect, because node {node} does not have it: create it in the namespace of the \
              KVCacheCluster, select it with spec.slackProfiles of the cluster, and see its conditions"
-        ));
+        );
     }
-    Finding::yes(kind, Reason::AsDesired, message)
+    finding
 }
 
 /// Returns the grant of a controller's queue pairs, with the PCI address that the agent reports.
@@ -157,7 +155,7 @@ fn end_grant(
         Finding::no(Type::Allocated, reason, &end.message),
         Finding::no(Type::Programmed, reason, &end.message),
     ];
-    let left = match kept {
+    let held = match kept {
         None => {
             status.allocations.clear();
             // The finalizer of another component keeps a deleted object; for the operator its release is complete.
@@ -165,15 +163,10 @@ fn end_grant(
             findings.push(Finding::yes(Type::Released, released, &end.message));
             return findings;
         }
-        Some(AgentQueues::Reported(report)) => format!(
-            "waiting for the agent of node {node} to release {} queue pairs, which it lists in status.applied.queues of the \
-             CacheNode",
-            report.kept.max(report.queue_pairs)
-        ),
-        Some(AgentQueues::Unconfirmed) => format!(
-            "waiting for the agent of node {node} to report that it released the queue pairs, which needs its report on the \
-             current spec of the CacheNode (status.observedGeneration)"
-        ),
+        Some(AgentQueues::Reported(report)) => {
+            format!("the {} queue pairs in status.applied.queues", report.kept.max(report.queue_pairs))
+        }
+        Some(AgentQueues::Unconfirmed) => "all queue pairs that the spec no longer lists".to_owned(),
     };
     let gone = match inputs.presence {
         NodePresence::Removed => "An agent that reports nothing for a minute counts as gone",
@@ -181,7 +174,9 @@ fn end_grant(
             "If the node is gone permanently, delete its Node or CacheNode"
         }
     };
-    let message = format!("{left}. {gone}");
+    let message = format!(
+        "waiting until the agent of node {node} reports in its CacheNode that it released {held}. {gone}"
+    );
     findings.push(Finding::no(Type::Released, Reason::Releasing, &message));
     if object.metadata.deletion_timestamp.is_some() {
         findings.push(Finding::yes(Type::DeletionBlocked, Reason::Releasing, message));
@@ -211,29 +206,24 @@ fn waits(object: &GPUQueueAllocation, wait: &Refusal, inputs: &GrantInputs) -> F
 /// reduced, the grant remains and the agent keeps its queue pairs.
 fn allocated(object: &GPUQueueAllocation, grants: &[QueueGrant], inputs: &GrantInputs) -> Finding {
     let (pool, all) = (object.spec.pool_ref.name.as_str(), pairs(grants));
+    let no = |reason, message| {
+        Finding::no(Type::Allocated, reason, format!("{all} queue pairs were set aside, but {message}"))
+    };
     let lost: Vec<String> = grants.iter().filter_map(|grant| lost(grant, pool, inputs)).collect();
     if !lost.is_empty() {
-        let message = format!(
-            "{all} queue pairs were set aside, but {}: restore the controller, or delete this GPUQueueAllocation and create one \
-             for the present controllers",
-            list(&lost)
-        );
-        return Finding::no(Type::Allocated, Reason::NoDevices, message);
+        let remedy = "restore the controller, or delete this GPUQueueAllocation and create one for the present controllers";
+        return no(Reason::NoDevices, format!("{}: {remedy}", list(&lost)));
     }
     let over: Vec<String> = grants.iter().filter_map(|grant| over(grant, inputs)).collect();
     if !over.is_empty() {
-        let message = format!(
-            "{all} queue pairs were set aside, but the grants exceed the budget: {}. Grants do not shrink: delete one of \
-             these allocations, or raise devices.maxGpuQueuePercent of SSDPool {pool}",
-            list(&over)
+        let remedy = "Grants do not shrink: delete one of these allocations, or raise devices.maxGpuQueuePercent of SSDPool";
+        return no(
+            Reason::OverBudget,
+            format!("the grants exceed the budget: {}. {remedy} {pool}", list(&over)),
         );
-        return Finding::no(Type::Allocated, Reason::OverBudget, message);
     }
-    let message = format!(
-        "{all} queue pairs are set aside on {}",
-        list(grants.iter().map(|grant| grant.serial.as_str()))
-    );
-    Finding::yes(Type::Allocated, Reason::AsDesired, message)
+    let serials = list(grants.iter().map(|grant| grant.serial.as_str()));
+    Finding::yes(Type::Allocated, Reason::AsDesired, format!("{all} queue pairs are set aside on {serials}"))
 }
 
 /// Describes a controller that the agent no longer reports, or that no longer belongs to the pool.

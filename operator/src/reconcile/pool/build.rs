@@ -34,39 +34,40 @@ pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
     if !is_wiped_on_deletion || pool.metadata.deletion_timestamp.is_none() || !has(pool, WIPE_FINALIZER) {
         return Wipe::None;
     }
-    let is_rejected = assigned.refused.is_some() || assigned.conflict.is_some();
-    let (reason, problem) = if assigned.cluster.is_none() {
+    // A pool that no node ever had has no data to wipe.
+    let had_nodes = !assigned.nodes.is_empty() || pool.status.is_some();
+    let blocked = |reason, problem: &str| {
+        let message = format!("deletionPolicy is Wipe but {problem}, or set deletionPolicy to Retain");
+        Wipe::Blocked(Refusal::new(reason, message))
+    };
+    if assigned.cluster.is_none() {
         let problem =
             "the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again";
-        (Reason::ReferenceNotFound, problem.to_owned())
-    } else if is_rejected {
+        return if had_nodes { blocked(Reason::ReferenceNotFound, problem) } else { Wipe::Done };
+    }
+    if assigned.refused.is_some() || assigned.conflict.is_some() {
         let problem =
             "the pool is rejected, so nodes cannot wipe it: remove the cause that condition Accepted names";
-        (Reason::Conflict, problem.to_owned())
-    } else if pool.spec.wipe_confirmation.is_none() {
+        return if had_nodes { blocked(Reason::Conflict, problem) } else { Wipe::Done };
+    }
+    if pool.spec.wipe_confirmation.is_none() {
         let problem = "the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data";
-        (Reason::ConfirmationMissing, problem.to_owned())
-    } else if let Some((node, other)) = assigned.contested.first_key_value() {
+        return blocked(Reason::ConfirmationMissing, problem);
+    }
+    if let Some((node, other)) = assigned.contested.first_key_value() {
         let problem = format!(
             "SSDPool {other} names the same devices on node {node}, so they are not wiped: set nodeSelector or the devices \
              of one of the pools so that they differ, delete SSDPool {other}"
         );
-        (Reason::Conflict, problem)
-    } else {
-        let wiped = inputs.nodes.iter().filter(|node| is_wiped(node)).count();
-        // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
-        // re-created. A node that is gone is not in the assignment.
-        return match assigned.nodes.len().saturating_sub(wiped) {
-            0 => Wipe::Done,
-            left => Wipe::InProgress(left),
-        };
-    };
-    // A pool that no node ever had has no data to wipe.
-    if reason != Reason::ConfirmationMissing && assigned.nodes.is_empty() && pool.status.is_none() {
-        return Wipe::Done;
+        return blocked(Reason::Conflict, &problem);
     }
-    let message = format!("deletionPolicy is Wipe but {problem}, or set deletionPolicy to Retain");
-    Wipe::Blocked(Refusal::new(reason, message))
+    let wiped = inputs.nodes.iter().filter(|node| is_wiped(node)).count();
+    // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
+    // re-created. A node that is gone is not in the assignment.
+    match assigned.nodes.len().saturating_sub(wiped) {
+        0 => Wipe::Done,
+        left => Wipe::InProgress(left),
+    }
 }
 
 /// Whether a node has wiped the pool: it follows the claim that requests this, and none of the pool's devices

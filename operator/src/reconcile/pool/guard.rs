@@ -131,39 +131,33 @@ impl Guard {
         if !is_deleting || self.finalizer(pool) == Finalizer::Absent || is_unconfirmed {
             return None;
         }
-        let annotation = format!("{DELETE_IN_USE}: \"{CONFIRMED}\"");
-        let seconds = self.unused_for.as_secs();
-        let message = if self.reports.is_empty() {
-            format!(
-                "no engine is known to have a session. The deletion continues after {seconds} s without a \
-                 session, so that a restarting agent can report its sessions first; annotate the object with \
-                 {annotation} to delete it at once"
-            )
-        } else {
-            format!(
-                "engines have sessions on {}: stop them, or annotate the object with {annotation} to delete \
-                 it while they run. The deletion does not wait for nodes that do not report for {seconds} s",
-                self.nodes()
-            )
+        let sessions = match self.reports.is_empty() {
+            true => "no engine is known to have a session".to_owned(),
+            false => format!("engines have sessions on {}: stop them", self.nodes()),
         };
+        let message = format!(
+            "{sessions}. The deletion continues once no node has reported sessions for {} s, so that a restarting agent can \
+             report its sessions first. To delete it at once, annotate the object with {DELETE_IN_USE}: \"{CONFIRMED}\"",
+            self.unused_for.as_secs()
+        );
         Some(Finding::yes(ConditionType::DeletionBlocked, Reason::InUse, message))
     }
 
     /// Returns the condition that explains why a blocked deletion continues.
     fn released_condition(&self, pool: &SSDPool) -> Finding {
-        let (reason, message) = match self.reports.is_empty() {
-            true => (Reason::AsDesired, "no engine has a session".to_owned()),
-            false => (
-                if is_confirmed(pool) { Reason::InUse } else { Reason::AgentGone },
-                format!(
-                    "deleting despite engine sessions on {}: {DELETE_IN_USE} is {CONFIRMED}, or their agents have not reported \
-                     for {} s",
-                    self.nodes(),
-                    self.unused_for.as_secs()
-                ),
-            ),
+        let kind = ConditionType::DeletionBlocked;
+        if self.reports.is_empty() {
+            return Finding::no(kind, Reason::AsDesired, "no engine has a session");
+        }
+        let (reason, why) = match is_confirmed(pool) {
+            true => (Reason::InUse, format!("{DELETE_IN_USE} is {CONFIRMED}")),
+            false => {
+                let seconds = self.unused_for.as_secs();
+                (Reason::AgentGone, format!("their agents have not reported for {seconds} s"))
+            }
         };
-        Finding::no(ConditionType::DeletionBlocked, reason, message)
+        let nodes = self.nodes();
+        Finding::no(kind, reason, format!("deleting despite engine sessions on {nodes}: {why}"))
     }
 
     /// Names the nodes with sessions, for messages.

@@ -9,13 +9,13 @@ use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use reprise_crds::queues::QueueIsolation;
+use reprise_crds::queues::{QueueGrant, QueueIsolation};
 use reprise_crds::{GPUQueueAllocation, SSDPool};
 use serde_json::{Value, json};
 
 use crate::reconcile::allocation::build::{Operation, Pass, PendingWrite};
 use crate::reconcile::allocation::dereference::{GrantInputs, NodePresence, ResolvedAllocation};
-use crate::reconcile::allocation::grant::{LendableController, Shares};
+use crate::reconcile::allocation::grant::LendableController;
 use crate::reconcile::allocation::lifecycle::{granted, has_grant};
 use crate::reconcile::names::QUEUES_FINALIZER;
 use crate::reconcile::test_objects::{merged, object, resource};
@@ -62,7 +62,7 @@ pub(super) struct Model {
     late: Vec<PendingWrite>,
     version: u64,
     /// Each grant, until it is released.
-    granted: BTreeMap<String, Shares>,
+    granted: BTreeMap<String, Vec<QueueGrant>>,
 }
 
 impl Model {
@@ -257,14 +257,12 @@ impl Model {
             let now = granted(object);
             let has_finalizer = object.finalizers().iter().any(|one| one == QUEUES_FINALIZER);
             assert!(now.is_empty() || has_finalizer, "{name} has a grant and no finalizer");
-            let shares: Shares =
-                now.iter().map(|grant| (grant.serial.to_string(), grant.queue_pairs)).collect();
             match self.granted.get_mut(name) {
                 // A released grant stays released.
                 Some(then) if now.is_empty() => then.clear(),
-                Some(then) => assert_eq!(*then, shares, "the grant of {name} has changed"),
+                Some(then) => assert_eq!(then, now, "the grant of {name} has changed"),
                 None if now.is_empty() => {}
-                None => drop(self.granted.insert(name.clone(), shares)),
+                None => drop(self.granted.insert(name.clone(), now.to_vec())),
             }
         }
     }
