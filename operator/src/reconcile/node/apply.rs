@@ -36,8 +36,8 @@ pub(crate) fn foreign_message(node: &str) -> String {
     )
 }
 
-/// Applies the desired spec, or deletes the `CacheNode` if there is none. Changes by other writers are reverted.
-/// Returns the delay if restoring it is paced.
+/// Applies the desired spec, or deletes the `CacheNode` of a node that should have no agent. Changes by other writers are
+/// reverted. Returns the delay if restoring it is paced.
 ///
 /// # Errors
 /// The API server rejected the write.
