@@ -30,7 +30,7 @@ pub async fn apply(
     if let Some(refusal) = context.secrets.forbidden(&inputs.agent_config.names) {
         return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     }
-    if let AuthorityState::Absent = inputs.certificates {
+    if matches!(inputs.certificates, AuthorityState::Absent) {
         inputs.certificates = authority::create(cluster, context).await?;
     }
     salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;

@@ -122,6 +122,15 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let members = Pods::of(members.as_deref(), &images.control_plane);
     let etcd = workload(ChildKind::StatefulSet, &names.etcd());
     let etcd_pods = Pods::of(etcd.as_deref(), &images.etcd);
+    let mut control_plane_state = None;
+    if members.ready > 0 {
+        control_plane_state = Some(context.control_planes.state(names, &context.metrics).await);
+    }
+    let mut volumes = None;
+    // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+    if etcd.is_some() && is_starting(cluster, etcd_pods) {
+        volumes = volumes::problem(names, &context.client).await;
+    }
     ClusterInputs {
         bindings: tenant::pods::assign(names, context).bindings,
         profiles: files::of(cluster, names, &cache_nodes, context),
@@ -130,15 +139,8 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         agents: Pods::of(agents.as_deref(), &images.agent),
         members,
         images,
-        control_plane_state: match members.ready > 0 {
-            true => Some(context.control_planes.state(names, &context.metrics).await),
-            false => None,
-        },
-        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
-        volumes: match etcd.is_some() && is_starting(cluster, etcd_pods) {
-            true => volumes::problem(names, &context.client).await,
-            false => None,
-        },
+        control_plane_state,
+        volumes,
         etcd_pods,
         certificates: authority::read(cluster, context).await,
         etcd,

@@ -162,14 +162,14 @@ fn tenant_section(tenant: &CacheTenant, reserves: bool) -> Option<Value> {
     let has_weight = *bandwidth != Bandwidth::default();
     Some(without_empty(json!({
         "name": tenant.metadata.name,
-        "dram": quota(&quotas.dram, reserved),
-        "nvme": quota(&quotas.ssd, size(&quotas.ssd.reserved)),
+        "dram": quota(&quotas.dram, &reserved),
+        "nvme": quota(&quotas.ssd, &size(&quotas.ssd.reserved)),
         "number": number,
         "bandwidth": has_weight.then(|| json!({ "weight": bandwidth.weight })),
     })))
 }
 
-fn quota(quota: &Quota, reserved: Value) -> Value {
+fn quota(quota: &Quota, reserved: &Value) -> Value {
     without_empty(json!({ "reserved": reserved, "limit": quota.limit.as_ref().map(size) }))
 }
 

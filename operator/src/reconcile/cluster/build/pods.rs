@@ -142,12 +142,12 @@ pub(crate) fn stateful_set(
         "updateStrategy": { "type": "RollingUpdate" },
         "minReadySeconds": MIN_READY_SECONDS,
         "selector": { "matchLabels": names.selector(component) },
-        "template": template(names, component, annotations, pod),
+        "template": template(names, component, &annotations, pod),
     } })
 }
 
 /// Template of the pods of a component.
-pub(crate) fn template(names: &ClusterNames, component: Component, annotations: Value, pod: Value) -> Value {
+pub(crate) fn template(names: &ClusterNames, component: Component, annotations: &Value, pod: Value) -> Value {
     let metadata = without_empty(json!({ "labels": names.labels(component), "annotations": annotations }));
     json!({ "metadata": metadata, "spec": without_empty(pod) })
 }

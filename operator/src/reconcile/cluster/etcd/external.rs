@@ -68,9 +68,12 @@ impl EtcdCheck {
     }
 }
 
-/// Valid checks and their ends, by uid and generation of the cluster.
+/// Checks and the ends of their validity, by uid and generation of the cluster.
+type Checks = HashMap<(String, Option<i64>), (Instant, EtcdCheck)>;
+
+/// Valid checks of all clusters.
 #[derive(Debug, Default)]
-pub struct EtcdChecks(Mutex<HashMap<(String, Option<i64>), (Instant, EtcdCheck)>>);
+pub struct EtcdChecks(Mutex<Checks>);
 
 impl EtcdChecks {
     /// Returns the check of a cluster's external etcd, from the cache if it is still valid. Returns `None` if
@@ -88,7 +91,7 @@ impl EtcdChecks {
         Some(check)
     }
 
-    fn valid(&self) -> MutexGuard<'_, HashMap<(String, Option<i64>), (Instant, EtcdCheck)>> {
+    fn valid(&self) -> MutexGuard<'_, Checks> {
         let mut checks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         checks.retain(|_, (until, _)| Instant::now() < *until);
         checks
