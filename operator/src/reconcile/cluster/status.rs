@@ -181,16 +181,16 @@ fn progressing(
     if let Some(refused) = refused {
         return Finding::no(kind, refused.reason, "the operator changes nothing until the spec is accepted");
     }
-    let updated = inputs.members.updated;
-    if members.ready < members.desired || updated < members.desired {
-        let message = format!("{updated} of {} members are up to date", members.desired);
-        return Finding::yes(kind, Reason::Progressing, message);
-    }
-    if agents.updated < agents.desired {
-        let message = format!("{} of {} agents are up to date", agents.updated, agents.desired);
-        return Finding::yes(kind, Reason::Progressing, message);
-    }
-    Finding::no(kind, Reason::AsDesired, "no changes are in progress")
+    let late_members = members.ready < members.desired || inputs.members.updated < members.desired;
+    let (updated, desired, component) = if late_members {
+        (inputs.members.updated, members.desired, "members")
+    } else if agents.updated < agents.desired {
+        (agents.updated, agents.desired, "agents")
+    } else {
+        return Finding::no(kind, Reason::AsDesired, "no changes are in progress");
+    };
+    let message = format!("{updated} of {desired} {component} are up to date");
+    Finding::yes(kind, Reason::Progressing, message)
 }
 
 /// Reports the first problem that does not resolve by itself. The cluster works, but with reduced function.

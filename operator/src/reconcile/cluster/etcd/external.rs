@@ -32,6 +32,9 @@ const HEALTHY_TTL: Duration = Duration::from_secs(25);
 const FAILED_TTL: Duration = Duration::from_secs(4);
 /// Timeout for the connection and for the read, which normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// Codes with which etcd rejects users.
+const DENIALS: [Code; 4] =
+    [Code::InvalidArgument, Code::PermissionDenied, Code::Unauthenticated, Code::FailedPrecondition];
 /// File with the password of the etcd user in members' pods.
 pub(crate) const PASSWORD_FILE: &str = "password";
 
@@ -137,7 +140,7 @@ async fn check(external: &ExternalEtcd, prefix: &str, names: &ClusterNames, cont
     };
     let answer = match timeout(TIMEOUT, read_one_key(external, prefix, &secrets)).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(EtcdError::GRpcStatus(status))) if is_denial(&status) => {
+        Ok(Err(EtcdError::GRpcStatus(status))) if DENIALS.contains(&status.code()) => {
             Err(describe_denial(external, &status))
         }
         Ok(Err(error)) => Err(tls_error(external, &secrets).await.unwrap_or_else(|| describe(&error))),
@@ -212,12 +215,6 @@ async fn read_one_key(external: &ExternalEtcd, prefix: &str, secrets: &Secrets) 
 
 fn endpoints(external: &ExternalEtcd) -> Vec<&str> {
     external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect()
-}
-
-/// Whether etcd rejected the user. It has no single code for that.
-fn is_denial(status: &Status) -> bool {
-    [Code::InvalidArgument, Code::PermissionDenied, Code::Unauthenticated, Code::FailedPrecondition]
-        .contains(&status.code())
 }
 
 fn describe_denial(external: &ExternalEtcd, status: &Status) -> String {
