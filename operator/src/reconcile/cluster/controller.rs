@@ -27,14 +27,11 @@ impl WatchedKind for KVCacheCluster {
 /// ([`crate::reconcile::secrets`]).
 pub fn controller(stores: &Arc<Stores>) -> Controller<KVCacheCluster> {
     let feeds = &stores.feeds;
-    let of_children = {
-        let stores = Arc::clone(stores);
-        only_some(feeds.children.changes(Change::is_any), move |child| stores.cluster_of_child(child))
-    };
-    let of_nodes = {
-        let stores = Arc::clone(stores);
-        only_some(feeds.cache_nodes.changes(Change::is_any), move |node| stores.cluster_of_node(node))
-    };
+    let (children, nodes) = (Arc::clone(stores), Arc::clone(stores));
+    let of_children =
+        only_some(feeds.children.changes(Change::is_any), move |child| children.cluster_of_child(child));
+    let of_nodes =
+        only_some(feeds.cache_nodes.changes(Change::is_any), move |node| nodes.cluster_of_node(node));
     let itself = |cluster: Arc<KVCacheCluster>| [ObjectRef::from_obj(&*cluster)];
     Controller::for_shared_stream(feeds.clusters.changes(Change::is_foreign), stores.clusters.clone())
         .watches_shared_stream(of_children, itself)

@@ -228,17 +228,18 @@ fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterC
         let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
         Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
     };
-    let fresh = ClusterCapacity {
+    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
+    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
+    let mut capacity = ClusterCapacity {
         dram_total: sum(|capacity| &capacity.dram_total),
         ssd_total: sum(|capacity| &capacity.ssd_total),
         ssd_used: sum(|capacity| &capacity.ssd_used),
-        last_updated: clock::now(),
+        last_updated: before.map_or_else(clock::now, |before| before.last_updated.clone()),
     };
-    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
-    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
-    let unchanged =
-        before.map(|before| ClusterCapacity { last_updated: before.last_updated.clone(), ..fresh.clone() });
-    Some(unchanged.filter(|unchanged| Some(unchanged) == before).unwrap_or(fresh))
+    if before != Some(&capacity) {
+        capacity.last_updated = clock::now();
+    }
+    Some(capacity)
 }
 
 #[cfg(test)]
