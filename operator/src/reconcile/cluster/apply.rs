@@ -32,7 +32,7 @@ pub async fn apply(
     {
         return Ok(ApplyOutcome { refused: vec![refusal.clone()], ..ApplyOutcome::default() });
     }
-    if let AuthorityState::Absent = inputs.certificates {
+    if matches!(inputs.certificates, AuthorityState::Absent) {
         inputs.certificates = authority::create(cluster, context).await?;
     }
     salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;

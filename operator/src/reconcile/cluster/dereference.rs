@@ -123,15 +123,18 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let members = Pods::of(set_of_members.as_deref(), &images.control_plane);
     let etcd = workload(ChildKind::StatefulSet, &names.etcd());
     let etcd_pods = Pods::of(etcd.as_deref(), &images.etcd);
-    let control_plane_state = match set_of_members.as_deref() {
-        Some(set) if members.ready > 0 => {
-            // A state cached before a rollout describes replaced members.
-            let version = set.resource_version().unwrap_or_default();
-            context.control_planes.require_members_version(names, version).await;
-            Some(context.control_planes.state(names).await)
-        }
-        _ => None,
-    };
+    let mut control_plane_state = None;
+    if let Some(set) = set_of_members.as_deref().filter(|_| members.ready > 0) {
+        // A state cached before a rollout describes replaced members.
+        let version = set.resource_version().unwrap_or_default();
+        context.control_planes.require_members_version(names, version).await;
+        control_plane_state = Some(context.control_planes.state(names).await);
+    }
+    let mut volumes = None;
+    // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
+    if etcd.is_some() && is_starting(cluster, etcd_pods) {
+        volumes = volumes::problem(names, &context.client).await;
+    }
     ClusterInputs {
         bindings: tenant::pods::assign(names, context).bindings,
         profiles: files::of(cluster, names, &cache_nodes, context),
@@ -141,11 +144,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         members,
         images,
         control_plane_state,
-        // The StatefulSet controller creates the claims; a rejected cluster may have no StatefulSet.
-        volumes: match etcd.is_some() && is_starting(cluster, etcd_pods) {
-            true => volumes::problem(names, &context.client).await,
-            false => None,
-        },
+        volumes,
         etcd_pods,
         certificates: authority::read(names, context).await,
         etcd,

@@ -181,16 +181,16 @@ fn progressing(
     if let Some(refused) = refused {
         return Finding::no(kind, refused.reason, "the operator changes nothing until the spec is accepted");
     }
-    let updated = inputs.members.updated;
-    if members.ready < members.desired || updated < members.desired {
-        let message = format!("{updated} of {} members are up to date", members.desired);
-        return Finding::yes(kind, Reason::Progressing, message);
-    }
-    if agents.updated < agents.desired {
-        let message = format!("{} of {} agents are up to date", agents.updated, agents.desired);
-        return Finding::yes(kind, Reason::Progressing, message);
-    }
-    Finding::no(kind, Reason::AsDesired, "no changes are in progress")
+    let late_members = members.ready < members.desired || inputs.members.updated < members.desired;
+    let (updated, desired, component) = if late_members {
+        (inputs.members.updated, members.desired, "members")
+    } else if agents.updated < agents.desired {
+        (agents.updated, agents.desired, "agents")
+    } else {
+        return Finding::no(kind, Reason::AsDesired, "no changes are in progress");
+    };
+    let message = format!("{updated} of {desired} {component} are up to date");
+    Finding::yes(kind, Reason::Progressing, message)
 }
 
 /// Reports the first problem that does not resolve by itself. The cluster works, but with reduced function.
@@ -228,17 +228,18 @@ fn capacity(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<ClusterC
         let bytes = capacities().filter_map(|capacity| of(capacity).bytes().ok());
         Quantity::of_bytes(bytes.fold(0, u64::saturating_add))
     };
-    let fresh = ClusterCapacity {
+    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
+    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
+    let mut capacity = ClusterCapacity {
         dram_total: sum(|capacity| &capacity.dram_total),
         ssd_total: sum(|capacity| &capacity.ssd_total),
         ssd_used: sum(|capacity| &capacity.ssd_used),
-        last_updated: clock::now(),
+        last_updated: before.map_or_else(clock::now, |before| before.last_updated.clone()),
     };
-    // `last_updated` is the time at which the sums changed. Otherwise every reconcile would write the status.
-    let before = cluster.status.as_ref().and_then(|status| status.capacity.as_ref());
-    let unchanged =
-        before.map(|before| ClusterCapacity { last_updated: before.last_updated.clone(), ..fresh.clone() });
-    Some(unchanged.filter(|unchanged| Some(unchanged) == before).unwrap_or(fresh))
+    if before != Some(&capacity) {
+        capacity.last_updated = clock::now();
+    }
+    Some(capacity)
 }
 
 #[cfg(test)]

@@ -74,7 +74,7 @@ fn daemon_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
             "selector": { "matchLabels": names.selector(Component::Agent) },
             "updateStrategy": strategy,
             "minReadySeconds": MIN_READY_SECONDS,
-            "template": template(names, Component::Agent, annotations, pod(cluster, inputs)),
+            "template": template(names, Component::Agent, &annotations, pod(cluster, inputs)),
         },
     })
 }

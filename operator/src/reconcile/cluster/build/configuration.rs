@@ -2,8 +2,8 @@
 //! here.
 
 use std::fmt::Display;
-use std::sync::Arc;
 
+use kube::ResourceExt;
 use reprise_crds::cluster::TraceAccess;
 use reprise_crds::fields::{LogSettings, Quantity};
 use reprise_crds::tenant::{Bandwidth, Quota, Quotas};
@@ -107,11 +107,9 @@ pub fn agent(cluster: &KVCacheCluster, agent_config: &AgentConfigInputs) -> Stri
         whole["cache"]["pool_free_permille"] = free_permille;
     }
     let unreserved = without_reservation(cluster, &agent_config.tenants);
-    let section = |tenant: &Arc<CacheTenant>| {
-        let reserves = !unreserved.contains(tenant.metadata.name.as_deref().unwrap_or_default());
-        tenant_section(tenant, reserves)
-    };
-    let tenants: Vec<Value> = agent_config.tenants.iter().filter_map(section).collect();
+    let reserves = |tenant: &CacheTenant| !unreserved.contains(&tenant.name_any());
+    let sections = agent_config.tenants.iter().filter_map(|tenant| tenant_section(tenant, reserves(tenant)));
+    let tenants: Vec<Value> = sections.collect();
     if !tenants.is_empty() {
         whole["tenants"] = json!(tenants);
     }
@@ -162,14 +160,14 @@ fn tenant_section(tenant: &CacheTenant, reserves: bool) -> Option<Value> {
     let has_weight = *bandwidth != Bandwidth::default();
     Some(without_empty(json!({
         "name": tenant.metadata.name,
-        "dram": quota(&quotas.dram, reserved),
-        "nvme": quota(&quotas.ssd, size(&quotas.ssd.reserved)),
+        "dram": quota(&quotas.dram, &reserved),
+        "nvme": quota(&quotas.ssd, &size(&quotas.ssd.reserved)),
         "number": number,
         "bandwidth": has_weight.then(|| json!({ "weight": bandwidth.weight })),
     })))
 }
 
-fn quota(quota: &Quota, reserved: Value) -> Value {
+fn quota(quota: &Quota, reserved: &Value) -> Value {
     without_empty(json!({ "reserved": reserved, "limit": quota.limit.as_ref().map(size) }))
 }
 

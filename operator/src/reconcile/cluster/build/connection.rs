@@ -33,27 +33,27 @@ pub(super) fn socket(cluster: &KVCacheCluster) -> String {
 /// Configuration for engines that keep KV in host memory (docs/vllm.md, "Start an engine with the
 /// connector").
 pub(super) fn in_host_memory(socket: &str) -> Value {
-    json!({
-        "kv_connector": "RepriseConnector",
-        "kv_connector_module_path": "reprise.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": { "socket": socket },
-    })
+    transfer("RepriseConnector", "reprise.vllm", &json!({ "socket": socket }))
 }
 
 /// Configuration for engines on GPUs (docs/vllm.md, "The tier for GPUs").
 pub(super) fn offloading(socket: &str) -> Value {
+    let tier = json!({ "type": "RepriseTier", "module_path": "reprise.vllm.tier", "socket": socket });
+    let settings = json!({
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": OFFLOADING_BYTES,
+        "block_size": OFFLOADING_TOKENS,
+        "secondary_tiers": [tier],
+    });
+    transfer("RepriseOffloadingConnector", "reprise.vllm.offloading", &settings)
+}
+
+fn transfer(connector: &str, module: &str, settings: &Value) -> Value {
     json!({
-        "kv_connector": "RepriseOffloadingConnector",
-        "kv_connector_module_path": "reprise.vllm.offloading",
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": OFFLOADING_BYTES,
-            "block_size": OFFLOADING_TOKENS,
-            "secondary_tiers": [{ "type": "RepriseTier", "module_path": "reprise.vllm.tier", "socket": socket }],
-        },
+        "kv_connector_extra_config": settings,
     })
 }

@@ -90,17 +90,13 @@ fn stateful_set(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Value {
         annotations,
         container,
         volumes: volumes(cluster, names),
+        pod: json!({
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "nodeSelector": spec.node_selector,
+            "tolerations": spec.tolerations,
+        }),
     };
-    let mut set = pods::stateful_set(cluster, inputs, Component::ControlPlane, set);
-    let pod = &mut set["spec"]["template"]["spec"];
-    pod["terminationGracePeriodSeconds"] = json!(GRACE_SECONDS);
-    if !spec.node_selector.is_empty() {
-        pod["nodeSelector"] = json!(spec.node_selector);
-    }
-    if !spec.tolerations.is_empty() {
-        pod["tolerations"] = json!(spec.tolerations);
-    }
-    set
+    pods::stateful_set(cluster, inputs, Component::ControlPlane, set)
 }
 
 /// Memory for the directory entries of all blocks that fit on the nodes, doubled because the remaining
@@ -122,13 +118,11 @@ fn volumes(cluster: &KVCacheCluster, names: &ClusterNames) -> Volumes {
     volumes.add("config", json!({ "configMap": { "name": names.control_plane() } }), FOLDER);
     let entries = cluster.spec.etcd.external.as_ref().map(secret_entries).unwrap_or_default();
     if !entries.is_empty() {
-        let source = |SecretEntry { secret, key, file, .. }: SecretEntry<'_>| json!({ "secret": { "name": secret, "items": [{ "key": key, "path": file }] } });
-        let sources: Vec<Value> = entries.into_iter().map(source).collect();
-        volumes.add(
-            "etcd",
-            json!({ "projected": { "defaultMode": 0o440, "sources": sources } }),
-            ETCD_FOLDER,
-        );
+        let item = |entry: &SecretEntry<'_>| json!({ "key": entry.key, "path": entry.file });
+        let source = |entry: &SecretEntry<'_>| json!({ "name": entry.secret, "items": [item(entry)] });
+        let sources: Vec<Value> = entries.iter().map(|entry| json!({ "secret": source(entry) })).collect();
+        let projected = json!({ "defaultMode": 0o440, "sources": sources });
+        volumes.add("etcd", json!({ "projected": projected }), ETCD_FOLDER);
     }
     volumes
 }

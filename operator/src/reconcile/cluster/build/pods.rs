@@ -32,6 +32,8 @@ pub(crate) struct StatefulSet {
     pub(crate) annotations: Value,
     pub(crate) container: Value,
     pub(crate) volumes: Volumes,
+    /// Further fields of the pod.
+    pub(crate) pod: Value,
 }
 
 /// Default CPU and memory of a container.
@@ -105,7 +107,7 @@ pub(crate) fn stateful_set(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,
     component: Component,
-    StatefulSet { name, service, replicas, annotations, mut container, mut volumes }: StatefulSet,
+    StatefulSet { name, service, replicas, annotations, mut container, mut volumes, mut pod }: StatefulSet,
 ) -> Value {
     let names = &inputs.agent_config.names;
     let (policy, pull_secrets) = pull(&cluster.spec.images);
@@ -113,28 +115,26 @@ pub(crate) fn stateful_set(
     container["imagePullPolicy"] = json!(policy);
     container["securityContext"] = unprivileged();
     container["volumeMounts"] = json!(volumes.mounts);
-    let pod = json!({
-        "serviceAccountName": name,
-        "automountServiceAccountToken": false,
-        "imagePullSecrets": pull_secrets,
-        "securityContext": {
-            "runAsNonRoot": true,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": { "type": "RuntimeDefault" },
-        },
-        // Two on one node are better than a pending one.
-        "topologySpreadConstraints": [{
-            "maxSkew": 1,
-            "topologyKey": cluster.spec.control_plane.spread_over,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": { "matchLabels": names.selector(component) },
-        }],
-        "initContainers": [sidecar],
-        "containers": [container],
-        "volumes": volumes.volumes,
+    pod["serviceAccountName"] = json!(name);
+    pod["automountServiceAccountToken"] = json!(false);
+    pod["imagePullSecrets"] = pull_secrets;
+    pod["securityContext"] = json!({
+        "runAsNonRoot": true,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "seccompProfile": { "type": "RuntimeDefault" },
     });
+    // Two on one node are better than a pending one.
+    pod["topologySpreadConstraints"] = json!([{
+        "maxSkew": 1,
+        "topologyKey": cluster.spec.control_plane.spread_over,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": { "matchLabels": names.selector(component) },
+    }]);
+    pod["initContainers"] = json!([sidecar]);
+    pod["containers"] = json!([container]);
+    pod["volumes"] = json!(volumes.volumes);
     json!({ "spec": {
         "replicas": replicas,
         "serviceName": service,
@@ -142,12 +142,12 @@ pub(crate) fn stateful_set(
         "updateStrategy": { "type": "RollingUpdate" },
         "minReadySeconds": MIN_READY_SECONDS,
         "selector": { "matchLabels": names.selector(component) },
-        "template": template(names, component, annotations, pod),
+        "template": template(names, component, &annotations, pod),
     } })
 }
 
 /// Template of the pods of a component.
-pub(crate) fn template(names: &ClusterNames, component: Component, annotations: Value, pod: Value) -> Value {
+pub(crate) fn template(names: &ClusterNames, component: Component, annotations: &Value, pod: Value) -> Value {
     let metadata = without_empty(json!({ "labels": names.labels(component), "annotations": annotations }));
     json!({ "metadata": metadata, "spec": without_empty(pod) })
 }

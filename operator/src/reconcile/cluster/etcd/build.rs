@@ -114,6 +114,7 @@ fn stateful_set(cluster: &KVCacheCluster, managed: &ManagedEtcd, inputs: &Cluste
         annotations: without_empty(json!({ AUTHORITIES: authorities(inputs) })),
         container,
         volumes: Volumes { mounts: vec![data], ..Volumes::default() },
+        pod: json!({}),
     };
     let mut set = pods::stateful_set(cluster, inputs, Component::Etcd, set);
     let claim = without_empty(json!({

@@ -32,6 +32,9 @@ const HEALTHY_TTL: Duration = Duration::from_secs(25);
 const FAILED_TTL: Duration = Duration::from_secs(4);
 /// Timeout for the connection and for the read, which normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// Codes with which etcd rejects users.
+const DENIALS: [Code; 4] =
+    [Code::InvalidArgument, Code::PermissionDenied, Code::Unauthenticated, Code::FailedPrecondition];
 /// File with the password of the etcd user in members' pods.
 pub(crate) const PASSWORD_FILE: &str = "password";
 
@@ -68,9 +71,12 @@ impl EtcdCheck {
     }
 }
 
-/// Valid checks and their ends, by uid and generation of the cluster.
+/// Checks and the ends of their validity, by uid and generation of the cluster.
+type Checks = HashMap<(String, Option<i64>), (Instant, EtcdCheck)>;
+
+/// Valid checks of all clusters.
 #[derive(Debug, Default)]
-pub struct EtcdChecks(Mutex<HashMap<(String, Option<i64>), (Instant, EtcdCheck)>>);
+pub struct EtcdChecks(Mutex<Checks>);
 
 impl EtcdChecks {
     /// Returns the check of a cluster's external etcd, from the cache if it is still valid. Returns `None` if
@@ -88,7 +94,7 @@ impl EtcdChecks {
         Some(check)
     }
 
-    fn valid(&self) -> MutexGuard<'_, HashMap<(String, Option<i64>), (Instant, EtcdCheck)>> {
+    fn valid(&self) -> MutexGuard<'_, Checks> {
         let mut checks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         checks.retain(|_, (until, _)| Instant::now() < *until);
         checks
@@ -134,7 +140,7 @@ async fn check(external: &ExternalEtcd, prefix: &str, names: &ClusterNames, cont
     };
     let answer = match timeout(TIMEOUT, read_one_key(external, prefix, &secrets)).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(EtcdError::GRpcStatus(status))) if is_denial(&status) => {
+        Ok(Err(EtcdError::GRpcStatus(status))) if DENIALS.contains(&status.code()) => {
             Err(describe_denial(external, &status))
         }
         Ok(Err(error)) => Err(tls_error(external, &secrets).await.unwrap_or_else(|| describe(&error))),
@@ -209,12 +215,6 @@ async fn read_one_key(external: &ExternalEtcd, prefix: &str, secrets: &Secrets) 
 
 fn endpoints(external: &ExternalEtcd) -> Vec<&str> {
     external.endpoints.iter().map(|endpoint| endpoint.as_str()).collect()
-}
-
-/// Whether etcd rejected the user. It has no single code for that.
-fn is_denial(status: &Status) -> bool {
-    [Code::InvalidArgument, Code::PermissionDenied, Code::Unauthenticated, Code::FailedPrecondition]
-        .contains(&status.code())
 }
 
 fn describe_denial(external: &ExternalEtcd, status: &Status) -> String {

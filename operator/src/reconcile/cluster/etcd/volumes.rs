@@ -13,9 +13,8 @@ use kube::{Client, ResourceExt};
 use super::DATA_VOLUME;
 use crate::reconcile::names::ClusterNames;
 
-/// Annotations that mark the default class: the current one and the older beta one.
-const IS_DEFAULT: [&str; 2] =
-    ["storageclass.kubernetes.io/is-default-class", "storageclass.beta.kubernetes.io/is-default-class"];
+/// Annotation that marks the default class.
+const IS_DEFAULT: &str = "storageclass.kubernetes.io/is-default-class";
 
 /// Describes why volumes of a cluster's etcd cannot be provisioned. Returns `None` if there is no such
 /// reason, or the API does not permit the check.
@@ -35,7 +34,7 @@ async fn missing_class(names: &ClusterNames, client: &Client) -> Result<Option<S
     };
     let classes = Api::<StorageClass>::all(client.clone()).list_metadata(&ListParams::default()).await?.items;
     let is_default = |class: &PartialObjectMeta<StorageClass>| {
-        IS_DEFAULT.iter().any(|key| class.annotations().get(*key).is_some_and(|value| value == "true"))
+        class.annotations().get(IS_DEFAULT).is_some_and(|value| value == "true")
     };
     Ok(match claim.spec.and_then(|spec| spec.storage_class_name) {
         Some(name) if !classes.iter().any(|class| class.name_any() == name) => Some(format!(
@@ -43,9 +42,8 @@ async fn missing_class(names: &ClusterNames, client: &Client) -> Result<Option<S
              KVCacheCluster with another class, since the field is immutable"
         )),
         None if !classes.iter().any(is_default) => Some(format!(
-            "etcd's volume claims are pending because there is no default StorageClass: annotate one with {}: \"true\", or \
-             re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later",
-            IS_DEFAULT[0]
+            "etcd's volume claims are pending because there is no default StorageClass: annotate one with {IS_DEFAULT}: \"true\", or \
+             re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later"
         )),
         _ => None,
     })
