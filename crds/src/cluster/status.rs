@@ -45,7 +45,8 @@ pub struct KVCacheClusterStatus {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RunningVersions {
-    /// Version of the oldest control plane member.
+    /// Version of the oldest member. During a rollout, an unavailable member counts with its last reported
+    /// version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub control_plane: Option<Version>,
     /// Version of the newest control plane member.

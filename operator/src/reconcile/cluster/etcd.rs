@@ -70,7 +70,7 @@ pub(super) fn ready(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Finding
 /// Returns a refusal if a managed etcd has a quorum but lacks members. It is suppressed during the initial
 /// start and during a rolling update.
 pub(super) fn missing_members(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
-    let (desired, Pods { ready, updated }) = (desired_members(cluster), inputs.etcd_pods);
+    let (desired, Pods { ready, updated, .. }) = (desired_members(cluster), inputs.etcd_pods);
     let condition = cluster.status.as_ref().and_then(|status| find(&status.conditions, Type::EtcdReady));
     let is_settled = condition.is_some_and(|condition| {
         condition.status == ConditionStatus::True

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | desired | the image tag if it is a version and the image has no digest; otherwise unknown until its pods run |
 //! | running agents | reports in `CacheNode`s of the last minute |
-//! | running members | the control plane's member list |
+//! | running members | the control plane's member list; during a rollout absent members count with their last version |
 //!
 //! All of them may differ by at most [`MINORS_APART_MAX`] minor versions: during a rolling update each process meets all
 //! others. An image without a version is not checked in advance.
@@ -59,9 +59,14 @@ struct ComponentVersion {
 pub fn skew(cluster: &KVCacheCluster, inputs: &ClusterInputs) -> Option<Refusal> {
     let versions = Versions::of(cluster, inputs);
     let (running, desired) = (versions.running(), versions.desired());
-    // If the running versions are incompatible already, other desired versions are the only remedy.
-    let limits = if first_skew(&running, &running).is_none() { running } else { Vec::new() };
-    first_skew(&desired, &limits).or_else(|| first_skew(&desired, &desired))
+    // If the running versions are incompatible already, a desired version that is compatible with one of them is the only
+    // remedy.
+    let is_skewed = first_skew(&running, &running).is_some();
+    let is_remedy = |one: &&ComponentVersion| {
+        is_skewed && running.iter().any(|other| skew_between(**one, *other).is_none())
+    };
+    let bound: Vec<ComponentVersion> = desired.iter().filter(|one| !is_remedy(one)).copied().collect();
+    first_skew(&bound, &running).or_else(|| first_skew(&desired, &desired))
 }
 
 /// Returns the first incompatible pair between both lists.
@@ -105,6 +110,14 @@ impl Versions {
         let counts = (inputs.members.updated, cluster.spec.control_plane.replicas);
         let mut members = Reported::new("members", &inputs.images.control_plane, counts, reported);
         members.call_error = state.and_then(|state| state.as_ref().err().cloned());
+        let is_replaced = known.is_some() && inputs.members.current >= cluster.spec.control_plane.replicas;
+        if members.silent > 0 && !is_replaced {
+            // An absent member may return with its previous version.
+            let before = cluster.status.as_ref().and_then(|status| status.versions.as_ref());
+            let before =
+                before.into_iter().flat_map(|before| [&before.control_plane, &before.control_plane_max]);
+            members.add(before.flatten().map(Version::as_str));
+        }
         Versions { agents, members }
     }
 
@@ -128,7 +141,9 @@ impl Versions {
         }
         let unknown: Vec<String> = self.components().filter_map(Reported::unknown).collect();
         if !unknown.is_empty() {
-            return Finding::unknown(kind, Reason::Progressing, unknown.join("; "));
+            let is_late = self.components().any(|one| one.silent > 0 && one.is_replaced);
+            let reason = if is_late { Reason::NotReported } else { Reason::Progressing };
+            return Finding::unknown(kind, reason, unknown.join("; "));
         }
         let known: Vec<String> = self.components().map(Reported::describe).collect();
         Finding::yes(kind, Reason::AsDesired, known.join("; "))
@@ -163,20 +178,26 @@ impl Reported {
         (replaced, expected): (u32, u32),
         reported: impl Iterator<Item = &'a str>,
     ) -> Reported {
-        let reported = reported.filter(|version| minor(version).is_some());
-        let mut versions: Vec<String> = reported.map(str::to_owned).collect();
-        let reports = u32::try_from(versions.len()).unwrap_or(u32::MAX);
-        versions.sort_by_cached_key(|version| (minor(version), version.clone()));
-        versions.dedup();
-        Reported {
+        let reported: Vec<&str> = reported.filter(|version| minor(version).is_some()).collect();
+        let reports = u32::try_from(reported.len()).unwrap_or(u32::MAX);
+        let mut new = Reported {
             component,
             image: image.to_owned(),
             is_replaced: replaced >= expected,
-            versions,
+            versions: Vec::new(),
             expected,
             silent: expected.saturating_sub(reports),
             call_error: None,
-        }
+        };
+        new.add(reported.into_iter());
+        new
+    }
+
+    /// Adds versions to those already known.
+    fn add<'a>(&mut self, reported: impl Iterator<Item = &'a str>) {
+        self.versions.extend(reported.map(str::to_owned));
+        self.versions.sort_by_cached_key(|version| (minor(version), version.clone()));
+        self.versions.dedup();
     }
 
     fn describe(&self) -> String {

@@ -6,7 +6,9 @@ use kube::api::DynamicObject;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pods {
     pub ready: u32,
-    /// Pods with the current template, if it has the desired image and the controller has observed it.
+    /// Pods with the current template, if the controller has observed it.
+    pub current: u32,
+    /// The same, if the template has the desired image.
     pub updated: u32,
 }
 
@@ -22,10 +24,11 @@ impl Pods {
         let observed = status["observedGeneration"].as_i64();
         let is_seen = observed.is_some() && observed == workload.metadata.generation;
         let is_wanted = workload.data["spec"]["template"]["spec"]["containers"][0]["image"] == image;
-        let updated = number(["updatedReplicas", "updatedNumberScheduled"]);
+        let current = if is_seen { number(["updatedReplicas", "updatedNumberScheduled"]) } else { 0 };
         Pods {
             ready: number(["readyReplicas", "numberReady"]),
-            updated: if is_seen && is_wanted { updated } else { 0 },
+            current,
+            updated: if is_wanted { current } else { 0 },
         }
     }
 }

@@ -11,6 +11,7 @@ use kube::core::PartialObjectMeta;
 use kube::{Client, ResourceExt};
 
 use super::DATA_VOLUME;
+use crate::framework::refusal::list;
 use crate::reconcile::names::ClusterNames;
 
 /// Annotation that marks the default class.
@@ -33,16 +34,20 @@ async fn missing_class(names: &ClusterNames, client: &Client) -> Result<Option<S
         return Ok(None);
     };
     let classes = Api::<StorageClass>::all(client.clone()).list_metadata(&ListParams::default()).await?.items;
+    let have = match classes.as_slice() {
+        [] => "there are no StorageClasses".to_owned(),
+        some => format!("existing: {}", list(some.iter().map(ResourceExt::name_any))),
+    };
     let is_default = |class: &PartialObjectMeta<StorageClass>| {
         class.annotations().get(IS_DEFAULT).is_some_and(|value| value == "true")
     };
     Ok(match claim.spec.and_then(|spec| spec.storage_class_name) {
         Some(name) if !classes.iter().any(|class| class.name_any() == name) => Some(format!(
-            "etcd's volume claims are pending because StorageClass {name} does not exist: create it, or re-create the \
+            "etcd's volume claims are pending because StorageClass {name} does not exist ({have}): create it, or re-create the \
              KVCacheCluster with another class, since the field is immutable"
         )),
         None if !classes.iter().any(is_default) => Some(format!(
-            "etcd's volume claims are pending because there is no default StorageClass: annotate one with {IS_DEFAULT}: \"true\", or \
+            "etcd's volume claims are pending because there is no default StorageClass ({have}): annotate one with {IS_DEFAULT}: \"true\", or \
              re-create the KVCacheCluster with etcd.managed.storage.storageClassName, which cannot be set later"
         )),
         _ => None,

@@ -10,7 +10,7 @@ use super::*;
 use crate::framework::clock;
 use crate::reconcile::cluster::dereference::tests::inputs;
 use crate::reconcile::control_plane::ControlPlaneState;
-use crate::reconcile::test_objects::resource;
+use crate::reconcile::test_objects::{object, resource};
 
 const DIGEST: &str = "sha256:00";
 
@@ -41,7 +41,7 @@ fn node(version: &str) -> Arc<CacheNode> {
 
 /// Adds running processes with these reported versions; all pods have the desired image.
 fn run(inputs: &mut ClusterInputs, agents: &[&str], members: &[&str]) {
-    (inputs.agents.updated, inputs.members.updated) = (2, 2);
+    (inputs.agents.updated, inputs.members.updated, inputs.members.current) = (2, 2, 2);
     inputs.cache_nodes = agents.iter().map(|version| node(version)).collect();
     let names = ["c-0", "c-1"].map(str::to_owned).into_iter();
     let versions = members.iter().map(|version| Some((*version).to_owned()));
@@ -75,16 +75,42 @@ fn desired_versions_must_be_compatible_with_each_other_and_with_running_ones() {
         (["0.2.0", "0.3.0"], none, half_way, "members of version 0.1 and members of version 0.3"),
         (["0.3.0", "0.2.0"], none, half_way, "members of version 0.1 and agents of version 0.3"),
         (["0.3.0", "0.3.0"], half_way, none, "agents of version 0.1"),
-        // Versions that are incompatible already do not limit the desired ones.
+        // Versions that are incompatible already permit those that are compatible with one of them.
         (["0.1.0", "0.1.0"], &["0.1.0"], &["0.4.0"], ""),
         (["0.4.0", "0.3.0"], &["0.1.0"], &["0.4.0"], ""),
         (["0.1.0", "0.4.0"], &["0.1.0"], &["0.4.0"], "set the image of the agents to 0.2 first"),
+        (["0.6.0", "0.6.0"], &["0.1.0"], &["0.4.0"], "version 0.6"),
     ] {
         let mut inputs = inputs_with_tags(tags);
         run(&mut inputs, agents, members);
         let message = skew(&cluster(), &inputs).map(|refused| refused.message).unwrap_or_default();
         assert!(message.contains(expected), "{tags:?} {agents:?} {members:?}: {message}");
         assert_eq!(message.is_empty(), expected.is_empty(), "{tags:?} {agents:?} {members:?}: {message}");
+    }
+}
+
+#[test]
+fn absent_members_count_with_their_last_version_during_a_rollout() {
+    let mut cluster = cluster();
+    let versions = json!({ "versions": { "controlPlane": "0.1.0", "controlPlaneMax": "0.2.0" } });
+    cluster.status = Some(object(versions));
+    for (current, members, is_skewed) in [
+        // It may return with the old version.
+        (1, &["0.2.0"][..], true),
+        // No pod of the previous template is left.
+        (2, &["0.2.0"], false),
+        (1, &["0.2.0", "0.2.0"], false),
+    ] {
+        let mut inputs = inputs_with_tags(["0.2.0", "0.3.0"]);
+        run(&mut inputs, &[], members);
+        inputs.members.current = current;
+        assert_eq!(skew(&cluster, &inputs).is_some(), is_skewed, "{current} {members:?}");
+        inputs.control_plane_state = None;
+        assert!(skew(&cluster, &inputs).is_some(), "no member is reachable");
+        assert_eq!(
+            Versions::of(&cluster, &inputs).status().and_then(|all| all.control_plane),
+            Some(Version::new("0.1.0"))
+        );
     }
 }
 
