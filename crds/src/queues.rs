@@ -78,7 +78,7 @@ pub struct GPUQueueAllocationSpec {
     #[serde(default)]
     pub qos: QueueQos,
     /// SlackProfile of the engines that hold these queue pairs, while they compute its model. Absent: the first profile of
-    /// their model by name. It has an effect on nodes to which the cluster distributes it.
+    /// their model by name. It has an effect on nodes that have it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slack_profile_ref: Option<ObjectRef>,
     /// Time to live of the grant, from 1m to 720h; it is released afterwards. Absent: until the object is

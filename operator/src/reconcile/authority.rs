@@ -263,10 +263,10 @@ pub async fn create(cluster: &KVCacheCluster, context: &Context) -> Result<Autho
     let params =
         PostParams { field_manager: Some(OPERATOR_FIELD_MANAGER.to_owned()), ..PostParams::default() };
     let created = api(&context.client, ChildKind::Secret, namespace).create(&params, &secret).await;
-    created.map_err(OperatorError::api(format!("create Secret {name}")))?;
+    let created = created.map_err(OperatorError::api(format!("create Secret {name}")))?;
     context.metrics.record_write("Secret", Write::Apply);
     tracing::info!(secret = name, "created an authority");
-    Ok(fetch(&names, context).await)
+    Ok(of_secret(&names, context, &created))
 }
 
 /// Builds a Secret of a cluster.

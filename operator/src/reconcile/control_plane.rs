@@ -243,8 +243,11 @@ impl ControlPlanes {
             return Err(CallError::Unavailable(message.clone()));
         }
         let called = self.counted(name, request).await;
-        if let Err(CallError::Unavailable(message)) = &called {
-            shared.state.lock().await.set(Err(message.clone()));
+        match &called {
+            Err(CallError::Unavailable(message)) => shared.state.lock().await.set(Err(message.clone())),
+            // The cached state is outdated.
+            Err(CallError::NotFound(_)) => shared.state.lock().await.cached = None,
+            _ => {}
         }
         called
     }

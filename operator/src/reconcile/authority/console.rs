@@ -19,6 +19,7 @@ use crate::framework::error::OperatorError;
 use crate::framework::metrics::Write;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::ClusterNames;
+use crate::reconcile::secrets::is_foreign;
 
 /// Creates or renews the Secret.
 ///
@@ -45,6 +46,12 @@ pub(crate) async fn ensure(
     });
     let secret = secret(cluster, &names, &name, &data);
     let secrets = api(&context.client, ChildKind::Secret, Some(&names.namespace));
+    let found = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
+    if found.is_some_and(|found| is_foreign(&names, &found)) {
+        return Err(OperatorError::Identity(format!(
+            "Secret {name} is not the cluster's: delete it, so that the operator creates the certificate of scrapers"
+        )));
+    }
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let applied = secrets.patch(&name, &params, &Patch::Apply(&secret)).await;
     applied.map_err(OperatorError::api(format!("apply Secret {name}")))?;

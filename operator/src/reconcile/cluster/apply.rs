@@ -9,13 +9,13 @@ use super::build;
 use super::dereference::ClusterInputs;
 use crate::framework::child::ChildKind;
 use crate::framework::children::{self, ApplyOutcome};
-use crate::framework::error::OperatorError;
+use crate::framework::error::{FORBIDDEN, OperatorError};
 use crate::framework::events::Subject;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::authority::{self, AuthorityState, console};
 use crate::reconcile::context::Context;
 use crate::reconcile::node;
-use crate::reconcile::salts;
+use crate::reconcile::{salts, secrets};
 
 /// Applies the built children.
 ///
@@ -35,11 +35,14 @@ pub async fn apply(
     if matches!(inputs.certificates, AuthorityState::Absent) {
         inputs.certificates = authority::create(cluster, context).await?;
     }
-    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
-    if let AuthorityState::Present(authority) = &inputs.certificates {
-        console::ensure(cluster, context, authority).await?;
-    }
     let names = &inputs.agent_config.names;
+    match write_secrets(cluster, inputs, context).await {
+        Err(error) if error.code() == Some(FORBIDDEN) => {
+            let refusal = secrets::refusal(names, &error.to_string());
+            return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
+        }
+        written => written?,
+    }
     let kept = [
         (ChildKind::Secret, names.authority()),
         (ChildKind::Secret, names.console()),
@@ -52,6 +55,19 @@ pub async fn apply(
     let mut applied = children::apply(context, &Subject::of(cluster), &wanted, &kept).await?;
     applied.refused.extend(nodes(inputs, context));
     Ok(applied)
+}
+
+/// Writes the Secrets that are no children, because their content is random.
+async fn write_secrets(
+    cluster: &KVCacheCluster,
+    inputs: &ClusterInputs,
+    context: &Context,
+) -> Result<(), OperatorError> {
+    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
+    match &inputs.certificates {
+        AuthorityState::Present(authority) => console::ensure(cluster, context, authority).await,
+        _ => Ok(()),
+    }
 }
 
 /// Returns a refusal for each node whose `CacheNode` another component created. It depends only on the

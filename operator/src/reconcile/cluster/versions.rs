@@ -22,6 +22,8 @@ use crate::reconcile::membership::has_reported;
 
 /// Maximum difference of minor versions between agents and members.
 const MINORS_APART_MAX: u64 = 1;
+/// Maximum length of a version in a status, in characters.
+const VERSION_CHARS_MAX: usize = 64;
 
 /// Versions that the processes of a cluster have reported.
 #[derive(Debug)]
@@ -178,7 +180,7 @@ impl Reported {
         (replaced, expected): (u32, u32),
         reported: impl Iterator<Item = &'a str>,
     ) -> Reported {
-        let reported: Vec<&str> = reported.filter(|version| minor(version).is_some()).collect();
+        let reported: Vec<&str> = reported.filter(|version| is_version(version)).collect();
         let reports = u32::try_from(reported.len()).unwrap_or(u32::MAX);
         let mut new = Reported {
             component,
@@ -196,7 +198,7 @@ impl Reported {
     /// Adds versions to those already known.
     fn add<'a>(&mut self, reported: impl Iterator<Item = &'a str>) {
         self.versions.extend(reported.map(str::to_owned));
-        self.versions.sort_by_cached_key(|version| (minor(version), version.clone()));
+        self.versions.sort_by_cached_key(|version| (numbers(version), version.clone()));
         self.versions.dedup();
     }
 
@@ -245,6 +247,17 @@ fn minor_of_image(image: &str) -> Option<(u64, u64)> {
         return None;
     }
     minor(tag)
+}
+
+/// Whether a text is a version that can be compared and that the CRD schema permits in a status.
+fn is_version(text: &str) -> bool {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-+.".contains(letter);
+    text.len() <= VERSION_CHARS_MAX && text.chars().all(is_plain) && minor(text).is_some()
+}
+
+/// Returns the numbers of a version, for ordering.
+fn numbers(version: &str) -> Vec<u64> {
+    version.split(|letter: char| !letter.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
 }
 
 impl fmt::Display for ComponentVersion {

@@ -258,10 +258,13 @@ fn fallback(engine: Engine, reports: &Reports) -> Finding {
     Finding::no(kind, Reason::AsDesired, format!("devices use engine {engine}"))
 }
 
+/// Test for a problem of devices, reason, and words about the problem and its remedy.
+type Problem = (fn(&Device) -> bool, Reason, &'static str, &'static str);
+
 /// Returns condition `Degraded` with the most severe problem.
 fn degraded(reports: &Reports, inputs: &PoolInputs) -> Finding {
     let yes = |reason, message: String| Finding::yes(Type::Degraded, reason, message);
-    let problems: [(fn(&Device) -> bool, Reason, &str, &str); 4] = [
+    let problems: [Problem; 4] = [
         (is_faulted, Reason::DeviceFailed, "have failed", "their blocks count as misses"),
         (is_refused, Reason::Refused, "are refused", "see the conditions of the CacheNode"),
         (

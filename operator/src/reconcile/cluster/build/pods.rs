@@ -61,11 +61,20 @@ pub(crate) fn resources(specified: Option<&Resources>, defaults: &DefaultResourc
     let most = Quantity::of_bytes(most + defaults.extra_memory + defaults.extra_limit);
     json!({
         "requests": {
-            "cpu": requests.cpu.as_ref().map_or(defaults.cpu, |cpu| cpu.as_str()),
+            "cpu": requests.cpu.as_ref().map_or_else(|| defaults.cpu.to_owned(), |cpu| as_stored(cpu.as_str())),
             "memory": Quantity::of_bytes(memory + defaults.extra_memory),
         },
-        "limits": without_empty(json!({ "cpu": limits.cpu, "memory": most })),
+        "limits": without_empty(json!({ "cpu": limits.cpu.as_ref().map(|cpu| as_stored(cpu.as_str())), "memory": most })),
     })
+}
+
+/// Formats CPU as the API server stores it: whole cores without `m`. Otherwise, the child never equals the stored one.
+fn as_stored(cpu: &str) -> String {
+    let millis = cpu.strip_suffix('m').and_then(|millis| millis.parse::<u64>().ok());
+    match millis {
+        Some(millis) if millis % 1000 == 0 => (millis / 1000).to_string(),
+        _ => cpu.to_owned(),
+    }
 }
 
 /// Pull policy of the container, and pull secrets of the pod.
@@ -85,7 +94,7 @@ pub(crate) fn service_ports(ports: &[(&str, u16)]) -> Value {
     ports.iter().map(port).collect()
 }
 
-/// A headless service that gives pods names. Members find one another before any of them is ready.
+/// A headless service that gives pods names, also before they are ready: members find one another before any is ready.
 pub(crate) fn headless(selector: &Value, ports: &[(&str, u16)]) -> Value {
     json!({ "spec": {
         "clusterIP": "None",
