@@ -225,9 +225,12 @@ impl Run<'_> {
             }
         }
         loop {
-            let left = self.remaining(step).await?;
-            if left.is_empty() || self.begun.elapsed() >= within {
-                return Ok(left);
+            let is_late = self.begun.elapsed() >= within;
+            match self.remaining(step).await {
+                Ok(left) if left.is_empty() || is_late => return Ok(left),
+                Ok(_) => {}
+                Err(error) if is_late || is_rejection(&error) => return Err(error),
+                Err(error) => tracing::warn!(%error, "cannot list what remains; retrying"),
             }
             tokio::time::sleep(POLL_INTERVAL).await;
         }
@@ -303,6 +306,12 @@ impl Run<'_> {
         let listed = unless_gone(listed, &format!("list {}", resource.plural))?;
         Ok(listed.map(|list| list.items).unwrap_or_default())
     }
+}
+
+/// Whether the API server has answered and rejected a request.
+fn is_rejection(error: &anyhow::Error) -> bool {
+    let answer = error.downcast_ref::<kube::Error>();
+    matches!(answer, Some(kube::Error::Api(status)) if (400..500).contains(&status.code))
 }
 
 /// Returns the answer to a request; `None` if the object or its kind does not exist, or if another writer modified the

@@ -82,7 +82,7 @@ pub async fn apply(
     }
     let names = desired.iter().map(|child| (child.kind, child.name.as_str()));
     let names = names.chain(others.iter().map(|(kind, name)| (*kind, name.as_str()))).collect();
-    delete_unwanted(context, cluster_uid, &names).await?;
+    applied.refused.extend(delete_unwanted(context, cluster_uid, &names).await?);
     Ok(applied)
 }
 
@@ -194,22 +194,30 @@ fn is_up_to_date(context: &Services, key: &str, child: &Child, live: &DynamicObj
     })
 }
 
-/// Deletes children that are no longer desired.
+/// Deletes children that are no longer desired. Returns those that the operator is not permitted to delete.
 async fn delete_unwanted(
     context: &Services,
     cluster_uid: &str,
     desired: &BTreeSet<(ChildKind, &str)>,
-) -> Result<(), OperatorError> {
+) -> Result<Vec<Refusal>, OperatorError> {
+    let mut refused = Vec::new();
     for kind in ChildKind::ALL {
         for child in context.children.all(kind) {
             let is_of_cluster = child.labels().get(CLUSTER_UID).is_some_and(|uid| uid == cluster_uid);
             if is_of_cluster && !desired.contains(&(kind, child.name_any().as_str())) {
                 let api = api(&context.client, kind, child.namespace().as_deref());
-                delete(context, kind.as_str(), &api, &child).await?;
+                match delete(context, kind.as_str(), &api, &child).await {
+                    Err(error) if error.code() == Some(FORBIDDEN) => {
+                        let message =
+                            format!("the operator is not permitted to delete a child: {}", error.message());
+                        refused.push(Refusal::new(Reason::Forbidden, message));
+                    }
+                    deleted => deleted?,
+                }
             }
         }
     }
-    Ok(())
+    Ok(refused)
 }
 
 /// Deletes exactly this object, unless it is gone or being deleted already.

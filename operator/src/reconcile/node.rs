@@ -28,9 +28,12 @@ pub mod readiness;
 pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let inputs = dereference::dereference(&node, &context);
     let (live, spec) = (inputs.live.as_deref(), build::build(&node, &inputs));
-    // The condition is removed before the CacheNode. The other steps do not depend on the condition.
     let condition = readiness::desired(&node, live, spec.is_some(), &clock::now());
-    let condition_written = readiness::write(&node, condition, &context).await;
+    let condition_written = readiness::write(&node, condition, live, &context).await;
+    if spec.is_none() && condition_written.is_err() {
+        // The condition is removed before the CacheNode. The other steps do not depend on the condition.
+        return condition_written.map(|()| Action::await_change());
+    }
     let paced = apply::apply(&node, live, spec.as_ref(), &context).await?;
     let next_mode_check = match (&inputs.cluster, live, spec) {
         // A mode that was just written triggers another reconcile.

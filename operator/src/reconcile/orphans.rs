@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use kube::ResourceExt;
+use tokio::time::MissedTickBehavior;
 
 use crate::framework::child::ChildKind;
 use crate::framework::children;
@@ -20,6 +21,7 @@ const EVERY: Duration = Duration::from_secs(2);
 /// Deletes orphans until the task is aborted.
 pub async fn run(context: &Context) {
     let mut passes = tokio::time::interval(EVERY);
+    passes.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         passes.tick().await;
         if let Err(error) = once(context).await {

@@ -57,7 +57,7 @@ pub async fn apply(
     Ok(applied)
 }
 
-/// Writes the Secrets that are no children, because their content is random.
+/// Writes the Secrets that are not built, because their content is random.
 async fn write_secrets(
     cluster: &KVCacheCluster,
     inputs: &ClusterInputs,

@@ -82,19 +82,22 @@ fn is_awaited(live: Option<&CacheNode>) -> bool {
     live.is_none_or(|live| last_report(live).is_none() && next_check(Some(live)).is_some())
 }
 
-/// Writes or removes the condition if it differs from the desired one.
+/// Writes or removes the condition if it differs from the desired one. `live` is the existing `CacheNode`.
 ///
 /// # Errors
 /// The API server rejected the write.
 pub async fn write(
     node: &Node,
     desired: Option<NodeCondition>,
+    live: Option<&CacheNode>,
     context: &Context,
 ) -> Result<(), OperatorError> {
     // Without a write as well: an older write of this process may not have reached the store yet.
     context.own_writes.record(node, &desired);
+    // With a `CacheNode`, the store may lag behind the condition that is removed now.
+    let is_written = desired.as_ref() == present(node) && (desired.is_some() || live.is_none());
     // If restoring it is paced, the agent's next report repeats the write.
-    if desired.as_ref() != present(node) && write_condition(node, desired.as_ref(), context).await? {
+    if !is_written && write_condition(node, desired.as_ref(), context).await? {
         let status = desired.map(|desired| desired.status);
         tracing::info!(node = node.name_any(), ?status, "wrote the AgentReady condition of a node");
     }

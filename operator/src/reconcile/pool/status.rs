@@ -21,13 +21,15 @@ pub fn compute(pool: &SSDPool, inputs: &PoolInputs, guard: &Guard) -> (SSDPoolSt
     let refused = validate(pool, inputs);
     let rejected = refused.as_ref().or(inputs.assignment.conflict.as_ref());
     let reports = Reports::of(inputs);
+    // A silent agent still uses the engine that it reported last.
+    let all = Reports { nodes: inputs.nodes.iter().collect(), ..Reports::of(inputs) };
     let degraded = degraded(&reports, inputs);
     let findings = [
         Some(accepted(rejected)),
         Some(discovered(pool, &reports, rejected)),
         Some(cordoned(pool.spec.mode)),
         drained(pool, inputs, rejected),
-        Some(fallback(pool.spec.engine, &reports)),
+        Some(fallback(pool.spec.engine, &all)),
         guard.blocked_condition(pool).or_else(|| wipe_blocked(wipe(pool, inputs))),
         Some(ready(rejected, &reports, &degraded)),
         Some(degraded),
@@ -261,52 +263,66 @@ fn fallback(engine: Engine, reports: &Reports) -> Finding {
 /// Test for a problem of devices, reason, and words about the problem and its remedy.
 type Problem = (fn(&Device) -> bool, Reason, &'static str, &'static str);
 
+/// Problems of devices that cannot be used.
+const UNUSABLE: [Problem; 2] = [
+    (is_faulted, Reason::DeviceFailed, "have failed", "their blocks count as misses"),
+    (is_refused, Reason::Refused, "are refused", "see the conditions of the CacheNode"),
+];
+
+/// Problems of devices in use.
+const IN_USE: [Problem; 2] = [
+    (
+        |device| is_open(device) && device.worn,
+        Reason::DeviceWorn,
+        "have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent",
+        "they remain in use: replace them before they fail, or raise the thresholds",
+    ),
+    (
+        |device| is_open(device) && device.slow,
+        Reason::DeviceSlow,
+        "take longer for reads than health.maxReadLatency",
+        "they remain in use: check the device's health and its other users, or raise the threshold",
+    ),
+];
+
 /// Returns condition `Degraded` with the most severe problem.
 fn degraded(reports: &Reports, inputs: &PoolInputs) -> Finding {
-    let yes = |reason, message: String| Finding::yes(Type::Degraded, reason, message);
-    let problems: [Problem; 4] = [
-        (is_faulted, Reason::DeviceFailed, "have failed", "their blocks count as misses"),
-        (is_refused, Reason::Refused, "are refused", "see the conditions of the CacheNode"),
-        (
-            |device| is_open(device) && device.worn,
-            Reason::DeviceWorn,
-            "have more media errors than health.maxMediaErrors, or less spare capacity than health.minSparePercent",
-            "they remain in use: replace them before they fail, or raise the thresholds",
-        ),
-        (
-            |device| is_open(device) && device.slow,
-            Reason::DeviceSlow,
-            "take longer for reads than health.maxReadLatency",
-            "they remain in use: check the device's health and its other users, or raise the threshold",
-        ),
-    ];
-    for (test, reason, problem, remedy) in problems {
-        let found = reports.with(test);
-        let Some((node, device)) = found.first() else { continue };
-        let reason = if is_refused(device) { refusal(device) } else { reason };
-        let mode = inputs.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
-        let remedy = match reason {
-            Reason::DeviceNotPermitted if mode == Some(DeviceAccessMode::None) => {
-                "the container runtime denies the agents' pods access to it: set agents.deviceAccess of the cluster"
-            }
-            _ => remedy,
-        };
-        let (count, path, why) = (found.len(), &device.path, &device.message);
-        let message = format!("devices of {count} nodes {problem}; on {node}, {path}: {why}; {remedy}");
-        return yes(reason, message);
-    }
-    // Nodes that never reported are still starting.
+    let worst =
+        |problems: [Problem; 2]| problems.iter().find_map(|problem| of_devices(problem, reports, inputs));
+    let found = worst(UNUSABLE).or_else(|| silent(inputs)).or_else(|| worst(IN_USE));
+    found.unwrap_or_else(|| Finding::no(Type::Degraded, Reason::AsDesired, ""))
+}
+
+fn of_devices(
+    (test, reason, problem, remedy): &Problem,
+    reports: &Reports,
+    inputs: &PoolInputs,
+) -> Option<Finding> {
+    let found = reports.with(test);
+    let (node, device) = found.first()?;
+    let reason = if is_refused(device) { refusal(device) } else { *reason };
+    let mode = inputs.cluster.as_ref().map(|cluster| cluster.spec.agents.device_access.mode);
+    let remedy = match reason {
+        Reason::DeviceNotPermitted if mode == Some(DeviceAccessMode::None) => {
+            "the container runtime denies the agents' pods access to it: set agents.deviceAccess of the cluster"
+        }
+        _ => remedy,
+    };
+    let (count, path, why) = (found.len(), &device.path, &device.message);
+    let message = format!("devices of {count} nodes {problem}; on {node}, {path}: {why}; {remedy}");
+    Some(Finding::yes(Type::Degraded, reason, message))
+}
+
+/// Reports nodes whose agents no longer report. Those that never reported are still starting.
+fn silent(inputs: &PoolInputs) -> Option<Finding> {
     let is_silent = |node: &&PoolNode| {
         let status = node.node.status.as_ref();
         status.is_some_and(|status| status.last_updated.is_some()) && !has_reported(&node.node)
     };
     let silent: Vec<&str> = inputs.nodes.iter().filter(is_silent).map(PoolNode::name).collect();
-    if silent.is_empty() {
-        return Finding::no(Type::Degraded, Reason::AsDesired, "");
-    }
     let (count, names) = (silent.len(), list(&silent));
     let message = format!("{count} nodes have not reported for a minute: {names}; check their agents' pods");
-    yes(Reason::NotReported, message)
+    (count > 0).then(|| Finding::yes(Type::Degraded, Reason::NotReported, message))
 }
 
 /// Returns the reason for which an agent refused a device, if it reported a known one.
