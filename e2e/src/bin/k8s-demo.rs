@@ -86,7 +86,8 @@ fn install(cluster: &Cluster, out: &mut Stdout) -> Result<()> {
     cluster.apply(NAMESPACES);
     let chart = tree().join("charts/reprise").display().to_string();
     let started = Instant::now();
-    let installed = cluster.helm(&["install", RELEASE, &chart, "--namespace", NAMESPACE, "--wait"]);
+    let clusters = r#"--set-json=rbac.clusters=[{"namespace":"inference","name":"chat"}]"#;
+    let installed = cluster.helm(&["install", RELEASE, &chart, "--namespace", NAMESPACE, clusters, "--wait"]);
     print_line(out, &installed.map_err(|error| anyhow!("helm install: {error}"))?)?;
     cluster.kubectl(&["label", "nodes", "--all", "reprise.dev/scratch=true"]);
     for (file, of_example, here) in EXAMPLES {
