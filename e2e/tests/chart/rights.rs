@@ -1,8 +1,11 @@
 //! Roles: every rule has a comment with its reason, and wildcards and rights on pods are never granted.
 
+use std::fs;
+
+use reprise_e2e::tree;
 use serde_json::Value;
 
-use crate::chart::helm::{Document, render_set, sets};
+use crate::chart::helm::{Document, chart, render, render_set, sets};
 
 /// Returns the rules of a role, and for each whether a comment precedes it.
 fn rules(document: &Document) -> Vec<(Value, bool)> {
@@ -61,9 +64,28 @@ fn no_role_grants_wildcards_or_rights_on_pods() {
 
 #[test]
 fn without_rbac_there_are_accounts_but_no_roles() {
-    let documents =
-        crate::chart::helm::render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
+    let documents = render(&[], &["--set", "rbac.create=false", "--set", "cluster.paused=false"]);
     let kinds: Vec<&str> = documents.iter().filter_map(|one| one.object["kind"].as_str()).collect();
     assert!(!kinds.iter().any(|kind| kind.contains("Role")), "{kinds:?}");
     assert_eq!(kinds.iter().filter(|kind| **kind == "ServiceAccount").count(), 4);
+}
+
+#[test]
+fn documented_installation_permits_the_secrets_of_the_cluster_in_the_examples() {
+    let read = |file: &std::path::Path| fs::read_to_string(file).expect("a text");
+    let page = read(&tree().join("docs/kubernetes/install.md"));
+    let (_, rest) = page.split_once("--set-json '").expect("the command of the page");
+    let (clusters, _) = rest.split_once('\'').expect("the end of the value");
+    let example = read(&chart().join("examples/resources/cluster.yaml"));
+    let field = |name: &str| {
+        let line = example.lines().find_map(|line| line.strip_prefix(&format!("  {name}: ")));
+        line.expect("a field of the metadata").to_owned()
+    };
+    let is_of_cluster = |document: &Document| {
+        document.object["kind"] == "Role"
+            && document.object["metadata"]["namespace"] == field("namespace")
+            && document.text.contains(&format!("[{}-ca, ", field("name")))
+    };
+    let documents = render(&[], &["--set-json", clusters]);
+    assert!(documents.iter().any(is_of_cluster), "{clusters}");
 }
