@@ -30,7 +30,6 @@ pub enum Change {
 /// Part of an object that the reconcile of the object itself writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnPart {
-    Nothing,
     Status,
     /// The condition of this type in the status.
     Condition(&'static str),
@@ -38,8 +37,8 @@ pub enum OwnPart {
 
 /// A kind of objects that is watched.
 pub trait WatchedKind: Resource + Serialize {
-    /// Part that the reconcile of the object itself writes.
-    const OWN_PART: OwnPart = OwnPart::Nothing;
+    /// Part that the reconcile of the object itself writes, if it writes any.
+    const OWN_PART: Option<OwnPart> = None;
 
     /// Returns state outside the spec whose change counts as [`Change::Spec`], because other objects depend on it.
     fn dependencies(&self) -> Value {
@@ -92,13 +91,14 @@ impl LastSeen {
 }
 
 /// Divides an object into the part that its reconcile writes, and the rest without the fields that every write changes.
+/// Both are null if its reconcile writes no part.
 fn parts<K: WatchedKind>(object: &K) -> (Value, Value) {
+    let Some(part) = K::OWN_PART else { return (Value::Null, Value::Null) };
     let mut rest = serde_json::to_value(object).expect("objects serialise to JSON");
     if let Some(metadata) = rest["metadata"].as_object_mut() {
         metadata.retain(|field, _| !["resourceVersion", "managedFields"].contains(&field.as_str()));
     }
-    let own = match K::OWN_PART {
-        OwnPart::Nothing => None,
+    let own = match part {
         OwnPart::Status => rest.as_object_mut().and_then(|fields| fields.remove("status")),
         OwnPart::Condition(kind) => {
             let conditions = rest.pointer_mut("/status/conditions").and_then(Value::as_array_mut);

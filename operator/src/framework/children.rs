@@ -208,8 +208,11 @@ async fn delete_unwanted(
                 let api = api(&context.client, kind, child.namespace().as_deref());
                 match delete(context, kind.as_str(), &api, &child).await {
                     Err(error) if error.code() == Some(FORBIDDEN) => {
-                        let message =
-                            format!("the operator is not permitted to delete a child: {}", error.message());
+                        let message = format!(
+                            "the operator is not permitted to delete a child that is no longer needed: {}. Update the chart to \
+                             this version, or delete the object by hand",
+                            error.message()
+                        );
                         refused.push(Refusal::new(Reason::Forbidden, message));
                     }
                     deleted => deleted?,

@@ -11,7 +11,7 @@ use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for GPUQueueAllocation {
-    const OWN_PART: OwnPart = OwnPart::Status;
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Status);
 }
 
 /// The reconcile of one allocation decides about all allocations of its node. So one is enough after a change of the

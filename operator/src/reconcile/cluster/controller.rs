@@ -14,7 +14,7 @@ use crate::reconcile::membership::is_frozen;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for KVCacheCluster {
-    const OWN_PART: OwnPart = OwnPart::Status;
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Status);
 
     /// Nodes wait until the spec is accepted. Tenants stop applying to a cluster that is being
     /// deleted.

@@ -14,12 +14,12 @@ use crate::reconcile::names::AGENT_READY;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for Node {
-    const OWN_PART: OwnPart = OwnPart::Condition(AGENT_READY);
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Condition(AGENT_READY));
 }
 
 impl WatchedKind for CacheNode {
     /// The agent writes the rest of the status.
-    const OWN_PART: OwnPart = OwnPart::Condition("ModeApplied");
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Condition("ModeApplied"));
 
     /// Profiles depend on the GPUs of nodes and on the revisions that nodes report. Tenants depend on the
     /// applied tenants.
@@ -33,8 +33,7 @@ impl WatchedKind for CacheNode {
 }
 
 /// A node is also reconciled after changes of its `CacheNode`, except the operator's own condition, and of its
-/// allocations, because the `CacheNode` contains
-/// the grants.
+/// allocations, because the `CacheNode` contains the grants.
 pub fn controller(stores: &Arc<Stores>) -> Controller<Node> {
     let feeds = &stores.feeds;
     Controller::for_shared_stream(feeds.nodes.foreign_changes(), stores.nodes.clone())

@@ -13,7 +13,7 @@ use crate::reconcile::pool::guard::has_guard;
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SSDPool {
-    const OWN_PART: OwnPart = OwnPart::Status;
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Status);
 
     /// A pool is wiped once engines no longer block its deletion. Before a deletion nothing depends on that.
     fn dependencies(&self) -> Value {

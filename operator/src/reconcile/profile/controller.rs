@@ -11,7 +11,7 @@ use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for SlackProfile {
-    const OWN_PART: OwnPart = OwnPart::Status;
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Status);
 }
 
 /// A profile is also reconciled after changes of the specs, GPUs and applied profiles of the `CacheNode`s whose cluster

@@ -12,7 +12,7 @@ use crate::framework::change::{OwnPart, WatchedKind};
 use crate::reconcile::stores::Stores;
 
 impl WatchedKind for CacheTenant {
-    const OWN_PART: OwnPart = OwnPart::Status;
+    const OWN_PART: Option<OwnPart> = Some(OwnPart::Status);
 }
 
 impl WatchedKind for Namespace {}
