@@ -106,7 +106,7 @@ fn node_belongs_to_oldest_cluster_that_selects_it_unless_its_cluster_is_paused()
         "KVCacheCluster",
         "one",
         ["Accepted", "False", "Conflict"],
-        &["KVCacheCluster cache/two, which is older or paused", "node n2"],
+        &["KVCacheCluster cache/two has node n2", "no agent there"],
     );
     k8s.settle();
     assert_eq!(generation("CacheNode", "n2"), before);

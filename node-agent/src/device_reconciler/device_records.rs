@@ -2,7 +2,7 @@
 //!
 //! The records are kept in the agent's state directory, because a missing or failed device cannot report
 //! its pool. With them, after a restart, blank devices still join the claim's pool, and a wipe destroys
-//! only that pool. A missing file is not re-created: its file system may not be mounted, and blocks would
+//! that pool only; without a record, a wipe destroys nothing. A missing file is not re-created: its file system may not be mounted, and blocks would
 //! go to the disk below.
 //!
 //! ```text

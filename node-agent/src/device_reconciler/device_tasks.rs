@@ -99,13 +99,14 @@ pub(super) enum WipeOutcome {
     FileRemains,
 }
 
-/// Destroys the data of the claim's pool on a device. Data of other pools and unknown data are refused; a
-/// blank device that the pool never used is not written.
+/// Destroys the data of the claim's pool on a device. Data of other pools, of a pool that was never opened for this
+/// claim, and unknown data are refused; a blank device that the pool never used is not written.
 pub(super) fn wipe(request: &WipeRequest) -> Result<WipeOutcome, DeviceFault> {
     let device = &request.description;
     let foreign = |what: &str| {
         let message = format!(
-            "the device holds {what}, which the agent does not destroy: remove the device from the pool"
+            "the device holds {what}, which the agent does not destroy: remove the device from the pool, or set the \
+             pool's deletionPolicy to Retain"
         );
         fault(Reason::ForeignSignature, message)
     };
@@ -123,7 +124,10 @@ pub(super) fn wipe(request: &WipeRequest) -> Result<WipeOutcome, DeviceFault> {
     match owner(&start) {
         Ok(None) if request.kind != Kind::File && !request.is_member => return Ok(WipeOutcome::Wiped),
         Ok(None) => {}
-        Ok(Some(pool)) if request.pool.is_none_or(|own| own == pool) => {}
+        Ok(Some(pool)) if request.pool == Some(pool) => {}
+        Ok(Some(_)) if request.pool.is_none() => {
+            return Err(foreign("a pool that this agent has not opened for its SSDPool"));
+        }
         Ok(Some(_)) => return Err(foreign("another pool")),
         Err(_) => return Err(foreign("data that is not from a Reprise pool, or a pool that cannot be read")),
     }

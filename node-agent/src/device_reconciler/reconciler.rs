@@ -134,7 +134,7 @@ pub(super) struct WipeRequest {
     pub(super) path: String,
     pub(super) description: DeviceDescription,
     pub(super) kind: Kind,
-    /// The pool of the claim, if known: data of other pools is not destroyed.
+    /// The pool that was opened for the claim, if any: only its data is destroyed.
     pub(super) pool: Option<[u8; 16]>,
     /// Whether the device is recorded as a member of that pool: an earlier erase may then have started.
     pub(super) is_member: bool,

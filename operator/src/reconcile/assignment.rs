@@ -77,7 +77,7 @@ pub struct PoolAssignment {
     /// The conflict to report, if older pools exclude the pool from nodes.
     pub conflict: Option<Refusal>,
     /// Nodes on which another pool, older or younger, names the same devices, with that pool. A wipe there could
-    /// destroy the other pool's data: an agent that has not opened a device for a pool wipes the data of any pool on it.
+    /// destroy the other pool's data, which the agent may have opened for both, one after the other.
     pub contested: BTreeMap<String, String>,
 }
 

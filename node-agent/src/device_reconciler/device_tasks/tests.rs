@@ -104,7 +104,8 @@ fn missing_required_file_is_reported_with_a_remedy() {
 #[test]
 fn wipe_destroys_the_pool_of_its_claim_and_no_other() {
     assert_eq!(wiped(&pool(OWN), Some(OWN)), Ok(true));
-    assert_eq!(wiped(&pool(OWN), None), Ok(true), "no other pool is recorded");
+    let fault = wiped(&pool(OWN), None).expect_err("the agent never opened it for this claim");
+    assert!(fault.message.contains("has not opened"), "{}", fault.message);
     let fault = wiped(&pool(OTHER), Some(OWN)).expect_err("another pool's");
     assert!(fault.message.contains("another pool"), "{}", fault.message);
 }

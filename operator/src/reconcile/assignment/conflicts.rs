@@ -63,7 +63,7 @@ pub(super) fn nodes(contested: &BTreeMap<String, String>) -> Option<Refusal> {
     let same = contested.iter().filter(|(_, other)| *other == owner);
     let nodes: Vec<&str> = same.map(|(node, _)| node.as_str()).collect();
     let message = format!(
-        "KVCacheCluster {owner}, which is older or paused, has {}, so this cluster has no agent there: set \
+        "KVCacheCluster {owner} has {}, so this cluster has no agent there: set \
          agents.nodeSelector of both clusters so that no node matches both",
         node_list(&nodes)
     );

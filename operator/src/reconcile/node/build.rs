@@ -10,8 +10,9 @@ use reprise_crds::pool::DEVICES_PER_NODE_MAX;
 use reprise_crds::{CacheNode, CacheNodeSpec, SSDPool};
 
 use super::dereference::NodeInputs;
+use crate::framework::finalizers::has;
 use crate::reconcile::membership::{belongs_to, is_frozen};
-use crate::reconcile::names::ClusterNames;
+use crate::reconcile::names::{ClusterNames, WIPE_FINALIZER};
 use crate::reconcile::pool::guard::has_guard;
 
 /// Name of a pool's file in its directory.
@@ -38,9 +39,8 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> Option<CacheNodeSpec> {
     if is_frozen(cluster) {
         return live.map(|live| with_queues(live, &inputs.queues));
     }
-    let mut claims: Vec<PoolClaim> =
-        inputs.pools.iter().map(|pool| claim(pool, is_wiped(pool, inputs))).collect();
-    claims.sort_by(|a, b| a.pool.cmp(&b.pool));
+    // Oldest pool first: a device with two names that two claims select goes to the first claim.
+    let claims = inputs.pools.iter().map(|pool| claim(pool, is_wiped(pool, inputs)));
     let failure_domain = node.labels().get(cluster.spec.agents.failure_domain_label.as_str());
     Some(CacheNodeSpec {
         node_name: NodeName::new(node.name_any()),
@@ -51,7 +51,7 @@ pub fn build(node: &Node, inputs: &NodeInputs) -> Option<CacheNodeSpec> {
         mode: mode(node, inputs),
         failure_domain: failure_domain.filter(|value| !value.is_empty()).map(LabelValue::new),
         configuration_digest: inputs.configuration.clone(),
-        claims,
+        claims: claims.collect(),
         profiles: inputs.profiles.clone(),
         queues: inputs.queues.clone(),
     })
@@ -66,11 +66,13 @@ fn mode(node: &Node, inputs: &NodeInputs) -> NodeMode {
     inputs.pools.iter().map(|pool| pool.spec.mode).max().unwrap_or_default()
 }
 
-/// Whether the data on a pool's devices must be destroyed.
+/// Whether the data on a pool's devices must be destroyed. If the policy was set after the deletion, when the finalizer
+/// can no longer be added, the data is kept.
 fn is_wiped(pool: &SSDPool, inputs: &NodeInputs) -> bool {
     pool.metadata.deletion_timestamp.is_some()
         && pool.spec.deletion_policy == DeletionPolicy::Wipe
         && pool.spec.wipe_confirmation.is_some()
+        && has(pool, WIPE_FINALIZER)
         && !has_guard(pool)
         && !inputs.contested.contains(&pool.name_any())
 }
@@ -135,8 +137,8 @@ mod tests {
 
     #[test]
     fn claim_requests_wipe_once_the_pool_is_deleted_and_the_wipe_confirmed() {
-        let deleted = || json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
-        let used = merged(deleted(), json!({ "finalizers": ["reprise.dev/in-use"] }));
+        let held = |finalizers: &[&str]| json!({ "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers });
+        let deleted = || held(&[WIPE_FINALIZER]);
         let wipe = json!({ "deletionPolicy": "Wipe" });
         let confirmed = || merged(wipe.clone(), json!({ "wipeConfirmation": "yes-really-destroy-the-data" }));
         for (policy, metadata, contested, expected) in [
@@ -145,7 +147,9 @@ mod tests {
             (json!({}), deleted(), false, false),
             (confirmed(), deleted(), false, true),
             // Engines still have sessions.
-            (confirmed(), used, false, false),
+            (confirmed(), held(&[WIPE_FINALIZER, "reprise.dev/in-use"]), false, false),
+            // The policy was set after the deletion.
+            (confirmed(), held(&["reprise.dev/in-use"]), false, false),
             // Another pool names the devices as well.
             (confirmed(), deleted(), true, false),
         ] {
@@ -155,6 +159,13 @@ mod tests {
             let spec = build(&node(), &inputs).expect("a spec");
             assert_eq!(spec.claims[0].wipe, expected, "{case}");
         }
+    }
+
+    #[test]
+    fn claims_are_in_the_order_of_the_pools() {
+        let named = |name: &str| Arc::new(pool(json!({ "name": name }), json!({})));
+        let spec = build(&node(), &found(vec![named("z"), named("a")], &json!({}))).expect("a spec");
+        assert_eq!(spec.claims.iter().map(|claim| claim.pool.as_str()).collect::<Vec<_>>(), ["z", "a"]);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::reconcile::names::WIPE_FINALIZER;
 pub enum Wipe {
     /// The pool is not being deleted, or its data is kept.
     None,
-    /// The wipe cannot begin. A pool that is rejected, or belongs to no cluster, is not wiped by all its nodes.
+    /// The wipe cannot begin, or cannot complete: some nodes do not wipe the pool.
     Blocked(Refusal),
     /// Number of nodes that have not reported the wipe.
     InProgress(usize),
@@ -45,10 +45,13 @@ pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
             "the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again";
         return if had_nodes { blocked(Reason::ReferenceNotFound, problem) } else { Wipe::Done };
     }
-    if assigned.refused.is_some() || assigned.conflict.is_some() {
+    if let Some(refused) = &assigned.refused {
         let problem =
             "the pool is rejected, so nodes cannot wipe it: remove the cause that condition Accepted names";
-        return if had_nodes { blocked(Reason::Conflict, problem) } else { Wipe::Done };
+        return if had_nodes { blocked(refused.reason, problem) } else { Wipe::Done };
+    }
+    if assigned.conflict.is_some() && !had_nodes {
+        return Wipe::Done;
     }
     if pool.spec.wipe_confirmation.is_none() {
         let problem = "the wipe is not confirmed: set wipeConfirmation to yes-really-destroy-the-data";
@@ -60,6 +63,12 @@ pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
              of one of the pools so that they differ, delete SSDPool {other}"
         );
         return blocked(Reason::Conflict, &problem);
+    }
+    // Eight older pools have a node that may hold data of this one.
+    if assigned.conflict.is_some() {
+        let problem = "older pools exclude it from some nodes, where it is not wiped: remove the cause that condition Accepted \
+                       names";
+        return blocked(Reason::Conflict, problem);
     }
     let wiped = inputs.nodes.iter().filter(|node| is_wiped(node)).count();
     // A node without a CacheNode counts as not wiped: it may have been deleted manually and will be
@@ -146,6 +155,8 @@ mod tests {
         let conflict = || Refusal::new(Reason::Conflict, "SSDPool older has the devices");
         let partly = with(&|inputs| inputs.assignment.conflict = Some(conflict()));
         let alone = with(&|inputs| inputs.assignment.cluster = None);
+        let rejected =
+            with(&|inputs| inputs.assignment.refused = Some(Refusal::new(Reason::Unsupported, "claims")));
         let never = with(&|inputs| {
             inputs.assignment.nodes.clear();
             inputs.assignment.refused = Some(conflict());
@@ -169,7 +180,9 @@ mod tests {
             (going(), without_node, "InProgress(1)", Present, false),
             (going(), contested, "SSDPool q names the same devices on node n1", Present, false),
             (going(), alone, "belongs to no cluster", Present, false),
-            (going(), partly, "is rejected", Present, false),
+            (going(), partly.clone(), "exclude it from some nodes", Present, false),
+            (pool(wipes(), true), partly, "not confirmed", Present, true),
+            (going(), rejected, "Unsupported", Present, false),
             // No node ever had the pool.
             (going(), never, "Done", Absent, false),
             // The policy was set after the deletion.
