@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use reprise_policy::{ByteSize, TenantName};
-use reprise_proto::connection::is_absence;
+use reprise_proto::connection::{REPLY_BYTES_MAX, is_absence};
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
     Bytes, ListTenantsReply, ListTenantsRequest, RemoveTenantRequest, SetTenantRequest, Tenant, TenantState,
@@ -263,7 +263,7 @@ async fn connect(members: &Members, address: &str) -> anyhow::Result<PlacementCl
     let channel = channel.await.with_context(|| {
         format!("the control plane at {address} did not answer within {ANSWERED_WITHIN:?}")
     })??;
-    Ok(PlacementClient::new(channel))
+    Ok(PlacementClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX))
 }
 
 /// Returns a member's reply. The message of a rejection is the error text; the gRPC code adds nothing for

@@ -1,18 +1,27 @@
 //! Custom resource definitions as the API server gets them.
 //!
 //! The derived schemas change in three ways. `nullable` is removed, so that `null` means "absent" only.
-//! Formats that Kubernetes does not know (`uint32`) are removed, because the API server warns about each.
+//! Formats that Kubernetes does not know (`uint32`) become a maximum, because the API server warns about each and ignores
+//! it: an object with a larger number could not be read, nor could a list with it.
 //! Descriptions lose the source's line breaks and gain the meanings of choices, so that `kubectl explain`
 //! shows them.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::{CacheNode, CacheTenant, GPUQueueAllocation, KVCacheCluster, SSDPool, SlackProfile};
 
 /// Formats known to the API server, among those in our types.
 const FORMATS: [&str; 3] = ["int32", "int64", "date-time"];
+
+/// Largest numbers of other formats. The API server has 64 bits with a sign.
+const MAXIMA: [(&str, i64); 4] = [
+    ("uint8", u8::MAX as i64),
+    ("uint16", u16::MAX as i64),
+    ("uint32", u32::MAX as i64),
+    ("uint64", i64::MAX),
+];
 
 /// Keywords that contain one schema.
 const SCHEMA_OF: [&str; 2] = ["items", "additionalProperties"];
@@ -52,8 +61,12 @@ fn normalized(mut definition: CustomResourceDefinition) -> CustomResourceDefinit
 fn normalize(schema: &mut Value) {
     let Value::Object(fields) = schema else { return };
     fields.remove("nullable");
-    if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
+    let format = fields.get("format").and_then(Value::as_str).filter(|format| !FORMATS.contains(format));
+    if let Some(format) = format.map(str::to_owned) {
         fields.remove("format");
+        if let Some((_, maximum)) = MAXIMA.iter().find(|(name, _)| *name == format) {
+            fields.entry("maximum").or_insert_with(|| json!(maximum));
+        }
     }
     if let Some(Value::Array(words)) = fields.get_mut("enum") {
         words.retain(|word| !word.is_null());
@@ -84,12 +97,10 @@ fn normalize_description(fields: &mut Map<String, Value>) {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]
-    fn removes_unknown_formats_and_keeps_meanings_of_choices() {
+    fn replaces_unknown_formats_and_keeps_meanings_of_choices() {
         let mut schema = json!({
             "title": "Thing",
             "type": "object",
@@ -103,7 +114,7 @@ mod tests {
         let expected = json!({
             "type": "object",
             "properties": {
-                "list": {"type": "array", "items": {"type": "integer"}},
+                "list": {"type": "array", "items": {"type": "integer", "maximum": 4_294_967_295_u32}},
                 "choice": {"type": "string", "enum": ["A"], "description": "A choice. `A`: one."},
                 "time": {"type": "string", "format": "date-time"},
             },

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use futures_util::future::join_all;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
 use reprise_daemon::guard::Guard;
@@ -25,7 +26,9 @@ use crate::admin::scrapers;
 use crate::framework::api_client::ApiRequests;
 use crate::framework::controller;
 use crate::framework::lease::{Account, Election};
+use crate::reconcile::authority;
 use crate::reconcile::context::Context;
+use crate::reconcile::names::ClusterNames;
 use crate::reconcile::stores::Stores;
 use crate::reconcile::{allocation, cluster, node, orphans, pool, profile, tenant, watches};
 use crate::settings::Settings;
@@ -34,6 +37,9 @@ use crate::{admin, signing};
 /// Time for running reconciles to finish at shutdown. The kubelet kills a pod after 30 s, and the lease must
 /// be released before that. A test of the chart parses this line.
 const STOPS_WITHIN: Duration = Duration::from_secs(15);
+
+/// Limit of reading all certificates, during which the lease is not renewed.
+const CERTIFICATES_WITHIN: Duration = Duration::from_secs(2);
 
 /// Runs one replica until `stop` completes. `listening` receives the address of the admin port once it is open.
 ///
@@ -85,6 +91,7 @@ pub async fn run(
     }
     tracing::info!("acquired the lease; starting to reconcile");
     context.metrics.leader.set(1);
+    read_certificates(&context).await;
     let mut controllers = start_controllers(&context, &is_stopping);
     stores.reconcile_everything();
     tasks.spawn({
@@ -117,6 +124,15 @@ pub async fn run(
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Reads the certificates for calls to control planes: nodes and tenants may be reconciled before their clusters.
+async fn read_certificates(context: &Context) {
+    let clusters = context.stores.clusters.state();
+    let names: Vec<ClusterNames> = clusters.iter().map(|cluster| ClusterNames::of(cluster)).collect();
+    let read = join_all(names.iter().map(|names| authority::read(names, context)));
+    // The reconciles of clusters read those that are missing.
+    let _ = tokio::time::timeout(CERTIFICATES_WITHIN, read).await;
 }
 
 /// Returns the rules of the admin port, and the certificate to keep for it.

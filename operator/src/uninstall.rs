@@ -137,6 +137,8 @@ struct Leftover {
 
 /// What the uninstall does not delete.
 struct Kept {
+    /// Name of the release.
+    release: String,
     namespace: String,
     /// Clusters in it that are not being deleted.
     clusters: Vec<DynamicObject>,
@@ -198,7 +200,9 @@ fn leftovers() -> [Leftover; 6] {
                 let mut claims =
                     kept.nodes.iter().filter_map(|node| node.data["spec"]["claims"].as_array()).flatten();
                 let is_claimed = claims.any(|claim| claim["uid"].as_str() == pool.metadata.uid.as_deref());
-                has(pool, IN_USE_FINALIZER) && Step::OtherPools.includes(pool) && !is_claimed
+                // A later step deletes the release's own pools.
+                let is_applied = pool.labels().get(RELEASE) == Some(&kept.release);
+                has(pool, IN_USE_FINALIZER) && Step::OtherPools.includes(pool) && !is_claimed && !is_applied
             },
         },
     ]
@@ -251,7 +255,8 @@ impl Run<'_> {
             let mut clusters = self.list(&step.resource(), "").await?;
             clusters.retain(|cluster| cluster.metadata.deletion_timestamp.is_none());
             let nodes = self.list(&ApiResource::erase::<CacheNode>(&()), "").await?;
-            let kept = Kept { namespace: self.release.namespace.clone(), clusters, nodes };
+            let Release { name, namespace, .. } = self.release.clone();
+            let kept = Kept { release: name, namespace, clusters, nodes };
             for Leftover { resource, labels, why, is_left } in leftovers() {
                 let all = self.list(&resource, labels).await?;
                 let all = all.iter().filter(|object| is_left(&kept, object));
@@ -388,6 +393,7 @@ mod tests {
     fn leftovers_of_deleted_clusters_are_awaited_and_others_are_not() {
         let claims = json!({ "spec": { "claims": [{ "uid": "used" }] } });
         let kept = Kept {
+            release: "r".to_owned(),
             namespace: "n".to_owned(),
             clusters: vec![object("KVCacheCluster", json!({ "name": "kept", "uid": "1" }), json!({}))],
             nodes: vec![object("CacheNode", json!({ "name": "n2" }), claims)],
@@ -398,6 +404,8 @@ mod tests {
         let granted = json!({ "name": "a", "finalizers": [QUEUES_FINALIZER, "others.example/hold"] });
         let on = |node: &str| json!({ "spec": { "nodeName": node } });
         let used = |uid: &str| json!({ "name": "p", "uid": uid, "finalizers": [IN_USE_FINALIZER] });
+        let mut applied = used("unused");
+        applied["labels"] = json!({ RELEASE: "r" });
         for (kind, metadata, more, expected) in [
             ("DaemonSet", child("1"), json!({}), false),
             ("DaemonSet", child("2"), json!({}), true),
@@ -412,6 +420,7 @@ mod tests {
             ("GPUQueueAllocation", json!({ "name": "a" }), on("n1"), false),
             ("SSDPool", used("unused"), json!({ "spec": {} }), true),
             ("SSDPool", used("used"), json!({ "spec": {} }), false),
+            ("SSDPool", applied, json!({ "spec": {} }), false),
             ("SSDPool", used("unused"), json!({ "spec": { "deletionPolicy": "Wipe" } }), false),
         ] {
             let row =

@@ -39,6 +39,9 @@ use tonic::{Code, Status};
 
 use crate::dial::{self, MemberStream};
 
+/// Maximum size of a reply that lists tenants. Each has a share on every node: 1,024 tenants on 1,000 nodes are 40 MiB.
+pub const REPLY_BYTES_MAX: usize = 64 << 20;
+
 /// Path of the method that looks up replicas.
 pub const LOOKUP: &str = "/reprise.controlplane.v2.Directory/Lookup";
 /// Path of the method that lists nodes.

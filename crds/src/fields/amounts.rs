@@ -163,10 +163,11 @@ schema_of!(
     Quantity,
     json_schema!({
         "type": "string",
-        "description": "Bytes: a whole number, alone or with k, M, G, T, P, Ki, Mi, Gi, Ti or Pi.",
+        "description": "Bytes: a whole number, alone or with k, M, G, T, P, Ki, Mi, Gi, Ti or Pi. At most 9999Pi.",
         "minLength": 1,
         "maxLength": QUANTITY_CHARS_MAX,
-        "pattern": "^[0-9]{1,12}([KMGTP]i|[kMGTP])?$",
+        // At most 64 bits of bytes.
+        "pattern": "^([0-9]{1,12}([KM]i|[kM])?|[0-9]{1,10}Gi?|[0-9]{1,7}Ti?|[0-9]{1,4}Pi?)$",
     })
 );
 schema_of!(

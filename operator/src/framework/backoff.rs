@@ -32,6 +32,12 @@ impl Backoff {
         whole - whole * u32::try_from(cut).expect("at most 25") / 100
     }
 
+    /// Returns the number of consecutive failures of an object.
+    pub fn failures(&self, key: &str) -> u32 {
+        let failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        failures.get(key).copied().unwrap_or_default()
+    }
+
     /// Forgets the failures of an object.
     pub fn record_success(&self, key: &str) {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
@@ -53,6 +59,7 @@ mod tests {
             within(backoff.record_failure("a"), whole);
         }
         within(backoff.record_failure("b"), 1);
+        assert_eq!((backoff.failures("a"), backoff.failures("b"), backoff.failures("c")), (11, 1, 0));
         backoff.record_success("a");
         within(backoff.record_failure("a"), 1);
     }

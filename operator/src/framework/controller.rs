@@ -28,6 +28,9 @@ const RECONCILE_FAILED: &str = "reconcile_failed";
 /// other clients.
 const AT_ONCE: u16 = 8;
 
+/// Consecutive failures for a missing permission with one event, which is at the first of them.
+const FAILURES_PER_EVENT: u32 = 16;
+
 /// Timeout of a reconcile. Most take milliseconds; a longer one waits for a peer that does not answer.
 const RECONCILE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -80,8 +83,11 @@ async fn timed<C: Deref<Target = Services>>(
             context.backoff.record_success(&key);
             tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
         }
-        // Only an administrator can grant the permission.
-        Err(error) if error.code() == Some(FORBIDDEN) => {
+        // Only an administrator can grant the permission. Changes of the object cause reconciles at any rate.
+        Err(error)
+            if error.code() == Some(FORBIDDEN)
+                && context.backoff.failures(&key).is_multiple_of(FAILURES_PER_EVENT) =>
+        {
             let note = format!(
                 "reconcile failed: {error}. Give the operator the permissions of this version's chart"
             );

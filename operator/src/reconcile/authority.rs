@@ -205,7 +205,10 @@ async fn fetch(names: &ClusterNames, context: &Context) -> AuthorityState {
         Err(kube::Error::Api(status)) if status.code == FORBIDDEN => {
             AuthorityState::Unusable(secrets::refusal(names, &status.message))
         }
-        Err(error) => unusable(names, &error.to_string()),
+        Err(error) => {
+            let message = format!("cannot read Secret {}; retrying: {error}", names.authority());
+            AuthorityState::Unusable(Refusal::new(Reason::SecretInvalid, message))
+        }
     }
 }
 

@@ -22,7 +22,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use reprise_crds::fields::NodeMode;
 use reprise_identity::Security;
-use reprise_proto::connection::is_absence;
+use reprise_proto::connection::{REPLY_BYTES_MAX, is_absence};
 use reprise_proto::controlplane::membership_client::MembershipClient;
 use reprise_proto::controlplane::placement_client::PlacementClient;
 use reprise_proto::controlplane::{
@@ -164,7 +164,9 @@ impl ControlPlanes {
         if let Some(result) = cache.current() {
             return result.clone();
         }
-        let request = async { list(self.connect(cluster).await?.0).await };
+        // The lack of a certificate is not cached: the next reconcile of the cluster ends it.
+        let target = self.target(cluster).map_err(|error| error.to_string())?;
+        let request = async { list(connect(&target.0, &target.1).await?).await };
         let response = self.counted("list", request).await;
         let result = response.map(Arc::new).map_err(|error| error.to_string());
         cache.set(result.clone());
@@ -239,6 +241,7 @@ impl ControlPlanes {
         request: impl Future<Output = Result<T, CallError>>,
     ) -> Result<T, CallError> {
         let shared = self.cache(cluster);
+        self.target(cluster)?;
         if let Some(Err(message)) = shared.state.lock().await.current() {
             return Err(CallError::Unavailable(message.clone()));
         }
@@ -286,21 +289,26 @@ impl ControlPlanes {
     }
 
     async fn placement(&self, cluster: &ClusterNames) -> Result<PlacementClient<Channel>, CallError> {
-        Ok(PlacementClient::new(self.connect(cluster).await?.0))
+        Ok(placement(self.connect(cluster).await?.0))
     }
 
     /// Connects to any member. Also returns the certificates, for connections to the other members.
     async fn connect(&self, cluster: &ClusterNames) -> Result<(Channel, Security), CallError> {
+        let (address, security) = self.target(cluster)?;
+        Ok((connect(&address, &security).await?, security))
+    }
+
+    /// Returns the address of a cluster's control plane, and the certificates for it.
+    fn target(&self, cluster: &ClusterNames) -> Result<(String, Security), CallError> {
         let certificates = || {
             let missing = "the operator has no certificate of the cluster yet";
             self.certificates.get(cluster).ok_or_else(|| CallError::Unavailable(missing.to_owned()))
         };
-        let (address, security) = match self.addresses.get(&cluster.key()) {
+        Ok(match self.addresses.get(&cluster.key()) {
             Some(ControlPlaneAddress::Plain(address)) => (address.to_string(), Security::Plain),
             Some(ControlPlaneAddress::Tls(address)) => (address.clone(), certificates()?),
             None => (cluster.control_plane_address(), certificates()?),
-        };
-        Ok((connect(&address, &security).await?, security))
+        })
     }
 }
 
@@ -355,12 +363,16 @@ where
             } else {
                 connect(&member.address, security).await?
             };
-            request(PlacementClient::new(reached)).await
+            request(placement(reached)).await
         });
         let answer = answer.await;
         (member.name, answer)
     });
     Ok(join_all(answers).await)
+}
+
+fn placement(channel: Channel) -> PlacementClient<Channel> {
+    PlacementClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX)
 }
 
 async fn connect(address: &str, security: &Security) -> Result<Channel, CallError> {
@@ -389,7 +401,7 @@ async fn list(channel: Channel) -> Result<ControlPlaneState, CallError> {
     let mut membership = MembershipClient::new(channel.clone());
     let nodes = membership.list_nodes(ListNodesRequest {}).await?.into_inner();
     let members = membership.list_members(ListMembersRequest {}).await?.into_inner();
-    let tenants = PlacementClient::new(channel).list_tenants(ListTenantsRequest {}).await?.into_inner();
+    let tenants = placement(channel).list_tenants(ListTenantsRequest {}).await?.into_inner();
     let room = |bytes: Option<Bytes>| bytes.map(TierBytes::from).unwrap_or_default();
     let budgets = tenants.tenants.into_iter().filter_map(|state| state.tenant);
     let budgets = budgets.map(|wire::Tenant { name, reserved, limit }| {
@@ -434,24 +446,39 @@ mod tests {
         planes.calls.get_or_create(&[("call", "list"), ("result", "absent")]).get()
     }
 
+    /// Control planes of which no member listens.
+    fn unreachable() -> ControlPlanes {
+        let address = ControlPlaneAddress::Plain(([127, 0, 0, 1], 1).into());
+        ControlPlanes::new(BTreeMap::from([(names().key(), address)]), Family::default())
+    }
+
+    #[tokio::test]
+    async fn lack_of_a_certificate_is_no_failed_call() {
+        let (planes, names) = (ControlPlanes::default(), names());
+        let failure = planes.state(&names).await.expect_err("there is no certificate");
+        assert!(failure.contains("no certificate"), "{failure}");
+        assert!(planes.set_mode(&names, "n1", NodeMode::Active).await.is_err());
+        assert!(planes.cache(&names).state.lock().await.cached.is_none());
+        assert_eq!(absent(&planes), 0);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn unanswered_call_ends_and_delays_all_others() {
-        let (planes, names, begun) = (ControlPlanes::default(), names(), Instant::now());
+        let (planes, names, begun) = (unreachable(), names(), Instant::now());
         let unanswered = planes.call::<()>(&names, "list", pending()).await.expect_err("no answer");
         assert!(begun.elapsed() < 2 * TIMEOUT);
         assert_eq!(planes.state(&names).await, Err(unanswered.to_string()));
         assert_eq!(planes.holders(&names, "t", &[]).await, Err(unanswered));
         assert_eq!(absent(&planes), 1);
         tokio::time::advance(RETRY_INTERVAL).await;
-        let failure = planes.state(&names).await.expect_err("there is no certificate");
-        assert!(failure.contains("no certificate"), "{failure}");
+        let failure = planes.state(&names).await.expect_err("no member listens");
         assert_eq!(planes.state(&names).await, Err(failure));
         assert_eq!(absent(&planes), 2);
     }
 
     #[tokio::test(start_paused = true)]
     async fn change_of_members_invalidates_the_cached_state() {
-        let (planes, names) = (ControlPlanes::default(), names());
+        let (planes, names) = (unreachable(), names());
         planes.require_members_version(&names, "1".to_owned()).await;
         planes.cache(&names).state.lock().await.set(Ok(Arc::default()));
         planes.require_members_version(&names, "1".to_owned()).await;

@@ -62,9 +62,9 @@ pub fn belongs_to(node: &CacheNode, cluster: &ClusterNames) -> bool {
 
 /// Returns the accepted tenants that apply to a cluster, by name.
 pub fn tenants(context: &Context, cluster: &ClusterNames) -> Vec<Arc<CacheTenant>> {
-    let is_right =
-        |tenant: &CacheTenant| applies_to(tenant, cluster) && tenant::validate::validate(tenant).is_none();
-    let mut tenants = context.stores.tenants.state_filter(is_right);
+    let mut tenants = context.stores.tenants.state();
+    let rejected = tenant::validate::rejected(&tenants);
+    tenants.retain(|tenant| applies_to(tenant, cluster) && !rejected.contains_key(&tenant.name_any()));
     tenants.sort_by_key(|tenant| tenant.name_any());
     tenants
 }

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::runtime::controller::Action;
 
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{FORBIDDEN, OperatorError};
 use crate::reconcile::context::Context;
 
 pub mod apply;
@@ -30,8 +30,9 @@ pub async fn reconcile(node: Arc<Node>, context: Arc<Context>) -> Result<Action,
     let (live, spec) = (inputs.live.as_deref(), build::build(&node, &inputs));
     let condition = readiness::desired(&node, live, spec.is_some(), &clock::now());
     let condition_written = readiness::write(&node, condition, live, &context).await;
-    if spec.is_none() && condition_written.is_err() {
-        // The condition is removed before the CacheNode. The other steps do not depend on the condition.
+    let is_forbidden = |error: &OperatorError| error.code() == Some(FORBIDDEN);
+    if spec.is_none() && condition_written.as_ref().is_err_and(|error| !is_forbidden(error)) {
+        // The condition is removed before the CacheNode, unless the operator may not. The other steps do not depend on it.
         return condition_written.map(|()| Action::await_change());
     }
     let paced = apply::apply(&node, live, spec.as_ref(), &context).await?;

@@ -16,12 +16,15 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt;
 use kube::api::Api;
+use reprise_crds::status::Reason;
 use reprise_crds::tenant::Isolation;
 use reprise_crds::{CacheTenant, KVCacheCluster};
 use reprise_policy::TenantSalt;
 use serde_json::json;
 
 use crate::framework::error::OperatorError;
+use crate::framework::labels::CLUSTER_UID;
+use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::secrets;
@@ -32,30 +35,33 @@ const ENCRYPTED: &str = "encrypted";
 /// Entries of a Secret, by tenant.
 type Entries = BTreeMap<String, ByteString>;
 
-/// Creates the missing salts of a cluster's tenants.
+/// Creates the missing salts of a cluster's tenants. Returns why it cannot, if another component created the Secret.
 ///
 /// # Errors
-/// The API server rejected a call, or another component has created a Secret of this name.
+/// The API server rejected a call.
 pub(crate) async fn ensure(
     cluster: &KVCacheCluster,
     tenants: &[Arc<CacheTenant>],
     context: &Context,
-) -> Result<(), OperatorError> {
+) -> Result<Option<Refusal>, OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.salts();
     let known = context.secrets.get(&names, &name);
     let known: Entries =
         known.and_then(|secret| serde_json::from_value(secret.data["data"].clone()).ok()).unwrap_or_default();
     if changed(&known, tenants, |_| false, || TenantSalt::new([0; TenantSalt::SIZE])).is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), &names.namespace);
     // The watch may be behind, so its state does not show which salts are missing.
     let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
     if stored.as_ref().is_some_and(|secret| secrets::is_foreign(&names, secret)) {
-        return Err(OperatorError::Identity(format!(
-            "Secret {name} is not the cluster's: delete it, so that the operator creates the salts of its tenants"
-        )));
+        let message = format!(
+            "Secret {name} is not the cluster's: to keep the blocks of its salts, set its label {CLUSTER_UID} to {}; otherwise \
+             delete it, and the operator creates new salts",
+            names.uid
+        );
+        return Ok(Some(Refusal::new(Reason::Conflict, message)));
     }
     let present = stored.as_ref().and_then(|secret| secret.data.clone()).unwrap_or_default();
     // While the keys are unknown, the words stay.
@@ -63,10 +69,10 @@ pub(crate) async fn ensure(
     let keys = keys.map(|secret| secret.and_then(|secret| secret.data).unwrap_or_default());
     let has_key = |tenant: &str| keys.as_ref().is_none_or(|keys| keys.contains_key(tenant));
     let changed = changed(&present, tenants, has_key, || TenantSalt::new(rand::random()));
-    if changed.is_empty() {
-        return Ok(());
+    if !changed.is_empty() {
+        secrets::write_entries(cluster, &name, stored.as_ref(), &json!(changed), context).await?;
     }
-    secrets::write_entries(cluster, &name, stored.as_ref(), &json!(changed), context).await
+    Ok(None)
 }
 
 /// Returns an entry for each tenant that lacks its salt, or whose entry must get or lose the word for encryption. Present

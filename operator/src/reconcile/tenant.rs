@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kube::Api;
 use kube::runtime::controller::Action;
+use kube::{Api, ResourceExt};
 use reprise_crds::status::{ConditionStatus, ConditionType, Finding, Reason};
 use reprise_crds::tenant::TenantDeletion;
 use reprise_crds::{CacheTenant, CacheTenantStatus};
@@ -47,7 +47,7 @@ const NO_CLUSTER: &str = "the tenant applies to no KVCacheCluster: create one, o
 /// Returns an error if an API request failed; the reconcile is retried.
 pub async fn reconcile(tenant: Arc<CacheTenant>, context: Arc<Context>) -> Result<Action, OperatorError> {
     let api: Api<CacheTenant> = Api::all(context.client.clone());
-    let refused = validate::validate(&tenant);
+    let refused = validate::rejected(&context.stores.tenants.state()).remove(&tenant.name_any());
     let is_owned = finalizers::has(&*tenant, BUDGET_FINALIZER);
     if tenant.metadata.deletion_timestamp.is_none() && refused.is_none() {
         // Before any control plane is changed. One per reconcile: the change triggers the next one.

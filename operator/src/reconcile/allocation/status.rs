@@ -209,6 +209,13 @@ fn allocated(object: &GPUQueueAllocation, grants: &[QueueGrant], inputs: &GrantI
     let no = |reason, message| {
         Finding::no(Type::Allocated, reason, format!("{all} queue pairs were set aside, but {message}"))
     };
+    if inputs.status().is_none_or(|status| status.last_updated.is_none()) {
+        let message = format!(
+            "{all} queue pairs were set aside, but the agent of node {} has not reported its controllers yet",
+            inputs.node
+        );
+        return Finding::unknown(Type::Allocated, Reason::NotReported, message);
+    }
     let lost: Vec<String> = grants.iter().filter_map(|grant| lost(grant, pool, inputs)).collect();
     if !lost.is_empty() {
         let remedy = "restore the controller, or delete this GPUQueueAllocation and create one for the present controllers";
@@ -229,7 +236,6 @@ fn allocated(object: &GPUQueueAllocation, grants: &[QueueGrant], inputs: &GrantI
 /// Describes a controller that the agent no longer reports, or that no longer belongs to the pool.
 fn lost(grant: &QueueGrant, pool: &str, inputs: &GrantInputs) -> Option<String> {
     let (serial, node) = (grant.serial.as_str(), &inputs.node);
-    inputs.status()?.last_updated.as_ref()?;
     let is_there = inputs.lenders.iter().any(|lender| lender.serial == serial && lender.pool == pool);
     (!is_there)
         .then(|| format!("node {node} no longer has controller {serial} with a device of SSDPool {pool}"))

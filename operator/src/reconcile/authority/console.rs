@@ -7,6 +7,7 @@
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{DynamicObject, Patch, PatchParams};
+use reprise_crds::status::Reason;
 use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use reprise_identity::credentials::{AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE};
 use reprise_identity::{Identity, Role};
@@ -17,11 +18,12 @@ use crate::framework::child::ChildKind;
 use crate::framework::children::api;
 use crate::framework::error::OperatorError;
 use crate::framework::metrics::Write;
+use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::secrets::is_foreign;
 
-/// Creates or renews the Secret.
+/// Creates or renews the Secret. Returns why it cannot be used, if another component created it.
 ///
 /// # Errors
 /// The API server rejected the Secret.
@@ -29,34 +31,39 @@ pub(crate) async fn ensure(
     cluster: &KVCacheCluster,
     context: &Context,
     authority: &ClusterAuthority,
-) -> Result<(), OperatorError> {
+) -> Result<Option<Refusal>, OperatorError> {
     let names = ClusterNames::of(cluster);
     let name = names.console();
-    let stored = context.secrets.get(&names, &name);
     let identity = Identity::new(&names.in_certificates(), Role::Console).map_err(failed)?;
-    let present = stored.as_deref().and_then(files);
-    let new = authority.files(present.as_ref(), &identity)?;
-    if present.as_ref() == Some(&new) {
-        return Ok(());
+    let renewed = |stored: Option<&DynamicObject>| {
+        let present = stored.and_then(files);
+        let new = authority.files(present.as_ref(), &identity)?;
+        Ok::<_, OperatorError>((present.as_ref() != Some(&new)).then_some(new))
+    };
+    if renewed(context.secrets.get(&names, &name).as_deref())?.is_none() {
+        return Ok(None);
     }
+    let secrets = api(&context.client, ChildKind::Secret, Some(&names.namespace));
+    let found = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
+    if found.as_ref().is_some_and(|found| is_foreign(&names, found)) {
+        let message = format!(
+            "Secret {name} is not the cluster's: delete it, so that the operator creates the certificate of scrapers"
+        );
+        return Ok(Some(Refusal::new(Reason::Conflict, message)));
+    }
+    // The watch may be behind, or lack the permission.
+    let Some(new) = renewed(found.as_ref())? else { return Ok(None) };
     let data = json!({
         AUTHORITIES_FILE: ByteString(new.authorities),
         CERTIFICATE_FILE: ByteString(new.certificate),
         KEY_FILE: ByteString(new.key),
     });
     let secret = secret(cluster, &names, &name, &data);
-    let secrets = api(&context.client, ChildKind::Secret, Some(&names.namespace));
-    let found = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
-    if found.is_some_and(|found| is_foreign(&names, &found)) {
-        return Err(OperatorError::Identity(format!(
-            "Secret {name} is not the cluster's: delete it, so that the operator creates the certificate of scrapers"
-        )));
-    }
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let applied = secrets.patch(&name, &params, &Patch::Apply(&secret)).await;
     applied.map_err(OperatorError::api(format!("apply Secret {name}")))?;
     context.metrics.record_write("Secret", Write::Apply);
-    Ok(())
+    Ok(None)
 }
 
 fn files(stored: &DynamicObject) -> Option<Files> {

@@ -1,5 +1,6 @@
 //! Applies the children of a cluster. The authority and salts come first; they are created once, not built. Without
-//! the permission for their Secrets, no child is changed. Reports restored fields, and nodes whose `CacheNode` another component created.
+//! the permission for their Secrets, or with a foreign Secret in place of the salts, no child is changed. Reports restored
+//! fields, and nodes whose `CacheNode` another component created.
 
 use kube::runtime::reflector::ObjectRef;
 use reprise_crds::KVCacheCluster;
@@ -26,23 +27,22 @@ pub async fn apply(
     inputs: &mut ClusterInputs,
     context: &Context,
 ) -> Result<ApplyOutcome, OperatorError> {
+    let refused = |refusal| Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
     // Pods would wait for their certificates.
     if let AuthorityState::Unusable(refusal) = &inputs.certificates
         && refusal.reason == Reason::Forbidden
     {
-        return Ok(ApplyOutcome { refused: vec![refusal.clone()], ..ApplyOutcome::default() });
+        return refused(refusal.clone());
     }
-    if matches!(inputs.certificates, AuthorityState::Absent) {
-        inputs.certificates = authority::create(cluster, context).await?;
+    let mut of_console = None;
+    match write_secrets(cluster, inputs, &mut of_console, context).await {
+        Err(error) if error.code() == Some(FORBIDDEN) => {
+            return refused(secrets::refusal(&inputs.agent_config.names, &error.to_string()));
+        }
+        Ok(Some(refusal)) => return refused(refusal),
+        written => drop(written?),
     }
     let names = &inputs.agent_config.names;
-    match write_secrets(cluster, inputs, context).await {
-        Err(error) if error.code() == Some(FORBIDDEN) => {
-            let refusal = secrets::refusal(names, &error.to_string());
-            return Ok(ApplyOutcome { refused: vec![refusal], ..ApplyOutcome::default() });
-        }
-        written => written?,
-    }
     let kept = [
         (ChildKind::Secret, names.authority()),
         (ChildKind::Secret, names.console()),
@@ -53,21 +53,26 @@ pub async fn apply(
     ];
     let wanted = build::build(cluster, inputs);
     let mut applied = children::apply(context, &Subject::of(cluster), &wanted, &kept).await?;
-    applied.refused.extend(nodes(inputs, context));
+    applied.refused.extend(of_console.into_iter().chain(nodes(inputs, context)));
     Ok(applied)
 }
 
-/// Writes the Secrets that are not built, because their content is random.
+/// Writes the Secrets that are not built, because their content is random. Returns why agents cannot have the salts.
+/// Without the certificate of scrapers, `of_console` is set, and the other children may be applied.
 async fn write_secrets(
     cluster: &KVCacheCluster,
-    inputs: &ClusterInputs,
+    inputs: &mut ClusterInputs,
+    of_console: &mut Option<Refusal>,
     context: &Context,
-) -> Result<(), OperatorError> {
-    salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
-    match &inputs.certificates {
-        AuthorityState::Present(authority) => console::ensure(cluster, context, authority).await,
-        _ => Ok(()),
+) -> Result<Option<Refusal>, OperatorError> {
+    if matches!(inputs.certificates, AuthorityState::Absent) {
+        inputs.certificates = authority::create(cluster, context).await?;
     }
+    let of_salts = salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
+    if let (None, AuthorityState::Present(authority)) = (&of_salts, &inputs.certificates) {
+        *of_console = console::ensure(cluster, context, authority).await?;
+    }
+    Ok(of_salts)
 }
 
 /// Returns a refusal for each node whose `CacheNode` another component created. It depends only on the

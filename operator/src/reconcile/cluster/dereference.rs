@@ -109,6 +109,8 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
     let (agent_config, stores) = (agent_config_inputs(cluster, context), &context.stores);
     let names = &agent_config.names;
     context.secrets.follow(names, &context.client, stores).await;
+    // Also renews the operator's certificate for calls to the control plane.
+    let certificates = authority::read(names, context).await;
     let assignment = stores.assignment().cluster(cluster).cloned().unwrap_or_default();
     let cache_nodes = assignment.nodes.iter().filter_map(|node| {
         let found = stores.cache_nodes.get(&ObjectRef::new(node))?;
@@ -146,7 +148,7 @@ pub async fn dereference(cluster: &KVCacheCluster, context: &Context) -> Cluster
         control_plane_state,
         volumes,
         etcd_pods,
-        certificates: authority::read(names, context).await,
+        certificates,
         etcd,
         access: optional.map(|kind| (kind, stores.children.access(kind))).collect(),
         assignment,

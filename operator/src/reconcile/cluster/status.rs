@@ -94,6 +94,9 @@ fn control_plane(members: &MemberCounts) -> Finding {
 
 fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
     let kind = Type::AgentsReady;
+    if let (0, Some(conflict)) = (agents.desired, &inputs.assignment.conflict) {
+        return Finding::no(kind, conflict.reason, &conflict.message);
+    }
     if agents.desired == 0 {
         let message = "agents.nodeSelector matches no node: label nodes accordingly, or change it";
         return Finding::no(kind, Reason::NoNodes, message);

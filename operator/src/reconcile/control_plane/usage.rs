@@ -73,6 +73,11 @@ impl ControlPlanes {
         *last = Some((Instant::now() + ttl, usages));
         usage
     }
+
+    /// Drops the cached answer of a cluster: the next one is later than this call.
+    pub async fn forget_usage(&self, cluster: &ClusterNames) {
+        *self.cache(cluster).usage.lock().await = None;
+    }
 }
 
 /// Combines the answers of members to the usage of all requested tenants.

@@ -57,11 +57,14 @@ pub async fn sync(
             ));
         }
     };
-    let (mut copies, mut failures) = (0, Vec::new());
+    let (mut copies, mut failures, mut is_removed) = (0, Vec::new(), false);
     // Former clusters keep their copies until the keys are gone.
     for cluster in clusters.present.iter().filter(|one| one.is_member || text.is_none()) {
         match copy(cluster, &tenant.name_any(), text.as_deref(), context).await {
-            Ok(()) => copies += usize::from(cluster.is_member),
+            Ok(is_changed) => {
+                copies += usize::from(cluster.is_member);
+                is_removed |= is_changed && text.is_none();
+            }
             Err(refusal) => failures.push(refusal),
         }
     }
@@ -70,6 +73,12 @@ pub async fn sync(
         let messages: Vec<&str> = failures.iter().map(|failure| failure.message.as_str()).collect();
         let absent = if text.is_none() { format!("{source} does not exist, but ") } else { String::new() };
         return Some(Finding::no(kind, first.reason, format!("{absent}{}", messages.join("; "))));
+    }
+    if is_removed {
+        let message = format!(
+            "{source} does not exist, so its copies were removed; agents notice it within two minutes"
+        );
+        return Some(Finding::no(kind, Reason::Releasing, message));
     }
     if text.is_none() {
         return Some(erased(&source, measurements));
@@ -176,13 +185,13 @@ fn parse(bytes: &[u8]) -> Option<String> {
     Some(keys.into_iter().map(|key| format!("{key}\n")).collect())
 }
 
-/// Makes a cluster's Secret have this entry, or none.
+/// Makes a cluster's Secret have this entry, or none. Returns whether that changes it.
 async fn copy(
     TenantCluster { cluster, names, .. }: &TenantCluster,
     tenant: &str,
     text: Option<&str>,
     context: &Context,
-) -> Result<(), Refusal> {
+) -> Result<bool, Refusal> {
     let (key, name) = (names.key(), names.keys());
     let when_erasing = |reason| if text.is_none() { Reason::Releasing } else { reason };
     let failed = |error: OperatorError| match (error.code(), error.message()) {
@@ -200,7 +209,7 @@ async fn copy(
     let present = stored.as_ref().and_then(|secret| secret.data.as_ref()?.get(tenant));
     let wanted = text.map(|text| ByteString(text.as_bytes().to_vec()));
     if present == wanted.as_ref() && (wanted.is_none() || !is_foreign) {
-        return Ok(());
+        return Ok(false);
     }
     if is_foreign {
         let message = format!(
@@ -215,7 +224,10 @@ async fn copy(
         return Err(Refusal::new(when_erasing(Reason::Paused), message));
     }
     let entries = json!({ tenant: wanted });
-    secrets::write_entries(cluster, &name, stored.as_ref(), &entries, context).await.map_err(failed)
+    secrets::write_entries(cluster, &name, stored.as_ref(), &entries, context).await.map_err(failed)?;
+    // Usage from before says nothing about what agents write until they notice.
+    context.control_planes.forget_usage(names).await;
+    Ok(true)
 }
 
 #[cfg(test)]

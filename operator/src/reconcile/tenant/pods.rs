@@ -18,7 +18,7 @@ use reprise_policy::identity::{BINDINGS_BYTES_MAX, PodBindings, ServiceAccount};
 
 use super::NO_CLUSTER;
 use super::dereference::{TenantCluster, TenantClusters};
-use super::validate::validate;
+use super::validate::rejected;
 use crate::framework::digest;
 use crate::framework::refusal::Refusal;
 use crate::reconcile::context::Context;
@@ -66,12 +66,18 @@ pub fn selects_pods(tenant: &CacheTenant) -> bool {
 /// Returns the assignment of a cluster from the local stores. It includes rejected tenants, so that an error
 /// in a spec does not open a tenant to others.
 pub fn assign(cluster: &ClusterNames, context: &Context) -> PodAssignment {
-    let tenants = context.stores.tenants.state_filter(|tenant| applies_to(tenant, cluster));
-    decide(&tenants, &context.stores.namespaces.state())
+    let mut tenants = context.stores.tenants.state();
+    let rejected = rejected(&tenants);
+    tenants.retain(|tenant| applies_to(tenant, cluster));
+    decide(&tenants, &rejected, &context.stores.namespaces.state())
 }
 
-/// Computes the assignment of a cluster from its tenants.
-pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> PodAssignment {
+/// Computes the assignment of a cluster from its tenants, given the rejected ones of all clusters.
+fn decide(
+    tenants: &[Arc<CacheTenant>],
+    rejected: &BTreeMap<String, Refusal>,
+    namespaces: &[Arc<Namespace>],
+) -> PodAssignment {
     let (mut bound, mut room) = (PodAssignment::default(), BINDINGS_BYTES_MAX);
     let mut by_age: Vec<&Arc<CacheTenant>> = tenants.iter().collect();
     by_age.sort_by_key(|tenant| (tenant.creation_timestamp(), tenant.name_any()));
@@ -83,7 +89,8 @@ pub fn decide(tenants: &[Arc<CacheTenant>], namespaces: &[Arc<Namespace>]) -> Po
             bound.shares.insert(tenant.name_any(), share);
         }
         // The oldest accepted tenant that declares it.
-        if tenant.spec.public && bound.bindings.public().is_none() && validate(tenant).is_none() {
+        let is_accepted = !rejected.contains_key(&tenant.name_any());
+        if tenant.spec.public && bound.bindings.public().is_none() && is_accepted {
             bound.bindings.set_public(name);
         }
     }
@@ -302,7 +309,8 @@ mod tests {
             tenant("old", 2, public()),
             tenant("other", 1, json!({})),
         ];
-        let [all, none] = [&tenants[..], &tenants[..1]].map(|tenants| vec![in_cluster(decide(tenants, &[]))]);
+        let [all, none] = [&tenants[..], &tenants[..1]]
+            .map(|tenants| vec![in_cluster(decide(tenants, &rejected(tenants), &[]))]);
         assert!(all[0].assignment.bindings.is_empty(), "they select no pods");
         for (index, assignments, expected) in [
             (2, &all, Some((True, Reason::AsDesired))),
@@ -327,7 +335,8 @@ mod tests {
         let selector = json!({ "matchLabels": { "team": "a" } });
         let spec = json!({ "namespaceSelector": selector, "serviceAccounts": accounts });
         let tenants = [tenant("a", 1, spec)];
-        let bound = in_cluster(decide(&tenants, &(0..6000).map(namespace).collect::<Vec<_>>()));
+        let bound =
+            in_cluster(decide(&tenants, &BTreeMap::new(), &(0..6000).map(namespace).collect::<Vec<_>>()));
         let bindings = &bound.assignment.bindings;
         let entries: usize =
             bindings.entries().map(|(name, tenant)| name.len() + tenant.as_str().len()).sum();

@@ -242,9 +242,8 @@ fn log(settings: &LogSettings) -> Value {
 
 /// Formats bytes for our configurations.
 fn size(quantity: &Quantity) -> Value {
-    // The CRD schema validates the pattern, so only amounts beyond 64 bits fail. They are passed through, and
-    // the process that reads them reports the error.
-    quantity.bytes().map_or_else(|_| json!(quantity), |bytes| json!(ByteSize(bytes)))
+    // The schema permits only quantities.
+    json!(ByteSize(quantity.bytes().unwrap_or_default()))
 }
 
 fn text(whole: &Value) -> String {
