@@ -38,7 +38,8 @@ words! {
     ConditionType {
         /// The object matches its spec on every node that it applies to.
         Ready,
-        /// The operator has validated the spec and its references. False: the spec is not applied.
+        /// The operator has validated the spec and its references. False: the spec is not applied. With reason `Conflict`, it
+        /// is applied where no older object contradicts it.
         Accepted,
         /// A change is in progress: pods are rolling, nodes are joining or devices are being opened.
         Progressing,

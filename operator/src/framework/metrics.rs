@@ -87,8 +87,7 @@ impl Metrics {
         let help =
             "Writes that the API server accepted, by kind of the object; a converged cluster receives none";
         let writes = counters(&mut registry, "writes", help);
-        let help =
-            "Conflicts with other writers that own fields or objects of the operator, by kind of the object";
+        let help = "Children that were refused because another writer owns the object or its fields, by kind of the object";
         let conflicts = counters(&mut registry, "conflicts", help);
         let help = "Objects restored because another writer changed fields of the operator, by kind";
         let put_backs = counters(&mut registry, "put_backs", help);

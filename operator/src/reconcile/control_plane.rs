@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lack_of_a_certificate_is_no_failed_call() {
+    async fn lack_of_a_certificate_is_not_a_failed_call() {
         let (planes, names) = (ControlPlanes::default(), names());
         let failure = planes.state(&names).await.expect_err("there is no certificate");
         assert!(failure.contains("no certificate"), "{failure}");

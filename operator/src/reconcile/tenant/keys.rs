@@ -225,7 +225,7 @@ async fn copy(
     }
     let entries = json!({ tenant: wanted });
     secrets::write_entries(cluster, &name, stored.as_ref(), &entries, context).await.map_err(failed)?;
-    // Usage from before says nothing about what agents write until they notice.
+    // A usage from before does not include what agents write until they notice.
     context.control_planes.forget_usage(names).await;
     Ok(true)
 }
