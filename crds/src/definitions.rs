@@ -121,4 +121,23 @@ mod tests {
         });
         assert_eq!(schema, expected);
     }
+
+    /// Counts the integers of a schema. Each has a maximum or a size, so that an accepted object can be read.
+    fn count_bounded_integers(schema: &Value) -> usize {
+        let inner = match schema {
+            Value::Object(fields) => fields.values().map(count_bounded_integers).sum(),
+            Value::Array(items) => items.iter().map(count_bounded_integers).sum(),
+            _ => 0,
+        };
+        let is_integer = schema["type"] == "integer";
+        assert!(!is_integer || schema["maximum"].is_number() || schema["format"].is_string(), "{schema}");
+        inner + usize::from(is_integer)
+    }
+
+    #[test]
+    fn integers_are_bounded() {
+        let counts: Vec<usize> =
+            definitions().iter().map(|definition| count_bounded_integers(&schema(definition))).collect();
+        assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
+    }
 }

@@ -3,6 +3,7 @@
 use k8s_openapi::ByteString;
 use reprise_e2e::{PATIENCE, wait_until};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::operator::test_cluster::{TestCluster, sha256};
 
@@ -158,4 +159,63 @@ fn keys_of_an_encrypted_tenant_are_copied_rotated_and_erased_with_their_secret()
     assert_eq!(entry("c-keys"), None);
     assert_eq!(entry("c-salts"), Some(salt));
     assert_eq!(k8s.wait_for("DaemonSet", "c-agent").data["spec"], agents, "no agent was restarted");
+}
+
+#[test]
+fn younger_tenant_with_the_number_of_another_is_rejected_until_its_number_differs() {
+    let (k8s, _operator) = TestCluster::with_operator();
+    // The number of tenant t comes from its name.
+    let digest = Sha256::digest(b"t");
+    let number = u16::from_le_bytes([digest[0], digest[1]]);
+    let limited = |number: u16| json!({ "number": number, "perNode": { "ssd": { "limit": "17Mi" } } });
+    k8s.cluster(json!({}));
+    tenant(&k8s, "old", &limited(number));
+    k8s.wait_condition("CacheTenant", "old", ["Accepted", "True", "AsDesired"]);
+    // Age is counted in seconds.
+    k8s.wait_for_next_second();
+    tenant(&k8s, "t", &json!({ "perNode": { "ssd": { "limit": "18Mi" } } }));
+    let words = ["CacheTenant old", "spec.number"];
+    k8s.wait_message("CacheTenant", "t", ["Accepted", "False", "Conflict"], &words);
+    let config = || {
+        k8s.get("ConfigMap", "c-agent")
+            .and_then(|map| map.data["data"]["agent.toml"].as_str().map(str::to_owned))
+    };
+    wait_until("the agents' configuration has the older tenant", PATIENCE, || {
+        config()?.contains("17MiB").then_some(())
+    });
+    assert!(!config().expect("a configuration").contains("18MiB"), "agents would refuse it");
+    k8s.merge("CacheTenant", "t", &json!({ "spec": { "number": number.wrapping_add(1).max(1) } }));
+    k8s.wait_condition("CacheTenant", "t", ["Accepted", "True", "AsDesired"]);
+    wait_until("the agents' configuration has both tenants", PATIENCE, || {
+        config()?.contains("18MiB").then_some(())
+    });
+}
+
+#[test]
+fn foreign_secret_is_reported_and_delays_only_children_that_need_it() {
+    let (k8s, _operator) = TestCluster::with_operator();
+    let foreign = |name: &str| {
+        k8s.apply(&json!({ "apiVersion": "v1", "kind": "Secret", "metadata": { "name": name }, "stringData": { "a": "b" } }));
+    };
+    foreign("c-console");
+    k8s.cluster(json!({}));
+    k8s.wait_message(
+        "KVCacheCluster",
+        "c",
+        ["Degraded", "True", "Conflict"],
+        &["Secret c-console", "delete it"],
+    );
+    k8s.wait_for("DaemonSet", "c-agent");
+    k8s.delete("Secret", "c-console");
+    let is_created = || k8s.get("Secret", "c-console")?.data["data"]["tls.key"].is_string().then_some(());
+    wait_until("the operator creates the certificate", PATIENCE, is_created);
+    k8s.wait_condition("KVCacheCluster", "c", ["Degraded", "False", "AsDesired"]);
+    foreign("c-salts");
+    tenant(&k8s, "a", &json!({}));
+    let words = ["Secret c-salts", "to keep the blocks", "reprise.dev/cluster-uid"];
+    k8s.wait_message("KVCacheCluster", "c", ["Degraded", "True", "Conflict"], &words);
+    k8s.delete("Secret", "c-salts");
+    wait_until("the operator creates the salt", PATIENCE, || {
+        k8s.get("Secret", "c-salts")?.data["data"]["a"].is_string().then_some(())
+    });
 }
