@@ -108,7 +108,7 @@ mod tests {
     use super::*;
     use crate::reconcile::test_objects::{object, resource};
 
-    fn tenant(name: &str, age: u32, spec: serde_json::Value) -> Arc<CacheTenant> {
+    fn tenant(name: &str, age: u32, spec: &serde_json::Value) -> Arc<CacheTenant> {
         let created = format!("2026-01-{:02}T00:00:00Z", 28 - age);
         let metadata = json!({ "name": name, "uid": name, "creationTimestamp": created });
         Arc::new(resource(metadata, json!({ "spec": spec })))
@@ -120,7 +120,7 @@ mod tests {
             let clusters = names.iter().map(|name| json!({ "namespace": "n", "name": name }));
             json!({ "clusters": clusters.collect::<Vec<_>>(), "number": number })
         };
-        let derived = number(&tenant("young", 1, json!({}))).0;
+        let derived = number(&tenant("young", 1, &json!({}))).0;
         for (old, young, is_rejected) in [
             (in_clusters(&[], 7), in_clusters(&[], 7), true),
             (in_clusters(&[], 7), in_clusters(&[], 8), false),
@@ -132,7 +132,7 @@ mod tests {
             // A tenant that is rejected has no number.
             (json!({ "isolation": "Shared", "number": 7 }), in_clusters(&[], 7), false),
         ] {
-            let rejected = rejected(&[tenant("young", 1, young.clone()), tenant("old", 5, old.clone())]);
+            let rejected = rejected(&[tenant("young", 1, &young), tenant("old", 5, &old)]);
             let message = rejected.get("young").map(|refusal| refusal.message.as_str()).unwrap_or_default();
             assert_eq!(
                 message.starts_with("CacheTenant old, which is older"),
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn agents_accept_the_oldest_tenants_of_a_cluster() {
         let last = u16::try_from(TENANTS_OF_CLUSTER_MAX).expect("few") + 1;
-        let numbered = |number: u16| tenant(&format!("t{number:04}"), 1, json!({ "number": number }));
+        let numbered = |number: u16| tenant(&format!("t{number:04}"), 1, &json!({ "number": number }));
         let all: Vec<Arc<CacheTenant>> = (1..=last).map(numbered).collect();
         let rejected = rejected(&all);
         assert_eq!(rejected.keys().collect::<Vec<_>>(), [&format!("t{last:04}")]);
