@@ -182,7 +182,7 @@ impl ReconcilerThread {
         let persisted = parts.records.load().unwrap_or_else(|error| {
             tracing::warn!(
                 error,
-                "cannot read the persisted device-to-pool mapping; it is rebuilt as devices are opened"
+                "cannot read the persisted device-to-pool mapping; it is rebuilt as devices are opened, and pools are not wiped before"
             );
             DeviceRecords::default()
         });

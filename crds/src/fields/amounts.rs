@@ -26,6 +26,16 @@ const BYTE_UNITS: [(&str, u64); 10] = [
     ("P", 1_000_000_000_000_000),
 ];
 
+/// Units of [`Quantity::of_bytes`] and their factors, with the largest numbers that the schema permits.
+const EXACT_UNITS: [(&str, u64, u64); 6] = [
+    ("", 1, 999_999_999_999),
+    ("Ki", 1 << 10, 999_999_999_999),
+    ("Mi", 1 << 20, 999_999_999_999),
+    ("Gi", 1 << 30, 9_999_999_999),
+    ("Ti", 1 << 40, 9_999_999),
+    ("Pi", 1 << 50, 9_999),
+];
+
 /// Units of [`Span`] in milliseconds; `ms` precedes its suffix `s`.
 const TIME_UNITS: [(&str, u64); 4] = [("ms", 1), ("s", 1_000), ("m", 60_000), ("h", 3_600_000)];
 
@@ -62,14 +72,16 @@ impl Quantity {
         Quantity(text.into())
     }
 
-    /// Returns the quantity for a number of bytes, in the largest binary unit that divides it.
+    /// Returns the quantity for a number of bytes, in the largest binary unit that divides it. A number with more digits
+    /// than the schema permits is rounded up to a larger unit, and is at most 9999Pi.
     pub fn of_bytes(bytes: u64) -> Quantity {
-        for (unit, factor) in BYTE_UNITS[..5].iter().rev() {
-            if bytes != 0 && bytes.is_multiple_of(*factor) {
-                return Quantity(format!("{}{unit}", bytes / factor));
-            }
-        }
-        Quantity(bytes.to_string())
+        let divides = |(_, factor, _): &(&str, u64, u64)| bytes != 0 && bytes.is_multiple_of(*factor);
+        let exact = EXACT_UNITS.iter().rposition(divides).unwrap_or_default();
+        let rounded = EXACT_UNITS[exact..].iter().find_map(|(unit, factor, most)| {
+            let count = bytes.div_ceil(*factor);
+            (count <= *most).then(|| Quantity(format!("{count}{unit}")))
+        });
+        rounded.unwrap_or_else(|| Quantity("9999Pi".to_owned()))
     }
 
     /// Returns the text as written.
@@ -207,6 +219,15 @@ mod tests {
         }
         assert_eq!(Quantity::of_bytes(1536 << 30).as_str(), "1536Gi");
         assert_eq!(Quantity::of_bytes(1_000_001).as_str(), "1000001");
+        // Rounded up to what the schema permits.
+        for (bytes, text) in [
+            (1_234_500_000_001, "1205566407Ki"),
+            (1_000_000_000_001 << 10, "976562501Mi"),
+            (10_000 << 50, "9999Pi"),
+            (u64::MAX, "9999Pi"),
+        ] {
+            assert_eq!(Quantity::of_bytes(bytes).as_str(), text, "{bytes}");
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ const RECONCILE_FAILED: &str = "reconcile_failed";
 /// other clients.
 const AT_ONCE: u16 = 8;
 
-/// Consecutive failures for a missing permission with one event, which is at the first of them.
+/// Failures for a missing permission with one event, which is at the first of them.
 const FAILURES_PER_EVENT: u32 = 16;
 
 /// Timeout of a reconcile. Most take milliseconds; a longer one waits for a peer that does not answer.
@@ -74,19 +74,20 @@ async fn timed<C: Deref<Target = Services>>(
     reconcile: impl Future<Output = Result<Action, OperatorError>>,
     context: Arc<C>,
 ) -> Result<Action, OperatorError> {
-    let (begun, kind) = (Instant::now(), subject.kind);
+    let (begun, kind, of_rights) = (Instant::now(), subject.kind, format!("{key} forbidden"));
     let ended = within(RECONCILE_TIMEOUT, reconcile).await;
     let result = if ended.is_ok() { "done" } else { "failed" };
     context.metrics.record_reconcile(kind, result, begun.elapsed());
     match &ended {
         Ok(_) => {
             context.backoff.record_success(&key);
+            context.backoff.record_success(&of_rights);
             tracing::info!(recovered = RECONCILE_FAILED, object = key, "reconcile succeeds again");
         }
         // Only an administrator can grant the permission. Changes of the object cause reconciles at any rate.
         Err(error)
             if error.code() == Some(FORBIDDEN)
-                && context.backoff.failures(&key).is_multiple_of(FAILURES_PER_EVENT) =>
+                && context.backoff.count_failure(&of_rights).is_multiple_of(FAILURES_PER_EVENT) =>
         {
             let note = format!(
                 "reconcile failed: {error}. Give the operator the permissions of this version's chart"

@@ -57,8 +57,8 @@ pub(crate) async fn ensure(
     let stored = secrets.get_opt(&name).await.map_err(OperatorError::api(format!("get Secret {name}")))?;
     if stored.as_ref().is_some_and(|secret| secrets::is_foreign(&names, secret)) {
         let message = format!(
-            "Secret {name} is not the cluster's: to keep the blocks of its salts, set its label {CLUSTER_UID} to {}; otherwise \
-             delete it, and the operator creates new salts",
+            "Secret {name} is not the cluster's: to keep the blocks of its salts, set its label {CLUSTER_UID} to {} and remove its \
+             ownerReferences; otherwise delete it, and the operator creates new salts",
             names.uid
         );
         return Ok(Some(Refusal::new(Reason::Conflict, message)));

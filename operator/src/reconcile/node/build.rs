@@ -67,12 +67,16 @@ fn mode(node: &Node, inputs: &NodeInputs) -> NodeMode {
 }
 
 /// Whether the data on a pool's devices must be destroyed. If the policy was set after the deletion, when the finalizer
-/// can no longer be added, the data is kept.
+/// can no longer be added, the data is kept. A wipe that was requested stays so: without it, agents would open the device
+/// again, if a finalizer of another party holds the pool.
 fn is_wiped(pool: &SSDPool, inputs: &NodeInputs) -> bool {
+    let claims = inputs.live.iter().flat_map(|live| &live.spec.claims);
+    let is_requested =
+        || claims.into_iter().any(|claim| claim.wipe && pool.uid().as_deref() == Some(claim.uid.as_str()));
     pool.metadata.deletion_timestamp.is_some()
         && pool.spec.deletion_policy == DeletionPolicy::Wipe
         && pool.spec.wipe_confirmation.is_some()
-        && has(pool, WIPE_FINALIZER)
+        && (has(pool, WIPE_FINALIZER) || is_requested())
         && !has_guard(pool)
         && !inputs.contested.contains(&pool.name_any())
 }
@@ -159,6 +163,13 @@ mod tests {
             let spec = build(&node(), &inputs).expect("a spec");
             assert_eq!(spec.claims[0].wipe, expected, "{case}");
         }
+        // All nodes have reported the wipe, and a finalizer of another party holds the pool.
+        let held = |finalizer: &str| vec![Arc::new(pool(held(&[finalizer]), confirmed()))];
+        let mut inputs = found(held(WIPE_FINALIZER), &json!({}));
+        let spec = build(&node(), &inputs).expect("a spec");
+        inputs.live = Some(Arc::new(CacheNode::new("n1", spec)));
+        inputs.pools = held("others.example/hold");
+        assert!(build(&node(), &inputs).expect("a spec").claims[0].wipe);
     }
 
     #[test]

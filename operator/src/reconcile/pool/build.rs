@@ -42,7 +42,7 @@ pub fn wipe(pool: &SSDPool, inputs: &PoolInputs) -> Wipe {
     };
     if assigned.cluster.is_none() {
         let problem =
-            "the pool belongs to no cluster, so no agent can wipe it: add the pool to a cluster again";
+            "the pool belongs to no cluster, so no agent can wipe it: add the pool to its cluster again";
         return if had_nodes { blocked(Reason::ReferenceNotFound, problem) } else { Wipe::Done };
     }
     if let Some(refused) = &assigned.refused {

@@ -40,7 +40,7 @@ pub struct BudgetResult {
 pub fn desired(tenant: &CacheTenant) -> Option<Budget> {
     let Quotas { dram, ssd } = &tenant.spec.budget;
     // The schema permits only quantities.
-    let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or_default();
+    let bytes = |quantity: &Quantity| quantity.bytes().unwrap_or(u64::MAX);
     let limit = |quota: &Quota| quota.limit.as_ref().map_or(u64::MAX, bytes);
     let budget = Budget {
         reserved: TierBytes { dram: bytes(&dram.reserved), ssd: bytes(&ssd.reserved) },

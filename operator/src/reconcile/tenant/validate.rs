@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use kube::ResourceExt;
 use reprise_crds::CacheTenant;
+use reprise_crds::fields::ClusterRef;
 use reprise_crds::status::Reason;
 use reprise_crds::tenant::Isolation;
 use reprise_policy::tenant::TENANTS_MAX;
@@ -30,16 +31,22 @@ pub fn rejected(tenants: &[Arc<CacheTenant>]) -> BTreeMap<String, Refusal> {
         let same = by_number.entry(number).or_default();
         let refusal = validate(tenant)
             .or_else(|| Some(same_number(number, same.iter().find(|other| share_cluster(tenant, other))?)))
-            .or_else(|| is_excess(tenant, &accepted).then(too_many));
+            .or_else(|| (!is_default(tenant) && is_excess(tenant, &accepted)).then(too_many));
         match refusal {
             Some(refusal) => drop(rejected.insert(tenant.name_any(), refusal)),
             None => {
                 same.push(tenant);
-                accepted.push(tenant);
+                if !is_default(tenant) {
+                    accepted.push(tenant);
+                }
             }
         }
     }
     rejected
+}
+
+fn is_default(tenant: &CacheTenant) -> bool {
+    tenant.name_any() == TenantName::default_tenant().as_str()
 }
 
 /// Returns the number of a tenant in the headers of blocks.
@@ -55,10 +62,22 @@ fn share_cluster(one: &CacheTenant, other: &CacheTenant) -> bool {
     ours.is_empty() || theirs.is_empty() || ours.iter().any(|cluster| theirs.contains(cluster))
 }
 
-/// Whether clusters of a tenant may have as many older tenants as agents accept.
+/// Whether a cluster of a tenant has as many older tenants as agents accept.
 fn is_excess(tenant: &CacheTenant, older: &[&CacheTenant]) -> bool {
-    older.len() >= TENANTS_OF_CLUSTER_MAX
-        && older.iter().filter(|other| share_cluster(tenant, other)).count() >= TENANTS_OF_CLUSTER_MAX
+    if older.len() < TENANTS_OF_CLUSTER_MAX {
+        return false;
+    }
+    let everywhere = older.iter().filter(|other| other.spec.clusters.is_empty()).count();
+    let mut naming: BTreeMap<&ClusterRef, usize> = BTreeMap::new();
+    for cluster in older.iter().flat_map(|other| &other.spec.clusters) {
+        *naming.entry(cluster).or_default() += 1;
+    }
+    let of_cluster = |cluster| naming.get(cluster).copied().unwrap_or_default();
+    let most = match tenant.spec.clusters.as_slice() {
+        [] => naming.values().copied().max(),
+        named => named.iter().map(of_cluster).max(),
+    };
+    everywhere + most.unwrap_or_default() >= TENANTS_OF_CLUSTER_MAX
 }
 
 fn same_number(number: TenantId, other: &CacheTenant) -> Refusal {
@@ -82,7 +101,7 @@ fn too_many() -> Refusal {
 /// Returns why a tenant is rejected for its own spec.
 fn validate(tenant: &CacheTenant) -> Option<Refusal> {
     let spec = &tenant.spec;
-    let is_default = tenant.name_any() == TenantName::default_tenant().as_str();
+    let is_default = is_default(tenant);
     let (reason, message) = if spec.isolation == Isolation::Shared {
         let message = "isolation Shared is not supported by this release: create a CacheTenant with Salted or Encrypted";
         (Reason::Unsupported, message)
@@ -145,6 +164,13 @@ mod tests {
     #[test]
     fn agents_accept_the_oldest_tenants_of_a_cluster() {
         let last = u16::try_from(TENANTS_OF_CLUSTER_MAX).expect("few") + 1;
+        let of_cluster = |number: u16| {
+            let cluster = json!({ "namespace": "n", "name": format!("c{}", number % 2) });
+            tenant(&format!("t{number:04}"), 2, &json!({ "number": number, "clusters": [cluster] }))
+        };
+        let mut divided: Vec<Arc<CacheTenant>> = (1..=last).map(of_cluster).collect();
+        divided.push(tenant("everywhere", 1, &json!({ "number": 60_000 })));
+        assert!(super::rejected(&divided).is_empty(), "each cluster has half of them");
         let numbered = |number: u16| tenant(&format!("t{number:04}"), 1, &json!({ "number": number }));
         let all: Vec<Arc<CacheTenant>> = (1..=last).map(numbered).collect();
         let rejected = rejected(&all);
