@@ -34,14 +34,13 @@ pub async fn apply(
     {
         return refused(refusal.clone());
     }
-    let mut of_console = None;
-    match write_secrets(cluster, inputs, &mut of_console, context).await {
+    let of_console = match write_secrets(cluster, inputs, context).await {
         Err(error) if error.code() == Some(FORBIDDEN) => {
             return refused(secrets::refusal(&inputs.agent_config.names, &error.to_string()));
         }
-        Ok(Some(refusal)) => return refused(refusal),
-        written => drop(written?),
-    }
+        Ok(SecretRefusals { salts: Some(refusal), .. }) => return refused(refusal),
+        written => written?.console,
+    };
     let names = &inputs.agent_config.names;
     let kept = [
         (ChildKind::Secret, names.authority()),
@@ -57,22 +56,30 @@ pub async fn apply(
     Ok(applied)
 }
 
-/// Writes the Secrets that are not built, because their content is random. Returns why agents cannot have the salts.
-/// Without the certificate of scrapers, `of_console` is set, and the other children may be applied.
+/// Why Secrets with random content cannot be written.
+#[derive(Debug)]
+struct SecretRefusals {
+    /// Agents cannot have their salts.
+    salts: Option<Refusal>,
+    /// Scrapers have no certificate. The children may be applied.
+    console: Option<Refusal>,
+}
+
+/// Writes the Secrets that are not built, because their content is random.
 async fn write_secrets(
     cluster: &KVCacheCluster,
     inputs: &mut ClusterInputs,
-    of_console: &mut Option<Refusal>,
     context: &Context,
-) -> Result<Option<Refusal>, OperatorError> {
+) -> Result<SecretRefusals, OperatorError> {
     if matches!(inputs.certificates, AuthorityState::Absent) {
         inputs.certificates = authority::create(cluster, context).await?;
     }
-    let of_salts = salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
-    if let (None, AuthorityState::Present(authority)) = (&of_salts, &inputs.certificates) {
-        *of_console = console::ensure(cluster, context, authority).await?;
-    }
-    Ok(of_salts)
+    let salts = salts::ensure(cluster, &inputs.agent_config.tenants, context).await?;
+    let console = match &inputs.certificates {
+        AuthorityState::Present(authority) => console::ensure(cluster, context, authority).await?,
+        _ => None,
+    };
+    Ok(SecretRefusals { salts, console })
 }
 
 /// Returns a refusal for each node whose `CacheNode` another component created. It depends only on the
