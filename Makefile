@@ -97,10 +97,12 @@ AGENT_PROGRAMS := cargo build --locked --workspace --bin reprise-agent --bin rep
 CLUSTER_PROGRAMS := cargo build --locked --workspace --bins --test cluster
 
 test: export REPRISE_REQUIRE_NVCC := 1
-test: lint etcd cluster helm cuda-toolkit vm-test
+test: lint etcd cluster helm cuda-toolkit
 	cargo check --locked $(DEMO_PROGRAMS)
 	e2e/prometheus/promtool.sh
-	$(PROGRAMS)
+# One build, which uses the processors better than one for each group of tests.
+	$(PROGRAMS) --test cluster --test vm
+	$(MAKE) vm-test
 	images/build.sh --profile $(REPRISE_IMAGES_PROFILE)
 	e2e/test.sh
 	python/test.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests `pip install ./python` in a fresh environment. pip builds with its own interpreter and tools, so Cargo would
-# rebuild in turn for them and wheel.sh; a separate target folder and a fixed path of the environment avoid this, and
-# only the first build takes minutes. Skips, with a message, if there is no suitable Python.
+# rebuild in turn for them and wheel.sh; a separate target folder and a fixed path of the environment avoid this. The
+# build is not optimised, since only the installation is tested. Skips, with a message, if there is no suitable Python.
 set -euo pipefail
 cd "$(dirname "$0")"
 venv=$(./venv.sh) || {
@@ -19,7 +19,7 @@ exec 9> "$CARGO_TARGET_DIR/lock"
 flock 9
 rm -rf "$fresh"
 "$venv/bin/python" -m venv "$fresh"
-"$fresh/bin/pip" -q install --disable-pip-version-check "$PWD"
+MATURIN_PEP517_ARGS="--profile dev" "$fresh/bin/pip" -q install --disable-pip-version-check "$PWD"
 # Not in this folder, which has a `reprise` without its native half.
 cd "$fresh"
 "$fresh/bin/python" -P - << 'PYTHON'
