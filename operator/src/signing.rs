@@ -20,7 +20,7 @@ use reprise_crds::{KVCacheCluster, OPERATOR_FIELD_MANAGER};
 use serde_json::json;
 
 use crate::framework::clock;
-use crate::framework::error::OperatorError;
+use crate::framework::error::{NOT_FOUND, OperatorError};
 use crate::framework::feed::WatchBackoff;
 use crate::framework::metrics::Write;
 use crate::reconcile::authority::{self, AuthorityState};
@@ -63,9 +63,13 @@ pub async fn reconcile(
     // An approval causes an event before the certificate is there.
     let current = api(&context).get_opt(&request.name_any()).await;
     let current = current.map_err(OperatorError::api("read a request for a certificate"))?;
-    match current.filter(|current| !is_answered(current)) {
-        Some(current) => answer(&context, &current).await,
-        None => Ok(Action::await_change()),
+    let Some(current) = current.filter(|current| !is_answered(current)) else {
+        return Ok(Action::await_change());
+    };
+    match answer(&context, &current).await {
+        // The requester has deleted it.
+        Err(error) if error.code() == Some(NOT_FOUND) => Ok(Action::await_change()),
+        answered => answered,
     }
 }
 

@@ -12,12 +12,9 @@ use super::etcd;
 use super::versions::Versions;
 use crate::framework::children::ApplyOutcome;
 use crate::framework::clock;
-use crate::framework::refusal::{Refusal, accepted};
+use crate::framework::refusal::{Refusal, accepted, list};
 use crate::reconcile::authority::AuthorityState;
 use crate::reconcile::membership::{has_reported, is_ready};
-
-/// Maximum number of names in a message.
-const NAMES_MAX: usize = 5;
 
 /// Computes the status and conditions of a cluster. `applied` is `None` if the cluster is rejected or paused.
 pub fn compute(
@@ -108,8 +105,8 @@ fn agents_ready(inputs: &ClusterInputs, agents: &AgentCounts) -> Finding {
     let is_late = |name: &&String| {
         !inputs.cache_nodes.iter().any(|node| node.metadata.name.as_ref() == Some(name) && is_ready(node))
     };
-    let late: Vec<String> = inputs.assignment.nodes.iter().filter(is_late).take(NAMES_MAX).cloned().collect();
-    let message = format!("{message}; check the agents' pods on {}", late.join(", "));
+    let late = list(inputs.assignment.nodes.iter().filter(is_late));
+    let message = format!("{message}; check the agents' pods on {late}");
     // Agents that never reported are still starting; an agent that stopped reporting is a loss.
     let lost = inputs.cache_nodes.iter().any(|node| {
         !is_ready(node) && node.status.as_ref().is_some_and(|status| status.last_updated.is_some())

@@ -9,10 +9,8 @@ use reprise_crds::{SlackProfile, SlackProfileStatus};
 
 use super::build::RolloutStage;
 use super::dereference::{ProfileInputs, ProfileNode};
-use crate::framework::refusal::{Refusal, accepted};
+use crate::framework::refusal::{Refusal, accepted, list};
 
-/// Maximum number of names in a message.
-const NAMES_MAX: usize = 5;
 /// Limitation stated in the condition `Active`.
 const UNUSED: &str = "engines that report their layers get the profile's budgets; tensorParallel, engineVersion and fallback have \
                       no effect on the agents' own I/O in this release";
@@ -94,12 +92,11 @@ fn distributed(profile: &SlackProfile, found: &ProfileInputs) -> Option<Finding>
         );
         return Some(Finding::no(kind, Reason::NoNodes, message));
     }
-    let there: Vec<&str> = found.products.iter().take(NAMES_MAX).map(String::as_str).collect();
+    let there = list(found.products.iter().map(|product| format!("'{product}'")));
     let message = format!(
-        "no node of {clusters} has the GPU '{}', but they have '{}': create a SlackProfile with one of these as subject.gpuProduct, \
+        "no node of {clusters} has the GPU '{}', but they have {there}: create a SlackProfile with one of these as subject.gpuProduct, \
          measured on that GPU",
-        profile.spec.subject.gpu_product,
-        there.join("', '")
+        profile.spec.subject.gpu_product
     );
     Some(Finding::no(kind, Reason::WrongGpu, message))
 }
@@ -119,8 +116,7 @@ fn in_progress(found: &ProfileInputs) -> Finding {
         return Finding::no(kind, reason, message);
     }
     let names = |is: &dyn Fn(&ProfileNode) -> bool| {
-        let names = nodes.iter().filter(|node| is(node)).take(NAMES_MAX).map(|node| node.name.as_str());
-        names.collect::<Vec<_>>().join(", ")
+        list(nodes.iter().filter(|node| is(node)).map(|node| node.name.as_str()))
     };
     let silent = names(&|node| node.silent && !node.stage.has_applied());
     if !silent.is_empty() {

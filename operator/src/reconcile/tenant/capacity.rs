@@ -10,6 +10,7 @@ use reprise_crds::status::{ConditionType, Finding, Reason};
 use reprise_crds::{CacheTenant, KVCacheCluster};
 
 use super::dereference::{TenantCluster, TenantClusters};
+use crate::framework::refusal::list;
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::{has_reported, tenants};
 
@@ -17,6 +18,8 @@ use crate::reconcile::membership::{has_reported, tenants};
 struct Reservations {
     /// The field of a tenant.
     field: &'static str,
+    /// How the bytes are counted.
+    counted: &'static str,
     bytes: u64,
     /// Tenants that reserve some of it.
     tenants: Vec<String>,
@@ -35,14 +38,13 @@ pub fn finding(tenant: &CacheTenant, clusters: &TenantClusters, context: &Contex
             continue;
         }
         let memory = Reservations::of_memory(cluster, &of_cluster);
-        let devices = Reservations::of(&of_cluster, "perNode.ssd.reserved", |tenant| {
+        let devices = Reservations::of(&of_cluster, ("perNode.ssd.reserved", "in total"), |tenant| {
             bytes(&tenant.spec.per_node.ssd.reserved)
         });
         let unreserved = without_reservation(cluster, &of_cluster);
-        let unreserved: Vec<&str> = unreserved.iter().map(String::as_str).collect();
         let spec = format!("cache.dram of KVCacheCluster {}", names.key());
         let excess = memory.above(&spec, &cluster.spec.cache.dram).map(|excess| {
-            format!("{excess}. Until then its agents reserve nothing for {}", unreserved.join(", "))
+            format!("{excess}. Until then its agents reserve nothing for {}", list(&unreserved))
         });
         let nodes = assignment.cluster(cluster).map(|own| own.nodes.as_slice()).unwrap_or_default();
         let excess = excess.or_else(|| {
@@ -70,28 +72,31 @@ pub fn finding(tenant: &CacheTenant, clusters: &TenantClusters, context: &Contex
 impl Reservations {
     fn of(
         tenants: &[Arc<CacheTenant>],
-        field: &'static str,
+        (field, counted): (&'static str, &'static str),
         reserved: impl Fn(&CacheTenant) -> u64,
     ) -> Reservations {
         let reserving = tenants.iter().filter(|tenant| reserved(tenant) > 0);
         Reservations {
             field,
+            counted,
             bytes: tenants.iter().fold(0, |sum, tenant| sum.saturating_add(reserved(tenant))),
             tenants: reserving.map(|tenant| tenant.name_any()).collect(),
         }
     }
 
     fn of_memory(cluster: &KVCacheCluster, tenants: &[Arc<CacheTenant>]) -> Reservations {
-        Reservations::of(tenants, "perNode.dram.reserved", |tenant| memory(cluster, tenant))
+        Reservations::of(tenants, ("perNode.dram.reserved", "in whole regions"), |tenant| {
+            memory(cluster, tenant)
+        })
     }
 
     /// Describes the excess above a capacity, with the tenants that should reserve less.
     fn above(&self, owner: &str, available: &Quantity) -> Option<String> {
-        let Reservations { field, bytes: reserved, tenants } = self;
-        let (total, tenants) = (Quantity::of_bytes(*reserved), tenants.join(", "));
+        let Reservations { field, counted, bytes: reserved, tenants } = self;
+        let (total, tenants) = (Quantity::of_bytes(*reserved), list(tenants));
         (*reserved > bytes(available)).then(|| {
             format!(
-                "{field} of all tenants is {total} in total, above the {available} of {owner}: lower that of {tenants}, or extend {owner}"
+                "{field} of all tenants is {total} {counted}, above the {available} of {owner}: lower that of {tenants}, or extend {owner}"
             )
         })
     }
@@ -148,7 +153,7 @@ mod tests {
             (
                 &five[..],
                 &["a"][..],
-                Some("perNode.dram.reserved of all tenants is 1280Mi in total, above the 1Gi of c"),
+                Some("perNode.dram.reserved of all tenants is 1280Mi in whole regions, above the 1Gi of c"),
             ),
             // One that is too large leaves the memory to younger ones.
             (

@@ -20,14 +20,11 @@ use super::NO_CLUSTER;
 use super::dereference::{TenantCluster, TenantClusters};
 use super::validate::rejected;
 use crate::framework::digest;
-use crate::framework::refusal::Refusal;
+use crate::framework::refusal::{Refusal, list};
 use crate::reconcile::context::Context;
 use crate::reconcile::membership::{applies_to, has_reported};
 use crate::reconcile::names::ClusterNames;
 use crate::reconcile::selection::selects;
-
-/// Maximum number of names in a message.
-const NAMES_MAX: usize = 5;
 
 /// Assignment of pods to tenants in one cluster.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -225,12 +222,11 @@ fn describe(tenant: &CacheTenant, of_cluster: &ClusterAssignment) -> Result<Stri
     let ClusterAssignment { cluster, assignment, nodes } = of_cluster;
     let share = assignment.shares.get(&tenant.name_any()).cloned().unwrap_or_default();
     let TenantShare { namespaces, accounts, conflicts, omitted } = share;
-    let names = |names: &[String]| names[..names.len().min(NAMES_MAX)].join(", ");
     if !conflicts.is_empty() {
         let message = format!(
             "older tenants of {cluster} already have {} of the selected namespaces and accounts ({}): select each in one tenant only",
             conflicts.len(),
-            names(&conflicts)
+            list(&conflicts)
         );
         return Err(Refusal::new(Reason::Conflict, message));
     }
@@ -259,7 +255,7 @@ fn describe(tenant: &CacheTenant, of_cluster: &ClusterAssignment) -> Result<Stri
         let message = format!(
             "{} agents of {cluster} do not authorize sessions ({}), so any session there can claim the tenant: upgrade them",
             unchecked.len(),
-            names(&unchecked)
+            list(&unchecked)
         );
         return Err(Refusal::new(Reason::NotReported, message));
     }
@@ -268,7 +264,7 @@ fn describe(tenant: &CacheTenant, of_cluster: &ClusterAssignment) -> Result<Stri
             "{} agents of {cluster} have not applied the current assignment yet ({}), which takes about a minute: if it persists, check \
              whether the cluster is paused, and their logs",
             late.len(),
-            names(&late)
+            list(&late)
         );
         return Err(Refusal::new(Reason::Progressing, message));
     }
